@@ -122,6 +122,7 @@ def figures(server: Contender, home: Path, given: argparse.Namespace) -> dict[st
         for one in asked(url, *words, *warmth):
             usual, _, late = one["inter_token_ms"]
             level = {"tok/s": one["tokens_s"], "next token p50, ms": usual, "p99, ms": late}
+            level["first token p50, ms"] = one["first_token_ms"][0]
             found |= {f"{one['level']}: {name}": value for name, value in level.items()}
             found[f"{one['level']}: unanswered"] = one["requests"] - one["answered"]
         found["memory, MB"] = memory()

@@ -246,7 +246,7 @@ async def tier(options: Options, ends: Tokens, count: int) -> list[dict[str, Any
         kept = evolve(options, kv_cache_dir=Path(folder), kv_cache_min_tokens=0, disk_prefix_cache="full")
         for names, budget in ((("cold", "host"), 2048), (("disk",), 0)):
             target = await load_target(evolve(kept, host_cache_budget=budget))
-            proposer = target.executor._proposer  # noqa: SLF001 - to look over its shoulder
+            proposer = target.executor.decoding.proposer  # to look over its shoulder
             assert proposer is not None
             for name in names:
                 watched = WatchedProposer(proposer, {})

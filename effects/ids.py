@@ -10,10 +10,11 @@ from attrs import frozen
 RequestId = NewType("RequestId", int)
 SlotId = NewType("SlotId", int)
 PlaceId = NewType("PlaceId", int)  # where a device keeps a checkpoint of a model's positional state
-LaneId = NewType("LaneId", int)  # a device that work is queued for; the target's is MAIN
+LaneId = NewType("LaneId", int)  # whom device work is queued for; the target's device is MAIN
 PageId = NewType("PageId", int)  # of the memory that all slots share
 LeaseId = NewType("LeaseId", int)  # a hit in the block store: held until its rows are restored or released
 MAIN = LaneId(0)
+PROMPTS = LaneId(2)  # the target's device once more: wide forwards of prompts, beside decode steps
 ENGINE = RequestId(0)  # whom an ask is for that is no request's; those are counted from 1
 PAGE = 256  # rows of a page: whole tiles and whole sums of attention, so where they lie changes no bits
 Tokens: TypeAlias = tuple[int, ...]

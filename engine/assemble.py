@@ -15,7 +15,7 @@ from adapters.metrics import Metrics
 from adapters.transfer.transfer import Transfer
 from adapters.watched import Watched
 from effects.experts import PlaceExperts
-from effects.ids import MAIN, LaneId, RequestId
+from effects.ids import MAIN, PROMPTS, LaneId, RequestId
 from effects.lookup import FindPrefix, ReleasePrefix
 from effects.pflash import KeepFrozen
 from effects.ports import Perform, Submit
@@ -137,7 +137,7 @@ def lanes(settings: Settings, executor: DeviceExecutor, drafter: Drafter | None)
     """What carries out the launches of each."""
     beside = None if drafter is None else drafter.beside
     apart: dict[LaneId, Submit] = {} if beside is None else {settings.drafter_lane: beside.submit}
-    return {MAIN: executor.submit, **apart}
+    return {MAIN: executor.submit, PROMPTS: executor.submit, **apart}
 
 
 def moving(transfer: Transfer | None) -> dict[type, Perform]:

@@ -14,6 +14,7 @@ import torch
 from attrs import evolve
 
 from adapters.device.executor import DeviceExecutor
+from adapters.models.kernels.interface import NARROW
 from adapters.models.shard import Segment, Shard, Step
 from effects.all import Ask, Outcome
 from effects.decode import Decoded, RunDecode
@@ -21,6 +22,7 @@ from effects.ids import DeviceFailed, RequestId, SlotId
 from effects.job import Sampling
 from effects.prefill import OpenSlot, RunPrefill
 from engine.kept import Kept, alike
+from engine.machine import Placement
 from states import launch_prices
 from states.rates import FIRST, Rates
 
@@ -41,9 +43,17 @@ MIXED_ROWS = 64  # on a CPU, where a row takes about as long in any forward: str
 
 def mixed_rows(devices: Set[str]) -> int:
     """Of a forward that has decode steps and the next rows of a prompt. devices: kinds of those that have layers. 0 on
-    a GPU, where it was never measured: they take turns there.
+    a GPU: both can be at work there at once (`beside_rows`), or else they take turns.
     """
     return MIXED_ROWS if devices == {"cpu"} else 0
+
+
+def beside_rows(plan: Sequence[Placement], shard: Shard, *, drafted: bool) -> int:
+    """Prefills of more rows than that go beside decode steps: where one GPU of this process has the whole model, and
+    nothing of a prompt but its rows has to be kept in step with who decodes. 0: none do.
+    """
+    here = len(plan) == 1 and plan[0].local and plan[0].device.type == "cuda"
+    return NARROW if here and shard.runs_ahead and not drafted and not shard.state_specs else 0
 
 
 def kept_or_measured(

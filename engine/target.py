@@ -38,7 +38,7 @@ from engine.fit import Fit
 from engine.folders import model_folder, user_folder
 from engine.kept import Kept
 from engine.machine import Placement, planned, state_tokens
-from engine.measure import kept_or_measured, key, mixed_rows
+from engine.measure import beside_rows, kept_or_measured, key, mixed_rows
 from engine.needs import chosen, host_experts, hosts_table, shares_pages
 from engine.options import Options
 from engine.refusal import Refusal
@@ -113,7 +113,7 @@ class Target:
     def threads(self) -> tuple[Watched, ...]:
         """Whose troubles /health tells."""
         store = () if self.transfer is None else self.transfer.store.threads
-        return (self.lane.thread, *store, *(() if self.drafter is None else self.drafter.threads))
+        return (*self.executor.threads, *store, *(() if self.drafter is None else self.drafter.threads))
 
     @property
     def has_disk(self) -> bool:
@@ -235,6 +235,8 @@ def load_over(
     step(startup.MEASURE)
     decided = decide(options, executor, shard, draft, plan=plan, numerics=numerics, named=named, kept=kept, fit=fit)
     settings = counted(decided, hosted)
+    if settings.beside_rows:
+        executor.read_beside(DeviceLane(lane.device, beside="prompts"))
     drafter, settings = add_drafter(scores, options, executor, lane, drafting=drafting, settings=settings, kept=kept)
     step(startup.CACHE)
     kind = layout(shard, draft, named, numerics.block_size)
@@ -306,6 +308,7 @@ def decide(
         keep_decoded=numerics.mode == "buckets",
         batch_rows=min(BATCH_ROWS, numerics.batch_rows),
         mixed_rows=mixed_rows({one.computes.type for one in plan}) if numerics.mode == "buckets" else 0,
+        beside_rows=beside_rows(plan, shard, drafted=has_draft) if numerics.mode == "buckets" else 0,
         block=block,
         tree=tree,
         no_trees=no_trees,

@@ -9,7 +9,7 @@ from attrs import evolve, frozen
 
 from effects.all import Ask, Effect, Launch, Outcome
 from effects.decode import Decoded, RunDecode
-from effects.ids import MAIN, LaneId, RequestId
+from effects.ids import MAIN, PROMPTS, LaneId, RequestId
 from effects.pflash import CompressPrompt
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.residency import LoadModel, UnloadModel
@@ -50,9 +50,20 @@ PROMPT = 8  # rows of a mixed forward for each decode step in it, at least
 PASSED = 2  # turns of shorter prompts; then comes the one that has waited longest, so that long ones get on, too
 
 
+def lanes_of(settings: Settings) -> dict[LaneId, Lane]:
+    """Nothing waits for any of them."""
+    beside = {PROMPTS: Lane()} if settings.beside_rows else {}
+    return {MAIN: Lane(), settings.drafter_lane: Lane(), **beside}
+
+
 def lane_of(settings: Settings, effect: Effect) -> LaneId:
-    """Which device an effect is for: a second one is a place in the settings."""
+    """Which device an effect is for, a second one is a place in the settings; and whether it goes beside what else that
+    is at: a prompt's rows are, where they are many, so that those who decode do not wait for them. What logits are to
+    tell about them is made where all other logits are.
+    """
     match effect:
+        case RunPrefill(start=start, stop=stop, logprobs=-1) if 0 < settings.beside_rows < stop - start:
+            return PROMPTS
         case CompressPrompt() | LoadModel("drafter") | UnloadModel("drafter"):
             return settings.drafter_lane
         case _:

@@ -25,6 +25,7 @@ class Settings:
     keep_decoded: bool = True  # decoded rows equal prefilled ones (the buckets is proven), so they stay cached
     batch_rows: int = 16  # rows of one batched decode step, proposals included
     mixed_rows: int = 0  # of a forward that has decode steps and the next rows of a prompt; 0: they take turns
+    beside_rows: int = 0  # prefills of more rows than that have a lane of their own, beside decode steps; 0: none have
     store: bool = False  # host memory or disk keep blocks
     min_tokens: int = 0  # sequences shorter than this are not kept beyond the device
     stateful: bool = False  # the model has positional state that blocks do not hold: a hit needs a checkpoint too
@@ -48,12 +49,24 @@ class Settings:
         positive = (self.slots, self.max_context, self.chunk, self.span, self.block_size, self.batch_rows, self.page)
         natural = (
             *(self.max_queue, self.min_tokens, self.interval, self.cold_max, self.block, self.tree),
-            *(self.mixed_rows, self.pages, self.drafter, self.drafter_lane, self.state_places, self.state_tokens),
+            *(
+                self.mixed_rows,
+                self.beside_rows,
+                self.pages,
+                self.drafter,
+                self.drafter_lane,
+                self.state_places,
+                self.state_tokens,
+            ),
             *(self.expert_places, self.experts - self.expert_places, MOST_EXPERTS - self.experts),
         )
         limit = MOST_SLOTS - max(self.slots, self.state_places)
         if self.shares_pages and self.stateful:
             raise ValueError("rows before a state that was lost are computed again: nobody may share them")
+        if self.beside_rows and (self.stateful or self.block):
+            raise ValueError(
+                "what goes with a prompt's rows, a state or a draft's context, is the decode steps' lane's"
+            )
         if 0 < self.pages * self.page < self.max_context:
             raise ValueError(f"{self.pages} pages do not hold the longest sequence, {self.max_context} rows")
         if min(positive) < 1 or min(natural) < 0 or self.chunk % self.block_size or limit < 0:

@@ -66,10 +66,9 @@ class World:
 
 def begin(settings: Settings) -> World:
     slots = Slots((Slot(),) * settings.slots, places=(EMPTY,) * settings.state_places)
-    models = residency.boot(settings)
-    lanes = {MAIN: Lane(), settings.drafter_lane: Lane()}
+    models, all_lanes = residency.boot(settings), lanes.lanes_of(settings)
     residents = placing.begin(settings.experts, settings.expert_places)
-    return World(settings, slots, lanes=lanes, models=models, rates=settings.rates, experts=residents)
+    return World(settings, slots, lanes=all_lanes, models=models, rates=settings.rates, experts=residents)
 
 
 def advance(world: World, happened: Happened) -> tuple[World, tuple[Out, ...]]:

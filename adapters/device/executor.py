@@ -4,8 +4,8 @@ batch.
 A decode step feeds the last token and, where somebody proposes, what may follow. What the target itself picks after
 each of them decides how much stays, so proposals change how many tokens a decode step gives, never which.
 
-Everything happens on the lane, in the order of the calls. What cannot be done for one request is that request's
-failure; a launch that makes no sense is a bug and raises.
+Everything happens on the lane, in the order of the calls, but for wide forwards of prompts where these have a lane of
+their own. What cannot be done for one request is its own failure; a launch that makes no sense is a bug and raises.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 
 import anyio
 
+from adapters.device.beside import Lanes
 from adapters.device.buckets import row_counts
 from adapters.device.checkpoints import Checkpoints, KeepState
 from adapters.device.constraint import Match, no_grammars
@@ -34,6 +35,7 @@ from adapters.device.slots import SlotState, abandoned, begun, check, clipped, l
 from adapters.device.underway import StepsTaken, behind
 from adapters.models.host_experts import HostExperts
 from adapters.models.shard import Shard
+from adapters.watched import Watched
 from effects.all import Ask, Launch, Outcome
 from effects.decode import RunDecode
 from effects.experts import PlaceExperts
@@ -69,7 +71,7 @@ class DeviceExecutor:
         proposer: Proposer | None = None,
         experts: HostExperts | None = None,
     ) -> None:
-        self._shard, self._lane = shard, lane
+        self._shard, self._lane, self._lanes = shard, lane, Lanes(lane)
         self._buckets = row_counts(buckets, fast=fast)
         self._chunk = max(buckets)
         self._slots: dict[int, SlotState | DeviceFailed] = {}
@@ -92,17 +94,17 @@ class DeviceExecutor:
         """From now on, this carries out effects of that type; before the first launch."""
         self._handlers[effect] = handler
 
-    @property
-    def _proposer(self) -> Proposer | None:
-        return self.decoding.proposer
-
-    @_proposer.setter
-    def _proposer(self, proposer: Proposer | None) -> None:
-        self.decoding.proposer = proposer
-
     def proposed_to(self, proposer: Proposer) -> None:
         """From now on, this proposes; before the first launch."""
-        self._proposer = proposer
+        self.decoding.proposer = proposer
+
+    def read_beside(self, lane: DeviceLane) -> None:
+        """From now on, this carries out launches of lane PROMPTS, and is the executor's; before the first one."""
+        self._lanes.prompts = lane
+
+    @property
+    def threads(self) -> tuple[Watched, ...]:
+        return self._lanes.threads
 
     def checkpointed_by(self, keep: KeepState) -> None:
         """From now on, this keeps positional state beyond the device; before the first launch."""
@@ -139,7 +141,7 @@ class DeviceExecutor:
             if gone := lost_with(error, effect.slot):
                 self._lost(gone)
 
-        self._lane.submit(partial(self._open, request, effect), opened)
+        self._lanes.open(effect.slot, partial(self._open, request, effect), opened)
 
     def submit(self, launch: Launch, done: Settle) -> None:
         """`done` hears one outcome per ask, in order; or the exception that is a bug: an effect without a handler, a
@@ -156,7 +158,7 @@ class DeviceExecutor:
             with suppress(RuntimeError):  # the event loop has closed, so nobody waits any more
                 wake(done, steps)
 
-        self._lane.submit(partial(self._carry_out, launch.asks, StepsTaken(told)), landed)
+        self._lanes.launch(launch, partial(self._carry_out, launch.asks, StepsTaken(told)), landed)
         self._flying |= requests
 
     async def perform(self, launch: Launch) -> tuple[Outcome, ...]:
@@ -187,10 +189,8 @@ class DeviceExecutor:
             self._lane.post(lambda: None, lambda error: log.debug("nobody is to be halted: %s", error))
 
     def close(self, timeout_s: float = 10) -> bool:
-        """Give the memory back and end the lane. False if it was still busy after `timeout_s`."""
-        if not self._lane.closed:
-            self._lane.post(self.decoding.close, lambda error: log.error("closing the shard failed", exc_info=error))
-        return self._lane.close(timeout_s)
+        """Give the memory back and end the lanes. False if one was still busy after `timeout_s`."""
+        return self._lanes.close(self.decoding.close, timeout_s)
 
     # --- called on the lane ---
 
@@ -247,8 +247,8 @@ class DeviceExecutor:
         if keep:
             if not isinstance(origin, SlotState) or not origin.holds(prompt[:keep]):
                 raise ValueError(f"slot {source} does not hold the first {keep} tokens of the prompt")
-            if self._proposer is not None:
-                self._proposer.catch_up(source)
+            if self.decoding.proposer is not None:
+                self.decoding.proposer.catch_up(source)
             state.context = clipped(origin.context, keep)
         if effect.pages:
             self._shard.seat(slot, source, keep, effect.pages)
@@ -257,8 +257,8 @@ class DeviceExecutor:
         if self._shard.state_specs:
             self._checkpoints.open(origin if isinstance(origin, SlotState) else None, effect)
             state.valid, state.ahead = effect.state, keep - effect.state
-        if self._proposer is not None:
-            self._proposer.opened(source, slot, state)
+        if self.decoding.proposer is not None:
+            self.decoding.proposer.opened(source, slot, state)
         return state
 
     def _sampler(self, sampling: Sampling, prompt: Tokens) -> Sampler:

@@ -1,4 +1,7 @@
-"""The device lane: the one OS thread that owns a device and carries work out in the order it was handed over."""
+"""The device lane: an OS thread that carries a device's work out in the order it was handed over.
+
+A device has one; and one more where some of its work goes beside the rest (`DeviceExecutor.read_beside`).
+"""
 
 from __future__ import annotations
 
@@ -82,15 +85,20 @@ class DeviceLane:
     """Work enters from the event loop's thread, in order, and is never cancelled once it is in.
 
     The thread runs in torch's inference mode, with `device` current. Outside it no torch call needs either. others: on
-    which the work is carried out, too.
+    which the work is carried out, too. beside: what it is for, where the device has another lane that goes on
+    meanwhile; a GPU is told of it on a stream of its own.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", others: Sequence[torch.device] = ()) -> None:
+    def __init__(
+        self, device: torch.device | str = "cpu", others: Sequence[torch.device] = (), *, beside: str = ""
+    ) -> None:
         self.device = torch.device(device)
         self.devices = tuple(dict.fromkeys((*others, self.device)))
+        self._beside = beside
         self._queue: SimpleQueue[_Submitted[Any] | _Posted | None] = SimpleQueue()
         self._closed = False
-        self.thread = Watched(f"lane-{self.device}", self._work, died=self._refuse_all)
+        name = f"lane-{self.device}-{beside}" if beside else f"lane-{self.device}"
+        self.thread = Watched(name, self._work, died=self._refuse_all)
         self.thread.start()
 
     def submit(self, work: Callable[[], T], done: Callable[[T | None, BaseException | None], object]) -> None:
@@ -148,6 +156,8 @@ class DeviceLane:
     def _work(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device.index or 0)
+            if self._beside:
+                torch.cuda.set_stream(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
         with torch.inference_mode():
             while (job := self._queue.get()) is not None:
                 job.carry_out()

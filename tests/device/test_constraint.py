@@ -195,10 +195,10 @@ async def test_200_schemas_are_kept_to_by_a_random_model_with_and_without_a_draf
         jsonschema.validate(json.loads(text), schema)
         drafted = Driver(plain.executor, requests=plain.requests)
         oracle = Oracle({plain.requests + 1: client.tokens}, errors, branches=seed % 2 == 1)
-        plain.executor._proposer = oracle  # noqa: SLF001 - the same shard, now with somebody who proposes
+        plain.executor.decoding.proposer = oracle  # the same shard, now with somebody who proposes
         again = await drafted.open(prompt, sampling, 1, stops=ENDS)
         assert await answered(drafted, again, propose=7) == answer
-        plain.requests, plain.executor._proposer = drafted.requests, None  # noqa: SLF001
+        plain.requests, plain.executor.decoding.proposer = drafted.requests, None
     assert plain.executor.close()
 
 

@@ -96,7 +96,7 @@ async def test_proposals_never_change_the_answer(shard, sampling, branches):
         logprobs.append([value for done in client.done for value in done.logprobs])
     driver = Driver(plain.executor)
     oracle = Oracle(dict(enumerate(expected, 101)), random.Random(1), branches)
-    driver.executor._proposer = oracle  # noqa: SLF001 - the same shard, lane and slots, now with somebody who proposes
+    driver.executor.decoding.proposer = oracle  # the same shard, lane and slots, now with somebody who proposes
     driver.requests = 100
     clients = [await driver.open(prompt, sampling, slot) for slot, prompt in enumerate(prompts)]
     for client in clients:

@@ -213,7 +213,7 @@ def whatever_the_time() -> Iterator[None]:
 @pytest.fixture
 def guided(target, jobs, plain):
     """Proposals from somebody who knows the plain answers, until the test is over."""
-    drafting = target.executor._proposer  # noqa: SLF001 - the wiring of the real thing, but for who proposes
+    drafting = target.executor.decoding.proposer  # the wiring of the real thing, but for who proposes
     known = [job.prompt + one.tokens for job, one in zip(jobs, plain, strict=True)]
     guide = Guided(target, drafting, known, random.Random(0))
     target.executor.proposed_to(guide)
@@ -379,7 +379,7 @@ async def test_a_restored_prefix_is_proposed_the_same_tokens_as_a_cold_one(draft
     for names, budget in ((("cold", "host"), 64), (("disk",), 0)):
         other = await load_target(Options(kv_cache_dir=tmp_path, host_cache_budget=budget, **drafted))
         for name in names:
-            watched = WatchedDraft(other, other.executor._proposer, (), random.Random())  # noqa: SLF001 - as in `guided`
+            watched = WatchedDraft(other, other.executor.decoding.proposer, (), random.Random())  # as in `guided`
             other.executor.proposed_to(watched)
             rows = await answers(other, asked)
             other.executor.proposed_to(watched.drafting)

@@ -61,7 +61,7 @@ class Rounds:
 
 
 async def told(target: Target, listening: Listening, jobs: Sequence[Job]) -> Rounds:
-    watched = WatchedDraft(target, target.executor._proposer, (), random.Random())  # noqa: SLF001 - its wiring
+    watched = WatchedDraft(target, target.executor.decoding.proposer, (), random.Random())  # its wiring
     target.executor.proposed_to(watched)
     heard: list[Heard] = await answers(target, jobs, rates=FLAT)
     target.executor.proposed_to(watched.drafting)

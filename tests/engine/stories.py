@@ -12,7 +12,7 @@ from attrs import define, evolve, field
 from effects.all import Ask, Launch
 from effects.compression import Compression, PromptPart
 from effects.decode import Decoded
-from effects.ids import DeviceFailed, LeaseId, RequestId, SlotId, StoreFailed
+from effects.ids import PROMPTS, DeviceFailed, LeaseId, RequestId, SlotId, StoreFailed
 from effects.job import Job
 from effects.lookup import PrefixFound, PrefixMissed
 from effects.pflash import PromptCompressed, PromptScored
@@ -21,6 +21,7 @@ from effects.residency import ModelLoaded, ModelUnloaded
 from effects.restore import BlocksRestored
 from effects.scope import Scope
 from effects.snapshot import SnapshotSaved
+from effects.stream import Halt
 from engine.runner import Envelope
 from engine.trace import DIGEST_EVERY, VERSION, Digest, Header, converter, digest, encode
 from states.events import Cancelled, Event, ForEngine, ForRequest, Happened, SlotsLost, Submitted
@@ -125,6 +126,30 @@ def a_prompt_in_pieces_beside_its_neighbours() -> str:
     story.tell(B, PrefillAdvanced(29))
     story.tell(A, Decoded((55,)))
     story.tell(B, PrefillAdvanced(44), PrefillAdvanced(76), PrefillAdvanced(89), Decoded((60,)), Decoded((61,)))
+    return story.end()
+
+
+def a_prompt_beside_its_neighbour() -> str:
+    """B's chunks are computed while A decodes; A's steps go on alone until B's last rows, whose turn they wait for."""
+    story = Teller(evolve(PLAIN, beside_rows=30))
+    story.tell(A, Submitted(Job((1, 2), 9)), PrefillAdvanced(1), Decoded((50,), more=True))
+    outs = story.tell(B, Submitted(Job(tuple(range(90)), 2)))
+    assert [out.lane for out in outs if isinstance(out, Launch)] == [PROMPTS]
+    story.tell(A, Decoded((51,), more=True))
+    story.tell(B, PrefillAdvanced(32))
+    outs = story.tell(A, Decoded((52,), more=True))
+    assert not launched(outs)
+    outs = story.tell(B, PrefillAdvanced(64))
+    assert Ask(A, Halt()) in outs
+    outs = story.tell(A, Decoded((53,)))
+    assert launched(outs) == [Ask(B, RunPrefill(SlotId(1), 64, 89))]
+    outs = story.tell(B, PrefillAdvanced(89))
+    assert [ask.request for ask in launched(outs)] == [A, B]
+    story.tell(A, Decoded((54,)))
+    story.tell(B, Decoded((60,)))
+    story.tell(A, Decoded((55,)))
+    story.tell(B, Decoded((61,)))
+    story.tell(A, Decoded((56,)), Decoded((57,)), Decoded((58,)))
     return story.end()
 
 
@@ -263,6 +288,7 @@ STORIES: dict[str, Callable[[], str]] = {
         a_turn_and_its_continuation,
         a_disconnect_while_a_neighbour_decodes,
         a_prompt_in_pieces_beside_its_neighbours,
+        a_prompt_beside_its_neighbour,
         a_full_house,
         everything_goes_wrong_and_the_answer_comes,
         a_conversation_that_is_frozen,

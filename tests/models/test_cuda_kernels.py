@@ -67,6 +67,37 @@ def test_a_product_has_the_same_bits_at_every_rung_and_row(kernels, columns, dep
         assert same_bits(run(alone, packed)[bucket // 2], full[5])
 
 
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(("columns", "depth"), [(448, 320), (1000, 4096), (4096, 12288), (72, 64)])
+@pytest.mark.parametrize("gated", [False, True])
+def test_weights_that_come_ahead_are_multiplied_as_those_that_do_not(columns, depth, gated, dtype, pdl):
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("a kernel of Hopper's")
+    ahead, plain = triton_cuda.TritonKernels(DEVICE, pdl), triton_cuda.TritonKernels(DEVICE, pdl)
+    plain._hopper = False  # noqa: SLF001 - as on every other GPU
+    weight = normal(columns, depth, dtype=dtype, scale=depth**-0.5)
+    for rows in (1, 4, 16, 32, 64, 128):
+        x = normal(rows, depth, dtype=dtype, seed=rows)
+        found = [(k.gated(x, k.pack_gated(weight)) if gated else k.linear(x, k.pack(weight))) for k in (ahead, plain)]
+        assert same_bits(*found)
+
+
+def test_a_chain_of_products_that_come_ahead_ends_as_one_after_the_other(kernels):
+    """Each reads what the one before wrote, and is on its processors long before that is there."""
+    kernels.pdl = True
+    weights = [normal(512, 512, dtype=torch.bfloat16, seed=seed, scale=0.05) for seed in range(12)]
+    packed, x = [kernels.pack(weight) for weight in weights], normal(4, 512, dtype=torch.bfloat16, seed=99)
+    for _ in range(20):
+        chained = alone = x
+        for weight in packed:
+            chained = kernels.linear(chained, weight)
+        for weight in packed:
+            alone = kernels.linear(alone, weight)
+            torch.cuda.synchronize()
+        assert same_bits(chained, alone)
+
+
 def test_a_weight_whose_rows_cannot_be_copied_in_bulk_is_refused(kernels):
     with pytest.raises(ValueError, match="multiple of 16 bytes"):
         kernels.pack(torch.zeros(16, 12, dtype=torch.bfloat16, device=DEVICE))

@@ -123,7 +123,9 @@ class CheckedTransfer:
 
 @define
 class Device:
-    """Carries out what is on its lane, one thing after the other."""
+    """Carries out what is on its lane, one thing after the other; and beside that, in any order with it, prefills that
+    have a lane of their own.
+    """
 
     settings: Settings
     rng: random.Random
@@ -131,6 +133,7 @@ class Device:
     failures: float
     slots: list[DeviceSlot] = field(init=False)
     lane: deque[Ask | Launch | CheckedTransfer] = field(factory=deque)
+    beside: deque[Launch] = field(factory=deque)
     taking: list[Ask] = field(factory=list)  # snapshots, of what the lane has found in their slots
     abandoned: set[RequestId] = field(factory=set)  # flags on what is in flight; gone with its outcome
     halted: set[RequestId] = field(factory=set)  # the same, of launches that are to go on no further
@@ -151,19 +154,8 @@ class Device:
     def step(self) -> list[Answer]:
         """The next thing on the lane; what it answers, member by member."""
         match self.lane.popleft():
-            case Launch(asks):
-                decode_steps = [ask for ask in asks if isinstance(ask.effect, RunDecode)]
-                assert len(asks) == 1 or len(decode_steps) == len(asks) or self.mixes(asks), "that is no batch"
-                assert len({ask.request for ask in asks}) == len(asks)
-                outcomes = [self.perform(ask) for ask in asks]
-                onward = tuple(map(self.onward, asks, outcomes))
-                if all(onward) and self.rng.random() < 0.8:
-                    self.lane.appendleft(Launch(tuple(ask for ask in onward if ask is not None)))
-                    outcomes = [evolve(one, more=True) for one in outcomes]
-                else:
-                    requests = {ask.request for ask in asks}
-                    self.abandoned, self.halted = self.abandoned - requests, self.halted - requests
-                return [(ask.request, one) for ask, one in zip(asks, outcomes, strict=True)]
+            case Launch() as launch:
+                return self.carry_out(launch, self.lane)
             case Ask(request, OpenSlot() as opening):
                 self.open(request, opening)
                 return []
@@ -174,6 +166,33 @@ class Device:
                 return [(transfer.ask.request, self.write(transfer))]
             case other:
                 raise AssertionError(other)
+
+    @property
+    def opened(self) -> bool:
+        """Of the next launch beside the lane: is its slot open? It may have been for the same request before."""
+        (ask,) = self.beside[0].asks
+        assert isinstance(ask.effect, RunPrefill), "only prefills go beside the lane"
+        waiting = (one.effect for one in self.lane if isinstance(one, Ask))
+        return not any(isinstance(one, OpenSlot) and one.slot == ask.effect.slot for one in waiting)
+
+    def step_beside(self) -> list[Answer]:
+        return self.carry_out(self.beside.popleft(), self.beside)
+
+    def carry_out(self, launch: Launch, queue: deque[Any]) -> list[Answer]:
+        """And its next steps, or chunks, perhaps, before whatever else is in the queue."""
+        asks = launch.asks
+        decode_steps = [ask for ask in asks if isinstance(ask.effect, RunDecode)]
+        assert len(asks) == 1 or len(decode_steps) == len(asks) or self.mixes(asks), "that is no batch"
+        assert len({ask.request for ask in asks}) == len(asks)
+        outcomes = [self.perform(ask) for ask in asks]
+        onward = tuple(map(self.onward, asks, outcomes))
+        if all(onward) and self.rng.random() < 0.8:
+            queue.appendleft(evolve(launch, asks=tuple(ask for ask in onward if ask is not None)))
+            outcomes = [evolve(one, more=True) for one in outcomes]
+        else:
+            requests = {ask.request for ask in asks}
+            self.abandoned, self.halted = self.abandoned - requests, self.halted - requests
+        return [(ask.request, one) for ask, one in zip(asks, outcomes, strict=True)]
 
     def mixes(self, asks: tuple[Ask, ...]) -> bool:
         """Decode steps of one token, and then rows of a prompt, in a forward that there is."""

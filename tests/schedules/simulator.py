@@ -12,7 +12,7 @@ from adapters.device.underway import joined
 from effects.all import Ask, Launch
 from effects.compression import Compression, PromptPart
 from effects.decode import Decoded
-from effects.ids import DeviceFailed, RequestId, SlotId, Tokens
+from effects.ids import MAIN, PROMPTS, DeviceFailed, LaneId, RequestId, SlotId, Tokens
 from effects.job import Job, Sampling, aged, freezes, uncompressed
 from effects.lookup import FindPrefix, ReleasePrefix
 from effects.pflash import KeepFrozen
@@ -178,7 +178,7 @@ class Simulator:
         self.salts: dict[int, str] = {}  # of whom the rows in a slot are
         self.places: dict[int, str] = {}  # and the state in a place
         self.lost: set[int] = set()  # slots that the core was told are empty, and that were not opened since
-        self.launched: set[RequestId] = set()  # members of the launch that have not answered
+        self.launched: dict[LaneId, set[RequestId]] = {}  # members of each lane's launch that have not answered
         self.entering: list[Launch] = []  # decided, and not yet on the device's lane
         self.loading: list[Ask] = []  # asked of the store
         self.answers: list[Answer] = []  # on their way back
@@ -187,7 +187,7 @@ class Simulator:
     def some_settings(self) -> Settings:
         rng = self.rng
         block_size, slots = rng.choice((1, 2, 4)), rng.randint(1, 4)
-        stateful = rng.random() < 0.4
+        stateful, block = rng.random() < 0.4, rng.choice((0, 0, 1, 4, 7))
         decode_steps = rng.choice(
             (
                 (),
@@ -207,8 +207,9 @@ class Simulator:
             keep_decoded=rng.random() < 0.7,
             batch_rows=rng.choice((1, 4, 16)),
             mixed_rows=rng.choice((0, 0, 2, 8)),
+            beside_rows=0 if stateful or block else rng.choice((0, 1, 2, 5)),
             store=rng.random() < 0.6,
-            block=rng.choice((0, 0, 1, 4, 7)),
+            block=block,
             residency=rng.choice(RESIDENCIES),
             drafter=rng.choice((0, 0, 60, 200)),
             min_tokens=rng.choice((0, 0, 7)),
@@ -280,7 +281,8 @@ class Simulator:
         self.check_the_end()
 
     def busy(self) -> bool:
-        return bool(self.answers or self.entering or self.loading or self.device.lane or self.device.taking)
+        device = self.device
+        return bool(self.answers or self.entering or self.loading or device.lane or device.beside or device.taking)
 
     def possible(self) -> list[Callable[[], None]]:
         steps = [
@@ -288,9 +290,10 @@ class Simulator:
             (self.entering, self.enter),
             (self.loading, self.load),
             (self.device.lane, self.work),
+            (self.device.beside and self.device.opened, self.work_beside),
             (self.device.taking, self.take),
         ]
-        return [step for queue, step in steps if queue]
+        return [step for due, step in steps if due]
 
     def submit(self, request: RequestId, job: Job) -> None:
         self.clients[request] = Client(job, begun(job).tokens)
@@ -319,7 +322,8 @@ class Simulator:
     def deliver(self) -> None:
         request, outcome = self.answered(self.rng.randrange(len(self.answers)))
         if not goes_on(outcome):
-            self.launched.discard(request)
+            for members in self.launched.values():
+                members.discard(request)
         state = self.world.requests.get(request)
         if isinstance(state, Speculating) and isinstance(outcome, Decoded):
             self.clients[request].count(outcome, taken(outcome.tokens, state))
@@ -346,7 +350,8 @@ class Simulator:
         return request, done
 
     def enter(self) -> None:
-        self.device.lane.append(self.entering.pop(0))
+        launch = self.entering.pop(0)
+        (self.device.beside if launch.lane == PROMPTS else self.device.lane).append(launch)
 
     def load(self) -> None:
         ask = self.loading.pop(self.rng.randrange(len(self.loading)))
@@ -363,6 +368,9 @@ class Simulator:
     def work(self) -> None:
         self.answers += self.device.step()
 
+    def work_beside(self) -> None:
+        self.answers += self.device.step_beside()
+
     def feed(self, request: RequestId, event: Event) -> None:
         self.happen(ForRequest(request, event))
 
@@ -375,14 +383,14 @@ class Simulator:
 
     def carry_out(self, out: Out) -> None:
         match out:
-            case Launch(asks):
-                assert not self.launched, "two launches at once"
-                self.launched = {ask.request for ask in asks}
+            case Launch(asks, lane):
+                assert not self.launched.get(lane), "two launches at once"
+                self.launched[lane] = {ask.request for ask in asks}
                 if isinstance(asks[0].effect, RunPrefill) and asks[0].effect.place is not None:
                     self.places[asks[0].effect.place] = self.clients[asks[0].request].job.salt
                 self.entering.append(out)
             case Ask(request, OpenSlot() as opening):
-                assert request not in self.launched
+                assert not any(request in members for members in self.launched.values())
                 assert not (opening.keep and opening.source in self.lost), "a slot that was lost is trusted"
                 self.check_whose(opening, self.clients[request].job.salt)
                 self.lost.discard(opening.slot)
@@ -420,13 +428,14 @@ class Simulator:
             self.store.abandoned.add(request)
 
     def halt(self, request: RequestId) -> None:
-        assert request in self.launched, "nobody is there to be halted"
+        assert request in self.launched[MAIN], "nobody is there to be halted"
         if request in self.flying():
             self.device.halted.add(request)
 
     def flying(self) -> set[RequestId]:
-        """Members of the launch that the device is at."""
-        return self.launched - {whose for whose, one in self.answers if not goes_on(one)}
+        """Members of the launches that the device is at."""
+        launched = set[RequestId]().union(*self.launched.values())
+        return launched - {whose for whose, one in self.answers if not goes_on(one)}
 
     def check_the_end(self) -> None:
         world, device = self.world, self.device

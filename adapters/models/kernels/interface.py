@@ -21,6 +21,10 @@ from adapters.models.kernels.proof import Proof
 
 T = TypeVar("T")
 
+# Rows of a forward on a GPU up to which forwards share memory of the kernels', whatever their buckets. A wider one has
+# nothing in common with them but the weights, so that it may run while one of them does.
+NARROW = 128
+
 
 @frozen
 class Rope:

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from adapters.models.kernels.batch import Batch, BlockBatch
-from adapters.models.kernels.interface import AttentionMask
+from adapters.models.kernels.interface import NARROW, AttentionMask
 from adapters.models.kernels.row_form import form_of
 from adapters.models.kernels.triton import attention, block, rows
 from effects.ids import PAGE
@@ -22,7 +22,6 @@ from effects.ids import PAGE
 KV_TILE = 64
 SPLIT = 256
 SCRATCH_BYTES = 256 << 20
-NARROW = 128
 BLOCK_SPLITS = 64  # of a block's keys at most, so that one tile holds a head's partials
 LOG2_E = 1.4426950408889634
 

@@ -15,6 +15,8 @@ import torch
 import triton
 from attrs import define, evolve, field, frozen
 from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as LaidOut
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from adapters.checkpoint.packed import Stack
@@ -28,12 +30,12 @@ from adapters.models.kernels.experts import (
     StackedExperts,
     experts_feed,
 )
-from adapters.models.kernels.interface import AttentionMask, ContextAtOnce, HeadPrep, LayersAtOnce, Rope
+from adapters.models.kernels.interface import NARROW, AttentionMask, ContextAtOnce, HeadPrep, LayersAtOnce, Rope
 from adapters.models.kernels.products import ProductPlan, Products
 from adapters.models.kernels.proof import Proof
 from adapters.models.kernels.row_form import LIMITS, form_of
-from adapters.models.kernels.triton import linear, rows
-from adapters.models.kernels.triton_attention import KV_TILE, NARROW, CudaAttention, StepTiles, launching, sizes
+from adapters.models.kernels.triton import hopper, linear, rows
+from adapters.models.kernels.triton_attention import KV_TILE, CudaAttention, StepTiles, launching, sizes
 from adapters.models.kernels.triton_delta import CudaDelta
 from adapters.models.kernels.triton_experts import CudaExperts
 from adapters.models.kernels.triton_packed import CudaPacking, CudaStack
@@ -96,6 +98,12 @@ def _tiled(rows: int) -> int:
     return 1 << (rows - 1).bit_length() if rows <= NARROW else rows
 
 
+def laid_out(matrix: Tensor, *block: int) -> LaidOut:
+    """As bulk copies bring blocks of it, and `wgmma` reads them."""
+    number = gl.float16 if matrix.dtype == torch.float16 else gl.bfloat16
+    return LaidOut.from_tensor(matrix, [*block], gl.NVMMASharedLayout.get_default_for([*block], number))
+
+
 @define(eq=False)
 class TritonKernels:
     """`Kernels` for one CUDA device.
@@ -109,6 +117,7 @@ class TritonKernels:
     graphs: GraphCache = field(init=False)
     _processors: int = field(init=False, default=4)
     _shared: int = field(init=False, default=H200_SHARED)
+    _hopper: bool = field(init=False, default=False)
     _attention: CudaAttention = field(init=False)
     grouped: CudaExperts = field(init=False)
     _packing: CudaPacking = field(init=False)
@@ -127,6 +136,7 @@ class TritonKernels:
             index = torch.cuda.current_device() if self.device.index is None else self.device.index
             self._shared = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
             self.pdl = properties.major >= 9 if self.pdl is None else self.pdl
+            self._hopper = properties.major == 9
         self.delta = CudaDelta(self.device, self.pdl)
         self._attention = CudaAttention(self.device, self._processors, self._shared, self.pdl)
         self.grouped = CudaExperts(self._shared, self.pdl)
@@ -201,6 +211,9 @@ class TritonKernels:
         (count, depth), columns = x.shape, len(w)
         precision = "ieee" if x.dtype == torch.float32 else "tf32"
         tile = choose_tile(count, columns, gated, x.dtype, self._processors, self._shared)
+        if self._hopper and count <= NARROW and x.dtype != torch.float32:
+            self._multiply_ahead(x, w, out, tile, gated=gated)
+            return
         x_desc = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
         w_desc = TensorDescriptor.from_tensor(w, [tile.columns, tile.depth])
         shape = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "STAGES": tile.stages}
@@ -212,6 +225,13 @@ class TritonKernels:
             options["GROUP"] = 8 if gated else 4
             grid = (triton.cdiv(count, tile.rows) * triton.cdiv(columns, tile.columns), 1)
             linear.linear_wide[grid](x_desc, w_desc, out, count, columns, depth, out.stride(0), **shape, **options)
+
+    def _multiply_ahead(self, x: Tensor, w: Tensor, out: Tensor, tile: Tile, *, gated: bool) -> None:
+        (count, depth), columns = x.shape, len(w)
+        grid = (triton.cdiv(columns, tile.columns), triton.cdiv(count, tile.rows))
+        descriptors = laid_out(w, tile.columns, tile.depth), laid_out(x, tile.rows, tile.depth)
+        options = self._options(tile.warps) | {"STAGES": tile.stages, "GATED": gated}
+        hopper.linear_ahead[grid](*descriptors, out, count, columns, depth, out.stride(0), **options)
 
     def _options(self, warps: int) -> dict[str, Any]:
         return launching(warps, self.pdl)

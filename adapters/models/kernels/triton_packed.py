@@ -17,10 +17,11 @@ from torch.nn.functional import pad
 from triton.experimental.gluon import language as gl
 
 from adapters.checkpoint.packed import PackedMatrix, Stack, StepLayout
+from adapters.models.kernels.interface import NARROW
 from adapters.models.kernels.packed_forms import block_of, served
 from adapters.models.kernels.triton import packed
 from adapters.models.kernels.triton.packed_numbers import BlockForm
-from adapters.models.kernels.triton_attention import NARROW, launching
+from adapters.models.kernels.triton_attention import launching
 
 SCRATCH_BYTES = 128 << 20  # of unpacked weights: all of one, or pieces that are enough work for every processor
 _WIDEST = 256  # columns of a tile of the products

@@ -1,0 +1,89 @@
+"""An executor's lanes: one for all that it does, and perhaps one more for wide forwards of prompts.
+
+While a launch of the second one is carried out, nobody else is at the slot that it is about; but the first one has to
+open that, and may still be at what was asked of it before. So a launch waits for the opening of its slot, and on a GPU
+comes behind what that was told for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeAlias, TypeVar
+
+import torch
+from attrs import define, field
+
+from adapters.device.lane import DeviceLane
+from adapters.watched import Watched
+from effects.all import Launch
+from effects.ids import PROMPTS, SlotId
+from effects.prefill import RunPrefill
+
+log = logging.getLogger("rekindle.device")
+
+T = TypeVar("T")
+# Behind which event of the device it is done; None: there is none, or whoever comes next finds what went wrong.
+Opening: TypeAlias = "Future[torch.cuda.Event | None]"
+Heard: TypeAlias = Callable[[T | None, BaseException | None], object]
+
+
+@define(eq=False)
+class Lanes:
+    """Called on the event loop. prompts: None where the first lane carries out all there is."""
+
+    main: DeviceLane
+    prompts: DeviceLane | None = None
+    _openings: dict[SlotId, Opening] = field(init=False, factory=dict[SlotId, Opening])
+
+    @property
+    def threads(self) -> tuple[Watched, ...]:
+        return tuple(lane.thread for lane in (self.main, self.prompts) if lane is not None)
+
+    def open(self, slot: SlotId, opening: Callable[[], None], done: Heard[None]) -> None:
+        if self.prompts is None:
+            self.main.submit(opening, done)
+            return
+        opened = self._openings[slot] = Future()
+
+        def announced() -> None:
+            try:
+                opening()
+            finally:
+                opened.set_result(mark(self.main.device))
+
+        def heard(nothing: None, error: BaseException | None) -> None:
+            if not opened.done():  # the lane has closed
+                opened.set_result(None)
+            done(nothing, error)
+
+        self.main.submit(announced, heard)
+
+    def launch(self, launch: Launch, work: Callable[[], T], done: Heard[T]) -> None:
+        if launch.lane != PROMPTS or self.prompts is None:
+            self.main.submit(work, done)
+            return
+        slots = [ask.effect.slot for ask in launch.asks if isinstance(ask.effect, RunPrefill)]
+        openings, device = [self._openings[slot] for slot in slots if slot in self._openings], self.prompts.device
+
+        def behind() -> T:
+            for opened in openings:
+                if (event := opened.result()) is not None:
+                    torch.cuda.current_stream(device).wait_event(event)
+            return work()
+
+        self.prompts.submit(behind, done)
+
+    def close(self, closing: Callable[[], object], timeout_s: float) -> bool:
+        """`closing` is the last that is done. False if a lane was still busy after `timeout_s`."""
+        if self.prompts is not None and not self.prompts.close(timeout_s):
+            return False
+        if not self.main.closed:
+            self.main.post(closing, lambda error: log.error("closing the shard failed", exc_info=error))
+        return self.main.close(timeout_s)
+
+
+def mark(device: torch.device) -> torch.cuda.Event | None:
+    """On a lane: behind all that it has told its device."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None

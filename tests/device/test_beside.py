@@ -1,0 +1,175 @@
+"""Wide forwards of prompts on a lane of their own: they wait for their slot, and nobody who decodes waits for them."""
+
+from __future__ import annotations
+
+import threading
+
+import anyio
+import pytest
+import torch
+from attrs import define, evolve, field
+
+from adapters.device.executor import DeviceExecutor
+from adapters.device.lane import DeviceLane
+from adapters.models.dense import DenseShard
+from adapters.models.synthetic import RandomWeights
+from effects.all import Ask, Launch
+from effects.decode import Decoded, RunDecode
+from effects.ids import PROMPTS
+from effects.prefill import PrefillAdvanced, RunPrefill
+from tests.device.driver import BUCKETS, CHUNK, GREEDY, SAMPLED, TINY, Caller, Driver, drive, prompt_of, straightforward
+from tests.device.fake_shard import FakeShard
+
+
+@define(eq=False)
+class Held(FakeShard):
+    """A forward of a whole chunk waits at its beginning."""
+
+    begun: threading.Event = field(factory=threading.Event)
+    going: threading.Event = field(factory=threading.Event)
+
+    def forward(self, step, inputs):
+        if step.rows == CHUNK:
+            self.begun.set()
+            assert self.going.wait(20)
+        return super().forward(step, inputs)
+
+
+async def prefill_beside(driver: Driver, client: Caller, rows: int = CHUNK) -> None:
+    while client.valid < client.prompt - 1:
+        stop = min(client.valid + rows, client.prompt - 1)
+        ask = Ask(client.request, RunPrefill(client.slot, client.valid, stop))
+        (outcome,) = await driver.executor.perform(Launch((ask,), PROMPTS))
+        assert isinstance(outcome, PrefillAdvanced), outcome
+        assert outcome.stop == stop
+        client.valid = stop
+
+
+@pytest.fixture
+def shard():
+    return Held()
+
+
+@pytest.fixture
+def driver(shard):
+    driving = drive(shard)
+    driving.executor.read_beside(DeviceLane(beside="prompts"))
+    yield driving
+    shard.going.set()
+    assert driving.executor.close()
+    assert shard.closed
+
+
+async def test_decode_steps_go_on_while_a_prompt_is_read(driver, shard):
+    reader, short = prompt_of(1, CHUNK + 1), prompt_of(2, 7)
+    client = await driver.open(short, SAMPLED, 0)
+    await client.prefill()
+    newcomer = await driver.open(reader, GREEDY, 1)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(prefill_beside, driver, newcomer)
+        with anyio.fail_after(20):
+            await anyio.to_thread.run_sync(shard.begun.wait)
+            for _ in range(5):
+                await driver.decode(client)
+        assert newcomer.valid == 0
+        shard.going.set()
+    while len(newcomer.answer) < 5:
+        await driver.decode(client, newcomer)
+    assert client.answer == straightforward(shard, short, SAMPLED, 10)
+    assert newcomer.answer == straightforward(shard, reader, GREEDY, 5)
+
+
+async def test_a_prefill_waits_until_its_slot_is_open(driver, shard):
+    shard.going.set()
+    gate = threading.Event()
+    driver.executor._lane.post(lambda: gate.wait(20), pytest.fail)  # noqa: SLF001 - whatever else it may be at
+    newcomer = await driver.open(prompt_of(1, CHUNK + 1), GREEDY, 1)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(prefill_beside, driver, newcomer)
+        await anyio.sleep(0.05)
+        assert not shard.begun.is_set()
+        gate.set()
+    assert newcomer.valid == CHUNK
+
+
+async def test_a_slot_that_could_not_be_opened_refuses_its_prefill(driver, shard):
+    shard.going.set()
+    newcomer = await driver.open(prompt_of(1, CHUNK + 1), GREEDY, 1, source=0, keep=8)  # slot 0 was never opened
+    ask = Ask(newcomer.request, RunPrefill(newcomer.slot, 8, CHUNK))
+    (outcome,) = await driver.executor.perform(Launch((ask,), PROMPTS))
+    assert "does not hold the first 8 tokens" in outcome.detail
+
+
+async def test_an_executor_that_reads_ends_when_that_is_done(driver, shard):
+    newcomer = await driver.open(prompt_of(1, CHUNK + 1), GREEDY, 1)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(prefill_beside, driver, newcomer)
+        await anyio.to_thread.run_sync(shard.begun.wait)
+        assert not await anyio.to_thread.run_sync(driver.executor.close, 0.05)
+        assert not shard.closed
+        shard.going.set()
+
+
+async def test_who_has_no_such_lane_reads_on_the_one_that_there_is():
+    shard = FakeShard()
+    driver, prompt = drive(shard), prompt_of(3, 2 * CHUNK + 5)
+    client = await driver.open(prompt, GREEDY, 2)
+    await prefill_beside(driver, client)
+    while len(client.answer) < 4:
+        await driver.decode(client)
+    assert client.answer == straightforward(shard, prompt, GREEDY, 4)
+    assert driver.executor.close()
+
+
+@pytest.mark.cuda
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("pages", [0, 60])
+async def test_a_gpu_is_at_both_and_every_answer_is_the_one_alone(pages):
+    from adapters.models.kernels.triton_cuda import TritonKernels  # noqa: PLC0415 - Triton comes with CUDA only
+
+    device, buckets = torch.device("cuda", 0), (*BUCKETS, 64, 128, 256)
+    config = evolve(TINY, hidden_size=512, head_dim=64, num_layers=6, intermediate_size=1024, max_positions=4096)
+    weights, kernels = RandomWeights(config, 1, device, torch.bfloat16, scale=0.2), TritonKernels(device)
+    shape = {"slots": 5, "capacity": 2560, "buckets": buckets, "pages": pages}
+    shard = DenseShard(config, weights, kernels, device=device, dtype=torch.bfloat16, **shape)
+    driver = Driver(DeviceExecutor(shard, buckets, lane=DeviceLane(device)))
+    driver.executor.read_beside(DeviceLane(device, beside="prompts"))
+    kinds, lengths, taken = (GREEDY, SAMPLED, evolve(SAMPLED, seed=8)), (300, 9, 700), 90
+    prompts, readers = [prompt_of(slot, n) for slot, n in enumerate(lengths)], [prompt_of(9, 2300), prompt_of(8, 1025)]
+    alone = [
+        await driver.answer(prompt, kind, taken, 0, chunks=(256,))
+        for _ in range(2)  # the second time graphs are recorded, as they are before anybody is served
+        for prompt, kind in zip(prompts, kinds, strict=True)
+    ][3:]
+    expected = [await driver.answer(prompt, GREEDY, 6, 3, chunks=(256,)) for prompt in readers]
+    done = anyio.Event()
+
+    async def answering() -> None:
+        clients = [await driver.open(*job, slot) for slot, job in enumerate(zip(prompts, kinds, strict=True))]
+        for client in clients:
+            await prefill_beside(driver, client, 256)
+        while len(clients[0].answer) < taken:
+            asks = [Ask(one.request, RunDecode(one.slot, one.valid, one.tokens[-1], steps=6)) for one in clients]
+            for client, outcome in zip(clients, await driver.executor.perform(Launch(tuple(asks))), strict=True):
+                assert isinstance(outcome, Decoded)
+                client.take(outcome)
+        assert [client.answer for client in clients] == alone
+        done.set()
+
+    async def reading() -> None:
+        times = 0
+        while not done.is_set() or not times:
+            for slot, (prompt, answer) in enumerate(zip(readers, expected, strict=True), 3):
+                client = await driver.open(prompt, GREEDY, slot)
+                await prefill_beside(driver, client, 256)
+                while len(client.answer) < 6:
+                    await driver.decode(client)
+                assert client.answer == answer
+            times += 1
+
+    for _ in range(3):
+        done = anyio.Event()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(answering)
+            tasks.start_soon(reading)
+    assert driver.executor.close()
