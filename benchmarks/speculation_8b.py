@@ -124,9 +124,9 @@ class Pair:
     drafting: Drafting[DFlashDraft]
 
 
-def build(lane: DeviceLane) -> Pair:
-    config = config_8b(LAYERS, CAPACITY)
-    shape = {"device": DEVICE, "dtype": DTYPE, "slots": 1, "capacity": CAPACITY, "buckets": BUCKETS}
+def build(lane: DeviceLane, slots: int = 1, buckets: Sequence[int] = BUCKETS, layers: int = LAYERS) -> Pair:
+    config = config_8b(layers, CAPACITY)
+    shape = {"device": DEVICE, "dtype": DTYPE, "slots": slots, "capacity": CAPACITY, "buckets": buckets}
     shard = DenseShard(
         config, RandomWeights(config, 1, DEVICE, DTYPE), TritonKernels(DEVICE), aux_layers=AUX_LAYERS, **shape
     )
@@ -134,7 +134,7 @@ def build(lane: DeviceLane) -> Pair:
         4096, 12288, 5, 32, 8, 128, Rotary(128, 1e6), (AttentionMask(),) * 5, AUX_LAYERS, BLOCK, 151669
     )
     draft = DFlashDraft(drafts, DeviceDraft(drafts), TritonKernels(DEVICE), Pipeline((shard,)).head, **shape)
-    executor, drafting = DeviceExecutor(shard, BUCKETS, lane=lane), Drafting(draft, BUCKETS)
+    executor, drafting = DeviceExecutor(shard, buckets, lane=lane), Drafting(draft, buckets)
     executor.handle(LoadModel, drafting.unpark)
     executor.handle(UnloadModel, drafting.park)
     return Pair(shard, draft, lane, executor, drafting)

@@ -1,6 +1,6 @@
 """The device lane: an OS thread that carries a device's work out in the order it was handed over.
 
-A device has one; and one more where some of its work goes beside the rest (`DeviceExecutor.read_beside`).
+A device has one, and one more where some of its work goes beside the rest (`beside.py`).
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class DeviceLane:
     """Work enters from the event loop's thread, in order, and is never cancelled once it is in.
 
     The thread runs in torch's inference mode, with `device` current. Outside it no torch call needs either. others: on
-    which the work is carried out, too. beside: what it is for, where the device has another lane that goes on
-    meanwhile; a GPU is told of it on a stream of its own.
+    which the work is carried out, too. beside: what it is for, where the device has another lane; a GPU is told on a
+    stream of its own then.
     """
 
     def __init__(
