@@ -88,7 +88,9 @@ def build_setup(wanted: Wanted, logs: Logs) -> Setup:
 
 
 def served(recorded: Settings | None) -> Settings:
-    """As it was recorded, less what is not simulated, the draft, and what is asked for anew, compression."""
+    """As it was recorded, less what is not simulated, the draft and a lane of prompts' own, and what is asked for anew,
+    compression.
+    """
     if recorded is None:
         return Settings(slots=4, mixed_rows=64, min_tokens=512, interval=10240, cold_max=10240, state_places=8)
     plain = Settings()
