@@ -191,7 +191,7 @@ async def serve_model(
                 beside.start_soon(tidied, running.runner, target.lane)
                 for cabinet in cabinets.values():
                     beside.start_soon(cabinet.run)
-                await stopped(stop, [target.lane.thread])
+                await stopped(stop, target.executor.threads)
                 beside.cancel_scope.cancel()
             log.info("draining: newcomers are refused, running requests get %g s", options.grace)
             deadline = anyio.current_time() + options.grace

@@ -308,7 +308,7 @@ def decide(
         keep_decoded=numerics.mode == "buckets",
         batch_rows=min(BATCH_ROWS, numerics.batch_rows),
         mixed_rows=mixed_rows({one.computes.type for one in plan}) if numerics.mode == "buckets" else 0,
-        beside_rows=beside_rows(plan, shard, drafted=has_draft) if numerics.mode == "buckets" else 0,
+        beside_rows=beside_rows(plan, shard, numerics.buckets, drafted=has_draft) if numerics.mode == "buckets" else 0,
         block=block,
         tree=tree,
         no_trees=no_trees,

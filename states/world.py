@@ -11,7 +11,7 @@ from attrs import evolve, field, frozen
 from effects.all import Ask, Effect, Launch
 from effects.decode import Decoded, RunDecode
 from effects.experts import PlaceExperts
-from effects.ids import ENGINE, MAIN, DeviceFailed, LaneId, ModelName, RequestId, Side, SlotId, StoreFailed
+from effects.ids import ENGINE, MAIN, PROMPTS, DeviceFailed, LaneId, ModelName, RequestId, Side, SlotId, StoreFailed
 from effects.lookup import PrefixFound, PrefixMissed
 from effects.pflash import CompressPrompt, PromptCompressed
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
@@ -120,7 +120,10 @@ class Fold:
                 if ask.request == answer.request and type(answer.outcome) in ask.effect.outcomes:
                     self.models = residency.acknowledged(self.models, ask, answer.outcome)
                     self.slots = seats.acknowledged(self.slots, ask, answer.outcome, self.requests)
-                    self.learn(ask.effect, answer, lane)
+                    shared = (
+                        number == PROMPTS and self.lanes[MAIN].running
+                    )  # the device: what it takes alone is not told
+                    self.learn(None if shared else ask.effect, answer, lane)
                     self.lanes[number] = lanes.answered(lane, answer)
                     return
         if not isinstance(answer.outcome, PrefixFound | PrefixMissed | BlocksRestored | SnapshotSaved | StoreFailed):

@@ -45,20 +45,19 @@ class Lanes:
         if self.prompts is None:
             self.main.submit(opening, done)
             return
-        opened = self._openings[slot] = Future()
+        opened: Opening = Future()
 
         def announced() -> None:
-            try:
-                opening()
-            finally:
-                opened.set_result(mark(self.main.device))
+            opening()
+            opened.set_result(mark(self.main.device))
 
         def heard(nothing: None, error: BaseException | None) -> None:
-            if not opened.done():  # the lane has closed
-                opened.set_result(None)
             done(nothing, error)
+            if not opened.done():  # it failed, and who is told of that has been
+                opened.set_result(None)
 
         self.main.submit(announced, heard)
+        self._openings[slot] = opened
 
     def launch(self, launch: Launch, work: Callable[[], T], done: Heard[T]) -> None:
         if launch.lane != PROMPTS or self.prompts is None:
@@ -76,12 +75,11 @@ class Lanes:
         self.prompts.submit(behind, done)
 
     def close(self, closing: Callable[[], object], timeout_s: float) -> bool:
-        """`closing` is the last that is done. False if a lane was still busy after `timeout_s`."""
-        if self.prompts is not None and not self.prompts.close(timeout_s):
-            return False
-        if not self.main.closed:
+        """`closing` is the last that is done, if no lane is busy any more. False if one was after `timeout_s`."""
+        ended = self.prompts is None or self.prompts.close(timeout_s)
+        if ended and not self.main.closed:
             self.main.post(closing, lambda error: log.error("closing the shard failed", exc_info=error))
-        return self.main.close(timeout_s)
+        return self.main.close(timeout_s) and ended
 
 
 def mark(device: torch.device) -> torch.cuda.Event | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from threading import Lock
 
-from attrs import define
+from attrs import define, field
 
 from adapters.device.sampling import Sampler
 from adapters.models.shard import Shard
@@ -24,7 +25,8 @@ class SlotState:
     perhaps while those before them are still computed. stops: a decode step keeps nothing past the first of these.
     context: the rows that a draft has its own for, ascending, none touching the next. ahead: of a model with positional
     state, which is the one behind row `valid`, rows after it that are there too. salt: of whom its rows are. refusal:
-    why nothing is done here for the request; its rows are there. Read and changed on the lane only.
+    why nothing is done here for the request; its rows are there. Read and changed on lanes only: on one of them at a
+    time, but that rows may be loaded on one while those in front of them are computed on another.
     """
 
     request: RequestId
@@ -37,6 +39,7 @@ class SlotState:
     ahead: int = 0
     salt: str = ""
     refusal: DeviceFailed | None = None
+    _alone: Lock = field(init=False, factory=Lock)
 
     @property
     def drafted(self) -> Span:
@@ -57,9 +60,10 @@ class SlotState:
 
     def load(self, start: int, stop: int) -> None:
         """Rows `[start, stop)` are in place: they count as soon as all rows before them do."""
-        first, last = self.loaded
-        self.loaded = (first, stop) if first < last == start else (start, stop)
-        self.advance(self.valid)
+        with self._alone:
+            first, last = self.loaded
+            self.loaded = (first, stop) if first < last == start else (start, stop)
+            self._advance(self.valid)
 
     def resume(self, stop: int) -> None:
         """Rows up to there are in place, and now so is the positional state behind them."""
@@ -67,6 +71,10 @@ class SlotState:
 
     def advance(self, valid: int) -> None:
         """Rows up to `valid` are computed; loaded ones that follow count too."""
+        with self._alone:
+            self._advance(valid)
+
+    def _advance(self, valid: int) -> None:
         start, stop = self.loaded
         self.valid = stop if start <= valid < stop else valid
 

@@ -19,7 +19,7 @@ from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.products import ProductPlan, Products, checked
 
 BLOCK_SIZE = 64
-_VERSION = 8
+_VERSION = 9
 _RECURRENT = 1  # counts with the ways of recurrent layers, which other models are not to be proven anew for
 _INSTRUCTION_SETS = ("avx2", "avx512_f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16")
 # What a user may set that changes which kernels the libraries choose.

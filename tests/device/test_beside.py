@@ -11,12 +11,13 @@ from attrs import define, evolve, field
 
 from adapters.device.executor import DeviceExecutor
 from adapters.device.lane import DeviceLane
+from adapters.device.slots import SlotState
 from adapters.models.dense import DenseShard
 from adapters.models.kernels.interface import NARROW
 from adapters.models.synthetic import RandomWeights
 from effects.all import Ask, Launch
 from effects.decode import Decoded, RunDecode
-from effects.ids import MAIN, PROMPTS
+from effects.ids import MAIN, PROMPTS, DeviceFailed, RequestId
 from effects.prefill import PrefillAdvanced, RunPrefill
 from tests.device.driver import BUCKETS, CHUNK, GREEDY, SAMPLED, TINY, Caller, Driver, drive, prompt_of, straightforward
 from tests.device.fake_shard import FakeShard
@@ -103,14 +104,48 @@ async def test_a_slot_that_could_not_be_opened_refuses_its_prefill(driver, shard
     assert "does not hold the first 8 tokens" in outcome.detail
 
 
-async def test_an_executor_that_reads_ends_when_that_is_done(driver, shard):
+async def test_who_hears_that_a_slot_was_lost_hears_it_before_its_prefill_fails(driver):
+    heard = list[object]()
+    driver.executor.lost_to(heard.extend)
+    newcomer = await driver.open(prompt_of(1, CHUNK + 1), GREEDY, 1, source=0, keep=8)
+    ask = Ask(newcomer.request, RunPrefill(newcomer.slot, 8, CHUNK))
+    heard += await driver.executor.perform(Launch((ask,), PROMPTS))
+    assert heard[0] == newcomer.slot
+    assert isinstance(heard[1], DeviceFailed)
+
+
+async def test_what_is_read_when_all_ends_keeps_its_rows_and_no_lane_takes_more():
+    shard = Held()
+    driver, beside = drive(shard), DeviceLane(beside="prompts")
+    driver.executor.read_beside(beside)
     newcomer = await driver.open(prompt_of(1, CHUNK + 1), GREEDY, 1)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(prefill_beside, driver, newcomer)
         await anyio.to_thread.run_sync(shard.begun.wait)
         assert not await anyio.to_thread.run_sync(driver.executor.close, 0.05)
         assert not shard.closed
+        assert [lane.closed for lane in (driver.executor._lane, beside)] == [True, True]  # noqa: SLF001
         shard.going.set()
+
+
+def test_rows_that_are_loaded_while_those_before_them_are_computed_are_never_lost():
+    """The other thread comes in the middle of it."""
+
+    @define(eq=False)
+    class Interrupted(SlotState):
+        others: list[threading.Thread] = field(factory=list)
+
+        def _advance(self, valid):
+            if not self.others:
+                self.others.append(threading.Thread(target=self.advance, args=(64,)))
+                self.others[0].start()
+                self.others[0].join(0.05)
+            super()._advance(valid)
+
+    state = Interrupted(RequestId(1), [0] * 200, 0, None)
+    state.load(64, 128)
+    state.others[0].join()
+    assert state.valid == 128
 
 
 async def test_who_has_no_such_lane_reads_on_the_one_that_there_is():

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from attrs import evolve
 
 from effects.all import Ask
@@ -15,8 +16,10 @@ from effects.decode import Decoded, RunDecode
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from engine import measure
 from engine.kept import Kept
-from engine.measure import agree, from_json, kept_or_measured, key, to_json
+from engine.machine import Placement
+from engine.measure import agree, beside_rows, from_json, kept_or_measured, key, to_json
 from states.rates import Rates
+from tests.device.fake_shard import FakeShard
 from tests.models.recurrent_shard import RecurrentShard
 
 TIMES = Rates(prefill=(1000, 1200, 1500), decode=((0, 1, 0, 7_000, 0), (0, 1, 4, 8_000, 0), (0, 1, 16, 9_000, 0)))
@@ -179,3 +182,23 @@ def test_it_ends_when_nothing_gets_quicker_or_too_much_is_spent(
     rounds: list[dict[int, int]], spent: int, ends: bool
 ) -> None:
     assert measure.enough(rounds, spent, 2) is ends
+
+
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+WHOLE, PROVEN = (Placement(range(1), GPU),), (4, 64, 128, 256, 1024)
+
+
+@pytest.mark.parametrize(
+    ("plan", "shard", "buckets", "drafted", "rows"),
+    [
+        (WHOLE, FakeShard(runs_ahead=True), PROVEN, False, 128),
+        (WHOLE, FakeShard(runs_ahead=True), PROVEN, True, 0),
+        (WHOLE, FakeShard(runs_ahead=True), (4, 64, 256, 1024), False, 0),  # 100 rows would run as 256
+        (WHOLE, FakeShard(), PROVEN, False, 0),
+        (WHOLE * 2, FakeShard(runs_ahead=True), PROVEN, False, 0),
+        ((Placement(range(1), CPU),), FakeShard(runs_ahead=True), PROVEN, False, 0),
+    ],
+    ids=["a GPU", "a draft", "a bucket that is not proven", "experts", "two parts", "a CPU"],
+)
+def test_where_prompts_have_a_lane_of_their_own(plan, shard, buckets, drafted, rows) -> None:  # type: ignore[no-untyped-def]
+    assert beside_rows(plan, shard, buckets, drafted=drafted) == rows

@@ -264,6 +264,14 @@ def test_a_wide_prefill_goes_beside_decode_steps_and_its_last_rows_with_them() -
     assert launches[0].lane == MAIN
 
 
+@pytest.mark.parametrize("busy", [False, True], ids=["alone", "beside decode steps"])
+def test_what_a_prefill_takes_beside_decode_steps_says_nothing_of_what_it_takes(busy: bool) -> None:
+    beside, company = evolve(PLAIN, beside_rows=8, chunk=16), (submitted(ONE, prompt=(1, 2)), (ONE, PrefillAdvanced(1)))
+    world, _ = after(beside, *(company if busy else ()), submitted(TWO))
+    world, _ = advance(world, ForRequest(TWO, PrefillAdvanced(16, ns=160_000)))
+    assert world.rates.prefill == (() if busy else (10_000,))
+
+
 @pytest.mark.parametrize(
     ("effect", "lane"),
     [

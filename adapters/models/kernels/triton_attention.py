@@ -70,6 +70,10 @@ class CudaAttention:
     running: str = ""
     attending: set[str] = field(init=False, factory=set)
     _partials: dict[tuple[int, ...], tuple[Tensor, Tensor]] = field(init=False, factory=dict)
+    _usual: Tensor = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._usual = torch.zeros(1, device=self.device)
 
     def _options(self, warps: int) -> dict[str, Any]:
         return launching(warps, self.pdl)
@@ -250,4 +254,6 @@ class CudaAttention:
             LIMIT=triton.next_power_of_2(limit),
             num_warps=4,
         )
+        if self.pdl:  # what follows may begin before that is written out; not so behind what is launched as usual
+            self._usual.zero_()
         plan.stale = False
