@@ -106,10 +106,23 @@ def measured(known: Mapping[Key, int], span: int, members: int, rows: int) -> in
             {key[2]: ns for key, ns in known.items() if key[:2] == (at, 1) and key[2]},
         )
         if base and wide:
-            widest = max(wide)
-            more = min((ns for row, ns in wide.items() if row >= rows), default=wide[widest]) - base
-            return UNIT + UNIT * max(0, more) * max(rows, widest) // widest // (plain or base)
+            return UNIT + UNIT * max(0, of_rows(wide, rows, base) - base) // (plain or base)
     return UNIT + DRAFT + ROW * (rows - BUCKET)
+
+
+def of_rows(wide: Mapping[int, int], rows: int, base: int) -> int:
+    """What a launch of so many rows takes by what others took. Beyond the widest of them, what it takes more than a
+    plain one grows with its rows; or time does as between the last two, if that is less: more rows cost a GPU next to
+    nothing, whatever the first ones cost. base: of a plain one.
+    """
+    if known := [ns for row, ns in wide.items() if row >= rows]:
+        return min(known)
+    *others, widest = sorted(wide)
+    most = base + (wide[widest] - base) * rows // widest
+    if not others:
+        return most
+    grows = max(0, wide[widest] - wide[others[-1]])
+    return min(most, wide[widest] + grows * (rows - widest) // (widest - others[-1]))
 
 
 def timed(decode: DecodeTimes, shape: Shape, took_ns: int) -> DecodeTimes:

@@ -94,6 +94,13 @@ def test_a_company_is_priced_by_its_own_launches_or_by_what_the_draft_costs_one_
     )
 
 
+def test_rows_that_cost_one_alone_next_to_nothing_are_not_taken_to_cost_a_company_more() -> None:
+    """A GPU: 2.3 ms for proposing anything, and 0.1 more from four rows to eight, and to sixteen."""
+    gpu = alone(5800, 8100, 8200, 8300)
+    prices = launch_prices.terms((*gpu, (0, 16, 0, 7000, 0)), 0, 16, 64).prices
+    assert prices == (1328, 1342, 1357, 1385, 1442)
+
+
 def test_a_slow_launch_moves_a_price_a_little_and_a_quick_one_much() -> None:
     one, plain = Shape(0, 1, 4), Shape(0, 1)
     assert launch_prices.timed((), one, 900) == ((0, 1, 4, 900, 0),)
@@ -674,8 +681,8 @@ def test_the_example_of_one_request(right: tuple[int, ...], proposed: list[int],
 @pytest.mark.parametrize(
     ("gains", "proposed", "worth"),
     [
-        ([(1300, 1600, 1700)] * 4, (3, 3, 3, 3), [3854, 5257, 3200, 4160, 2280, 2700]),
-        ([(2400, 4500, 5500)] + [(200, 200, 200)] * 3, (7, 0, 0, 0), [4654, 4000, 4857, 3640, 3800, 2525]),
+        ([(1300, 1600, 1700)] * 4, (3, 3, 3, 3), [3854, 5257, 3200, 4160, 2280, 2979]),
+        ([(2400, 4500, 5500)] + [(200, 200, 200)] * 3, (7, 0, 0, 0), [4654, 4000, 4857, 3640, 3800, 2786]),
     ],
 )
 def test_the_example_of_four(gains: list[tuple[int, ...]], proposed: tuple[int, ...], worth: list[int]) -> None:

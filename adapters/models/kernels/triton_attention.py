@@ -254,6 +254,6 @@ class CudaAttention:
             LIMIT=triton.next_power_of_2(limit),
             num_warps=4,
         )
-        if self.pdl:  # what follows may begin before that is written out; not so behind what is launched as usual
-            self._usual.zero_()
+        if self.pdl:  # what follows may begin before that is written out; not so behind a kernel launched as usual
+            self._usual.abs_()
         plan.stale = False
