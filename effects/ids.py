@@ -27,7 +27,7 @@ FailureKind: TypeAlias = Literal["abandoned", "out_of_memory", "io", "timed_out"
 class Side(Enum):
     """Who carries an effect out. A request has at most one awaited effect in flight on each."""
 
-    DEVICE = "device"  # one OS thread for each device, its lane; the pure core decides the order
+    DEVICE = "device"  # one OS thread for each lane of a device; the pure core decides the order
     STORE = "store"  # host memory and disk; concurrent, bounded by the executor
 
 

@@ -120,9 +120,8 @@ class Fold:
                 if ask.request == answer.request and type(answer.outcome) in ask.effect.outcomes:
                     self.models = residency.acknowledged(self.models, ask, answer.outcome)
                     self.slots = seats.acknowledged(self.slots, ask, answer.outcome, self.requests)
-                    shared = (
-                        number == PROMPTS and self.lanes[MAIN].running
-                    )  # the device: what it takes alone is not told
+                    # What a prompt's rows take while the device is at decode steps, too, is not what they take.
+                    shared = number == PROMPTS and self.lanes[MAIN].running
                     self.learn(None if shared else ask.effect, answer, lane)
                     self.lanes[number] = lanes.answered(lane, answer)
                     return
