@@ -13,6 +13,7 @@ from pathlib import Path
 from threading import Thread
 
 from adapters.checkpoint import digest
+from engine.later import import_later
 from engine.plan import Where
 
 # Of others, with libraries of their own or of Python's: the linker opens one at a time, so these come first.
@@ -21,6 +22,8 @@ OTHERS = (
     *("uvicorn.protocols.http.h11_impl", "zstandard"),
 )
 OURS = ("engine.door", "engine.trace", "adapters.http.app", "adapters.http.server", "adapters.text.text")
+# What torch's operations do to tensors without numbers, in Python: a quarter of `import torch`, and for its compiler.
+TRACED = "torch._meta_registrations"
 # Seconds that a thread may keep the interpreter for while another one wants it. With 0.005, Python's own, the lane, and
 # its device with it, waits for the event loop several times a step: 32 streams on a GPU took 11.3 ms, not 7.1.
 SWITCH_S = 0.0003
@@ -32,6 +35,7 @@ def import_beside_torch(folder: Path, gpu: int | None = None) -> None:
     where a GPU is going to be used, and is there, its context and Triton's digest of itself.
     """
     sys.setswitchinterval(SWITCH_S)
+    import_later(TRACED)
     digest.begin(folder)
     driver = None if gpu is None or not torch_library("libtorch_cuda.so") else gpu_driver()
     if driver is not None:

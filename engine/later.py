@@ -1,0 +1,50 @@
+"""A module that is executed when something in it is asked for, and not when it is imported."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+
+class Later(Loader):
+    """Its first attribute that is not there brings the rest (PEP 562)."""
+
+    def __init__(self, real: Loader) -> None:
+        self._real = real
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._real.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        def asked(name: str) -> Any:
+            if name.startswith("__"):  # asked for by whoever imports it
+                raise AttributeError(name)
+            del module.__getattr__  # type: ignore[attr-defined] # so that it is asked once
+            self._real.exec_module(module)
+            return getattr(module, name)
+
+        module.__getattr__ = asked  # type: ignore[method-assign] # of this module alone
+
+
+class Finder(MetaPathFinder):
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = Later(spec.loader)
+        return spec
+
+
+def import_later(name: str) -> None:
+    """Unless it is there already."""
+    sys.meta_path.insert(0, Finder(name))
