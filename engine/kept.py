@@ -41,6 +41,10 @@ class Kept:
     def file(self, what: What, key: str) -> Path:
         return self.folder / what / f"{key}.json"
 
+    def proven(self, key: str) -> bool:
+        """Is there an outcome? It may still be damaged."""
+        return self.file("numerics", key).exists()
+
     def made(self, key: str, make: Callable[[], T], write: Callable[[T], str], read: Callable[[str], T]) -> T:
         """The outcome of a proof, which may be None: what was kept, or made now.
 

@@ -23,11 +23,11 @@ class Later(Loader):
         def asked(name: str) -> Any:
             if name.startswith("__"):  # asked for by whoever imports it
                 raise AttributeError(name)
-            del module.__getattr__  # type: ignore[attr-defined] # so that it is asked once
+            del vars(module)["__getattr__"]  # asked once
             self._real.exec_module(module)
             return getattr(module, name)
 
-        module.__getattr__ = asked  # type: ignore[method-assign] # of this module alone
+        vars(module)["__getattr__"] = asked
 
 
 class Finder(MetaPathFinder):

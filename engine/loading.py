@@ -104,11 +104,14 @@ def with_loading(rates: Rates, store: Store[Disk], shard: Pipeline, *, chunk: in
 def known(kept: Kept, key: str, rehearsal: Rehearsal, compute: Callable[[], None] | None) -> Loading:
     """Its own files are read in any case, so that what was kept is believed only where they take as long today."""
     before, disk = kept.recalled(key, Loading.from_json), rehearsal.store.disk
-    host = rehearsal.alone(rehearsal.copies())
     with ExitStack() as stack:
         own = [] if disk is None else stack.enter_context(rehearsal.files(disk))
+        if before is not None and not own:
+            return before
+        rehearsal.store.ready.wait()  # buffers that were not prepared yet would be slower ones
+        host = rehearsal.alone(rehearsal.copies())
         now = rehearsal.alone(own) if own else 0
-        if before is not None and (not now or alike(now, before.disk)):
+        if before is not None and alike(now, before.disk):
             return before
         loads = dict[Fixed, list[Load]]()
         if disk is not None:

@@ -39,7 +39,7 @@ def settled(
     the model's identity.
     """
     rows, chunk = row_dtype(options.kv_dtype, dtype), chunk_of(options, plan)
-    digest = compiled_beside(checkpoint, plan, dtype, rows=rows, fit=fit, chunk=chunk, step=step)
+    digest = compiled_beside(checkpoint, plan, dtype, rows=rows, fit=fit, chunk=chunk, kept=kept, step=step)
     numerics, kernels = prove(options, checkpoint, dtype, plan, fit.context, kept=kept)
     if outgrown(checkpoint, dtype, plan, numerics.plan):
         how: dict[str, Any] = {"peer": peer, "layouts": checkpoint.layouts, "proven": numerics.plan}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from adapters.checkpoint.upload import AHEAD, PIECE, READERS, Upload
+from adapters.checkpoint.upload import AHEAD, PIECE, Upload
 from adapters.checkpoint.weights import WeightSource
 from adapters.models.checkpoint import Checkpoint
 from adapters.models.ends import CopiedEnds
@@ -20,7 +20,7 @@ from adapters.models.shard import Shard
 from adapters.models.waves import current
 from adapters.remote.loading import loading
 from adapters.remote.shard import RemoteShard
-from adapters.store.memory import Memory
+from adapters.store.memory import Buffer, Memory
 from engine.machine import Placement, free_memory
 
 
@@ -66,8 +66,13 @@ def uploading(checkpoint: Checkpoint, plan: Sequence[Placement], memory: Memory)
     they pass through.
     """
     own = {number: one for number, one in enumerate(plan) if one.local and one.device.type == "cuda"}
-    buffers = {number: [memory.take(PIECE) for _ in range(READERS)] for number in own}  # theirs while they are known
-    uploads = {number: upload(checkpoint, one, [each.data for each in buffers[number]]) for number, one in own.items()}
+    taken = list[Buffer]()  # theirs while they are known
+
+    def buffer() -> Tensor:
+        taken.append(memory.take(PIECE))
+        return taken[-1].data
+
+    uploads = {number: upload(checkpoint, one, buffer) for number, one in own.items()}
     try:
         if all(one.device.type == "cuda" for one in plan if one.local):
             for one in uploads.values():
@@ -78,13 +83,13 @@ def uploading(checkpoint: Checkpoint, plan: Sequence[Placement], memory: Memory)
             one.close()
 
 
-def upload(checkpoint: Checkpoint, place: Placement, buffers: Sequence[Tensor]) -> Upload:
+def upload(checkpoint: Checkpoint, place: Placement, buffer: Callable[[], Tensor]) -> Upload:
     return Upload(
         source=checkpoint,
         tensors=checkpoint.tensors,
         names=checkpoint.config.tensors(place.layers),
         device=place.device,
-        buffers=buffers,
+        buffer=buffer,
         heard=checkpoint.heard,
         ahead=max(AHEAD, free_memory(place.device) // 4),
     )

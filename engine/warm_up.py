@@ -19,7 +19,7 @@ from adapters.models.checkpoint import Checkpoint
 from adapters.models.cuda_graphs import no_collection
 from adapters.models.draft import CachedDraft, first_tokens
 from adapters.models.pipeline import Pipeline
-from adapters.models.probe import PROBED_SLOTS, buckets_of
+from adapters.models.probe import PROBED_SLOTS, buckets_of, probe_key
 from adapters.models.shard import BUCKETS, Segment, Shard, Step
 from adapters.models.synthetic import RandomWeights, packed_in
 from adapters.models.waves import current
@@ -28,7 +28,8 @@ from effects.job import Sampling
 from engine import startup
 from engine.draft import Room
 from engine.fit import Fit
-from engine.machine import Placement, build_kernels
+from engine.kept import Kept
+from engine.machine import Placement, build_kernels, probing
 
 log = logging.getLogger("rekindle")
 
@@ -49,11 +50,14 @@ def compile_kernels(
     rows: torch.dtype,
     fit: Fit,
     chunk: int,
+    kept: Kept,
     step: startup.StepHeard,
 ) -> None:
     """On a GPU, what steps of each bucket launch is compiled, or read as an earlier start has compiled it, side by
     side: whoever comes later in this process would do that one kernel after the other. The steps are of one layer of
     each kind of the model, with weights of no meaning; what fails here fails again where it matters.
+
+    kept: where outcomes of the probe are, which launches kernels that nobody else does.
     """
     device = next((one.device for one in plan if one.local and one.device.type == "cuda"), None)
     if device is None:
@@ -62,9 +66,10 @@ def compile_kernels(
     from adapters.models.kernels.triton_compile import key_beside  # noqa: PLC0415 - needs Triton, so a GPU build
 
     key, buckets = key_beside(), buckets_of(BUCKETS, chunk)
-    kinds = [{"slots": PROBED_SLOTS, "pages": 0}]  # the probe's, and what serves where that has pages
-    if fit.pages:
-        kinds.append({"slots": fit.slots, "pages": -(-fit.context // PAGE)})
+    probing_, kernels = probing(checkpoint, device, (dtype, rows), chunk, fit.context), build_kernels(device, dtype)
+    probed = kept.proven(probe_key(checkpoint.family, checkpoint.config, kernels, **probing_))
+    paged = [{"slots": fit.slots, "pages": -(-fit.context // PAGE)}] if fit.pages else []
+    kinds = paged if paged and probed else [{"slots": PROBED_SLOTS, "pages": 0}, *paged]
     shape: dict[str, Any] = {"device": device, "dtype": dtype, "rows": rows, "buckets": buckets}
     with torch.inference_mode(), current(device):
         for small, layers, own in packed_in(checkpoint.config.probed(), checkpoint.layouts):

@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Lock
+from threading import Lock, local
 from typing import TypeVar
 
 import torch
@@ -27,7 +26,6 @@ Place = tuple[Path, int, int]  # bytes of a file
 
 PIECE = 16 << 20  # bytes that are read at once: a copy of less does not reach the bus's speed
 READERS = 8  # threads: one alone reads a third of what the bus carries
-STAGED = READERS * PIECE  # bytes of buffers
 AHEAD = 1 << 30  # bytes of tensors that are on their way before they are asked for: two layers of a large model
 
 
@@ -76,20 +74,23 @@ class Upload:
     Packed ones are unpacked, or put together anew, on the device. What has to be made on the host, or finds no room
     there until it is made, is read by `source`.
 
-    buffers: uint8 on the host, pinned for a GPU. heard: called after each tensor.
+    buffer: called by each of the threads, which number `readers`, for what its pieces pass through: uint8 `[piece]` on
+    the host, pinned for a GPU. heard: called after each tensor.
     """
 
     source: PackedSource
     tensors: Mapping[str, StoredTensor]
     names: Iterable[str]
     device: torch.device
-    buffers: Sequence[Tensor]
+    buffer: Callable[[], Tensor]
     heard: Callable[[], object] = lambda: None
     ahead: int = AHEAD
+    piece: int = PIECE
+    readers: int = READERS
     _coming: deque[TensorEntry] = field(init=False)
     _begun: dict[Place, Landing] = field(factory=dict[Place, Landing])
     _bytes: int = 0  # of what has begun
-    _free: SimpleQueue[Staging] = field(factory=SimpleQueue)
+    _own: local = field(factory=local)  # of each thread
     _files: dict[Path, int] = field(factory=dict[Path, int])
     _pool: ThreadPoolExecutor = field(init=False)
     _lock: Lock = field(factory=Lock)  # of what has begun and what has not
@@ -97,10 +98,7 @@ class Upload:
     def __attrs_post_init__(self) -> None:
         known = (self.tensors[name] for name in self.names if name in self.tensors)
         self._coming = deque(source for one in known for source in one.sources)
-        self._pool = ThreadPoolExecutor(len(self.buffers), "weights")
-        for buffer in self.buffers:
-            stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
-            self._free.put(Staging(buffer, stream))
+        self._pool = ThreadPoolExecutor(self.readers, "weights", self._stage)
 
     def begin(self) -> None:
         """What comes first is on its way before anybody asks for anything. Some hundred tensors take a while to begin,
@@ -179,18 +177,19 @@ class Upload:
     def _begin(self, entry: TensorEntry) -> None:
         tensor = torch.empty(entry.nbytes, dtype=torch.uint8, device=self.device)
         after = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
-        descriptor, size = self._opened(entry.file), min(len(buffer) for buffer in self.buffers)
+        descriptor, size = self._opened(entry.file), self.piece
         spans = [(entry.start + at, tensor[at : at + size]) for at in range(0, entry.nbytes, size)]
         pieces = [self._pool.submit(self._move, descriptor, at, part, after) for at, part in spans]
         self._begun[place_of(entry)] = Landing(tensor, tuple(pieces))
         self._bytes += entry.nbytes
 
+    def _stage(self) -> None:
+        stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._own.staging = Staging(self.buffer(), stream)
+
     def _move(self, descriptor: int, at: int, target: Tensor, after: torch.cuda.Event | None) -> bool:
-        stage = self._free.get()
-        try:
-            return stage.pass_on(descriptor, at, target, after)
-        finally:
-            self._free.put(stage)
+        staging: Staging = self._own.staging
+        return staging.pass_on(descriptor, at, target, after)
 
     def _opened(self, file: Path) -> int:
         if file not in self._files:

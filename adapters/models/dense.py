@@ -18,7 +18,7 @@ from adapters.models.host_experts import HostExperts
 from adapters.models.kernels.batch import StateBatch
 from adapters.models.kernels.cpu_layers import pass_of
 from adapters.models.kernels.delta import CHUNK
-from adapters.models.kernels.interface import Kernels
+from adapters.models.kernels.interface import NARROW, Kernels
 from adapters.models.kernels.native.rounds import NativePass
 from adapters.models.kernels.row_form import RowForm
 from adapters.models.kv_cache import KvCache, PagedKvCache
@@ -82,6 +82,7 @@ class DenseShard:
     def _load(self, read: WeightReader, *, hosts_table: bool) -> None:
         config, kernels = self._config, self._kernels
         last = self._layers.stop == config.num_layers
+        self._stops = last and self._layers.stop - 1 not in self._aux_layers
         needed = self._layers.start == 0 or (last and config.tie_word_embeddings)
         table = read.table(on_host=hosts_table and not config.tie_word_embeddings) if needed else None
         self._embedding = table if self._layers.start == 0 else None
@@ -177,8 +178,9 @@ class DenseShard:
             if step.branches:
                 self._run_tree(buffers, step)
                 return buffers.forward
-            # Only the model's last layer may stop early, and only if nobody wants what it leaves.
-            early = step.rows_only and self._norm is not None and self._layers.stop - 1 not in self._aux_layers
+            # Only the model's last layer may stop early, and only if nobody wants what it leaves. On a GPU it does not
+            # in a narrow step, whose second graph would hold a start up for longer than it could ever save.
+            early = step.rows_only and self._stops and (self._device.type == "cpu" or step.bucket > NARROW)
             name = "rows" if early else "settled" if step.rows_only and self.state_specs else "layers"
             with self._states.settling(step):
                 self._kernels.launch(name, buffers.batch, lambda: self._run_layers(buffers, early=early))
@@ -244,8 +246,6 @@ class DenseShard:
                     residual.add_(delta)
                 delta = None
                 whole.run(residual, buffers.batch, stops=stops)
-            if stops:
-                return
             number = stop
         if delta is not None:
             residual.add_(delta)

@@ -27,6 +27,7 @@ from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.proof import Proof
 from adapters.models.kernels.row_form import RowForm
 from adapters.models.numerics import BLOCK_SIZE, Numerics, kept_under, machine
+from adapters.models.seeded import seeded
 from adapters.models.shard import BUCKETS, Segment, Shard, Step
 from adapters.models.state_probe import StateBench
 from adapters.models.synthetic import RandomWeights, packed_in
@@ -214,9 +215,9 @@ class LayerBench:
     fingerprint: str = field(init=False, default="")
 
     def __attrs_post_init__(self) -> None:
-        shard, generator = self.shard, torch.Generator().manual_seed(2)
+        shard, generator = self.shard, seeded(2)
         self.tokens = torch.randint(0, shard.vocab_size, (self.capacity,), generator=generator)
-        generator = torch.Generator(shard.device).manual_seed(3)
+        generator = seeded(3, shard.device)
         if shard.layers.start:  # hidden states come in, one vector for each token of the vocabulary
             table = torch.empty(shard.vocab_size, self.hidden_size, device=shard.device, dtype=shard.dtype)
             self.vectors = table.normal_(generator=generator)

@@ -14,6 +14,7 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from adapters.models.numerics import BLOCK_SIZE
+from adapters.models.seeded import seeded
 from adapters.models.shard import Segment, Shard, Step
 
 _NARROW = 16  # buckets up to this one go over fewer rows
@@ -41,7 +42,7 @@ class StateBench:
     _kept: bool = field(init=False, default=False)
 
     def __attrs_post_init__(self) -> None:
-        generator = torch.Generator().manual_seed(2)
+        generator = seeded(2)
         self.tokens = torch.randint(0, self.shard.vocab_size, (self.capacity,), generator=generator)
 
     @property

@@ -15,6 +15,7 @@ from adapters.checkpoint.weights import Shapes
 from adapters.models.dflash.checkpoint import draft_tensors
 from adapters.models.dflash.config import DFlashConfig
 from adapters.models.family import ModelConfig
+from adapters.models.seeded import seeded
 
 
 @frozen
@@ -126,7 +127,7 @@ def random_matrix(
 
 def _generator(name: str, device: torch.device | None) -> torch.Generator:
     key = hashlib.blake2b(name.encode(), digest_size=7).digest()
-    return torch.Generator(device or "cpu").manual_seed(int.from_bytes(key, "little"))
+    return seeded(int.from_bytes(key, "little"), device or "cpu")
 
 
 def _normal(shape: tuple[int, ...], name: str, device: torch.device, dtype: torch.dtype, scale: float) -> Tensor:

@@ -58,7 +58,6 @@ class Rehearsal:
 
     def __attrs_post_init__(self) -> None:
         self._movers = movers(self.target, self.store.layout.rows)
-        self.store.ready.wait()  # buffers that were not prepared yet would be slower ones
 
     def alone(self, loads: Sequence[Load]) -> int:
         """Each of them at most once, as many at a time as a restore has on its way."""

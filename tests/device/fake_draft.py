@@ -11,6 +11,7 @@ from torch import Tensor
 
 from adapters.checkpoint.errors import CheckpointError
 from adapters.models.draft import BlockRequest, Pick
+from adapters.models.seeded import seeded
 from adapters.models.shard import NamedTensors, Step
 from tests.device.fake_shard import VOCAB, logits_of, mix, row_of
 
@@ -46,7 +47,7 @@ class FakeDraft:
     def propose(self, asks: Sequence[BlockRequest], pick: Pick) -> None:
         self._need("propose")
         self.asked.append(list(asks))
-        vocab, generator = VOCAB, torch.Generator().manual_seed(len(self.asked))
+        vocab, generator = VOCAB, seeded(len(self.asked))
         found = list[Tensor]()
         for ask in asks:
             assert 0 < ask.count < self.block

@@ -19,6 +19,7 @@ from adapters.device.native_draw import found_at_once
 from adapters.device.noise import gumbel_at, key_of, steady_gumbel_at
 from adapters.device.sampling import Draw, NotFinite, Sampler, adjusted, pick, picking
 from adapters.models.kernels.native.compiled import SWITCH, compiled
+from adapters.models.seeded import seeded
 from effects.ids import Tokens
 from effects.job import Sampling
 
@@ -43,7 +44,7 @@ class Masked:
 
 def odd_logits(chance: random.Random, vocab: int) -> Tensor:
     """With ties, zeros of both signs, numbers as large as they come, and what is no number."""
-    noise = torch.randn(vocab, generator=torch.Generator().manual_seed(chance.randrange(1 << 30)))
+    noise = torch.randn(vocab, generator=seeded(chance.randrange(1 << 30)))
     logits = noise * chance.choice([0.01, 0.5, 3, 10, 100])
     match chance.randrange(8):
         case 0:
@@ -150,7 +151,7 @@ def test_every_level_of_instructions_finds_the_same() -> None:
     "change", [{}, {"top_p": 0.95}, {"top_k": 50}, {"top_k": 50, "top_p": 0.5, "logprobs": 3}, {"min_p": 0.05}], ids=str
 )
 def test_a_vocabulary_of_152_thousand_is_drawn_from_alike(change: dict[str, float]) -> None:
-    logits = 3 * torch.randn(3, 151_936, generator=torch.Generator().manual_seed(1))
+    logits = 3 * torch.randn(3, 151_936, generator=seeded(1))
     logits[1] = logits[1].mul(4).round()  # thousands of ties
     sampling = Sampling(temperature=1.1, seed=9, **change)  # type: ignore[arg-type]
     rows = [Draw(Sampler(sampling, (), 151_936), position) for position in range(3)]
@@ -175,7 +176,7 @@ def test_where_no_token_may_follow_the_first_one_is_named_and_nothing_told(bits:
 def test_logits_that_lie_otherwise_are_read_all_the_same_and_others_refused() -> None:
     native = compiled()
     assert native is not None
-    logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(2))
+    logits = torch.randn(2, 300, generator=seeded(2))
     rows = [Draw(Sampler(Sampling(temperature=1, seed=at, logprobs=2), (), 300), at) for at in range(2)]
     assert pick(logits.t().contiguous().t(), rows) == pick(logits, rows)
     assert pick(torch.cat((logits, logits)), rows) == pick(logits, rows)
@@ -189,7 +190,7 @@ def test_logits_that_lie_otherwise_are_read_all_the_same_and_others_refused() ->
 @pytest.mark.parametrize("switch", ["on", "off"])
 def test_a_row_that_is_no_number_is_told_of_however_it_is_drawn(switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, switch)
-    logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(3))
+    logits = torch.randn(3, 300, generator=seeded(3))
     logits[1, 200] = math.nan
     rows = [Draw(Sampler(Sampling(temperature=1, seed=at), (), 300), at) for at in range(3)]
     first, broken, last = pick(logits, rows)

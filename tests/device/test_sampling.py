@@ -23,6 +23,7 @@ from transformers import (
 from adapters.device.noise import gumbel
 from adapters.device.sampling import Draw, NotFinite, Pick, Sampler, pick
 from adapters.device.truncation import allowed
+from adapters.models.seeded import seeded
 from effects.job import Sampling
 
 VOCAB = 300
@@ -30,7 +31,7 @@ PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 
 
 def logits_of(seed: int, vocab: int = VOCAB, rows: int = 1, scale: float = 3.0) -> Tensor:
-    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
+    return torch.randn(rows, vocab, generator=seeded(seed)) * scale
 
 
 def sampler_of(sampling: Sampling, answer: tuple[int, ...] = (), vocab: int = VOCAB) -> Sampler:

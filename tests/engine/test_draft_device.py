@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from adapters.models.draft import BlockRequest, CachedDraft
+from adapters.models.seeded import seeded
 from adapters.models.shard import Segment, Step
 from engine.begin import load_target
 from engine.draft import built, find_draft, kernels_apart
@@ -25,7 +26,7 @@ def a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def proposed(draft: CachedDraft, width: int) -> list[int]:
     """To a slot whose 24 rows of context are random."""
-    drawn, said = torch.Generator().manual_seed(5), list[int]()
+    drawn, said = seeded(5), list[int]()
     aux = {layer: torch.randn(32, width, generator=drawn).to(torch.bfloat16) for layer in draft.aux_layers}
     draft.extend(Step((Segment(0, 0, 24),), 32), torch.arange(24), aux)
 

@@ -41,8 +41,10 @@ def left(kept: Kept) -> list[str]:
 
 
 def test_made_once(kept: Kept) -> None:
+    assert not kept.proven(KEY)
     assert start(kept, lambda: 7) == 7
     assert start(kept, never) == 7
+    assert kept.proven(KEY)
     assert left(kept) == [f"{KEY}.json"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,36 +11,45 @@ import torch
 
 from adapters import demo
 from adapters.models.checkpoint import Checkpoint
-from adapters.models.probe import buckets_of
+from adapters.models.probe import buckets_of, probe_key
 from adapters.models.shard import BUCKETS, Segment, Step
 from engine.fit import Fit
-from engine.machine import Placement, build_kernels
+from engine.kept import Kept
+from engine.machine import Placement, build_kernels, probing
 from engine.warm_up import compile_kernels
 
 CHUNK, FIT = 1024, Fit(5, 2048, pages=12)
 
 
-def compiled(device: torch.device) -> Sequence[str]:
-    """What was heard."""
+def compiled(device: torch.device, folder: Path, *, probed: bool = False) -> Sequence[str]:
+    """What was heard. probed: an earlier start has left what the probe found."""
     checkpoint, heard = Checkpoint.open(demo.FOLDER), list[str]()
     plan = (Placement(range(checkpoint.config.num_layers), device),)
-    dtype = torch.bfloat16
-    compile_kernels(checkpoint, plan, dtype, rows=dtype, fit=FIT, chunk=CHUNK, step=lambda step, *_: heard.append(step))
+    dtype, kept = torch.bfloat16, Kept(folder)
+    if probed:
+        how = probing(checkpoint, device, (dtype, dtype), CHUNK, FIT.context)
+        key = probe_key(checkpoint.family, checkpoint.config, build_kernels(device, dtype), **how)
+        assert kept.made(key, lambda: "found", str, str) == "found"
+    how = {"rows": dtype, "fit": FIT, "chunk": CHUNK, "kept": kept}
+    compile_kernels(checkpoint, plan, dtype, **how, step=lambda step, *_: heard.append(step))
     return heard
 
 
-def test_a_cpu_has_nothing_to_compile() -> None:
-    assert not compiled(torch.device("cpu"))
+def test_a_cpu_has_nothing_to_compile(tmp_path: Path) -> None:
+    assert not compiled(torch.device("cpu"), tmp_path)
 
 
 @pytest.mark.cuda
-def test_steps_of_every_bucket_find_their_kernels_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("probed", [False, True])
+def test_steps_of_every_bucket_find_their_kernels_compiled(
+    probed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     from triton import knobs  # noqa: PLC0415 - needs Triton, so a GPU build
 
     device = torch.device("cuda", 0)
-    assert compiled(device) == ["compiling kernels"]
+    assert compiled(device, tmp_path, probed=probed) == ["compiling kernels"]
     late = list[str]()
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **about: late.append(about["repr"]))
     checkpoint, buckets = Checkpoint.open(demo.FOLDER), buckets_of(BUCKETS, CHUNK)

@@ -16,6 +16,7 @@ from adapters.models.dense_config import DenseConfig
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.products import Products
 from adapters.models.kernels.torch_cpu import CpuKernels
+from adapters.models.seeded import seeded
 from adapters.models.shard import BUCKETS, Segment, Step
 
 GEOMETRIES = {
@@ -122,7 +123,7 @@ def kernels_for(listed: Products, dtype: torch.dtype, capacity: int, *, own: boo
 
 
 def tokens_of(count: int, vocab: int = 160, seed: int = 7) -> Tensor:
-    return torch.randint(0, vocab, (count,), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(0, vocab, (count,), generator=seeded(seed))
 
 
 def run(shard: DenseShard, bucket: int, *parts: tuple[int, int, Tensor]) -> Tensor:

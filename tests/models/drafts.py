@@ -21,6 +21,7 @@ from adapters.models.kernels.products import Weight
 from adapters.models.kernels.torch_cpu import CpuKernels
 from adapters.models.qwen3 import Qwen3Config
 from adapters.models.rope import Rotary, Yarn
+from adapters.models.seeded import seeded
 from adapters.models.shard import BUCKETS, Segment, Step, TargetHead
 from tests.models.checkpoints import kernels_for
 
@@ -70,7 +71,7 @@ class Tensors(dict[str, Tensor]):
 
 
 def random_tensors(config: DFlashConfig, seed: int = 0) -> Tensors:
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     made = Tensors()
     for name, shape in draft_tensors(config).items():
         tensor = torch.randn(shape, generator=generator)
@@ -107,7 +108,7 @@ def save_draft(folder: Path, config: DFlashConfig, tensors: dict[str, Tensor], *
 
 
 def head_of(config: DFlashConfig, kernels, dtype: torch.dtype = torch.float32, vocab: int = 211) -> TargetHead:
-    generator = torch.Generator().manual_seed(99)
+    generator = seeded(99)
     table = torch.randn(vocab, config.hidden_size, generator=generator).to(dtype)
     return TargetHead(table, kernels.pack(table.clone()), torch.ones(config.hidden_size, dtype=dtype))
 
@@ -129,7 +130,7 @@ def draft_of(config: DFlashConfig, tensors: Tensors | None = None, dtype: torch.
 
 def aux_hidden_states_of(config: DFlashConfig, count: int, dtype: torch.dtype = torch.float32, seed: int = 5) -> Tensor:
     """What the target left for `count` rows: `[K, count, D]`."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     return torch.randn(len(config.aux_layers), count, config.hidden_size, generator=generator).to(dtype)
 
 

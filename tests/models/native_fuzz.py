@@ -32,6 +32,7 @@ from adapters.models.kernels.native.delta import NativeDelta
 from adapters.models.kernels.native.products import NativeProducts
 from adapters.models.kernels.native.rows import NativeRows, PreparedHeads
 from adapters.models.kernels.row_form import RowForm
+from adapters.models.seeded import seeded
 from adapters.models.shard import Segment, Step
 from effects.job import Sampling
 from tests.models.test_packed import LAYOUTS, random_matrix
@@ -49,7 +50,7 @@ Finds = Callable[[int], "list[Tensor]"]
 
 
 def numbers(chance: random.Random, *shape: int, dtype: torch.dtype = FLOAT, finite: bool = False) -> Tensor:
-    generator = torch.Generator().manual_seed(chance.randrange(1 << 30))
+    generator = seeded(chance.randrange(1 << 30))
     found = torch.randn(shape, generator=generator) * chance.choice([1e-3, 1, 1, 30])
     if not finite and found.numel() and chance.random() < 0.2:
         for _ in range(chance.randrange(1, 4)):

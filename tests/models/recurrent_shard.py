@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import normalize, rms_norm, silu, softplus
 
 from adapters.layout import RowSpec, TensorSpec
+from adapters.models.seeded import seeded
 from adapters.models.shard import Forward, Kept, NamedTensors, Segment, Step
 
 VOCAB, WIDTH, HEADS, HEAD, TAPS = 97, 32, 2, 8, 4
@@ -82,7 +83,7 @@ class RecurrentShard:
     ) -> None:
         self.slots, self.capacity, self.buckets = slots, capacity, tuple(buckets)
         self.state_block, self.state_places = state_block, state_places
-        draw = torch.Generator().manual_seed(11)
+        draw = seeded(11)
 
         def weight(outputs: int, inputs: int) -> Tensor:
             return torch.randn(outputs, inputs, generator=draw) / inputs**0.5

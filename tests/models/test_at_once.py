@@ -16,6 +16,7 @@ from adapters.models.llama import LlamaConfig
 from adapters.models.qwen2 import Qwen2Config
 from adapters.models.qwen3 import Qwen3Config
 from adapters.models.rope import Llama3
+from adapters.models.seeded import seeded
 from adapters.models.shard import Segment, Step
 from adapters.models.synthetic import RandomWeights
 from tests.models.checkpoints import same_bits, tokens_of
@@ -78,7 +79,7 @@ def left_by(config, kernels, dtype, rows, *, layers=None, aux=(), weights=None):
     weights = RandomWeights(config, scale=config.hidden_size**-0.5) if weights is None else weights
     how = {"dtype": dtype, "rows": rows, "slots": 3, "capacity": CAPACITY, "buckets": BUCKETS, "aux_layers": aux}
     shard, found = DenseShard(config, weights, kernels, layers=layers, **how), []
-    generator = torch.Generator().manual_seed(3)
+    generator = seeded(3)
     for segments in STEPS:
         count = sum(rows for _, _, rows in segments)
         bucket = next(bucket for bucket in BUCKETS if bucket >= count)

@@ -12,6 +12,7 @@ from torch import Tensor
 from adapters.models.kernels.batch import StateBatch
 from adapters.models.kernels.delta import DeltaShape, DeltaState, DeltaWeights, row_state
 from adapters.models.kernels.reference_delta import ReferenceDelta
+from adapters.models.seeded import seeded
 from adapters.models.shard import Segment, Step
 
 triton_delta = pytest.importorskip(
@@ -43,7 +44,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    generator = torch.Generator(DEVICE).manual_seed(seed)
+    generator = seeded(seed, DEVICE)
     return torch.randn(*shape, generator=generator, device=DEVICE).to(dtype)
 
 

@@ -15,6 +15,7 @@ from adapters.models.kernels.batch import BlockBatch
 from adapters.models.kernels.interface import AttentionMask, HeadPrep, Rope
 from adapters.models.kernels.reference import ReferenceKernels
 from adapters.models.rope import Rotary
+from adapters.models.seeded import seeded
 from adapters.models.shard import Segment, Step, TargetHead
 from adapters.models.synthetic import RandomDraft
 from tests.models.checkpoints import same_bits
@@ -37,7 +38,7 @@ TOLERANCE = {torch.bfloat16: 4e-2, torch.float16: 8e-3, torch.float32: 1e-4}
 
 
 def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    generator = torch.Generator(DEVICE).manual_seed(seed)
+    generator = seeded(seed, DEVICE)
     return torch.randn(*shape, generator=generator, device=DEVICE).to(dtype)
 
 

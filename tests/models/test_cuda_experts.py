@@ -12,6 +12,7 @@ from torch import Tensor
 from adapters.models.host_experts import HostExperts
 from adapters.models.kernels.batch import Batch
 from adapters.models.kernels.experts import Experts, ExpertsShape, GatedWeights, choose
+from adapters.models.seeded import seeded
 from adapters.models.shard import Segment, Step
 from tests.models.checkpoints import same_bits
 
@@ -35,7 +36,7 @@ class Layer:
 
     def __init__(self, shape: ExpertsShape, hidden: int, dtype: torch.dtype) -> None:
         self.kernels, self.shape = triton_cuda.TritonKernels(DEVICE), shape
-        self.generator = torch.Generator(DEVICE).manual_seed(3)
+        self.generator = seeded(3, DEVICE)
         self.x = torch.randn(ROWS, hidden, generator=self.generator, device=DEVICE).to(dtype)
         self.each = tuple(self._gated(shape.inner) for _ in range(shape.count))
         router = self.kernels.pack(self._weight(shape.routed, hidden))
@@ -92,7 +93,7 @@ def test_it_is_what_experts_make_one_by_one(shape, hidden, dtype):
 @pytest.mark.parametrize("count", [11, 128])
 def test_rows_choose_as_they_do_on_a_cpu(count):
     shape = ExpertsShape(count, 8, 8, normed=True, shared=1)
-    logits = torch.randn(64, count + 1, generator=torch.Generator().manual_seed(1)).bfloat16().float()
+    logits = torch.randn(64, count + 1, generator=seeded(1)).bfloat16().float()
     logits[3, :9], logits[4, ::2], logits[4, 1::2], logits[5] = 2.0, 0.0, -0.0, torch.nan
     chosen, weights = choose(logits[:, :count].contiguous(), shape)
     kernels, batch = triton_cuda.TritonKernels(DEVICE), batch_of(64, 60)

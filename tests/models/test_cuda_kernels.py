@@ -9,6 +9,7 @@ from torch import Tensor
 from adapters.models.kernels.batch import Batch
 from adapters.models.kernels.interface import HeadPrep, Rope
 from adapters.models.kernels.reference import ReferenceKernels
+from adapters.models.seeded import seeded
 from adapters.models.shard import Segment, Step
 from effects.ids import PAGE
 
@@ -42,7 +43,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def normal(*shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -> Tensor:
-    generator = torch.Generator(DEVICE).manual_seed(seed)
+    generator = seeded(seed, DEVICE)
     return (torch.randn(*shape, generator=generator, device=DEVICE) * scale).to(dtype)
 
 
@@ -207,7 +208,7 @@ def test_rows_in_pages_have_the_bits_of_rows_in_one_piece(kernels, geometry, dty
     sequence = CachedSequence(kernels, geometry, dtype, 1300)
     whole = sequence.in_pieces([(2048, 1300)], slot=1)
     rows = sequence.k_cache[1, :, :1300].clone(), sequence.v_cache[1, :, :1300].clone()
-    table = torch.randperm(27, generator=torch.Generator().manual_seed(1)).view(3, 9)
+    table = torch.randperm(27, generator=seeded(1)).view(3, 9)
     sequence.shape, sequence.pages = (27, geometry[1], PAGE, geometry[2]), table.to(torch.int32).to(DEVICE)
     for pieces in ([(2048, 1300)], [(256, 256)], [(2048, 1275), (4, 1)], [(64, 50)]):
         assert same_bits(sequence.in_pieces(pieces, slot=1), whole)

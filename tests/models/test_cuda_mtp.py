@@ -13,6 +13,7 @@ from adapters.models.embedding import host_table
 from adapters.models.kernels.reference import ReferenceKernels
 from adapters.models.mtp.checkpoint import HeadCheckpoint
 from adapters.models.mtp.draft import MtpDraft
+from adapters.models.seeded import seeded
 from adapters.models.shard import Segment, Step, TargetHead
 from tests.models.checkpoints import same_bits
 
@@ -49,7 +50,7 @@ def dtype(request):
 @pytest.fixture
 def rows(dtype) -> tuple[Tensor, Tensor]:
     """Tokens, and what the target's last layer left for each."""
-    generator = torch.Generator().manual_seed(3)
+    generator = seeded(3)
     tokens = torch.randint(16, 4096, (LENGTH + 1,), generator=generator)
     return tokens, torch.randn(LENGTH, 160, generator=generator).to(DEVICE, dtype)
 

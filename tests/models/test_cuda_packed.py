@@ -18,6 +18,7 @@ from adapters.models.parking import size_of
 from adapters.models.pipeline import Pipeline
 from adapters.models.probe import probe
 from adapters.models.qwen3 import FAMILY, Qwen3Config
+from adapters.models.seeded import seeded
 from adapters.models.shard import Segment, Step
 from adapters.models.synthetic import RandomWeights, random_matrix
 from tests.models import hybrids
@@ -64,7 +65,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def inputs(count: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(count, columns, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1)).to(dtype)
+    return torch.randn(count, columns, device=DEVICE, generator=seeded(1, DEVICE)).to(dtype)
 
 
 def stack_of(*parts: PackedMatrix | Tensor, dtype: torch.dtype = torch.bfloat16) -> Stack:
@@ -187,7 +188,7 @@ def test_a_shard_of_packed_weights_has_the_bits_of_the_unpacked_one_however_rows
     weights = RandomWeights(CONFIG, 1, DEVICE, torch.bfloat16, layouts=mixed(CONFIG))
     weights = evolve(weights, layouts={name: one for name, one in weights.layouts.items() if "embed" not in name})
     ours, theirs = shard_of(weights), shard_of(Unpacked(weights))
-    tokens = torch.randint(0, CONFIG.vocab_size, (LENGTH,), generator=torch.Generator().manual_seed(2))
+    tokens = torch.randint(0, CONFIG.vocab_size, (LENGTH,), generator=seeded(2))
     whole, _ = in_pieces(theirs, tokens, 512, LENGTH)
     _, last = in_pieces(theirs, tokens, 16, 16)
     for bucket, count in ((512, LENGTH), (512, 333), (64, 64), (64, 37), (16, 16)):
@@ -203,7 +204,7 @@ def test_a_hybrid_of_packed_weights_has_the_bits_of_the_unpacked_one_however_row
     layouts = {name: one for name, one in mixed(HYBRID).items() if "embed" not in name}
     weights = RandomWeights(HYBRID, 1, DEVICE, torch.bfloat16, layouts=layouts)
     ours, theirs = shard_of(weights, HYBRID), shard_of(Unpacked(weights), HYBRID)
-    tokens = torch.randint(0, HYBRID.vocab_size, (LENGTH,), generator=torch.Generator().manual_seed(2))
+    tokens = torch.randint(0, HYBRID.vocab_size, (LENGTH,), generator=seeded(2))
     expected = hybrids.computed(theirs, tokens, hybrids.CHUNKS)
     for pieces in (hybrids.CHUNKS, [(64, 64)], [(64, 37), (16, 16), (4, 1)]):
         assert same_bits(hybrids.computed(ours, tokens, pieces), expected)

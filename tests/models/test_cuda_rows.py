@@ -12,6 +12,7 @@ from adapters.models.kernels.interface import HeadPrep, Rope
 from adapters.models.kernels.reference import ReferenceKernels
 from adapters.models.kernels.row_form import LIMITS, RowForm
 from adapters.models.probe import probe
+from adapters.models.seeded import seeded
 from adapters.models.shard import Segment, Step
 from adapters.models.synthetic import RandomWeights
 from tests.models.checkpoints import run, run_in_pieces, same_bits, same_rows, tokens_of
@@ -45,7 +46,7 @@ def shard_of(config, rows, kernels=None, dtype=torch.bfloat16, **how):
 def test_codes_are_those_that_torch_makes(dtype, turned):
     """turned: numbers of a head, by nothing, so that rotating changes none."""
     form, kernels = RowForm(dtype), triton_cuda.TritonKernels(DEVICE)
-    heads = torch.randn(40, 4, 64, generator=torch.Generator().manual_seed(1)).bfloat16() + 0.0
+    heads = torch.randn(40, 4, 64, generator=seeded(1)).bfloat16() + 0.0
     heads[0], heads[1, :, 1:], heads[2], heads[3] = 0, 0, heads[2] * 1e-36, heads[3] * 1e30
     angles = torch.ones(64, turned // 2, device=DEVICE)
     caches = [torch.zeros(2, 1, 64, form.width(64), dtype=torch.uint8, device=DEVICE).view(dtype) for _ in "kv"]

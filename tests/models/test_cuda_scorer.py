@@ -10,6 +10,7 @@ from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.torch_cpu import CpuKernels
 from adapters.models.qwen3 import Qwen3Config
 from adapters.models.scorer import Scorer
+from adapters.models.seeded import seeded
 from adapters.models.synthetic import RandomWeights
 
 triton_cuda = pytest.importorskip(
@@ -25,7 +26,7 @@ def scored(kernels: Kernels, device: str, dtype: torch.dtype, buckets: tuple[int
     """Weights and tokens are the same on every device."""
     scorer = Scorer(CONFIG, RandomWeights(CONFIG, 1), kernels, torch.device(device), dtype, buckets, 4096)
     scorer.weights.unpark()
-    tokens = torch.randint(0, CONFIG.vocab_size, (count,), generator=torch.Generator().manual_seed(count))
+    tokens = torch.randint(0, CONFIG.vocab_size, (count,), generator=seeded(count))
     work = scorer.begin(tuple(tokens.tolist()))
     while not work.complete:
         work.advance()

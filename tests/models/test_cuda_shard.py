@@ -17,6 +17,7 @@ from adapters.models.qwen2 import Qwen2Config
 from adapters.models.qwen3 import Qwen3Config
 from adapters.models.qwen3_moe import Qwen3MoeConfig
 from adapters.models.rope import Llama3
+from adapters.models.seeded import seeded
 from adapters.models.shard import Segment, Step
 from adapters.models.synthetic import RandomWeights
 
@@ -56,7 +57,7 @@ def shard_of(config: DenseConfig, dtype: torch.dtype, kernels=None, **options) -
 
 
 def tokens_of(config: DenseConfig, length: int = LENGTH, seed: int = 0) -> Tensor:
-    return torch.randint(0, config.vocab_size, (length,), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(0, config.vocab_size, (length,), generator=seeded(seed))
 
 
 def rows_in_pieces(shard: DenseShard, tokens: Tensor, pieces: list[tuple[int, int]], slot: int = 0) -> Tensor:

@@ -21,6 +21,7 @@ from adapters.models.kernels.experts import Experts, ExpertsShape, GatedWeights,
 from adapters.models.kernels.torch_cpu import CpuKernels
 from adapters.models.probe import probe
 from adapters.models.qwen3_moe import FAMILY, Qwen3MoeConfig, parse
+from adapters.models.seeded import seeded
 from adapters.models.shard import Segment, Step
 from adapters.models.synthetic import RandomWeights
 from tests.models.checkpoints import (
@@ -50,7 +51,7 @@ def test_the_most_wanted_come_first_and_of_equals_the_lower_number():
 
 
 def test_weights_add_up_to_one_only_where_the_family_says_so():
-    logits = torch.randn(5, 70, generator=torch.Generator().manual_seed(1))
+    logits = torch.randn(5, 70, generator=seeded(1))
     shape = ExpertsShape(70, 8, 8, normed=True)
     chosen, weights = choose(logits, shape)
     assert torch.equal(chosen, logits.topk(8).indices)
@@ -60,7 +61,7 @@ def test_weights_add_up_to_one_only_where_the_family_says_so():
 
 
 def test_a_row_chooses_the_same_in_any_company():
-    logits = torch.randn(64, 130, generator=torch.Generator().manual_seed(2)).bfloat16().float()
+    logits = torch.randn(64, 130, generator=seeded(2)).bfloat16().float()
     logits[7], logits[9, 3] = torch.nan, torch.nan
     shape = ExpertsShape(130, 8, 8, normed=True)
     chosen, weights = choose(logits, shape)
@@ -92,7 +93,7 @@ class AskedExperts(Sequence[GatedWeights]):
 def layer(request) -> tuple[CpuKernels, Experts, Tensor]:
     """Kernels, a feed-forward with a shared expert, and 256 rows for it."""
     dtype, shape = request.param, evolve(SHAPE, shared=40)
-    config, generator = evolve(CONFIG, experts=shape), torch.Generator().manual_seed(3)
+    config, generator = evolve(CONFIG, experts=shape), seeded(3)
     kernels = proven(config, dtype, 256).fresh()
 
     def weight(outputs: int, inputs: int) -> Tensor:

@@ -17,6 +17,7 @@ from adapters.models.qwen2 import Qwen2Config
 from adapters.models.qwen3 import FAMILY, Qwen3Config
 from adapters.models.qwen3_moe import Qwen3MoeConfig
 from adapters.models.rope import Llama3
+from adapters.models.seeded import seeded
 from adapters.models.shard import Segment, Step
 from adapters.models.synthetic import RandomWeights
 from tests.models.checkpoints import proven, run, run_in_pieces, same_bits, same_rows, tokens_of
@@ -169,7 +170,7 @@ LONG = 2600
 @pytest.mark.parametrize("shape", [(1, 5, 64), (2, 3, 24), (3, 1, 32)], ids=str)
 def test_attention_over_long_spans_gives_a_row_the_same_bits_in_any_company(shape, dtype):
     """Keys come in pairs whose values nearly cancel, so that every change in the order of a sum shows."""
-    (kv, group, head), generator = shape, torch.Generator().manual_seed(4)
+    (kv, group, head), generator = shape, seeded(4)
     own = Qwen3Config(8, 32, 32, 1, kv * group, kv, head, 3072, 1e6)
     kernels = proven(own, dtype, 3072).fresh()
     k = torch.randn(2, kv, 3072, head, generator=generator).to(dtype)

@@ -11,6 +11,7 @@ from adapters.models.kernels.interface import AttentionMask
 from adapters.models.kernels.native import compiled
 from adapters.models.kernels.native.attention import NativeAttention
 from adapters.models.kernels.torch_cpu import CpuKernels
+from adapters.models.seeded import seeded
 from adapters.models.shard import Segment, Step
 
 FLOAT, BRAIN, CPU = torch.float32, torch.bfloat16, torch.device("cpu")
@@ -27,7 +28,7 @@ def own(native_code):
 
 
 def random(*shape, seed=1, dtype=FLOAT):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(shape, generator=seeded(seed)).to(dtype)
 
 
 def case(kv, group, head, dtype=FLOAT):

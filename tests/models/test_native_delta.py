@@ -18,6 +18,7 @@ from adapters.models.kernels.reference_delta import ReferenceDelta
 from adapters.models.kernels.torch_cpu import CpuKernels
 from adapters.models.kernels.trials import threads_kept
 from adapters.models.numerics import kept_under, plan_from_json, plan_to_json
+from adapters.models.seeded import seeded
 from adapters.models.shard import Segment, Step
 
 FLOAT, BRAIN, CPU = torch.float32, torch.bfloat16, torch.device("cpu")
@@ -53,7 +54,7 @@ def installed(native_code, monkeypatch):
 
 
 def random(*shape, seed=1, dtype=FLOAT):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(shape, generator=seeded(seed)).to(dtype)
 
 
 def weights_of(shape):

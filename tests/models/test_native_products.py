@@ -18,6 +18,7 @@ from adapters.models.kernels.native import compiled
 from adapters.models.kernels.native.products import NativeProducts
 from adapters.models.kernels.products import NATIVE, Heads, Products, Served, Weight, checked
 from adapters.models.kernels.torch_cpu import CpuKernels
+from adapters.models.seeded import seeded
 from engine.machine import build_kernels
 from engine.refusal import Refusal
 
@@ -37,7 +38,7 @@ def levels(own):
 
 def random(*shape, seed=1, dtype=FLOAT):
     """Of many magnitudes, so that roundings show."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     return (torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp2()).to(dtype)
 
 

@@ -11,6 +11,7 @@ from adapters.models.kernels.interface import HeadPrep, Rope
 from adapters.models.kernels.native import compiled
 from adapters.models.kernels.native.rows import NativeRows, PreparedHeads
 from adapters.models.kernels.torch_cpu import CpuKernels
+from adapters.models.seeded import seeded
 from adapters.models.shard import Segment, Step
 
 FLOAT, BRAIN, CPU = torch.float32, torch.bfloat16, torch.device("cpu")
@@ -28,7 +29,7 @@ def levels(own):
 
 
 def random(*shape, seed=1, dtype=FLOAT):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(shape, generator=seeded(seed)).to(dtype)
 
 
 def same(found, expected):

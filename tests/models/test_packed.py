@@ -21,6 +21,7 @@ from adapters.models.kernels.products import NATIVE, PACKED, ProductPlan, Served
 from adapters.models.kernels.proof import Prover
 from adapters.models.kernels.torch_cpu import CpuKernels, CpuStack
 from adapters.models.parking import size_of
+from adapters.models.seeded import seeded
 from engine.needs import packs, weights
 from tests.models.checkpoints import run, run_in_pieces, save_model, tokens_of
 from tests.models.ggufs import Kind, mixed, random_blocks, write_gguf
@@ -43,7 +44,7 @@ BUCKETS = (4, 16, 64, 256)
 
 
 def random_matrix(layout: StepLayout, rows: int, columns: int, seed: int = 0) -> PackedMatrix:
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
 
     def whole(low: int, high: int, each: int = 1, dtype: torch.dtype = torch.int8) -> torch.Tensor:
         return torch.randint(low, high, (rows, columns // each), generator=generator, dtype=dtype)
@@ -96,7 +97,7 @@ def test_products_are_those_of_the_numbers_and_alike_for_any_rows_in_any_instruc
 ) -> None:
     own = evolve(own, to=rows_in)
     gate, up = (random_matrix(layout, 72, 512, seed) for seed in (1, 2))
-    x = torch.randn(70, 512, generator=torch.Generator().manual_seed(3)).bfloat16()
+    x = torch.randn(70, 512, generator=seeded(3)).bfloat16()
     expected, terms = exactly(x, gate)
     found, gated = list[torch.Tensor](), list[torch.Tensor]()
     for level in range(own.compiled.level + 1):
@@ -203,7 +204,7 @@ def test_every_type_is_multiplied_as_the_gguf_package_unpacks_it(
     matrix = found.mapped(lambda one: one.reshape(rows, columns // count * one.shape[1]))
     wanted = torch.from_numpy(gguf.dequantize(blocks, kind).astype(np.float32)).view(rows, columns)
     assert torch.equal(matrix.unpacked(torch.float32), wanted)
-    x = torch.randn(4, columns, generator=torch.Generator().manual_seed(3))
+    x = torch.randn(4, columns, generator=seeded(3))
     product = own.multiply_packed(x, own.pack_steps(matrix))
     _, terms = exactly(x, matrix)
     assert float(((product - x.double() @ wanted.double().T).abs() / terms).max()) < 2**-22

@@ -11,6 +11,7 @@ from adapters.models.dense import DenseShard
 from adapters.models.kernels.reference import ReferenceKernels
 from adapters.models.kv_cache import KvCache, PagedKvCache
 from adapters.models.qwen3 import Qwen3Config
+from adapters.models.seeded import seeded
 from adapters.models.shard import Segment, Step
 from adapters.models.synthetic import RandomWeights
 from effects.ids import PAGE
@@ -36,7 +37,7 @@ def run(shard: DenseShard, slot: int, start: int, tokens: torch.Tensor) -> torch
 
 
 def tokens_of(count: int, seed: int) -> torch.Tensor:
-    return torch.randint(0, 64, (count,), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(0, 64, (count,), generator=seeded(seed))
 
 
 def test_slots_that_share_pages_answer_as_slots_that_share_nothing() -> None:

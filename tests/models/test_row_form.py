@@ -20,6 +20,7 @@ from adapters.models.llama import LlamaConfig
 from adapters.models.probe import LayerBench
 from adapters.models.qwen2 import Qwen2Config
 from adapters.models.qwen3 import Qwen3Config
+from adapters.models.seeded import seeded
 from adapters.models.shard import Segment, Step
 from adapters.models.synthetic import RandomWeights
 from tests.models.checkpoints import proven, run, run_in_pieces, same_bits, same_rows, tokens_of
@@ -34,7 +35,7 @@ def same(found, expected):
 
 
 def random(*shape, seed=1):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, generator=seeded(seed))
 
 
 def heads(size):

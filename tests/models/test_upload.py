@@ -40,8 +40,12 @@ def upload(source: Host, device: str, heard: Callable[[], object] = lambda: None
     """Through pieces of 64 bytes, so that most tensors are in several, two at once."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    buffers = [torch.empty(64, dtype=torch.uint8, pin_memory=device == "cuda") for _ in range(2)]
-    return Upload(source, source.tensors, list(SHAPES), torch.device(device), buffers, heard=heard, ahead=ahead)
+
+    def buffer() -> torch.Tensor:
+        return torch.empty(64, dtype=torch.uint8, pin_memory=device == "cuda")
+
+    sizes = {"ahead": ahead, "piece": 64, "readers": 2}
+    return Upload(source, source.tensors, list(SHAPES), torch.device(device), buffer, heard=heard, **sizes)
 
 
 @pytest.mark.parametrize("device", DEVICES)

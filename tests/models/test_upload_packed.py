@@ -31,9 +31,13 @@ def uploading(checkpoint: Checkpoint, device: str) -> Iterator[Upload]:
     """Through pieces of 4 kB, two at once, and some tensors ahead."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    buffers = [torch.empty(4096, dtype=torch.uint8, pin_memory=device == "cuda") for _ in range(2)]
+
+    def buffer() -> torch.Tensor:
+        return torch.empty(4096, dtype=torch.uint8, pin_memory=device == "cuda")
+
     names = [*checkpoint.tensors]
-    weights = Upload(checkpoint, checkpoint.tensors, names, torch.device(device), buffers, ahead=1 << 17)
+    sizes = {"ahead": 1 << 17, "piece": 4096, "readers": 2}
+    weights = Upload(checkpoint, checkpoint.tensors, names, torch.device(device), buffer, **sizes)
     try:
         yield weights
     finally:

@@ -17,7 +17,7 @@ from adapters import demo
 from adapters.checkpoint.errors import CheckpointError
 from adapters.text.template import Control
 from adapters.text.text import Text
-from adapters.text.tokenizer import Tokenizer, TokenizerPanicked, build
+from adapters.text.tokenizer import Tokenizer, TokenizerPanicked, build, made, same_without, without
 from effects.job import Sampling
 from tests.text import small
 
@@ -30,6 +30,44 @@ def test_no_text_becomes_a_control_token(tokenizer: Tokenizer, parts: list[str])
     controls = {control.id for control in tokenizer.controls.values()}
     (tokens,) = tokenizer.encode_now(["".join(parts)])
     assert controls.isdisjoint(tokens)
+
+
+DESCRIBED = (json.loads(small.train().to_str()), json.loads((demo.FOLDER / "tokenizer.json").read_text()))
+FORGOTTEN = [without(one, {token["content"] for token in one["added_tokens"]}) for one in DESCRIBED]
+SHARED, READ = [build(one, {}) for one in DESCRIBED], [made(one) for one in FORGOTTEN]
+
+
+@settings(max_examples=300, deadline=None)
+@given(parts=TYPED, number=st.integers(0, 1))
+def test_a_shared_model_encodes_as_one_that_never_heard_of_control_tokens(parts: list[str], number: int) -> None:
+    assert same_without(DESCRIBED[number], {token["content"] for token in DESCRIBED[number]["added_tokens"]})
+    text = "".join(parts)
+    (tokens,) = SHARED[number].encode_now([text])
+    assert list(tokens) == READ[number].encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("ignore_merges", True),
+        ("unk_token", "<unk>"),
+        ("continuing_subword_prefix", "##"),
+        ("end_of_word_suffix", "</w>"),
+        ("type", "Unigram"),
+        ("merges", None),
+    ],
+)
+def test_a_model_that_finds_tokens_in_another_way_is_not_shared(setting: str, value: object) -> None:
+    [described, _] = DESCRIBED
+    model = {**described["model"], setting: value}
+    assert not same_without({**described, "model": model}, set(small.SPECIAL))
+
+
+def test_a_control_token_of_one_character_and_white_space_that_is_one_are_not_shared() -> None:
+    [described, _] = DESCRIBED
+    assert not same_without(described, {*small.SPECIAL, *small.VISIBLE, "a"})
+    added = [*described["added_tokens"], {**described["added_tokens"][0], "content": "   ", "id": 999}]
+    assert not same_without({**described, "added_tokens": added}, {*small.SPECIAL, *small.VISIBLE})
 
 
 @settings(max_examples=200, deadline=None)

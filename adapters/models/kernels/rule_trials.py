@@ -11,6 +11,7 @@ from adapters.models.kernels.batch import StateBatch
 from adapters.models.kernels.delta import TAPS, DeltaKernels, DeltaShape, DeltaWeights
 from adapters.models.kernels.products import NATIVE
 from adapters.models.kernels.trials import Trial
+from adapters.models.seeded import seeded
 from adapters.models.shard import Segment, Step
 
 _BEHIND = 5  # rows between a state and the row that is tried
@@ -22,7 +23,7 @@ def rule_trial(own: DeltaKernels, shape: DeltaShape, rows: int, threads: tuple[i
     weights, inputs = _weights(shape), _inputs(shape, rows)
     convolved, gates = inputs
     state = own.state(shape, 1, 0, torch.float32, torch.device("cpu"))
-    state.memory.normal_(generator=torch.Generator().manual_seed(3))
+    state.memory.normal_(generator=seeded(3))
     own.delta_rule(convolved[:_BEHIND], gates[:_BEHIND], weights, state, _batch(_BEHIND, Segment(0, 0, _BEHIND)))
 
     def read(some: Tensor) -> Tensor:
@@ -55,7 +56,7 @@ def rule_seconds(kernels: DeltaKernels, shape: DeltaShape, rows: int, threads: t
 
 
 def _weights(shape: DeltaShape) -> DeltaWeights:
-    generator, heads = torch.Generator().manual_seed(1), shape.value_heads
+    generator, heads = seeded(1), shape.value_heads
     rate = -torch.rand(heads, generator=generator)
     taps = torch.randn(shape.channels, TAPS, generator=generator)
     return DeltaWeights(shape, taps, rate, torch.randn(heads, generator=generator))
@@ -63,7 +64,7 @@ def _weights(shape: DeltaShape) -> DeltaWeights:
 
 def _inputs(shape: DeltaShape, rows: int) -> tuple[Tensor, Tensor]:
     """Queries, keys and values of rows, and their gates."""
-    generator = torch.Generator().manual_seed(2)
+    generator = seeded(2)
     mixed = torch.randn(rows, shape.channels, generator=generator) * shape.key_size**-0.5
     return mixed, torch.randn(rows, 2 * shape.value_heads, generator=generator)
 

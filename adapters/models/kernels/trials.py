@@ -18,6 +18,7 @@ from adapters.checkpoint.packed import TABLES, PackedMatrix, StepLayout
 from adapters.models.kernels.multiplier import Multiplier
 from adapters.models.kernels.native.attention import NativeAttention
 from adapters.models.kernels.products import NATIVE, PACKED, SCORES, TILE, Heads, Weight
+from adapters.models.seeded import seeded
 
 _MOST = 1 << 22  # random elements of a weight; a larger one repeats them
 _RUNS = 4
@@ -235,7 +236,7 @@ def attention_trial(
     and their size. dtype: of keys and values; what is compared is never rounded to it.
     """
     group, size = shape
-    generator, keys = torch.Generator().manual_seed(size), 2 * TILE
+    generator, keys = seeded(size), 2 * TILE
     x = torch.randn(rows, group * size, generator=generator) * size**-0.25
     k, v = (torch.randn(2, 1, 1, keys, size, generator=generator) * size**-0.25).to(dtype)
     slots, exact = torch.zeros(rows, dtype=torch.int64), evolve(own, to=torch.float32)
@@ -254,7 +255,7 @@ def cancelling(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> tupl
     The same for the same shape. Rounded to bfloat16 an ordinary sum hides most changes of its order; of such a sum
     only rounding errors are left, which no other order repeats.
     """
-    generator = torch.Generator().manual_seed(rows * 31 + inputs)
+    generator = seeded(rows * 31 + inputs)
     half, own = -(-inputs // 2), max(1, min(outputs, _MOST // inputs))
     order = torch.randperm(half, generator=generator)
     x = torch.randn(rows, half, generator=generator)
@@ -271,7 +272,7 @@ def cancelling_packed(
     are multiplied with is once negative. shape: rows, outputs, inputs.
     """
     rows, outputs, inputs = shape
-    generator, half = torch.Generator().manual_seed(rows * 31 + inputs), -(-inputs // 2 // layout.span) * layout.span
+    generator, half = seeded(rows * 31 + inputs), -(-inputs // 2 // layout.span) * layout.span
     own = max(1, min(outputs, _MOST // inputs))
 
     def twice(one: Tensor, each: int) -> Tensor:
