@@ -63,7 +63,7 @@ def serve(
     del config  # read before the command line was
     from engine import startup  # noqa: PLC0415 - what only a server needs would keep `--help` waiting
     from engine.ahead import first_gpu, import_beside_torch  # noqa: PLC0415
-    from engine.folders import model_folder  # noqa: PLC0415
+    from engine.folders import weight_folders  # noqa: PLC0415
     from engine.preflight import check_address, prepared  # noqa: PLC0415
 
     logs.configure(options.log_format, options.log_level)
@@ -73,7 +73,7 @@ def serve(
         heap.share()
         with startup.importing():
             steps(startup.IMPORT)
-            import_beside_torch(model_folder(options), first_gpu(options.devices))
+            import_beside_torch(weight_folders(options), first_gpu(options.devices))
             from engine.begin import begin  # noqa: PLC0415 - torch takes seconds to import
 
             beginning = begin(options, steps)

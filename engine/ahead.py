@@ -7,7 +7,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
@@ -29,14 +29,15 @@ TRACED = "torch._meta_registrations"
 SWITCH_S = 0.0003
 
 
-def import_beside_torch(folder: Path, gpu: int | None = None) -> None:
+def import_beside_torch(folders: Iterable[Path], gpu: int | None = None) -> None:
     """All that needs no torch. Opening its libraries takes 0.2 s, more where they are CUDA's, and no interpreter: some
-    thousand operators register themselves. Nor do others that begin here: the digest of the weights in `folder`, and
+    thousand operators register themselves. Nor do others that begin here: the digests of the weights in `folders`, and
     where a GPU is going to be used, and is there, its context and Triton's digest of itself.
     """
     sys.setswitchinterval(SWITCH_S)
     import_later(TRACED)
-    digest.begin(folder)
+    for folder in folders:
+        digest.begin(folder)
     driver = None if gpu is None or not torch_library("libtorch_cuda.so") else gpu_driver()
     if driver is not None:
         Thread(target=open_gpu, args=(driver, gpu), name="gpu", daemon=True).start()

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import torch
 from attrs import evolve, frozen
 
-from adapters import demo
 from adapters.checkpoint.errors import CheckpointError
 from adapters.checkpoint.weights import StoredTensor
 from adapters.device.proposer import DraftModel
@@ -41,6 +40,7 @@ from adapters.remote.draft import RemoteDraft
 from adapters.remote.loading import loading_draft
 from adapters.remote.peer import Peer
 from effects.ports import RowsLost
+from engine.folders import OWN, draft_name
 from engine.kept import Kept
 from engine.machine import Placement, build_kernels, choose_device
 from engine.options import Options
@@ -51,9 +51,6 @@ log = logging.getLogger("rekindle")
 WIDTHS = (3, 7, 15)  # proposals of the decode steps that are measured at start
 BATCH_ROWS = 64  # rows of one batched decode step at most
 FEWER = "fewer --slots, a smaller --max-ctx or --draft none"
-OWN = "mtp"  # the model's own prediction head
-SHIPPED = {"demo": str(demo.FOLDER / "draft"), "demo-hybrid": OWN}
-"""What `auto` takes for models that come with a draft."""
 
 
 @frozen
@@ -72,11 +69,6 @@ class FoundDraft:
     def digests(self) -> tuple[str, str]:
         """Of the weights, and of what its rows are: whoever has the same ones has the same draft."""
         return self.digest, blake2b(repr(self.shape.row_facts()).encode(), digest_size=16).hexdigest()
-
-
-def draft_name(asked: str, model: str) -> str:
-    """asked: as `--draft` has it."""
-    return SHIPPED.get(model, "none") if asked == "auto" else asked
 
 
 def find_draft(options: Options, target: Checkpoint) -> FoundDraft | None:

@@ -9,6 +9,10 @@ from platformdirs import user_cache_dir
 from adapters import demo
 from engine.options import Options
 
+OWN = "mtp"  # in the place of a draft's folder: the model's own prediction head
+SHIPPED = {"demo": str(demo.FOLDER / "draft"), "demo-hybrid": OWN}
+"""What `auto` takes for models that come with a draft."""
+
 
 def user_folder() -> Path:
     return Path(user_cache_dir("rekindle", appauthor=False))
@@ -22,3 +26,13 @@ def cache_folder() -> Path:
 def model_folder(options: Options) -> Path:
     """Or its GGUF file."""
     return demo.FOLDERS.get(options.model) or Path(options.model)
+
+
+def draft_name(asked: str, model: str) -> str:
+    """Its folder, OWN or none. asked: as `--draft` has it."""
+    return SHIPPED.get(model, "none") if asked == "auto" else asked
+
+
+def weight_folders(options: Options) -> tuple[Path, ...]:
+    """Of all that a server reads; a name that is none is refused later."""
+    return model_folder(options), Path(draft_name(options.draft, options.model))

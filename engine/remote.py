@@ -24,8 +24,9 @@ from adapters.remote.lending import Lender
 from adapters.remote.peer import Peer
 from adapters.remote.shard import RemoteShard
 from effects.ports import RowsLost
-from engine.draft import FoundDraft, draft_name
+from engine.draft import FoundDraft
 from engine.drafter import Drafter, drafter_folder
+from engine.folders import draft_name
 from engine.options import Options
 from engine.plan import Where
 from engine.refusal import Refusal

@@ -38,8 +38,8 @@ from adapters.remote.messages import Facts, LoadLayers, Offer, Prove
 from adapters.remote.served_draft import ServedDraft
 from adapters.remote.served_drafter import ServedDrafter
 from adapters.remote.served_layers import ServedLayers
-from engine.draft import built, draft_name, kernels_apart, named_draft
-from engine.folders import user_folder
+from engine.draft import built, kernels_apart, named_draft
+from engine.folders import draft_name, user_folder
 from engine.kept import Kept
 from engine.machine import boot_id, build_kernels, choose_device, free_memory, plan_served, probed, probing
 from engine.refusal import Refusal

@@ -59,7 +59,7 @@ def test_the_first_gpu_is_known_without_asking_for_it() -> None:
 def test_neither_weights_nor_a_gpu_have_to_be_there() -> None:
     code = (
         "from pathlib import Path; from engine.ahead import import_beside_torch;"
-        "import_beside_torch(Path('none'), 99); import torch; print(int(torch.ones(3).sum()))"
+        "import_beside_torch([Path('none')], 99); import torch; print(int(torch.ones(3).sum()))"
     )
     assert said(code) == ["3"]
 
@@ -67,7 +67,7 @@ def test_neither_weights_nor_a_gpu_have_to_be_there() -> None:
 def test_what_torch_has_for_its_compiler_is_left_until_it_is_asked_for() -> None:
     code = (
         "import sys; from pathlib import Path; from engine.ahead import TRACED, import_beside_torch;"
-        "import_beside_torch(Path('none'));"
+        "import_beside_torch([Path('none')]);"
         "import torch; print(len(vars(sys.modules[TRACED])) < 20, int(torch.ones(3).sum()));"
         "print(callable(torch._meta_registrations.register_meta), len(vars(sys.modules[TRACED])) > 100)"
     )

@@ -28,8 +28,7 @@ from effects.job import Job
 from effects.ports import RowsLost
 from effects.scope import Scope
 from engine.begin import load_target
-from engine.draft import draft_name
-from engine.folders import model_folder
+from engine.folders import draft_name, model_folder
 from engine.options import Options
 from engine.shard import ServedModel
 from engine.target import Target

@@ -6,6 +6,7 @@ Everything is checked against the headers and the target before a byte of weight
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 
 from attrs import frozen
@@ -92,6 +93,10 @@ class DraftCheckpoint:
 
     def digest(self) -> str:
         """Identifies the weights, as `digest_of` does."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
         return digest_of(self.tensors)
 
 

@@ -6,6 +6,7 @@ Everything is checked against the headers before a byte of weights is allocated.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -107,4 +108,8 @@ class HeadCheckpoint:
 
     def digest(self) -> str:
         """Identifies the weights, as `digest_of` does."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
         return digest_of(self.tensors)
