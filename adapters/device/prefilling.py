@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import torch
 from attrs import frozen
 from torch import Tensor
@@ -87,7 +88,7 @@ def prefilled(
             rows = min(chunk, effect.stop - start)
             step = Step((Segment(effect.slot, start, rows),), bucket_of(buckets, rows), rows_only=True)
             begun.append(step)
-            yield step, torch.tensor(state.tokens[start : start + rows])
+            yield step, torch.from_numpy(np.array(state.tokens[start : start + rows]))
 
     if effect.stop - effect.start > chunk and isinstance(shard, Pipeline):
         left = shard.prefill(chunks())
