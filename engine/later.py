@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from threading import RLock
 from types import ModuleType
 from typing import Any
 
@@ -14,20 +15,26 @@ class Later(Loader):
     """Its first attribute that is not there brings the rest (PEP 562)."""
 
     def __init__(self, real: Loader) -> None:
-        self._real = real
+        self._real, self._begun, self._lock = real, False, RLock()
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._real.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
+        inside = vars(module)
+
         def asked(name: str) -> Any:
             if name.startswith("__"):  # asked for by whoever imports it
                 raise AttributeError(name)
-            del vars(module)["__getattr__"]  # asked once
-            self._real.exec_module(module)
-            return getattr(module, name)
+            with self._lock:  # another thread that asks meanwhile waits; the module itself may look for what it lacks
+                if not self._begun:
+                    self._begun = True
+                    self._real.exec_module(module)
+            if name in inside:
+                return inside[name]
+            raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
 
-        vars(module)["__getattr__"] = asked
+        inside["__getattr__"] = asked
 
 
 class Finder(MetaPathFinder):

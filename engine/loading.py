@@ -111,7 +111,7 @@ def known(kept: Kept, key: str, rehearsal: Rehearsal, compute: Callable[[], None
         rehearsal.store.ready.wait()  # buffers that were not prepared yet would be slower ones
         host = rehearsal.alone(rehearsal.copies())
         now = rehearsal.alone(own) if own else 0
-        if before is not None and alike(now, before.disk):
+        if before is not None and (not now or alike(now, before.disk)):
             return before
         loads = dict[Fixed, list[Load]]()
         if disk is not None:

@@ -69,8 +69,9 @@ def uploading(checkpoint: Checkpoint, plan: Sequence[Placement], memory: Memory)
     taken = list[Buffer]()  # theirs while they are known
 
     def buffer() -> Tensor:
-        taken.append(memory.take(PIECE))
-        return taken[-1].data
+        one = memory.take(PIECE)
+        taken.append(one)
+        return one.data
 
     uploads = {number: upload(checkpoint, one, buffer) for number, one in own.items()}
     try:
@@ -81,6 +82,7 @@ def uploading(checkpoint: Checkpoint, plan: Sequence[Placement], memory: Memory)
     finally:
         for one in uploads.values():
             one.close()
+        taken.clear()  # whoever still knows where weights came from shall not hold the pool's memory
 
 
 def upload(checkpoint: Checkpoint, place: Placement, buffer: Callable[[], Tensor]) -> Upload:

@@ -98,7 +98,7 @@ class Upload:
     def __attrs_post_init__(self) -> None:
         known = (self.tensors[name] for name in self.names if name in self.tensors)
         self._coming = deque(source for one in known for source in one.sources)
-        self._pool = ThreadPoolExecutor(self.readers, "weights", self._stage)
+        self._pool = ThreadPoolExecutor(self.readers, "weights")
 
     def begin(self) -> None:
         """What comes first is on its way before anybody asks for anything. Some hundred tensors take a while to begin,
@@ -108,7 +108,7 @@ class Upload:
         self._pool.submit(self._fill_on, stream, torch.is_inference_mode_enabled())
 
     def read(self, name: str) -> Tensor:
-        """On the device, if it can be. Raises CheckpointError, or torch.OutOfMemoryError."""
+        """On the device, if it can be. Raises CheckpointError, torch.OutOfMemoryError, or MemoryError for a buffer."""
         entry = self.tensors.get(name)
         if entry is None or not entry.sources:
             return self.source.read(name)
@@ -183,13 +183,16 @@ class Upload:
         self._begun[place_of(entry)] = Landing(tensor, tuple(pieces))
         self._bytes += entry.nbytes
 
-    def _stage(self) -> None:
-        stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._own.staging = Staging(self.buffer(), stream)
-
     def _move(self, descriptor: int, at: int, target: Tensor, after: torch.cuda.Event | None) -> bool:
-        staging: Staging = self._own.staging
-        return staging.pass_on(descriptor, at, target, after)
+        return self._staging().pass_on(descriptor, at, target, after)
+
+    def _staging(self) -> Staging:
+        """This thread's own."""
+        found: Staging | None = getattr(self._own, "staging", None)
+        if found is None:
+            stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+            found = self._own.staging = Staging(self.buffer(), stream)
+        return found
 
     def _opened(self, file: Path) -> int:
         if file not in self._files:

@@ -11,6 +11,7 @@ encoded by a third, `inner`, which adds none.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -31,6 +32,7 @@ from effects.ids import Tokens
 
 # What an expression may trip over.
 TRIED = [*(sign * 200 + "!" for sign in "a1 \n"), "Hello, world.", "\u00e9\u4e2d\U0001f600"]
+BYTE = re.compile("<0x[0-9A-F]{2}>")  # as a token, where the model falls back on them
 ENCODING_THREADS = 2  # encoding is CPU work: more would only slow the event loop
 
 Gone: TypeAlias = Callable[[], Awaitable[bool]]  # has whoever asked left?
@@ -274,7 +276,7 @@ def beside(full: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
 
 def same_without(described: Mapping[str, Any], contents: set[str]) -> bool:
     """Would the model make the same of every text if it had never heard of these added tokens? It would where it puts
-    tokens together from single characters, merge by merge: those that no merge makes are never reached.
+    tokens together from single characters, or bytes, merge by merge: those that no merge makes are never reached.
     """
     model = described["model"]
     vocabulary = model.get("vocab")
@@ -284,7 +286,7 @@ def same_without(described: Mapping[str, Any], contents: set[str]) -> bool:
         and isinstance(vocabulary, Mapping)
         and model.get("merges") is not None
         and not any(model.get(setting) for setting in settings)
-        and not any(len(content) == 1 and content in vocabulary for content in contents)
+        and not any((len(content) == 1 or BYTE.fullmatch(content)) and content in vocabulary for content in contents)
         and not others(described, contents)
     )
 

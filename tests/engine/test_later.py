@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 
@@ -18,7 +19,10 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder = tmp_path / "parent"
     folder.mkdir()
     (folder / "__init__.py").write_text("runs = []\nfrom parent import child\n")
-    (folder / "child.py").write_text("import parent\nparent.runs.append(1)\nvalue = 5\n")
+    (folder / "child.py").write_text(
+        "import time, parent\nparent.runs.append(1)\ntime.sleep(0.1)\nvalue = 5\n"
+        "absent = hasattr(parent.child, 'absent')\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     import_later("parent.child")
@@ -35,9 +39,17 @@ def test_it_is_executed_once_and_not_before_something_in_it_is_asked_for(package
     assert parent.runs == []
     assert (child.value, child.value) == (5, 5)
     assert parent.runs == [1]
+    assert child.absent is False
     with pytest.raises(AttributeError, match="nothing"):
         _ = child.nothing
     assert parent.runs == [1]
+
+
+def test_who_asks_while_another_thread_executes_it_waits(package: Path) -> None:
+    child = import_module("parent.child")
+    with ThreadPoolExecutor(4) as threads:
+        assert [*threads.map(lambda _: child.value, range(4))] == [5] * 4
+    assert sys.modules["parent"].runs == [1]
 
 
 def test_what_is_not_there_is_asked_for_in_vain(package: Path) -> None:

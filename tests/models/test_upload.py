@@ -149,3 +149,25 @@ def test_nobody_waits_for_what_has_begun_and_is_not_wanted(tmp_path: Path) -> No
     weights.begin()
     weights.close()
     assert not [one for one in threading.enumerate() if one.name.startswith("weights")]
+
+
+def test_where_no_buffer_is_found_the_reader_is_told_and_nobody_waits(tmp_path: Path) -> None:
+    source, taken = written(tmp_path), list[int]()
+
+    def buffer() -> torch.Tensor:
+        taken.append(1)
+        if len(taken) > 1:
+            raise MemoryError("64 bytes of host memory")
+        return torch.empty(64, dtype=torch.uint8)
+
+    sizes = {"ahead": 1 << 20, "piece": 64, "readers": 4}
+    weights = Upload(source, source.tensors, list(SHAPES), torch.device("cpu"), buffer, **sizes)
+
+    def again_and_again() -> None:
+        with torch.inference_mode():
+            for name in (name for _ in range(1000) for name in SHAPES):
+                weights.read(name)
+
+    with pytest.raises(MemoryError, match="64 bytes"):
+        again_and_again()
+    weights.close()

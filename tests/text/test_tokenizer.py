@@ -66,6 +66,8 @@ def test_a_model_that_finds_tokens_in_another_way_is_not_shared(setting: str, va
 def test_a_control_token_of_one_character_and_white_space_that_is_one_are_not_shared() -> None:
     [described, _] = DESCRIBED
     assert not same_without(described, {*small.SPECIAL, *small.VISIBLE, "a"})
+    model = {**described["model"], "vocab": {**described["model"]["vocab"], "<0x0A>": 999}, "byte_fallback": True}
+    assert not same_without({**described, "model": model}, {*small.SPECIAL, *small.VISIBLE, "<0x0A>"})
     added = [*described["added_tokens"], {**described["added_tokens"][0], "content": "   ", "id": 999}]
     assert not same_without({**described, "added_tokens": added}, {*small.SPECIAL, *small.VISIBLE})
 
