@@ -23,7 +23,7 @@ OTHERS = (
 )
 OURS = ("engine.door", "engine.trace", "adapters.http.app", "adapters.http.server", "adapters.text.text")
 # What torch's operations do to tensors without numbers, in Python: a quarter of `import torch`, and for its compiler.
-TRACED = "torch._meta_registrations"
+TRACED, COMPILER = "torch._meta_registrations", ("torch._dynamo",)
 # Seconds that a thread may keep the interpreter for while another one wants it. With 0.005, Python's own, the lane, and
 # its device with it, waits for the event loop several times a step: 32 streams on a GPU took 11.3 ms, not 7.1.
 SWITCH_S = 0.0003
@@ -35,7 +35,7 @@ def import_beside_torch(folders: Iterable[Path], gpu: int | None = None) -> None
     where a GPU is going to be used, and is there, its context and Triton's digest of itself.
     """
     sys.setswitchinterval(SWITCH_S)
-    import_later(TRACED)
+    import_later(TRACED, COMPILER)
     for folder in folders:
         digest.begin(folder)
     driver = None if gpu is None or not torch_library("libtorch_cuda.so") else gpu_driver()

@@ -15,43 +15,53 @@ class Later(Loader):
     """Its first attribute that is not there brings the rest (PEP 562)."""
 
     def __init__(self, real: Loader) -> None:
-        self._real, self._begun, self._lock = real, False, RLock()
+        self._real, self._lock = real, RLock()
+        self._waiting: ModuleType | None = None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._real.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        inside = vars(module)
+        inside, self._waiting = vars(module), module
 
         def asked(name: str) -> Any:
             if name.startswith("__"):  # asked for by whoever imports it
                 raise AttributeError(name)
-            with self._lock:  # another thread that asks meanwhile waits; the module itself may look for what it lacks
-                if not self._begun:
-                    self._begun = True
-                    self._real.exec_module(module)
+            self.execute()
             if name in inside:
                 return inside[name]
             raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
 
         inside["__getattr__"] = asked
 
+    def execute(self) -> None:
+        """Once. Another thread that wants it meanwhile waits; the module itself may look for what it lacks."""
+        with self._lock:
+            module, self._waiting = self._waiting, None
+            if module is not None:
+                self._real.exec_module(module)
+
 
 class Finder(MetaPathFinder):
-    def __init__(self, name: str) -> None:
-        self._name = name
+    """users: modules that need it, though they ask for nothing in it. Who imports one of them has it executed first."""
+
+    def __init__(self, name: str, users: Sequence[str] = ()) -> None:
+        self._name, self._users = name, users
+        self._later: Later | None = None
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if fullname in self._users and self._later is not None:
+            self._later.execute()
         if fullname != self._name:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = Later(spec.loader)
+            self._later = spec.loader = Later(spec.loader)
         return spec
 
 
-def import_later(name: str) -> None:
-    """Unless it is there already."""
-    sys.meta_path.insert(0, Finder(name))
+def import_later(name: str, users: Sequence[str] = ()) -> None:
+    """Unless it is there already. users: as `Finder` has them."""
+    sys.meta_path.insert(0, Finder(name, users))

@@ -13,7 +13,7 @@ import anyio
 import pytest
 
 import engine  # noqa: F401 - before torch: how its threads wait
-from engine.ahead import TRACED
+from engine.ahead import COMPILER, TRACED
 from engine.later import import_later
 
 # Before torch is imported, here and by what a test starts: threads of several workers that wait for each other on the
@@ -25,7 +25,7 @@ if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-import_later(TRACED)  # as a server does: what it never imports is not there for a test, either
+import_later(TRACED, COMPILER)  # as a server does: what it never imports is not there for a test, either
 
 MARGIN_S = 10  # by which a test that waits is cancelled before its time limit
 

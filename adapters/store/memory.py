@@ -7,7 +7,6 @@ are slower than the copies themselves.
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -72,6 +71,8 @@ class Memory:
     _slabs: list[Slab] = field(factory=list[Slab])
     _returned: deque[tuple[Slab, tuple[int, int]]] = field(factory=deque)
     _lock: threading.Lock = field(factory=threading.Lock)
+    _closing: threading.Event = field(factory=threading.Event)
+    _filling: threading.Lock = field(factory=threading.Lock)  # held by whoever fills it
 
     def take(self, size: int, *, held: bool = False) -> Buffer:
         """held: out of what is held, if it is pinned, since other memory is copied to at a tenth of the speed. Raises
@@ -96,27 +97,35 @@ class Memory:
 
     def prepare(self, size: int) -> None:
         """So much is registered, and mapped, before anybody waits for it. For a thread of its own."""
-        with suppress(MemoryError):
-            buffer = self.take(size)  # by a name: without one it would be given back before it is filled
-            buffer.data.numpy().fill(0)
+        with self._filling, suppress(MemoryError):
+            if not self._closing.is_set():
+                buffer = self.take(size)  # by a name: without one it would be given back before it is filled
+                buffer.data.numpy().fill(0)
 
     def fill(self) -> None:
         """All of it, slab by slab, before a snapshot waits for it; where memory is pinned. For a thread of its own."""
-        while self.pin:
-            with self._lock:
-                size = min(SLAB, self.most - self.held)
-                self.held += size
-            if not size:
-                return
-            try:
-                slab = Slab(allocated(size, pin=True), [(0, size)])
-            except MemoryError:  # what is there has to do
-                self.most = self.held = self.held - size
-                return
-            with self._lock:
-                self._slabs.append(slab)
-            if self.held >= SOON:
-                time.sleep(PAUSE_S)
+        with self._filling:
+            while self.pin and not self._closing.is_set():
+                with self._lock:
+                    size = min(SLAB, self.most - self.held)
+                    self.held += size
+                if not size:
+                    return
+                try:
+                    slab = Slab(allocated(size, pin=True), [(0, size)])
+                except MemoryError:  # what is there has to do
+                    self.most = self.held = self.held - size
+                    return
+                with self._lock:
+                    self._slabs.append(slab)
+                if self.held >= SOON:
+                    self._closing.wait(PAUSE_S)
+
+    def close(self) -> None:
+        """No more is registered: a thread that did so while an interpreter ends would take it down."""
+        self._closing.set()
+        with self._filling:
+            pass
 
     def _grow(self, size: int) -> Slab:
         size = max(size, min(SLAB, self.most - self.held))

@@ -69,7 +69,8 @@ def test_what_torch_has_for_its_compiler_is_left_until_it_is_asked_for() -> None
         "import sys; from pathlib import Path; from engine.ahead import TRACED, import_beside_torch;"
         "import_beside_torch([Path('none')]);"
         "import torch; print(len(vars(sys.modules[TRACED])) < 20, int(torch.ones(3).sum()));"
-        "print(callable(torch._meta_registrations.register_meta), len(vars(sys.modules[TRACED])) > 100)"
+        "import torch._dynamo; print(len(vars(sys.modules[TRACED])) > 100);"
+        "print(callable(torch._meta_registrations.register_meta), torch.broadcast_shapes((2, 1), (1, 3)) == (2, 3))"
     )
     assert TRACED == "torch._meta_registrations"
-    assert said(code) == ["True", "3", "True", "True"]
+    assert said(code) == ["True", "3", "True", "True", "True"]

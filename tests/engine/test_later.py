@@ -19,15 +19,16 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder = tmp_path / "parent"
     folder.mkdir()
     (folder / "__init__.py").write_text("runs = []\nfrom parent import child\n")
+    (folder / "user.py").write_text("import parent\nseen = [*parent.runs]\n")
     (folder / "child.py").write_text(
         "import time, parent\nparent.runs.append(1)\ntime.sleep(0.1)\nvalue = 5\n"
         "absent = hasattr(parent.child, 'absent')\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
-    import_later("parent.child")
+    import_later("parent.child", ["parent.user"])
     yield folder
-    for name in ("parent", "parent.child"):
+    for name in ("parent", "parent.child", "parent.user"):
         sys.modules.pop(name, None)
 
 
@@ -42,6 +43,14 @@ def test_it_is_executed_once_and_not_before_something_in_it_is_asked_for(package
     assert child.absent is False
     with pytest.raises(AttributeError, match="nothing"):
         _ = child.nothing
+    assert parent.runs == [1]
+
+
+def test_who_needs_it_without_asking_has_it_executed_first(package: Path) -> None:
+    parent = import_module("parent")
+    assert parent.runs == []
+    assert import_module("parent.user").seen == [1]
+    assert import_module("parent.child").value == 5
     assert parent.runs == [1]
 
 

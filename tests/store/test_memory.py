@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from itertools import pairwise
 
 import pytest
 import torch
 
-from adapters.store.memory import ALIGN, SLAB, Memory
+from adapters.store.memory import ALIGN, SLAB, SOON, Memory
 
 
 def place(buffer) -> tuple[int, int]:
@@ -55,6 +56,21 @@ def test_what_no_gpu_copies_from_is_made_when_it_is_wanted() -> None:
     memory = Memory(2 * SLAB)
     memory.fill()
     assert not memory.held
+
+
+def test_nothing_more_is_registered_once_it_is_closed() -> None:
+    memory = Memory(SOON + 8 * SLAB, pin=True)
+    filling = threading.Thread(target=memory.fill)
+    filling.start()
+    while memory.held < SOON:  # from there on it takes its time
+        time.sleep(0.001)
+    memory.close()
+    filling.join(0.1)
+    assert not filling.is_alive()
+    there = memory.held
+    assert there < memory.most
+    memory.fill()
+    assert memory.held == there
 
 
 def test_a_view_does_not_keep_it_but_the_buffer_does() -> None:
