@@ -84,7 +84,7 @@ def compile_kernels(
                 log.debug("kernels are compiled later: %s", error)
             key.join()
             steps = [partial(compile_step, *one) for one in product(shards, range(len(buckets)))]
-            run_side_by_side([*steps, partial(pick_once, device, checkpoint.config.vocab_size)])
+            run_side_by_side([partial(pick_once, device, checkpoint.config.vocab_size), *steps])  # the longest first
             for shard in shards:
                 shard.close()
 

@@ -97,10 +97,9 @@ class Memory:
 
     def prepare(self, size: int) -> None:
         """So much is registered, and mapped, before anybody waits for it. For a thread of its own."""
-        with self._filling, suppress(MemoryError):
-            if not self._closing.is_set():
-                buffer = self.take(size)  # by a name: without one it would be given back before it is filled
-                buffer.data.numpy().fill(0)
+        with suppress(MemoryError):
+            buffer = self.take(size)  # by a name: without one it would be given back before it is filled
+            buffer.data.numpy().fill(0)
 
     def fill(self) -> None:
         """All of it, slab by slab, before a snapshot waits for it; where memory is pinned. For a thread of its own."""

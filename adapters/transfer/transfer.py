@@ -29,6 +29,7 @@ class Transfer:
         """When nothing is restored any more: what was kept is written."""
         self.saver.close()
         self.restorer.workers.shutdown()
+        self.store.ready.wait()
         self.store.memory.close()
         self.store.close()
 
