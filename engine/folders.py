@@ -34,5 +34,6 @@ def draft_name(asked: str, model: str) -> str:
 
 
 def weight_folders(options: Options) -> tuple[Path, ...]:
-    """Of all that a server reads; a name that is none is refused later."""
-    return model_folder(options), Path(draft_name(options.draft, options.model))
+    """Of the model, and of a draft that has one."""
+    draft = draft_name(options.draft, options.model)
+    return (model_folder(options), *(() if draft in {"none", OWN} else (Path(draft),)))

@@ -66,8 +66,8 @@ def compile_kernels(
     from adapters.models.kernels.triton_compile import key_beside  # noqa: PLC0415 - needs Triton, so a GPU build
 
     key, buckets = key_beside(), buckets_of(BUCKETS, chunk)
-    probing_, kernels = probing(checkpoint, device, (dtype, rows), chunk, fit.context), build_kernels(device, dtype)
-    probed = kept.proven(probe_key(checkpoint.family, checkpoint.config, kernels, **probing_))
+    asked = probing(checkpoint, device, (dtype, rows), chunk, fit.context)
+    probed = kept.proven(probe_key(checkpoint.family, checkpoint.config, build_kernels(device, dtype), **asked))
     paged = [{"slots": fit.slots, "pages": -(-fit.context // PAGE)}] if fit.pages else []
     kinds = paged if paged and probed else [{"slots": PROBED_SLOTS, "pages": 0}, *paged]
     shape: dict[str, Any] = {"device": device, "dtype": dtype, "rows": rows, "buckets": buckets}

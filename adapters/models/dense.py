@@ -178,9 +178,9 @@ class DenseShard:
             if step.branches:
                 self._run_tree(buffers, step)
                 return buffers.forward
-            # Only the model's last layer may stop early, and only if nobody wants what it leaves. On a GPU it does not
-            # in a narrow step, whose second graph would hold a start up for longer than it could ever save.
-            early = step.rows_only and self._stops and (self._device.type == "cpu" or step.bucket > NARROW)
+            # Only the model's last layer may stop early, and only if nobody wants what it leaves. A narrow step does
+            # not where it is a graph: a second one would hold a start up for longer than it could ever save.
+            early = step.rows_only and self._stops and not (self.runs_ahead and step.bucket <= NARROW)
             name = "rows" if early else "settled" if step.rows_only and self.state_specs else "layers"
             with self._states.settling(step):
                 self._kernels.launch(name, buffers.batch, lambda: self._run_layers(buffers, early=early))

@@ -29,7 +29,7 @@ class Transfer:
         """When nothing is restored any more: what was kept is written."""
         self.saver.close()
         self.restorer.workers.shutdown()
-        self.store.ready.wait()
+        self.store.ready.wait()  # or its memory would still be registered
         self.store.memory.close()
         self.store.close()
 

@@ -105,11 +105,8 @@ class Batch:
         table[:, step.rows :] = np.array((0, *self._padding))[:, None]
 
     def _spread(self, step: Step, columns: np.ndarray) -> None:
-        """The same as `_columns`, of a step of one segment."""
-        [segment] = step.segments
-        columns[0] = segment.slot
-        columns[1] = np.arange(segment.start, segment.start + segment.count)
-        columns[2] = columns[1] + 1
+        """`_columns`, of a step of one segment, where they go."""
+        columns[:] = self._columns(step)
 
     def _columns(self, step: Step) -> tuple[list[int], ...]:
         """What the rows have in the columns behind the tokens."""
@@ -138,9 +135,6 @@ class BlockBatch(Batch):
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         self.starts, self.firsts = self.table[4:6].unbind(0)
-
-    def _spread(self, step: Step, columns: np.ndarray) -> None:
-        columns[:] = self._columns(step)
 
     def _columns(self, step: Step) -> tuple[list[int], ...]:
         slots, positions, _ = super()._columns(step)
@@ -174,8 +168,12 @@ class StateBatch(Batch):
         self.bases, self.counts = self.table[4:].unbind(0)
 
     def _spread(self, step: Step, columns: np.ndarray) -> None:
-        super()._spread(step, columns)
-        columns[3], columns[4], columns[4, 0] = self.before[0], 0, step.rows
+        """The same numbers without lists of them: prompts come this way."""
+        [segment] = step.segments
+        columns[0] = segment.slot
+        columns[1] = np.arange(segment.start, segment.start + segment.count)
+        columns[2] = columns[1] + 1
+        columns[3], columns[4], columns[4, 0] = self.before[0], 0, segment.count
 
     def _columns(self, step: Step) -> tuple[list[int], ...]:
         bases, counts = list[int](), list[int]()
