@@ -38,7 +38,7 @@ PROMPT_STAGES: tuple[Stage, ...] = (
 ANSWER_STAGES: tuple[Stage, ...] = ("Speculating",)
 
 # Executors are tables, symmetrical to the transition table: effect type -> what carries it out.
-Perform: TypeAlias = Callable[[RequestId, Any], Awaitable[Outcome]]
+Perform: TypeAlias = Callable[[RequestId, Any], "Awaitable[Outcome] | Outcome"]
 
 
 class Underway(Protocol):
@@ -211,11 +211,18 @@ class Status:
     props: Mapping[str, Any]  # what /props shows besides, ready for JSON
 
 
+Takes: TypeAlias = Literal["ready", "queue_full", "draining"]
+
+
 class Door(Protocol):
     """Where jobs enter the engine. Calls are made from the event loop's thread."""
 
     def submit(self, job: Job) -> Ticket:
         """Never blocks. A full queue shows as a stream whose only message is Closed(finish="queue_full")."""
+        ...
+
+    def takes(self) -> Takes:
+        """What becomes of a job that comes now; told at once, whatever `status` has to gather."""
         ...
 
     def status(self) -> Status:

@@ -12,7 +12,7 @@ from attrs import asdict, define, field
 
 from effects.ids import RequestId
 from effects.job import Job, Report
-from effects.ports import Activity, CancelReason, Closed, Divergence, Message, Status
+from effects.ports import Activity, CancelReason, Closed, Divergence, Message, Status, Takes
 from effects.scope import parse
 from effects.stream import CloseStream, EmitTokens, ReportProgress
 from engine.meter import STAGES, Meter
@@ -117,6 +117,11 @@ class EngineDoor:
         self._tickets.pop(request).put(closed)
         self.past.closed(request, closed)
         self.closed(closed)
+
+    def takes(self) -> Takes:
+        slots, most = self.runner.world.slots, self.runner.world.settings.max_queue
+        full = len(slots.waiting) >= most and all(slot.holder is not None for slot in slots.slots)
+        return "draining" if self._shut else "queue_full" if full else "ready"
 
     def status(self) -> Status:
         """As every door tells it, with everything that this engine has to tell."""

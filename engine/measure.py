@@ -51,9 +51,9 @@ def mixed_rows(devices: Set[str]) -> int:
 def beside_rows(plan: Sequence[Placement], shard: Shard, buckets: Sequence[int], *, drafted: bool) -> int:
     """Prefills of more rows than that go beside decode steps: where one GPU of this process has the whole model, and
     nothing of a prompt but its rows has to be kept in step with who decodes. 0: none do. buckets: those proven; without
-    the one of that many rows, narrower forwards would run with wider ones' buffers.
+    the one of that many rows, narrower forwards would run with wider ones' buffers, and without wider ones none do.
     """
-    here = len(plan) == 1 and plan[0].local and plan[0].device.type == "cuda" and NARROW in buckets
+    here = len(plan) == 1 and plan[0].local and plan[0].device.type == "cuda" and NARROW in buckets[:-1]
     return NARROW if here and shard.runs_ahead and not drafted and not shard.state_specs else 0
 
 

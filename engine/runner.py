@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 
 import anyio
 from anyio.abc import TaskGroup
 from attrs import define, field, frozen
 
-from effects.all import Ask, Launch
+from effects.all import Ask, Launch, Outcome
 from effects.ids import DeviceFailed, FailureKind, LaneId, StoreFailed
 from effects.ports import Notify, Perform, Result, RowsLost, Submit, Underway
 from states.events import ForEngine, ForRequest, Happened, SlotsLost
@@ -34,8 +35,8 @@ class Envelope:
 class Executors:
     """The second table: what carries each effect out.
 
-    submit: a device's lane takes a launch. perform: awaited store effects, a task each. notify: effects nobody awaits,
-    done at once, in order, never blocking.
+    submit: a device's lane takes a launch. perform: store effects, answered at once or awaited, each in a task of its
+    own then. notify: effects nobody awaits, done at once, in order, never blocking.
     """
 
     submit: Mapping[LaneId, Submit]
@@ -126,7 +127,13 @@ class Runner:
         if isinstance(out, Launch):
             self.executors.submit[out.lane](out, partial(self.launched, out))
         elif out.effect.outcomes:
-            tasks.start_soon(self.perform, out)
+            with self.outcome() as found:
+                answer = self.executors.perform[type(out.effect)](out.request, out.effect)
+                if isinstance(answer, Awaitable):
+                    tasks.start_soon(self.perform, out, answer)
+                else:
+                    found.append(answer)
+            self.answered(out, found)
         else:
             for notify in self.executors.notify[type(out.effect)]:
                 notify(out.request, out.effect)
@@ -147,15 +154,26 @@ class Runner:
         for happened in landed(launch, result):
             self.tell(happened)
 
-    async def perform(self, ask: Ask) -> None:
+    async def perform(self, ask: Ask, answer: Awaitable[Outcome]) -> None:
+        with self.outcome() as found:
+            found.append(await answer)
+        self.answered(ask, found)
+
+    @contextmanager
+    def outcome(self) -> Iterator[list[Outcome]]:
+        """For what an executor answers; where it raises instead, for what became of that."""
+        found = list[Outcome]()
         try:
-            outcome = await self.executors.perform[type(ask.effect)](ask.request, ask.effect)
+            yield found
         except Exception as error:
             log.exception("an executor failed")
             for lost in lost_with(error):
                 self.tell(lost)
-            outcome = StoreFailed(failure_kind(error), describe(error))
-        self.tell(ForRequest(ask.request, outcome))
+            found.append(StoreFailed(failure_kind(error), describe(error)))
+
+    def answered(self, ask: Ask, found: list[Outcome]) -> None:
+        for outcome in found:
+            self.tell(ForRequest(ask.request, outcome))
 
     def tell(self, happened: Happened) -> None:
         try:

@@ -291,7 +291,8 @@ def decide(
     )
     if message:
         log.warning(message)
-    block = proposals(draft, shard)
+    block, proven = proposals(draft, shard), numerics.mode == "buckets"
+    beside = beside_rows(plan, shard, numerics.buckets, drafted=has_draft) if proven else 0
     shape: dict[str, Any] = {"chunk": numerics.chunk, "context": fit.context, "widths": widths(block, tree)}
     places = placement(shard.parts) if draft is None else f"{placement(shard.parts)},draft@{draft.place}"
     places += "" if options.experts_room is None else f",experts {options.experts}"
@@ -303,12 +304,12 @@ def decide(
         shares_pages=bool(fit.pages) and not stateful and shares_pages(plan),
         max_queue=options.max_queue,
         chunk=numerics.chunk,
-        span=shard.span,
+        span=shard.span if beside or not shard.ahead else 1,
         block_size=numerics.block_size,
-        keep_decoded=numerics.mode == "buckets",
+        keep_decoded=proven,
         batch_rows=min(BATCH_ROWS, numerics.batch_rows),
-        mixed_rows=mixed_rows({one.computes.type for one in plan}) if numerics.mode == "buckets" else 0,
-        beside_rows=beside_rows(plan, shard, numerics.buckets, drafted=has_draft) if numerics.mode == "buckets" else 0,
+        mixed_rows=mixed_rows({one.computes.type for one in plan}) if proven else 0,
+        beside_rows=beside,
         block=block,
         tree=tree,
         no_trees=no_trees,

@@ -41,6 +41,7 @@ class Lane:
     plan: Plan = NOBODY  # of the last launch
     alone: bool = False  # it may go on by itself, and was not told yet that others wait
     passed: int = 0  # turns in which a shorter prompt went before the one that has waited longest
+    shared: bool = False  # the device has been at another lane's launch, too, while it was at this one
 
 
 Chosen: TypeAlias = Launch | Answer | None
@@ -102,7 +103,8 @@ def with_asks(lane: Lane, waiting: tuple[Ask, ...], running: tuple[Ask, ...], pr
     launches more.
     """
     proposing += lane.proposing
-    return Lane(waiting, running, lane.decode_last, lane.members, proposing, lane.plan, lane.alone, lane.passed)
+    plan, alone, passed, shared = lane.plan, lane.alone, lane.passed, lane.shared
+    return Lane(waiting, running, lane.decode_last, lane.members, proposing, plan, alone, passed, shared)
 
 
 def idle(lane: Lane) -> bool:
@@ -125,7 +127,8 @@ def choose(
     chunk at most, and the reverse. All decode steps that wait go as one batch, in order of arrival, up to `batch_rows`,
     each with as many proposals as pay in that company. Where nobody else waits they may go on alone for as many steps
     as nothing would be decided otherwise. Everything else goes in order of arrival, but of prompts the one that is done
-    soonest (`following`).
+    soonest (`following`). Of one that has the lane to itself several chunks are launched; beside decode steps they are
+    given up as soon as somebody else's rows are to be computed.
     """
     if not idle(lane):
         return lane, models, None
@@ -154,8 +157,10 @@ def choose(
         )
         return start(lane, batch, plan, alone), models, Launch(batch)
     assert other is not None
-    one = shortened(other, settings.chunk) if company else other
-    return start(passed, (one,)), models, Launch((one,))
+    turns = company or (settings.beside_rows and len(others) > 1)
+    one = shortened(other, settings.chunk) if turns else other
+    chunks = chunks_of(one, settings) if settings.beside_rows else 1
+    return start(passed, (one,), steps=chunks), models, Launch((one,))
 
 
 def beside(company: Sequence[Ask], other: Ask, settings: Settings) -> Ask | None:
@@ -192,6 +197,12 @@ def missing(requests: Mapping[RequestId, State], ask: Ask) -> int:
     """Rows of its prompt that are not there."""
     state = requests.get(ask.request)
     return state.prompt.target - state.seat.valid if isinstance(state, Prefilling | Restoring) else 0
+
+
+def chunks_of(ask: Ask, settings: Settings) -> int:
+    """Forwards that it takes, where it is a prompt's."""
+    effect = ask.effect
+    return -(-(effect.stop - effect.start) // settings.chunk) if isinstance(effect, RunPrefill) else 1
 
 
 def shortened(ask: Ask, rows: int) -> Ask:

@@ -122,10 +122,15 @@ def prefill(settings: Settings, seat: Seat, prompt: Prompt, speculation: Specula
 
 
 def chunk(settings: Settings, seat: Seat, prompt: Prompt, target: int) -> RunPrefill:
-    """The next rows of `[valid, target)`: a chunk, or several at once, or up to where the positional state is kept."""
+    """The next rows of `[valid, target)`: a chunk, or several at once, or up to where the positional state is kept. Of
+    several the last one is no narrower than what has a lane of its own.
+    """
     logprobs = prompt.job.prompt_logprobs
     rows = settings.chunk * (settings.span if logprobs < 0 else 1)
     stop, mark = min(seat.valid + rows, target), scope.mark(settings, seat, prompt)
+    narrow = (stop - seat.valid) % settings.chunk
+    if stop - seat.valid > settings.chunk and narrow <= settings.beside_rows:
+        stop -= narrow
     if mark is None or mark.at > stop:
         return RunPrefill(seat.slot, seat.valid, stop, logprobs=logprobs)
     return RunPrefill(seat.slot, seat.valid, mark.at, checkpoint=mark.beyond, logprobs=logprobs)

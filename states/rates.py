@@ -107,13 +107,17 @@ def loaded(rates: Rates, tier: Tier, done: BlocksRestored, chunk: int, state: in
 
 
 def prefilled(rates: Rates, start: int, rows: int, took_ns: int, *, beside: bool) -> Rates:
-    """Whole chunks were computed; beside: while rows were loaded for the same prompt."""
+    """Whole chunks were computed; beside: while rows were loaded for the same prompt. Of chunks in several spans each
+    has taken its share of the time as it was expected to.
+    """
+    alone = prefill_time(rates, start, start + rows)
     if beside:
-        alone = prefill_time(rates, start, start + rows)
         return evolve(rates, prefill_beside=slowed(rates.prefill_beside, took_ns, alone))
-    span = span_of(start)
-    times = [*rates.prefill, *(0,) * (span + 1 - len(rates.prefill))]
-    times[span] = blended(times[span], max(1, took_ns // rows))
+    spans = range(span_of(start), span_of(start + rows - 1) + 1)
+    times = [*rates.prefill, *(0,) * (spans.stop - len(rates.prefill))]
+    expected = filled(tuple(times)) if alone else (1,) * spans.stop
+    for span in spans:
+        times[span] = blended(times[span], max(1, expected[span] * took_ns // (alone or rows)))
     return evolve(rates, prefill=tuple(times))
 
 

@@ -39,7 +39,7 @@ class Settings:
     residency: Resolved = field(factory=Resolved)  # what becomes of the draft's weights between requests
     drafter: int = 0  # tokens of a prompt that can be scored at most; 0: there is no drafter
     drafter_lane: LaneId = MAIN  # of the device that scores prompts: the target's, or one of its own
-    span: int = 1  # chunks that one prefill may be of: more where the target's shards compute side by side
+    span: int = 1  # chunks that one prefill may be of: more where shards compute side by side, or beside decode steps
     experts: int = 0  # of all layers, that host memory keeps; 0: they are where the layers are
     expert_places: int = 0  # for so many of them on the device
     rates: Rates = field(factory=Rates)  # as measured at start
@@ -67,6 +67,8 @@ class Settings:
             raise ValueError(
                 "what goes with a prompt's rows, a state or a draft's context, is the decode steps' lane's"
             )
+        if self.span > 1 and self.chunk <= self.beside_rows:
+            raise ValueError(f"several chunks of {self.chunk} rows: so few are on the decode steps' lane")
         if 0 < self.pages * self.page < self.max_context:
             raise ValueError(f"{self.pages} pages do not hold the longest sequence, {self.max_context} rows")
         if min(positive) < 1 or min(natural) < 0 or self.chunk % self.block_size or limit < 0:

@@ -121,8 +121,7 @@ class Fold:
                     self.models = residency.acknowledged(self.models, ask, answer.outcome)
                     self.slots = seats.acknowledged(self.slots, ask, answer.outcome, self.requests)
                     # What a prompt's rows take while the device is at decode steps, too, is not what they take.
-                    shared = number == PROMPTS and self.lanes[MAIN].running
-                    self.learn(None if shared else ask.effect, answer, lane)
+                    self.learn(None if lane.shared else ask.effect, answer, lane)
                     self.lanes[number] = lanes.answered(lane, answer)
                     return
         if not isinstance(answer.outcome, PrefixFound | PrefixMissed | BlocksRestored | SnapshotSaved | StoreFailed):
@@ -246,6 +245,8 @@ class Fold:
             case None:
                 return False
         self.lanes[number] = lane
+        if PROMPTS in self.lanes and self.lanes[MAIN].running and self.lanes[PROMPTS].running:
+            self.lanes[PROMPTS] = evolve(self.lanes[PROMPTS], shared=True)
         return True
 
     def grow(self, lane: Lane) -> tuple[Lane, tuple[Ask, ...]]:

@@ -41,6 +41,14 @@ class Lanes:
     def threads(self) -> tuple[Watched, ...]:
         return tuple(lane.thread for lane in (self.main, self.prompts) if lane is not None)
 
+    def of(self, launch: Launch) -> DeviceLane:
+        return self.main if launch.lane != PROMPTS or self.prompts is None else self.prompts
+
+    @property
+    def given_up(self) -> bool:
+        """By any thread: is the launch beside to go on no further?"""
+        return self.prompts is not None and self.prompts.wanted
+
     def open(self, slot: SlotId, opening: Callable[[], None], done: Heard[None]) -> None:
         if self.prompts is None:
             self.main.submit(opening, done)
@@ -60,11 +68,11 @@ class Lanes:
         self._openings[slot] = opened
 
     def launch(self, launch: Launch, work: Callable[[], T], done: Heard[T]) -> None:
-        if launch.lane != PROMPTS or self.prompts is None:
-            self.main.submit(work, done)
+        if (lane := self.of(launch)) is self.main:
+            lane.submit(work, done)
             return
         slots = [ask.effect.slot for ask in launch.asks if isinstance(ask.effect, RunPrefill)]
-        openings, device = [self._openings[slot] for slot in slots if slot in self._openings], self.prompts.device
+        openings, device = [self._openings[slot] for slot in slots if slot in self._openings], lane.device
 
         def behind() -> T:
             for opened in openings:
@@ -72,7 +80,7 @@ class Lanes:
                     torch.cuda.current_stream(device).wait_event(event)
             return work()
 
-        self.prompts.submit(behind, done)
+        lane.submit(behind, done)
 
     def close(self, closing: Callable[[], object], timeout_s: float) -> bool:
         """`closing` is the last that is done, if no lane is busy any more. False if one was after `timeout_s`."""

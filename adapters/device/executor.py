@@ -86,7 +86,7 @@ class DeviceExecutor:
         self._reached: Callable[[bool], object] = lambda _: None
         self._wake: Callable[..., object] = lambda *_: None
         self._handlers: dict[type, Handler] = dict(handlers or {})
-        self._flying: set[RequestId] = set()
+        self._flying: dict[RequestId, DeviceLane] = {}
         self._abandoned: set[RequestId] = set()
 
     # --- called on the event loop ---
@@ -150,7 +150,7 @@ class DeviceExecutor:
         requests, wake = {ask.request for ask in launch.asks}, waker()
 
         def landed(outcomes: tuple[Outcome, ...] | None, error: BaseException | None) -> None:
-            self._flying -= requests
+            self._flying = {one: lane for one, lane in self._flying.items() if one not in requests}
             self._abandoned -= requests
             done(outcomes if error is None and outcomes is not None else error or LookupError("no outcomes"))
 
@@ -159,7 +159,7 @@ class DeviceExecutor:
                 wake(done, steps)
 
         self._lanes.launch(launch, partial(self._carry_out, launch.asks, StepsTaken(told)), landed)
-        self._flying |= requests
+        self._flying |= dict.fromkeys(requests, self._lanes.of(launch))
 
     async def perform(self, launch: Launch) -> tuple[Outcome, ...]:
         """`submit`, awaited: what came of all its steps. A cancelled caller waits for it all the same."""
@@ -185,8 +185,9 @@ class DeviceExecutor:
 
     def halt(self, request: RequestId, _: Halt) -> None:
         """Others wait for the lane: what is on it for this request goes on no further."""
-        if request in self._flying and not self._lane.closed:
-            self._lane.post(lambda: None, lambda error: log.debug("nobody is to be halted: %s", error))
+        lane = self._flying.get(request)
+        if lane is not None and not lane.closed:
+            lane.post(lambda: None, lambda error: log.debug("nobody is to be halted: %s", error))
 
     def close(self, timeout_s: float = 10) -> bool:
         """Give the memory back and end the lanes. False if one was still busy after `timeout_s`."""
@@ -303,11 +304,10 @@ class DeviceExecutor:
     def _grow(self, asks: tuple[Ask, ...]) -> None:
         """Rows that come have their pages before anything is launched."""
         for ask in asks:
-            effect = ask.effect
-            if not isinstance(effect, RunDecode) or not effect.pages:
-                continue
-            if isinstance(self.serving(effect.slot, ask.request), SlotState):
-                self._shard.grow(effect.slot, effect.pages)
+            if isinstance(effect := ask.effect, RunDecode) and effect.pages:
+                state = self.serving(effect.slot, ask.request)
+                if isinstance(state, SlotState):
+                    self._shard.grow(effect.slot, effect.pages)
 
     def _one(self, ask: Ask, steps: StepsTaken) -> Outcome:
         handler = self._handlers.get(type(ask.effect))
@@ -333,13 +333,13 @@ class DeviceExecutor:
         state.ahead, started, stop = 0, time.perf_counter_ns(), effect.start
         if effect.logprobs >= 0:
             return told(self._shard, self._buckets, state, effect)
+        how = self._shard, self._buckets, state, effect, lambda: request in self._abandoned or self._lanes.given_up
         try:
-            for step, forward in prefilled(self._shard, self._buckets, state, effect, partial(self.abandoned, request)):
-                self.decoding.follow(step, forward, [step.rows], [state])
-                state.advance(stop := step.segments[0].start + step.rows)
+            for stop in prefilled(*how, follow=self.decoding.follow):
                 if stop < effect.stop:
                     steps.put((PrefillAdvanced(stop, more=True),))
         except Exception as error:
+            self._shard.synchronize()  # chunks before it: their rows may be somebody else's soon
             if effect.stop - effect.start > self._chunk and self._shard.state_specs and ran_out_of_memory(error):
                 return self.decoding.half_settled(effect.slot, error)
             raise

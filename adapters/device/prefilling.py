@@ -5,18 +5,24 @@ beside decode steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, pairwise
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from attrs import frozen
 from torch import Tensor
 
+from adapters.device.beside import mark
 from adapters.device.buckets import bucket_of
 from adapters.device.slots import SlotState
 from adapters.models.pipeline import Pipeline
 from adapters.models.shard import Forward, Segment, Shard, Step
 from effects.ids import DeviceFailed
 from effects.prefill import RunPrefill
+
+# What a step has left, the rows of it that stay, and whose they are.
+Follow: TypeAlias = Callable[[Step, Forward, Sequence[int], Sequence[SlotState]], object]
 
 
 @frozen(eq=False)
@@ -74,10 +80,38 @@ def prefilled(
     state: SlotState,
     effect: RunPrefill,
     given_up: Callable[[], bool],
-) -> Iterator[tuple[Step, Forward]]:
-    """What each chunk leaves, in order, to be read before the next one. buckets: a chunk is the largest. No other one
-    begins once it is given up; those that have begun are finished, so that all shards have the same rows.
+    *,
+    follow: Follow,
+) -> Iterator[int]:
+    """How far it came, with each chunk, once its rows are there: of a shard that is told ahead, that is while it is at
+    the next one. buckets: a chunk is the largest. No other one begins once it is given up; those that have begun are
+    finished, so that all shards have the same rows. follow: reads what a chunk leaves, before the next one begins.
     """
+
+    def told() -> Iterator[tuple[int, torch.cuda.Event | None]]:
+        for step, forward in launched(shard, buckets, state, effect, given_up):
+            follow(step, forward, [step.rows], [state])
+            yield step.segments[0].start + step.rows, mark(shard.device) if ahead else None
+
+    ahead = isinstance(shard, Pipeline) and shard.ahead
+    chunks = told()
+    for chunk, _ in pairwise(chain(chunks, (None,))) if ahead else ((one, None) for one in chunks):
+        assert chunk is not None
+        stop, event = chunk
+        if event is not None:
+            event.synchronize()
+        state.advance(stop)
+        yield stop
+
+
+def launched(
+    shard: Shard,
+    buckets: Sequence[int],
+    state: SlotState,
+    effect: RunPrefill,
+    given_up: Callable[[], bool],
+) -> Iterator[tuple[Step, Forward]]:
+    """What each chunk leaves, in order, to be read before the next one."""
     chunk = max(buckets)
     begun = list[Step]()
 

@@ -196,23 +196,23 @@ class Edge:
 
     async def _held(self, asked: Asked, request: Request) -> Asked:
         async def gone() -> bool:
-            return self.door.status().state != "ready" or await request.is_disconnected()
+            return self.door.takes() == "draining" or await request.is_disconnected()
 
         try:
             return await held(asked, self.text, self.options, gone)
         except GaveUp:
-            if self.door.status().state == "ready":
+            if self.door.takes() != "draining":
                 raise left() from None
             raise unavailable(SHUTTING_DOWN, self.options.retry_after_s) from None
 
     @asynccontextmanager
     async def _ready(self, request: Request) -> AsyncIterator[Fields]:
         """The body, unless nothing can be generated now anyway."""
-        status = self.door.status()
-        if status.state != "ready":
+        takes = self.door.takes()
+        if takes == "draining":
             raise unavailable(SHUTTING_DOWN, self.options.retry_after_s)
-        if status.queue_full:
-            raise queue_full(self.turnover.retry_after(status))
+        if takes == "queue_full":
+            raise queue_full(self.turnover.retry_after(self.door.status()))
         async with self._reading(request) as fields:
             yield fields
 

@@ -133,12 +133,19 @@ class Pipeline:
 
     @property
     def span(self) -> int:
-        """Chunks that one prefill may be of: more than one where shards compute side by side."""
-        return SPAN if self._waves.beside else 1
+        """Chunks that one prefill may be of: more than one where shards compute side by side, or the only one need not
+        wait for the host between two of them.
+        """
+        return SPAN if self._waves.beside or self.ahead else 1
+
+    @property
+    def ahead(self) -> bool:
+        """Is a chunk launched before the one before it is done?"""
+        return len(self._parts) == 1 and self._parts[0].runs_ahead
 
     def prefill(self, chunks: Iterable[tuple[Step, Tensor]]) -> Iterator[Forward]:
-        """`forward` of steps of `rows_only`, side by side; see `Waves`."""
-        return self._waves.run(chunks)
+        """`forward` of steps of `rows_only`, side by side; see `Waves`. A single shard is only told of them."""
+        return (self.forward(*chunk) for chunk in chunks) if len(self._parts) == 1 else self._waves.run(chunks)
 
     @contextmanager
     def settling(self, step: Step) -> Iterator[None]:

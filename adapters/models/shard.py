@@ -20,7 +20,7 @@ from torch import Tensor
 
 from adapters.layout import RowSpec, TensorSpec
 
-BUCKETS = (4, 8, 16, 32, 64, 128, 256)  # the row counts of forwards where nobody says otherwise
+BUCKETS = (4, 8, 16, 32, 64, 128, 256, 512)  # the row counts of forwards where nobody says otherwise
 NamedTensors: TypeAlias = Mapping[str, Tensor]
 # What stays of one slot's rows in a step: the first so many, or, of a tree, those of one path from its root on,
 # numbered from the slot's first row. Nothing: 0, or no path.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Awaitable
+from typing import Any, TypeAlias
 
 import anyio
 from anyio import to_thread
@@ -16,6 +17,8 @@ from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
 from effects.ports import Divergence
 
 log = logging.getLogger("rekindle.store")
+
+Found: TypeAlias = PrefixFound | PrefixMissed
 
 LONG = 8192  # tokens: a longer prompt is looked up beside the event loop
 MOST_TOLD = 4096  # requests; of each some 64 token ids
@@ -30,10 +33,10 @@ class Lookup:
     limiter: anyio.CapacityLimiter = field(factory=lambda: anyio.CapacityLimiter(BESIDE))
     diverged: dict[RequestId, Divergence] = field(factory=dict[RequestId, Divergence])  # to be told at its end
 
-    async def find(self, request: RequestId, effect: FindPrefix) -> PrefixFound | PrefixMissed:
+    def find(self, request: RequestId, effect: FindPrefix) -> Found | Awaitable[Found]:
         if len(effect.prompt) < LONG:
             return self._find(request, effect)
-        return await to_thread.run_sync(self._find, request, effect, limiter=self.limiter)
+        return to_thread.run_sync(self._find, request, effect, limiter=self.limiter)
 
     def release(self, _: RequestId, effect: ReleasePrefix) -> None:
         self.store.release(effect.lease)
@@ -46,7 +49,7 @@ class Lookup:
         for other in [*self.diverged][: max(0, len(self.diverged) - MOST_TOLD)]:
             self.diverged.pop(other, None)
 
-    def _find(self, request: RequestId, effect: FindPrefix) -> PrefixFound | PrefixMissed:
+    def _find(self, request: RequestId, effect: FindPrefix) -> Found:
         shared, recent = self.store.compare(effect.prompt, effect.window, effect.salt) if effect.window else (0, None)
         found = self.store.find(effect.prompt, effect.beyond, effect.rows, effect.salt)
         about = {"request": request}

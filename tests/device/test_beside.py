@@ -9,16 +9,20 @@ import pytest
 import torch
 from attrs import define, evolve, field
 
+from adapters.device import prefilling
 from adapters.device.executor import DeviceExecutor
 from adapters.device.lane import DeviceLane
 from adapters.device.slots import SlotState
+from adapters.device.underway import StepsTaken
 from adapters.models.dense import DenseShard
 from adapters.models.kernels.interface import NARROW
+from adapters.models.pipeline import Pipeline
 from adapters.models.synthetic import RandomWeights
 from effects.all import Ask, Launch
 from effects.decode import Decoded, RunDecode
 from effects.ids import MAIN, PROMPTS, DeviceFailed, RequestId
 from effects.prefill import PrefillAdvanced, RunPrefill
+from effects.stream import Halt
 from tests.device.driver import BUCKETS, CHUNK, GREEDY, SAMPLED, TINY, Caller, Driver, drive, prompt_of, straightforward
 from tests.device.fake_shard import FakeShard
 
@@ -159,10 +163,107 @@ async def test_who_has_no_such_lane_reads_on_the_one_that_there_is():
     assert driver.executor.close()
 
 
+@define(eq=False)
+class ToldAhead(Held):
+    """Of which a chunk may be launched before the one before it is done."""
+
+    runs_ahead: bool = True
+
+
+@pytest.fixture
+async def ahead():
+    shard, beside = ToldAhead(), DeviceLane(beside="prompts")
+    driving = drive(Pipeline([shard]))
+    driving.executor.read_beside(beside)
+    yield driving, shard
+    shard.going.set()
+    assert driving.executor.close()
+
+
+def launched(client: Caller, stop: int) -> Launch:
+    return Launch((Ask(client.request, RunPrefill(client.slot, client.valid, stop)),), PROMPTS)
+
+
+@pytest.mark.parametrize("how", ["goes on", "halted", "given up"])
+async def test_a_launch_of_several_chunks_goes_on_no_further_once_somebody_wants_its_lane(ahead, how):
+    driver, shard = ahead
+    reader = prompt_of(1, 4 * CHUNK + 1)
+    client, outcomes = await driver.open(reader, GREEDY, 1), list[PrefillAdvanced]()
+
+    async def reading() -> None:
+        outcomes.extend(await driver.executor.perform(launched(client, 4 * CHUNK)))
+
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(reading)
+            await anyio.to_thread.run_sync(shard.begun.wait)
+            if how == "halted":
+                driver.executor.halt(client.request, Halt())
+            elif how == "given up":
+                driver.executor.abandon(client.request)
+            shard.going.set()
+    assert outcomes[-1].stop == (4 * CHUNK if how == "goes on" else CHUNK)
+    client.valid = outcomes[-1].stop
+    await prefill_beside(driver, client)
+    while len(client.answer) < 4:
+        await driver.decode(client)
+    assert client.answer == straightforward(shard, reader, GREEDY, 4)
+
+
+async def test_a_chunk_is_told_of_when_the_device_has_done_it_and_is_at_the_next_one(ahead, monkeypatch):
+    driver, shard = ahead
+    happened, forward, put = list[tuple[str, int]](), ToldAhead.forward, StepsTaken.put
+
+    @define(eq=False)
+    class Chunk:
+        number: int
+
+        def synchronize(self) -> None:
+            happened.append(("done", self.number))
+
+    def marked(_: object) -> Chunk:
+        return Chunk(sum(kind == "launched" for kind, _ in happened) - 1)
+
+    def recorded(self, step, inputs):
+        happened.append(("launched", step.segments[0].start // CHUNK))
+        return forward(self, step, inputs)
+
+    def told(self, members):
+        happened.append(("told", members[0].stop // CHUNK - 1))
+        put(self, members)
+
+    monkeypatch.setattr(prefilling, "mark", marked)
+    monkeypatch.setattr(ToldAhead, "forward", recorded)
+    monkeypatch.setattr(StepsTaken, "put", told)
+    shard.going.set()
+    client = await driver.open(prompt_of(1, 3 * CHUNK + 1), GREEDY, 1)
+    (outcome,) = await driver.executor.perform(launched(client, 3 * CHUNK))
+    assert outcome.stop == 3 * CHUNK
+    first, then = [("launched", 0), ("launched", 1), ("done", 0), ("told", 0)], [("launched", 2), ("done", 1)]
+    assert happened == [*first, *then, ("told", 1), ("done", 2)]
+
+
+async def test_a_chunk_that_there_is_no_memory_for_ends_it_behind_those_before_it(ahead, monkeypatch):
+    driver, shard = ahead
+    forward, waited = ToldAhead.forward, list[int]()
+
+    def third(self, step, inputs):
+        if step.segments[0].start == 2 * CHUNK:
+            raise torch.OutOfMemoryError("no room")
+        return forward(self, step, inputs)
+
+    monkeypatch.setattr(ToldAhead, "forward", third)
+    monkeypatch.setattr(ToldAhead, "synchronize", lambda _: waited.append(1))
+    shard.going.set()
+    client = await driver.open(prompt_of(1, 4 * CHUNK + 1), GREEDY, 1)
+    *told, outcome = [*await driver.executor.perform(launched(client, 4 * CHUNK))]
+    assert (told, outcome.kind, waited) == ([], "out_of_memory", [1])
+
+
 @pytest.mark.cuda
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("pages", [0, 60])
-async def test_a_gpu_is_at_both_and_every_answer_is_the_one_alone(pages):
+@pytest.mark.parametrize(("pages", "span"), [(0, 1), (60, 1), (0, 8), (60, 8)])
+async def test_a_gpu_is_at_both_and_every_answer_is_the_one_alone(pages, span):
     from adapters.models.kernels.triton_cuda import TritonKernels  # noqa: PLC0415 - Triton comes with CUDA only
 
     device, buckets = torch.device("cuda", 0), (*BUCKETS, 64, 128, 256)
@@ -170,7 +271,7 @@ async def test_a_gpu_is_at_both_and_every_answer_is_the_one_alone(pages):
     weights, kernels = RandomWeights(config, 1, device, torch.bfloat16, scale=0.2), TritonKernels(device)
     shape = {"slots": 5, "capacity": 2560, "buckets": buckets, "pages": pages}
     shard = DenseShard(config, weights, kernels, device=device, dtype=torch.bfloat16, **shape)
-    driver = Driver(DeviceExecutor(shard, buckets, lane=DeviceLane(device)))
+    driver = Driver(DeviceExecutor(Pipeline([shard]), buckets, lane=DeviceLane(device)))
     driver.executor.read_beside(DeviceLane(device, beside="prompts"))
     kinds, lengths, taken = (GREEDY, SAMPLED, evolve(SAMPLED, seed=8)), (300, 9, 700), 90
     prompts, readers = [prompt_of(slot, n) for slot, n in enumerate(lengths)], [prompt_of(9, 2300), prompt_of(8, 1025)]
@@ -200,7 +301,7 @@ async def test_a_gpu_is_at_both_and_every_answer_is_the_one_alone(pages):
         while not done.is_set() or not times:
             for slot, (prompt, answer) in enumerate(zip(readers, expected, strict=True), 3):
                 client = await driver.open(prompt, GREEDY, slot)
-                await prefill_beside(driver, client, 256, NARROW)
+                await prefill_beside(driver, client, span * 256, NARROW)
                 while len(client.answer) < 6:
                     await anyio.lowlevel.checkpoint()
                     await driver.decode(client)

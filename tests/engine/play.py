@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from hashlib import blake2b
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import anyio
@@ -16,7 +17,7 @@ from effects.all import Ask, Launch, Outcome
 from effects.decode import Decoded, RunDecode
 from effects.ids import MAIN, DeviceFailed, RequestId
 from effects.job import Job
-from effects.ports import Closed, Settle
+from effects.ports import Closed, Perform, Settle
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.stream import Abandon, CloseStream, EmitTokens, Halt, ReportProgress
 from engine.door import EngineDoor, EngineTicket
@@ -105,6 +106,7 @@ async def engine(
     trace: Path | None = None,
     *,
     redacted: bool = False,
+    perform: Mapping[type, Perform] = MappingProxyType({}),
 ) -> AsyncIterator[PlayedEngine]:
     """Running inside the block; drained and closed at its end, the trace complete."""
     device = device or ScriptedDevice()
@@ -133,7 +135,7 @@ async def engine(
 
         tasks.start_soon(carry_out)
 
-    runner = Runner(begin(settings), Executors({MAIN: submit}, {}, notify), tick, 64)
+    runner = Runner(begin(settings), Executors({MAIN: submit}, perform, notify), tick, 64)
     door = EngineDoor(runner, meter, {}, dict, closed.append, Misses({}).told)
     notify |= {EmitTokens: (door.emit,), ReportProgress: (door.emit,), CloseStream: (door.close_stream,)}
 

@@ -153,6 +153,26 @@ def a_prompt_beside_its_neighbour() -> str:
     return story.end()
 
 
+def a_long_prompt_that_gives_way() -> str:
+    """A has the lane of prompts to itself, and is halted for B, which comes first; last rows are on the other lane."""
+    story = Teller(evolve(PLAIN, beside_rows=30, span=4))
+    outs = story.tell(A, Submitted(Job(tuple(range(200)), 1)))
+    assert launched(outs) == [Ask(A, RunPrefill(SlotId(0), 0, 128))]
+    story.tell(A, PrefillAdvanced(32, more=True))
+    outs = story.tell(B, Submitted(Job((*range(9), *range(60)), 1)))
+    assert Ask(A, Halt()) in outs
+    story.tell(A, PrefillAdvanced(96, more=True))
+    outs = story.tell(A, PrefillAdvanced(96))
+    assert launched(outs) == [Ask(B, RunPrefill(SlotId(1), 0, 32))]
+    outs = story.tell(B, PrefillAdvanced(32))
+    assert launched(outs) == [Ask(B, RunPrefill(SlotId(1), 32, 64))]
+    story.tell(B, PrefillAdvanced(64), PrefillAdvanced(68), Decoded((60,)))
+    outs = story.tell(A, PrefillAdvanced(128))
+    assert launched(outs) == [Ask(A, RunPrefill(SlotId(0), 128, 192))]
+    story.tell(A, PrefillAdvanced(192), PrefillAdvanced(199), Decoded((61,)))
+    return story.end()
+
+
 def a_full_house() -> str:
     """Two slots, a queue of one: the fourth is refused, the third is admitted when the first leaves."""
     story = Teller(PLAIN)
@@ -289,6 +309,7 @@ STORIES: dict[str, Callable[[], str]] = {
         a_disconnect_while_a_neighbour_decodes,
         a_prompt_in_pieces_beside_its_neighbours,
         a_prompt_beside_its_neighbour,
+        a_long_prompt_that_gives_way,
         a_full_house,
         everything_goes_wrong_and_the_answer_comes,
         a_conversation_that_is_frozen,

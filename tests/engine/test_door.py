@@ -84,11 +84,13 @@ async def test_a_stream_begins_with_accepted_and_ends_once(opened: Open) -> None
 async def test_status_is_whole_and_of_the_same_kinds_whatever_goes_on(opened: Open) -> None:
     go = anyio.Event()
     async with opened(go) as (door, _):
-        states = [door.status()]
+        states, takes = [door.status()], [door.takes()]
         one = door.submit(JOB)
         states.append(await until(door, lambda status: status.slots_busy == 1))
+        takes.append(door.takes())
         two = door.submit(JOB)
         states.append(await until(door, lambda status: status.queue == 1))
+        takes.append(door.takes())
         turned_away = await heard(door.submit(JOB))
         go.set()
         await heard(one)
@@ -102,6 +104,7 @@ async def test_status_is_whole_and_of_the_same_kinds_whatever_goes_on(opened: Op
         for number, slot in enumerate(status.slots):
             assert slot.id == number
             assert slot.is_processing == (slot.request is not None) == (slot.state is not None)
+    assert takes == ["ready", "ready", "queue_full"]
     assert [(status.slots_busy, status.queue, status.queue_full) for status in states] == [
         (0, 0, False),
         (1, 0, False),
@@ -133,7 +136,7 @@ async def test_a_door_that_shuts_ends_what_waits_and_takes_no_more(opened: Open)
         await heard(door.submit(JOB))
         assert door.status().state == "ready"
         await shut()
-        assert door.status().state == "draining"
+        assert door.status().state == door.takes() == "draining"
         (closed,) = await heard(door.submit(JOB))
     assert isinstance(closed, Closed)
     assert (closed.finish, closed.report.prompt_tokens, closed.stages_ms) == ("shutdown", 100, {})

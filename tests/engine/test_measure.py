@@ -194,11 +194,12 @@ WHOLE, PROVEN = (Placement(range(1), GPU),), (4, 64, 128, 256, 1024)
         (WHOLE, FakeShard(runs_ahead=True), PROVEN, False, 128),
         (WHOLE, FakeShard(runs_ahead=True), PROVEN, True, 0),
         (WHOLE, FakeShard(runs_ahead=True), (4, 64, 256, 1024), False, 0),  # 100 rows would run as 256
+        (WHOLE, FakeShard(runs_ahead=True), (4, 64, 128), False, 0),  # all forwards are as narrow as decode steps
         (WHOLE, FakeShard(), PROVEN, False, 0),
         (WHOLE * 2, FakeShard(runs_ahead=True), PROVEN, False, 0),
         ((Placement(range(1), CPU),), FakeShard(runs_ahead=True), PROVEN, False, 0),
     ],
-    ids=["a GPU", "a draft", "a bucket that is not proven", "experts", "two parts", "a CPU"],
+    ids=["a GPU", "a draft", "a bucket that is not proven", "no wider chunk", "experts", "two parts", "a CPU"],
 )
 def test_where_prompts_have_a_lane_of_their_own(plan, shard, buckets, drafted, rows) -> None:  # type: ignore[no-untyped-def]
     assert beside_rows(plan, shard, buckets, drafted=drafted) == rows

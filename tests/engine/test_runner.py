@@ -14,11 +14,13 @@ from effects.all import Ask, Launch
 from effects.decode import Decoded, RunDecode
 from effects.ids import RequestId, SlotId
 from effects.job import Job
-from effects.ports import MOST_RECENT, RowsLost
+from effects.lookup import FindPrefix, PrefixMissed
+from effects.ports import MOST_RECENT, Perform, RowsLost
 from effects.prefill import RunPrefill
 from effects.stream import EmitTokens, ReportProgress
 from engine.runner import Envelope
 from states.events import ForRequest
+from states.life import LookingUp, Prefilling
 from states.machine import IllegalEvent
 from states.residency import Resolved
 from states.settings import Settings
@@ -273,6 +275,40 @@ async def test_draining_cuts_short_what_takes_too_long() -> None:
         assert not await running.door.drain(0.02)
         _, closed = await collect(ticket)
     assert closed.finish == "shutdown"
+
+
+def missed(*_: Any) -> PrefixMissed:
+    return PrefixMissed("no_match")
+
+
+def failing(*_: Any) -> PrefixMissed:
+    raise OSError("the disk is gone")
+
+
+async def missed_later(*_: Any) -> PrefixMissed:
+    await anyio.lowlevel.checkpoint()
+    return missed()
+
+
+async def failing_later(*_: Any) -> PrefixMissed:
+    await anyio.lowlevel.checkpoint()
+    return failing()
+
+
+@pytest.mark.parametrize(
+    ("find", "stage"),
+    [(missed, Prefilling), (failing, Prefilling), (missed_later, LookingUp), (failing_later, LookingUp)],
+)
+async def test_what_the_store_knows_is_answered_before_anybody_else_has_a_turn(find: Perform, stage: type) -> None:
+    """What fails is a miss either way."""
+    async with engine(evolve(SETTINGS, store=True), perform={FindPrefix: find}) as running:
+        await anyio.wait_all_tasks_blocked()  # it has begun
+        ticket = running.door.submit(LONG)
+        (state,) = running.runner.world.requests.values()
+        assert isinstance(state, stage)
+        tokens, closed = await collect(ticket)
+    assert tokens == expected(LONG)
+    assert closed.finish == "length"
 
 
 async def test_stages_add_up_to_the_time_the_request_took() -> None:

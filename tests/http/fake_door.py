@@ -21,7 +21,7 @@ from attrs import define, evolve, field
 from effects.decode import Logprob
 from effects.ids import RequestId, Tier, Tokens
 from effects.job import Job, Report
-from effects.ports import Activity, CancelReason, Closed, Divergence, Message, SlotStatus, Stage, Status, Totals
+from effects.ports import Activity, CancelReason, Closed, Divergence, Message, SlotStatus, Stage, Status, Takes, Totals
 from effects.scope import Selection
 from effects.stream import EmitTokens, Finish, ReportProgress
 from engine.misses import diverged
@@ -153,7 +153,7 @@ class FakeDoor:
         self.tickets.append(ticket)
         if self.state != "ready":
             ticket.close("shutdown")
-        elif self.busy >= self.slots and self.waiting >= self.max_queue:
+        elif self._full:
             ticket.close("queue_full")
         else:
             ticket.accepted = True
@@ -166,13 +166,20 @@ class FakeDoor:
                 self.tasks.start_soon(self._queue, ticket)
         return ticket
 
+    def takes(self) -> Takes:
+        return "draining" if self.state != "ready" else "queue_full" if self._full else "ready"
+
+    @property
+    def _full(self) -> bool:
+        return self.busy >= self.slots and self.waiting >= self.max_queue
+
     def status(self) -> Status:
         return Status(
             state=self.state,
             slots=tuple(map(self._slot, range(self.slots))),
             slots_busy=self.busy,
             queue=self.waiting,
-            queue_full=self.busy >= self.slots and self.waiting >= self.max_queue,
+            queue_full=self._full,
             troubles=self.troubles,
             props={"model": "fake"},
         )

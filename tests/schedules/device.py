@@ -176,6 +176,10 @@ class Device:
         return not any(isinstance(one, OpenSlot) and one.slot == ask.effect.slot for one in waiting)
 
     def step_beside(self) -> list[Answer]:
+        effect, chunk = self.beside[0].asks[0].effect, self.settings.chunk
+        assert isinstance(effect, RunPrefill)
+        last = (effect.stop - effect.start - 1) % chunk + 1
+        assert last > self.settings.beside_rows, "so few rows are the lane's: both would have one memory"
         return self.carry_out(self.beside.popleft(), self.beside)
 
     def carry_out(self, launch: Launch, queue: deque[Any]) -> list[Answer]:
@@ -205,7 +209,7 @@ class Device:
         """Its next step, if it may be taken without asking, or the chunks of a prefill that are left."""
         one = ask.effect
         if isinstance(one, RunPrefill) and isinstance(outcome, PrefillAdvanced):
-            goes_on = outcome.stop < one.stop and ask.request not in self.abandoned
+            goes_on = outcome.stop < one.stop and ask.request not in self.abandoned | self.halted
             return Ask(ask.request, evolve(one, start=outcome.stop)) if goes_on else None
         if not (isinstance(one, RunDecode) and isinstance(outcome, Decoded)) or one.steps == 1:
             return None

@@ -195,6 +195,7 @@ class Simulator:
                 ((0, 1, 0, 20, 0), (0, 1, 4, 50, 20)),
             )
         )
+        chunk, beside_rows = block_size * rng.choice((1, 2, 4)), 0 if stateful or block else rng.choice((0, 1, 2, 5))
         return Settings(
             slots=slots,
             max_context=80,
@@ -202,12 +203,12 @@ class Simulator:
             page=8,
             shares_pages=not stateful and rng.random() < 0.6,
             max_queue=rng.choice((0, 2, 20)),
-            chunk=block_size * rng.choice((1, 2, 4)),
+            chunk=chunk,
             block_size=block_size,
             keep_decoded=rng.random() < 0.7,
             batch_rows=rng.choice((1, 4, 16)),
             mixed_rows=rng.choice((0, 0, 2, 8)),
-            beside_rows=0 if stateful or block else rng.choice((0, 1, 2, 5)),
+            beside_rows=beside_rows,
             store=rng.random() < 0.6,
             block=block,
             residency=rng.choice(RESIDENCIES),
@@ -218,7 +219,7 @@ class Simulator:
             state_tokens=rng.choice((0, 3)),
             interval=rng.choice((0, 3, 8)),
             cold_max=rng.choice((0, 12)),
-            span=rng.choice((1, 1, 3)),
+            span=1 if chunk <= beside_rows else rng.choice((1, 1, 3)),
             rates=rng.choice((Rates(), Rates(prefill=(50,), host=10, disk=90, decode=decode_steps))),
         )
 
@@ -428,7 +429,7 @@ class Simulator:
             self.store.abandoned.add(request)
 
     def halt(self, request: RequestId) -> None:
-        assert request in self.launched[MAIN], "nobody is there to be halted"
+        assert any(request in self.launched.get(lane, ()) for lane in (MAIN, PROMPTS)), "nobody is there to be halted"
         if request in self.flying():
             self.device.halted.add(request)
 

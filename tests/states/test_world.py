@@ -264,6 +264,66 @@ def test_a_wide_prefill_goes_beside_decode_steps_and_its_last_rows_with_them() -
     assert launches[0].lane == MAIN
 
 
+WAYS = evolve(PLAIN, beside_rows=8, chunk=16, span=4)  # several chunks at once, on a lane of their own
+
+
+def launches_of(outs: tuple[Out, ...]) -> list[tuple[LaneId, Effect]]:
+    return [(out.lane, ask.effect) for out in outs if isinstance(out, Launch) for ask in out.asks]
+
+
+def test_a_prompt_that_has_its_lane_to_itself_is_read_in_one_launch_until_somebody_joins_it() -> None:
+    """What comes meanwhile gets the next turn, and then both take turns of one chunk."""
+    world, outs = after(WAYS, submitted(ONE, prompt=tuple(range(100))))
+    assert launches_of(outs) == [(PROMPTS, RunPrefill(SlotId(0), 0, 64))]
+    world, outs = advance(world, ForRequest(ONE, PrefillAdvanced(16, more=True)))
+    assert launches_of(outs) == []
+    world, outs = advance(world, ForRequest(*submitted(TWO, prompt=tuple(range(50, 90)))))
+    check(world)
+    assert outs[-1] == Ask(ONE, Halt())
+    world, outs = advance(world, ForRequest(ONE, PrefillAdvanced(32, more=True)))
+    assert Ask(ONE, Halt()) not in outs, "once"
+    world, outs = advance(world, ForRequest(ONE, PrefillAdvanced(32)))
+    assert launches_of(outs) == [(PROMPTS, RunPrefill(SlotId(1), 0, 16))], "it is done sooner"
+    world, outs = advance(world, ForRequest(TWO, PrefillAdvanced(16)))
+    assert launches_of(outs) == [(PROMPTS, RunPrefill(SlotId(1), 16, 32))]
+    check(world)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stop", "lane"),
+    [
+        (9, 8, MAIN),
+        (24, 16, PROMPTS),
+        (26, 25, PROMPTS),
+        (49, 48, PROMPTS),
+        (54, 48, PROMPTS),
+        (57, 48, PROMPTS),
+        (58, 57, PROMPTS),
+    ],
+)
+def test_of_several_chunks_the_last_is_none_that_decode_steps_share_their_memory_with(
+    tokens: int, stop: int, lane: LaneId
+) -> None:
+    _, outs = after(WAYS, submitted(ONE, prompt=tuple(range(tokens))))
+    assert launches_of(outs) == [(lane, RunPrefill(SlotId(0), 0, stop))]
+
+
+def test_chunks_as_narrow_as_decode_steps_are_never_several() -> None:
+    with pytest.raises(ValueError, match="several chunks of 16 rows"):
+        evolve(WAYS, beside_rows=16)
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_decode_steps_that_end_before_a_prefill_does_were_beside_it_all_the_same(when: str) -> None:
+    ends = (ONE, Decoded((7,) * 9))
+    company = (submitted(ONE, prompt=(1, 2), max_tokens=9), (ONE, PrefillAdvanced(1)))
+    order = (submitted(TWO), ends) if when == "meanwhile" else (ends, submitted(TWO))
+    world, _ = after(WAYS, *company, *order)
+    assert not world.lanes[MAIN].running
+    world, _ = advance(world, ForRequest(TWO, PrefillAdvanced(16, ns=160_000)))
+    assert world.rates.prefill == (() if when == "meanwhile" else (10_000,))
+
+
 @pytest.mark.parametrize("busy", [False, True], ids=["alone", "beside decode steps"])
 def test_what_a_prefill_takes_beside_decode_steps_says_nothing_of_what_it_takes(busy: bool) -> None:
     beside, company = evolve(PLAIN, beside_rows=8, chunk=16), (submitted(ONE, prompt=(1, 2)), (ONE, PrefillAdvanced(1)))

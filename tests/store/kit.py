@@ -21,11 +21,13 @@ from adapters.store.folder import File, Folder
 from adapters.store.format import Draft, Kind, Layout
 from adapters.store.host import HostTier
 from adapters.store.lease import Miss, Part
+from adapters.store.lookup import Found, Lookup
 from adapters.store.memory import Buffer
 from adapters.store.opening import index, open_disk
 from adapters.store.store import Store
 from adapters.transfer.copy import views
-from effects.ids import LeaseId, Tokens
+from effects.ids import LeaseId, RequestId, Tokens
+from effects.lookup import FindPrefix
 
 BLOCK_SIZE = 4
 ROWS = RowSpec(("layers.0.k", "layers.0.v", "layers.1.k", "layers.1.v"), 2, 8, "F32")
@@ -215,3 +217,10 @@ class Opening:
     def arm(self, at: int) -> None:
         assert self.folder is not None
         self.folder.calls, self.folder.at, self.folder.seen = 0, at, []
+
+
+def looked_up(lookup: Lookup, request: RequestId, effect: FindPrefix) -> Found:
+    """At once, as prompts that are not long are."""
+    found = lookup.find(request, effect)
+    assert isinstance(found, Found), found
+    return found

@@ -32,7 +32,7 @@ from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from tests.models.recurrent_shard import RecurrentShard
-from tests.store.kit import DRAFT, files, settled
+from tests.store.kit import DRAFT, files, looked_up, settled
 
 BLOCK_SIZE, CAPACITY, SLOTS, BUCKETS = 8, 128, 3, (4, 8, 16)
 LAYOUT = Layout("12" * 16, BLOCK_SIZE, RecurrentShard.row_spec, DRAFT, RecurrentShard.state_specs)
@@ -173,7 +173,7 @@ class StatefulBench:
 
     async def restored(self, request: int, slot: int, prompt: Tokens = PROMPT) -> object:
         self.open(request, slot, prompt)
-        found = await self.moving.lookup.find(RequestId(request), FindPrefix(prompt, 0))
+        found = looked_up(self.moving.lookup, RequestId(request), FindPrefix(prompt, 0))
         if isinstance(found, PrefixMissed):
             return found
         assert isinstance(found, PrefixFound)
@@ -295,7 +295,7 @@ async def test_a_place_with_another_state_is_refused(bench: StatefulBench) -> No
 async def test_a_state_comes_without_rows_where_the_slot_has_them(bench: StatefulBench) -> None:
     await bench.kept()
     bench.open(2, 1, source=0, keep=72, state=0)
-    found = await bench.moving.lookup.find(RequestId(2), FindPrefix(PROMPT, 0, rows=72))
+    found = looked_up(bench.moving.lookup, RequestId(2), FindPrefix(PROMPT, 0, rows=72))
     assert isinstance(found, PrefixFound)
     assert (found.length, found.checkpoints) == (72, (32, 72))
     lease = bench.store.lease(found.lease)
@@ -309,7 +309,7 @@ async def test_a_state_comes_without_rows_where_the_slot_has_them(bench: Statefu
 async def test_an_earlier_checkpoint_of_a_lease_may_be_taken(bench: StatefulBench) -> None:
     await bench.kept()
     bench.open(2, 1, source=0, keep=40, state=0)
-    found = await bench.moving.lookup.find(RequestId(2), FindPrefix(PROMPT, 0, rows=40))
+    found = looked_up(bench.moving.lookup, RequestId(2), FindPrefix(PROMPT, 0, rows=40))
     assert isinstance(found, PrefixFound)
     outcome = await bench.moving.restorer.restore(RequestId(2), RestoreBlocks(found.lease, SlotId(1), 32, 32))
     assert isinstance(outcome, BlocksRestored)
@@ -422,7 +422,7 @@ async def test_a_part_of_a_prefix_cannot_be_restored_with_its_state(bench: State
     await bench.kept()
     for start, stop in ((0, 40), (8, 72)):  # where no checkpoint is; and rows before it that nobody has
         bench.open(2, 1)
-        found = await bench.moving.lookup.find(RequestId(2), FindPrefix(PROMPT, 0))
+        found = looked_up(bench.moving.lookup, RequestId(2), FindPrefix(PROMPT, 0))
         effect = RestoreBlocks(found.lease, SlotId(1), start, stop)
         assert (await bench.moving.restorer.restore(RequestId(2), effect)).kind == "broken"
         with pytest.raises(KeyError):
@@ -462,7 +462,7 @@ async def test_a_state_that_cannot_be_put_back_leaves_rows_without_a_state(
     await bench.kept()
     bench.open(2, 1)
     await bench.prefill(2, 1, 0, 16)
-    found = await bench.moving.lookup.find(RequestId(2), FindPrefix(PROMPT, 16))
+    found = looked_up(bench.moving.lookup, RequestId(2), FindPrefix(PROMPT, 16))
 
     def half(shard: RecurrentShard, slot: int, state: Mapping[str, torch.Tensor]) -> None:
         shard.standing[slot] = None
@@ -482,7 +482,7 @@ async def test_what_is_on_the_device_goes_on_with_a_state_that_is_kept(bench: St
     await bench.kept()
     bench.open(2, 1)
     await bench.prefill(2, 1, 0, 16)
-    found = await bench.moving.lookup.find(RequestId(2), FindPrefix(PROMPT, 16))
+    found = looked_up(bench.moving.lookup, RequestId(2), FindPrefix(PROMPT, 16))
     outcome = await bench.moving.restorer.restore(RequestId(2), RestoreBlocks(found.lease, SlotId(1), 16, 72))
     assert (outcome.start, outcome.stop) == (16, 72)
     assert await bench.goes_on(2, 1, 72) == await bench.cold()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from adapters.models.dense import DenseShard
 from adapters.store.folder import Folder
 from adapters.store.format import Layout
 from adapters.store.host import HostTier
+from adapters.store.lookup import Found
 from adapters.store.memory import ALIGN, Memory
 from adapters.store.opening import index, open_disk
 from adapters.store.store import Store
@@ -38,7 +39,7 @@ from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from tests.device.driver import BUCKETS, CHUNK, qwen3
-from tests.store.kit import files, settled
+from tests.store.kit import files, looked_up, settled
 
 BLOCK_SIZE = 16
 PROMPT = tuple((7 * n + n // 5) % 97 for n in range(101))
@@ -86,7 +87,7 @@ class Bench:
         return answer
 
     async def found(self, request: int, prompt=PROMPT, beyond: int = 0) -> PrefixFound:
-        found = await self.moving.lookup.find(RequestId(request), FindPrefix(prompt, beyond))
+        found = looked_up(self.moving.lookup, RequestId(request), FindPrefix(prompt, beyond))
         assert isinstance(found, PrefixFound)
         return found
 
@@ -283,7 +284,7 @@ async def test_a_damaged_file_fails_the_restore_and_the_request_computes(bench: 
     else:
         assert isinstance(outcome, StoreFailed)
         assert outcome.kind == "broken"
-        assert await bench.moving.lookup.find(RequestId(2), FindPrefix(PROMPT, 0)) == PrefixMissed("empty_store")
+        assert looked_up(bench.moving.lookup, RequestId(2), FindPrefix(PROMPT, 0)) == PrefixMissed("empty_store")
         await bench.prefill(2, 2)
     assert await bench.answer(2, 2) == cold
     assert bench.leases() == 0
@@ -336,16 +337,22 @@ async def test_a_lookup_tells_what_recent_prompts_share(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, beside: bool
 ) -> None:
     monkeypatch.setattr("adapters.store.lookup.LONG", 1 if beside else 1 << 20)
+
+    async def found_by(asked: FindPrefix) -> Found:
+        answer = bench.moving.lookup.find(RequestId(1), asked)
+        assert isinstance(answer, Awaitable) == beside
+        return await answer if isinstance(answer, Awaitable) else answer
+
     prompts = (PROMPT, (*PROMPT[:50], 96, 96), PROMPT)
-    shared = [(await bench.moving.lookup.find(RequestId(1), FindPrefix(one, 0, window=2))).shared for one in prompts]
+    shared = [(await found_by(FindPrefix(one, 0, window=2))).shared for one in prompts]
     assert shared == [0, 50, 101]
-    assert (await bench.moving.lookup.find(RequestId(1), FindPrefix(PROMPT, 0))).shared == 0, "nobody asked"
+    assert (await found_by(FindPrefix(PROMPT, 0))).shared == 0, "nobody asked"
     await bench.kept()
-    found = await bench.moving.lookup.find(RequestId(1), FindPrefix((*PROMPT, 5), 0, window=1))
+    found = await found_by(FindPrefix((*PROMPT, 5), 0, window=1))
+    assert isinstance(found, PrefixFound)
     assert (found.shared, found.length) == (101, 96)
     bench.moving.lookup.release(RequestId(1), ReleasePrefix(found.lease))
-    missed = await bench.moving.lookup.find(RequestId(1), FindPrefix(PROMPT, 96))
-    assert missed == PrefixMissed("diverged_at:96", length=96)
+    assert await found_by(FindPrefix(PROMPT, 96)) == PrefixMissed("diverged_at:96", length=96)
 
 
 class LayerByName:
@@ -460,7 +467,7 @@ async def test_metrics_say_what_the_cache_does(bench: Bench) -> None:
     bench.open(2, 3)
     found = await bench.found(2)
     await bench.restore(2, found, 3)
-    await bench.moving.lookup.find(RequestId(2), FindPrefix((9, *PROMPT), 0))
+    looked_up(bench.moving.lookup, RequestId(2), FindPrefix((9, *PROMPT), 0))
     text = metrics.render()[0].decode()
     size = 96 * bench.moving.store.layout.token_bytes
     for line in (
