@@ -13,6 +13,7 @@ from contextlib import suppress
 import torch
 from attrs import define, evolve, field
 
+from adapters.models import shard as shards
 from adapters.models.dense import DenseShard
 from adapters.models.dense_config import DenseConfig
 from adapters.models.pipeline import Pipeline
@@ -248,7 +249,7 @@ def remote(dial: Threads, layers: range, peer: Peer | None = None, **how) -> Rem
     config = dial.served.config
     peer = peer or peer_of(dial)
     peer.connect()
-    given = {"slots": 3, "capacity": 512, "buckets": (4, 8, 16, 32, 64, 128, 256), "aux_layers": (0, 2, 4)}
+    given = {"slots": 3, "capacity": 512, "buckets": shards.BUCKETS, "aux_layers": (0, 2, 4)}
     given |= {"state_places": 2, "fast": False, "limit": LIMIT, "shared": (1 << 20, 1 << 20)} | how
     asked = LoadLayers(layers=(layers.start, layers.stop), **given)
     return RemoteShard(peer, asked, NoEnds(), config.hidden_size, config.num_layers)
