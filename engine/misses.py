@@ -5,7 +5,8 @@ Observed and told, and never decided upon: neither a state nor a trace has it.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
+from operator import itemgetter
 
 from attrs import define, field
 
@@ -56,10 +57,12 @@ def in_slots(opening: OpenSlot, world: World) -> Divergence | None:
         for slot in looked_at
         if whose(slot, world.requests) == opening.salt
     ]
-    return max((one for one in (diverged(row, prompt) for row in rows) if one), key=lambda one: one.at, default=None)
+    return diverged(rows, prompt)
 
 
-def diverged(rows: Tokens, prompt: Tokens) -> Divergence | None:
-    """None where one of them only goes on where the other ends."""
-    at = alike(rows, prompt)
-    return Divergence(at, rows[at : at + DIVERGED], "device") if at < min(len(rows), len(prompt)) else None
+def diverged(sequences: Sequence[Tokens], prompt: Tokens) -> Divergence | None:
+    """From the likest of them, but for those of which one only goes on where the other ends."""
+    left = [(alike(rows, prompt), rows) for rows in sequences]
+    there = [(at, rows) for at, rows in left if at < min(len(rows), len(prompt))]
+    at, rows = max(there, key=itemgetter(0), default=(0, ()))
+    return Divergence(at, rows[at : at + DIVERGED], "device") if there else None

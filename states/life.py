@@ -117,7 +117,8 @@ class Remains:
     @property
     def rows(self) -> Tokens:
         """What the slot's valid rows stand for."""
-        return (self.prompt.tokens + self.answer)[: self.seat.valid]
+        prompt, valid = self.prompt.tokens, self.seat.valid
+        return prompt[:valid] if valid <= len(prompt) else prompt + self.answer[: valid - len(prompt)]
 
 
 @frozen

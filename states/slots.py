@@ -134,7 +134,8 @@ def admit(
     taken = Slot((), request, slots.slots[target].used, "", 0, alone, brief, held)
     after = (*slots.slots[:target], taken, *slots.slots[target + 1 :])
     left = places.used(slots.places, place, slots.turn)
-    left = places.handed_on(left, target, shared[target], heirs(slots, target, requests, settings))
+    if left:
+        left = places.handed_on(left, target, shared[target], heirs(slots, target, requests, settings))
     admitted = Admitted(SlotId(target), SlotId(source if keep else target), keep, at if settings.stateful else 0, place)
     return evolve(leave_queue(slots, request), slots=after, places=left), request, admitted
 
