@@ -84,6 +84,18 @@ def choose_tile(
         programs = [triton.cdiv(count, tile.rows) * triton.cdiv(columns, tile.columns) for tile in candidates]
         enough = (tile for tile, number in zip(candidates, programs, strict=True) if number >= 0.9 * processors)
         tile = next(enough, candidates[-1])
+    return fitted(tile, dtype, shared)
+
+
+def choose_tile_ahead(count: int, dtype: torch.dtype, shared: int) -> Tile:
+    """Of `linear_ahead`. A step takes time whatever it sums, so with few rows it is long; and rows that are not there
+    are zeros that have to be written, so there are few of them."""
+    rows, wide = 8 if count <= 8 else max(16, count), count <= 16
+    return fitted(Tile(rows, 64, 256 if wide else 128, 4, 6 if wide else 7), dtype, shared)
+
+
+def fitted(tile: Tile, dtype: torch.dtype, shared: int) -> Tile:
+    """With as many steps loaded ahead as there is shared memory for."""
     fits = (shared - 4096) // ((tile.rows + tile.columns) * tile.depth * dtype.itemsize)
     return evolve(tile, stages=max(1, min(tile.stages, fits)))
 
@@ -210,10 +222,10 @@ class TritonKernels:
     def _multiply(self, x: Tensor, w: Tensor, out: Tensor, *, gated: bool) -> None:
         (count, depth), columns = x.shape, len(w)
         precision = "ieee" if x.dtype == torch.float32 else "tf32"
-        tile = choose_tile(count, columns, gated, x.dtype, self._processors, self._shared)
         if self._hopper and count <= NARROW and x.dtype != torch.float32:
-            self._multiply_ahead(x, w, out, tile, gated=gated)
+            self._multiply_ahead(x, w, out, gated=gated)
             return
+        tile = choose_tile(count, columns, gated, x.dtype, self._processors, self._shared)
         x_desc = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
         w_desc = TensorDescriptor.from_tensor(w, [tile.columns, tile.depth])
         shape = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "STAGES": tile.stages}
@@ -226,8 +238,9 @@ class TritonKernels:
             grid = (triton.cdiv(count, tile.rows) * triton.cdiv(columns, tile.columns), 1)
             linear.linear_wide[grid](x_desc, w_desc, out, count, columns, depth, out.stride(0), **shape, **options)
 
-    def _multiply_ahead(self, x: Tensor, w: Tensor, out: Tensor, tile: Tile, *, gated: bool) -> None:
+    def _multiply_ahead(self, x: Tensor, w: Tensor, out: Tensor, *, gated: bool) -> None:
         (count, depth), columns = x.shape, len(w)
+        tile = choose_tile_ahead(count, x.dtype, self._shared)
         grid = (triton.cdiv(columns, tile.columns), triton.cdiv(count, tile.rows))
         descriptors = laid_out(w, tile.columns, tile.depth), laid_out(x, tile.rows, tile.depth)
         options = self._options(tile.warps) | {"STAGES": tile.stages, "GATED": gated}
