@@ -52,8 +52,9 @@ class PrefillAdvanced:
 @frozen
 class RunPrefill:
     """Compute rows `[start, stop)` of the slot's prompt: a chunk of at most C rows, or as many of them as the settings
-    say, which run side by side over the shards of a target. Before each it is looked whether it was given up,
-    and behind each it is told how far it came.
+    say, which run side by side over the shards of a target, or beside decode steps, each launched while the one before
+    it computes. Before each it is looked whether it was given up, beside decode steps for others as well (`Halt`), and
+    behind each it is told how far it came.
 
     checkpoint: the model's positional state at `stop` is copied out to be kept, too. A failure to keep it is none here.
     place: the device keeps it there. logprobs: alternatives beside each token that follows one of these rows; -1:

@@ -21,7 +21,7 @@ from adapters.models.draft_parts import DraftShape, DraftWeights
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kv_cache import KvCache
 from adapters.models.parking import ParkedWeights, State
-from adapters.models.shard import NamedTensors, Segment, Step, TargetHead
+from adapters.models.shard import BUCKETS, NamedTensors, Segment, Step, TargetHead
 from adapters.models.waves import current
 
 
@@ -76,7 +76,7 @@ class CachedDraft(ABC, Generic[L]):
         dtype: torch.dtype = torch.float32,
         slots: int = 4,
         capacity: int = 8192,
-        buckets: Sequence[int] = (4, 8, 16, 32, 64, 128, 256),
+        buckets: Sequence[int] = BUCKETS,
     ) -> None:
         self._shape, self._kernels, self._target = shape, kernels, head
         self._device, self._dtype = torch.device(device), dtype
