@@ -66,8 +66,8 @@ class Abandon:
 
 @frozen
 class Halt:
-    """Others wait for the lane: what goes on alone there ends with the step that it is at, or the chunks of a prompt that
-    have begun, and its outcome says so.
+    """Others wait for the lane: what goes on alone there ends with the step that it is at, or with the chunks that have
+    begun, and its outcome says so.
 
     Whose launch has ended meanwhile hears nothing of it.
     """
