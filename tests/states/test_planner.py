@@ -262,3 +262,21 @@ def test_what_was_measured_reaches_the_next_request() -> None:
         world, _ = advance(begin(STORE), ForRequest(ONE, Submitted(a_job())))
         world, _ = advance(evolve(world, rates=rates_now), ForRequest(ONE, PrefixFound(LeaseId(1), 20, "disk")))
         assert isinstance(world.requests[ONE], then)
+
+
+@pytest.mark.parametrize(
+    ("known", "rows", "took_ns", "after"),
+    [
+        ((), 1024, 10_240, (10,)),
+        ((), 4096, 40_960, (10, 10, 10)),
+        ((10, 20), 1024, 20_480, (12, 20)),
+        ((10, 20, 40), 4096, 2 * (1024 * 10 + 1024 * 20 + 2048 * 40), (12, 25, 50)),
+        ((10, 20, 40), 4096, 1024 * 10 + 1024 * 20 + 2048 * 40, (10, 20, 40)),
+        ((10, 0, 40), 2048, 2 * 2048 * 10, (12, 20, 40)),  # the second one's is taken to be the first one's
+    ],
+    ids=["a chunk", "chunks", "a chunk, known", "chunks, twice as slow", "chunks, as expected", "one of them unknown"],
+)
+def test_what_several_chunks_take_says_of_each_what_was_expected_of_it(
+    known: tuple[int, ...], rows: int, took_ns: int, after: tuple[int, ...]
+) -> None:
+    assert rates.prefilled(Rates(known), 0, rows, took_ns, beside=False).prefill == after
