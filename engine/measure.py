@@ -15,6 +15,7 @@ from attrs import evolve
 
 from adapters.device.executor import DeviceExecutor
 from adapters.models.kernels.interface import NARROW
+from adapters.models.pipeline import Pipeline
 from adapters.models.shard import Segment, Shard, Step
 from effects.all import Ask, Outcome
 from effects.decode import Decoded, RunDecode
@@ -55,6 +56,13 @@ def beside_rows(plan: Sequence[Placement], shard: Shard, buckets: Sequence[int],
     """
     here = len(plan) == 1 and plan[0].local and plan[0].device.type == "cuda" and NARROW in buckets[:-1]
     return NARROW if here and shard.runs_ahead and not drafted and not shard.state_specs else 0
+
+
+def span(shard: Pipeline, *, beside: bool) -> int:
+    """Chunks that one prefill may be of. Those that are only launched ahead go beside decode steps or not at all: on
+    their lane nobody would have the launch give way.
+    """
+    return shard.span if beside or not shard.ahead else 1
 
 
 def kept_or_measured(

@@ -72,7 +72,7 @@ class Runner:
     lane wants as well.
 
     The inbox holds what comes before `run` has begun, or of an event while it is folded: of each live request, of which
-    the door allows `limit`, its submission and a cancellation.
+    the door allows `limit`, its submission, a cancellation and what an executor answers at once.
     """
 
     world: World

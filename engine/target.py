@@ -38,7 +38,7 @@ from engine.fit import Fit
 from engine.folders import model_folder, user_folder
 from engine.kept import Kept
 from engine.machine import Placement, planned, state_tokens
-from engine.measure import beside_rows, kept_or_measured, key, mixed_rows
+from engine.measure import beside_rows, kept_or_measured, key, mixed_rows, span
 from engine.needs import chosen, host_experts, hosts_table, shares_pages
 from engine.options import Options
 from engine.refusal import Refusal
@@ -304,7 +304,7 @@ def decide(
         shares_pages=bool(fit.pages) and not stateful and shares_pages(plan),
         max_queue=options.max_queue,
         chunk=numerics.chunk,
-        span=shard.span if beside or not shard.ahead else 1,
+        span=span(shard, beside=bool(beside)),
         block_size=numerics.block_size,
         keep_decoded=proven,
         batch_rows=min(BATCH_ROWS, numerics.batch_rows),

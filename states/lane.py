@@ -41,7 +41,7 @@ class Lane:
     plan: Plan = NOBODY  # of the last launch
     alone: bool = False  # it may go on by itself, and was not told yet that others wait
     passed: int = 0  # turns in which a shorter prompt went before the one that has waited longest
-    shared: bool = False  # the device has been at another lane's launch, too, while it was at this one
+    shared: bool = False  # of lane PROMPTS: the device has been at decode steps, too, while it was at this launch
 
 
 Chosen: TypeAlias = Launch | Answer | None

@@ -339,7 +339,6 @@ class DeviceExecutor:
                 if stop < effect.stop:
                     steps.put((PrefillAdvanced(stop, more=True),))
         except Exception as error:
-            self._shard.synchronize()  # chunks before it: their rows may be somebody else's soon
             if effect.stop - effect.start > self._chunk and self._shard.state_specs and ran_out_of_memory(error):
                 return self.decoding.half_settled(effect.slot, error)
             raise

@@ -5,6 +5,7 @@ beside decode steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import chain, pairwise
 from typing import TypeAlias
 
@@ -95,13 +96,18 @@ def prefilled(
 
     ahead = isinstance(shard, Pipeline) and shard.ahead
     chunks = told()
-    for chunk, _ in pairwise(chain(chunks, (None,))) if ahead else ((one, None) for one in chunks):
-        assert chunk is not None
-        stop, event = chunk
-        if event is not None:
-            event.synchronize()
-        state.advance(stop)
-        yield stop
+    try:
+        for chunk, _ in pairwise(chain(chunks, (None,))) if ahead else ((one, None) for one in chunks):
+            assert chunk is not None
+            stop, event = chunk
+            if event is not None:
+                event.synchronize()
+            state.advance(stop)
+            yield stop
+    except BaseException:
+        with suppress(RuntimeError):  # of chunks before it: where their rows are may be somebody else's soon
+            shard.synchronize()
+        raise
 
 
 def launched(

@@ -21,6 +21,7 @@ from adapters.models.synthetic import RandomWeights
 from effects.all import Ask, Launch
 from effects.decode import Decoded, RunDecode
 from effects.ids import MAIN, PROMPTS, DeviceFailed, RequestId
+from effects.ports import Result, Underway
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.stream import Halt
 from tests.device.driver import BUCKETS, CHUNK, GREEDY, SAMPLED, TINY, Caller, Driver, drive, prompt_of, straightforward
@@ -219,7 +220,13 @@ async def test_a_chunk_is_told_of_when_the_device_has_done_it_and_is_at_the_next
         number: int
 
         def synchronize(self) -> None:
+            assert state().valid == self.number * CHUNK, "others would count on rows that are not there"
             happened.append(("done", self.number))
+
+    def state() -> SlotState:
+        found = driver.executor.serving(client.slot, client.request)
+        assert isinstance(found, SlotState)
+        return found
 
     def marked(_: object) -> Chunk:
         return Chunk(sum(kind == "launched" for kind, _ in happened) - 1)
@@ -256,8 +263,19 @@ async def test_a_chunk_that_there_is_no_memory_for_ends_it_behind_those_before_i
     monkeypatch.setattr(ToldAhead, "synchronize", lambda _: waited.append(1))
     shard.going.set()
     client = await driver.open(prompt_of(1, 4 * CHUNK + 1), GREEDY, 1)
-    *told, outcome = [*await driver.executor.perform(launched(client, 4 * CHUNK))]
-    assert (told, outcome.kind, waited) == ([], "out_of_memory", [1])
+    told, ended = list[object](), anyio.Event()
+
+    def heard(result: Result | Underway) -> None:
+        told.extend(result.take() if isinstance(result, StepsTaken) else [result])
+        if isinstance(result, tuple | BaseException):
+            ended.set()
+
+    driver.executor.submit(launched(client, 4 * CHUNK), heard)
+    with anyio.fail_after(20):
+        await ended.wait()
+    (advanced,), (failed,) = told
+    assert (advanced, failed.kind, waited) == (PrefillAdvanced(CHUNK, more=True), "out_of_memory", [1])
+    assert driver.executor.serving(client.slot, client.request).valid == CHUNK, "of the one that was on its way, too"
 
 
 @pytest.mark.cuda

@@ -11,13 +11,15 @@ import pytest
 import torch
 from attrs import evolve
 
+from adapters.models.pipeline import Pipeline
+from adapters.models.waves import SPAN
 from effects.all import Ask
 from effects.decode import Decoded, RunDecode
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from engine import measure
 from engine.kept import Kept
 from engine.machine import Placement
-from engine.measure import agree, beside_rows, from_json, kept_or_measured, key, to_json
+from engine.measure import agree, beside_rows, from_json, kept_or_measured, key, span, to_json
 from states.rates import Rates
 from tests.device.fake_shard import FakeShard
 from tests.models.recurrent_shard import RecurrentShard
@@ -203,3 +205,17 @@ WHOLE, PROVEN = (Placement(range(1), GPU),), (4, 64, 128, 256, 1024)
 )
 def test_where_prompts_have_a_lane_of_their_own(plan, shard, buckets, drafted, rows) -> None:  # type: ignore[no-untyped-def]
     assert beside_rows(plan, shard, buckets, drafted=drafted) == rows
+
+
+@pytest.mark.parametrize(
+    ("parts", "beside", "chunks"),
+    [
+        ((FakeShard(runs_ahead=True),), True, SPAN),
+        ((FakeShard(runs_ahead=True),), False, 1),
+        ((FakeShard(),), False, 1),
+        ((FakeShard(layers=range(1)), FakeShard(layers=range(1, 2))), False, SPAN),
+    ],
+    ids=["a GPU", "a GPU with a draft", "a CPU", "two that compute elsewhere"],
+)
+def test_how_many_chunks_a_launch_may_be_of(parts: tuple[FakeShard, ...], beside: bool, chunks: int) -> None:
+    assert span(Pipeline(parts), beside=beside) == chunks

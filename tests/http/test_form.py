@@ -107,6 +107,24 @@ async def test_who_waits_for_a_grammar_is_told_when_the_server_stops(site: Site)
     assert answers == [503]
 
 
+async def test_who_waits_for_a_grammar_has_not_left_because_the_queue_fills_up_meanwhile(site: Site) -> None:
+    """It is told of the queue, when it comes to that."""
+    line = site.text.grammars._turn  # noqa: SLF001 - as above
+    answers: list[int] = []
+
+    async def ask() -> None:
+        answers.append((await site.complete(max_tokens=2, guided_regex="ab")).status_code)
+
+    async with anyio.create_task_group() as tasks, line:
+        tasks.start_soon(ask)
+        while not line.statistics().tasks_waiting:  # noqa: ASYNC110 - a lock tells nobody
+            await anyio.sleep(0.01)
+        room, site.door.slots, site.door.max_queue = (site.door.slots, site.door.max_queue), 0, 0
+        assert site.door.takes() == "queue_full"
+    site.door.slots, site.door.max_queue = room
+    assert answers == [429]
+
+
 async def test_such_an_answer_ends_with_its_grammar(site: Site) -> None:
     await site.complete(max_tokens=2, guided_regex="a+", ignore_eos=True, stop_token_ids=[50])
     assert set(site.door.tickets[-1].job.stop_tokens) == {*site.text.tokenizer.end_tokens, 50}

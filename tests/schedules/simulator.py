@@ -12,13 +12,14 @@ from adapters.device.underway import joined
 from effects.all import Ask, Launch
 from effects.compression import Compression, PromptPart
 from effects.decode import Decoded
-from effects.ids import MAIN, PROMPTS, DeviceFailed, LaneId, RequestId, SlotId, Tokens
+from effects.ids import MAIN, PROMPTS, DeviceFailed, LaneId, RequestId, SlotId, StoreFailed, Tokens
 from effects.job import Job, Sampling, aged, freezes, uncompressed
-from effects.lookup import FindPrefix, ReleasePrefix
+from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
 from effects.pflash import KeepFrozen
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
+from effects.restore import BlocksRestored
 from effects.scope import Scope
-from effects.snapshot import SaveSnapshot
+from effects.snapshot import SaveSnapshot, SnapshotSaved
 from effects.stream import Abandon, CloseStream, EmitTokens, Halt, ReportProgress
 from states.events import Cancelled, Event, ForEngine, ForRequest, Happened, SlotsLost, Submitted
 from states.invariants import check
@@ -47,6 +48,7 @@ RESIDENCIES = (
     Resolved("persistent", "keep", "keep"),
 )
 SALTED = (2, 4)  # of every five jobs: of slots, they go on from those of one another, and nobody else does
+OF_STORE = (PrefixFound, PrefixMissed, BlocksRestored, SnapshotSaved, StoreFailed)
 EVENTS_MAX = 5_000  # far more than any schedule needs: a livelock is a failure
 
 
@@ -58,6 +60,11 @@ def taken(tokens: Tokens, state: Speculating) -> int:
 
 def goes_on(outcome: Event) -> bool:
     return isinstance(outcome, Decoded | PrefillAdvanced) and outcome.more
+
+
+def ends(outcome: Event) -> bool:
+    """Is it the last that a launch has of a member? The store may answer while the member's front is computed."""
+    return not goes_on(outcome) and not isinstance(outcome, OF_STORE)
 
 
 @define
@@ -322,7 +329,7 @@ class Simulator:
 
     def deliver(self) -> None:
         request, outcome = self.answered(self.rng.randrange(len(self.answers)))
-        if not goes_on(outcome):
+        if ends(outcome):
             for members in self.launched.values():
                 members.discard(request)
         state = self.world.requests.get(request)
@@ -436,7 +443,7 @@ class Simulator:
     def flying(self) -> set[RequestId]:
         """Members of the launches that the device is at."""
         launched = set[RequestId]().union(*self.launched.values())
-        return launched - {whose for whose, one in self.answers if not goes_on(one)}
+        return launched - {whose for whose, one in self.answers if ends(one)}
 
     def check_the_end(self) -> None:
         world, device = self.world, self.device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,7 +21,7 @@ from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored
-from effects.stream import EmitTokens
+from effects.stream import EmitTokens, Halt
 from states import residency
 from states.events import Cancelled, ForRequest, Submitted
 from states.life import Draining, Held, Prompt, Recovering, Restoring, Waiting, Yielding, remains
@@ -108,6 +109,48 @@ def test_nobody_is_lost_and_no_answer_changes_where_pages_are_short(first: int) 
             error.add_note(f"seed {seed}: crowded({seed}).run() shows it again")
             raise
         assert not simulator.world.requests
+
+
+def reading(seed: int) -> Simulator:
+    """Prompts of many chunks, on a lane of their own beside decode steps, with a store in which they may be."""
+    drawn, rng = Simulator(seed), random.Random(seed)
+    chunk = drawn.settings.block_size * rng.choice((2, 4))
+    beside = rng.choice([rows for rows in (1, 2, 3, 5) if rows < chunk])
+    how: dict[str, Any] = {"chunk": chunk, "beside_rows": beside, "span": rng.choice((2, 3, 8)), "store": True}
+    settings = evolve(drawn.settings, stateful=False, block=0, tree=0, **how)
+    jobs = [
+        evolve(job, prompt=(job.prompt * 3)[: rng.randint(20, 60)], max_tokens=min(job.max_tokens, 9))
+        if job.compression.mode == "off" and not job.compression.parts
+        else job
+        for job in drawn.jobs
+    ]
+    simulator = Simulator(seed, settings, jobs)
+    simulator.arrivals = 0.5
+    return simulator
+
+
+@pytest.mark.parametrize("first", range(0, 400, CHUNK))
+def test_prompts_of_many_chunks_give_way_to_each_other_and_nobody_is_lost(first: int) -> None:
+    """And nobody is told twice to."""
+    halts = 0
+    for seed in range(first, first + CHUNK):
+        simulator = reading(seed)
+        try:
+            simulator.run()
+            simulator.replay()
+        except Exception as error:
+            error.add_note(f"seed {seed}: reading({seed}).run() shows it again")
+            raise
+        assert not simulator.world.requests
+        halted = set[RequestId]()
+        for out in (out for _, outs in simulator.history for out in outs):
+            if isinstance(out, Launch):
+                halted -= {ask.request for ask in out.asks}
+            elif isinstance(out.effect, Halt):
+                assert out.request not in halted
+                halted.add(out.request)
+                halts += 1
+    assert halts > CHUNK // 10
 
 
 def run_all(simulators: Iterable[Simulator]) -> None:

@@ -313,6 +313,15 @@ def test_chunks_as_narrow_as_decode_steps_are_never_several() -> None:
         evolve(WAYS, beside_rows=16)
 
 
+def test_decode_steps_that_begin_beside_a_prefill_are_beside_it_as_those_it_began_beside() -> None:
+    """And have ended before it does."""
+    company = (submitted(ONE, prompt=(1, 2), max_tokens=9), (ONE, PrefillAdvanced(1)), (ONE, Decoded((7,) * 9)))
+    world, _ = after(WAYS, submitted(TWO), *company)
+    assert not world.lanes[MAIN].running
+    world, _ = advance(world, ForRequest(TWO, PrefillAdvanced(16, ns=160_000)))
+    assert world.rates.prefill == ()
+
+
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 def test_decode_steps_that_end_before_a_prefill_does_were_beside_it_all_the_same(when: str) -> None:
     ends = (ONE, Decoded((7,) * 9))
