@@ -118,22 +118,24 @@ class EngineDoor:
         self.past.closed(request, closed)
         self.closed(closed)
 
-    def takes(self) -> Takes:
+    @property
+    def _full(self) -> bool:
         slots, most = self.runner.world.slots, self.runner.world.settings.max_queue
-        full = len(slots.waiting) >= most and all(slot.holder is not None for slot in slots.slots)
-        return "draining" if self._shut else "queue_full" if full else "ready"
+        return len(slots.waiting) >= most and all(slot.holder is not None for slot in slots.slots)
+
+    def takes(self) -> Takes:
+        return "draining" if self._shut else "queue_full" if self._full else "ready"
 
     def status(self) -> Status:
         """As every door tells it, with everything that this engine has to tell."""
         world = self.runner.world
-        live, waiting, slots = self.live(), len(world.slots.waiting), world.slots.slots
-        busy = sum(slot.holder is not None for slot in slots)
+        live, slots = self.live(), world.slots.slots
         return Status(
             state="draining" if self._shut else "ready",
             slots=tuple(slot_status(number, slot, world) for number, slot in enumerate(slots)),
-            slots_busy=busy,
-            queue=waiting,
-            queue_full=waiting >= world.settings.max_queue and busy == len(slots),
+            slots_busy=sum(slot.holder is not None for slot in slots),
+            queue=len(world.slots.waiting),
+            queue_full=self._full,
             troubles=live.get("troubles", {}),
             props={
                 **self.facts,

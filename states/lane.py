@@ -88,10 +88,7 @@ def answered(lane: Lane, answer: Answer) -> Lane:
     on = further(answer.outcome) if leads(lane, answer.request) and lane.proposing else 0
     if isinstance(answer.outcome, Decoded | PrefillAdvanced) and answer.outcome.more:
         return with_asks(lane, lane.waiting, lane.running, on) if on else lane
-    first, *rest = lane.running  # members answer in order, but for what is played otherwise
-    running = tuple(
-        rest if first.request == answer.request else [a for a in lane.running if a.request != answer.request]
-    )
+    running = tuple(ask for ask in lane.running if ask.request != answer.request)
     after = with_asks(lane, lane.waiting, running, on)
     return after if not after.alone else evolve(after, alone=False)  # it goes no further
 

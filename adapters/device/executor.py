@@ -304,10 +304,11 @@ class DeviceExecutor:
     def _grow(self, asks: tuple[Ask, ...]) -> None:
         """Rows that come have their pages before anything is launched."""
         for ask in asks:
-            if isinstance(effect := ask.effect, RunDecode) and effect.pages:
-                state = self.serving(effect.slot, ask.request)
-                if isinstance(state, SlotState):
-                    self._shard.grow(effect.slot, effect.pages)
+            effect = ask.effect
+            if not isinstance(effect, RunDecode) or not effect.pages:
+                continue
+            if isinstance(self.serving(effect.slot, ask.request), SlotState):
+                self._shard.grow(effect.slot, effect.pages)
 
     def _one(self, ask: Ask, steps: StepsTaken) -> Outcome:
         handler = self._handlers.get(type(ask.effect))

@@ -4,10 +4,9 @@ beside decode steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import chain, pairwise
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from adapters.models.shard import Forward, Segment, Shard, Step
 from effects.ids import DeviceFailed
 from effects.prefill import RunPrefill
 
+T = TypeVar("T")
 # What a step has left, the rows of it that stay, and whose they are.
 Follow: TypeAlias = Callable[[Step, Forward, Sequence[int], Sequence[SlotState]], object]
 
@@ -95,11 +95,8 @@ def prefilled(
             yield step.segments[0].start + step.rows, mark(shard.device) if ahead else None
 
     ahead = isinstance(shard, Pipeline) and shard.ahead
-    chunks = told()
     try:
-        for chunk, _ in pairwise(chain(chunks, (None,))) if ahead else ((one, None) for one in chunks):
-            assert chunk is not None
-            stop, event = chunk
+        for stop, event in one_behind(told()) if ahead else told():
             if event is not None:
                 event.synchronize()
             state.advance(stop)
@@ -108,6 +105,15 @@ def prefilled(
         with suppress(RuntimeError):  # of chunks before it: where their rows are may be somebody else's soon
             shard.synchronize()
         raise
+
+
+def one_behind(items: Iterable[T]) -> Iterator[T]:
+    """Each of them, once the next one was asked for."""
+    held = list[T]()
+    for item in items:
+        yield from held
+        held = [item]
+    yield from held
 
 
 def launched(

@@ -92,7 +92,15 @@ async def test_a_lenient_client_gets_what_can_be_held(site: Site) -> None:
     assert response.json()["error"]["param"] == "$.response_format.json_schema.schema.not"
 
 
-async def test_who_waits_for_a_grammar_is_told_when_the_server_stops(site: Site) -> None:
+@pytest.mark.parametrize(
+    ("meanwhile", "takes", "status"),
+    [({"state": "draining"}, "draining", 503), ({"slots": 0, "max_queue": 0}, "queue_full", 429)],
+    ids=["the server stops", "the queue fills up"],
+)
+async def test_who_waits_for_a_grammar_is_told_what_has_happened_meanwhile(
+    site: Site, monkeypatch: pytest.MonkeyPatch, meanwhile: dict[str, Any], takes: str, status: int
+) -> None:
+    """And not that it had left."""
     line = site.text.grammars._turn  # noqa: SLF001 - for as long as a grammar of two seconds would hold it
     answers: list[int] = []
 
@@ -103,26 +111,10 @@ async def test_who_waits_for_a_grammar_is_told_when_the_server_stops(site: Site)
         tasks.start_soon(ask)
         while not line.statistics().tasks_waiting:  # noqa: ASYNC110 - a lock tells nobody
             await anyio.sleep(0.01)
-        site.door.state = "draining"
-    assert answers == [503]
-
-
-async def test_who_waits_for_a_grammar_has_not_left_because_the_queue_fills_up_meanwhile(site: Site) -> None:
-    """It is told of the queue, when it comes to that."""
-    line = site.text.grammars._turn  # noqa: SLF001 - as above
-    answers: list[int] = []
-
-    async def ask() -> None:
-        answers.append((await site.complete(max_tokens=2, guided_regex="ab")).status_code)
-
-    async with anyio.create_task_group() as tasks, line:
-        tasks.start_soon(ask)
-        while not line.statistics().tasks_waiting:  # noqa: ASYNC110 - a lock tells nobody
-            await anyio.sleep(0.01)
-        room, site.door.slots, site.door.max_queue = (site.door.slots, site.door.max_queue), 0, 0
-        assert site.door.takes() == "queue_full"
-    site.door.slots, site.door.max_queue = room
-    assert answers == [429]
+        for name, value in meanwhile.items():
+            monkeypatch.setattr(site.door, name, value)
+        assert site.door.takes() == takes
+    assert answers == [status]
 
 
 async def test_such_an_answer_ends_with_its_grammar(site: Site) -> None:

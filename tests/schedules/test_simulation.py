@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -56,14 +56,14 @@ def test_a_prompt_that_is_looked_for_again_goes_on_from_a_cache_position(seed: i
     assert not play(seed).world.requests
 
 
-def play(seed: int, *, replay: bool = True) -> Simulator:
+def play(seed: int, make: Callable[[int], Simulator] = Simulator, *, replay: bool = True) -> Simulator:
     try:
-        simulator = Simulator(seed)
+        simulator = make(seed)
         simulator.run()
         if replay:
             simulator.replay()
     except Exception as error:
-        error.add_note(f"seed {seed}: Simulator({seed}).run() shows it again")
+        error.add_note(f"seed {seed}: {make.__name__}({seed}).run() shows it again")
         raise
     return simulator
 
@@ -101,14 +101,7 @@ def crowded(seed: int) -> Simulator:
 @pytest.mark.parametrize("first", range(0, 300, CHUNK))
 def test_nobody_is_lost_and_no_answer_changes_where_pages_are_short(first: int) -> None:
     for seed in range(first, first + CHUNK):
-        simulator = crowded(seed)
-        try:
-            simulator.run()
-            simulator.replay()
-        except Exception as error:
-            error.add_note(f"seed {seed}: crowded({seed}).run() shows it again")
-            raise
-        assert not simulator.world.requests
+        assert not play(seed, crowded).world.requests
 
 
 def reading(seed: int) -> Simulator:
@@ -134,15 +127,8 @@ def test_prompts_of_many_chunks_give_way_to_each_other_and_nobody_is_lost(first:
     """And nobody is told twice to."""
     halts = 0
     for seed in range(first, first + CHUNK):
-        simulator = reading(seed)
-        try:
-            simulator.run()
-            simulator.replay()
-        except Exception as error:
-            error.add_note(f"seed {seed}: reading({seed}).run() shows it again")
-            raise
+        simulator, halted = play(seed, reading), set[RequestId]()
         assert not simulator.world.requests
-        halted = set[RequestId]()
         for out in (out for _, outs in simulator.history for out in outs):
             if isinstance(out, Launch):
                 halted -= {ask.request for ask in out.asks}
