@@ -19,6 +19,7 @@ from torch import Tensor
 
 from adapters.device.constraint import Mask, Matching, forbidden
 from adapters.device.exponent import steady_weights
+from adapters.device.extremes import extremes
 from adapters.device.host_draw import drawn
 from adapters.device.native_draw import found_at_once
 from adapters.device.noise import gumbel
@@ -239,15 +240,16 @@ def picking(logits: Tensor, rows: Sequence[Draw]) -> Picking:
     """
     raw = logits[: len(rows)]
     used = adjusted(raw, rows)
-    lowest, highest = used.amin(-1), used.amax(-1)  # both propagate NaN; faster than aminmax
+    tokens, found = extremes(used)
     masks, ends = _masks(rows)
-    if any(mask is not None for mask in masks):
+    if masked := any(mask is not None for mask in masks):
         out = forbidden(masks, raw.shape[-1], raw.device)
         used = used.masked_fill(out, -math.inf)
         if any(row.sampler.sampling.logprobs >= 0 for row in rows):
             raw = raw.masked_fill(out, -math.inf)
-    tokens = choose(used, rows)
-    found = torch.stack((tokens.double(), lowest.double(), highest.double()), -1)
+        tokens = used.argmax(-1)
+    if draw_some(tokens, used, rows) or masked:
+        found[:, 0] = tokens
     wanted = [index for index, row in enumerate(rows) if row.sampler.sampling.logprobs >= 0]
     if not wanted:
         return Picking(rows, tokens, ends, (), 0, found.flatten())
@@ -279,16 +281,15 @@ def adjusted(logits: Tensor, rows: Sequence[Draw]) -> Tensor:
     return used
 
 
-def choose(used: Tensor, rows: Sequence[Draw]) -> Tensor:
-    """The token of each row, from its adjusted logits: int64 `[R]`; the host does not wait."""
-    tokens = used.argmax(-1)
+def draw_some(tokens: Tensor, used: Tensor, rows: Sequence[Draw]) -> bool:
+    """Do tokens int64 `[R]` become others, drawn from adjusted logits at a temperature? The host does not wait."""
     sampled = [index for index, row in enumerate(rows) if row.sampler.sampling.temperature > 0]
     if sampled:
         at = torch.tensor(sampled).to(used.device, non_blocking=True)
         tokens[at] = draw(
             used[at], [rows[index].sampler.sampling for index in sampled], [rows[index].position for index in sampled]
         )
-    return tokens
+    return bool(sampled)
 
 
 def draw(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:

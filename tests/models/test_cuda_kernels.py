@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from adapters.device.extremes import extremes
 from adapters.models.kernels.batch import Batch
 from adapters.models.kernels.interface import HeadPrep, Rope
 from adapters.models.kernels.reference import ReferenceKernels
@@ -260,3 +261,69 @@ def test_padded_rows_write_nothing_and_stay_finite(kernels):
     assert kernels.attend(q, *caches, batch).isfinite().all()
     assert all(cache[1, :, :3].isfinite().all() and cache[1, :, 3:].isnan().all() for cache in caches)
     assert all(cache[slot].isnan().all() for cache in caches for slot in (0, 2))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("head", [64, 128])
+@pytest.mark.parametrize("group", [1, 3, 4, 8])
+@pytest.mark.parametrize("pages", [False, True])
+def test_keys_that_come_ahead_are_attended_as_those_that_do_not(dtype, head, group, pages):
+    """Contexts of every residue of tiles and splits, steps of several slots, and more work than there are programs."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("a kernel of Hopper's")
+    kv, slots, capacity = 2, 6, 33 * PAGE
+    ahead, plain = triton_cuda.TritonKernels(DEVICE), triton_cuda.TritonKernels(DEVICE)
+    plain._attention.hopper = False  # noqa: SLF001 - as on every other GPU
+    few = triton_cuda.TritonKernels(DEVICE)
+    few._attention.processors = 4  # noqa: SLF001 - so that a program has many splits, of several tiles
+    table = torch.randperm(slots * capacity // PAGE, generator=seeded(3, DEVICE), device=DEVICE).to(torch.int32)
+    table = table.view(slots, capacity // PAGE) if pages else None
+    shape = (len(table.flatten()), kv, PAGE, head) if pages else (slots, kv, capacity, head)
+    for spans in (
+        [(0, 1)],
+        [(62, 1), (63, 1), (64, 1), (254, 1), (255, 1), (256, 1)],
+        [(2048, 1)],
+        [(2047, 4), (300, 17), (0, 5)],
+        [(8000, 3), (777, 1), (1023, 2), (5, 1), (319, 1), (128, 64)],
+    ):
+        rows = sum(count for _, count in spans)
+        bucket = next(one for one in BUCKETS if one >= rows)
+        k_cache, v_cache = (normal(*shape, dtype=dtype, seed=seed) for seed in (1, 2))
+        for slot, (start, count) in enumerate(spans):  # rows that nobody has written may hold anything
+            number, row = divmod(start + count, PAGE)
+            for cache in (k_cache, v_cache):
+                (cache[table[slot, number], :, row:] if pages else cache[slot, :, start + count :])[:] = float("nan")
+        segments = tuple(Segment(slot, start, count) for slot, (start, count) in enumerate(spans))
+        q = normal(bucket, kv * group, head, dtype=dtype, seed=rows)
+        found = []
+        for kernels in (plain, ahead, few):
+            batch = Batch(bucket, DEVICE, pages=table)
+            batch.load(Step(segments, bucket), [0] * rows)
+            kernels.prepare(batch)
+            found.append(kernels.attend(q, k_cache, v_cache, batch)[:rows])
+        assert torch.isfinite(found[0].float()).all()
+        assert same_bits(found[0], found[1])
+        assert same_bits(found[0], found[2])
+
+
+@pytest.mark.parametrize("vocabulary", [5, 4096, 4097, 151936])
+@pytest.mark.parametrize("rows", [1, 3, 33])
+def test_the_extremes_of_logits_are_those_that_torch_finds(vocabulary, rows):
+    logits = normal(rows + 1, vocabulary, dtype=torch.float32)[1:]
+    logits[0, [1, vocabulary - 1]] = logits.max() + 1  # the first of two
+    logits[rows // 2, 3] = float("-inf")
+    tokens, told = extremes(logits)
+    expected, expected_told = extremes(logits.cpu())
+    assert tokens.tolist() == expected.tolist()
+    assert tokens[0] == 1
+    assert same_bits(told, expected_told.to(DEVICE))
+    for odd in (float("nan"), float("inf")):
+        logits[-1, vocabulary // 2] = odd
+        tokens, told = extremes(logits)
+        assert not told[-1, 1:].isfinite().all()
+        assert 0 <= tokens[-1] < vocabulary
+        assert told[0, 1:].isfinite().all() or rows == 1
+    logits[-1] = float("nan")
+    assert 0 <= extremes(logits)[0][-1] < vocabulary
+    logits[-1] = float("-inf")
+    assert extremes(logits)[0][-1] == 0

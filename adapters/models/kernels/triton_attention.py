@@ -11,12 +11,14 @@ import torch
 import triton
 from attrs import define, field
 from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as LaidOut
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from adapters.models.kernels.batch import Batch, BlockBatch
 from adapters.models.kernels.interface import NARROW, AttentionMask
 from adapters.models.kernels.row_form import form_of
-from adapters.models.kernels.triton import attention, block, rows
+from adapters.models.kernels.triton import attention, block, hopper_attention, rows
 from effects.ids import PAGE
 
 KV_TILE = 64
@@ -24,6 +26,7 @@ SPLIT = 256
 SCRATCH_BYTES = 256 << 20
 BLOCK_SPLITS = 64  # of a block's keys at most, so that one tile holds a head's partials
 LOG2_E = 1.4426950408889634
+AHEAD = {"K_STAGES": 4, "V_STAGES": 3}  # tiles that come ahead: two programs have a processor's memory
 
 
 @define
@@ -50,6 +53,12 @@ def readable(cache: Tensor, tile: int) -> tuple[Any, Tensor]:
     return cache, cache.view(torch.float32)
 
 
+def laid_out(matrix: Tensor, *block: int) -> LaidOut:
+    """As bulk copies bring blocks of it, and `wgmma` reads them."""
+    number = gl.float16 if matrix.dtype == torch.float16 else gl.bfloat16
+    return LaidOut.from_tensor(matrix, [*block], gl.NVMMASharedLayout.get_default_for([*block], number))
+
+
 def launching(warps: int, pdl: bool | None) -> dict[str, Any]:
     """What every launch is told. pdl: the kernel may start while the one before it drains."""
     return {"PDL": pdl, "num_warps": warps, "launch_pdl": pdl}
@@ -59,7 +68,8 @@ def launching(warps: int, pdl: bool | None) -> dict[str, Any]:
 class CudaAttention:
     """Keeps scratch memory for good, since recorded graphs hold its address.
 
-    processors: of the device. shared: bytes of shared memory that a program may have. attending: the bodies that have
+    processors: of the device. shared: bytes of shared memory that a program may have. hopper: keys and values may come
+    ahead. attending: the bodies that have
     asked for the step's tiles, by name; `running` is the one that runs.
     """
 
@@ -67,6 +77,7 @@ class CudaAttention:
     processors: int
     shared: int
     pdl: bool | None
+    hopper: bool = False
     running: str = ""
     attending: set[str] = field(init=False, factory=set)
     _partials: dict[tuple[int, ...], tuple[Tensor, Tensor]] = field(init=False, factory=dict)
@@ -90,37 +101,31 @@ class CudaAttention:
         limit = len(tiles)
         out = torch.empty_like(q)
         coded = form_of(k_cache).coded
-        (keys, k_scales), (values, v_scales) = (readable(cache, key_tile) for cache in (k_cache, v_cache))
         scale = head**-0.5 * LOG2_E
-        shape = {"HEADS": heads, "KV": kv, "GROUP": group, "PADDED": padded, "HEAD": head}
-        shape |= {"BLOCK_M": query_tile, "BLOCK_N": key_tile, "SPLIT": SPLIT}
-        shape |= {"PAGE": 0 if batch.pages is None else PAGE, "CODED": coded}
-        options = self._attention_options(q, query_tile, key_tile)
-        if bucket > NARROW or bucket * heads * splits * head * 4 > SCRATCH_BYTES:
+        shape = {"HEADS": heads, "KV": kv, "GROUP": group, "PADDED": padded, "SPLIT": SPLIT}
+        shape |= {"PAGE": 0 if batch.pages is None else PAGE}
+        folds = bucket > NARROW or bucket * heads * splits * head * 4 > SCRATCH_BYTES
+        ahead = self.hopper and not folds and not coded and head in (64, 128) and q.dtype.itemsize == 2
+        if not ahead:
+            (keys, k_scales), (values, v_scales) = (readable(cache, key_tile) for cache in (k_cache, v_cache))
+            shape |= {"HEAD": head, "BLOCK_M": query_tile, "BLOCK_N": key_tile, "CODED": coded}
+            options = self._attention_options(q, query_tile, key_tile)
+        if folds:
             attention.attend_chain[(limit * kv,)](
                 q, keys, values, k_scales, v_scales, tiles, out, pages, capacity, limit, scale, **shape, **options
             )
             return out.view(bucket, -1)
         acc, sums = self._scratch(heads, splits, head)
         programs = min(limit * splits * kv, 2 * self.processors)  # while one computes, the other one's rows come
-        attention.attend_splits[(programs,)](
-            q,
-            keys,
-            values,
-            k_scales,
-            v_scales,
-            tiles,
-            acc,
-            sums,
-            pages,
-            capacity,
-            limit,
-            splits,
-            scale,
-            LIMIT=NARROW,  # the same for every bucket and any number of slots: one kernel to be compiled
-            **shape,
-            **options,
-        )
+        to = (tiles, acc, sums, pages, capacity, limit, splits, scale)
+        shape["LIMIT"] = NARROW  # the same for every bucket and any number of slots: one kernel to be compiled
+        if ahead:
+            rows_of = (laid_out(cache.view(-1, head), key_tile, head) for cache in (k_cache, v_cache))
+            hopper_attention.attend_splits_ahead[(programs,)](
+                q, *rows_of, *to, **shape, **AHEAD, enable_fp_fusion=False, **self._options(4)
+            )
+        else:
+            attention.attend_splits[(programs,)](q, keys, values, k_scales, v_scales, *to, **shape, **options)
         attention.merge[(bucket, heads)](
             acc,
             sums,

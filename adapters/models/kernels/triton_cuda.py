@@ -15,8 +15,6 @@ import torch
 import triton
 from attrs import define, evolve, field, frozen
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as LaidOut
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from adapters.checkpoint.packed import Stack
@@ -35,7 +33,7 @@ from adapters.models.kernels.products import ProductPlan, Products
 from adapters.models.kernels.proof import Proof
 from adapters.models.kernels.row_form import LIMITS, form_of
 from adapters.models.kernels.triton import hopper, linear, rows
-from adapters.models.kernels.triton_attention import KV_TILE, CudaAttention, StepTiles, launching, sizes
+from adapters.models.kernels.triton_attention import KV_TILE, CudaAttention, StepTiles, laid_out, launching, sizes
 from adapters.models.kernels.triton_delta import CudaDelta
 from adapters.models.kernels.triton_experts import CudaExperts
 from adapters.models.kernels.triton_packed import CudaPacking, CudaStack
@@ -110,12 +108,6 @@ def _tiled(rows: int) -> int:
     return 1 << (rows - 1).bit_length() if rows <= NARROW else rows
 
 
-def laid_out(matrix: Tensor, *block: int) -> LaidOut:
-    """As bulk copies bring blocks of it, and `wgmma` reads them."""
-    number = gl.float16 if matrix.dtype == torch.float16 else gl.bfloat16
-    return LaidOut.from_tensor(matrix, [*block], gl.NVMMASharedLayout.get_default_for([*block], number))
-
-
 @define(eq=False)
 class TritonKernels:
     """`Kernels` for one CUDA device.
@@ -150,7 +142,7 @@ class TritonKernels:
             self.pdl = properties.major >= 9 if self.pdl is None else self.pdl
             self._hopper = properties.major == 9
         self.delta = CudaDelta(self.device, self.pdl)
-        self._attention = CudaAttention(self.device, self._processors, self._shared, self.pdl)
+        self._attention = CudaAttention(self.device, self._processors, self._shared, self.pdl, self._hopper)
         self.grouped = CudaExperts(self._shared, self.pdl)
         self._packing = CudaPacking(self.device, self._processors, self._shared, self.pdl)
 

@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from adapters.models.kernels.triton.linear import silu_times
 
 _silu_times = gluon.jit(silu_times.fn)
-_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # Triton 3.9 has renamed it
+bring = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # Triton 3.9 has renamed it
 
 
 @gluon.jit(do_not_specialize=["rows"])
@@ -56,12 +56,12 @@ def linear_ahead(
     steps = gl.cdiv(depth, BLOCK_K)
     for at in gl.static_range(STAGES):
         mbarrier.expect(come.index(at), BYTES, pred=at < steps)
-        _load(w_desc, [n0, at * BLOCK_K], come.index(at), w_ring.index(at), pred=at < steps)
+        bring(w_desc, [n0, at * BLOCK_K], come.index(at), w_ring.index(at), pred=at < steps)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     for at in gl.static_range(STAGES):
-        _load(x_desc, [m0, at * BLOCK_K], come.index(at), x_ring.index(at), pred=at < steps)
+        bring(x_desc, [m0, at * BLOCK_K], come.index(at), x_ring.index(at), pred=at < steps)
     acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=MMA)
     here, turn = 0, 0
     for step in range(steps):
@@ -72,8 +72,8 @@ def linear_ahead(
         coming = step - 1 + STAGES
         more = (step > 0) & (coming < steps)
         mbarrier.expect(come.index(free), BYTES, pred=more)
-        _load(w_desc, [n0, coming * BLOCK_K], come.index(free), w_ring.index(free), pred=more)
-        _load(x_desc, [m0, coming * BLOCK_K], come.index(free), x_ring.index(free), pred=more)
+        bring(w_desc, [n0, coming * BLOCK_K], come.index(free), w_ring.index(free), pred=more)
+        bring(x_desc, [m0, coming * BLOCK_K], come.index(free), x_ring.index(free), pred=more)
         turn = gl.where(here == STAGES - 1, turn ^ 1, turn)
         here = gl.where(here == STAGES - 1, 0, here + 1)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
