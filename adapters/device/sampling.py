@@ -17,6 +17,7 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
+from adapters.device.aside import aside
 from adapters.device.constraint import Mask, Matching, forbidden
 from adapters.device.exponent import steady_weights
 from adapters.device.extremes import extremes
@@ -191,12 +192,12 @@ class Picking:
     _arrived: torch.cuda.Event | None = field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
-        """The host does not wait for what is on its way."""
+        """The host does not wait for what is on its way; nor does the device, which goes on beside it."""
         if self._told.is_cuda:
-            there = torch.empty(self._told.shape, dtype=self._told.dtype, pin_memory=True)
-            self._told = there.copy_(self._told, non_blocking=True)
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrived.record()
+            with aside(self._told) as stream:
+                there = torch.empty(self._told.shape, dtype=self._told.dtype, pin_memory=True)
+                self._told = there.copy_(self._told, non_blocking=True)
+                self._arrived = stream.record_event()
 
     def read(self) -> list[Picked]:
         """Waits for the device."""

@@ -20,6 +20,14 @@ def gather(table_ptr, tokens_ptr, out_ptr, width, BLOCK: tl.constexpr):
         tl.store(out_ptr + row * width + at, tl.load(table_ptr + token * width + at, at < width), at < width)
 
 
+@triton.jit(do_not_specialize=["known", "count"])
+def bring_table(staged_ptr, tokens_ptr, table_ptr, known, count, BLOCK: tl.constexpr):
+    """table[:known] = tokens, the rest of its `count` numbers as staged, in host memory that the device can read."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    staged = tl.load(staged_ptr + at, (at >= known) & (at < count), 0)
+    tl.store(table_ptr + at, tl.where(at < known, tl.load(tokens_ptr + at, at < known, 0), staged), at < count)
+
+
 @triton.jit
 def add_norm(
     residual_ptr,
