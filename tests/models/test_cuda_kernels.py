@@ -283,6 +283,10 @@ def test_keys_that_come_ahead_are_attended_as_those_that_do_not(dtype, head, gro
         [(0, 1)],
         [(62, 1), (63, 1), (64, 1), (254, 1), (255, 1), (256, 1)],
         [(2048, 1)],
+        [(2046, 2)],
+        [(8000, 3)],
+        [(700, 1), (2300, 1), (5, 1)],
+        [(2047, 4)],
         [(2047, 4), (300, 17), (0, 5)],
         [(8000, 3), (777, 1), (1023, 2), (5, 1), (319, 1), (128, 64)],
     ):
@@ -300,7 +304,9 @@ def test_keys_that_come_ahead_are_attended_as_those_that_do_not(dtype, head, gro
             batch = Batch(bucket, DEVICE, pages=table)
             batch.load(Step(segments, bucket), [0] * rows)
             kernels.prepare(batch)
-            found.append(kernels.attend(q, k_cache, v_cache, batch)[:rows])
+            attended = kernels.attend(q, k_cache, v_cache, batch)
+            assert not attended[rows:].any()
+            found.append(attended[:rows])
         assert torch.isfinite(found[0].float()).all()
         assert same_bits(found[0], found[1])
         assert same_bits(found[0], found[2])

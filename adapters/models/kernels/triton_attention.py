@@ -26,6 +26,7 @@ SPLIT = 256
 SCRATCH_BYTES = 256 << 20
 BLOCK_SPLITS = 64  # of a block's keys at most, so that one tile holds a head's partials
 LOG2_E = 1.4426950408889634
+MERGED = 4  # rows of a step whose partials are merged by who leaves the last of them
 AHEAD = {"K_STAGES": 4, "V_STAGES": 3}  # tiles that come ahead: two programs have a processor's memory
 
 
@@ -81,6 +82,7 @@ class CudaAttention:
     running: str = ""
     attending: set[str] = field(init=False, factory=set)
     _partials: dict[tuple[int, ...], tuple[Tensor, Tensor]] = field(init=False, factory=dict)
+    _counts: dict[int, Tensor] = field(init=False, factory=dict)
     _usual: Tensor = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -119,27 +121,31 @@ class CudaAttention:
         programs = min(limit * splits * kv, 2 * self.processors)  # while one computes, the other one's rows come
         to = (tiles, acc, sums, pages, capacity, limit, splits, scale)
         shape["LIMIT"] = NARROW  # the same for every bucket and any number of slots: one kernel to be compiled
+        at_once = 16 if head <= 128 else 8
+        merged = ahead and bucket <= MERGED
         if ahead:
             rows_of = (laid_out(cache.view(-1, head), key_tile, head) for cache in (k_cache, v_cache))
+            options = AHEAD | {"AT_ONCE": at_once if merged else 0} | self._options(4)
             hopper_attention.attend_splits_ahead[(programs,)](
-                q, *rows_of, *to, **shape, **AHEAD, enable_fp_fusion=False, **self._options(4)
+                q, *rows_of, *to, self._left(kv), out, **shape, **options, enable_fp_fusion=False
             )
         else:
             attention.attend_splits[(programs,)](q, keys, values, k_scales, v_scales, *to, **shape, **options)
-        attention.merge[(bucket, heads)](
-            acc,
-            sums,
-            batch.positions,
-            out,
-            splits,
-            HEADS=heads,
-            HEAD=head,
-            SPLIT=SPLIT,
-            AT_ONCE=16 if head <= 128 else 8,
-            enable_fp_fusion=False,
-            maxnreg=168,  # one warp, and all its loads in flight: the compiler would trade them for occupancy
-            **self._options(1),
-        )
+        if not merged:
+            attention.merge[(bucket, heads)](
+                acc,
+                sums,
+                batch.positions,
+                out,
+                splits,
+                HEADS=heads,
+                HEAD=head,
+                SPLIT=SPLIT,
+                AT_ONCE=at_once,
+                enable_fp_fusion=False,
+                maxnreg=168,  # one warp, and all its loads in flight: the compiler would trade them for occupancy
+                **self._options(1),
+            )
         return out.view(bucket, -1)
 
     def attend_block(
@@ -228,6 +234,12 @@ class CudaAttention:
                 torch.empty(*sizes, 2, dtype=torch.float32, device=self.device),
             )
         return self._partials[key]
+
+    def _left(self, kv: int) -> Tensor:
+        """How many partials of a row and key head have been left: none, between two launches."""
+        if kv not in self._counts:
+            self._counts[kv] = torch.zeros(NARROW, kv, dtype=torch.int32, device=self.device)
+        return self._counts[kv]
 
     def _tiles(self, batch: Batch, tile: int, slots: int) -> Tensor:
         """The step's tiles; kernels read them without waiting for the kernel before, so they are there long before."""

@@ -21,6 +21,19 @@ from adapters.models.kernels.triton.attention import NOTHING
 from adapters.models.kernels.triton.hopper import bring
 
 _NOTHING = gl.constexpr(NOTHING.value)
+_everybody_here = getattr(gl, "thread_barrier", None) or gl.barrier  # as later ones name it
+
+
+@gluon.jit
+def _ring(desc, STAGES: gl.constexpr):
+    """Memory for as many tiles, and what tells that each has come."""
+    ROWS: gl.constexpr = desc.block_type.shape[0]
+    WIDTH: gl.constexpr = desc.block_type.shape[1]
+    ring = gl.allocate_shared_memory(desc.dtype, [STAGES, ROWS, WIDTH], desc.layout)
+    come = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for at in gl.static_range(STAGES):
+        mbarrier.init(come.index(at), count=1)
+    return ring, come
 
 
 @gluon.jit
@@ -75,6 +88,115 @@ def _ask_first(
             _ask(v_desc, v_ring, v_come, read + ahead, row, V_STAGES, wanted)
 
 
+@gluon.jit
+def _weighed(scores, masked, key0, position, peak, total, scale):
+    """The weights of a tile's keys from `key0` on, how far what was before fades, and peak and total with them."""
+    layout: gl.constexpr = scores.type.layout
+    if masked:
+        key = key0 + gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, layout))
+        scores = gl.where(key[None, :] <= position[:, None], scores, float("-inf"))
+    new_peak = gl.maximum(peak, gl.max(scores, 1) * scale)
+    spread = gl.zeros(scores.shape, gl.float32, layout=layout) + new_peak[:, None]
+    scales = gl.full(scores.shape, 1.0, gl.float32, layout=layout) * scale
+    weights = gl.exp2(gl.fma(scores, scales, -spread))
+    fade = gl.exp2(peak - new_peak)
+    return weights, fade, new_peak, gl.fma(total, fade, gl.sum(weights, 1))
+
+
+@gluon.jit
+def _forget(values, most, num_warps: gl.constexpr):
+    """A tile's rows behind number `most` become zeros: nobody has written them, so they may hold anything."""
+    HEAD: gl.constexpr = values.shape[1]
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // HEAD, HEAD // 8], [num_warps, 1], [1, 0])
+    row = gl.arange(0, values.shape[0], layout=gl.SliceLayout(1, ROWS))
+    values.store(gl.where((row <= most)[:, None], values.load(ROWS), 0.0))
+    fence_async_shared()
+
+
+@gluon.jit
+def _are_last(left_ptr, here, splits):
+    """This program has left `here` partials. Are all of them there now? Whoever hears so sees what others have left."""
+    _everybody_here()
+    left = gl.atomic_add(left_ptr, here, sem="acq_rel", scope="gpu") + here
+    if left == splits:
+        gl.store(left_ptr, 0)
+    return left == splits
+
+
+@gluon.jit
+def _merge(
+    acc_ptr,
+    sums_ptr,
+    out_ptr,
+    head0,
+    splits,
+    split_limit,
+    GROUP: gl.constexpr,
+    PADDED: gl.constexpr,
+    HEAD: gl.constexpr,
+    AT_ONCE: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """`attention.merge`, of the GROUP heads of a row from `head0` on; the partials are other programs', too."""
+    HEADS: gl.constexpr = gl.BlockedLayout([1, HEAD // 32], [1, 32], [num_warps, 1], [1, 0])
+    h = gl.arange(0, PADDED, layout=gl.SliceLayout(1, HEADS))
+    d = gl.arange(0, HEAD, layout=gl.SliceLayout(0, HEADS))[None, :]
+    real = h < GROUP
+    head = (head0 + h).to(gl.int64)
+    all_acc = gl.zeros([PADDED, HEAD], gl.float32, layout=HEADS)
+    all_peak = gl.full([PADDED], _NOTHING, gl.float32, layout=gl.SliceLayout(1, HEADS))
+    all_total = gl.zeros([PADDED], gl.float32, layout=gl.SliceLayout(1, HEADS))
+    for group in range(0, splits, AT_ONCE):
+        partials = ()
+        for j in gl.static_range(AT_ONCE):
+            used = real & (group + j < splits)
+            at = head * split_limit + group + j
+            acc = gl.load(acc_ptr + at[:, None] * HEAD + d, mask=used[:, None], other=0.0, cache_modifier=".cg")
+            peak = gl.load(sums_ptr + at * 2, mask=used, other=_NOTHING, cache_modifier=".cg")
+            total = gl.load(sums_ptr + at * 2 + 1, mask=used, other=0.0, cache_modifier=".cg")
+            partials = partials + ((acc, peak, total),)  # noqa: RUF005 - Triton knows no other way
+        for j in gl.static_range(AT_ONCE):
+            acc, peak, total = partials[j]
+            new_peak = gl.maximum(all_peak, peak)
+            old, new = gl.exp2(all_peak - new_peak), gl.exp2(peak - new_peak)
+            all_total = gl.fma(total, new, all_total * old)
+            spread = gl.zeros([PADDED, HEAD], gl.float32, layout=HEADS) + new[:, None]
+            all_acc = gl.fma(acc, spread, all_acc * old[:, None])
+            all_peak = new_peak
+    out = all_acc / gl.where(all_total > 0.0, all_total, 1.0)[:, None]
+    gl.store(out_ptr + head[:, None] * HEAD + d, out.to(out_ptr.dtype.element_ty), mask=real[:, None])
+
+
+@gluon.jit
+def _clear(
+    out_ptr,
+    tiles_ptr,
+    tile_limit,
+    HEADS: gl.constexpr,
+    KV: gl.constexpr,
+    GROUP: gl.constexpr,
+    PADDED: gl.constexpr,
+    HEAD: gl.constexpr,
+    PDL: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """Padded rows become zeros. The last programs have the least to do, so each of them does it for a key head."""
+    kv_head = gl.num_programs(0) - 1 - gl.program_id(0)
+    WIDE: gl.constexpr = gl.BlockedLayout([1, HEAD // 32], [1, 32], [num_warps, 1], [1, 0])
+    h = gl.arange(0, PADDED, layout=gl.SliceLayout(1, WIDE))
+    d = gl.arange(0, HEAD, layout=gl.SliceLayout(0, WIDE))[None, :]
+    nothing = gl.zeros([PADDED, HEAD], out_ptr.dtype.element_ty, layout=WIDE)
+    if PDL:
+        gdc_wait()
+    for tile in range(gl.where(kv_head < KV, tile_limit, 0)):
+        row0 = gl.load(tiles_ptr + tile * 8)
+        count = gl.load(tiles_ptr + tile * 8 + 1)
+        first = gl.load(tiles_ptr + tile * 8 + 3)
+        for row in range(row0, gl.where(first < 0, row0 + count, row0)):
+            head = (row * HEADS + kv_head * GROUP + h).to(gl.int64)
+            gl.store(out_ptr + head[:, None] * HEAD + d, nothing, mask=(h < GROUP)[:, None])
+
+
 @gluon.jit(do_not_specialize=["tile_limit"])
 def attend_splits_ahead(
     q_ptr,
@@ -88,6 +210,8 @@ def attend_splits_ahead(
     tile_limit,
     split_limit,
     scale,
+    left_ptr,
+    out_ptr,
     HEADS: gl.constexpr,
     KV: gl.constexpr,
     GROUP: gl.constexpr,
@@ -98,11 +222,14 @@ def attend_splits_ahead(
     PDL: gl.constexpr,
     PAGE: gl.constexpr,
     LIMIT: gl.constexpr,
+    AT_ONCE: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     """As `attention.attend_splits`, of rows as they are (not coded), with tiles of 64 rows. PAGE: SPLIT, or 0.
 
     A slot's rows of this step follow each other in the batch, so what is `row0` positions before a tile's first is old.
+    AT_ONCE: partials that are merged at once, by who leaves the last one of a tile and key head; 0: they are not. left:
+    int32 `[bucket, KV]`, how many have been left: zeros before and behind.
     """
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     BLOCK_M: gl.constexpr = 64
@@ -113,20 +240,13 @@ def attend_splits_ahead(
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, HEAD, 16])
     QUERIES: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // HEAD, HEAD // 8], [num_warps, 1], [1, 0])
     gl.static_assert(PAGE * (PAGE - SPLIT) == 0)
     gl.static_assert(V_STAGES <= K_STAGES)
     gl.static_assert(K_STAGES <= OF_SPLIT)
     if PDL:
         gdc_launch_dependents()
-    k_ring = gl.allocate_shared_memory(dtype, [K_STAGES, BLOCK_N, HEAD], k_desc.layout)
-    v_ring = gl.allocate_shared_memory(dtype, [V_STAGES, BLOCK_N, HEAD], v_desc.layout)
-    k_come = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], mbarrier.MBarrierLayout())
-    v_come = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
-    for at in gl.static_range(K_STAGES):
-        mbarrier.init(k_come.index(at), count=1)
-    for at in gl.static_range(V_STAGES):
-        mbarrier.init(v_come.index(at), count=1)
+    k_ring, k_come = _ring(k_desc, K_STAGES)
+    v_ring, v_come = _ring(v_desc, V_STAGES)
     t = gl.arange(0, LIMIT, layout=gl.BlockedLayout([1], [32], [num_warps], [0]))
     ends = gl.load(tiles_ptr + t * 8 + 4, mask=t < tile_limit, other=2147483647)
     items = gl.load(tiles_ptr + (tile_limit - 1) * 8 + 4) * KV
@@ -188,23 +308,11 @@ def attend_splits_ahead(
                 coming = number + K_STAGES
                 row = _row(start + coming * BLOCK_N, base, page, after, at_split, kv_head, KV, PAGE)
                 _ask(k_desc, k_ring, k_come, read + coming, row, K_STAGES, coming < tiles)
-                if masked:
-                    key = key0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
-                    scores = gl.where(key[None, :] <= position[:, None], scores, float("-inf"))
-                new_peak = gl.maximum(peak, gl.max(scores, 1) * scale)
-                spread = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES) + new_peak[:, None]
-                scales = gl.full([BLOCK_M, BLOCK_N], 1.0, gl.float32, layout=SCORES) * scale
-                weights = gl.exp2(gl.fma(scores, scales, -spread))
-                fade = gl.exp2(peak - new_peak)
-                total = gl.fma(total, fade, gl.sum(weights, 1))
-                peak = new_peak
+                weights, fade, peak, total = _weighed(scores, masked, key0, position, peak, total, scale)
                 acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, OUT))[:, None]
                 mbarrier.wait(v_come.index(v_at), (read + number) // V_STAGES & 1)
-                if masked:  # rows that nobody has written may hold anything
-                    key = key0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, ROWS))
-                    v = v_ring.index(v_at).load(ROWS)
-                    v_ring.index(v_at).store(gl.where((key <= last)[:, None], v, 0.0))
-                    fence_async_shared()
+                if masked:
+                    _forget(v_ring.index(v_at), last - key0, num_warps)
                 p = gl.convert_layout(weights.to(dtype), WEIGHTS)
                 acc = warpgroup_mma(p, v_ring.index(v_at), acc, is_async=True)
                 acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
@@ -220,3 +328,10 @@ def attend_splits_ahead(
             gl.store(sums, gl.convert_layout(peak, gl.SliceLayout(1, OUT)), mask=kept)
             gl.store(sums + 1, gl.convert_layout(total, gl.SliceLayout(1, OUT)), mask=kept)
         read += tiles
+        if AT_ONCE > 0:
+            for row in range(gl.where(_are_last(left_ptr + row0 * KV + kv_head, here, splits), count, 0)):
+                head0 = (row0 + row) * HEADS + kv_head * GROUP
+                own = (first + row) // SPLIT + 1
+                _merge(acc_ptr, sums_ptr, out_ptr, head0, own, split_limit, GROUP, PADDED, HEAD, AT_ONCE, num_warps)
+    if AT_ONCE > 0:
+        _clear(out_ptr, tiles_ptr, tile_limit, HEADS, KV, GROUP, PADDED, HEAD, PDL, num_warps)
