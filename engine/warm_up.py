@@ -39,6 +39,7 @@ PICKED = (
     Sampling(temperature=0.6, top_k=20, top_p=0.95, min_p=0.01),
     Sampling(temperature=0.8, repetition_penalty=1.1, presence_penalty=0.5, logit_bias=((0, 1.0),)),
 )
+FEW = 8  # rows of a bucket in which a GPU may have kernels of their own for steps of single ones
 PASSES = {"cpu": 1, "cuda": 2}  # once for kernels and buffers; a graph is recorded, and replayed, the second time
 
 
@@ -142,8 +143,9 @@ def _warm_up(shard: Pipeline, draft: DraftModel | None, most_rows: int, passes: 
             if draft is not None:
                 draft.extend(step, token, left.aux_hidden_states)
             if bucket <= most_rows:
-                step = Step((Segment(0, 0, 1),), bucket)
-                shard.logits(step, shard.forward(step, token).hidden)
+                for rows in (1, 2) if bucket <= FEW and passes > 1 else (1,):
+                    step = Step((Segment(0, 0, rows),), bucket)
+                    shard.logits(step, shard.forward(step, token.expand(rows)).hidden)
     if isinstance(draft, CachedDraft):
         rehearse(draft, shard.slots, most_rows, passes)
 

@@ -26,17 +26,20 @@ SPLIT = 256
 SCRATCH_BYTES = 256 << 20
 BLOCK_SPLITS = 64  # of a block's keys at most, so that one tile holds a head's partials
 LOG2_E = 1.4426950408889634
-MERGED = 4  # rows of a step whose partials are merged by who leaves the last of them
+ALONE = 4  # rows of a step, each in a slot of its own, whose partials are merged by who leaves the last of them
 AHEAD = {"K_STAGES": 4, "V_STAGES": 3}  # tiles that come ahead: two programs have a processor's memory
 
 
 @define
 class StepTiles:
-    """The step's row tiles on the device; stale until the running body has worked them out again."""
+    """The step's row tiles on the device; stale until the running body has worked them out again. merges: see
+    `CudaAttention.merges`.
+    """
 
     tiles: Tensor | None = None
     tile: int = 0
     stale: bool = True
+    merges: bool = False
 
 
 def sizes(cache: Tensor, batch: Batch) -> tuple[int, int, int]:
@@ -91,6 +94,14 @@ class CudaAttention:
     def _options(self, warps: int) -> dict[str, Any]:
         return launching(warps, self.pdl)
 
+    def merges(self, batch: Batch) -> bool:
+        """Does no kernel of its own merge what splits leave? Of more rows one is quicker. It is to be the same for all
+        steps that a graph is recorded for.
+        """
+        if not self.hopper or batch.bucket > 2 * ALONE or isinstance(batch, BlockBatch):
+            return False
+        return len(batch.segments) <= ALONE and all(one.count == 1 for one in batch.segments)
+
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
         bucket, heads, head = q.shape
         slots, kv, capacity = sizes(k_cache, batch)
@@ -122,7 +133,7 @@ class CudaAttention:
         to = (tiles, acc, sums, pages, capacity, limit, splits, scale)
         shape["LIMIT"] = NARROW  # the same for every bucket and any number of slots: one kernel to be compiled
         at_once = 16 if head <= 128 else 8
-        merged = ahead and bucket <= MERGED
+        merged = ahead and batch.plan.merges
         if ahead:
             rows_of = (laid_out(cache.view(-1, head), key_tile, head) for cache in (k_cache, v_cache))
             options = AHEAD | {"AT_ONCE": at_once if merged else 0} | self._options(4)

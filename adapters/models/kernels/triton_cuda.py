@@ -328,7 +328,7 @@ class TritonKernels:
     def prepare(self, batch: Batch) -> None:
         if batch.plan is None:
             batch.plan = StepTiles()
-        batch.plan.stale = True
+        batch.plan.stale, batch.plan.merges = True, self._attention.merges(batch)
 
     def launch(self, name: str, batch: Batch, body: Callable[[], T]) -> T:
         def planned() -> T:
@@ -339,4 +339,4 @@ class TritonKernels:
                 self._attention.plan(batch)
             return body()
 
-        return self.graphs.run((name, batch.bucket), planned)
+        return self.graphs.run((name, batch.bucket, batch.plan.merges), planned)

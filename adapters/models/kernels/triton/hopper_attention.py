@@ -114,6 +114,21 @@ def _forget(values, most, num_warps: gl.constexpr):
 
 
 @gluon.jit
+def _whose(tiles_ptr, ends, t, item, KV: gl.constexpr, SPLIT: gl.constexpr):
+    """The tile of rows that item is of: its first row, rows, slot, first position; the key head; how many splits they
+    have, and which of these it is.
+    """
+    tile = gl.sum((ends <= item // KV).to(gl.int32), 0)
+    item -= gl.max(gl.where(t < tile, ends, 0), 0) * KV
+    row0 = gl.load(tiles_ptr + tile * 8)
+    count = gl.load(tiles_ptr + tile * 8 + 1)
+    slot = gl.load(tiles_ptr + tile * 8 + 2)
+    first = gl.load(tiles_ptr + tile * 8 + 3)
+    splits = (first + count - 1) // SPLIT + 1
+    return row0, count, slot, first, item // splits, splits, item % splits
+
+
+@gluon.jit
 def _are_last(left_ptr, here, splits):
     """This program has left `here` partials. Are all of them there now? Whoever hears so sees what others have left."""
     _everybody_here()
@@ -255,16 +270,8 @@ def attend_splits_ahead(
     stop_item = gl.minimum(item + run, items)
     read = 0  # tiles, so far
     while item < stop_item:
-        tile = gl.sum((ends <= item // KV).to(gl.int32), 0)
-        before = gl.max(gl.where(t < tile, ends, 0), 0)
-        row0 = gl.load(tiles_ptr + tile * 8)
-        count = gl.load(tiles_ptr + tile * 8 + 1)
-        slot = gl.load(tiles_ptr + tile * 8 + 2)
-        first = gl.load(tiles_ptr + tile * 8 + 3)
+        row0, count, slot, first, kv_head, splits, split = _whose(tiles_ptr, ends, t, item, KV, SPLIT)
         last = first + count - 1
-        splits = last // SPLIT + 1
-        kv_head = (item - before * KV) // splits
-        split = (item - before * KV) % splits
         here = gl.minimum(splits - split, stop_item - item)
         item += here
         base = (slot * KV + kv_head) * capacity
@@ -328,10 +335,15 @@ def attend_splits_ahead(
             gl.store(sums, gl.convert_layout(peak, gl.SliceLayout(1, OUT)), mask=kept)
             gl.store(sums + 1, gl.convert_layout(total, gl.SliceLayout(1, OUT)), mask=kept)
         read += tiles
-        if AT_ONCE > 0:
-            for row in range(gl.where(_are_last(left_ptr + row0 * KV + kv_head, here, splits), count, 0)):
+    if AT_ONCE > 0:
+        item = gl.program_id(0) * run
+        while item < stop_item:
+            row0, count, slot, first, kv_head, splits, split = _whose(tiles_ptr, ends, t, item, KV, SPLIT)
+            here = gl.minimum(splits - split, stop_item - item)
+            item += here
+            due = gl.where(_are_last(left_ptr + row0 * KV + kv_head, here, splits), count, 0)
+            for row in range(due):  # what stands in there is done twice
                 head0 = (row0 + row) * HEADS + kv_head * GROUP
                 own = (first + row) // SPLIT + 1
                 _merge(acc_ptr, sums_ptr, out_ptr, head0, own, split_limit, GROUP, PADDED, HEAD, AT_ONCE, num_warps)
-    if AT_ONCE > 0:
         _clear(out_ptr, tiles_ptr, tile_limit, HEADS, KV, GROUP, PADDED, HEAD, PDL, num_warps)
