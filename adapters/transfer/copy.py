@@ -15,6 +15,7 @@ from torch import Tensor
 from adapters.layout import RowSpec, TensorSpec, torch_dtype
 from adapters.models.host_copy import copy
 from adapters.models.shard import NamedTensors
+from adapters.transfer.strided import copy_box
 from effects.ids import PAGE, Span
 
 _streams = dict[torch.device, deque[torch.cuda.Stream]]()  # nobody copies on these now
@@ -99,12 +100,10 @@ class Mover:
         own, places = self._own(data), self._places(slot, span)
         device = places[0][1].device
         if device.type == "cuda":
-            with torch.inference_mode(), own_stream(device, after):
-                there = by_layer(own.to(device, non_blocking=True))
+            with own_stream(device, after):
                 for (first, last), target in places:
-                    target.copy_(there[..., first - begin : last - begin, :])
+                    copy_box(target, by_layer(own)[..., first - begin : last - begin, :])
                 torch.cuda.current_stream().synchronize()
-                del there  # before anybody else copies on this stream
         else:
             for (first, last), target in places:
                 copy(target, by_layer(own)[..., first - begin : last - begin, :])
@@ -122,11 +121,10 @@ class Mover:
         places = self._places(slot, span)
         device = places[0][1].device
         if device.type == "cuda":
-            with torch.inference_mode(), own_stream(device, after):
-                there = torch.cat([rows for _, rows in places], dim=-2)
-                by_layer(own).copy_(there, non_blocking=True)
+            with own_stream(device, after):
+                for (first, last), rows in places:
+                    copy_box(by_layer(own)[..., first - span[0] : last - span[0], :], rows)
                 torch.cuda.current_stream().synchronize()
-                del there
         else:
             for (first, last), rows in places:
                 copy(by_layer(own)[..., first - span[0] : last - span[0], :], rows)
@@ -213,7 +211,7 @@ def marks(devices: Iterable[torch.device]) -> Marks:
 @contextmanager
 def own_stream(device: torch.device, after: Marks = UNMARKED) -> Iterator[None]:
     """So that runs that are moved side by side do not wait for each other, nor for what is computed. The same few again
-    and again, whatever thread asks: each has device memory of its own for what passes through it.
+    and again, whatever thread asks.
     """
     free = _streams.setdefault(device, deque())
     try:

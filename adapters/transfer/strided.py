@@ -1,0 +1,70 @@
+"""Rows between host memory and a GPU by what copies there, without a kernel: processors are left to what is computed.
+
+CUDA's driver copies boxes of three dimensions, one with a pitch and one of planes (`cuMemcpy3DAsync`), which torch does
+not offer: it would gather rows with a kernel, into memory of its own, and copy that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HOST, DEVICE = 1, 2  # CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE
+
+
+class Side(ctypes.Structure):
+    """Half of CUDA_MEMCPY3D: where from, or where to. Bytes, but for heights, which are rows of a plane."""
+
+    _fields_ = (
+        ("x", ctypes.c_size_t),
+        ("y", ctypes.c_size_t),
+        ("z", ctypes.c_size_t),
+        ("level", ctypes.c_size_t),
+        ("kind", ctypes.c_uint),
+        ("host", ctypes.c_void_p),
+        ("device", ctypes.c_ulonglong),
+        ("array", ctypes.c_void_p),
+        ("reserved", ctypes.c_void_p),
+        ("pitch", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    )
+
+
+class Box(ctypes.Structure):
+    """CUDA_MEMCPY3D, by CUDA's driver interface."""
+
+    _fields_ = (
+        ("source", Side),
+        ("target", Side),
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+        ("depth", ctypes.c_size_t),
+    )
+
+
+@cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1").cuMemcpy3DAsync_v2
+
+
+def copy_box(target: Tensor, source: Tensor) -> None:
+    """On the current stream, of `[layers, 2, heads, rows, width]` each, one of them in host memory: a head's rows in one
+    piece, its plane a multiple of the way from head to head, planes equally far apart. Raises RuntimeError where CUDA
+    refuses.
+    """
+    layers, both, heads, rows, width = source.shape
+    on = source if source.is_cuda else target
+    box = Box(_side(source), _side(target), rows * width * source.itemsize, heads, layers * both)
+    failed = _driver()(ctypes.byref(box), ctypes.c_void_p(torch.cuda.current_stream(on.device).cuda_stream))
+    if failed:
+        raise RuntimeError(f"cuMemcpy3DAsync of {tuple(source.shape)}: CUDA error {failed}")
+
+
+def _side(rows: Tensor) -> Side:
+    pitch, plane = rows.stride(2), rows.stride(1)
+    there = {"kind": DEVICE, "device": rows.data_ptr()} if rows.is_cuda else {"kind": HOST, "host": rows.data_ptr()}
+    return Side(pitch=pitch * rows.itemsize, height=plane // pitch, **there)
