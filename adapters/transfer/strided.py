@@ -52,9 +52,9 @@ def _driver() -> Any:
 
 
 def copy_box(target: Tensor, source: Tensor) -> None:
-    """On the current stream, of `[layers, 2, heads, rows, width]` each, one of them in host memory. A head's rows are in
-    one piece, a plane is a multiple of the way from head to head, and planes are equally far apart. Raises RuntimeError
-    where CUDA refuses.
+    """On the current stream, of `[layers, 2, heads, rows, width]` each, one of them in host memory. A head's rows are
+    in one piece, a plane is a multiple of the way from head to head, and planes are equally far apart. Raises
+    RuntimeError where CUDA refuses.
     """
     layers, both, heads, rows, width = source.shape
     on = source if source.is_cuda else target
