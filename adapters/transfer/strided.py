@@ -16,7 +16,7 @@ from torch import Tensor
 HOST, DEVICE = 1, 2  # CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE
 
 
-class Side(ctypes.Structure):
+class BoxSide(ctypes.Structure):
     """Half of CUDA_MEMCPY3D: where from, or where to. Bytes, but for heights, which are rows of a plane."""
 
     _fields_ = (
@@ -38,8 +38,8 @@ class Box(ctypes.Structure):
     """CUDA_MEMCPY3D, by CUDA's driver interface."""
 
     _fields_ = (
-        ("source", Side),
-        ("target", Side),
+        ("source", BoxSide),
+        ("target", BoxSide),
         ("width", ctypes.c_size_t),
         ("height", ctypes.c_size_t),
         ("depth", ctypes.c_size_t),
@@ -64,7 +64,7 @@ def copy_box(target: Tensor, source: Tensor) -> None:
         raise RuntimeError(f"cuMemcpy3DAsync of {tuple(source.shape)}: CUDA error {failed}")
 
 
-def _side(rows: Tensor) -> Side:
+def _side(rows: Tensor) -> BoxSide:
     pitch, plane = rows.stride(2), rows.stride(1)
     there = {"kind": DEVICE, "device": rows.data_ptr()} if rows.is_cuda else {"kind": HOST, "host": rows.data_ptr()}
-    return Side(pitch=pitch * rows.itemsize, height=plane // pitch, **there)
+    return BoxSide(pitch=pitch * rows.itemsize, height=plane // pitch, **there)

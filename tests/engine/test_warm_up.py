@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def test_steps_of_every_bucket_find_their_kernels_compiled(
     kernels = build_kernels(device, torch.bfloat16)
     shard = checkpoint.family.build(checkpoint.config, checkpoint, kernels, **how)
     with torch.inference_mode():
-        for bucket in buckets:
-            shard.forward(Step((Segment(0, 0, 1),), bucket), torch.zeros(1, dtype=torch.int64))
+        for bucket, rows in product(buckets, (1, 2)):
+            shard.forward(Step((Segment(0, 0, rows),), bucket), torch.zeros(rows, dtype=torch.int64))
     shard.close()
     assert late == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,6 +13,7 @@ from adapters.models.shard import Segment, Step
 from adapters.store.format import Layout
 from adapters.store.memory import Memory
 from adapters.transfer.copy import Mover, StateMover, marks, movers
+from adapters.transfer.strided import Box, BoxSide
 from tests.models.recurrent_shard import RecurrentShard
 
 LAYERS, SLOTS, HEADS, CAPACITY, WIDTH = 3, 2, 2, 96, 8
@@ -95,6 +97,12 @@ def test_several_runs_at_once(device: str) -> None:
         ]
     assert all(future.result() is None for future in moved)
     assert torch.equal(slots.all, truth)
+
+
+def test_a_box_is_what_the_driver_takes() -> None:
+    """`cuda.h`: of 64 bits, its two sides end to end, and three extents."""
+    assert (ctypes.sizeof(BoxSide), ctypes.sizeof(Box)) == (88, 200)
+    assert [getattr(BoxSide, name).offset for name, _ in BoxSide._fields_] == [0, 8, 16, 24, 32, 40, 48, 56, 64, 72, 80]
 
 
 def test_slots_behind_names_get_the_same() -> None:
