@@ -20,7 +20,7 @@ def gather(table_ptr, tokens_ptr, out_ptr, width, BLOCK: tl.constexpr):
         tl.store(out_ptr + row * width + at, tl.load(table_ptr + token * width + at, at < width), at < width)
 
 
-@triton.jit(do_not_specialize=["known", "count"])
+@triton.jit(do_not_specialize=["tokens_ptr", "known", "count"])
 def bring_table(staged_ptr, tokens_ptr, table_ptr, known, count, BLOCK: tl.constexpr):
     """table[:known] = tokens, the rest of its `count` numbers as staged, in host memory that the device can read."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
