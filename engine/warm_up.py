@@ -39,7 +39,7 @@ PICKED = (
     Sampling(temperature=0.6, top_k=20, top_p=0.95, min_p=0.01),
     Sampling(temperature=0.8, repetition_penalty=1.1, presence_penalty=0.5, logit_bias=((0, 1.0),)),
 )
-FEW = 8  # rows of a bucket in which a GPU may have kernels of their own for steps of single ones
+FEW = 4  # rows of a bucket in which a GPU may have other kernels for steps of single ones
 PASSES = {"cpu": 1, "cuda": 2}  # once for kernels and buffers; a graph is recorded, and replayed, the second time
 
 
@@ -87,6 +87,7 @@ def compile_kernels(
             steps = [partial(compile_step, *one) for one in product(shards, range(len(buckets)))]
             run_side_by_side([partial(pick_once, device, checkpoint.config.vocab_size), *steps])  # the longest first
             for shard in shards:
+                shard.synchronize()
                 shard.close()
 
 
@@ -134,18 +135,18 @@ def warm_up(shard: Pipeline, draft: DraftModel | None, most_rows: int) -> None:
 
 
 def _warm_up(shard: Pipeline, draft: DraftModel | None, most_rows: int, passes: int) -> None:
-    token = torch.zeros(1, dtype=torch.int64)
     for _ in range(passes):
         give_back(shard.devices)
         for bucket in shard.buckets:
-            step = Step((Segment(0, 0, 1),), bucket, rows_only=True)
-            left = shard.forward(step, token)
-            if draft is not None:
-                draft.extend(step, token, left.aux_hidden_states)
-            if bucket <= most_rows:
-                for rows in (1, 2) if bucket <= FEW and passes > 1 else (1,):
-                    step = Step((Segment(0, 0, rows),), bucket)
-                    shard.logits(step, shard.forward(step, token.expand(rows)).hidden)
+            for rows in (1, 2) if bucket <= FEW and passes > 1 else (1,):
+                segments, tokens = (Segment(0, 0, rows),), torch.zeros(rows, dtype=torch.int64)
+                step = Step(segments, bucket, rows_only=True)
+                left = shard.forward(step, tokens)
+                if draft is not None:
+                    draft.extend(step, tokens, left.aux_hidden_states)
+                if bucket <= most_rows:
+                    step = Step(segments, bucket)
+                    shard.logits(step, shard.forward(step, tokens).hidden)
     if isinstance(draft, CachedDraft):
         rehearse(draft, shard.slots, most_rows, passes)
 

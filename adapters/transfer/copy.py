@@ -1,4 +1,4 @@
-"""Between host memory and what a slot keeps: one copy a run and part, on a GPU beside whatever is computed there."""
+"""Between host memory and what a slot keeps: one copy a run and part, beside whatever a GPU computes meanwhile."""
 
 from __future__ import annotations
 
@@ -103,7 +103,6 @@ class Mover:
             with own_stream(device, after):
                 for (first, last), target in places:
                     copy_box(target, by_layer(own)[..., first - begin : last - begin, :])
-                torch.cuda.current_stream().synchronize()
         else:
             for (first, last), target in places:
                 copy(target, by_layer(own)[..., first - begin : last - begin, :])
@@ -124,7 +123,6 @@ class Mover:
             with own_stream(device, after):
                 for (first, last), rows in places:
                     copy_box(by_layer(own)[..., first - span[0] : last - span[0], :], rows)
-                torch.cuda.current_stream().synchronize()
         else:
             for (first, last), rows in places:
                 copy(by_layer(own)[..., first - span[0] : last - span[0], :], rows)
@@ -211,7 +209,7 @@ def marks(devices: Iterable[torch.device]) -> Marks:
 @contextmanager
 def own_stream(device: torch.device, after: Marks = UNMARKED) -> Iterator[None]:
     """So that runs that are moved side by side do not wait for each other, nor for what is computed. The same few again
-    and again, whatever thread asks.
+    and again, whatever thread asks. What was asked there is done when this ends, whether it fails or not.
     """
     free = _streams.setdefault(device, deque())
     try:
@@ -220,8 +218,12 @@ def own_stream(device: torch.device, after: Marks = UNMARKED) -> Iterator[None]:
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     try:
         with torch.cuda.device(device), torch.cuda.stream(stream):
+            stream.query()  # CUDA's driver has no context on a new thread until its runtime was asked for something
             if device in after:
                 stream.wait_event(after[device])
-            yield
+            try:
+                yield
+            finally:
+                stream.synchronize()
     finally:
         free.append(stream)

@@ -52,19 +52,24 @@ def _driver() -> Any:
 
 
 def copy_box(target: Tensor, source: Tensor) -> None:
-    """On the current stream, of `[layers, 2, heads, rows, width]` each, one of them in host memory. A head's rows are
-    in one piece, a plane is a multiple of the way from head to head, and planes are equally far apart. Raises
-    RuntimeError where CUDA refuses.
+    """On the current stream, of `[layers, 2, heads, rows, width]` each, one of them in host memory, the other on the
+    current device. Raises ValueError where one does not fit the other, or not into a box: a head's rows are in one
+    piece, a plane is a multiple of the way from head to head, and planes are equally far apart; and RuntimeError where
+    CUDA refuses.
     """
+    if source.shape != target.shape or source.dtype != target.dtype or source.is_cuda == target.is_cuda:
+        raise ValueError(f"{source.dtype} {tuple(source.shape)} does not go to {target.dtype} {tuple(target.shape)}")
     layers, both, heads, rows, width = source.shape
     on = source if source.is_cuda else target
-    box = Box(_side(source), _side(target), rows * width * source.itemsize, heads, layers * both)
+    box = Box(box_side(source), box_side(target), rows * width * source.itemsize, heads, layers * both)
     failed = _driver()(ctypes.byref(box), ctypes.c_void_p(torch.cuda.current_stream(on.device).cuda_stream))
     if failed:
         raise RuntimeError(f"cuMemcpy3DAsync of {tuple(source.shape)}: CUDA error {failed}")
 
 
-def _side(rows: Tensor) -> BoxSide:
-    pitch, plane = rows.stride(2), rows.stride(1)
+def box_side(rows: Tensor) -> BoxSide:
+    layer, plane, pitch, row, number = rows.stride()
+    if number != 1 or row != rows.shape[4] or plane % pitch or layer != 2 * plane:
+        raise ValueError(f"rows of strides {rows.stride()} are no box")
     there = {"kind": DEVICE, "device": rows.data_ptr()} if rows.is_cuda else {"kind": HOST, "host": rows.data_ptr()}
     return BoxSide(pitch=pitch * rows.itemsize, height=plane // pitch, **there)

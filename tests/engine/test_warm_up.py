@@ -11,13 +11,15 @@ import pytest
 import torch
 
 from adapters import demo
+from adapters.device.buckets import bucket_of
 from adapters.models.checkpoint import Checkpoint
+from adapters.models.pipeline import Pipeline
 from adapters.models.probe import buckets_of, probe_key
 from adapters.models.shard import BUCKETS, Segment, Step
 from engine.fit import Fit
 from engine.kept import Kept
 from engine.machine import Placement, build_kernels, probing
-from engine.warm_up import compile_kernels
+from engine.warm_up import compile_kernels, warm_up
 
 CHUNK, FIT = 1024, Fit(5, 2048, pages=12)
 
@@ -63,3 +65,26 @@ def test_steps_of_every_bucket_find_their_kernels_compiled(
             shard.forward(Step((Segment(0, 0, rows),), bucket), torch.zeros(rows, dtype=torch.int64))
     shard.close()
     assert late == []
+
+
+@pytest.mark.cuda
+def test_steps_behind_a_start_find_their_graphs_recorded() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    device, checkpoint = torch.device("cuda", 0), Checkpoint.open(demo.FOLDER)
+    kernels = build_kernels(device, torch.bfloat16)
+    how: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "buckets": buckets_of(BUCKETS, CHUNK)}
+    how |= {"slots": FIT.slots, "capacity": FIT.context, "pages": FIT.pages}
+    shard = Pipeline([checkpoint.family.build(checkpoint.config, checkpoint, kernels, **how)])
+    warm_up(shard, None, 32)
+    recorded = set(kernels.graphs._graphs)  # type: ignore[attr-defined] # noqa: SLF001 - these are Triton's
+    for spans in ([(5, 1)], [(7, 1), (3, 1)], [(0, 2)], [(6, 3), (2, 1)], [(4, 1)] * 5, [(0, 9)]):
+        segments = tuple(Segment(slot, *span) for slot, span in enumerate(spans))
+        rows = sum(count for _, count in spans)
+        for rows_only in (False, True) if len(spans) == 1 else (False,):
+            step = Step(segments, bucket_of(shard.buckets, rows), rows_only=rows_only)
+            left = shard.forward(step, torch.zeros(rows, dtype=torch.int64))
+            shard.logits(step, left.hidden)
+    assert set(kernels.graphs._graphs) == recorded  # type: ignore[attr-defined] # noqa: SLF001
+    assert kernels.graphs._seen == recorded  # type: ignore[attr-defined] # noqa: SLF001
+    shard.close()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from adapters.device.extremes import extremes
-from adapters.models.kernels.batch import Batch
+from adapters.models.kernels.batch import Batch, BlockBatch, StateBatch
 from adapters.models.kernels.interface import HeadPrep, Rope
 from adapters.models.kernels.reference import ReferenceKernels
 from adapters.models.seeded import seeded
@@ -285,6 +285,7 @@ def test_keys_that_come_ahead_are_attended_as_those_that_do_not(dtype, head, gro
         [(2048, 1)],
         [(2046, 2)],
         [(8000, 3)],
+        [(capacity - 1, 1), (capacity - 65, 1)],
         [(8000, 1), (3000, 1)],
         [(700, 1), (2300, 1), (5, 1)],
         [(2047, 4)],
@@ -296,6 +297,8 @@ def test_keys_that_come_ahead_are_attended_as_those_that_do_not(dtype, head, gro
         k_cache, v_cache = (normal(*shape, dtype=dtype, seed=seed) for seed in (1, 2))
         for slot, (start, count) in enumerate(spans):  # rows that nobody has written may hold anything
             number, row = divmod(start + count, PAGE)
+            if start + count == capacity:
+                continue
             for cache in (k_cache, v_cache):
                 (cache[table[slot, number], :, row:] if pages else cache[slot, :, start + count :])[:] = float("nan")
         segments = tuple(Segment(slot, start, count) for slot, (start, count) in enumerate(spans))
@@ -311,6 +314,22 @@ def test_keys_that_come_ahead_are_attended_as_those_that_do_not(dtype, head, gro
         assert torch.isfinite(found[0].float()).all()
         assert same_bits(found[0], found[1])
         assert same_bits(found[0], found[2])
+        assert not any(left.any() for kernels in (ahead, few) for left in kernels._attention._counts.values())  # noqa: SLF001
+
+
+@pytest.mark.parametrize("kind", [Batch, BlockBatch, StateBatch])
+def test_a_step_is_brought_to_the_device_as_it_is_on_the_host(kind):
+    here, there = kind(512, torch.device("cpu")), kind(512, DEVICE)
+    for number, (spans, known) in enumerate(
+        [([(3, 5), (700, 1)], False), ([(0, 300)], False), ([(9, 1), (4, 1), (77, 2)], True), ([(2, 1)], True)]
+    ):
+        step = Step(tuple(Segment(slot, *span) for slot, span in enumerate(spans)), 512)
+        tokens = torch.arange(100, 100 + step.rows) * (number + 1)
+        for batch in (here, there):
+            if kind is not Batch:
+                batch.before = tuple(start // 2 for start, _ in spans)
+            batch.load(step, tokens.to(DEVICE) if known and batch is there else tokens)
+        assert torch.equal(there.table.cpu(), here.table)
 
 
 @pytest.mark.parametrize("vocabulary", [5, 4096, 4097, 151936])
@@ -328,6 +347,7 @@ def test_the_extremes_of_logits_are_those_that_torch_finds(vocabulary, rows):
         logits[-1, vocabulary // 2] = odd
         tokens, told = extremes(logits)
         assert not told[-1, 1:].isfinite().all()
+        assert told[-1, 1:].isnan().all() == (odd != odd)  # noqa: PLR0124
         assert 0 <= tokens[-1] < vocabulary
         assert told[0, 1:].isfinite().all() or rows == 1
     logits[-1] = float("nan")

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from adapters.layout import RowSpec, dtype_name
+from adapters.models.kv_cache import PagedKvCache
 from adapters.models.shard import Segment, Step
 from adapters.store.format import Layout
 from adapters.store.memory import Memory
-from adapters.transfer.copy import Mover, StateMover, marks, movers
-from adapters.transfer.strided import Box, BoxSide
+from adapters.transfer.copy import UNMARKED, Mover, StateMover, marks, movers
+from adapters.transfer.strided import Box, BoxSide, box_side, copy_box
+from effects.ids import PAGE
 from tests.models.recurrent_shard import RecurrentShard
 
 LAYERS, SLOTS, HEADS, CAPACITY, WIDTH = 3, 2, 2, 96, 8
@@ -88,15 +90,58 @@ def test_several_runs_at_once(device: str) -> None:
     buffers = [memory.take(16 * layout.token_bytes) for _ in spans]
     for (slot, start, stop), buffer in zip(spans, buffers, strict=True):
         mover.take(slot, (start, stop), buffer.data)
-    slots.all.zero_()
-    after = marks([torch.device(device)])
-    with ThreadPoolExecutor(6) as pool:
-        moved = [
-            pool.submit(mover.put, slot, (start, stop), buffer.data, start, after)
-            for (slot, start, stop), buffer in zip(spans, buffers, strict=True)
-        ]
-    assert all(future.result() is None for future in moved)
-    assert torch.equal(slots.all, truth)
+    for after in (marks([torch.device(device)]), UNMARKED):  # the second time on new threads that were told of no event
+        slots.all.zero_()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        with ThreadPoolExecutor(6) as pool:
+            moved = [
+                pool.submit(mover.put, slot, (start, stop), buffer.data, start, after)
+                for (slot, start, stop), buffer in zip(spans, buffers, strict=True)
+            ]
+        assert all(future.result() is None for future in moved)
+        assert torch.equal(slots.all, truth)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_a_run_over_several_pages_of_a_gpu(dtype: torch.dtype) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    names, rows = [f"layers.{number}" for number in range(LAYERS)], 3 * PAGE
+    cache = PagedKvCache(names, (SLOTS, HEADS, rows, WIDTH), dtype=dtype, device=torch.device("cuda"), pages=7)
+    cache.seat(0, 0, 0, (5, 1, 3))
+    truth = cache.export(0, 0, rows)  # named as rows are
+    for number, one in enumerate(truth.values()):
+        one.copy_(torch.arange(one.numel()).view(one.shape) * 7 + number)
+    cache.import_(0, 0, truth)
+
+    class Holder:
+        addressed, row_spec = True, cache.spec
+        rows = staticmethod(cache.rows)
+
+    mover, memory = Mover(Holder(), cache.spec), Memory(1 << 20, pin=True)
+    begin, stop = PAGE - 32, 2 * PAGE + 16
+    buffer = memory.take((stop - begin) * cache.spec.token_bytes)
+    mover.take(0, (begin, stop), buffer.data)
+    cache.seat(1, 0, 0, (0, 6, 2))
+    mover.put(1, (PAGE, 2 * PAGE + 8), buffer.data, begin)
+    found = cache.export(1, 0, rows)
+    for name, one in truth.items():
+        assert torch.equal(found[name][:, PAGE : 2 * PAGE + 8], one[:, PAGE : 2 * PAGE + 8])
+        assert not found[name][:, :PAGE].any()
+        assert not found[name][:, 2 * PAGE + 8 :].any()
+
+
+def test_what_does_not_fit_into_a_box_is_not_copied() -> None:
+    rows = torch.zeros(2, 2, 3, 4, 8)
+    with pytest.raises(ValueError, match="does not go to"):
+        copy_box(rows, rows)  # both in host memory
+    assert box_side(rows).pitch == 4 * 8 * 4
+    assert box_side(rows[..., 1:3, :]).height == 3
+    for odd in (rows[..., :7], rows.transpose(2, 3), rows.transpose(0, 1)):
+        with pytest.raises(ValueError, match="are no box"):
+            box_side(odd)
 
 
 def test_a_box_is_what_the_driver_takes() -> None:

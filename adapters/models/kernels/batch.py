@@ -21,7 +21,7 @@ LISTED = 128  # rows that are written as Python's numbers: numpy is the quicker 
 class Batch:
     """What one step tells the kernels: static buffers of one bucket, filled anew before every forward.
 
-    On the device, one int64 value a row (views of one `[4, bucket]` tensor, so that one copy fills them):
+    On the device, one int64 value a row (views of one `[4, bucket]` tensor, so that they are filled at once):
 
     tokens    token id; 0 in padded rows (a later shard, which gets hidden states, leaves it at 0)
     slots     slot whose sequence the row belongs to; 0 in padded rows
@@ -87,12 +87,16 @@ class Batch:
 
     def _bring(self, rows: int, tokens: Tensor | None) -> None:
         """The table becomes what is staged, and the tokens of its rows those that are on the device, if there are any.
-        By a kernel: it takes 2 us, and to hand over to what copies and back would take ten.
+        By a kernel: it takes 2 us, and to hand over to what copies and back would take ten. It is launched as usual,
+        so that no kernel of this step begins before those of the one in front have ended: `hopper_attention` relies
+        on that.
         """
         from adapters.models.kernels.triton.rows import bring_table  # noqa: PLC0415 - needs Triton, so a GPU build
 
         count = self._staging.numel()
-        staged, given = self._staging, self.table if tokens is None else tokens.to(self.device)
+        staged, given = self._staging, self.table
+        if tokens is not None:
+            given = tokens.to(self.device, torch.int64).contiguous()
         known = 0 if tokens is None else rows
         bring_table[(-(-count // BROUGHT),)](staged, given, self.table, known, count, BLOCK=BROUGHT, num_warps=1)
 

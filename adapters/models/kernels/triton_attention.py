@@ -73,8 +73,7 @@ class CudaAttention:
     """Keeps scratch memory for good, since recorded graphs hold its address.
 
     processors: of the device. shared: bytes of shared memory that a program may have. hopper: keys and values may come
-    ahead. attending: the bodies that have
-    asked for the step's tiles, by name; `running` is the one that runs.
+    ahead. attending: the bodies that have asked for the step's tiles, by name; `running` is the one that runs.
     """
 
     device: torch.device
@@ -98,9 +97,9 @@ class CudaAttention:
         """Does no kernel of its own merge what splits leave? Of more rows one is quicker. It is to be the same for all
         steps that a graph is recorded for.
         """
-        if not self.hopper or batch.bucket > 2 * ALONE or isinstance(batch, BlockBatch):
+        if not self.hopper or batch.bucket > ALONE or isinstance(batch, BlockBatch):
             return False
-        return len(batch.segments) <= ALONE and all(one.count == 1 for one in batch.segments)
+        return all(one.count == 1 for one in batch.segments)
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
         bucket, heads, head = q.shape
@@ -133,10 +132,11 @@ class CudaAttention:
         to = (tiles, acc, sums, pages, capacity, limit, splits, scale)
         shape["LIMIT"] = NARROW  # the same for every bucket and any number of slots: one kernel to be compiled
         at_once = 16 if head <= 128 else 8
+        assert programs >= kv
         merged = ahead and batch.plan.merges
         if ahead:
             rows_of = (laid_out(cache.view(-1, head), key_tile, head) for cache in (k_cache, v_cache))
-            options = AHEAD | {"AT_ONCE": at_once if merged else 0} | self._options(4)
+            options = AHEAD | {"AT_ONCE": min(at_once, max(1, 128 // padded)) if merged else 0} | self._options(4)
             hopper_attention.attend_splits_ahead[(programs,)](
                 q, *rows_of, *to, self._left(kv), out, **shape, **options, enable_fp_fusion=False
             )

@@ -339,4 +339,5 @@ class TritonKernels:
                 self._attention.plan(batch)
             return body()
 
-        return self.graphs.run((name, batch.bucket, batch.plan.merges), planned)
+        merges = batch.plan.merges and name in self._attention.attending
+        return self.graphs.run((name, batch.bucket, merges), planned)

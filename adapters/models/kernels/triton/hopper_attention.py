@@ -2,7 +2,8 @@
 
 The arithmetic is that of `attention`: a split's tiles one after the other, from a fresh start, in the same layouts.
 What differs is when rows are asked for. Those that were there before this step wait for no kernel, so a program fills
-its rings with them first and then waits for the queries; rows of this step follow.
+its rings with them first and then waits for the queries; rows of this step follow. That is right as long as a step
+begins with kernels that are launched as usual: none of it begins before everything in front of the step has ended.
 """
 
 from __future__ import annotations
@@ -244,7 +245,7 @@ def attend_splits_ahead(
 
     A slot's rows of this step follow each other in the batch, so what is `row0` positions before a tile's first is old.
     AT_ONCE: partials that are merged at once, by who leaves the last one of a tile and key head; 0: they are not. left:
-    int32 `[bucket, KV]`, how many have been left: zeros before and behind.
+    int32, KV numbers for each row of the bucket, how many have been left: zeros before and behind.
     """
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     BLOCK_M: gl.constexpr = 64
@@ -342,7 +343,7 @@ def attend_splits_ahead(
             here = gl.minimum(splits - split, stop_item - item)
             item += here
             due = gl.where(_are_last(left_ptr + row0 * KV + kv_head, here, splits), count, 0)
-            for row in range(due):  # what stands in there is done twice
+            for row in range(due):  # a name: Triton would carry out twice what a range is made of
                 head0 = (row0 + row) * HEADS + kv_head * GROUP
                 own = (first + row) // SPLIT + 1
                 _merge(acc_ptr, sums_ptr, out_ptr, head0, own, split_limit, GROUP, PADDED, HEAD, AT_ONCE, num_warps)
