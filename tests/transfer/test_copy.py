@@ -181,7 +181,7 @@ def test_a_split_moves_each_part_its_own_way_and_keeps_what_an_undivided_target_
     assert torch.equal(one.data, two.data), "whoever restores it need not know who kept it"
     near.all.zero_()
     far.all.zero_()
-    split[0].put(0, (20, 40), one.data, 8)
+    split[0].put(0, (20, 40), one.data, 8, marks([torch.device(device)]))  # behind the zeros
     split[1].tell(0, [((20, 40), one.data, 8)], [one])
     assert torch.equal(near.all[:, :, 0, :, 20:40], whole.all[:2, :, 1, :, 20:40])
     assert torch.equal(far.all[:, :, 0, :, 20:40], whole.all[2:, :, 1, :, 20:40].cpu())
