@@ -112,36 +112,32 @@ class CudaAttention:
         tiles = self._tiles(batch, query_tile // padded, slots)
         limit = len(tiles)
         out = torch.empty_like(q)
-        coded = form_of(k_cache).coded
         scale = head**-0.5 * LOG2_E
         shape = {"HEADS": heads, "KV": kv, "GROUP": group, "PADDED": padded, "SPLIT": SPLIT}
         shape |= {"PAGE": 0 if batch.pages is None else PAGE}
-        folds = bucket > NARROW or bucket * heads * splits * head * 4 > SCRATCH_BYTES
-        ahead = self.hopper and not folds and not coded and head in (64, 128) and q.dtype.itemsize == 2
-        if not ahead:
-            (keys, k_scales), (values, v_scales) = (readable(cache, key_tile) for cache in (k_cache, v_cache))
-            shape |= {"HEAD": head, "BLOCK_M": query_tile, "BLOCK_N": key_tile, "CODED": coded}
-            options = self._attention_options(q, query_tile, key_tile)
-        if folds:
+        if bucket > NARROW or bucket * heads * splits * head * 4 > SCRATCH_BYTES:
+            rows_of, options = self._read(q, (k_cache, v_cache), query_tile, key_tile)
             attention.attend_chain[(limit * kv,)](
-                q, keys, values, k_scales, v_scales, tiles, out, pages, capacity, limit, scale, **shape, **options
+                q, *rows_of, tiles, out, pages, capacity, limit, scale, **shape, **options
             )
             return out.view(bucket, -1)
         acc, sums = self._scratch(heads, splits, head)
         programs = min(limit * splits * kv, 2 * self.processors)  # while one computes, the other one's rows come
+        assert programs >= kv
         to = (tiles, acc, sums, pages, capacity, limit, splits, scale)
         shape["LIMIT"] = NARROW  # the same for every bucket and any number of slots: one kernel to be compiled
         at_once = 16 if head <= 128 else 8
-        assert programs >= kv
+        ahead = self.hopper and not form_of(k_cache).coded and head in (64, 128) and q.dtype.itemsize == 2
         merged = ahead and batch.plan.merges
         if ahead:
-            rows_of = (laid_out(cache.view(-1, head), key_tile, head) for cache in (k_cache, v_cache))
+            tiled = (laid_out(cache.view(-1, head), key_tile, head) for cache in (k_cache, v_cache))
             options = AHEAD | {"AT_ONCE": min(at_once, max(1, 128 // padded)) if merged else 0} | self._options(4)
             hopper_attention.attend_splits_ahead[(programs,)](
-                q, *rows_of, *to, self._left(kv), out, **shape, **options, enable_fp_fusion=False
+                q, *tiled, *to, self._left(kv), out, **shape, **options, enable_fp_fusion=False
             )
         else:
-            attention.attend_splits[(programs,)](q, keys, values, k_scales, v_scales, *to, **shape, **options)
+            rows_of, options = self._read(q, (k_cache, v_cache), query_tile, key_tile)
+            attention.attend_splits[(programs,)](q, *rows_of, *to, **shape, **options)
         if not merged:
             attention.merge[(bucket, heads)](
                 acc,
@@ -217,6 +213,14 @@ class CudaAttention:
             **self._options(4),
         )
         return out.view(bucket, -1)
+
+    def _read(
+        self, q: Tensor, caches: tuple[Tensor, Tensor], query_tile: int, key_tile: int
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Keys, values and the scales of both, as kernels for any form of rows read them, and what these are told."""
+        keys, values = (readable(cache, key_tile) for cache in caches)
+        shape = {"HEAD": q.shape[2], "BLOCK_M": query_tile, "BLOCK_N": key_tile, "CODED": form_of(caches[0]).coded}
+        return (keys[0], values[0], keys[1], values[1]), shape | self._attention_options(q, query_tile, key_tile)
 
     def _attention_options(self, q: Tensor, query_tile: int, key_tile: int) -> dict[str, Any]:
         head, size, wide = q.shape[2], q.dtype.itemsize, q.dtype == torch.float32
