@@ -18,6 +18,7 @@ from adapters.device.sampling import Draw, Sampler, pick
 from adapters.models.checkpoint import Checkpoint
 from adapters.models.cuda_graphs import no_collection
 from adapters.models.draft import CachedDraft, first_tokens
+from adapters.models.kernels.interface import ALONE
 from adapters.models.pipeline import Pipeline
 from adapters.models.probe import PROBED_SLOTS, buckets_of, probe_key
 from adapters.models.shard import BUCKETS, Segment, Shard, Step
@@ -39,7 +40,6 @@ PICKED = (
     Sampling(temperature=0.6, top_k=20, top_p=0.95, min_p=0.01),
     Sampling(temperature=0.8, repetition_penalty=1.1, presence_penalty=0.5, logit_bias=((0, 1.0),)),
 )
-FEW = 4  # rows of a bucket in which a GPU may have other kernels for steps of single ones
 PASSES = {"cpu": 1, "cuda": 2}  # once for kernels and buffers; a graph is recorded, and replayed, the second time
 
 
@@ -138,7 +138,7 @@ def _warm_up(shard: Pipeline, draft: DraftModel | None, most_rows: int, passes: 
     for _ in range(passes):
         give_back(shard.devices)
         for bucket in shard.buckets:
-            for rows in (1, 2) if bucket <= FEW and passes > 1 else (1,):
+            for rows in (1, 2) if bucket <= ALONE and passes > 1 else (1,):
                 segments, tokens = (Segment(0, 0, rows),), torch.zeros(rows, dtype=torch.int64)
                 step = Step(segments, bucket, rows_only=True)
                 left = shard.forward(step, tokens)

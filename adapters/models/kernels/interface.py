@@ -24,6 +24,8 @@ T = TypeVar("T")
 # Rows of a forward on a GPU up to which forwards share memory of the kernels', whatever their buckets. A wider one has
 # nothing in common with them but the weights, so that it may run while one of them does.
 NARROW = 128
+# Rows of a forward on a GPU up to which kernels may be others where each row is in a slot of its own, and graphs too.
+ALONE = 4
 
 
 @frozen

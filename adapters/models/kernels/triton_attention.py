@@ -16,7 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as LaidOut
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from adapters.models.kernels.batch import Batch, BlockBatch
-from adapters.models.kernels.interface import NARROW, AttentionMask
+from adapters.models.kernels.interface import ALONE, NARROW, AttentionMask
 from adapters.models.kernels.row_form import form_of
 from adapters.models.kernels.triton import attention, block, hopper_attention, rows
 from effects.ids import PAGE
@@ -26,7 +26,6 @@ SPLIT = 256
 SCRATCH_BYTES = 256 << 20
 BLOCK_SPLITS = 64  # of a block's keys at most, so that one tile holds a head's partials
 LOG2_E = 1.4426950408889634
-ALONE = 4  # rows of a step, each in a slot of its own, whose partials are merged by who leaves the last of them
 AHEAD = {"K_STAGES": 4, "V_STAGES": 3}  # tiles that come ahead: two programs have a processor's memory
 
 
@@ -94,8 +93,8 @@ class CudaAttention:
         return launching(warps, self.pdl)
 
     def merges(self, batch: Batch) -> bool:
-        """Does no kernel of its own merge what splits leave? Of more rows one is quicker. It is to be the same for all
-        steps that a graph is recorded for.
+        """Does who leaves the last partial of a row merge them all, in place of a kernel for that? Of more rows that is
+        the quicker one. It is to be the same for all steps that a graph is recorded for.
         """
         if not self.hopper or batch.bucket > ALONE or isinstance(batch, BlockBatch):
             return False
@@ -253,7 +252,7 @@ class CudaAttention:
     def _left(self, kv: int) -> Tensor:
         """How many partials of a row and key head have been left: none, between two launches."""
         if kv not in self._counts:
-            self._counts[kv] = torch.zeros(NARROW, kv, dtype=torch.int32, device=self.device)
+            self._counts[kv] = torch.zeros(ALONE, kv, dtype=torch.int32, device=self.device)
         return self._counts[kv]
 
     def _tiles(self, batch: Batch, tile: int, slots: int) -> Tensor:

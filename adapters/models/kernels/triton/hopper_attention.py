@@ -22,7 +22,7 @@ from adapters.models.kernels.triton.attention import NOTHING
 from adapters.models.kernels.triton.hopper import bring
 
 _NOTHING = gl.constexpr(NOTHING.value)
-_everybody_here = getattr(gl, "thread_barrier", None) or gl.barrier  # as later ones name it
+_everybody_here = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7 has renamed it
 
 
 @gluon.jit
