@@ -64,7 +64,11 @@ class Ask:
 class Launch:
     """Asks that a device's lane carries out together, in this order: a batch of decode steps, or one of anything else;
     or decode steps of one token each and, as the last, the next rows of a prompt, in one forward.
+
+    joins: decode steps that go on with those that the lane is at, from its next step on; by themselves, if it has come
+    to their end.
     """
 
     asks: tuple[Ask, ...]
     lane: LaneId = MAIN
+    joins: bool = False

@@ -45,8 +45,8 @@ class RunDecode:
     token comes along so that an executor can refuse to run on a slot that went out of step.
 
     steps: after this one the executor may go on alone, from what it picked and with as many proposals, up to so many in
-    all. It answers what they bring on the way. Somebody's stop token, a failure, whoever is given up or waits for the
-    lane ends that for all of a launch.
+    all. It answers what they bring on the way. A stop token, a failure or being given up ends that, for all of a launch
+    where there is a draft; whoever waits for the lane ends it for all, but who joins them.
 
     pages: that the slot has from now on, behind those that it had.
     """

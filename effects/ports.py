@@ -41,17 +41,20 @@ ANSWER_STAGES: tuple[Stage, ...] = ("Speculating",)
 Perform: TypeAlias = Callable[[RequestId, Any], "Awaitable[Outcome] | Outcome"]
 
 
-class Underway(Protocol):
-    """A launch that goes on alone. What it has brought is taken when it is its turn: whatever has come until then."""
-
-    def take(self) -> Sequence[tuple[Outcome, ...]]:
-        """One outcome per ask, in order, any number of times."""
-        ...
+Told: TypeAlias = tuple[RequestId, Outcome]
 
 
-Result: TypeAlias = "tuple[Outcome, ...] | BaseException"  # of a launch: one outcome per ask, in order
-Settle: TypeAlias = Callable[["Result | Underway"], None]
-# Taken at once; settled on the event loop: as often as there is something under way, and then by the result.
+@frozen(eq=False)
+class LaunchFailed:
+    """A launch raised this. requests: those in it to whom no last outcome had been told."""
+
+    requests: tuple[RequestId, ...]
+    error: BaseException
+
+
+Settle: TypeAlias = Callable[["Sequence[Told] | LaunchFailed"], None]
+# Taken at once; settled on the event loop: as often as there is something to tell, in the order in which it came. Every
+# ask has one last outcome, and before that any number that say that more of them follow.
 Submit: TypeAlias = Callable[[Launch, Settle], None]
 Notify: TypeAlias = Callable[[RequestId, Any], None]
 

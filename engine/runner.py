@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import anyio
 from anyio.abc import TaskGroup
@@ -15,7 +14,7 @@ from attrs import define, field, frozen
 
 from effects.all import Ask, Launch, Outcome
 from effects.ids import DeviceFailed, FailureKind, LaneId, StoreFailed
-from effects.ports import Notify, Perform, Result, RowsLost, Submit, Underway
+from effects.ports import LaunchFailed, Notify, Perform, RowsLost, Submit, Told
 from states.events import ForEngine, ForRequest, Happened, SlotsLost
 from states.world import Out, World, advance
 
@@ -125,7 +124,7 @@ class Runner:
 
     def hand_out(self, out: Out, tasks: TaskGroup) -> None:
         if isinstance(out, Launch):
-            self.executors.submit[out.lane](out, partial(self.launched, out))
+            self.executors.submit[out.lane](out, self.landed)
         elif out.effect.outcomes:
             with self.outcome() as found:
                 answer = self.executors.perform[type(out.effect)](out.request, out.effect)
@@ -149,9 +148,11 @@ class Runner:
             self.observe(envelope, outs, before, self.world)
         return outs
 
-    def launched(self, launch: Launch, result: Result | Underway) -> None:
-        """What came of a launch, or has come of it so far."""
-        for happened in landed(launch, result):
+    def landed(self, told: Sequence[Told] | LaunchFailed) -> None:
+        """What came of a launch, or has come of it so far. An outcome that the effect cannot have finds no row: the
+        fold calls it the bug that it is.
+        """
+        for happened in failures(told) if isinstance(told, LaunchFailed) else (ForRequest(*one) for one in told):
             self.tell(happened)
 
     async def perform(self, ask: Ask, answer: Awaitable[Outcome]) -> None:
@@ -182,17 +183,13 @@ class Runner:
             log.debug("it came after the engine closed: %s", happened)
 
 
-def landed(launch: Launch, result: Result | Underway) -> Iterator[Happened]:
-    """What it says of each member. An outcome that the effect cannot have finds no row: the fold calls it the bug that
-    it is.
-    """
-    if isinstance(result, BaseException):
-        log.error("a launch failed: %s", result, exc_info=None if isinstance(result, RowsLost) else result)
-        yield from lost_with(result)
-        result = (DeviceFailed(failure_kind(result), describe(result)),) * len(launch.asks)
-    for outcomes in (result,) if isinstance(result, tuple) else result.take():
-        for ask, outcome in zip(launch.asks, outcomes, strict=True):
-            yield ForRequest(ask.request, outcome)
+def failures(failed: LaunchFailed) -> Iterator[Happened]:
+    """What a launch that raised means to each member that had no last outcome yet."""
+    error = failed.error
+    log.error("a launch failed: %s", error, exc_info=None if isinstance(error, RowsLost) else error)
+    yield from lost_with(error)
+    for request in failed.requests:
+        yield ForRequest(request, DeviceFailed(failure_kind(error), describe(error)))
 
 
 def lost_with(error: BaseException) -> tuple[ForEngine, ...]:

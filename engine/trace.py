@@ -36,7 +36,7 @@ from states.world import Out, World, begin
 
 log = logging.getLogger("rekindle.trace")
 
-VERSION = 18
+VERSION = 19
 DIGEST_EVERY = 64  # events
 LINE_LIMIT = 32 << 20  # characters of one line; the longest context, 2**21 tokens, takes 14 each where it is redacted
 MOST_PARTS = (

@@ -81,16 +81,16 @@ def leave(lane: Lane, request: RequestId) -> tuple[Lane, bool]:
     return with_asks(lane, stays, lane.running), len(stays) < len(lane.waiting)
 
 
-def answered(lane: Lane, answer: Answer) -> Lane:
-    """One member of the launch is back, for good or only for now. The lane is free once all are for good, so a batch
-    stays together.
+def answered(lane: Lane, answer: Answer, *, together: bool) -> Lane:
+    """One member of the launch is back, for good or only for now. The lane is free once all are for good. together: the
+    others will be, too, and it goes no further.
     """
     on = further(answer.outcome) if leads(lane, answer.request) and lane.proposing else 0
     if isinstance(answer.outcome, Decoded | PrefillAdvanced) and answer.outcome.more:
         return with_asks(lane, lane.waiting, lane.running, on) if on else lane
     running = tuple(ask for ask in lane.running if ask.request != answer.request)
     after = with_asks(lane, lane.waiting, running, on)
-    return after if not after.alone else evolve(after, alone=False)  # it goes no further
+    return evolve(after, alone=False) if after.alone and together else after
 
 
 def further(outcome: Outcome) -> int:
@@ -117,6 +117,21 @@ def held_up(lane: Lane) -> bool:
     return lane.alone and bool(lane.waiting and lane.running)
 
 
+def joinable(lane: Lane, settings: Settings) -> bool:
+    """May those who wait go on with the launch that is running? Where it goes on by itself, nobody waits for anything
+    but the next token, and nobody proposes: that is decided for a company, which stays together.
+    """
+    plain = not settings.block and all(isinstance(ask.effect, RunDecode) for ask in lane.waiting)
+    room = settings.batch_rows - len(lane.running)
+    return held_up(lane) and lane.decode_last and plain and len(lane.waiting) <= room
+
+
+def joined(lane: Lane) -> Lane:
+    """All who waited are members now."""
+    running = (*lane.running, *lane.waiting)
+    return evolve(with_asks(lane, (), running), members=len(running))
+
+
 def choose(
     lane: Lane, models: Models, settings: Settings, requests: Mapping[RequestId, State], rates: Rates
 ) -> tuple[Lane, Models, Chosen]:
@@ -126,9 +141,9 @@ def choose(
     be (`beside`). Otherwise they and everything else take turns, so a long prefill delays a decoding neighbour by one
     chunk at most, and the reverse. All decode steps that wait go as one batch, in order of arrival, up to `batch_rows`,
     each with as many proposals as pay in that company. Where nobody else waits they may go on alone for as many steps
-    as nothing would be decided otherwise. Everything else goes in order of arrival, but of prompts the one that is done
-    soonest (`following`). Of one that has the lane to itself several chunks are launched; beside decode steps they are
-    given up as soon as somebody else's rows are to be computed.
+    as nothing would be decided otherwise, and others may join them (`joinable`). Everything else goes in order of
+    arrival, but of prompts the one that is done soonest (`following`). Of one that has the lane to itself several
+    chunks are launched; beside decode steps they are given up as soon as somebody else's rows are to be computed.
     """
     if not idle(lane):
         return lane, models, None
@@ -148,14 +163,13 @@ def choose(
             plan = Plan((0,) * len(company), reason="draft_lost", steps=OFTEN)
         else:
             plan = planned(company, requests, rates, settings.batch_rows, lane.proposing)
-        pairs = list(zip(effects_of(company), plan.proposals, strict=True))
-        most = 1 if len(lane.waiting) > len(company) else min(plan.steps, OFTEN)
-        alone = min(most, *(steps_within(*pair) for pair in pairs))
+        effects = effects_of(company)
+        steps = alone(effects, plan, settings) if len(lane.waiting) == len(company) else [1] * len(company)
         batch = tuple(
-            ask if (one.propose, one.steps) == (propose, alone) else evolved(ask, one, propose, alone)
-            for ask, (one, propose) in zip(company, pairs, strict=True)
+            ask if (one.propose, one.steps) == (propose, most) else evolved(ask, one, propose, most)
+            for ask, one, propose, most in zip(company, effects, plan.proposals, steps, strict=True)
         )
-        return start(lane, batch, plan, alone), models, Launch(batch)
+        return start(lane, batch, plan, max(steps)), models, Launch(batch)
     assert other is not None
     turns = company or (settings.beside_rows and len(others) > 1)
     one = shortened(other, settings.chunk) if turns else other
@@ -213,9 +227,12 @@ def shortened(ask: Ask, rows: int) -> Ask:
     return Ask(ask.request, evolve(effect, stop=effect.start + rows, checkpoint=False))
 
 
-def steps_within(one: RunDecode, propose: int) -> int:
-    """As many as it may have whatever is accepted."""
-    return max(1, one.steps // (1 + propose))
+def alone(effects: Sequence[RunDecode], plan: Plan, settings: Settings) -> list[int]:
+    """Steps that each may take without asking: as many as it may have whatever is accepted; where there is a draft, as
+    many as all may, for which the plan holds.
+    """
+    most = [max(1, one.steps // (1 + propose)) for one, propose in zip(effects, plan.proposals, strict=True)]
+    return [min(plan.steps, OFTEN, *most)] * len(most) if settings.block else most
 
 
 def evolved(ask: Ask, one: RunDecode, propose: int, steps: int) -> Ask:

@@ -122,7 +122,7 @@ class Fold:
                     self.slots = seats.acknowledged(self.slots, ask, answer.outcome, self.requests)
                     # What a prompt's rows take while the device is at decode steps, too, is not what they take.
                     self.learn(None if lane.shared else ask.effect, answer, lane)
-                    self.lanes[number] = lanes.answered(lane, answer)
+                    self.lanes[number] = lanes.answered(lane, answer, together=bool(self.settings.block))
                     return
         if not isinstance(answer.outcome, PrefixFound | PrefixMissed | BlocksRestored | SnapshotSaved | StoreFailed):
             raise IllegalEvent(f"nothing on a lane for request {answer.request} awaits {answer.outcome}")
@@ -222,6 +222,8 @@ class Fold:
         for number in self.lanes:
             while not self.todo and lanes.idle(self.lanes[number]) and self.launch_on(number):
                 pass
+            if lanes.joinable(self.lanes[number], self.settings):
+                self.join(number)
             if lanes.held_up(lane := self.lanes[number]):
                 self.lanes[number] = evolve(lane, alone=False)
                 self.out.append(Ask(lane.running[0].request, Halt()))
@@ -248,6 +250,15 @@ class Fold:
         if PROMPTS in self.lanes and self.lanes[MAIN].running and self.lanes[PROMPTS].running:
             self.lanes[PROMPTS] = evolve(self.lanes[PROMPTS], shared=True)
         return True
+
+    def join(self, number: LaneId) -> None:
+        """Who waits for pages lets nobody pass."""
+        ready, held = self.grow(self.lanes[number])
+        if held:
+            self.lanes[number] = lanes.with_asks(ready, (*held, *ready.waiting), ready.running)
+            return
+        self.lanes[number] = lanes.joined(ready)
+        self.out.append(Launch(ready.waiting, number, joins=True))
 
     def grow(self, lane: Lane) -> tuple[Lane, tuple[Ask, ...]]:
         """Pages for the decode steps that wait, and those for which there are none now."""

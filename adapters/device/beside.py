@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import torch
 from attrs import define, field
@@ -23,10 +23,9 @@ from effects.prefill import RunPrefill
 
 log = logging.getLogger("rekindle.device")
 
-T = TypeVar("T")
 # Behind which event of the device it is done; None: there is none, or whoever comes next finds what went wrong.
 Opening: TypeAlias = "Future[torch.cuda.Event | None]"
-Heard: TypeAlias = Callable[[T | None, BaseException | None], object]
+Heard: TypeAlias = Callable[[None, BaseException | None], object]
 
 
 @define(eq=False)
@@ -49,7 +48,7 @@ class Lanes:
         """By any thread: is the launch beside to go on no further?"""
         return self.prompts is not None and self.prompts.wanted
 
-    def open(self, slot: SlotId, opening: Callable[[], None], done: Heard[None]) -> None:
+    def open(self, slot: SlotId, opening: Callable[[], None], done: Heard) -> None:
         if self.prompts is None:
             self.main.submit(opening, done)
             return
@@ -67,20 +66,21 @@ class Lanes:
         self.main.submit(announced, heard)
         self._openings[slot] = opened
 
-    def launch(self, launch: Launch, work: Callable[[], T], done: Heard[T]) -> None:
+    def launch(self, launch: Launch, work: Callable[[], object], failed: Callable[[BaseException], object]) -> None:
+        """failed: hears what it raised, on the lane."""
         if (lane := self.of(launch)) is self.main:
-            lane.submit(work, done)
+            lane.post(work, failed, between=launch.joins)
             return
         slots = [ask.effect.slot for ask in launch.asks if isinstance(ask.effect, RunPrefill)]
         openings, device = [self._openings[slot] for slot in slots if slot in self._openings], lane.device
 
-        def behind() -> T:
+        def behind() -> None:
             for opened in openings:
                 if (event := opened.result()) is not None:
                     torch.cuda.current_stream(device).wait_event(event)
-            return work()
+            work()
 
-        lane.submit(behind, done)
+        lane.post(behind, failed, between=False)
 
     def close(self, closing: Callable[[], object], timeout_s: float) -> bool:
         """`closing` is the last that is done, if no lane is busy any more. False if one was after `timeout_s`."""

@@ -18,7 +18,7 @@ from effects.all import Ask, Launch, Outcome
 from effects.compression import WHOLE, PromptPart, taken
 from effects.ids import DeviceFailed, RequestId, Span, Tokens
 from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
-from effects.ports import Settle
+from effects.ports import LaunchFailed, Settle
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 
 log = logging.getLogger("rekindle.device")
@@ -210,7 +210,10 @@ class DrafterLane:
         def landed(outcome: Outcome | None, error: BaseException | None) -> None:
             self._flying.discard(ask.request)
             self._abandoned.discard(ask.request)
-            done((outcome,) if outcome is not None else error or LookupError("no outcome"))
+            if outcome is not None:
+                done(((ask.request, outcome),))
+            else:
+                done(LaunchFailed((ask.request,), error or LookupError("no outcome")))
 
         self.lane.submit(partial(self._carry_out, ask), landed)
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial, reduce
-from itertools import chain, takewhile
+from functools import partial
+from itertools import takewhile
 from typing import Any, TypeAlias
 
 import anyio
@@ -32,7 +33,7 @@ from adapters.device.prompt_logprobs import told
 from adapters.device.proposer import Proposer
 from adapters.device.sampling import Sampler
 from adapters.device.slots import SlotState, abandoned, begun, check, clipped, lost_with, unopened
-from adapters.device.underway import StepsTaken, behind
+from adapters.device.underway import Flights, StepsTaken, behind, goes_on
 from adapters.models.host_experts import HostExperts
 from adapters.models.shard import Shard
 from adapters.watched import Watched
@@ -41,7 +42,7 @@ from effects.decode import RunDecode
 from effects.experts import PlaceExperts
 from effects.ids import DeviceFailed, RequestId, SlotId, Tokens
 from effects.job import Sampling
-from effects.ports import Result, Settle, Underway
+from effects.ports import LaunchFailed, Settle, Told
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.stream import Halt
 
@@ -77,7 +78,9 @@ class DeviceExecutor:
         self._slots: dict[int, SlotState | DeviceFailed] = {}
         self._checkpoints = Checkpoints(shard)
         self.decoding = Decoding(
-            shard, self._buckets, lane, self._slots, self._checkpoints, self.serving, self.abandoned, proposer
+            *(shard, self._buckets, lane, self._slots, self._checkpoints, self.serving, self.abandoned),
+            self._report,
+            proposer,
         )
         self._match: Match = no_grammars
         self._lost: Callable[[tuple[SlotId, ...]], object] = lambda _: None
@@ -86,8 +89,7 @@ class DeviceExecutor:
         self._reached: Callable[[bool], object] = lambda _: None
         self._wake: Callable[..., object] = lambda *_: None
         self._handlers: dict[type, Handler] = dict(handlers or {})
-        self._flying: dict[RequestId, DeviceLane] = {}
-        self._abandoned: set[RequestId] = set()
+        self._flights = Flights()
 
     # --- called on the event loop ---
     def handle(self, effect: type, handler: Handler) -> None:
@@ -144,50 +146,41 @@ class DeviceExecutor:
         self._lanes.open(effect.slot, partial(self._open, request, effect), opened)
 
     def submit(self, launch: Launch, done: Settle) -> None:
-        """`done` hears one outcome per ask, in order; or the exception that is a bug: an effect without a handler, a
-        batch that there is not. Before that, it hears of steps that were taken alone.
+        """`done` hears of each ask what comes of it, until that was the last; or the exception that is a bug: an effect
+        without a handler, a batch that there is not.
         """
-        requests, wake = {ask.request for ask in launch.asks}, waker()
-
-        def landed(outcomes: tuple[Outcome, ...] | None, error: BaseException | None) -> None:
-            self._flying = {one: lane for one, lane in self._flying.items() if one not in requests}
-            self._abandoned -= requests
-            done(outcomes if error is None and outcomes is not None else error or LookupError("no outcomes"))
-
-        def told(steps: StepsTaken) -> None:
-            with suppress(RuntimeError):  # the event loop has closed, so nobody waits any more
-                wake(done, steps)
-
-        self._lanes.launch(launch, partial(self._carry_out, launch.asks, StepsTaken(told)), landed)
-        self._flying |= dict.fromkeys(requests, self._lanes.of(launch))
+        steps, failed = self._flights.begin(launch, self._lanes.of(launch), done, waker())
+        self._lanes.launch(launch, partial(self._carry_out, launch.asks, steps), failed)
 
     async def perform(self, launch: Launch) -> tuple[Outcome, ...]:
         """`submit`, awaited: what came of all its steps. A cancelled caller waits for it all the same."""
-        finished, outcomes = anyio.Event(), list[Result]()
+        finished, outcomes, errors = anyio.Event(), dict[RequestId, Outcome](), list[BaseException]()
 
-        def done(result: Result | Underway) -> None:
-            outcomes.extend((result,) if isinstance(result, tuple | BaseException) else result.take())
-            if isinstance(result, tuple | BaseException):
+        def done(told: Sequence[Told] | LaunchFailed) -> None:
+            if isinstance(told, LaunchFailed):
+                errors.append(told.error)
+            else:
+                for request, outcome in told:
+                    outcomes[request] = behind(outcomes[request], outcome) if request in outcomes else outcome
+            if errors or (len(outcomes) == len(launch.asks) and not any(map(goes_on, outcomes.values()))):
                 finished.set()
 
         self.submit(launch, done)
         with anyio.CancelScope(shield=True):
             await finished.wait()
-        if isinstance(outcomes[-1], BaseException):
-            raise outcomes[-1]
-        steps = [members for members in outcomes if isinstance(members, tuple)]
-        return tuple(reduce(behind, one) for one in zip(*steps, strict=True))
+        for error in errors:
+            raise error
+        return tuple(outcomes[ask.request] for ask in launch.asks)
 
     def abandon(self, request: RequestId) -> None:
         """What is in flight for it and has not started will not start; what has started finishes."""
-        if request in self._flying:
-            self._abandoned.add(request)
+        self._flights.abandon(request)
 
     def halt(self, request: RequestId, _: Halt) -> None:
         """Others wait for the lane: what is on it for this request goes on no further."""
-        lane = self._flying.get(request)
+        lane = self._flights.lane_of(request)
         if lane is not None and not lane.closed:
-            lane.post(lambda: None, lambda error: log.debug("nobody is to be halted: %s", error))
+            lane.post(lambda: None, lambda error: log.debug("nobody is to be halted: %s", error), between=False)
 
     def close(self, timeout_s: float = 10) -> bool:
         """Give the memory back and end the lanes. False if one was still busy after `timeout_s`."""
@@ -197,7 +190,7 @@ class DeviceExecutor:
 
     def abandoned(self, request: RequestId) -> bool:
         """For handlers that take long: should this one stop?"""
-        return request in self._abandoned
+        return request in self._flights.abandoned
 
     def lose(self, why: str) -> None:
         """All rows and states are gone, those of idle slots, too. What is carried out from now on finds them so, and
@@ -218,8 +211,8 @@ class DeviceExecutor:
         outcomes = list[Outcome]()
         self._open(RequestId(0), opening)
         while (ask := following(outcomes)) is not None:
-            last = self._carry_out((ask,), steps := StepsTaken(lambda _: None))
-            outcomes += (*chain.from_iterable(steps.take()), *last)
+            self._carry_out((ask,), steps := StepsTaken(lambda _: None, {ask.request: None}))
+            outcomes += [outcome for _, outcome in steps.take()]
         del self._slots[opening.slot]
         return outcomes
 
@@ -266,18 +259,15 @@ class DeviceExecutor:
         matching = None if sampling.grammar is None else self._match(sampling.grammar)
         return Sampler(sampling, prompt, self._shard.vocab_size, self._lane.device, matching)
 
-    def _carry_out(self, asks: tuple[Ask, ...], steps: StepsTaken) -> tuple[Outcome, ...]:
+    def _carry_out(self, asks: tuple[Ask, ...], steps: StepsTaken) -> None:
         """What raises may have left anything in the slots it was about: they refuse all work until they are opened."""
         try:
-            outcomes = self._carried_out(asks, steps)
-            self._report()
+            self._carried_out(asks, steps)
         except BaseException as error:
-            for ask in asks:
-                if isinstance(ask.effect, RunPrefill | RunDecode):
-                    slot = ask.effect.slot
+            for slot, state in self._slots.items():
+                if isinstance(state, SlotState) and state.request in steps.members:
                     self._slots[slot] = DeviceFailed("broken", f"slot {slot} is not to be believed: {error}")
             raise
-        return outcomes
 
     def _report(self) -> None:
         """What steps needed, before the outcomes of the last of them."""
@@ -285,16 +275,24 @@ class DeviceExecutor:
             with suppress(RuntimeError):  # the event loop has closed, so nobody waits any more
                 self._wake(self._used, uses)
 
-    def _carried_out(self, asks: tuple[Ask, ...], steps: StepsTaken) -> tuple[Outcome, ...]:
+    def _carried_out(self, asks: tuple[Ask, ...], steps: StepsTaken) -> None:
         """A piece of a prompt comes with decode steps: in one forward, or behind them where that cannot be."""
         decode_steps = tuple(takewhile(lambda ask: isinstance(ask.effect, RunDecode), asks))
         rest, outcomes = asks[len(decode_steps) :], tuple[Outcome, ...]()
         if len(rest) > 1 or (decode_steps and not all(isinstance(ask.effect, RunPrefill) for ask in rest)):
             raise ValueError("only decode steps are batched, and a piece of a prompt with them")
+        for request, count in Counter(ask.request for ask in asks).items():
+            if count > 1:
+                raise ValueError(f"request {request} is in a launch twice")
         if decode_steps:
             self._grow(decode_steps)
-            outcomes = self.decoding.run(decode_steps, steps, next(map(self._piece, rest), None))
-        return (*outcomes, *(self._one(ask, steps) for ask in asks[len(outcomes) :]))
+            if not rest:
+                self.decoding.run(decode_steps, steps)
+                return
+            outcomes = self.decoding.step(decode_steps, next(map(self._piece, rest), None))
+        outcomes = (*outcomes, *(self._one(ask, steps) for ask in asks[len(outcomes) :]))
+        self._report()
+        steps.put([(ask.request, outcome) for ask, outcome in zip(asks, outcomes, strict=True)])
 
     def _piece(self, ask: Ask) -> PromptPiece | None:
         effect: RunPrefill = ask.effect  # type: ignore[assignment] # it is one
@@ -334,11 +332,11 @@ class DeviceExecutor:
         state.ahead, started, stop = 0, time.perf_counter_ns(), effect.start
         if effect.logprobs >= 0:
             return told(self._shard, self._buckets, state, effect)
-        how = self._shard, self._buckets, state, effect, lambda: request in self._abandoned or self._lanes.given_up
+        how = self._shard, self._buckets, state, effect, lambda: self.abandoned(request) or self._lanes.given_up
         try:
             for stop in prefilled(*how, follow=self.decoding.follow):
                 if stop < effect.stop:
-                    steps.put((PrefillAdvanced(stop, more=True),))
+                    steps.put(((request, PrefillAdvanced(stop, more=True)),))
         except Exception as error:
             if effect.stop - effect.start > self._chunk and self._shard.state_specs and ran_out_of_memory(error):
                 return self.decoding.half_settled(effect.slot, error)

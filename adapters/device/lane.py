@@ -31,11 +31,12 @@ class LaneClosed(RuntimeError):
 
 @define(eq=False)
 class _Submitted(Generic[T]):
-    """A piece of work, and who hears on the event loop what came of it."""
+    """A piece of work, and who hears on the event loop what came of it. between: as `_Posted` has it."""
 
     work: Callable[[], T]
     wake: Callable[..., object]  # from any thread: calls its first argument with the rest, on the event loop
     done: Callable[[T | None, BaseException | None], object]
+    between: bool = True
 
     def carry_out(self) -> None:
         result: T | None = None
@@ -58,10 +59,14 @@ class _Submitted(Generic[T]):
 
 @define(eq=False)
 class _Posted:
-    """A piece of work that nobody awaits, and who hears when it fails."""
+    """A piece of work that nobody awaits, and who hears when it fails.
+
+    between: it has its turn between two steps of a launch that goes on; otherwise it waits for that one's end.
+    """
 
     work: Callable[[], object]
     failed: Callable[[BaseException], object]
+    between: bool = True
 
     def carry_out(self) -> None:
         try:
@@ -96,6 +101,7 @@ class DeviceLane:
         self.devices = tuple(dict.fromkeys((*others, self.device)))
         self._beside = beside
         self._queue: SimpleQueue[_Submitted[Any] | _Posted | None] = SimpleQueue()
+        self._next: list[_Submitted[Any] | _Posted | None] = []  # at most one, that a launch has looked at
         self._closed = False
         name = f"lane-{self.device}-{beside}" if beside else f"lane-{self.device}"
         self.thread = Watched(name, self._work, died=self._refuse_all)
@@ -121,14 +127,28 @@ class DeviceLane:
             raise error
         return cast("T", result)
 
-    def post(self, work: Callable[[], object], failed: Callable[[BaseException], object]) -> None:
-        """Do it in its turn; nobody waits. An exception goes to `failed`, on the lane, before anything posted later."""
-        self._put(_Posted(work, failed))
+    def post(
+        self, work: Callable[[], object], failed: Callable[[BaseException], object], *, between: bool = True
+    ) -> None:
+        """Do it in its turn; nobody waits. An exception goes to `failed`, on the lane, before anything posted later.
+        between: its turn may come between two steps of a launch that goes on. Otherwise that ends for it.
+        """
+        self._put(_Posted(work, failed, between))
 
     @property
     def wanted(self) -> bool:
-        """On the lane: does other work wait for it?"""
-        return not self._queue.empty()
+        """By any thread: does other work wait for it?"""
+        return bool(self._next) or not self._queue.empty()
+
+    def interrupted(self) -> bool:
+        """On the lane, between two steps of a launch: carry out what need not wait for its end. Does anything else?"""
+        while self.wanted:
+            job = self._take()
+            if job is None or not job.between:
+                self._next.append(job)
+                return True
+            job.carry_out()
+        return False
 
     def synchronize(self) -> None:
         """On the lane: wait until the devices have done what they were told to."""
@@ -159,14 +179,18 @@ class DeviceLane:
             if self._beside:
                 torch.cuda.set_stream(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
         with torch.inference_mode():
-            while (job := self._queue.get()) is not None:
+            while (job := self._take()) is not None:
                 job.carry_out()
                 del job  # what it refers to is not kept alive while the lane waits
+
+    def _take(self) -> _Submitted[Any] | _Posted | None:
+        return self._next.pop() if self._next else self._queue.get()
 
     def _refuse_all(self) -> None:
         """The thread has died: nobody waits for what it will never do."""
         self._closed = True
         with suppress(Empty):
             while True:
-                if (job := self._queue.get_nowait()) is not None:
+                job = self._next.pop() if self._next else self._queue.get_nowait()
+                if job is not None:
                     job.refuse(LaneClosed(f"the lane of {self.device} has died"))

@@ -61,6 +61,8 @@ class Process:
     world: World = field(init=False)
     lane: Queue = field(init=False)
     live: dict[RequestId, Live] = field(factory=dict[RequestId, Live])
+    joining: list[Ask] = field(factory=list[Ask])  # who has a step with the next ones
+    quiet: bool = True  # since the first of them joined: as `carry_out` has it
 
     def __attrs_post_init__(self) -> None:
         assert not self.settings.block
@@ -78,12 +80,15 @@ class Process:
     def feed(self, request: RequestId, event: Event) -> None:
         self.world, outs = advance(self.world, ForRequest(request, event))
         quiet = all(isinstance(out, Launch) or isinstance(out.effect, EmitTokens) for out in outs)
+        self.quiet = quiet and (self.quiet or not self.joining)
         for out in outs:
             self.carry_out(out, quiet=quiet)
 
     def carry_out(self, out: Out, *, quiet: bool) -> None:
         """quiet: beside a launch nothing was asked for that takes time."""
         match out:
+            case Launch(asks, joins=True):
+                self.join(asks)
             case Launch(asks):
                 self.launch(asks, quiet=quiet)
             case Ask(request, EmitTokens()):
@@ -133,6 +138,16 @@ class Process:
                 self.after(self.costs.launch, partial(self.answer, asks[0].request, ModelUnloaded()))
             case other:
                 raise AssertionError(f"nobody launches this in a simulation: {other}")
+
+    def join(self, asks: tuple[Ask, ...]) -> None:
+        """What is on the lane has been answered for already, so they have the step after it, with whoever else has."""
+        if not self.joining:
+            self.clock.at(max(self.lane.free, self.clock.now), self.joined)
+        self.joining += asks
+
+    def joined(self) -> None:
+        asks, self.joining = tuple(self.joining), []
+        self.launch(asks, quiet=self.quiet)
 
     def mixed(self, decode_steps: tuple[Ask, ...], request: RequestId, piece: RunPrefill) -> None:
         positions = [ask.effect.position for ask in decode_steps if isinstance(ask.effect, RunDecode)]

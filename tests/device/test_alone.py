@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from functools import partial
 
@@ -9,11 +10,12 @@ import anyio
 import pytest
 from attrs import evolve
 
-from adapters.device.underway import StepsTaken
+from adapters.device.underway import StepsTaken, goes_on
 from effects.all import Ask, Launch
 from effects.decode import Decoded
 from effects.grammar import Grammar
-from effects.ids import DeviceFailed
+from effects.ids import DeviceFailed, RequestId
+from effects.ports import LaunchFailed, Told
 from effects.stream import Halt
 from tests.device.driver import GREEDY, PENALISED, SAMPLED, VOCAB, Caller, Driver, drive, prompt_of
 from tests.device.fake_shard import FakeShard
@@ -23,24 +25,23 @@ STEPS = 20
 TOLD = evolve(SAMPLED, seed=9, logprobs=3)
 
 
-async def went(driver: Driver, *clients: Caller, steps: int, propose: int = 0) -> list[tuple[Decoded, ...]]:
+async def went(driver: Driver, *clients: Caller, steps: int, propose: int = 0, joins: bool = False) -> list[Told]:
     """What came of it, in order."""
-    found, ended = list[tuple[Decoded, ...]](), anyio.Event()
+    found, missing, ended = list[Told](), {client.request: client for client in clients}, anyio.Event()
 
-    def done(result) -> None:
-        if isinstance(result, tuple):
-            found.append(result)
+    def done(told) -> None:
+        for request, outcome in told:
+            found.append((request, outcome))
+            missing[request].take(outcome)
+            if not goes_on(outcome):
+                del missing[request]
+        if not missing:
             ended.set()
-        else:
-            found.extend(result.take())
 
     asks = [client.round(propose) for client in clients]
-    launch = Launch(tuple(Ask(ask.request, evolve(ask.effect, steps=steps)) for ask in asks))
+    launch = Launch(tuple(Ask(ask.request, evolve(ask.effect, steps=steps)) for ask in asks), joins=joins)
     driver.executor.submit(launch, done)
     await ended.wait()
-    for members in found:
-        for client, outcome in zip(clients, members, strict=True):
-            client.take(outcome)
     return found
 
 
@@ -69,13 +70,14 @@ async def test_steps_taken_alone_are_those_that_are_asked_for_one_by_one(driver)
     for _ in range(STEPS):
         await driver.decode(*asked)
     alone = await opened(driver)
-    found = await went(driver, *alone, steps=STEPS)
+    await went(driver, *alone, steps=STEPS)
     assert [client.answer for client in alone] == [client.answer for client in asked]
-    assert [[one.logprobs for one in client.done] for client in alone][2] != [()] * len(found)
+    assert all(one.logprobs for one in alone[2].done)
     logprobs = [tuple(word for one in client.done for word in one.logprobs) for client in (alone[2], asked[2])]
     assert logprobs[0] == logprobs[1]
-    assert [[one.more for one in members] for members in found] == [[True] * 3] * (len(found) - 1) + [[False] * 3]
-    assert sum(members[0].steps for members in found) == STEPS
+    for client in alone:
+        assert [one.more for one in client.done] == [True] * (len(client.done) - 1) + [False]
+        assert sum(one.steps for one in client.done) == STEPS
     for client in alone:  # and the slots are where they were said to be
         await driver.decode(client)
 
@@ -105,7 +107,7 @@ async def test_a_grammar_hears_what_was_picked_alone(driver):
         assert all((token - sum(said[:at])) % VOCAB in (1, 5, 9) for at, token in enumerate(said))
 
 
-async def test_a_grammar_that_lets_nothing_follow_ends_it_for_all(driver):
+async def test_a_grammar_that_lets_nothing_follow_ends_it_for_nobody_else(driver):
     driver.executor.matched_by(lambda _: Scripted(lambda said: [7] if len(said) < 5 else []))
     clients = await opened(driver, (GREEDY, evolve(SAMPLED, grammar=Grammar("regex", "any"))), ((), ()))
     asks = [client.round() for client in clients]
@@ -113,12 +115,12 @@ async def test_a_grammar_that_lets_nothing_follow_ends_it_for_all(driver):
     other, ended = await driver.perform(*going)
     assert isinstance(ended, DeviceFailed)
     assert ended.kind == "dead_end"
-    assert len(other.tokens) in (6, 7), "those of the steps until then, and one that was under way"
+    assert len(other.tokens) == STEPS
     clients[0].take(other)
     await driver.decode(clients[0])
 
 
-async def test_a_stop_token_ends_it_for_all(driver):
+async def test_a_stop_token_ends_it_for_nobody_else(driver):
     asked = await opened(driver)
     for _ in range(STEPS):
         await driver.decode(*asked)
@@ -129,14 +131,66 @@ async def test_a_stop_token_ends_it_for_all(driver):
     await went(driver, *alone, steps=STEPS)
     assert alone[1].answer == asked[1].answer[: at + 1]
     for client, other in ((alone[0], asked[0]), (alone[2], asked[2])):
-        assert client.answer == other.answer[: len(client.answer)]
-        assert at + 1 <= len(client.answer) <= at + 2, "a step more that was under way is no loss"
-        (outcome,) = await driver.decode(client)
-        assert list(outcome.tokens) == other.answer[len(client.answer) - 1 : len(client.answer)]
+        assert client.answer == other.answer
+    await went(driver, alone[2], steps=STEPS, joins=True)  # nobody is there to be joined
 
 
-@pytest.mark.parametrize("how", ["halted", "other work"])
-async def test_it_goes_on_no_further_than_the_step_it_is_at(driver, how):
+async def test_each_has_as_many_steps_as_it_was_given(driver):
+    asked = await opened(driver)
+    for _ in range(STEPS):
+        await driver.decode(*asked)
+    alone, counts = await opened(driver), (1, STEPS, 7)
+    asks = [client.round() for client in alone]
+    given = zip(asks, counts, strict=True)
+    outcomes = await driver.perform(*(Ask(ask.request, evolve(ask.effect, steps=most)) for ask, most in given))
+    assert [outcome.steps for outcome in outcomes] == list(counts)
+    assert [list(outcome.tokens) for outcome in outcomes] == [
+        client.answer[:most] for client, most in zip(asked, counts, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    "samplings", [(GREEDY, SAMPLED, TOLD), (PENALISED, GREEDY, SAMPLED), (TOLD, SAMPLED, PENALISED)]
+)
+async def test_who_joins_goes_on_with_the_others_and_every_answer_is_the_one_alone(driver, samplings):
+    """They come and go one by one: an opening, and who is admitted with it, wait for nobody's end."""
+    asked = await opened(driver, samplings)
+    for client in asked:
+        for _ in range(STEPS):
+            await driver.decode(client)
+    first, second, third = await opened(driver, samplings)
+    shard, begun = driver.executor.decoding.shard, list[int]()
+    forward, lane = type(shard).forward, driver.executor._lane  # noqa: SLF001
+    loop, there, rows = asyncio.get_running_loop(), threading.Event(), list[int]()
+
+    def counted(self, step, inputs):
+        rows.append(step.rows)
+        begun.append(1)
+        if len(begun) == 4:
+            loop.call_soon_threadsafe(come.set)
+            assert there.wait(20)
+        return forward(self, step, inputs)
+
+    come = anyio.Event()
+    type(shard).forward = counted
+    try:
+        with anyio.fail_after(60):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(partial(went, driver, first, second, steps=STEPS))
+                await come.wait()
+                other = await driver.open(prompt_of(9, 4), slot=3)
+                tasks.start_soon(partial(went, driver, third, steps=STEPS, joins=True))
+                await anyio.wait_all_tasks_blocked()
+                there.set()
+    finally:
+        type(shard).forward = forward
+    assert [client.answer for client in (first, second, third)] == [client.answer for client in asked]
+    assert max(rows) == 3, "together"
+    assert not lane.wanted
+    await other.prefill()
+
+
+async def test_it_goes_on_no_further_than_the_step_it_is_at_where_somebody_waits(driver):
     clients = await opened(driver)
     held = threading.Event()
     lane = driver.executor._lane  # noqa: SLF001
@@ -145,16 +199,67 @@ async def test_it_goes_on_no_further_than_the_step_it_is_at(driver, how):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(partial(went, driver, *clients, steps=STEPS))
             await anyio.wait_all_tasks_blocked()
-            match how:
-                case "halted":
-                    driver.executor.halt(clients[1].request, Halt())
-                case _:
-                    await driver.open(prompt_of(9, 4), slot=3)
+            driver.executor.halt(clients[1].request, Halt())
             held.set()
-    assert {len(client.answer) for client in clients} <= {1, 2}, "one, or one more that was under way"
+    assert {len(client.answer) for client in clients} == {1}
 
 
-async def test_who_is_given_up_ends_it_for_all(on_fake, monkeypatch):
+async def test_who_joins_has_a_step_before_others_have_the_lane(driver):
+    first, second, third = await opened(driver)
+    held = threading.Event()
+    lane = driver.executor._lane  # noqa: SLF001
+    lane.post(held.wait, print)
+    with anyio.fail_after(60):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(went, driver, first, second, steps=STEPS))
+            await anyio.wait_all_tasks_blocked()
+            tasks.start_soon(partial(went, driver, third, steps=STEPS, joins=True))
+            await anyio.wait_all_tasks_blocked()
+            driver.executor.halt(first.request, Halt())
+            held.set()
+    assert [len(client.answer) for client in (first, second, third)] == [2, 2, 1]
+
+
+async def test_what_a_step_raises_is_told_to_all_who_are_in_it_and_to_nobody_else(on_fake, monkeypatch):
+    monkeypatch.setattr(FakeShard, "runs_ahead", True)
+    first, second, third = await opened(on_fake)
+    forward, heard, ended, rows = FakeShard.forward, list[Told](), anyio.Event(), list[int]()
+
+    def broken(self, step, inputs):
+        rows.append(step.rows)
+        if len(rows) == 5:
+            raise ValueError("no such product")
+        return forward(self, step, inputs)
+
+    def done(told) -> None:
+        if isinstance(told, LaunchFailed):
+            heard.extend((request, told.error) for request in told.requests)
+        else:
+            heard.extend(one for one in told if not goes_on(one[1]))
+        if len(heard) == 3:
+            ended.set()
+
+    monkeypatch.setattr(FakeShard, "forward", broken)
+    held = threading.Event()
+    on_fake.executor._lane.post(held.wait, print)  # noqa: SLF001
+    for client, steps, joins in ((first, 2, False), (second, STEPS, True), (third, STEPS, True)):
+        ask = client.round()
+        launch = Launch((Ask(ask.request, evolve(ask.effect, steps=steps)),), joins=joins)
+        on_fake.executor.submit(launch, done)
+    held.set()
+    with anyio.fail_after(60):
+        await ended.wait()
+    assert max(rows) == 3
+    (whose, outcome), *others = heard
+    assert (whose, type(outcome)) == (first.request, Decoded)
+    assert [(request, str(error)) for request, error in others] == [
+        (client.request, "no such product") for client in (second, third)
+    ]
+    states = [on_fake.executor.serving(client.slot, client.request) for client in (first, second, third)]
+    assert [isinstance(state, DeviceFailed) for state in states] == [False, True, True]
+
+
+async def test_who_is_given_up_ends_it_for_nobody_else(on_fake, monkeypatch):
     clients, forward, forwards = await opened(on_fake), FakeShard.forward, list[int]()
 
     def third(self, step, inputs):
@@ -165,7 +270,7 @@ async def test_who_is_given_up_ends_it_for_all(on_fake, monkeypatch):
 
     monkeypatch.setattr(FakeShard, "forward", third)
     await went(on_fake, *clients, steps=STEPS)
-    assert [len(client.answer) for client in clients] == [3, 3, 3], "what has begun is finished"
+    assert [len(client.answer) for client in clients] == [STEPS, 3, STEPS], "what has begun is finished"
 
 
 async def test_who_has_left_the_lane_is_not_halted(driver):
@@ -175,24 +280,48 @@ async def test_who_has_left_the_lane_is_not_halted(driver):
     assert len(client.answer) == STEPS
 
 
-def of(*tokens: int, proposed: int = 0, more: bool = True) -> tuple[Decoded, ...]:
-    return (Decoded(tokens, proposed, ns=10, more=more),)
+def of(*tokens: int, proposed: int = 0, more: bool = True) -> tuple[Told, ...]:
+    return ((RequestId(1), Decoded(tokens, proposed, ns=10, more=more)),)
 
 
 def test_who_falls_behind_is_told_once_and_takes_plain_steps_together() -> None:
     told = list[StepsTaken]()
-    steps = StepsTaken(told.append)
+    steps = StepsTaken(told.append, {RequestId(1): None, RequestId(2): None})
     for token in (1, 2, 3):
         steps.put(of(token))
     steps.put(of(4, 5, proposed=2))
     steps.put(of(6))
     assert told == [steps]
     assert steps.take() == (
-        (Decoded((1, 2, 3), 0, ns=10, accepted=0, steps=3, more=True),),
-        of(4, 5, proposed=2),
-        of(6),
+        (RequestId(1), Decoded((1, 2, 3), 0, ns=10, accepted=0, steps=3, more=True)),
+        *of(4, 5, proposed=2),
+        *of(6),
     )
     assert steps.take() == ()
     steps.put(of(7))
     assert told == [steps, steps]
-    assert steps.take() == (of(7),)
+    assert steps.take() == of(7)
+
+
+def test_what_came_before_a_failure_is_told_before_it() -> None:
+    """However late it is looked at."""
+    failed = (RequestId(1), DeviceFailed("dead_end", "nothing follows"))
+    steps = StepsTaken(lambda _: None, {RequestId(1): None})
+    for step in (of(1), of(2), (failed,)):
+        steps.put(step)
+    assert steps.take() == ((RequestId(1), Decoded((1, 2), 0, ns=10, accepted=0, steps=2, more=True)), failed)
+    assert not steps.members
+
+
+def test_members_come_and_go_between_two_steps() -> None:
+    one, two = RequestId(1), RequestId(2)
+    steps = StepsTaken(lambda _: None, {one: None})
+    steps.put(of(1))
+    steps.members[two] = None
+    steps.put((*of(2, more=False), (two, Decoded((8,), more=True))))
+    steps.put(((two, Decoded((9,), more=True)),))
+    assert list(steps.members) == [two]
+    assert steps.take() == (
+        (one, Decoded((1, 2), 0, ns=10, accepted=0, steps=2)),
+        (two, Decoded((8, 9), 0, accepted=0, steps=2, more=True)),
+    )

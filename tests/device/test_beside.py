@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import anyio
 import pytest
@@ -13,15 +14,15 @@ from adapters.device import prefilling
 from adapters.device.executor import DeviceExecutor
 from adapters.device.lane import DeviceLane
 from adapters.device.slots import SlotState
-from adapters.device.underway import StepsTaken
+from adapters.device.underway import StepsTaken, goes_on
 from adapters.models.dense import DenseShard
 from adapters.models.kernels.interface import NARROW
 from adapters.models.pipeline import Pipeline
 from adapters.models.synthetic import RandomWeights
-from effects.all import Ask, Launch
+from effects.all import Ask, Launch, Outcome
 from effects.decode import Decoded, RunDecode
 from effects.ids import MAIN, PROMPTS, DeviceFailed, RequestId
-from effects.ports import Result, Underway
+from effects.ports import LaunchFailed, Told
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.stream import Halt
 from tests.device.driver import BUCKETS, CHUNK, GREEDY, SAMPLED, TINY, Caller, Driver, drive, prompt_of, straightforward
@@ -236,7 +237,7 @@ async def test_a_chunk_is_told_of_when_the_device_has_done_it_and_is_at_the_next
         return forward(self, step, inputs)
 
     def told(self, members):
-        happened.append(("told", members[0].stop // CHUNK - 1))
+        happened.append(("told", members[0][1].stop // CHUNK - 1))
         put(self, members)
 
     monkeypatch.setattr(prefilling, "mark", marked)
@@ -247,7 +248,7 @@ async def test_a_chunk_is_told_of_when_the_device_has_done_it_and_is_at_the_next
     (outcome,) = await driver.executor.perform(launched(client, 3 * CHUNK))
     assert outcome.stop == 3 * CHUNK
     first, then = [("launched", 0), ("launched", 1), ("done", 0), ("told", 0)], [("launched", 2), ("done", 1)]
-    assert happened == [*first, *then, ("told", 1), ("done", 2)]
+    assert happened == [*first, *then, ("told", 1), ("done", 2), ("told", 2)]
 
 
 async def test_a_chunk_that_there_is_no_memory_for_ends_it_behind_those_before_it(ahead, monkeypatch):
@@ -263,17 +264,18 @@ async def test_a_chunk_that_there_is_no_memory_for_ends_it_behind_those_before_i
     monkeypatch.setattr(ToldAhead, "synchronize", lambda _: waited.append(1))
     shard.going.set()
     client = await driver.open(prompt_of(1, 4 * CHUNK + 1), GREEDY, 1)
-    told, ended = list[object](), anyio.Event()
+    told, ended = list[Outcome](), anyio.Event()
 
-    def heard(result: Result | Underway) -> None:
-        told.extend(result.take() if isinstance(result, StepsTaken) else [result])
-        if isinstance(result, tuple | BaseException):
+    def heard(some: Sequence[Told] | LaunchFailed) -> None:
+        assert not isinstance(some, LaunchFailed)
+        told.extend(outcome for _, outcome in some)
+        if not goes_on(told[-1]):
             ended.set()
 
     driver.executor.submit(launched(client, 4 * CHUNK), heard)
     with anyio.fail_after(20):
         await ended.wait()
-    (advanced,), (failed,) = told
+    advanced, failed = told
     assert (advanced, failed.kind, waited) == (PrefillAdvanced(CHUNK, more=True), "out_of_memory", [1])
     assert driver.executor.serving(client.slot, client.request).valid == CHUNK, "of the one that was on its way, too"
 

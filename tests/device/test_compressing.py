@@ -20,6 +20,7 @@ from effects.compression import PromptPart, tokens_in
 from effects.decode import Decoded
 from effects.ids import DeviceFailed, RequestId
 from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
+from effects.ports import LaunchFailed
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from engine.drafter import Drafter
 from tests.device.driver import BUCKETS, CHUNK, TINY, VOCAB, Driver, drive
@@ -192,7 +193,12 @@ async def asked(lane: DrafterLane, effect: Any, request: RequestId = ONE) -> Any
 
     lane.submit(Launch((Ask(request, effect),)), settle)
     await done.wait()
-    return heard[0] if isinstance(heard[0], BaseException) else heard[0][0]
+    if isinstance(heard[0], LaunchFailed):
+        assert heard[0].requests == (request,)
+        return heard[0].error
+    [(whose, outcome)] = heard[0]
+    assert whose == request
+    return outcome
 
 
 async def test_a_lane_of_its_own_answers_the_same(beside: DrafterLane, driver: Driver) -> None:

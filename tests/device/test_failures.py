@@ -53,11 +53,10 @@ async def test_a_decode_step_out_of_step_with_its_slot_fails_alone(driver, kind)
     assert clients[2].answer == expected[2][:2]
 
 
-async def test_a_slot_can_be_in_a_batch_once(driver):
+async def test_a_request_can_be_in_a_launch_once(driver):
     (client,) = await ready(driver, 1)
-    done, twice = await driver.perform(client.round(), client.round())
-    assert isinstance(done, Decoded)
-    assert twice == DeviceFailed("broken", "slot 0 is in the batch already")
+    with pytest.raises(ValueError, match="request 1 is in a launch twice"):
+        await driver.perform(client.round(), client.round())
 
 
 async def test_a_chunk_out_of_step_with_its_slot_fails(on_fake, fake):
@@ -300,7 +299,7 @@ async def test_abandoning_concerns_what_is_in_flight_and_nothing_later(on_fake):
 
 
 async def test_whoever_submits_hears_the_outcomes_or_the_bug_once(on_fake):
-    clients = await ready(on_fake, 2)
+    *clients, other = await ready(on_fake, 3)
     heard, all_heard = [], anyio.Event()
 
     def done(result):
@@ -310,11 +309,12 @@ async def test_whoever_submits_hears_the_outcomes_or_the_bug_once(on_fake):
             all_heard.set()
 
     on_fake.executor.submit(Launch(tuple(client.round() for client in clients)), done)
-    on_fake.executor.submit(Launch((Ask(clients[0].request, UnloadModel("draft")),)), done)
+    on_fake.executor.submit(Launch((Ask(other.request, UnloadModel("draft")),)), done)
     with anyio.fail_after(60):
         await all_heard.wait()
-    assert [type(outcome) for outcome in heard[0]] == [Decoded, Decoded]
-    assert isinstance(heard[1], LookupError)
-    for client, outcome in zip(clients, heard[0], strict=True):
+    assert [(whose, type(outcome)) for whose, outcome in heard[0]] == [(one.request, Decoded) for one in clients]
+    assert heard[1].requests == (other.request,)
+    assert isinstance(heard[1].error, LookupError)
+    for client, (_, outcome) in zip(clients, heard[0], strict=True):
         client.take(outcome)
     assert [type(outcome) for outcome in await on_fake.decode(*clients)] == [Decoded, Decoded]

@@ -31,6 +31,7 @@ NOT_SPOKEN = {
     "PastRequest",
     "Totals",
     "Activity",
+    "LaunchFailed",
     "SlotStatus",
     "Divergence",
     "Scope",

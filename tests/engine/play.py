@@ -17,7 +17,7 @@ from effects.all import Ask, Launch, Outcome
 from effects.decode import Decoded, RunDecode
 from effects.ids import MAIN, DeviceFailed, RequestId
 from effects.job import Job
-from effects.ports import Closed, Perform, Settle
+from effects.ports import Closed, LaunchFailed, Perform, Settle
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.stream import Abandon, CloseStream, EmitTokens, Halt, ReportProgress
 from engine.door import EngineDoor, EngineTicket
@@ -127,11 +127,13 @@ async def engine(
 
     def submit(launch: Launch, settle: Settle) -> None:
         async def carry_out() -> None:
+            requests = tuple(ask.request for ask in launch.asks)
             try:
-                outcomes: tuple[Outcome, ...] | BaseException = await device.perform(launch)
+                told = tuple(zip(requests, await device.perform(launch), strict=True))
             except Exception as error:  # noqa: BLE001 - as the lane tells it
-                outcomes = error
-            settle(outcomes)
+                settle(LaunchFailed(requests, error))
+            else:
+                settle(told)
 
         tasks.start_soon(carry_out)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import anyio
@@ -12,14 +12,15 @@ from torch import Tensor
 
 from adapters.device.executor import DeviceExecutor
 from adapters.device.lane import DeviceLane
+from adapters.device.underway import goes_on
 from adapters.models.dense import DenseShard
 from adapters.models.pipeline import Pipeline
 from adapters.models.shard import Forward, Segment, Step
 from adapters.models.waves import SPAN
-from effects.all import Ask, Launch
+from effects.all import Ask, Launch, Outcome
 from effects.ids import DeviceFailed, RequestId, SlotId
 from effects.job import Sampling
-from effects.ports import Result, RowsLost, Underway
+from effects.ports import LaunchFailed, RowsLost, Told
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from tests.models.checkpoints import same_bits
 from tests.models.splits import AUX, CONFIGS, CUTS, TOKENS, pipeline, whole_of
@@ -111,18 +112,18 @@ async def test_a_prefill_of_several_chunks_is_one_of_each() -> None:
 
 
 async def test_how_far_it_came_is_told_behind_each_chunk() -> None:
-    executor, told, done = executor_of(far("dense", "two")), list[tuple[object, ...]](), anyio.Event()
+    executor, told, done = executor_of(far("dense", "two")), list[Outcome](), anyio.Event()
     executor.open(ONE, OpenSlot(SLOT, SLOT, 0, tuple(TOKENS[:300].tolist()), Sampling()))
 
-    def hear(result: Result | Underway) -> None:
-        assert not isinstance(result, BaseException)
-        told.extend((result,) if isinstance(result, tuple) else result.take())
-        if isinstance(result, tuple):
+    def hear(heard: Sequence[Told] | LaunchFailed) -> None:
+        assert not isinstance(heard, LaunchFailed)
+        told.extend(outcome for _, outcome in heard)
+        if not goes_on(told[-1]):
             done.set()
 
     executor.submit(Launch((Ask(ONE, RunPrefill(SLOT, 0, 256)),)), hear)
     await done.wait()
-    advanced = [one for (one,) in told if isinstance(one, PrefillAdvanced)]
+    advanced = [one for one in told if isinstance(one, PrefillAdvanced)]
     assert [one.more for one in advanced] == [True] * (len(advanced) - 1) + [False]
     assert advanced[-1].stop == 256
     passed = [one.stop for one in advanced[:-1]]

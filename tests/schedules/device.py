@@ -190,13 +190,23 @@ class Device:
         assert len({ask.request for ask in asks}) == len(asks)
         outcomes = [self.perform(ask) for ask in asks]
         onward = tuple(map(self.onward, asks, outcomes))
-        if all(onward) and self.rng.random() < 0.8:
-            queue.appendleft(evolve(launch, asks=tuple(ask for ask in onward if ask is not None)))
-            outcomes = [evolve(one, more=True) for one in outcomes]
-        else:
-            requests = {ask.request for ask in asks}
-            self.abandoned, self.halted = self.abandoned - requests, self.halted - requests
-        return [(ask.request, one) for ask, one in zip(asks, outcomes, strict=True)]
+        if (self.settings.block and not all(onward)) or self.rng.random() < 0.2:
+            onward = (None,) * len(asks)
+        staying = tuple(ask for ask in onward if ask is not None)
+        leaving = {ask.request for ask, then in zip(asks, onward, strict=True) if then is None}
+        self.abandoned, self.halted = self.abandoned - leaving, self.halted - leaving
+        if staying:
+            queue.appendleft(evolve(launch, asks=(*staying, *self.joining(queue))))
+        return [
+            (ask.request, one if then is None else evolve(one, more=True))
+            for ask, one, then in zip(asks, outcomes, onward, strict=True)
+        ]
+
+    def joining(self, queue: deque[Any]) -> tuple[Ask, ...]:
+        """Those whose turn comes between two steps; what is in front of them has its own then, or has had it."""
+        if self.rng.random() < 0.3 or not queue or not isinstance(queue[0], Launch) or not queue[0].joins:
+            return ()
+        return queue.popleft().asks
 
     def mixes(self, asks: tuple[Ask, ...]) -> bool:
         """Decode steps of one token, and then rows of a prompt, in a forward that there is."""

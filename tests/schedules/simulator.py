@@ -352,7 +352,7 @@ class Simulator:
         some = [one for one in (self.answers[at][1] for at in its[:count]) if goes_on(one)]
         if not some:
             return self.answers.pop(its[0])
-        (done,) = next(joined((one,) for one in some))
+        _, done = next(joined(((request, one),) for one in some))
         told = its[: done.steps if isinstance(done, Decoded) else len(some)]
         self.answers = [answer for at, answer in enumerate(self.answers) if at not in told]
         return request, done
@@ -391,9 +391,9 @@ class Simulator:
 
     def carry_out(self, out: Out) -> None:
         match out:
-            case Launch(asks, lane):
-                assert not self.launched.get(lane), "two launches at once"
-                self.launched[lane] = {ask.request for ask in asks}
+            case Launch(asks, lane, joins):
+                assert joins or not self.launched.get(lane), "two launches at once"
+                self.launched[lane] = self.launched.get(lane, set()) | {ask.request for ask in asks}
                 if isinstance(asks[0].effect, RunPrefill) and asks[0].effect.place is not None:
                     self.places[asks[0].effect.place] = self.clients[asks[0].request].job.salt
                 self.entering.append(out)

@@ -344,7 +344,7 @@ def test_a_prompt_that_is_compared_twice_is_noticed(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_forgotten_lane_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("states.lane.answered", lambda lane, _: lane)
+    monkeypatch.setattr("states.lane.answered", lambda lane, *_, **__: lane)
     assert caught()
 
 
@@ -381,7 +381,9 @@ def test_an_answer_that_is_said_again_is_noticed(monkeypatch: pytest.MonkeyPatch
 
 
 def in_turn(prompts: list[int], settings: Settings) -> list[tuple[RequestId, ...]]:
-    """The launches of a house where everybody comes at once and nothing fails, as lists of decode steps or chunks."""
+    """The launches of a house where everybody comes at once and nothing fails, as lists of decode steps or chunks.
+    Those who join a launch have a step of their own behind the one that it is at, together.
+    """
     world, launches, todo = begin(settings), list[tuple[RequestId, ...]](), list[Launch]()
     for number, length in enumerate(prompts):
         job = Job(tuple(range(number * 1000, number * 1000 + length)), 30, Sampling())
@@ -394,7 +396,11 @@ def in_turn(prompts: list[int], settings: Settings) -> list[tuple[RequestId, ...
             done = Decoded((5,)) if isinstance(ask.effect, RunDecode) else PrefillAdvanced(ask.effect.stop)
             assert isinstance(ask.effect, RunPrefill | RunDecode)
             world, outs = advance(world, ForRequest(ask.request, done))
-            todo += [out for out in outs if isinstance(out, Launch)]
+            for out in outs:
+                if isinstance(out, Launch) and out.joins and todo and todo[-1].joins:
+                    todo[-1] = evolve(todo[-1], asks=(*todo[-1].asks, *out.asks))
+                elif isinstance(out, Launch):
+                    todo.append(out)
     return launches
 
 

@@ -18,7 +18,7 @@ from states.lane import Answer, Lane
 from states.life import Generated, Prefilling, Seat, Speculating, State, Undrafted
 from states.rates import Rates
 from states.residency import Models, Residence
-from tests.states.builders import DRAFT, ONE, SCOPED, TWO, a, prefilled
+from tests.states.builders import DRAFT, ONE, PLAIN, SCOPED, TWO, a, prefilled
 
 NOBODY: Models = {"draft": Residence()}
 
@@ -29,6 +29,10 @@ def chunk(request: int) -> Ask:
 
 def a_decode(request: int, propose: int = 0) -> Ask:
     return Ask(RequestId(request), RunDecode(SlotId(request), 20, 7, propose))
+
+
+def alone(request: int, steps: int, propose: int = 0) -> Ask:
+    return Ask(RequestId(request), RunDecode(SlotId(request), 20, 7, propose, steps=steps))
 
 
 def unpark(request: int) -> Ask:
@@ -248,13 +252,37 @@ def test_the_last_token_that_there_is_room_for_says_nothing_about_a_draft() -> N
 
 def test_the_lane_is_free_once_the_whole_batch_has_answered() -> None:
     running = Lane((chunk(3),), (a_decode(1), a_decode(2)), decode_last=True)
-    half = lane.answered(running, Answer(TWO, Decoded((7,))))
+    half = lane.answered(running, Answer(TWO, Decoded((7,))), together=True)
     assert half == evolve(running, running=(a_decode(1),))
-    assert lane.answered(half, Answer(ONE, Decoded((7,)))).running == ()
+    assert lane.answered(half, Answer(ONE, Decoded((7,))), together=True).running == ()
 
 
-def alone(request: int, steps: int, propose: int = 0) -> Ask:
-    return Ask(RequestId(request), RunDecode(SlotId(request), 20, 7, propose, steps=steps))
+@pytest.mark.parametrize("together", [True, False])
+def test_a_member_that_ends_ends_a_launch_where_all_stay_together(together: bool) -> None:
+    running = Lane((), (alone(1, 30), alone(2, 30)), decode_last=True, members=2, alone=True)
+    half = lane.answered(running, Answer(TWO, Decoded((7,))), together=together)
+    assert half == evolve(running, running=(alone(1, 30),), alone=not together)
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "joins"),
+    [
+        ({}, PLAIN, True),
+        ({}, DRAFT, False),  # what is proposed is decided for a company
+        ({"alone": False}, PLAIN, False),  # it was told to end, or is of one step
+        ({"decode_last": False}, PLAIN, False),  # a prompt's rows have the lane
+        ({"waiting": ()}, PLAIN, False),
+        ({"running": ()}, PLAIN, False),
+        ({"waiting": (alone(3, 30), chunk(4))}, PLAIN, False),  # it ends soon, for a prompt
+        ({}, evolve(PLAIN, batch_rows=2), False),
+    ],
+)
+def test_who_decodes_joins_those_who_do(changes: Any, settings: Any, joins: bool) -> None:
+    busy = Lane((alone(3, 30),), (alone(1, 30), alone(2, 9)), decode_last=True, members=2, alone=True)
+    busy = evolve(busy, **changes)
+    assert lane.joinable(busy, settings) == joins
+    if joins:
+        assert lane.joined(busy) == evolve(busy, waiting=(), running=(*busy.running, alone(3, 30)), members=3)
 
 
 @pytest.mark.parametrize(
@@ -274,6 +302,14 @@ def test_decode_steps_go_on_alone_while_nobody_waits_and_nobody_ends(waiting: tu
     assert after.alone == (steps > 1)
 
 
+def test_without_a_draft_each_has_as_many_steps_as_it_may() -> None:
+    waiting = alone(1, 999), alone(2, 1), alone(3, 9)
+    after, _, chosen = choose(*waiting, settings=PLAIN)
+    assert chosen == Launch(waiting)
+    assert after.alone
+    assert choose(*waiting, chunk(4), settings=PLAIN)[2] == Launch(tuple(alone(number, 1) for number in (1, 2, 3)))
+
+
 def test_more_members_than_fit_a_launch_take_turns() -> None:
     full = tuple(alone(number, 30) for number in range(DRAFT.batch_rows + 1))
     chosen = choose(*full)[2]
@@ -283,10 +319,10 @@ def test_more_members_than_fit_a_launch_take_turns() -> None:
 
 def test_a_launch_that_goes_on_keeps_the_lane_and_counts_its_steps() -> None:
     running = Lane((), (a_decode(1, 3), a_decode(2, 3)), decode_last=True, members=2, proposing=1)
-    on = lane.answered(running, Answer(ONE, Decoded((7, 8), 3, more=True)))
+    on = lane.answered(running, Answer(ONE, Decoded((7, 8), 3, more=True)), together=True)
     assert on == evolve(running, proposing=2)
-    assert lane.answered(on, Answer(TWO, Decoded((7,), 3, more=True))) == on, "once a step"
-    assert lane.answered(on, Answer(ONE, Decoded((7,), 3))).proposing == 2
+    assert lane.answered(on, Answer(TWO, Decoded((7,), 3, more=True)), together=True) == on, "once a step"
+    assert lane.answered(on, Answer(ONE, Decoded((7,), 3)), together=True).proposing == 2
 
 
 def test_a_place_in_the_queue_can_be_given_up_and_work_on_the_device_cannot() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -150,15 +151,31 @@ def test_a_cancelled_request_whose_work_runs_drains_until_it_answers() -> None:
 
 
 def test_two_decode_steps_that_wait_become_one_launch() -> None:
-    one, two = {"prompt": (1,)}, {"prompt": (2,)}
-    world, outs = after(PLAIN, submitted(ONE, **one), submitted(TWO, **two), (ONE, Decoded((7,))))
-    first, second = Ask(TWO, RunDecode(SlotId(1), 0, 2, steps=5)), Ask(ONE, RunDecode(HERE, 1, 7, steps=5))
-    assert outs == (Ask(ONE, EmitTokens((7,))), Launch((first, second)))
+    one, two, other = submitted(ONE, prompt=(1,)), submitted(TWO, prompt=(2,)), submitted(THREE)
+    world, outs = after(evolve(PLAIN, slots=4), other, one, two, (THREE, PrefillAdvanced(8)))
+    first, second = Ask(ONE, RunDecode(SlotId(1), 0, 1)), Ask(TWO, RunDecode(SlotId(2), 0, 2))
+    assert outs[-1] == Launch((first, second)), "of one step, since the prompt has more"
     world, outs = advance(world, ForRequest(TWO, Decoded((8,))))
     assert outs == (Ask(TWO, EmitTokens((8,))),), "the batch has not come back yet"
     world, outs = advance(world, ForRequest(ONE, Decoded((9,))))
-    both = Ask(TWO, RunDecode(SlotId(1), 1, 8, steps=4)), Ask(ONE, RunDecode(HERE, 2, 9, steps=4))
-    assert outs[-1] == Launch(both), "as many as the one has left that said more"
+    assert outs[-1] == Launch((Ask(THREE, RunPrefill(HERE, 8, 16)),)), "in turn"
+
+
+def test_who_decodes_joins_the_launch_that_goes_on_and_leaves_it_alone() -> None:
+    joins = partial(Launch, joins=True)
+    world, outs = after(evolve(PLAIN, slots=4), submitted(ONE, prompt=(1,)), submitted(TWO, prompt=(2,)))
+    assert outs[-1] == joins((Ask(TWO, RunDecode(SlotId(1), 0, 2, steps=6)),))
+    world, outs = advance(world, ForRequest(ONE, Decoded((7, 8), steps=2, accepted=0, more=True)))
+    assert outs == (Ask(ONE, EmitTokens((7, 8))),)
+    world, outs = advance(world, ForRequest(TWO, Decoded((9,), more=True)))
+    world, outs = advance(world, ForRequest(ONE, Decoded((0,))))
+    assert [type(out.effect) for out in outs] == [EmitTokens, CloseStream], "the other one is at it"
+    world, outs = advance(world, ForRequest(*submitted(THREE, prompt=(3,))))
+    assert outs[-1] == joins((Ask(THREE, RunDecode(SlotId(2), 0, 3, steps=6)),))
+    world, outs = advance(world, ForRequest(*submitted(RequestId(4))))
+    assert outs[-1] == Ask(TWO, Halt()), "a prompt waits for the lane"
+    world, outs = advance(world, ForRequest(THREE, Decoded((9,))))
+    assert outs == (Ask(THREE, EmitTokens((9,))),), "nobody joins what has been told to end"
 
 
 def test_a_launch_goes_on_until_somebody_waits_for_the_lane() -> None:
@@ -168,7 +185,7 @@ def test_a_launch_goes_on_until_somebody_waits_for_the_lane() -> None:
     assert outs == (Ask(ONE, EmitTokens((7,))),), "it is under way"
     world, outs = advance(world, ForRequest(*submitted(TWO)))
     assert outs[-1] == Ask(ONE, Halt())
-    world, outs = advance(world, ForRequest(*submitted(RequestId(3))))
+    world, outs = advance(world, ForRequest(*submitted(THREE)))
     assert Ask(ONE, Halt()) not in outs, "once"
     world, outs = advance(world, ForRequest(ONE, Decoded((8, 9), steps=2, accepted=0)))
     assert outs == (Ask(ONE, EmitTokens((8, 9))), alone(TWO, RunPrefill(SlotId(1), 0, 8)))
