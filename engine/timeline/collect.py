@@ -60,6 +60,7 @@ class Timeline:
     bars: Spans = field(factory=Spans)  # owner: the row; kind: its state
     launches: Spans = field(factory=Spans)  # owner: the lane; kind: the first of its asks
     sizes: list[int] = field(factory=list[int])  # of each launch: its asks
+    together: list[int] = field(factory=list[int])  # and with those whom it joined
     store: Spans = field(factory=Spans)  # owner: the row; kind: the ask
     left_out: int = 0  # events that there was no more room for
     _start_ns: int = 0
@@ -132,16 +133,17 @@ class Timeline:
         for out in outs:
             asks = out.asks if isinstance(out, Launch) else (out,)
             if isinstance(out, Launch):
-                self.launch(out, number)
+                self.launch(out, number, len(after.lanes[out.lane].running))
             for ask in asks:
                 self.ask(ask, number)
         self.ask_counts.append(len(self.ask_rows) - first)
 
-    def launch(self, launch: Launch, number: int) -> None:
+    def launch(self, launch: Launch, number: int, together: int) -> None:
         if (last := self._running.pop(launch.lane, None)) is not None:
             self.launches.stop[last] = number
         self._running[launch.lane] = self.launches.begin(launch.lane, len(self.ask_rows), number)
         self.sizes.append(len(launch.asks))
+        self.together.append(max(together, len(launch.asks)))
 
     def ask(self, ask: Ask, number: int) -> None:
         row = self._rows.get(ask.request, NOBODY)
@@ -163,6 +165,6 @@ class Timeline:
             "askRows": self.ask_rows,
             "asks": self.asks.packed(),
             "bars": self.bars.packed(),
-            "launches": {**self.launches.packed(), "size": self.sizes},
+            "launches": {**self.launches.packed(), "size": self.sizes, "together": self.together},
             "store": self.store.packed(),
         }

@@ -134,7 +134,10 @@ async def test_launches_are_on_their_lane_one_after_the_other(tmp_path: Path) ->
     recorded = [record for _, record in records if isinstance(record, Launch)]
     assert len(launches) == len(recorded)
     assert data["launches"]["size"] == [len(launch.asks) for launch in recorded]
-    assert max(data["launches"]["size"]) == 2, "two decoded together"
+    assert max(data["launches"]["together"]) == 2, "two decoded together"
+    joined = [one for one, launch in zip(data["launches"]["together"], recorded, strict=True) if launch.joins]
+    assert joined
+    assert min(joined) == 2, "with those who were there"
     assert all(one[3] <= other[2] for one, other in pairwise(launches)), "two at once on one lane"
     kinds = names(data["asks"])
     assert [kinds[first] for _, first, _, _ in launches] == [type(one.asks[0].effect).__name__ for one in recorded]

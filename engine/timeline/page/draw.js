@@ -152,7 +152,7 @@ function drawLane(context, lane, top, inner, x) {
     context.fillStyle = paint(context, WORK[asks.name(launches.kind[launch])]);
     context.fillRect(left, top, Math.max(.5, right - left - .5), height);
     if (launch === chosen.launch) outline(context, left, top, right - left, height);
-    const size = data.launches.size[launch];
+    const size = data.launches.together[launch];
     plate(context, size > 1 ? `×${size}` : asks.name(launches.kind[launch]).replace("Run", ""), left, top + height / 2, right - left, WORK[asks.name(launches.kind[launch])]);
   }
 }

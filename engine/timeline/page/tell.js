@@ -23,7 +23,7 @@ function tellEvent(event) {
   for (let ask = askStart[event]; ask < Math.min(askStart[event + 1], askStart[event] + CARDS); ask++) {
     const told = made("div", null, made("b", asks.name(ask)), " for ", who(data.askRows[ask]));
     told.className = "card";
-    if (launchOf.has(ask)) { const launch = launchOf.get(ask); told.prepend(pressed(`launched on lane ${launches.owner[launch]}${data.launches.size[launch] > 1 ? `, ${data.launches.size[launch]} together` : ""}`, () => chooseLaunch(launch)), " "); }
+    if (launchOf.has(ask)) { const launch = launchOf.get(ask); told.prepend(pressed(`launched on lane ${launches.owner[launch]}${data.launches.together[launch] > 1 ? `, ${data.launches.together[launch]} together` : ""}`, () => chooseLaunch(launch)), " "); }
     told.append(fieldsOf(asks, ask));
     box.append(told);
   }
@@ -64,10 +64,10 @@ function choose(row, event = -1, reveal = false) {
 }
 function chooseLaunch(launch) {
   chosen = { row: chosen.row, event: -1, launch };
-  const first = launches.kind[launch], size = data.launches.size[launch], event = launches.first[launch];
+  const first = launches.kind[launch], size = data.launches.size[launch], together = data.launches.together[launch], event = launches.first[launch];
   const took = launches.stop[launch] - launches.start[launch], detail = $("detail"), name = asks.name(first);
-  detail.replaceChildren(heading(`Launch on lane ${launches.owner[launch]}: ${name}${size > 1 ? ` of ${size}` : ""}`),
-    list([["at", clock(launches.start[launch], true)], ["until its last answer", launches.open[launch] ? "not in the trace" : clock(took)]]), made("h3", "Who is in it"));
+  detail.replaceChildren(heading(`Launch on lane ${launches.owner[launch]}: ${name}${together > 1 ? ` of ${together}` : ""}`),
+    list([["at", clock(launches.start[launch], true)], ["until its last answer", launches.open[launch] ? "not in the trace" : clock(took)]]), made("h3", together > size ? "Who joined it" : "Who is in it"));
   for (let ask = first; ask < first + size; ask++) { const card = made("div", null, who(data.askRows[ask]), fieldsOf(asks, ask)); card.className = "card"; detail.append(card); }
   detail.append(made("h3", "The event that it was launched after"), tellEvent(event));
   $("said").textContent = `Launch on lane ${launches.owner[launch]}, ${name}, ${size} together`;
