@@ -65,6 +65,7 @@ class StepsAhead:
     abandoned: Callable[[RequestId], bool]
     follow: Callable[[Step, Forward, Sequence[Kept], Sequence[SlotState]], object]
     _nobody: Sampler | None = field(init=False, default=None)  # how what nobody wants is picked
+    _under_way: Flying | None = field(init=False, default=None)  # where one before it was looked at
 
     def takes(self, asks: Sequence[Ask]) -> bool:
         """Where the device can, steps follow each other, and nobody proposes."""
@@ -78,8 +79,20 @@ class StepsAhead:
         row that the step has of it is rolled back, and the next one has none. A pick that depends on the one before it
         follows its step when that is known: the device is at the step meanwhile. Nobody is left in the end.
         """
+        try:
+            self._run(self._first(self._going(asks, company), company), company)
+        finally:
+            self._under_way = None
+        return ()
+
+    def passed(self, slot: int) -> bool:
+        """Between two steps: is the device done with all rows of the slot that it was told of before? Of what comes
+        before the step under way it is, since one behind that has been looked at.
+        """
+        return self._under_way is not None and all(row.member.slot != slot for row in self._under_way.rows)
+
+    def _run(self, flying: Flying | None, company: Company) -> None:
         clock = time.perf_counter_ns
-        flying = self._first(self._going(asks, company), company)
         started = clock()
         while flying is not None:
             self._settle(flying)
@@ -98,8 +111,7 @@ class StepsAhead:
                     for row, outcome in outcomes
                 ]
             )
-            flying = following
-        return ()
+            self._under_way = flying = following
 
     def _going(self, asks: Sequence[Ask], company: Company) -> list[Going]:
         """Those who can begin; of the rest it is told why not."""

@@ -25,7 +25,7 @@ log = logging.getLogger("rekindle.device")
 
 # Behind which event of the device it is done; None: there is none, or whoever comes next finds what went wrong.
 Opening: TypeAlias = "Future[torch.cuda.Event | None]"
-Heard: TypeAlias = Callable[[None, BaseException | None], object]
+Heard: TypeAlias = Callable[[object, BaseException | None], object]
 
 
 @define(eq=False)
@@ -35,6 +35,7 @@ class Lanes:
     main: DeviceLane
     prompts: DeviceLane | None = None
     _openings: dict[SlotId, Opening] = field(init=False, factory=dict[SlotId, Opening])
+    _told: torch.cuda.Event | None = field(init=False, default=None)  # behind the last opening that had to be marked
 
     @property
     def threads(self) -> tuple[Watched, ...]:
@@ -48,18 +49,22 @@ class Lanes:
         """By any thread: is the launch beside to go on no further?"""
         return self.prompts is not None and self.prompts.wanted
 
-    def open(self, slot: SlotId, opening: Callable[[], None], done: Heard) -> None:
+    def open(self, slot: SlotId, opening: Callable[[], bool], done: Heard) -> None:
+        """opening: is a launch beside to wait for all that the device was told until then? Otherwise it waits for what
+        other openings were, and not for the step that the first lane is at.
+        """
         if self.prompts is None:
             self.main.submit(opening, done)
             return
         opened: Opening = Future()
 
         def announced() -> None:
-            opening()
-            opened.set_result(mark(self.main.device))
+            if opening():
+                self._told = mark(self.main.device)
+            opened.set_result(self._told)
 
-        def heard(nothing: None, error: BaseException | None) -> None:
-            done(nothing, error)
+        def heard(_: object, error: BaseException | None) -> None:
+            done(None, error)
             if not opened.done():  # it failed, and who is told of that has been
                 opened.set_result(None)
 

@@ -139,7 +139,7 @@ class DeviceExecutor:
         where its rows are not there, those who count on them hear that first.
         """
 
-        def opened(_: None, error: BaseException | None) -> None:
+        def opened(_: object, error: BaseException | None) -> None:
             if gone := lost_with(error, effect.slot):
                 self._lost(gone)
 
@@ -225,13 +225,15 @@ class DeviceExecutor:
             return DeviceFailed("broken", f"slot {slot} serves request {state.request}, not {request}")
         return state if isinstance(state, DeviceFailed) else state.refusal or state
 
-    def _open(self, request: RequestId, effect: OpenSlot) -> None:
-        """Broken whatever the reason: nobody may believe in this slot's rows."""
+    def _open(self, request: RequestId, effect: OpenSlot) -> bool:
+        """Is the device at anything of the slot? Broken whatever the reason: nobody may believe in this slot's rows."""
         try:
             self._slots[effect.slot] = self._opened(request, effect)
         except BaseException as error:
             self._slots[effect.slot] = unopened(effect, error)
             raise
+        copied = bool(effect.pages) or (effect.keep > 0 and effect.source != effect.slot)
+        return copied or not self.decoding.ahead.passed(effect.slot)
 
     def _opened(self, request: RequestId, effect: OpenSlot) -> SlotState:
         slot, source, keep, prompt = effect.slot, effect.source, effect.keep, effect.prompt

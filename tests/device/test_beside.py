@@ -23,9 +23,21 @@ from effects.all import Ask, Launch, Outcome
 from effects.decode import Decoded, RunDecode
 from effects.ids import MAIN, PROMPTS, DeviceFailed, RequestId
 from effects.ports import LaunchFailed, Told
-from effects.prefill import PrefillAdvanced, RunPrefill
+from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.stream import Halt
-from tests.device.driver import BUCKETS, CHUNK, GREEDY, SAMPLED, TINY, Caller, Driver, drive, prompt_of, straightforward
+from tests.device.driver import (
+    BUCKETS,
+    CHUNK,
+    GREEDY,
+    SAMPLED,
+    TINY,
+    Caller,
+    Driver,
+    drive,
+    prompt_of,
+    ready,
+    straightforward,
+)
 from tests.device.fake_shard import FakeShard
 
 
@@ -335,3 +347,31 @@ async def test_a_gpu_is_at_both_and_every_answer_is_the_one_alone(pages, span):
                 tasks.start_soon(answering)
                 tasks.start_soon(reading)
     assert driver.executor.close()
+
+
+@pytest.mark.parametrize(
+    ("opening", "waits"),
+    [((3, 3, 0), False), ((3, 1, 4), True), ((1, 1, 0), True)],
+    ids=["nobody has been at it", "it has rows of another", "it is in the step"],
+)
+async def test_an_opening_waits_for_the_step_under_way_where_that_is_at_its_slot(on_fake, monkeypatch, opening, waits):
+    monkeypatch.setattr(FakeShard, "runs_ahead", True)
+    clients = await ready(on_fake, 2)
+    opening = OpenSlot(*opening, tuple(clients[1].tokens), GREEDY)
+    forward, forwards, found = FakeShard.forward, list[int](), list[bool]()
+
+    def watched(self, step, inputs):
+        forwards.append(step.rows)
+        if len(forwards) in (1, 3):  # nothing, and one before the one under way has been looked at then
+            on_fake.executor._lane.post(opened, pytest.fail)  # noqa: SLF001
+        return forward(self, step, inputs)
+
+    def opened() -> None:
+        found.append(on_fake.executor._open(RequestId(9), opening))  # noqa: SLF001
+
+    monkeypatch.setattr(FakeShard, "forward", watched)
+    asks = [Ask(client.request, evolve(client.round().effect, steps=9)) for client in clients]
+    outcomes = await on_fake.perform(*asks)
+    opened()
+    assert found == [True, waits, True], "nor where the lane is at no step"
+    assert [outcome.steps for outcome in outcomes] == [9, 9]
