@@ -50,11 +50,16 @@ def new_id(prefix: str) -> str:
 
 
 def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
-    """One server-sent event."""
-    line = b"data: %b\n\n" % ENCODER.encode(data)
+    """One server-sent event, a line to whoever reads lines as Unicode has them, too."""
+    encoded = ENCODER.encode(data)
+    if not encoded.isascii():
+        for mark, escaped in BREAKS:
+            encoded = encoded.replace(mark, escaped)
+    line = b"data: %b\n\n" % encoded
     return line if name is None else b"event: %b\n%b" % (name.encode(), line)
 
 
 ENCODER = msgspec.json.Encoder()
+BREAKS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))  # of lines, in UTF-8
 COMMENT = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
