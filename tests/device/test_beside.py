@@ -372,6 +372,6 @@ async def test_an_opening_waits_for_the_step_under_way_where_that_is_at_its_slot
     monkeypatch.setattr(FakeShard, "forward", watched)
     asks = [Ask(client.request, evolve(client.round().effect, steps=9)) for client in clients]
     outcomes = await on_fake.perform(*asks)
-    opened()
+    await on_fake.executor._lane.run(opened)  # noqa: SLF001
     assert found == [True, waits, True], "nor where the lane is at no step"
     assert [outcome.steps for outcome in outcomes] == [9, 9]
