@@ -86,8 +86,8 @@ class StepsAhead:
         return ()
 
     def passed(self, slot: int) -> bool:
-        """Between two steps: is the device done with all rows of the slot that it was told of before? Of what comes
-        before the step under way it is, since one behind that has been looked at.
+        """Between two steps: is the device done with every step that had a row of the slot? With those before the one
+        under way it is, since they have been looked at. What openings told it is another matter.
         """
         return self._under_way is not None and all(row.member.slot != slot for row in self._under_way.rows)
 
