@@ -26,10 +26,12 @@ from engine.begin import begin
 from engine.options import Options
 from engine.serve import Gate, listen, serve_model
 from engine.startup import Steps
+from states.speculation_control import UNIT, chain
 from tests.importing import importing
 
 CONTAINERS = (dict, set, list, deque)
 WARM, SPANS, STEPS = 3, 4, 8
+PROPOSALS = 15  # of the demo's draft
 TALK = [{"role": "user", "content": "Count to a thousand."}]
 
 
@@ -91,6 +93,9 @@ async def ask(client: httpx.AsyncClient) -> None:
 @pytest.mark.timeout(300)
 async def test_requests_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(misses, "MOST", WARM)  # the last ones that are shown: as many as there are before it is counted
+    for width in range(PROPOSALS + 1):  # a table that fills as chances come up, by where the request that is left stops
+        for each in range(UNIT + 1):
+            chain(width, each)
     logging.disable()  # what pytest keeps of each line is not ours
     try:
         options = Options(port=0, kv_cache_dir=tmp_path / "kv", trace=tmp_path / "trace.jsonl.zst", slots=2)
