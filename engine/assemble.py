@@ -34,7 +34,7 @@ from states import invariants
 from states.events import ExpertsUsed, ForEngine, ForModel, SlotsLost
 from states.settings import Settings
 from states.slots import Slots
-from states.world import Out, World, begin
+from states.world import Out, World, begin, hurried, reading
 
 SPARE = 1024  # live requests beyond slots and queue: those that are being refused or are draining
 
@@ -98,6 +98,9 @@ async def engine(
     )
 
     heard(executor, runner, metrics)
+    if transfer is not None:
+        transfer.saver.hurried = lambda: hurried(runner.world)
+        transfer.saver.reading = lambda: reading(runner.world)
 
     def living() -> Mapping[str, Any]:
         troubles = {thread.name: thread.trouble for thread in threads if thread.trouble}

@@ -41,7 +41,19 @@ from states.events import (
 )
 from states.experts import Residents
 from states.lane import Answer, Lane
-from states.life import Compressing, Done, New, Recovering, Restoring, State, Waiting, Yielding
+from states.life import (
+    Compressing,
+    Done,
+    Early,
+    New,
+    Prefilling,
+    Recovering,
+    Restoring,
+    Speculating,
+    State,
+    Waiting,
+    Yielding,
+)
 from states.machine import IllegalEvent, step
 from states.places import EMPTY
 from states.rates import Rates
@@ -95,6 +107,19 @@ def advance(world: World, happened: Happened) -> tuple[World, tuple[Out, ...]]:
             fold.models = residency.reached(fold.models, name, there=there)
     after = World(world.settings, fold.slots, fold.requests, fold.lanes, fold.models, fold.rates, fold.experts)
     return after, tuple(fold.out)
+
+
+def hurried(world: World) -> bool:
+    """Does anybody wait for a slot, perhaps for one whose rows are still being kept?"""
+    return bool(world.slots.waiting)
+
+
+def reading(world: World) -> bool:
+    """Does anybody who has a slot wait for a first token?"""
+    return any(
+        isinstance(state, Early | Prefilling) or (isinstance(state, Speculating) and not state.answer.tokens)
+        for state in world.requests.values()
+    )
 
 
 class Fold:

@@ -10,13 +10,11 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO
 
-import aiofiles
-import anyio
 from aiofiles.os import wrap
 
 LOCK = "LOCK"
@@ -29,18 +27,6 @@ class FolderUnusable(Exception):
 
 class FolderInUse(FolderUnusable):
     """Another process owns it."""
-
-
-class File(Protocol):
-    """An open file that is written to, beside the event loop."""
-
-    def fileno(self) -> int: ...
-
-    async def writelines(self, lines: Iterable[bytes]) -> object: ...
-
-    async def flush(self) -> object: ...
-
-    async def close(self) -> object: ...
 
 
 class Folder:
@@ -107,32 +93,38 @@ class Folder:
     async def write(self, name: str, parts: Sequence[bytes]) -> int:
         """The bytes written, when the file is under its name and will be after a power cut. Raises OSError.
 
-        Whatever fails, there is no file under the name, or the one that was there before.
+        Whatever fails, there is no file under the name, or the one that was there before. One hop to a thread: each
+        takes the interpreter from whoever decodes, as long as writing a run takes of it otherwise.
         """
+        return await wrap(self._write)(name, parts)
+
+    async def extend(self, name: str, raw: bytes) -> None:
+        """What a kill leaves of it may be torn. Raises OSError, FileNotFoundError for one that is not there."""
+        await wrap(self._extend)(name, raw)
+
+    def _write(self, name: str, parts: Sequence[bytes]) -> int:
         temporary = TEMPORARY + name
-        with anyio.CancelScope(shield=True):  # a thread makes it in any case, and who comes next would find it there
-            file = await aiofiles.open(temporary, "wb", opener=self.create)
+        file = open(temporary, "wb", opener=self.create)
         try:
             try:
-                await self.append(file, parts)
-                await wrap(self.sync)(file.fileno())
+                self.append(file, parts)
+                self.sync(file.fileno())
             finally:
-                await self.shut(file)
-            await wrap(self.rename)(temporary, name)
+                self.shut(file)
+            self.rename(temporary, name)
         except BaseException:
             with suppress(OSError):
                 self.remove(temporary)
             raise
-        await wrap(self.sync_folder)()
+        self.sync_folder()
         return sum(map(len, parts))
 
-    async def extend(self, name: str, raw: bytes) -> None:
-        """What a kill leaves of it may be torn. Raises OSError, FileNotFoundError for one that is not there."""
-        file = await aiofiles.open(name, "ab", opener=self.open_append)
+    def _extend(self, name: str, raw: bytes) -> None:
+        file = open(name, "ab", opener=self.open_append)
         try:
-            await self.append(file, [raw])
+            self.append(file, [raw])
         finally:
-            await self.shut(file)
+            self.shut(file)
 
     # --- one system call each, so that a test can make any of them fail ---
 
@@ -146,17 +138,16 @@ class Folder:
         flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         return os.open(name, flags, dir_fd=self._descriptor)
 
-    async def append(self, file: File, parts: Sequence[bytes]) -> None:
+    def append(self, file: BinaryIO, parts: Sequence[bytes]) -> None:
         """All of them: a buffered file goes on where one write takes less than it is given."""
-        await file.writelines(parts)
-        await file.flush()
+        file.writelines(parts)
+        file.flush()
 
     def sync(self, descriptor: int) -> None:
         os.fsync(descriptor)
 
-    async def shut(self, file: File) -> None:
-        with anyio.CancelScope(shield=True):  # a thread that is busy would otherwise never get to it
-            await file.close()
+    def shut(self, file: BinaryIO) -> None:
+        file.close()
 
     def rename(self, old: str, new: str) -> None:
         os.rename(old, new, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)

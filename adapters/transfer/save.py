@@ -34,6 +34,8 @@ log = logging.getLogger("rekindle.store")
 PATIENCE_NS = (
     2_000_000_000  # for one snapshot: 32k tokens of an 8B model take a tenth of it, and the slot waits so long
 )
+LOOK_S = 0.002  # until it is seen again whether a first token is still awaited
+MOMENT, COURTESY = 5, 125  # looks: behind an answer's end, whose client often asks for the next one at once; and in all
 PAUSE_S = 0.005  # until it is seen again whether memory has come free: a disk takes in 32 MB in six times as long
 
 
@@ -52,7 +54,9 @@ class SlotFound:
 
 @define(eq=False)
 class Saver:
-    """catch_up: lets a draft follow the rows of a slot that it was spared so far, before they are kept."""
+    """catch_up: lets a draft follow the rows of a slot that it was spared so far, before they are kept. hurried: does
+    anybody wait for a slot? reading: for a first token, otherwise? Both asked on any thread.
+    """
 
     store: Store[Disk]
     lane: DeviceLane
@@ -62,6 +66,8 @@ class Saver:
     state: StateMover
     catch_up: Callable[[int], object] = lambda _: None
     clock_ns: Callable[[], int] = time.monotonic_ns
+    hurried: Callable[[], bool] = lambda: True
+    reading: Callable[[], bool] = lambda: False
     worker: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(1, "store-save"))
     _asked: int = field(init=False, default=0)  # snapshots that are being taken, or wait for that
 
@@ -130,7 +136,9 @@ class Saver:
     def _taken(self, effect: SaveSnapshot, found: SlotFound) -> tuple[int, int]:
         """How many rows, from the first on, are kept now, and the bytes that are new."""
         end, tokens, saved = self.clock_ns() + PATIENCE_NS, effect.tokens, 0
+        looks = iter(range(COURTESY))
         for run, movers in self._gaps(effect, found):
+            self._give_way(looks)
             late = saved > 0 and self.clock_ns() > end
             size = None if late else self._take(found, run, movers, end)
             if size is None:
@@ -140,6 +148,13 @@ class Saver:
                 return (run.start if run.kind == "rows" else len(tokens)), saved
             saved += size
         return len(tokens), saved
+
+    def _give_way(self, looks: Iterator[int]) -> None:
+        """To first tokens: copies take memory's speed from them, and what Python does for these the interpreter."""
+        for look in looks:
+            if self.hurried() or (look >= MOMENT and not self.reading()):
+                return
+            time.sleep(LOOK_S)
 
     def _gaps(self, effect: SaveSnapshot, found: SlotFound) -> Iterator[tuple[Run, Sequence[Mover]]]:
         for run in self.store.gaps(effect.tokens, salt=found.salt):

@@ -31,7 +31,7 @@ from states.recover import TWICE
 from states.residency import Residence
 from states.settings import Settings
 from states.slots import Slot
-from states.world import Out, World, advance, begin
+from states.world import Out, World, advance, begin, hurried, reading
 from tests.states.builders import (
     DRAFT,
     HERE,
@@ -78,6 +78,16 @@ def test_a_request_is_admitted_and_launched_in_the_event_that_submits_it() -> No
     )
     assert world.requests == {ONE: a(Prefilling, some())}
     assert world.slots.slots == (Slot(holder=ONE), Slot())
+
+
+def test_a_first_token_is_read_for_until_it_is_there_and_hurried_for_where_it_waits_for_a_slot() -> None:
+    asked = submitted(ONE, prompt=(1, 2), max_tokens=2)
+    steps = (asked, (ONE, PrefillAdvanced(1)), (ONE, Decoded((7,))), (ONE, Decoded((8,))))
+    worlds = [after(SMALL, *steps[:count])[0] for count in range(len(steps) + 1)]
+    assert [reading(world) for world in worlds] == [False, True, True, False, False]
+    assert not any(map(hurried, worlds))
+    waits, _ = after(SMALL, *steps[:3], submitted(TWO))
+    assert (hurried(waits), reading(waits)) == (True, False)
 
 
 def test_a_full_house_lets_wait_and_a_full_queue_refuses() -> None:

@@ -167,20 +167,20 @@ class Fault(Folder):
         self.point("open_append")
         return super().open_append(name, flags)
 
-    async def append(self, file: File, parts: Sequence[bytes]) -> None:
+    def append(self, file: BinaryIO, parts: Sequence[bytes]) -> None:
         """Each part torn in the middle."""
         for part in parts:
             half = len(part) // 2
-            await super().append(file, [part[:half]])
+            super().append(file, [part[:half]])
             self.point("append")
-            await super().append(file, [part[half:]])
+            super().append(file, [part[half:]])
 
     def sync(self, descriptor: int) -> None:
         self.point("sync")
         super().sync(descriptor)
 
-    async def shut(self, file: File) -> None:
-        await super().shut(file)
+    def shut(self, file: BinaryIO) -> None:
+        super().shut(file)
         self.point("shut")
 
     def rename(self, old: str, new: str) -> None:

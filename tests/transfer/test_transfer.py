@@ -26,8 +26,9 @@ from adapters.store.lookup import Found
 from adapters.store.memory import ALIGN, Memory
 from adapters.store.opening import index, open_disk
 from adapters.store.store import Store
+from adapters.transfer import save
 from adapters.transfer.copy import Mover, movers
-from adapters.transfer.save import PATIENCE_NS
+from adapters.transfer.save import COURTESY, MOMENT, PATIENCE_NS
 from adapters.transfer.transfer import Transfer, transfer
 from effects.all import Ask, Launch
 from effects.decode import RunDecode
@@ -183,6 +184,46 @@ async def test_the_lane_goes_on_while_a_snapshot_is_taken(bench: Bench, monkeypa
     await bench.restore(3, await bench.found(3), 2)
     await bench.prefill(3, 2, 96)
     assert await bench.answer(3, 2) == cold
+
+
+@pytest.mark.parametrize("hurried_after", [0, 3, MOMENT + 20, None])
+async def test_a_snapshot_gives_way_to_first_tokens_for_a_while_and_not_where_a_slot_is_waited_for(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, hurried_after: int | None
+) -> None:
+    """Nothing is copied before somebody waits for a slot, or, where nobody does, before its courtesy is at an end."""
+    monkeypatch.setattr(save, "LOOK_S", 0)
+    bench.moving.store.run_bytes = 16 * bench.moving.store.layout.token_bytes
+    bench.open(1, 0)
+    await bench.prefill(1, 0)
+    looked, told, take = list[None](), list[int](), Mover.take
+
+    def taken(*what) -> None:
+        told.append(len(looked))
+        take(*what)
+
+    def hurried() -> bool:
+        looked.append(None)
+        return hurried_after is not None and len(looked) > hurried_after
+
+    monkeypatch.setattr(Mover, "take", taken)
+    bench.moving.saver.hurried, bench.moving.saver.reading = hurried, lambda: True
+    saved = await bench.one(1, SaveSnapshot(SlotId(0), PROMPT[:96]))
+    assert saved == SnapshotSaved(96, 96 * bench.moving.store.layout.token_bytes)
+    first, runs = (COURTESY, [0] * 6) if hurried_after is None else (hurried_after + 1, [*range(6)])
+    assert told == [first + run for run in runs]
+
+
+async def test_a_snapshot_lets_a_moment_pass_where_nobody_asks_for_anything(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(save, "LOOK_S", 0)
+    bench.open(1, 0)
+    await bench.prefill(1, 0)
+    looked = list[None]()
+    bench.moving.saver.hurried = lambda: looked.append(None) is not None
+    saved = await bench.one(1, SaveSnapshot(SlotId(0), PROMPT[:96]))
+    assert saved == SnapshotSaved(96, 96 * bench.moving.store.layout.token_bytes)
+    assert len(looked) == MOMENT + 1
 
 
 async def test_what_there_is_no_time_for_is_dropped_and_counted(bench: Bench) -> None:
