@@ -97,10 +97,7 @@ async def engine(
         observe,
     )
 
-    heard(executor, runner, metrics)
-    if transfer is not None:
-        transfer.saver.hurried = lambda: hurried(runner.world)
-        transfer.saver.reading = lambda: reading(runner.world)
+    heard(executor, transfer, runner, metrics)
 
     def living() -> Mapping[str, Any]:
         troubles = {thread.name: thread.trouble for thread in threads if thread.trouble}
@@ -127,8 +124,13 @@ def shown(metrics: Metrics, slots: Slots) -> None:
     metrics.gauges(queue=len(slots.waiting), slots_busy=busy, slots=len(slots.slots))
 
 
-def heard(executor: DeviceExecutor, runner: Runner, metrics: Metrics) -> None:
-    """What is nobody's outcome: rows that are gone, a draft's process that is or is back, experts that were used."""
+def heard(executor: DeviceExecutor, transfer: Transfer | None, runner: Runner, metrics: Metrics) -> None:
+    """What is nobody's outcome: rows that are gone, a draft's process that is or is back, experts that were used. And
+    for whom what is kept gives way.
+    """
+    if transfer is not None:
+        transfer.saver.hurried = lambda: hurried(runner.world)
+        transfer.saver.reading = lambda: reading(runner.world)
     metrics.watch_pages(lambda: kv_pages(runner.world))
     executor.lost_to(
         lambda slots: runner.tell(ForEngine(SlotsLost(slots))), lambda there: runner.tell(ForModel("draft", there))

@@ -14,6 +14,7 @@ import re
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from contextlib import suppress
+from functools import partial
 from typing import ClassVar
 
 import anyio
@@ -120,22 +121,24 @@ class Cabinet(ABC):
         while True:
             await self._news.wait()
             self._news = anyio.Event()
-            await self._follow()
+            await self._follow()  # what is being written is, or whoever comes next would find it half done
 
     async def close(self, deadline: float = 0) -> None:
         """deadline: what is not written until then is given up, but a moment there always is."""
         if self.folder is not None:
             with anyio.CancelScope(deadline=max(deadline, anyio.current_time() + CLOSING_S), shield=True):
-                await self._follow()
+                await self._follow(giving_up=True)
             self.folder.close()
 
-    async def _follow(self) -> None:
+    async def _follow(self, *, giving_up: bool = False) -> None:
+        """giving_up: where this is cancelled, a slow disk is waited for no longer."""
         while self._changed:
             name = next(iter(self._changed))
             raw = self._raw.get(name)
             try:
                 if raw is not None:
-                    await self._owned.write(name, [raw])
+                    work = partial(self._owned.write, name, [raw])
+                    await anyio.to_thread.run_sync(work, abandon_on_cancel=giving_up)
                 else:
                     await anyio.to_thread.run_sync(self._remove, name)
             except OSError as error:

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -60,7 +60,6 @@ class Disk:
     _queue: SimpleQueue[Write | Note | None] = field(factory=SimpleQueue)
     _readers: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(DECODERS, "store-reader"))
     writer: Watched = field(init=False)
-    _files: asyncio.Runner = field(init=False)  # of the writer's thread, which waits for each call
     _closing: bool = False  # nothing more is taken
     _begun: threading.Event = field(factory=threading.Event)  # the journal is whole, or cannot be written
     _ended: bool = False  # the writer's thread has been told so
@@ -72,8 +71,8 @@ class Disk:
     def __attrs_post_init__(self) -> None:
         self.writer = Watched("store-writer", self._work, died=self._give_up, restarts=RESTARTS)
         self._upkeep = Upkeep(self.folder, self.lock)
-        self._journal = JournalFile(self.index, self._upkeep, self._wait)
-        self._recent = RecentFile(self.recents, self.index.origin, self._upkeep, self._wait)
+        self._journal = JournalFile(self.index, self._upkeep)
+        self._recent = RecentFile(self.recents, self.index.origin, self._upkeep)
 
     # --- start and end ---
 
@@ -207,17 +206,15 @@ class Disk:
 
     def _work(self) -> None:
         """Begun again after an exception that nobody foresaw; what it was at is given up by then."""
-        with asyncio.Runner() as self._files:
-            self._files.get_loop().set_default_executor(ThreadPoolExecutor(1, "store-files"))
-            if self._journal.stale:
-                self._journal.compact()
-            self._begun.set()
-            while not self._ended:
-                if looking := bool(self._unknown) and not self._closing:
-                    self._look()
-                with suppress(Empty):  # files of a lost journal, thousands maybe, do not hold up what is to be written
-                    self._next(wait=not looking)
-            self._journal.append()
+        if self._journal.stale:
+            self._journal.compact()
+        self._begun.set()
+        while not self._ended:
+            if looking := bool(self._unknown) and not self._closing:
+                self._look()
+            with suppress(Empty):  # files of a lost journal, thousands maybe, do not hold up what is to be written
+                self._next(wait=not looking)
+        self._journal.append()
 
     def _look(self) -> None:
         """At one of the files that the journal does not know, and that it is looked at but once."""
@@ -265,10 +262,6 @@ class Disk:
                     self.counts["write_errors"] += 1
                     self._done(job)
 
-    def _wait(self, work: Coroutine[Any, Any, Any]) -> None:
-        """For something that is done to a file."""
-        self._files.run(work)
-
     def _write(self, write: Write) -> None:
         run, data = write.run, write.rows.data.numpy().data
         parts = encode(run, self.layout, data, self.chooser.compressor())
@@ -280,7 +273,7 @@ class Disk:
             handle = self.index.next_handle()
         entry = entry_of(run, handle, size, self.index.origin)
         try:
-            self._wait(self.folder.write(self.name(entry), parts))
+            self.folder.write(self.name(entry), parts)
         except OSError:
             # It may have its name already; left there, it would keep out a later one.
             self._upkeep.remove(self.name(entry))

@@ -15,8 +15,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from aiofiles.os import wrap
-
 LOCK = "LOCK"
 TEMPORARY = ".new-"
 
@@ -90,21 +88,13 @@ class Folder:
             raise FileNotFoundError(errno.ENOENT, f"{name} is not a regular file")
         return descriptor
 
-    async def write(self, name: str, parts: Sequence[bytes]) -> int:
+    def write(self, name: str, parts: Sequence[bytes]) -> int:
         """The bytes written, when the file is under its name and will be after a power cut. Raises OSError.
 
-        Whatever fails, there is no file under the name, or the one that was there before. One hop to a thread: each
-        takes the interpreter from whoever decodes, as long as writing a run takes of it otherwise.
+        Whatever fails, there is no file under the name, or the one that was there before.
         """
-        return await wrap(self._write)(name, parts)
-
-    async def extend(self, name: str, raw: bytes) -> None:
-        """What a kill leaves of it may be torn. Raises OSError, FileNotFoundError for one that is not there."""
-        await wrap(self._extend)(name, raw)
-
-    def _write(self, name: str, parts: Sequence[bytes]) -> int:
         temporary = TEMPORARY + name
-        file = open(temporary, "wb", opener=self.create)
+        file = open(temporary, "wb", opener=self.create)  # noqa: SIM115 - `shut` closes it
         try:
             try:
                 self.append(file, parts)
@@ -119,8 +109,9 @@ class Folder:
         self.sync_folder()
         return sum(map(len, parts))
 
-    def _extend(self, name: str, raw: bytes) -> None:
-        file = open(name, "ab", opener=self.open_append)
+    def extend(self, name: str, raw: bytes) -> None:
+        """What a kill leaves of it may be torn. Raises OSError, FileNotFoundError for one that is not there."""
+        file = open(name, "ab", opener=self.open_append)  # noqa: SIM115 - as above
         try:
             self.append(file, [raw])
         finally:

@@ -74,15 +74,19 @@ class Layout:
 
     def specs(self, kind: Kind, tokens: int) -> tuple[TensorSpec, ...]:
         """In the order in which they lie, end to end."""
-        if kind == "state":
-            return self.state
-        if kind == "rows":
-            return self.rows.specs(tokens)
-        assert self.draft is not None, "no draft, so nobody asks for its rows"
-        return self.draft.rows.specs(tokens)
+        return self.state if kind == "state" else self._rows(kind).specs(tokens)
 
     def size(self, kind: Kind, tokens: int) -> int:
-        return sum(spec.nbytes for spec in self.specs(kind, tokens))
+        """Bytes of them all."""
+        if kind == "state":
+            return sum(spec.nbytes for spec in self.state)
+        return tokens * self._rows(kind).token_bytes
+
+    def _rows(self, kind: Kind) -> RowSpec:
+        if kind == "rows":
+            return self.rows
+        assert self.draft is not None, "no draft, so nobody asks for its rows"
+        return self.draft.rows
 
     def root(self, kind: Kind, salt: str = "") -> bytes:
         """The parent of the first block. Another draft finds the target's rows, and not this draft's."""

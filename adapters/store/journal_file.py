@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from typing import Any, TypeAlias
 
 from attrs import define, field
 
@@ -15,8 +13,6 @@ from adapters.store.names import what
 from adapters.store.upkeep import Upkeep
 
 SLACK = 4096  # records beyond what its entries need, before it is written anew
-
-Wait: TypeAlias = Callable[[Coroutine[Any, Any, Any]], object]  # for something that is done to a file
 
 
 @define(eq=False)
@@ -28,7 +24,6 @@ class JournalFile:
 
     index: Index
     upkeep: Upkeep
-    wait: Wait
     stale: bool = False
     _records: int = 0
     _touched: dict[int, Entry] = field(factory=dict[int, Entry])
@@ -62,7 +57,7 @@ class JournalFile:
             return
         if raw := b"".join((*records, *touches)):
             try:
-                self.wait(self.upkeep.folder.extend(journal.NAME, raw))
+                self.upkeep.folder.extend(journal.NAME, raw)
             except FileNotFoundError:  # it could not be written before; records without a beginning would be nobody's
                 self.compact()
             except OSError:
@@ -72,5 +67,5 @@ class JournalFile:
         with self.upkeep.lock:
             parts = list(journal.snapshot(self.index.entries.values()))
         with suppress(OSError):
-            self.wait(self.upkeep.folder.write(journal.NAME, [b"".join(parts)]))
+            self.upkeep.folder.write(journal.NAME, [b"".join(parts)])
             self._records, self.stale = len(parts) - 1, False

@@ -5,7 +5,6 @@ from __future__ import annotations
 from attrs import define
 
 from adapters.store import recent
-from adapters.store.journal_file import Wait
 from adapters.store.names import what
 from adapters.store.recent import Recent, Recents
 from adapters.store.upkeep import Upkeep
@@ -20,7 +19,6 @@ class RecentFile:
     recents: Recents
     origin: bytes  # of the identity
     upkeep: Upkeep
-    wait: Wait
     lost: bool = False
     _bytes: int = 0
     _last: int = 0  # serial
@@ -54,11 +52,11 @@ class RecentFile:
         lost, self.lost = self.lost, False
         if before and not lost and before <= 2 * self.recents.held + recent.SLACK:
             raw = recent.record(one)
-            self.wait(self.upkeep.folder.extend(self.name, raw))
+            self.upkeep.folder.extend(self.name, raw)
             self._bytes = before + len(raw)
         else:
             kept = self.recents.all() or kept
             raw = b"".join(recent.snapshot(kept))
-            self.wait(self.upkeep.folder.write(self.name, [raw]))
+            self.upkeep.folder.write(self.name, [raw])
             self._bytes = len(raw)
         self._last = kept[-1].serial

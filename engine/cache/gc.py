@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import anyio
 from attrs import define, frozen
 from rich.console import Console
 
@@ -53,7 +52,7 @@ def gc(path: Path, unwanted: Unwanted, *, dry_run: bool) -> int:
         removal = report(found, path, unwanted, done=True)
         for name in removal.names:
             owned.remove(name)
-        anyio.run(owned.write, journal.NAME, [b"".join(journal.snapshot(one.entry for one in removal.left))])
+        owned.write(journal.NAME, [b"".join(journal.snapshot(one.entry for one in removal.left))])
     finally:
         owned.close()
     return 0

@@ -13,10 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from threading import RLock
+from typing import BinaryIO
 
 from attrs import define, field, frozen
 
-from adapters.store.folder import File, Folder
+from adapters.store.folder import Folder
 from adapters.store.names import what
 
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.EROFS)
@@ -127,9 +128,9 @@ class Unreliable(Folder):
 
     # --- as the folder does it ---
 
-    async def write(self, name: str, parts: Sequence[bytes]) -> int:
+    def write(self, name: str, parts: Sequence[bytes]) -> int:
         try:
-            count = await super().write(name, parts)
+            count = super().write(name, parts)
         except OSError:
             self.failed_runs += what(name) == "run"
             raise
@@ -152,14 +153,14 @@ class Unreliable(Folder):
             self.change(Change(name, self.writing[descriptor]))
         return descriptor
 
-    async def append(self, file: File, parts: Sequence[bytes]) -> None:
+    def append(self, file: BinaryIO, parts: Sequence[bytes]) -> None:
         content = self.writing[file.fileno()]
         for part in parts:
             torn = self.random.randrange(len(part) + 1)
-            await super().append(file, [part[:torn]])
+            super().append(file, [part[:torn]])
             content.raw += part[:torn]
             self.may_fail()
-            await super().append(file, [part[torn:]])
+            super().append(file, [part[torn:]])
             content.raw += part[torn:]
 
     def sync(self, descriptor: int) -> None:
@@ -173,9 +174,9 @@ class Unreliable(Folder):
         if not content.lost:
             content.synced = len(content.raw)
 
-    async def shut(self, file: File) -> None:
+    def shut(self, file: BinaryIO) -> None:
         del self.writing[file.fileno()]
-        await super().shut(file)
+        super().shut(file)
         self.may_fail()
 
     def rename(self, old: str, new: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -89,70 +90,29 @@ async def test_the_folder_follows_while_the_server_runs(tmp_path: Path) -> None:
     await archive.close()
 
 
+@pytest.mark.parametrize("call", ["create", "append", "sync", "shut", "rename", "sync_folder"])
 async def test_what_was_being_written_when_the_server_stops_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    archive, write, begun = opened(tmp_path), Folder.write, anyio.Event()
+    """Whatever its thread is at: it goes on, and is waited for, so that nobody finds the file half done."""
+    archive, carried_out = opened(tmp_path), getattr(Folder, call)
+    begun, go_on = threading.Event(), threading.Event()
 
-    async def slow(folder: Folder, name: str, parts: Sequence[bytes]) -> int:
-        if not begun.is_set():
-            begun.set()
-            await anyio.sleep_forever()
-        return await write(folder, name, parts)
-
-    monkeypatch.setattr(Folder, "write", slow)
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(archive.run)
-        Shelf(archive).keep(name(1), one(1))
-        await begun.wait()
-        tasks.cancel_scope.cancel()
-    await archive.close()
-    assert shown(opened(tmp_path), 1) == one(1)
-
-
-async def test_a_file_that_was_being_made_when_the_server_stops_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    archive, create = opened(tmp_path), Folder.create
-    begun, go_on, made = threading.Event(), threading.Event(), threading.Event()
-
-    def slow(self: Folder, name: str, flags: int = 0) -> int:
+    def slow(*what: Any) -> Any:
         begun.set()
-        go_on.wait(5)
-        try:
-            return create(self, name, flags)
-        finally:
-            made.set()
+        assert go_on.wait(5)
+        return carried_out(*what)
 
-    monkeypatch.setattr(Folder, "create", slow)
+    monkeypatch.setattr(Folder, call, slow)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(archive.run)
         Shelf(archive).keep(name(1), one(1))
         await anyio.to_thread.run_sync(begun.wait, 5)
         tasks.cancel_scope.cancel()
-        go_on.set()
-    await anyio.to_thread.run_sync(made.wait, 5)
-    await archive.close()
+        asyncio.get_running_loop().call_later(0.1, go_on.set)
     assert [file.name for file in files(tmp_path)] == [name(1)]
-
-
-async def test_a_write_that_is_cancelled_while_all_threads_are_busy_closes_its_file(tmp_path: Path) -> None:
-    loop, free, found = asyncio.get_running_loop(), threading.Event(), list[Any]()
-
-    class Busy(Folder):
-        async def append(self, file: Any, parts: Sequence[bytes]) -> None:
-            found.append(file)
-            for _ in range(40):  # more than there are
-                loop.run_in_executor(None, free.wait, 5)
-            tasks.cancel_scope.cancel()
-            loop.call_later(0.1, free.set)
-            await anyio.sleep_forever()
-
-    folder = Busy.open(tmp_path / "folder")
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(folder.write, "one", [b"1"])
-    folder.close()
-    assert [file.closed for file in found] == [True]
+    await archive.close()
+    assert shown(opened(tmp_path), 1) == one(1)
 
 
 @pytest.mark.parametrize("patience", [0, 20])
@@ -161,9 +121,9 @@ async def test_a_slow_disk_is_waited_for_as_long_as_the_server_has_time(
 ) -> None:
     archive, write = opened(tmp_path), Folder.write
 
-    async def slow(folder: Folder, name: str, parts: Sequence[bytes]) -> int:
-        await anyio.sleep(0.2)
-        return await write(folder, name, parts)
+    def slow(folder: Folder, name: str, parts: Sequence[bytes]) -> int:
+        time.sleep(0.2)
+        return write(folder, name, parts)
 
     monkeypatch.setattr(cabinet, "CLOSING_S", 0.01)
     monkeypatch.setattr(Folder, "write", slow)
@@ -289,7 +249,7 @@ async def test_a_disk_that_fails_costs_a_restart_and_no_answer(
 ) -> None:
     archive = opened(tmp_path)
 
-    async def full(*_: Any) -> int:
+    def full(*_: Any) -> int:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Folder, "write", full)

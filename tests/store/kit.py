@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
+from typing import BinaryIO
 
 import anyio
 import torch
@@ -17,7 +18,7 @@ from attrs import define, evolve
 
 from adapters.layout import RowSpec, TensorSpec, torch_dtype
 from adapters.store.disk import Disk
-from adapters.store.folder import File, Folder
+from adapters.store.folder import Folder
 from adapters.store.format import Draft, Kind, Layout
 from adapters.store.host import HostTier
 from adapters.store.lease import Miss, Part
