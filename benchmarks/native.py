@@ -115,7 +115,7 @@ def main() -> None:
     print(machine())
     with torch.inference_mode():
         torch.set_num_threads(1)
-        by_product = products(checkpoint, NativeProducts(found, found.level, dtype), dtype, options.rounds)
+        by_product = products(checkpoint, NativeProducts(found, found.serving, dtype), dtype, options.rounds)
         torch.set_num_threads(threads)
         table("products, ms", by_product)
         both = {"oneDNN": CpuKernels(dtype, own=False), NATIVE: CpuKernels(dtype)}

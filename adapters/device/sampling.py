@@ -226,7 +226,7 @@ def pick(logits: Tensor, rows: Sequence[Draw]) -> list[Picked]:
     raw = logits if logits.shape[0] == len(rows) else logits[: len(rows)]
     masks, ends = _masks(rows)
     wanted = [(row.sampler.sampling, row.position, mask) for row, mask in zip(rows, masks, strict=True)]
-    found = found_at_once(native, native.level, raw, adjusted(raw, rows), wanted)
+    found = found_at_once(native, native.serving, raw, adjusted(raw, rows), wanted)
     return [
         _read(row, picked, told, ends.get(index))
         for index, (row, (picked, told)) in enumerate(zip(rows, found, strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+from collections import Counter
 from fractions import Fraction
 from pathlib import Path
 
@@ -100,6 +101,29 @@ def test_rows_may_be_columns_of_a_wider_tensor_and_weights_of_a_larger_one(own):
     assert same(own.multiply(x, own.pack(weight)), expected)
     assert same(own.multiply(x.t().contiguous().t(), own.pack(weight)), expected)
     assert same(own.multiply(x[:1].expand(4, -1), own.pack(weight)), expected[:1].expand(4, -1).contiguous())
+
+
+@pytest.mark.parametrize(
+    ("highest", "takes", "serving"),
+    [(3, {3: 5, 2: 4}, 2), (3, {3: 4, 2: 5}, 3), (3, {3: 4, 2: 4}, 3), (2, {}, 2), (1, {}, 1), (0, {}, 0)],
+)
+def test_of_instructions_that_give_the_same_bits_the_quickest_serve(monkeypatch, highest, takes, serving):
+    """Once each of them was held up by another process."""
+    times, asked, late = [0.0], Counter(), {2: 3, 3: 6}
+
+    class Code:
+        def rekindle_product(self, *given):
+            level = given[-1]
+            times.append(times[-1] + takes[level] + 100 * (asked[level] == late[level]))
+            asked[level] += 1
+
+    monkeypatch.setattr(compiled, "perf_counter", lambda: times[-1])
+    assert compiled.quickest(Code(), highest) == serving
+    assert asked == dict.fromkeys(takes, compiled.TIMED)
+
+
+def test_what_serves_is_one_of_what_the_processor_has(native_code):
+    assert native_code.serving in {native_code.level, *({2} if native_code.level == compiled.PAIRS else {})}
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

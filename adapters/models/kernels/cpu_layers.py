@@ -48,7 +48,7 @@ def layers_at_once(
         norms = (layer.input_norm.contiguous(), layer.post_norm.contiguous())
         rest = (layer.k_cache, layer.v_cache, layer.before, layer.mask)
         found.append(NativeLayer(norms[0], projection, out, norms[1], gate_up, down, prep, layer.eps, *rest))
-    return NativeLayers(native, native.level, found, rope, rows, dtype, embedding)
+    return NativeLayers(native, native.serving, found, rope, rows, dtype, embedding)
 
 
 def context_at_once(
@@ -68,14 +68,14 @@ def context_at_once(
         found.append(NativeContextLayer(kv, prepared(layer.prep, size), layer.k_cache, layer.v_cache))
     if fc is None:
         return None
-    return NativeContext(native, native.level, fc, joining[1].contiguous(), joining[2], found, rope, rows)
+    return NativeContext(native, native.serving, fc, joining[1].contiguous(), joining[2], found, rope, rows)
 
 
 def head_at_once(
     native: NativeCode, norm: Tensor, eps: float, packed: CpuWeight | CpuStack, rows: int
 ) -> NativeHead | None:
     parts = parts_of(packed, rows)
-    return None if parts is None else NativeHead(native, native.level, norm, eps, parts)
+    return None if parts is None else NativeHead(native, native.serving, norm, eps, parts)
 
 
 def pass_of(

@@ -74,24 +74,23 @@ class CpuKernels:
     def __init__(self, dtype: torch.dtype, plan: ProductPlan | None = None, *, own: bool = True) -> None:
         self._dtype, self._plan = dtype, plan
         found = compiled() if own else None
-        self._native = None if found is None else NativeProducts(found, found.level, dtype if dtype in FORMS else None)
-        self._packed = None if self._native is None else CpuPacking(self._native, plan)
         fits = found is not None and dtype in FORMS
-        self._rows = NativeRows(found, found.level) if found is not None and fits else None
+        self._native = None if found is None else NativeProducts(found, found.serving, dtype if fits else None)
+        self._packed = None if self._native is None else CpuPacking(self._native, plan)
+        self._rows = NativeRows(found, found.serving) if found is not None and fits else None
         self._paces: dict[tuple[str, int], Pace] = {}
         self._heads: dict[int, tuple[CpuWeight | CpuStack, NativeHead | None]] = {}  # by rows
         self._preps: dict[tuple[int, int], tuple[HeadPrep, PreparedHeads]] = {}
-        self._own_attention = NativeAttention(found, found.level, dtype) if found is not None and fits else None
+        self._own_attention = NativeAttention(found, found.serving, dtype) if found is not None and fits else None
         self._attention = CpuAttention(self, dtype, plan)
-        self._own_rule = NativeDelta(found, found.level) if found is not None and fits else None
+        self._own_rule = NativeDelta(found, found.serving) if found is not None and fits else None
         in_c = plan is None or all(served.way == NATIVE for served in plan.deltas)
         self.delta: DeltaKernels | None = self._own_rule if in_c and self._own_rule is not None else CpuDelta(plan)
 
     @property
     def name(self) -> str:
-        return (
-            f"{'' if self._native is None else 'native-'}{'onednn' if onednn.ONEDNN else 'aten'}-{name_of(self._dtype)}"
-        )
+        native = "" if self._native is None else "native-"
+        return f"{native}{'onednn' if onednn.ONEDNN else 'aten'}-{name_of(self._dtype)}"
 
     @property
     def numbers(self) -> tuple[object, ...]:
