@@ -9,6 +9,8 @@ from attrs import evolve, frozen
 from effects.ids import PAGE
 
 SLOTS = (4, 2, 1)  # where nobody says: as many as leave each long enough
+MORE = (16, 8)  # where these take little of what is there, though each is as long as the model can
+LITTLE = 4  # part of it: a quarter, since what slots keep stays in memory that others may want
 POOLED = (16, 8, 4, 2, 1)  # the same, where slots share pages: they cost what their sequences take, and no more
 ENOUGH = 32768  # tokens: an agent's session; to have more of them is worth more than longer ones
 LEAST = 1024
@@ -36,6 +38,10 @@ class DeviceNeed:
         pages = fit.pages * PAGE * (self.row - self.own)
         return self.fixed + self.once * fit.context + fit.slots * self.state + own + pages
 
+    def spares(self, fit: Fit) -> bool:
+        """Is most of what is there left, beside what is fixed?"""
+        return self.taken(fit) - self.fixed <= (self.there - self.fixed) // LITTLE
+
 
 @frozen
 class Fit:
@@ -58,11 +64,13 @@ class Fit:
 def fitted(needs: Sequence[DeviceNeed], limit: int, slots: int = 0, context: int = 0) -> Fit:
     """What to serve with. limit: tokens that the model was made for. slots, context: what was asked for; 0: what fits.
 
-    Where nobody says, four slots, or two, or one, until each is as long as the model can, or long enough.
+    Where nobody says, more than four slots if they take little; else four, or two, or one, until each is as long as the
+    model can, or long enough.
     """
+    more = [count for count in MORE if all(need.spares(Fit(count, context or limit)) for need in needs)]
     tried = [
         Fit(count, longest)
-        for count in ((slots,) if slots else SLOTS)
+        for count in ((slots,) if slots else (*more, *SLOTS))
         if (longest := next((each for each in lengths(context, limit) if room(needs, count, each)), 0))
     ]
     enough = [one for one in tried if one.context >= min(limit, ENOUGH)]

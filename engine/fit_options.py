@@ -36,7 +36,7 @@ class FitOptions:
     """Tokens of prompt and answer together; 0: what fits."""
 
     slots: Annotated[int, Parameter(converter=whole, validator=Number(gte=0, lte=64))] = 0
-    """Sequences at once; 0: 16 on CUDA devices, elsewhere four, or what fits."""
+    """Sequences at once; 0: 16, or fewer where memory is short."""
 
     @property
     def serving(self) -> Options:

@@ -114,8 +114,9 @@ class Options(ModelOption):
     """exact: the same tokens cold, warm, alone and batched, bit for bit. fast: gives that up where it is quicker."""
 
     slots: Annotated[int, flag(ENGINE, converter=whole, validator=Number(gte=0, lte=64))] = 0
-    """Sequences that are on the device at once: requests that run together, and prompts that stay warm. 0: on CUDA
-    devices 16, elsewhere four, or as many as there is memory for at a good length (`rekindle models` tells)."""
+    """Sequences that are on the device at once: requests that run together, and prompts that stay warm. 0: 16 on CUDA
+    devices, and elsewhere where they take a quarter of the memory at most, or 8; else four, or as many as there is
+    memory for at a good length (`rekindle models` tells)."""
 
     kv_memory: Annotated[int, flag(ENGINE, converter=whole, validator=Number(gte=0, lte=1 << 30))] = 0
     """MiB for the rows of all sequences, which take pages of 256 rows of it as they grow. 0: --slots times --max-ctx;

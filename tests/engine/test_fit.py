@@ -22,6 +22,10 @@ def device(gib: float, **more: int) -> DeviceNeed:
 @pytest.mark.parametrize(
     ("gib", "fit"),
     [
+        (368, Fit(16, LIMIT)),
+        (367, Fit(8, LIMIT)),
+        (188, Fit(8, LIMIT)),
+        (187, Fit(4, LIMIT)),
         (80, Fit(4, LIMIT)),
         (30, Fit(4, LIMIT)),
         (29, Fit(4, 32768)),
@@ -51,7 +55,15 @@ def test_the_tightest_device_decides() -> None:
 
 def test_a_small_model_has_what_it_was_made_for() -> None:
     assert fitted([DeviceNeed("cpu", GIB, 50 << 20, 5120)], 8192) == Fit(4, 8192)
-    assert fitted([DeviceNeed("cpu", GIB, 50 << 20, 5120)], 100) == Fit(4, 100)
+    assert fitted([DeviceNeed("cpu", 4 * GIB, 50 << 20, 5120)], 8192) == Fit(16, 8192)
+    assert fitted([DeviceNeed("cpu", GIB, 50 << 20, 5120)], 100) == Fit(16, 100)
+
+
+def test_more_slots_than_four_leave_most_of_every_device_to_others() -> None:
+    roomy, tight = (DeviceNeed(name, gib * GIB, 0, 5120) for name, gib in (("roomy", 64), ("tight", 2)))
+    assert fitted([roomy, roomy], 32768) == Fit(16, 32768)
+    assert fitted([roomy, tight], 32768) == Fit(4, 32768)
+    assert fitted([roomy, tight], 32768, slots=8) == Fit(8, 32768)
 
 
 def test_what_is_there_once_is_charged_once() -> None:
