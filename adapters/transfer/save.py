@@ -35,7 +35,8 @@ PATIENCE_NS = (
     2_000_000_000  # for one snapshot: 32k tokens of an 8B model take a tenth of it, and the slot waits so long
 )
 LOOK_S = 0.002  # until it is seen again whether a first token is still awaited
-MOMENT, COURTESY = 5, 125  # looks: behind an answer's end, whose client often asks for the next one at once; and in all
+MOMENT = 5  # looks: behind an answer's end its client often asks for the next one at once
+COURTESY = 125  # looks: in all
 PAUSE_S = 0.005  # until it is seen again whether memory has come free: a disk takes in 32 MB in six times as long
 
 
@@ -50,6 +51,14 @@ class SlotFound:
     salt: str
     drafted: Span
     after: Marks
+
+
+@define
+class Courtesy:
+    """What one snapshot still has of it. quiet: looks in a row that found nobody who waits for a first token."""
+
+    left: int = COURTESY
+    quiet: int = 0
 
 
 @define(eq=False)
@@ -136,9 +145,9 @@ class Saver:
     def _taken(self, effect: SaveSnapshot, found: SlotFound) -> tuple[int, int]:
         """How many rows, from the first on, are kept now, and the bytes that are new."""
         end, tokens, saved = self.clock_ns() + PATIENCE_NS, effect.tokens, 0
-        looks = iter(range(COURTESY))
+        courtesy = Courtesy()
         for run, movers in self._gaps(effect, found):
-            self._give_way(looks)
+            self._give_way(courtesy)
             late = saved > 0 and self.clock_ns() > end
             size = None if late else self._take(found, run, movers, end)
             if size is None:
@@ -149,11 +158,13 @@ class Saver:
             saved += size
         return len(tokens), saved
 
-    def _give_way(self, looks: Iterator[int]) -> None:
+    def _give_way(self, courtesy: Courtesy) -> None:
         """To first tokens: copies take memory's speed from them, and what Python does for these the interpreter."""
-        for look in looks:
-            if self.hurried() or (look >= MOMENT and not self.reading()):
+        while courtesy.left and not self.hurried():
+            courtesy.quiet = 0 if self.reading() else courtesy.quiet + 1
+            if courtesy.quiet > MOMENT:
                 return
+            courtesy.left -= 1
             time.sleep(LOOK_S)
 
     def _gaps(self, effect: SaveSnapshot, found: SlotFound) -> Iterator[tuple[Run, Sequence[Mover]]]:

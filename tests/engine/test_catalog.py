@@ -172,16 +172,16 @@ def test_models_are_listed_with_what_they_would_be_served_with(told: Callable[..
     assert list(found) == ["demo", "demo-hybrid", "mine", "other"]
     mine, other, demo = found["mine"], found["other"], found["demo"]
     assert (mine["family"], mine["stored"], mine["dtype"], mine["limit"]) == ("qwen3", "float32", "float32", 16384)
-    assert (mine["slots"], mine["context"], mine["fits"], mine["advice"]) == (4, 16384, True, [])
+    assert (mine["slots"], mine["context"], mine["fits"], mine["advice"]) == (16, 16384, True, [])
     assert mine["bytes"] > 4 * mine["parameters"]
     assert mine["devices"]["cpu"][0] < mine["devices"]["cpu"][1]
     assert "model_type 'gpt2' is not supported" in other["why"]
-    assert (demo["slots"], demo["context"], demo["stored"]) == (4, 32768, "bfloat16")
+    assert (demo["slots"], demo["context"], demo["stored"]) == (16, 32768, "bfloat16")
     coded = told("--json", "--kv-dtype", "int8")["mine"]
     assert (mine["kv_dtype"], coded["kv_dtype"]) == ("float32", "int8")
     assert coded["devices"]["cpu"][0] < mine["devices"]["cpu"][0], "rows take less"
     text = told()
-    assert "4 x 16,384 tokens" in text
+    assert "16 x 16,384 tokens" in text
     assert "other: not served: config.json: model_type 'gpt2'" in text
     assert "Looked for in ~/models and ~/hub." in text
 

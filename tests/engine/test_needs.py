@@ -39,11 +39,11 @@ async def test_the_ledger_charges_what_was_reckoned(tmp_path: Path) -> None:
     try:
         ledger = target.memory(0)
         (need,) = needs(options, target.checkpoint.config, F32, planned(options, target.checkpoint.config), None)
-        assert (target.settings.slots, target.settings.max_context) == (4, 512)
-        assert ledger["slots"]["target"] == 4 * (512 * need.row + need.state)
+        assert (target.settings.slots, target.settings.max_context) == (16, 512)
+        assert ledger["slots"]["target"] == 16 * (512 * need.row + need.state)
         weights, buffers = ledger["models"]["target"]["device"], ledger["buffers"]["target"]
         assert weights <= need.fixed <= weights + 4 * buffers
-        assert need.taken(Fit(4, 512)) >= ledger["slots"]["target"] + weights
+        assert need.taken(Fit(16, 512)) >= ledger["slots"]["target"] + weights
     finally:
         await target.close()
 
@@ -51,7 +51,9 @@ async def test_the_ledger_charges_what_was_reckoned(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("there", "asked", "served"),
     [
-        (1 << 40, {}, (4, 32768)),  # all of what the demo can read
+        (1 << 40, {}, (16, 32768)),  # all of what the demo can read
+        (6 << 30, {}, (8, 32768)),
+        (4 << 30, {}, (4, 32768)),
         (1 << 40, {"slots": 9, "max_ctx": 100}, (9, 100)),
         (145 << 20, {}, (1, 16384)),
         (145 << 20, {"slots": 4}, (4, 4096)),

@@ -213,6 +213,32 @@ async def test_a_snapshot_gives_way_to_first_tokens_for_a_while_and_not_where_a_
     assert told == [first + run for run in runs]
 
 
+async def test_a_snapshot_lets_a_moment_pass_behind_each_first_token(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Waited for at looks 3 and 4, and again from the second run on at looks 12 to 14."""
+    monkeypatch.setattr(save, "LOOK_S", 0)
+    bench.moving.store.run_bytes = 16 * bench.moving.store.layout.token_bytes
+    bench.open(1, 0)
+    await bench.prefill(1, 0)
+    looked, told, take = list[None](), list[int](), Mover.take
+
+    def taken(*what) -> None:
+        told.append(len(looked))
+        take(*what)
+
+    def reading() -> bool:
+        looked.append(None)
+        return len(looked) in {3, 4, 12, 13, 14}
+
+    monkeypatch.setattr(Mover, "take", taken)
+    bench.moving.saver.hurried, bench.moving.saver.reading = lambda: False, reading
+    saved = await bench.one(1, SaveSnapshot(SlotId(0), PROMPT[:96]))
+    assert saved == SnapshotSaved(96, 96 * bench.moving.store.layout.token_bytes)
+    first, again = 4 + MOMENT + 1, 14 + MOMENT + 1
+    assert told == [first, first + 1, again, again + 1, again + 2, again + 3]
+
+
 async def test_a_snapshot_lets_a_moment_pass_where_nobody_asks_for_anything(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
