@@ -4,7 +4,8 @@
 
 alone: the model's chunks and the one step behind them, as the server would have them carried out, with nothing around
 them. quiet: the server has had nothing to do for a moment. behind: another request has just ended, with as long a
-prompt, whose rows are still being kept. Medians of as many; goal: both at most 1.05 times as long as `alone`.
+prompt, whose rows are still to be kept; it came after such a moment. in a row: the same without one, so that rows of
+earlier requests are still being kept, too. Medians of as many; goal: at most 1.05 times as long as `alone`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from engine.begin import load_target
 from engine.options import Options
 from engine.target import Target
 
+KINDS = ("quiet", "behind", "in a row")
 MOMENT_S = 1.0
 ANSWER = 8  # tokens of the request in front
 
@@ -78,15 +80,15 @@ def first_token(client: httpx.Client, length: int, draw: random.Random, answer: 
 
 
 def served(client: httpx.Client, lengths: Sequence[int], runs: int) -> dict[str, dict[int, list[float]]]:
-    draw, found = random.Random(1), {"quiet": dict[int, list[float]](), "behind": dict[int, list[float]]()}
+    draw, found = random.Random(1), {kind: dict[int, list[float]]() for kind in KINDS}
     for length in lengths:
         for kind, times in found.items():
             times[length] = []
             for _ in range(runs):
-                if kind == "behind":
-                    first_token(client, length, draw, ANSWER)
-                else:
+                if kind != "in a row":
                     time.sleep(MOMENT_S)
+                if kind != "quiet":
+                    first_token(client, length, draw, ANSWER)
                 times[length].append(first_token(client, length, draw))
     return found
 
@@ -118,7 +120,7 @@ def main() -> None:
     rows = []
     for length in lengths:
         middle = {kind: median(one[length]) for kind, one in times.items()}
-        ratios = {f"{kind} / alone": middle[kind] / middle["alone"] for kind in ("quiet", "behind")}
+        ratios = {f"{kind} / alone": middle[kind] / middle["alone"] for kind in KINDS}
         rows.append({"tokens": length, **{f"{kind}, ms": 1e3 * one for kind, one in middle.items()}, **ratios})
     table("First token of a new prompt; medians", rows)
     raw("first_token", {"machine": machine(), "times": times})
