@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 
 import anyio
@@ -186,55 +187,53 @@ async def test_the_lane_goes_on_while_a_snapshot_is_taken(bench: Bench, monkeypa
     assert await bench.answer(3, 2) == cold
 
 
-@pytest.mark.parametrize("hurried_after", [0, 3, MOMENT + 20, None])
-async def test_a_snapshot_gives_way_to_first_tokens_for_a_while_and_not_where_a_slot_is_waited_for(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, hurried_after: int | None
-) -> None:
-    """Nothing is copied before somebody waits for a slot, or, where nobody does, before its courtesy is at an end."""
+async def looks_before_runs(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, hurried: Callable[[int], bool], reading: Callable[[int], bool]
+) -> list[int]:
+    """How often a snapshot had looked whether somebody waits before it copied each of its six runs. hurried, reading:
+    what look number N, from 1 on, finds.
+    """
     monkeypatch.setattr(save, "LOOK_S", 0)
     bench.moving.store.run_bytes = 16 * bench.moving.store.layout.token_bytes
     bench.open(1, 0)
     await bench.prefill(1, 0)
-    looked, told, take = list[None](), list[int](), Mover.take
+    looks, told, take = count(1), list[int](), Mover.take
+    last = [0]
+
+    def look() -> bool:
+        last[0] = next(looks)
+        return hurried(last[0])
 
     def taken(*what) -> None:
-        told.append(len(looked))
+        told.append(last[0])
         take(*what)
 
-    def hurried() -> bool:
-        looked.append(None)
-        return hurried_after is not None and len(looked) > hurried_after
-
     monkeypatch.setattr(Mover, "take", taken)
-    bench.moving.saver.hurried, bench.moving.saver.reading = hurried, lambda: True
+    bench.moving.saver.hurried, bench.moving.saver.reading = look, lambda: reading(last[0])
     saved = await bench.one(1, SaveSnapshot(SlotId(0), PROMPT[:96]))
     assert saved == SnapshotSaved(96, 96 * bench.moving.store.layout.token_bytes)
-    first, runs = (COURTESY, [0] * 6) if hurried_after is None else (hurried_after + 1, [*range(6)])
-    assert told == [first + run for run in runs]
+    return told
+
+
+@pytest.mark.parametrize("hurried_from", [1, 4, MOMENT + 20])
+async def test_a_snapshot_gives_way_to_first_tokens_until_somebody_waits_for_a_slot(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, hurried_from: int
+) -> None:
+    told = await looks_before_runs(bench, monkeypatch, lambda look: look >= hurried_from, lambda _: True)
+    assert told == [hurried_from + run for run in range(6)]
+
+
+async def test_a_snapshot_gives_way_to_first_tokens_for_a_while_only(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await looks_before_runs(bench, monkeypatch, lambda _: False, lambda _: True) == [COURTESY] * 6
 
 
 async def test_a_snapshot_lets_a_moment_pass_behind_each_first_token(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Waited for at looks 3 and 4, and again from the second run on at looks 12 to 14."""
-    monkeypatch.setattr(save, "LOOK_S", 0)
-    bench.moving.store.run_bytes = 16 * bench.moving.store.layout.token_bytes
-    bench.open(1, 0)
-    await bench.prefill(1, 0)
-    looked, told, take = list[None](), list[int](), Mover.take
-
-    def taken(*what) -> None:
-        told.append(len(looked))
-        take(*what)
-
-    def reading() -> bool:
-        looked.append(None)
-        return len(looked) in {3, 4, 12, 13, 14}
-
-    monkeypatch.setattr(Mover, "take", taken)
-    bench.moving.saver.hurried, bench.moving.saver.reading = lambda: False, reading
-    saved = await bench.one(1, SaveSnapshot(SlotId(0), PROMPT[:96]))
-    assert saved == SnapshotSaved(96, 96 * bench.moving.store.layout.token_bytes)
+    told = await looks_before_runs(bench, monkeypatch, lambda _: False, {3, 4, 12, 13, 14}.__contains__)
     first, again = 4 + MOMENT + 1, 14 + MOMENT + 1
     assert told == [first, first + 1, again, again + 1, again + 2, again + 3]
 
@@ -242,14 +241,8 @@ async def test_a_snapshot_lets_a_moment_pass_behind_each_first_token(
 async def test_a_snapshot_lets_a_moment_pass_where_nobody_asks_for_anything(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(save, "LOOK_S", 0)
-    bench.open(1, 0)
-    await bench.prefill(1, 0)
-    looked = list[None]()
-    bench.moving.saver.hurried = lambda: looked.append(None) is not None
-    saved = await bench.one(1, SaveSnapshot(SlotId(0), PROMPT[:96]))
-    assert saved == SnapshotSaved(96, 96 * bench.moving.store.layout.token_bytes)
-    assert len(looked) == MOMENT + 1
+    told = await looks_before_runs(bench, monkeypatch, lambda _: False, lambda _: False)
+    assert told == [MOMENT + 1 + run for run in range(6)]
 
 
 async def test_what_there_is_no_time_for_is_dropped_and_counted(bench: Bench) -> None:
