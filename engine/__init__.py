@@ -8,7 +8,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 # Before the first product: oneDNN keeps what it has prepared for each shape, 0.6 MiB whatever the shape, and 1,024 of
 # them if nothing else is said. A server of mixed lengths would grow to 0.6 GiB within days and never give it back. A
-# step of four slots wants some 60; one that was let go is prepared again in 0.3 ms (docs/BENCHMARKS.md).
+# step of four slots wants some 60, and one of 16 is no later with 128 than with 512 (docs/BENCHMARKS.md).
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
 
 

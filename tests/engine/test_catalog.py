@@ -156,6 +156,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     """What `rekindle models` tells in a home with one model that is served, and one that is not."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("engine.needs.there", lambda _: 18 << 30)
     save_qwen3(tmp_path / "models" / "mine", max_position_embeddings=16384)
     touched(tmp_path / "models" / "other" / "config.json", '{"model_type": "gpt2"}')
 
