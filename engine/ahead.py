@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import pkgutil
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
@@ -43,11 +44,18 @@ def import_beside_torch(folders: Iterable[Path], gpu: int | None = None) -> None
         Thread(target=open_gpu, args=(driver, gpu), name="gpu", daemon=True).start()
     for name in OTHERS:
         import_module(name)
-    if driver is not None and importlib.util.find_spec("triton") is not None:
+    triton = driver is not None and importlib.util.find_spec("triton") is not None
+    if triton:
         import_module("adapters.models.kernels.triton_compile").key_beside()
     Thread(target=open_torch, name="torch", daemon=True).start()
-    for name in OURS:
+    for name in (*OURS, *kernels()) if triton else OURS:
         import_module(name)
+
+
+def kernels() -> Iterator[str]:
+    """The modules of what is written in Triton, and for it alone."""
+    package = import_module("adapters.models.kernels.triton")
+    return (found.name for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."))
 
 
 def open_torch() -> None:

@@ -19,6 +19,7 @@ from adapters.models.checkpoint import Checkpoint
 from adapters.models.cuda_graphs import no_collection
 from adapters.models.draft import CachedDraft, first_tokens
 from adapters.models.kernels.interface import ALONE
+from adapters.models.kinds import one_of_each
 from adapters.models.pipeline import Pipeline
 from adapters.models.probe import PROBED_SLOTS, buckets_of, probe_key
 from adapters.models.shard import BUCKETS, Segment, Shard, Step
@@ -64,9 +65,10 @@ def compile_kernels(
     if device is None:
         return
     step(startup.COMPILE)
-    from adapters.models.kernels.triton_compile import key_beside  # noqa: PLC0415 - needs Triton, so a GPU build
+    from adapters.models.kernels.triton_compile import key_beside, tools_beside  # noqa: PLC0415 - needs Triton, so a GPU build
 
-    key, buckets = key_beside(), buckets_of(BUCKETS, chunk)
+    major, minor = torch.cuda.get_device_capability(device)
+    answers, buckets = (key_beside(), tools_beside(10 * major + minor)), buckets_of(BUCKETS, chunk)
     asked = probing(checkpoint, device, (dtype, rows), chunk, fit.context)
     probed = kept.proven(probe_key(checkpoint.family, checkpoint.config, build_kernels(device, dtype), **asked))
     paged = [{"slots": fit.slots, "pages": -(-fit.context // PAGE)}] if fit.pages else []
@@ -83,7 +85,8 @@ def compile_kernels(
                     shards.append(checkpoint.family.build(small, weights, kernels, **how))
             except torch.OutOfMemoryError as error:
                 log.debug("kernels are compiled later: %s", error)
-            key.join()
+            for thread in answers:
+                thread.join()
             steps = [partial(compile_step, *one) for one in product(shards, range(len(buckets)))]
             run_side_by_side([partial(pick_once, device, checkpoint.config.vocab_size), *steps])  # the longest first
             for shard in shards:
@@ -135,20 +138,27 @@ def warm_up(shard: Pipeline, draft: DraftModel | None, most_rows: int) -> None:
 
 
 def _warm_up(shard: Pipeline, draft: DraftModel | None, most_rows: int, passes: int) -> None:
-    for _ in range(passes):
+    alone = (1, 2) if passes > 1 else (1,)
+    sizes = [(bucket, rows) for bucket in shard.buckets for rows in (alone if bucket <= ALONE else (1,))]
+    for behind in reversed(range(passes)):
         give_back(shard.devices)
-        for bucket in shard.buckets:
-            for rows in (1, 2) if bucket <= ALONE and passes > 1 else (1,):
-                segments, tokens = (Segment(0, 0, rows),), torch.zeros(rows, dtype=torch.int64)
-                step = Step(segments, bucket, rows_only=True)
-                left = shard.forward(step, tokens)
-                if draft is not None:
-                    draft.extend(step, tokens, left.aux_hidden_states)
-                if bucket <= most_rows:
-                    step = Step(segments, bucket)
-                    shard.logits(step, shard.forward(step, tokens).hidden)
+        with one_of_each() if behind else nullcontext():
+            for bucket, rows in sizes:
+                take_steps(shard, draft, bucket, rows, logits=bucket <= most_rows)
     if isinstance(draft, CachedDraft):
         rehearse(draft, shard.slots, most_rows, passes)
+
+
+def take_steps(shard: Pipeline, draft: DraftModel | None, bucket: int, rows: int, *, logits: bool) -> None:
+    """A prompt's, and one that logits are asked of."""
+    segments, tokens = (Segment(0, 0, rows),), torch.zeros(rows, dtype=torch.int64)
+    step = Step(segments, bucket, rows_only=True)
+    left = shard.forward(step, tokens)
+    if draft is not None:
+        draft.extend(step, tokens, left.aux_hidden_states)
+    if logits:
+        step = Step(segments, bucket)
+        shard.logits(step, shard.forward(step, tokens).hidden)
 
 
 def give_back(devices: Iterable[torch.device]) -> None:

@@ -43,12 +43,15 @@ class GraphCache:
         return result
 
     def _record(self, body: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        """Unlike `torch.cuda.graph` it lets the device go on meanwhile, and pinned memory be."""
         graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize(self.device)
-        # torch's own stream for this is on the device that recorded first: it would lead away from another one
-        recording = torch.cuda.graph(graph, stream=self._stream(), capture_error_mode="thread_local")
-        with no_collection(), torch.cuda.device(self.device), recording:
-            result = body()
+        torch.cuda.empty_cache()  # a graph has memory of its own, which what is kept for others would be missing from
+        with no_collection(), torch.cuda.stream(self._stream()):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                result = body()
+            finally:
+                graph.capture_end()
         return graph, result
 
     def _stream(self) -> torch.cuda.Stream:

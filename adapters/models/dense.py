@@ -21,6 +21,7 @@ from adapters.models.kernels.delta import CHUNK
 from adapters.models.kernels.interface import NARROW, Kernels
 from adapters.models.kernels.native.rounds import NativePass
 from adapters.models.kernels.row_form import RowForm
+from adapters.models.kinds import left_out
 from adapters.models.kv_cache import KvCache, PagedKvCache
 from adapters.models.layer_buffers import Buffers, together
 from adapters.models.parking import size_of
@@ -59,7 +60,7 @@ class DenseShard:
         hosted: HostExperts | None = None,
         hosts_table: bool = False,
     ) -> None:
-        self._config, self._kernels = config, kernels
+        self._config, self._kernels, self._hosted = config, kernels, hosted
         self._device, self._dtype = torch.device(device), dtype
         self._layers = range(config.num_layers) if layers is None else layers
         check_arguments(config, self._layers, slots, capacity, (buckets, aux_layers))
@@ -76,7 +77,6 @@ class DenseShard:
         self._cache = cache(names, shape, dtype=form.dtype, device=self._device, pages=pages)
         how: dict[str, Any] = {"slots": slots, "places": state_places, "dtype": dtype, "device": self._device}
         self._states = RecurrentCache(recurrent, config.delta, kernels.delta, **how)
-        self._hosted = hosted
         self._load(WeightReader(weights, self._device, dtype, hosted), hosts_table=hosts_table)
 
     def _load(self, read: WeightReader, *, hosts_table: bool) -> None:
@@ -93,8 +93,7 @@ class DenseShard:
             for layer in self._layers
         ]
         self._norm = read.norm("model.norm.weight", zero_centred=config.zero_centred) if last else None
-        tied = table if config.tie_word_embeddings else None
-        self._head: Any = kernels.pack(read.head(tied)) if last else None
+        self._head: Any = kernels.pack(read.head(table if config.tie_word_embeddings else None)) if last else None
         self._host_bytes = 0 if table is None or table.device.type == self._device.type else table.nbytes
         self._weights_bytes = size_of((self._embedding, self._norm, self._head, self._decoder)) - self._host_bytes
 
@@ -234,14 +233,15 @@ class DenseShard:
     def _run_layers(self, buffers: Buffers, tree: TreeAttention | None = None, *, early: bool = False) -> None:
         residual, delta = buffers.hidden, None
         number, at_once = self._layers.start, buffers.at_once if tree is None else {}
+        skipped = left_out(self._layers, self._decoder) if self._device.type == "cuda" else ()
         if self._embedding is not None and number not in at_once:
             embed(self._embedding, buffers.batch.tokens, out=residual)
         while number < self._layers.stop:
             stop, whole = at_once.get(number, (number + 1, None))
             stops = early and stop == self._layers.stop
-            if whole is None:
+            if whole is None and number not in skipped:
                 delta = self._run_layer(number, buffers, delta, tree, stops=stops)
-            else:
+            elif whole is not None:
                 if delta is not None:
                     residual.add_(delta)
                 delta = None

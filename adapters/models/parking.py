@@ -141,7 +141,7 @@ def relocated(tree: Any, place: Callable[[int], Tensor]) -> Any:
     return rebuilt(tree, move)
 
 
-def rebuilt(tree: Any, move: Callable[[Tensor], Tensor]) -> Any:
+def rebuilt(tree: Any, move: Callable[[Tensor], Any]) -> Any:
     """The tree with every tensor replaced by what `move` makes of it."""
     if isinstance(tree, Tensor):
         return move(tree)

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import anyio
-import msgspec
 import tokenizers
 from attrs import define, field
 
 from adapters.checkpoint.errors import CheckpointError
 from adapters.checkpoint.text_files import TextFiles
+from adapters.text.library import beside, made
 from adapters.text.pieces import Knowledge, known, runs, size_of
 from adapters.text.spelling import Spelling, spelling_of
 from adapters.text.template import Control, Spliced, Verbatim
@@ -229,7 +229,7 @@ def build(described: Mapping[str, Any], settings: Mapping[str, Any], end_tokens:
             for backend in (full, plain, inner):
                 backend.encode_batch_fast(TRIED, add_special_tokens=False)
     except Exception as error:  # the library raises plain Exception
-        raise CheckpointError(f"tokenizer.json cannot be read: {str(error)[:200]}") from error
+        raise CheckpointError(f"tokenizer.json cannot be read: {' '.join(str(error).split())[:200]}") from error
     for backend in (full, plain, inner):
         backend.no_truncation()
         backend.no_padding()
@@ -259,19 +259,6 @@ def vocabulary_size(full: tokenizers.Tokenizer, described: Mapping[str, Any]) ->
     while size and full.id_to_token(size - 1) is None:
         size -= 1
     return size
-
-
-def made(described: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    return tokenizers.Tokenizer.from_buffer(msgspec.json.encode(described))
-
-
-def beside(full: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """One that has the same model, not a copy of it, and no added tokens: a large vocabulary takes 0.3 s to read."""
-    plain = tokenizers.Tokenizer(full.model)
-    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
-        if (found := getattr(full, part)) is not None:
-            setattr(plain, part, found)
-    return plain
 
 
 def same_without(described: Mapping[str, Any], contents: set[str]) -> bool:

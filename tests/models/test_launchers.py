@@ -34,6 +34,18 @@ def test_a_launcher_stays_the_one_that_was_loaded() -> None:
     assert (first.launch, second.launch) == ("a", "b")
 
 
+def test_what_is_there_is_not_loaded_again() -> None:
+    loaded = list[str]()
+
+    def load(name: str, path: str) -> SimpleNamespace:
+        loaded.append(f"{name} {path}")
+        return SimpleNamespace(launch=path)
+
+    found = kept_apart(load)
+    assert [found(*one).launch for one in (("x", "a"), ("x", "b"), ("x", "a"), ("y", "a"))] == ["a", "b", "a", "a"]
+    assert loaded == ["x a", "x b", "y a"]
+
+
 def test_threads_get_their_own() -> None:
     load = kept_apart(shared())
     with ThreadPoolExecutor(8) as threads:

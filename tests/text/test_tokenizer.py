@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from adapters import demo
 from adapters.checkpoint.errors import CheckpointError
+from adapters.text.library import made
 from adapters.text.template import Control
 from adapters.text.text import Text
-from adapters.text.tokenizer import Tokenizer, TokenizerPanicked, build, made, same_without, without
+from adapters.text.tokenizer import Tokenizer, TokenizerPanicked, build, same_without, without
 from effects.job import Sampling
 from tests.text import small
 

@@ -15,12 +15,15 @@ def kept_apart(load: Load) -> Load:
 
     Such a module, loaded before (PEP 489's single-phase initialisation, `m_size` -1), is given as `sys.modules[name]`,
     overwritten with what this path's module holds. So of two threads with a kernel each, one may get the other's
-    launcher, and launch with another signature than the kernel's. Here each gets what it holds, by itself.
+    launcher, and launch with another signature than the kernel's. Here each gets what it holds, by itself, and what
+    has been loaded, for a kernel of the same signature, is there.
     """
-    alone = Lock()
+    alone, known = Lock(), dict[tuple[str, str], SimpleNamespace]()
 
     def loaded(name: str, path: str) -> SimpleNamespace:
         with alone:
-            return SimpleNamespace(**vars(load(name, path)))
+            if (name, path) not in known:
+                known[name, path] = SimpleNamespace(**vars(load(name, path)))
+            return known[name, path]
 
     return loaded

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache as once
+from functools import partial
 from threading import Thread
 
 from triton import AsyncCompileMode
@@ -18,15 +19,37 @@ if hasattr(build, "_load_module_from_path"):
     build._load_module_from_path = kept_apart(build._load_module_from_path)  # noqa: SLF001 - nothing else is offered
 
 
+# Of what a kernel is compiled by way of, only what is launched is kept: whoever finds it would read all the rest, too.
+os.environ.setdefault("TRITON_STORE_BINARY_ONLY", "1")
+
+
 @once
 def key_beside() -> Thread:
     """Every kernel is looked up by a digest of all of Triton, half a second's work, which is taken by a thread from the
     first call on. To be waited for before kernels are launched: each thread that finds it missing would take it once
     more.
     """
-    taking = Thread(target=getattr(cache, "triton_key", None), name="triton-key", daemon=True)
-    taking.start()
-    return taking
+    return beside(getattr(cache, "triton_key", None), getattr(build, "platform_key", None))
+
+
+def tools_beside(capability: int) -> Thread:
+    """So it is by what programs say of themselves that compile for GPUs of that compute capability, 90 for 9.0."""
+    from triton.backends.nvidia import compiler  # noqa: PLC0415 - there is none in what is built for others
+
+    ask = getattr(compiler, "get_ptxas_version", None)
+    return beside(None if ask is None else partial(ask, capability))
+
+
+def beside(*asked: Callable[[], object] | None) -> Thread:
+    """They are called on a thread of their own, where there are such; their answers are kept by themselves."""
+
+    def call() -> None:
+        for one in filter(None, asked):
+            one()
+
+    thread = Thread(target=call, name="triton-key", daemon=True)
+    thread.start()
+    return thread
 
 
 @contextmanager

@@ -1,0 +1,41 @@
+"""Of a model's layers most are of one kind: what the first one of it makes on its first use, the others find made."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from adapters.models.parking import rebuilt
+
+ALIGNED = 16  # bytes: what compilers of kernels tell addresses apart by
+
+_one_of_each: ContextVar[bool] = ContextVar("one_of_each", default=False)
+
+
+@contextmanager
+def one_of_each() -> Iterator[None]:
+    """Forwards of this thread on a GPU compute one layer of each kind. What they leave is of no meaning: kernels are
+    there then, and buffers, after a fraction of the launches.
+    """
+    outer = _one_of_each.set(True)
+    try:
+        yield
+    finally:
+        _one_of_each.reset(outer)
+
+
+def left_out(numbers: range, layers: Sequence[Any]) -> Container[int]:
+    """Of a forward through layers of these numbers and weights: none, or within `one_of_each` all but the first ones of
+    each kind.
+    """
+    if not _one_of_each.get():
+        return ()
+    first = {kind(layer): number for number, layer in reversed(list(zip(numbers, layers, strict=True)))}
+    return set(numbers).difference(first.values())
+
+
+def kind(layer: object) -> str:
+    """Layers of one kind launch the same kernels: they differ in the numbers of their weights alone."""
+    return repr(rebuilt(layer, lambda one: (one.shape, one.stride(), one.dtype, one.data_ptr() % ALIGNED)))

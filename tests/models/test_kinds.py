@@ -1,0 +1,79 @@
+"""One layer of each kind stands for the others where nothing but kernels and buffers is wanted of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from adapters import demo
+from adapters.models.checkpoint import Checkpoint
+from adapters.models.dense import DenseShard
+from adapters.models.kinds import kind, left_out, one_of_each
+from adapters.models.shard import Segment, Step
+from engine.machine import build_kernels
+
+
+@frozen(eq=False)
+class Layer:
+    weights: tuple[Tensor, ...]
+    norm: Tensor | None = None
+    width: int = 4
+
+
+def layer(*sizes: int, dtype: torch.dtype = torch.float32, **others: Any) -> Layer:
+    return Layer(tuple(torch.randn(size, 4, dtype=dtype) for size in sizes), **others)
+
+
+def test_layers_are_of_one_kind_that_differ_in_numbers_alone() -> None:
+    assert kind(layer(3, 5)) == kind(layer(3, 5))
+    others = (
+        layer(3),
+        layer(5, 3),
+        layer(3, 5, dtype=torch.bfloat16),
+        layer(3, 5, width=8),
+        layer(3, 5, norm=torch.ones(4)),
+        Layer((torch.randn(4, 3).T, torch.randn(5, 4))),
+        Layer((torch.randn(14)[2:].view(3, 4), torch.randn(5, 4))),  # at another address within 16 bytes
+    )
+    kinds = [kind(one) for one in (layer(3, 5), *others)]
+    assert len({*kinds}) == len(kinds)
+
+
+def test_all_but_the_first_of_each_kind_are_left_out_and_only_where_that_is_asked_for() -> None:
+    layers = [layer(3), layer(3), layer(5), layer(3), layer(5)]
+    assert left_out(range(7, 12), layers) == ()
+    with one_of_each():
+        assert left_out(range(7, 12), layers) == {8, 10, 11}
+        assert left_out(range(3), [layer(1), layer(2), layer(3)]) == set()
+    assert left_out(range(7, 12), layers) == ()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_a_gpu_launches_one_of_each_and_then_all(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    run, own = list[int](), DenseShard._run_layer  # noqa: SLF001
+
+    def counted(self: DenseShard, number: int, *args: Any, **how: Any) -> Tensor | None:
+        run.append(number)
+        return own(self, number, *args, **how)
+
+    monkeypatch.setattr(DenseShard, "_run_layer", counted)
+    where, checkpoint = torch.device(device), Checkpoint.open(demo.FOLDER)
+    kernels = build_kernels(where, torch.float32)
+    monkeypatch.setattr(type(kernels), "at_once", lambda *_: None)  # operation by operation everywhere
+    how: dict[str, Any] = {"device": where, "buckets": (4,), "slots": 1, "capacity": 256}
+    shard = checkpoint.family.build(checkpoint.config, checkpoint, kernels, **how)
+    step, tokens, all_ = Step((Segment(0, 0, 1),), 4), torch.zeros(1, dtype=torch.int64), [*shard.layers]
+    with torch.inference_mode():
+        with one_of_each():
+            shard.forward(step, tokens)
+        assert run == (all_ if device == "cpu" else all_[:1])
+        run.clear()
+        shard.forward(step, tokens)
+    assert run == all_
+    shard.close()

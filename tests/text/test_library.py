@@ -1,0 +1,104 @@
+"""A tokenizer that is put together is the one that the library would have read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from adapters import demo
+from adapters.checkpoint.errors import CheckpointError
+from adapters.text.library import COMMENT, made, merges_of
+from adapters.text.tokenizer import build
+from tests.text import small
+
+SMALL: Mapping[str, Any] = json.loads(small.train().to_str())
+DEMO: Mapping[str, Any] = json.loads((demo.FOLDER / "tokenizer.json").read_text())
+TEXTS = [
+    "Hello, world.",
+    "  a\tb\n\nc 12345 d\u00e9j\u00e0 \u4e2d\U0001f600<|im_start|>user<|im_end|>",
+    "<unk> </s> [x] ##a",
+]
+
+
+def read(described: Mapping[str, Any]) -> Tokenizer:
+    return Tokenizer.from_str(json.dumps(described))
+
+
+def legacy(described: Mapping[str, Any]) -> Mapping[str, Any]:
+    """As files had merges before pairs were lists."""
+    merges = [one if isinstance(one, str) else " ".join(one) for one in described["model"]["merges"]]
+    return {**described, "model": {**described["model"], "merges": merges}}
+
+
+def with_model(**settings: object) -> Mapping[str, Any]:
+    return {**SMALL, "model": {**SMALL["model"], **settings}}
+
+
+def token(content: str, number: int, **flags: bool) -> Mapping[str, Any]:
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    return {"id": number, "content": content, **plain, **flags}
+
+
+def with_added(*tokens: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**SMALL, "added_tokens": [*SMALL["added_tokens"], *tokens]}
+
+
+SIZE = len(SMALL["model"]["vocab"]) + len(SMALL["added_tokens"])
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        SMALL,
+        DEMO,
+        legacy(SMALL),
+        legacy(DEMO),
+        with_model(dropout=0.5),
+        with_model(unk_token="<unk>", fuse_unk=True),  # noqa: S106 - a tokenizer's
+        with_model(continuing_subword_prefix="", end_of_word_suffix="", byte_fallback=True),
+        with_model(ignore_merges=True),
+        with_added(token("[x]", SIZE), token("<s>", SIZE + 1, special=True), token("[y]", SIZE + 2, normalized=True)),
+        with_added(token("one", SIZE, single_word=True, lstrip=True), token("e", 0, rstrip=True)),
+        {**SMALL, "truncation": {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}},
+        {**SMALL, "added_tokens": []},
+    ],
+)
+def test_it_is_the_one_that_would_have_been_read(described: Mapping[str, Any]) -> None:
+    assert merges_of(described["model"]) is not None
+    ours, theirs = made(described), read(described)
+    assert json.loads(ours.to_str()) == json.loads(theirs.to_str())
+    if described["model"].get("dropout") is None:
+        assert [ours.encode(text).ids for text in TEXTS] == [theirs.encode(text).ids for text in TEXTS]
+    assert ours.get_vocab() == theirs.get_vocab()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], ["a", -1.0]]},
+        {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"},
+        {**legacy(SMALL)["model"], "merges": [f"{COMMENT}: 0.2", *legacy(SMALL)["model"]["merges"]]},
+    ],
+)
+def test_other_models_are_read(model: Mapping[str, Any]) -> None:
+    assert merges_of(model) is None
+    described = {**SMALL, "model": model}
+    assert json.loads(made(described).to_str()) == json.loads(read(described).to_str())
+
+
+WRONG = (["a b c"], [["a"]], [["a", "b"], "a b"], [5], [["a", 5]], [["a", "never there"]], 5, None)
+
+
+@pytest.mark.parametrize("merges", WRONG)
+def test_what_is_wrong_with_merges_is_told(merges: object) -> None:
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read: .+"):
+        build(with_model(merges=merges), {})
+
+
+def test_what_a_token_lacks_is_told() -> None:
+    with pytest.raises(CheckpointError, match="missing field"):
+        build(with_added({"id": SIZE, "content": "[x]", "lstrip": False, "rstrip": False, "special": False}), {})
