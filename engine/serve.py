@@ -42,6 +42,7 @@ from effects.job import Sampling
 from engine import __version__
 from engine.assemble import engine
 from engine.begin import Beginning
+from engine.bytecode import OWN
 from engine.experts import placed
 from engine.folders import model_folder
 from engine.human import size
@@ -187,6 +188,7 @@ async def serve_model(
             steps.done()
             settle()
             announce(options, target, serving, time.monotonic() - steps.began)
+            OWN.keep()
             async with anyio.create_task_group() as beside:
                 beside.start_soon(tidied, running.runner, target.lane)
                 for cabinet in cabinets.values():

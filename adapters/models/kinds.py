@@ -11,29 +11,33 @@ from adapters.models.parking import rebuilt
 
 ALIGNED = 16  # bytes: what compilers of kernels tell addresses apart by
 
-_one_of_each: ContextVar[bool] = ContextVar("one_of_each", default=False)
+# Of what left out is known already, by the identity of the layers; None: all are computed.
+_left_out: ContextVar[dict[int, Container[int]] | None] = ContextVar("left_out", default=None)
 
 
 @contextmanager
 def one_of_each() -> Iterator[None]:
     """Forwards of this thread on a GPU compute one layer of each kind. What they leave is of no meaning: kernels are
-    there then, and buffers, after a fraction of the launches.
+    there then, and buffers, after a fraction of the launches. Layers stay what they are meanwhile.
     """
-    outer = _one_of_each.set(True)
+    outer = _left_out.set({})
     try:
         yield
     finally:
-        _one_of_each.reset(outer)
+        _left_out.reset(outer)
 
 
 def left_out(numbers: range, layers: Sequence[Any]) -> Container[int]:
     """Of a forward through layers of these numbers and weights: none, or within `one_of_each` all but the first ones of
     each kind.
     """
-    if not _one_of_each.get():
+    known = _left_out.get()
+    if known is None:
         return ()
-    first = {kind(layer): number for number, layer in reversed(list(zip(numbers, layers, strict=True)))}
-    return set(numbers).difference(first.values())
+    if id(layers) not in known:
+        first = {kind(layer): number for number, layer in reversed(list(zip(numbers, layers, strict=True)))}
+        known[id(layers)] = set(numbers).difference(first.values())
+    return known[id(layers)]
 
 
 def kind(layer: object) -> str:

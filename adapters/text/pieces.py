@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from attrs import frozen
 
@@ -25,6 +25,7 @@ LONG = 1 << 20  # characters
 UNPROVEN = 64  # bytes a token, for the byte limit where nothing is known
 
 KNOWN = (GPT2, QWEN, LLAMA3, QWEN35)
+Added: TypeAlias = Mapping[str, Any]  # a token of tokenizer.json's `added_tokens`
 
 
 @frozen
@@ -72,18 +73,29 @@ def runs(texts: Sequence[str], knowledge: Knowledge) -> Iterator[list[tuple[int,
 
 def known(described: Mapping[str, Any], spelling: Spelling) -> Knowledge:
     """From the content of a tokenizer.json."""
-    model, added = described.get("model") or {}, described.get("added_tokens") or ()
+    return known_with(described, spelling, [described.get("added_tokens") or ()])[0]
+
+
+def known_with(described: Mapping[str, Any], spelling: Spelling, lists: Sequence[Sequence[Added]]) -> list[Knowledge]:
+    """With each of these lists in the place of its added tokens. A vocabulary is looked through once."""
+    model = described.get("model") or {}
     vocabulary = model.get("vocab")
     if not isinstance(vocabulary, Mapping) or model.get("type", "BPE") != "BPE" or model.get("dropout"):
-        return Knowledge()
+        return [Knowledge()] * len(lists)
     if spelling.sentence_piece:
-        return spaced(described, [*vocabulary, *(token["content"] for token in added)])
+        return [spaced(described, [*vocabulary, *(token["content"] for token in added)]) for added in lists]
     shrinks = shrinkage(described.get("normalizer"))
-    words = splits_words(described.get("pre_tokenizer"))
-    swallows = any(token.get(flag) for token in added for flag in ("lstrip", "rstrip", "single_word"))
-    if not (shrinks and words) or swallows or not BYTES.keys() <= vocabulary.keys():
+    if not (shrinks and splits_words(described.get("pre_tokenizer")) and BYTES.keys() <= vocabulary.keys()):
+        return [Knowledge()] * len(lists)
+    longest = longest_of(vocabulary)
+    return [counted(added, longest, shrinks) for added in lists]
+
+
+def counted(added: Sequence[Added], longest: int, shrinks: int) -> Knowledge:
+    """Where the vocabulary's longest token stands for so many bytes, of a text that may have been longer."""
+    if any(token.get(flag) for token in added for flag in ("lstrip", "rstrip", "single_word")):
         return Knowledge()
-    longest = max([longest_of(vocabulary), *(len(token["content"].encode()) for token in added)])
+    longest = max([longest, *(len(token["content"].encode()) for token in added)])
     return Knowledge(shrinks * longest, not any(CUT.search(token["content"]) for token in added))
 
 

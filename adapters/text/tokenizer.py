@@ -25,7 +25,7 @@ from attrs import define, field
 from adapters.checkpoint.errors import CheckpointError
 from adapters.checkpoint.text_files import TextFiles
 from adapters.text.library import beside, made
-from adapters.text.pieces import Knowledge, known, runs, size_of
+from adapters.text.pieces import Knowledge, known_with, runs, size_of
 from adapters.text.spelling import Spelling, spelling_of
 from adapters.text.template import Control, Spliced, Verbatim
 from effects.ids import Tokens
@@ -243,10 +243,11 @@ def build(described: Mapping[str, Any], settings: Mapping[str, Any], end_tokens:
     if named.get("eos_token") in controls:
         ends.append(controls[named["eos_token"]].id)
     special = frozenset(token["id"] for token in described.get("added_tokens", ()) if token["special"])
-    knowledge = known({**described, "added_tokens": others(described, contents)}, spelling), known(described, spelling)
+    lists = (others(described, contents), described.get("added_tokens") or ())
+    known_plain, known_full = known_with(described, spelling, lists)
     ending = tuple(dict.fromkeys(ends))
     size = vocabulary_size(full, described)
-    return Tokenizer(full, plain, inner, controls, special, spelling, ending, named, *knowledge, size)
+    return Tokenizer(full, plain, inner, controls, special, spelling, ending, named, known_plain, known_full, size)
 
 
 def vocabulary_size(full: tokenizers.Tokenizer, described: Mapping[str, Any]) -> int:

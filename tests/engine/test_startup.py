@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import logging
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.startup import STEPS, WEIGHTS, Steps, parts
+from engine.startup import STEPS, WEIGHTS, Steps, importing, parts
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -80,3 +81,14 @@ def test_on_a_terminal_it_is_a_bar_and_gone_at_the_end(
     assert STEPS[2] in shown
     assert shown.rstrip().endswith("\x1b[2K"), "the line is erased"
     assert not caplog.records
+
+
+def test_while_modules_are_imported_frames_say_of_which_they_are() -> None:
+    ask, frame = inspect.getmodule, sys._getframe()  # noqa: SLF001
+    asked = (frame, ask, Steps, 5)
+    expected = [ask(one) for one in asked]
+    with importing():
+        assert inspect.getmodule is not ask
+        assert [inspect.getmodule(one) for one in asked] == expected
+    assert inspect.getmodule is ask
+    assert expected[0] is sys.modules[__name__]

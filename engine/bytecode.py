@@ -1,0 +1,84 @@
+"""Bytecode of the methods that are written for classes, kept as Python keeps that of modules.
+
+attrs, and dataclasses like it, write the source of `__init__` and others and have it compiled whenever a class is made:
+1,200 times at a start, which is a seventh of it. What comes of a source is the same each time, so it lies beside the
+modules' bytecode, under the same rules: for one version of Python (PEP 3147), not where that is told to write none, nor
+where it may not. Whoever may change it there may change the modules' as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import marshal
+import os
+import re
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from hashlib import blake2b, sha256
+from importlib import import_module
+from importlib.util import MAGIC_NUMBER, cache_from_source
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+# What attrs compiles with is no part of its interface: where it does so in another way, it goes on doing that.
+PLACES = ((vars(import_module("attr._make")), "compile"), (vars(dataclasses), "exec"))
+MOST = 4096  # pieces of code in a file: behind that, those alone that this process has asked for
+SALT = re.compile(r"^ +-?\d+,$", re.MULTILINE)  # of a class's hash, another one in each process
+
+
+class Bytecode:
+    """Of sources, by their digests. path: of the file that they are read from and written to."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.new = path, 0
+        self._known, self._asked = read(path), dict[bytes, CodeType]()
+
+    def compiled(self, source: str, filename: str, mode: str) -> CodeType:
+        """As `compile` has it, but that nothing is inherited from whoever asks."""
+        key = blake2b(f"{mode} {filename}\n{SALT.sub('', source)}".encode(), digest_size=16).digest()
+        code = self._known.get(key)
+        if code is None:
+            code = self._known[key] = compile(source, filename, mode, 0, dont_inherit=True)
+            self.new += 1
+        self._asked[key] = code
+        return code
+
+    def executed(self, source: str, globals_: dict[str, Any], locals_: dict[str, Any]) -> None:
+        exec(self.compiled(source, "<string>", "exec"), globals_, locals_)  # noqa: S102 - in the place of `exec`
+
+    def begin(self) -> None:
+        """Classes that are made from now on ask here."""
+        for (names, name), own in zip(PLACES, (self.compiled, self.executed), strict=True):
+            names[name] = own
+
+    def keep(self) -> None:
+        """For the next process, if this one has asked for anything new; classes compile for themselves again."""
+        for names, name in PLACES:
+            names.pop(name, None)
+        if self.new and not sys.dont_write_bytecode:
+            write(self.path, self._known if len(self._known) <= MOST else self._asked)
+        self._known, self._asked, self.new = {}, {}, 0
+
+
+def read(path: Path) -> dict[bytes, CodeType]:
+    """Nothing where there is none that is whole, and of this Python."""
+    with suppress(OSError):
+        content = path.read_bytes()
+        head = MAGIC_NUMBER + sha256(content[len(MAGIC_NUMBER) + 32 :]).digest()
+        if content.startswith(head):
+            found: dict[bytes, CodeType] = marshal.loads(memoryview(content)[len(head) :])  # noqa: S302 - as modules are
+            return found
+    return {}
+
+
+def write(path: Path, known: Mapping[bytes, CodeType]) -> None:
+    content, aside = marshal.dumps({**known}), path.with_name(f"{path.name}.{os.getpid()}")
+    with suppress(OSError):
+        path.parent.mkdir(exist_ok=True)
+        aside.write_bytes(MAGIC_NUMBER + sha256(content).digest() + content)
+        aside.replace(path)
+
+
+OWN = Bytecode(Path(cache_from_source(str(Path(__file__).with_name("methods.py")))))
