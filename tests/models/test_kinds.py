@@ -18,14 +18,14 @@ from engine.machine import build_kernels
 
 
 @frozen(eq=False)
-class Weighed:
+class PlainLayer:
     weights: tuple[Tensor, ...]
     norm: Tensor | None = None
     width: int = 4
 
 
-def layer(*sizes: int, dtype: torch.dtype = torch.float32, **others: Any) -> Weighed:
-    return Weighed(tuple(torch.randn(size, 4, dtype=dtype) for size in sizes), **others)
+def layer(*sizes: int, dtype: torch.dtype = torch.float32, **others: Any) -> PlainLayer:
+    return PlainLayer(tuple(torch.randn(size, 4, dtype=dtype) for size in sizes), **others)
 
 
 def test_layers_are_of_one_kind_that_differ_in_numbers_alone() -> None:
@@ -36,8 +36,8 @@ def test_layers_are_of_one_kind_that_differ_in_numbers_alone() -> None:
         layer(3, 5, dtype=torch.bfloat16),
         layer(3, 5, width=8),
         layer(3, 5, norm=torch.ones(4)),
-        Weighed((torch.randn(4, 3).T, torch.randn(5, 4))),
-        Weighed((torch.randn(14)[2:].view(3, 4), torch.randn(5, 4))),  # at another address within 16 bytes
+        PlainLayer((torch.randn(4, 3).T, torch.randn(5, 4))),
+        PlainLayer((torch.randn(14)[2:].view(3, 4), torch.randn(5, 4))),  # at another address within 16 bytes
     )
     kinds = [kind(one) for one in (layer(3, 5), *others)]
     assert len({*kinds}) == len(kinds)
