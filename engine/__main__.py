@@ -16,6 +16,7 @@ from engine import completion as shells
 from engine import logs
 from engine.accepted import Quiet, Shell, known_device
 from engine.bench.commands import bench
+from engine.bytecode import OWN
 from engine.cache.commands import cache
 from engine.chat.wanted import ChatOptions
 from engine.configuration import configuration
@@ -315,6 +316,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    finally:
+        OWN.keep()
     return status if isinstance(status, int) else 0
 
 

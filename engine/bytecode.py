@@ -3,7 +3,7 @@
 attrs, and dataclasses like it, write the source of `__init__` and others and have it compiled whenever a class is made:
 1,200 times at a start, which is a seventh of it. What comes of a source is the same each time, so it lies beside the
 modules' bytecode, under the same rules: for one version of Python (PEP 3147), not where that is told to write none, nor
-where it may not. Whoever may change it there may change the modules' as well.
+where it may not, and whoever may write to the sources may write to it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-# What attrs compiles with is no part of its interface: where it does so in another way, it goes on doing that.
+# What attrs compiles with is no part of its interface: what is asked in another way is compiled as it is asked.
 PLACES = ((vars(import_module("attr._make")), "compile"), (vars(dataclasses), "exec"))
-MOST = 4096  # pieces of code in a file: behind that, those alone that this process has asked for
+MOST = 4096  # pieces of code in a file: beyond that, those alone that this process has asked for
 SALT = re.compile(r"^ +-?\d+,$", re.MULTILINE)  # of a class's hash, another one in each process
 
 
@@ -35,8 +35,10 @@ class Bytecode:
         self.path, self.new = path, 0
         self._known, self._asked = read(path), dict[bytes, CodeType]()
 
-    def compiled(self, source: str, filename: str, mode: str) -> CodeType:
+    def compiled(self, source: Any, filename: str, mode: str, *more: Any, **named: Any) -> Any:
         """As `compile` has it, but that nothing is inherited from whoever asks."""
+        if more or named or not isinstance(source, str):
+            return compile(source, filename, mode, *more, **named)
         key = blake2b(f"{mode} {filename}\n{SALT.sub('', source)}".encode(), digest_size=16).digest()
         code = self._known.get(key)
         if code is None:
@@ -45,8 +47,10 @@ class Bytecode:
         self._asked[key] = code
         return code
 
-    def executed(self, source: str, globals_: dict[str, Any], locals_: dict[str, Any]) -> None:
-        exec(self.compiled(source, "<string>", "exec"), globals_, locals_)  # noqa: S102 - in the place of `exec`
+    def executed(self, source: Any, *scopes: Any, **named: Any) -> None:
+        """As `exec` has it in scopes that it is told."""
+        code = self.compiled(source, "<string>", "exec") if isinstance(source, str) else source
+        exec(code, *scopes, **named)  # noqa: S102 - in the place of `exec`
 
     def begin(self) -> None:
         """Classes that are made from now on ask here."""
@@ -74,11 +78,17 @@ def read(path: Path) -> dict[bytes, CodeType]:
 
 
 def write(path: Path, known: Mapping[bytes, CodeType]) -> None:
+    """With the rights that the source has, as Python writes it."""
     content, aside = marshal.dumps({**known}), path.with_name(f"{path.name}.{os.getpid()}")
-    with suppress(OSError):
+    try:
         path.parent.mkdir(exist_ok=True)
-        aside.write_bytes(MAGIC_NUMBER + sha256(content).digest() + content)
+        rights = Path(__file__).stat().st_mode & 0o666 | 0o200
+        with os.fdopen(os.open(aside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, rights), "wb") as file:
+            file.write(MAGIC_NUMBER + sha256(content).digest() + content)
         aside.replace(path)
+    except OSError:
+        with suppress(OSError):
+            aside.unlink()
 
 
 OWN = Bytecode(Path(cache_from_source(str(Path(__file__).with_name("methods.py")))))

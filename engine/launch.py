@@ -11,6 +11,7 @@ from cyclopts.validators import Number
 from adapters import heap
 from engine import logs
 from engine.accepted import flag, known_device, known_listen, whole
+from engine.bytecode import OWN
 from engine.plan import LISTEN, read_listen
 from engine.refusal import Refusal
 from engine.secret import shared_secret
@@ -64,6 +65,8 @@ def started(
     import torch  # noqa: PLC0415 - takes seconds
 
     from engine.shard import run_launched, run_listening  # noqa: PLC0415
+
+    OWN.keep()
 
     if threads:
         torch.set_num_threads(threads)

@@ -61,11 +61,11 @@ def importing() -> Iterator[None]:
         signal.signal(signal.SIGINT, interrupt)
 
 
-def module_of(ask: Callable[..., ModuleType | None], one: object, *file: str) -> ModuleType | None:
+def module_of(ask: Callable[..., ModuleType | None], one: object, *file: Any, **named: Any) -> ModuleType | None:
     """A frame says of which module it is. ask: of anything else."""
     if inspect.isframe(one):
         return sys.modules.get(one.f_globals.get("__name__", ""))
-    return ask(one, *file)
+    return ask(one, *file, **named)
 
 
 @define

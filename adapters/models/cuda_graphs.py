@@ -11,13 +11,16 @@ from typing import Any, TypeVar
 import torch
 from attrs import define, field
 
+from adapters.models.kinds import leaves_out
+
 T = TypeVar("T")
 _not_collecting: ContextVar[bool] = ContextVar("not_collecting", default=False)
 
 
 @define(eq=False)
 class GraphCache:
-    """Runs bodies eagerly the first time (which compiles their kernels), records them the second, then replays.
+    """Runs bodies eagerly the first time (which compiles their kernels), records them the second, then replays. Where
+    bodies leave something out (`kinds.one_of_each`) they are run, however often.
 
     A body must launch the same kernels over the same buffers each time and never wait for the device. What it
     returned when it was recorded is the graph's own and is filled again by each replay. On a device without graphs
@@ -33,7 +36,7 @@ class GraphCache:
     def run(self, key: Hashable, body: Callable[[], T]) -> T:
         if self.device.type != "cuda" or not self.enabled:
             return body()
-        if key not in self._seen:
+        if key not in self._seen or leaves_out():
             self._seen.add(key)
             return body()
         if key not in self._graphs:
@@ -43,9 +46,9 @@ class GraphCache:
         return result
 
     def _record(self, body: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        """Unlike `torch.cuda.graph` it lets the device go on meanwhile, and pinned memory be."""
+        """Unlike `torch.cuda.graph` it waits for the device only to give memory back, and lets pinned memory be."""
         graph = torch.cuda.CUDAGraph()
-        torch.cuda.empty_cache()  # a graph has memory of its own, which what is kept for others would be missing from
+        torch.cuda.empty_cache()  # a graph has memory of its own: what the allocator keeps for others is none of it
         with no_collection(), torch.cuda.stream(self._stream()):
             graph.capture_begin(capture_error_mode="thread_local")
             try:

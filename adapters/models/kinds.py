@@ -18,13 +18,19 @@ _left_out: ContextVar[dict[int, Container[int]] | None] = ContextVar("left_out",
 @contextmanager
 def one_of_each() -> Iterator[None]:
     """Forwards of this thread on a GPU compute one layer of each kind. What they leave is of no meaning: kernels are
-    there then, and buffers, after a fraction of the launches. Layers stay what they are meanwhile.
+    there then, and buffers, after a fraction of the launches. Nothing is recorded meanwhile, and layers stay what they
+    are.
     """
     outer = _left_out.set({})
     try:
         yield
     finally:
         _left_out.reset(outer)
+
+
+def leaves_out() -> bool:
+    """Is what forwards do now not all that they are there for?"""
+    return _left_out.get() is not None
 
 
 def left_out(numbers: range, layers: Sequence[Any]) -> Container[int]:

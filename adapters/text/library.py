@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
-from operator import itemgetter
 from typing import Any
 
 import msgspec
 from tokenizers import AddedToken, Tokenizer
-from tokenizers.models import BPE
+from tokenizers.models import BPE, Model
 
 SETTINGS = (
     *("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"),
@@ -21,26 +19,41 @@ COMMENT = "#version"  # of a file of merges: the library passes such a line over
 
 def made(described: Mapping[str, Any]) -> Tokenizer:
     """The library takes a large vocabulary from the interpreter, which waits meanwhile, in half the time that it needs
-    to read one. The tokenizer is the same.
+    to read one. The tokenizer is the same, but that it neither truncates nor pads.
     """
-    model, added = described["model"], described.get("added_tokens") or ()
-    pairs = merges_of(model)
-    if pairs is None or any(flag not in token for token in added for flag in FLAGS):
-        return Tokenizer.from_buffer(msgspec.json.encode(described))
-    rest = {**described, "added_tokens": (), "model": {"type": "BPE", "vocab": {}, "merges": ()}}
-    tokenizer = Tokenizer.from_buffer(msgspec.json.encode(rest))
+    model, pairs = described["model"], merges_of(described["model"])
+    if pairs is None:
+        return unbounded(Tokenizer.from_buffer(msgspec.json.encode(described)))
+    small = {**described, "model": {**model, "vocab": {}, "merges": ()}}
+    read = Tokenizer.from_buffer(msgspec.json.encode(small))  # says what is wrong with any of it
     given = {name: model[name] for name in SETTINGS if model.get(name) is not None}
-    tokenizer.model = BPE(model["vocab"], pairs, **given)
-    for special, tokens in groupby(added, itemgetter("special")):  # in their order, which numbers them
-        add = tokenizer.add_special_tokens if special else tokenizer.add_tokens
-        add([AddedToken(**{flag: token[flag] for flag in FLAGS}) for token in tokens])
+    tokenizer = with_parts(read, BPE(model["vocab"], pairs, **given))
+    added = described.get("added_tokens", ())
+    tokenizer.add_tokens([AddedToken(**{flag: token[flag] for flag in FLAGS}) for token in added])
+    return tokenizer
+
+
+def unbounded(tokenizer: Tokenizer) -> Tokenizer:
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def with_parts(other: Tokenizer, model: Model) -> Tokenizer:
+    """With that model, and what another one has around its own: added tokens it has none."""
+    tokenizer = Tokenizer(model)
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if (found := getattr(other, part)) is not None:
+            setattr(tokenizer, part, found)
     return tokenizer
 
 
 def merges_of(model: Mapping[str, Any]) -> Sequence[tuple[str, str]] | None:
     """As pairs. None where there are none, or anything is not as it should be: what, the library says best."""
-    merges = model.get("merges")
-    if model.get("type") != "BPE" or not isinstance(model.get("vocab"), dict) or not isinstance(merges, list):
+    vocabulary, merges = model.get("vocab"), model.get("merges")
+    if model.get("type") != "BPE" or not isinstance(vocabulary, dict) or not isinstance(merges, list):
+        return None
+    if not {*map(type, vocabulary.values())} <= {int}:
         return None
     kinds = {*map(type, merges)}
     if not kinds <= {list} and (not kinds <= {str} or any(one.startswith(COMMENT) for one in merges)):
@@ -53,8 +66,4 @@ def merges_of(model: Mapping[str, Any]) -> Sequence[tuple[str, str]] | None:
 
 def beside(full: Tokenizer) -> Tokenizer:
     """One that has the same model, not a copy of it, and no added tokens: a large vocabulary takes 0.3 s to read."""
-    plain = Tokenizer(full.model)
-    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
-        if (found := getattr(full, part)) is not None:
-            setattr(plain, part, found)
-    return plain
+    return with_parts(full, full.model)

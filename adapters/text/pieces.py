@@ -104,7 +104,7 @@ def longest_of(vocabulary: Collection[str]) -> int:
     that is no spelling of bytes, as its UTF-8 has. Few texts have to be looked at for that.
     """
     least = max(map(len, vocabulary))
-    short = least // 4  # characters: no more bytes than that
+    short = least // 4  # characters, which are no more bytes than `least`
     long = [text for text in vocabulary if len(text) > short and len(text.encode()) > least]
     return max([least, *(len(text if BYTES.keys() >= set(text) else text.encode()) for text in long)])
 

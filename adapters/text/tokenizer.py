@@ -230,9 +230,6 @@ def build(described: Mapping[str, Any], settings: Mapping[str, Any], end_tokens:
                 backend.encode_batch_fast(TRIED, add_special_tokens=False)
     except Exception as error:  # the library raises plain Exception
         raise CheckpointError(f"tokenizer.json cannot be read: {' '.join(str(error).split())[:200]}") from error
-    for backend in (full, plain, inner):
-        backend.no_truncation()
-        backend.no_padding()
     controls = {
         token["content"]: Control(token["content"], token["id"], token["lstrip"], token["rstrip"]) for token in added
     }

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.ahead import TRACED, first_gpu
+from engine.ahead import TRACED, first_gpu, kernels
 from engine.plan import Where, read_devices
 
 ROOT = Path(__file__).parents[2]
+KERNELS = ROOT / "adapters" / "models" / "kernels" / "triton"
 
 
 def said(code: str) -> list[str]:
@@ -24,6 +25,18 @@ def test_what_is_imported_beside_torch_does_not_wait_for_it() -> None:
     code = (
         "import sys; from importlib import import_module; from engine.ahead import OTHERS, OURS;"
         "[import_module(name) for name in (*OTHERS, *OURS)]; print('torch' in sys.modules)"
+    )
+    assert said(code) == ["False"]
+
+
+def test_what_is_written_in_triton_is_imported_without_torch() -> None:
+    names = [*kernels()]
+    assert "adapters.models.kernels.triton.hopper" in names
+    assert {f"adapters.models.kernels.triton.{path.stem}" for path in KERNELS.glob("[a-z]*.py")} == {*names}
+    pytest.importorskip("triton", reason="comes with CUDA builds of torch")
+    code = (
+        "import sys; from importlib import import_module; from engine.ahead import kernels;"
+        "[import_module(name) for name in kernels()]; print('torch' in sys.modules)"
     )
     assert said(code) == ["False"]
 

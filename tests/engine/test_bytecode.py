@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import pytest
 
+from engine import bytecode
 from engine.bytecode import Bytecode, read
 
 ROOT = Path(__file__).parents[2]
@@ -123,3 +126,53 @@ def test_a_source_is_known_by_its_text_name_and_mode_and_not_by_the_salt_of_its_
     assert [own.compiled(*one) for one in sources] == codes
     assert own.compiled(salted.format(-123), "x", "eval") is own.compiled(salted.format(77), "x", "eval")
     assert own.new == len(sources) + 1
+
+
+def value(code: CodeType) -> object:
+    return eval(code)  # noqa: S307 - what a test has compiled
+
+
+def test_what_is_asked_in_another_way_is_compiled_as_it_is_asked(tmp_path: Path) -> None:
+    own, found = Bytecode(tmp_path / "methods.pyc"), dict[str, Any]()
+    assert value(own.compiled("1", "x", "eval", 0, True)) == 1
+    assert value(own.compiled("2", "x", "eval", dont_inherit=True)) == 2
+    assert value(own.compiled(b"3", "x", "eval")) == 3
+    own.executed(compile("a = 4", "x", "exec"), found)
+    assert own.new == 0
+    own.executed("b = 5", {}, found)
+    own.executed("c = 6", found)
+    assert (found["a"], found["b"], found["c"], own.new) == (4, 5, 6, 2)
+
+
+def test_the_file_has_the_rights_of_the_sources(tmp_path: Path) -> None:
+    path, before = tmp_path / "methods.pyc", os.umask(0)
+    try:
+        own = Bytecode(path)
+        own.compiled("1", "x", "eval")
+        own.keep()
+    finally:
+        os.umask(before)
+    rights = (ROOT / "engine" / "bytecode.py").stat().st_mode & 0o666
+    assert path.stat().st_mode & 0o777 == rights | 0o200
+
+
+def test_nothing_is_left_of_a_file_that_could_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(Path, "replace", full)
+    own = Bytecode(tmp_path / "methods.pyc")
+    own.compiled("1", "x", "eval")
+    own.keep()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_beyond_a_number_only_what_was_asked_for_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bytecode, "MOST", 3)
+    path = tmp_path / "methods.pyc"
+    for sources, left in (("12", 2), ("23", 3), ("34", 2)):
+        own = Bytecode(path)
+        for source in sources:
+            own.compiled(source, "x", "eval")
+        own.keep()
+        assert len(read(path)) == left

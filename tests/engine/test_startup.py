@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.startup import STEPS, WEIGHTS, Steps, importing, parts
+from engine.startup import STEPS, WEIGHTS, Steps, importing, module_of, parts
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -91,4 +91,6 @@ def test_while_modules_are_imported_frames_say_of_which_they_are() -> None:
         assert inspect.getmodule is not ask
         assert [inspect.getmodule(one) for one in asked] == expected
     assert inspect.getmodule is ask
+    assert module_of(pytest.fail, frame) is expected[0]  # who asks about a frame looks at no file
+    assert module_of(ask, Steps, _filename=None) is sys.modules["engine.startup"]
     assert expected[0] is sys.modules[__name__]

@@ -88,3 +88,45 @@ def test_steps_behind_a_start_find_their_graphs_recorded() -> None:
     assert set(kernels.graphs._graphs) == recorded  # type: ignore[attr-defined] # noqa: SLF001
     assert kernels.graphs._seen == recorded  # type: ignore[attr-defined] # noqa: SLF001
     shard.close()
+
+
+@pytest.mark.parametrize("folder", [demo.FOLDER, demo.FOLDER / "hybrid"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_steps_behind_a_start_compute_all_that_steps_without_one_do(device: str, folder: Path) -> None:
+    """On a GPU: what was recorded for narrow steps and wide ones leaves nothing out."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    where, checkpoint = torch.device(device), Checkpoint.open(folder)
+    how: dict[str, Any] = {"device": where, "dtype": torch.bfloat16, "buckets": buckets_of(BUCKETS, CHUNK)}
+    how |= {"slots": FIT.slots, "capacity": FIT.context, "pages": FIT.pages}
+    started, fresh = (
+        Pipeline([checkpoint.family.build(checkpoint.config, checkpoint, build_kernels(where, torch.bfloat16), **how)])
+        for _ in range(2)
+    )
+    pages = {slot: [2 * slot, 2 * slot + 1] for slot in range(FIT.slots)}
+    for shard in (started, fresh):
+        if shard is started:
+            warm_up(shard, None, 64)
+        for slot, own in pages.items():
+            shard.seat(slot, slot, 0, own)
+    tokens, front = torch.arange(1, 600) % checkpoint.config.vocab_size, 256
+    for shard in (started, fresh):
+        shard.forward(Step((Segment(0, 0, front),), front, rows_only=True), tokens[:front])
+    for spans in ([(front, 1)], [(front, 1), *[(0, 1)] * 4], [(front, 3)], [(front, 7), (0, 1)], [(0, 60)]):
+        segments = tuple(Segment(slot, *span) for slot, span in enumerate(spans))
+        rows = sum(count for _, count in spans)
+        step = Step(segments, bucket_of(started.buckets, rows))
+        left = [shard.forward(step, tokens[:rows]) for shard in (started, fresh)]
+        assert torch.equal(*(one.hidden[:rows] for one in left))
+        logits = [shard.logits(step, one.hidden) for shard, one in zip((started, fresh), left, strict=True)]
+        assert torch.equal(*(one[:rows] for one in logits))
+    for count in (60, 300):
+        for shard in (started, fresh):
+            step = Step((Segment(1, 0, count),), bucket_of(started.buckets, count), rows_only=True)
+            shard.forward(step, tokens[:count])
+        ours, theirs = (shard.parts[0].export_rows(1, 0, count) for shard in (started, fresh))
+        assert len(ours) == len(theirs) > 0
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    for shard in (started, fresh):
+        for part in shard.parts:
+            part.close()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +14,12 @@ from torch import Tensor
 
 from adapters import demo
 from adapters.models.checkpoint import Checkpoint
+from adapters.models.cuda_graphs import GraphCache
 from adapters.models.dense import DenseShard
 from adapters.models.kinds import kind, left_out, one_of_each
 from adapters.models.shard import Segment, Step
 from engine.machine import build_kernels
+from engine.warm_up import _warm_up
 
 
 @frozen(eq=False)
@@ -77,3 +82,73 @@ def test_a_gpu_launches_one_of_each_and_then_all(device: str, monkeypatch: pytes
         shard.forward(step, tokens)
     assert run == all_
     shard.close()
+
+
+def test_nothing_is_recorded_or_replayed_where_layers_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded, replayed = list[str](), list[str]()
+
+    def record(_: GraphCache, body: Callable[[], str]) -> tuple[Any, str]:
+        recorded.append(body())
+        return SimpleNamespace(replay=lambda: replayed.append("graph")), recorded[-1]
+
+    monkeypatch.setattr(GraphCache, "_record", record)
+    graphs = GraphCache(SimpleNamespace(type="cuda"))  # type: ignore[arg-type] # no device is asked for
+    with one_of_each():
+        assert [graphs.run("key", lambda: "some") for _ in range(3)] == ["some"] * 3
+    assert recorded == replayed == []
+    assert graphs.run("key", lambda: "all") == "all"
+    with one_of_each():
+        assert graphs.run("key", lambda: "some") == "some"
+    assert graphs.run("key", lambda: "never") == "all"
+    assert (recorded, replayed) == (["all"], ["graph"] * 2)
+
+
+@pytest.mark.parametrize("hopper", [False, True])
+@pytest.mark.parametrize("folder", [demo.FOLDER, demo.FOLDER / "hybrid"])
+def test_graphs_that_a_start_records_have_all_layers(
+    folder: Path, hopper: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU would record, played on a processor: steps, names and keys are those of a start."""
+    run, own, graphs = list[int](), DenseShard._run_layer, dict[Any, list[int]]()  # noqa: SLF001
+
+    def counted(self: DenseShard, number: int, *args: Any, **how: Any) -> Tensor | None:
+        run.append(number)
+        return own(self, number, *args, **how)
+
+    def record(_: GraphCache, body: Callable[[], Any]) -> tuple[Any, Any]:
+        run.clear()
+        result = body()
+        return SimpleNamespace(replay=lambda: None, layers=[*run]), result
+
+    gpu: Any = SimpleNamespace(type="cuda")
+    cache, attending = GraphCache(gpu), set[str]()
+
+    def launch(_: object, name: str, batch: Any, body: Callable[[], Any]) -> Any:
+        alone = all(segment.count == 1 for segment in batch.segments)
+        merges = hopper and batch.bucket <= 4 and alone and name in attending
+
+        def planned() -> Any:
+            attending.update({name} - {"logits"})
+            return body()
+
+        return cache.run((name, batch.bucket, merges), planned)
+
+    checkpoint, cpu = Checkpoint.open(folder), torch.device("cpu")
+    kernels = build_kernels(cpu, torch.float32)
+    monkeypatch.setattr(DenseShard, "_run_layer", counted)
+    monkeypatch.setattr(GraphCache, "_record", record)
+    monkeypatch.setattr(type(kernels), "at_once", lambda *_: None)
+    monkeypatch.setattr(type(kernels), "launch", launch)
+    how: dict[str, Any] = {"device": cpu, "buckets": (4, 8, 256), "slots": 1, "capacity": 512}
+    shard = checkpoint.family.build(checkpoint.config, checkpoint, kernels, **how)
+    for bucket in shard.buckets:
+        shard._at(bucket).logits_of(shard.vocab_size)  # noqa: SLF001 - before it says that it is on a GPU
+    monkeypatch.setattr(shard, "_device", gpu)
+    target: Any = SimpleNamespace(devices=(), buckets=shard.buckets, forward=shard.forward, logits=shard.logits)
+    with torch.inference_mode():
+        _warm_up(target, None, 32, 2)
+    graphs = {key: graph.layers for key, (graph, _) in cache._graphs.items()}  # noqa: SLF001
+    narrow = "settled" if shard.state_specs else "layers"
+    assert {("rows", 256, False), (narrow, 4, hopper), ("layers", 8, False)} <= graphs.keys()
+    assert {key: layers for key, layers in graphs.items() if key[0] != "logits" and layers != [*shard.layers]} == {}
+    assert graphs["logits", 4, False] == []

@@ -25,7 +25,10 @@ TEXTS = [
 
 
 def read(described: Mapping[str, Any]) -> Tokenizer:
-    return Tokenizer.from_str(json.dumps(described))
+    found = Tokenizer.from_str(json.dumps(described))
+    found.no_truncation()
+    found.no_padding()
+    return found
 
 
 def legacy(described: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -47,6 +50,7 @@ def with_added(*tokens: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**SMALL, "added_tokens": [*SMALL["added_tokens"], *tokens]}
 
 
+GAPS = {**SMALL["model"], "vocab": {"a": 0, "b": 1, "ab": 2, "<s>": 9}, "merges": [["a", "b"]]}  # ids leave some out
 SIZE = len(SMALL["model"]["vocab"]) + len(SMALL["added_tokens"])
 
 
@@ -63,6 +67,9 @@ SIZE = len(SMALL["model"]["vocab"]) + len(SMALL["added_tokens"])
         with_model(ignore_merges=True),
         with_added(token("[x]", SIZE), token("<s>", SIZE + 1, special=True), token("[y]", SIZE + 2, normalized=True)),
         with_added(token("one", SIZE, single_word=True, lstrip=True), token("e", 0, rstrip=True)),
+        {**SMALL, "model": GAPS, "added_tokens": [token("<s>", 9, special=True), token("x", 10)]},
+        {**SMALL, "model": GAPS, "added_tokens": [token("x", 10), token("<s>", 9, special=True), token("y", 3)]},
+        {name: part for name, part in SMALL.items() if name != "added_tokens"},
         {**SMALL, "truncation": {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}},
         {**SMALL, "added_tokens": []},
     ],
@@ -99,6 +106,19 @@ def test_what_is_wrong_with_merges_is_told(merges: object) -> None:
         build(with_model(merges=merges), {})
 
 
-def test_what_a_token_lacks_is_told() -> None:
-    with pytest.raises(CheckpointError, match="missing field"):
-        build(with_added({"id": SIZE, "content": "[x]", "lstrip": False, "rstrip": False, "special": False}), {})
+LACKING = {"id": SIZE, "content": "[x]", "lstrip": False, "rstrip": False, "special": False}
+MISTAKEN = [{**token("[x]", SIZE), "id": one} for one in (-1, 2**32, "5", None, 5.0)]
+
+
+@pytest.mark.parametrize("one", [LACKING, *MISTAKEN])
+def test_what_is_wrong_with_a_token_is_told(one: Mapping[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match="cannot be read: Cannot instantiate Tokenizer"):
+        build(with_added(one), {"eos_token": "[x]"})
+
+
+@pytest.mark.parametrize(
+    "described", [with_model(dropout=True), with_model(vocab={**SMALL["model"]["vocab"], "x": True})]
+)
+def test_what_is_wrong_with_a_model_is_told(described: Mapping[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match="cannot be read: Cannot instantiate Tokenizer"):
+        build(described, {})

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache as once
 from functools import partial
+from subprocess import SubprocessError
 from threading import Thread
 
 from triton import AsyncCompileMode
@@ -19,7 +20,8 @@ if hasattr(build, "_load_module_from_path"):
     build._load_module_from_path = kept_apart(build._load_module_from_path)  # noqa: SLF001 - nothing else is offered
 
 
-# Of what a kernel is compiled by way of, only what is launched is kept: whoever finds it would read all the rest, too.
+# A kernel goes through five forms. The last one, which is launched, is kept with its source: a later start would read
+# all that it finds.
 os.environ.setdefault("TRITON_STORE_BINARY_ONLY", "1")
 
 
@@ -33,19 +35,26 @@ def key_beside() -> Thread:
 
 
 def tools_beside(capability: int) -> Thread:
-    """So it is by what programs say of themselves that compile for GPUs of that compute capability, 90 for 9.0."""
-    from triton.backends.nvidia import compiler  # noqa: PLC0415 - there is none in what is built for others
+    """The same of the version of what compiles for GPUs of that compute capability, 90 for 9.0: part of every kernel's
+    name, and a program has to be asked.
+    """
+    asked = list[Callable[[], object]]()
+    with suppress(ImportError, AttributeError):
+        from triton.backends.nvidia import compiler  # noqa: PLC0415 - there is none in what is built for others
 
-    ask = getattr(compiler, "get_ptxas_version", None)
-    return beside(None if ask is None else partial(ask, capability))
+        asked.append(partial(compiler.get_ptxas_version, capability))
+    return beside(*asked)
 
 
 def beside(*asked: Callable[[], object] | None) -> Thread:
-    """They are called on a thread of their own, where there are such; their answers are kept by themselves."""
+    """They are called on a thread of their own, where there are such; their answers are kept by themselves. What goes
+    wrong goes wrong again, and is told, where a kernel is looked up.
+    """
 
     def call() -> None:
         for one in filter(None, asked):
-            one()
+            with suppress(OSError, RuntimeError, ValueError, SubprocessError):
+                one()
 
     thread = Thread(target=call, name="triton-key", daemon=True)
     thread.start()
