@@ -81,7 +81,7 @@ def write(path: Path, known: Mapping[bytes, CodeType]) -> None:
     """With the rights that the source has, as Python writes it."""
     content, aside = marshal.dumps({**known}), path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         rights = Path(__file__).stat().st_mode & 0o666 | 0o200
         with os.fdopen(os.open(aside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, rights), "wb") as file:
             file.write(MAGIC_NUMBER + sha256(content).digest() + content)

@@ -58,7 +58,7 @@ def made(path: Path, **environment: str) -> dict[str, Any]:
 
 
 def test_a_second_process_compiles_nothing_and_its_classes_are_the_same(tmp_path: Path) -> None:
-    path = tmp_path / "beside" / "methods.pyc"
+    path = tmp_path / "of" / "its" / "own" / "methods.pyc"
     first = made(path)
     assert first["new"] >= 8
     second = made(path)
