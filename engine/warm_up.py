@@ -140,7 +140,8 @@ def warm_up(shard: Pipeline, draft: DraftModel | None, most_rows: int) -> None:
 def _warm_up(shard: Pipeline, draft: DraftModel | None, most_rows: int, passes: int) -> None:
     # What is told apart by how it attends, attends in a way of its own from the second time on.
     alone = (1, 1, 2) if passes > 1 else (1,)
-    sizes = [(bucket, rows) for bucket in shard.buckets for rows in (alone if bucket <= ALONE else (1,))]
+    each = ((bucket, rows) for bucket in shard.buckets for rows in (alone if bucket <= ALONE else (1,)))
+    sizes = [(bucket, rows) for bucket, rows in each if rows <= bucket]  # `--numerics fast` has one of a single row
     for behind in reversed(range(passes)):
         give_back(shard.devices)
         with one_of_each() if behind else nullcontext():

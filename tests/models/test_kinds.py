@@ -139,7 +139,7 @@ def test_graphs_that_a_start_records_have_all_layers(
     monkeypatch.setattr(GraphCache, "_record", record)
     monkeypatch.setattr(type(kernels), "at_once", lambda *_: None)
     monkeypatch.setattr(type(kernels), "launch", launch)
-    how: dict[str, Any] = {"device": cpu, "buckets": (4, 8, 256), "slots": 1, "capacity": 512}
+    how: dict[str, Any] = {"device": cpu, "buckets": (1, 4, 8, 256), "slots": 1, "capacity": 512}
     shard = checkpoint.family.build(checkpoint.config, checkpoint, kernels, **how)
     for bucket in shard.buckets:
         shard._at(bucket).logits_of(shard.vocab_size)  # noqa: SLF001 - before it says that it is on a GPU
@@ -149,6 +149,6 @@ def test_graphs_that_a_start_records_have_all_layers(
         _warm_up(target, None, 32, 2)
     graphs = {key: graph.layers for key, (graph, _) in cache._graphs.items()}  # noqa: SLF001
     narrow = "settled" if shard.state_specs else "layers"
-    assert {("rows", 256, False), (narrow, 4, hopper), ("layers", 8, False)} <= graphs.keys()
+    assert {("rows", 256, False), (narrow, 4, hopper), ("layers", 8, False), ("layers", 1, hopper)} <= graphs.keys()
     assert {key: layers for key, layers in graphs.items() if key[0] != "logits" and layers != [*shard.layers]} == {}
     assert graphs["logits", 4, False] == []
