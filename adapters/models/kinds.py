@@ -11,7 +11,7 @@ from adapters.models.parking import rebuilt
 
 ALIGNED = 16  # bytes: what compilers of kernels tell addresses apart by
 
-# Of what left out is known already, by the identity of the layers; None: all are computed.
+# By the identity of layers, which of them are left out; None: none of any.
 _left_out: ContextVar[dict[int, Container[int]] | None] = ContextVar("left_out", default=None)
 
 

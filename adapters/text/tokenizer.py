@@ -24,7 +24,7 @@ from attrs import define, field
 
 from adapters.checkpoint.errors import CheckpointError
 from adapters.checkpoint.text_files import TextFiles
-from adapters.text.library import beside, made
+from adapters.text.backend import beside, made
 from adapters.text.pieces import Knowledge, known_with, runs, size_of
 from adapters.text.spelling import Spelling, spelling_of
 from adapters.text.template import Control, Spliced, Verbatim

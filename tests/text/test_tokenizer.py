@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from adapters import demo
 from adapters.checkpoint.errors import CheckpointError
-from adapters.text.library import made
+from adapters.text.backend import made
 from adapters.text.template import Control
 from adapters.text.text import Text
 from adapters.text.tokenizer import Tokenizer, TokenizerPanicked, build, same_without, without

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from adapters import demo
 from adapters.checkpoint.errors import CheckpointError
-from adapters.text.library import COMMENT, made, merges_of
+from adapters.text.backend import COMMENT, made, merges_of
 from adapters.text.tokenizer import build
 from tests.text import small
 
