@@ -339,5 +339,5 @@ class TritonKernels:
                 self._attention.plan(batch)
             return body()
 
-        merges = batch.plan.merges and name in self._attention.attending
+        merges = batch.plan.merges = batch.plan.merges and name in self._attention.attending
         return self.graphs.run((name, batch.bucket, merges), planned)
