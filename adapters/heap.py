@@ -1,9 +1,11 @@
-"""What the C library holds of memory that nobody uses any more."""
+"""What the C library holds of memory that nobody uses any more, and what the system is told of other memory."""
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
+from contextlib import suppress
 
 _ARENA_MAX = -8  # mallopt's name for it
 ARENAS = 4  # for the event loop, the lane, and threads that come and go
@@ -25,3 +27,10 @@ def trim() -> None:
     call = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
     if call is not None:
         call(0)
+
+
+def large_pages(memory: mmap.mmap) -> None:
+    """For private memory that was not touched yet, where the system gives such."""
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # of a kernel without them: small ones do as well
+            memory.madvise(mmap.MADV_HUGEPAGE)

@@ -188,7 +188,9 @@ def main() -> None:
     parser.add_argument("--only-write", action="store_true", help="the weights, and nothing is asked")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        asked_ones = servers(given, given.folder or Path(scratch))
+        folder = given.folder or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        asked_ones = servers(given, folder)
         if given.only_write:
             return
         rounds: dict[str, list[dict[str, float]]] = {name: [] for name in asked_ones}

@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 import mmap
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 import attrs
 import torch
 from torch import Tensor
 
-from adapters.heap import trim
+from adapters.heap import large_pages, trim
 
 log = logging.getLogger("rekindle.models")
 
@@ -168,8 +169,9 @@ def kept_on_host(tree: T) -> tuple[int, T]:
 
 
 class PinnedMap(mmap.mmap):
-    """Anonymous memory of exactly the size asked for (torch's pinned allocator rounds up to powers of two and keeps
-    what it has), registered with CUDA until nobody refers to it any more.
+    """Private memory of exactly the size asked for (torch's pinned allocator rounds up to powers of two and keeps
+    what it has), registered with CUDA until nobody refers to it any more. No process that is forked has it: a copy
+    of its pages would be made, and CUDA might go on with the ones that this process has no longer.
     """
 
     address = 0
@@ -187,12 +189,17 @@ class PinnedMap(mmap.mmap):
 def pinned(size: int) -> Tensor:
     """A uint8 tensor `[size]`, pinned where CUDA can; gone with the last tensor on it. Raises MemoryError.
 
-    Its pages are there before CUDA is asked, which keeps everybody else's calls waiting for as long as that takes.
+    Its pages are there before CUDA is asked, which keeps everybody else's calls waiting for as long as that takes; and
+    they are large ones where the system gives them, of which there are fewer.
     """
     try:
-        memory = PinnedMap(-1, max(size, 1))
+        memory = PinnedMap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"{size} bytes of host memory: {error.strerror}") from error
+    if hasattr(mmap, "MADV_DONTFORK"):
+        with suppress(OSError):
+            memory.madvise(mmap.MADV_DONTFORK)
+    large_pages(memory)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     if torch.cuda.is_available():
         tensor.fill_(0)

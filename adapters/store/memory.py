@@ -7,6 +7,7 @@ are slower than the copies themselves.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,10 +19,10 @@ from torch import Tensor
 from adapters.models.parking import pinned
 
 SLAB = 64 << 20
-# Each slab that is registered holds up whoever asks CUDA for anything, by some 15 ms: so much of them is there at once,
-# and the rest in a minute, with so long a pause between two that they are the latest of a hundred decode steps.
+# Each slab that is registered holds up whoever asks CUDA for anything, by some 15 ms, less in large pages: so much of
+# them is there at once, and the rest with pauses between two of so many times what one takes: a minute in all.
 SOON = 1 << 30
-PAUSE_S = 0.5
+PAUSE = 12
 ALIGN = 4096
 
 
@@ -74,9 +75,9 @@ class Memory:
     _closing: threading.Event = field(factory=threading.Event)
     _filling: threading.Lock = field(factory=threading.Lock)  # held by whoever fills it
 
-    def take(self, size: int, *, held: bool = False) -> Buffer:
-        """held: out of what is held, if it is pinned, since other memory is copied to at a tenth of the speed. Raises
-        MemoryError.
+    def take(self, size: int, *, held: bool = False, more: bool = True) -> Buffer:
+        """held: out of what is held, if it is pinned, since other memory is copied to at a tenth of the speed. more: or
+        will be, since that is made now if need be. Raises MemoryError.
         """
         whole = -(-size // ALIGN) * ALIGN
         with self._lock:
@@ -86,9 +87,9 @@ class Memory:
             for slab in self._slabs:
                 if (span_ := slab.take(whole)) is not None:
                     return self._buffer(slab, span_, size)
-            if self.held + whole > self.most:
+            if self.held + whole > self.most or (held and self.pin and not more):
                 if held and self.pin:
-                    raise MemoryError(f"{size} bytes of pinned memory: all {self.most} are on their way")
+                    raise MemoryError(f"{size} bytes of pinned memory: {self.held} of {self.most} are there, and used")
                 return Buffer(allocated(size, pin=False))
             slab = self._grow(whole)
             span_ = slab.take(whole)
@@ -110,6 +111,7 @@ class Memory:
                     self.held += size
                 if not size:
                     return
+                began = time.monotonic()
                 try:
                     slab = Slab(allocated(size, pin=True), [(0, size)])
                 except MemoryError:  # what is there has to do
@@ -118,7 +120,7 @@ class Memory:
                 with self._lock:
                     self._slabs.append(slab)
                 if self.held >= SOON:
-                    self._closing.wait(PAUSE_S)
+                    self._closing.wait(PAUSE * (time.monotonic() - began))
 
     def close(self) -> None:
         """No more is registered: a thread that did so while an interpreter ends would take it down."""

@@ -190,16 +190,16 @@ class Saver:
         return buffer.data.nbytes if self.store.keep(run, buffer) else None
 
     def _room(self, size: int, end: int) -> Buffer:
-        """Pinned memory, where there is such. What is in it goes to the disk, and as long as no other slot waits for
-        its turn, that is waited for. Raises MemoryError.
+        """Pinned memory, where there is such. As long as no other slot waits for its turn, more of it is made than a
+        start had time for, and what is in it is waited for, which goes to the disk. Raises MemoryError.
         """
         before = True  # what has just been written is given back a moment later
         while True:
-            writing = self.store.disk is not None and self.store.disk.queued > 0
+            writing, alone = self.store.disk is not None and self.store.disk.queued > 0, self._asked <= 1
             try:
-                return self.store.memory.take(size, held=True)
+                return self.store.memory.take(size, held=True, more=alone)
             except MemoryError:
-                if self._asked > 1 or not (writing or before) or self.clock_ns() > end:
+                if not alone or not (writing or before) or self.clock_ns() > end:
                     raise
             before = writing
             time.sleep(PAUSE_S)

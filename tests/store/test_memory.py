@@ -52,6 +52,18 @@ def test_what_a_gpu_copies_to_is_held_or_refused() -> None:
     assert Memory(pin=False).take(ALIGN, held=True).data.nbytes == ALIGN, "where nothing is pinned"
 
 
+def test_who_holds_others_up_has_what_is_there_and_no_more_is_registered_for_it() -> None:
+    memory = Memory(4 * SLAB, pin=True)
+    with pytest.raises(MemoryError, match=f"0 of {4 * SLAB} are there"):
+        memory.take(ALIGN, held=True, more=False)
+    assert not memory.held
+    first = memory.take(ALIGN, held=True)
+    assert memory.take(SLAB - ALIGN, held=True, more=False).data.nbytes == SLAB - ALIGN
+    assert memory.held == SLAB
+    assert first.data.nbytes == ALIGN
+    assert Memory(4 * SLAB).take(ALIGN, held=True, more=False).data.nbytes == ALIGN, "where nothing is pinned"
+
+
 def test_what_no_gpu_copies_from_is_made_when_it_is_wanted() -> None:
     memory = Memory(2 * SLAB)
     memory.fill()

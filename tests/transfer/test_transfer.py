@@ -24,7 +24,7 @@ from adapters.store.folder import Folder
 from adapters.store.format import Layout
 from adapters.store.host import HostTier
 from adapters.store.lookup import Found
-from adapters.store.memory import ALIGN, Memory
+from adapters.store.memory import ALIGN, SLAB, Memory
 from adapters.store.opening import index, open_disk
 from adapters.store.store import Store
 from adapters.transfer import save
@@ -283,6 +283,22 @@ async def test_what_pinned_memory_has_no_room_for_is_dropped_where_nothing_comes
     assert await bench.one(1, SaveSnapshot(SlotId(0), PROMPT[:96])) == SnapshotSaved(0, 0)
     assert store.figures()["dropped_rows"] == 96
     assert elsewhere.data.nbytes == ALIGN
+
+
+@pytest.mark.parametrize(("asked", "rows"), [(1, 96), (2, 0)])
+async def test_no_memory_is_registered_while_other_slots_wait_for_their_turn(
+    asked: int, rows: int, bench: Bench
+) -> None:
+    """Which takes several times as long as the copies. asked: snapshots that are."""
+    store, saver = bench.moving.store, bench.moving.saver
+    store.host.memory = Memory(SLAB, pin=True)
+    bench.open(1, 0)
+    await bench.prefill(1, 0)
+    saver._asked = asked - 1  # noqa: SLF001 - those would have to be there at the same moment
+    saved = await bench.one(1, SaveSnapshot(SlotId(0), PROMPT[:96]))
+    assert saved == SnapshotSaved(rows, rows * store.layout.token_bytes)
+    assert store.figures()["dropped_rows"] == 96 - rows
+    assert bool(store.memory.held) == bool(rows)
 
 
 @pytest.mark.parametrize("bench", ["disk"], indirect=True)

@@ -7,11 +7,12 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Sequence
-from contextlib import suppress
 
 import torch
 from attrs import define, field
 from torch import Tensor
+
+from adapters.heap import large_pages
 
 PAGE = 2 << 20  # of the large ones
 TOGETHER = 16 * PAGE  # what is asked of the system at once: pages that nobody writes to take no memory
@@ -45,7 +46,6 @@ class LargePages:
                 part = mmap.mmap(-1, asked, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             except OSError:
                 return False
-            with suppress(OSError):  # of a kernel without them: small ones do as well
-                part.madvise(mmap.MADV_HUGEPAGE)
+            large_pages(part)
             self._part, self._used = part, 0
         return True
