@@ -91,6 +91,12 @@ static int multiply_matrix(
     return 0;
 }
 
+// Behind the real rows are padded ones, at position -1, of which nothing is kept, so they are not computed.
+static long real_of(const int64_t *positions, long rows) {
+    while (rows > 0 && positions[rows - 1] < 0) rows--;
+    return rows;
+}
+
 // Rows of the embedding, [vocabulary, width].
 typedef struct {
     const void *table;
@@ -146,6 +152,7 @@ static int run_layers(
     const int brain = decoder->brain;
     const void *delta = NULL; // of the layer before
     way_t way;
+    rows = real_of(positions, rows);
     if (way_of(&way, decoder, layers, count, rows)) return -1;
     if (embedding && embed(embedding, residual, rows, width * (brain ? 2 : 4))) return -2;
     for (const layer_t *layer = layers; layer < layers + count; layer++) {
@@ -203,6 +210,7 @@ int rekindle_context(
 ) {
     const int brain = decoder->brain;
     way_t way;
+    rows = real_of(positions, rows);
     if (way_of(&way, decoder, layers, count, rows)) return -1;
     if (multiply_matrix(&layers->projection, given, way.delta, rows, brain, threads, level)) return -1;
     rekindle_norm(

@@ -66,7 +66,8 @@ static int pass_through(const pass_t *pass, int blocks, const leaving_t *leaving
     );
     if (failed) return failed;
     return rekindle_logits(
-        pass->head, pass->residual, rows, pass->decoder->width, pass->decoder->brain, pass->logits, threads, level
+        pass->head, pass->residual, real_of(columns + 2 * rows, rows), pass->decoder->width, pass->decoder->brain,
+        pass->logits, threads, level
     );
 }
 
