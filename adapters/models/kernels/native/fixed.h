@@ -119,7 +119,7 @@ static inline __attribute__((always_inline)) FOR_FIXED void ON(fixed_tile)(
     else if (form->kind == FIXED_EIGHT) ON_KIND(R, P, FIXED_EIGHT);                                                    \
     else ON_KIND(R, P, FIXED_PLACES);
 
-#define ON_TILE(R, P) OF_ROWS(R, P, form->kind != FIXED_PLACES, ON_FORM)
+#define ON_TILE(R, P) OF_ROWS(R, P, 1, form->kind != FIXED_PLACES, ON_FORM)
 
 // As many of the rows as go together; returns how many.
 static __attribute__((noinline)) FOR_FIXED long ON(some_fixed)(

@@ -217,15 +217,15 @@ static inline const void *input_of(const convolve_t *job, long row, long back) {
 
 typedef struct isa isa_t;
 
-// R rows, if there are so many, with all of some panels, P panels at a time where SEVERAL go together. TILE: a statement for
-// R rows and P panels. How products of all kinds are cut.
-#define OF_PANELS(R, P, TILE)                                                                                          \
+// R rows, if there are so many, with all of some panels, P panels at a time where SEVERAL go together, and UNITS times two
+// vectors of each. TILE: a statement for R rows and P panels. How products of all kinds are cut.
+#define OF_PANELS(R, P, UNITS, TILE)                                                                                   \
     for (; panels >= (P); panels -= (P), w += (P) * apart, sums += 32 * (P))                                           \
-        for (int unit = 0; unit < 16 / LANES; unit++) { TILE(R, P) }
-#define OF_ROWS(R, P, SEVERAL, TILE)                                                                                   \
+        for (int unit = 0; unit < 16 / LANES; unit += (UNITS)) { TILE(R, P) }
+#define OF_ROWS(R, P, UNITS, SEVERAL, TILE)                                                                            \
     if (rows >= (R)) {                                                                                                 \
-        if ((P) > 1 && (SEVERAL)) { OF_PANELS(R, P, TILE) }                                                            \
-        OF_PANELS(R, 1, TILE)                                                                                          \
+        if ((P) > 1 && (SEVERAL)) { OF_PANELS(R, P, UNITS, TILE) }                                                     \
+        OF_PANELS(R, 1, UNITS, TILE)                                                                                   \
         return (R);                                                                                                    \
     }
 

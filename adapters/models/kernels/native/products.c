@@ -201,7 +201,7 @@ static inline plain_t plain_whole(words_t words) {
 #define WORDS_LOW(words) _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(words), 16))
 #define WORDS_HIGH(words)                                                                                              \
     _mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(words), _mm256_set1_epi32((int)0xffff0000)))
-#define TILES ON_TILE(5, 1) ON_TILE(4, 1) ON_TILE(3, 1) ON_TILE(2, 2) ON_TILE(1, 4)
+#define TILES ON_TILE(5, 1) ON_TILE(4, 1) ON_TILE(3, 1) ON_WHOLE(2, 1) ON_WHOLE(1, 2)
 #define W __m256i
 #define MUL _mm256_mul_ps
 #define BYTES(at) _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(at))))

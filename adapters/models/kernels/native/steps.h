@@ -164,7 +164,7 @@ static inline __attribute__((always_inline)) FOR void ON(packed_tile)(
     else if ((P) == 1 && (R) <= 4 && form->kind == EIGHT_FLOATING) ON_KIND(R, 1, EIGHT_FLOATING);                      \
     else if ((P) == 1) ON_KIND(R, 1, EXPANDED);
 
-#define ON_TILE(R, P) OF_ROWS(R, P, form->kind != EIGHT_FLOATING, ON_FORM)
+#define ON_TILE(R, P) OF_ROWS(R, P, 1, form->kind != EIGHT_FLOATING, ON_FORM)
 
 // As many of the rows as go together; returns how many.
 static __attribute__((noinline)) FOR long ON(some_packed)(
