@@ -20,7 +20,7 @@ from adapters.models.parking import pinned
 
 SLAB = 64 << 20
 # Each slab that is registered holds up whoever asks CUDA for anything, by some 15 ms, less in large pages: so much of
-# them is there at once, and the rest with pauses between two of so many times what one takes: a minute in all.
+# them is there at once, and the rest with pauses between two of so many times what one takes: some seconds in all.
 SOON = 1 << 30
 PAUSE = 12
 ALIGN = 4096

@@ -123,6 +123,17 @@ def test_so_do_coded_rows_and_the_layers_of_any_shard(rows, layers):
     assert same_at_once(config, torch.bfloat16, rows, layers=layers, aux=(1,)) == (True, {len(layers)})
 
 
+def test_padded_rows_cost_nothing():
+    config, dtype = CONFIGS["qwen3"], torch.bfloat16
+    weights, how = RandomWeights(config, scale=config.hidden_size**-0.5), {"slots": 1, "capacity": CAPACITY}
+    shard = DenseShard(config, weights, CpuKernels(dtype), dtype=dtype, layers=range(1, 2), buckets=BUCKETS, **how)
+    hidden = torch.randn(16, config.hidden_size, generator=seeded(3)).to(dtype)
+    left = shard.forward(Step((Segment(0, 0, 5),), 16), hidden).hidden
+    assert same_bits(left[5:], hidden[5:]), "as they came"
+    assert not (left[:5] == hidden[:5]).all(1).any()
+    shard.close()
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_in_pieces_that_were_proven_and_on_any_threads(threads, two_threads):
     config, dtype, wide = CONFIGS["llama"], torch.bfloat16, torch.get_num_threads()
