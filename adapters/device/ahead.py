@@ -14,7 +14,7 @@ from adapters.device.agreement import Agreed, Member, agree, decoded
 from adapters.device.buckets import bucket_of
 from adapters.device.checkpoints import Checkpoints
 from adapters.device.memory import out_of_memory, ran_out_of_memory
-from adapters.device.sampling import Draw, Picking, Sampler, picking
+from adapters.device.sampling import Draw, Picked, Picking, Sampler, picking
 from adapters.device.slots import SlotState
 from adapters.device.tree import chain
 from adapters.device.underway import Company, going_on
@@ -99,8 +99,10 @@ class StepsAhead:
             halted = company.halted()
             staying = [] if halted else [row for row in flying.rows if self._stays(row)]
             following = self._following(flying, staying, self._going(company.joined(), company), company)
-            outcomes = self._landed(flying, clock() - started)
-            started, onward = clock(), set() if following is None else set(staying)
+            assert flying.picking is not None
+            picked, before, started = flying.picking.read(), started, clock()
+            outcomes = self._landed(flying, picked, started - before)
+            onward = set() if following is None else set(staying)
             for row, outcome in outcomes:
                 row.ended = row not in onward or not goes_on(row.member, outcome)
             if following is not None and following.picking is None:
@@ -197,10 +199,13 @@ class StepsAhead:
         self.shard.commit(flying.step, kept)
         self.follow(flying.step, flying.forward, kept, [row.member.state for row in flying.rows])
 
-    def _landed(self, flying: Flying, took: int) -> list[tuple[Going, Decoded | DeviceFailed]]:
-        """What was picked, of those whose answer went on."""
-        assert flying.picking is not None
-        picked, outcomes = flying.picking.read(), list[tuple[Going, Decoded | DeviceFailed]]()
+    def _landed(
+        self, flying: Flying, picked: Sequence[Picked], took: int
+    ) -> list[tuple[Going, Decoded | DeviceFailed]]:
+        """What was picked, of those whose answer went on. took: since the step before was known, so with the wait for
+        the device.
+        """
+        outcomes = list[tuple[Going, Decoded | DeviceFailed]]()
         for place, row in enumerate(flying.rows):
             if row.ended:
                 continue

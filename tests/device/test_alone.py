@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from functools import partial
 
 import anyio
 import pytest
 from attrs import evolve
 
+from adapters.device.sampling import Picking
 from adapters.device.underway import StepsTaken, goes_on
 from effects.all import Ask, Launch
 from effects.decode import Decoded
@@ -80,6 +82,14 @@ async def test_steps_taken_alone_are_those_that_are_asked_for_one_by_one(driver)
         assert sum(one.steps for one in client.done) == STEPS
     for client in alone:  # and the slots are where they were said to be
         await driver.decode(client)
+
+
+@pytest.mark.parametrize("driver", ["ahead"], indirect=True)
+async def test_the_time_of_a_step_has_the_wait_for_the_device_in_it(driver, monkeypatch):
+    read, waits = Picking.read, 0.005
+    monkeypatch.setattr(Picking, "read", lambda self: (time.sleep(waits), read(self))[1])
+    told = await went(driver, *await opened(driver), steps=4)
+    assert all(outcome.ns >= waits * 1e9 for _, outcome in told)
 
 
 async def test_penalties_see_what_was_picked_alone(driver):
