@@ -209,7 +209,7 @@ class DenseShard:
                 tree.settle(step, kept)
 
     def logits(self, step: Step, hidden: Tensor) -> Tensor:
-        """Float32 `[bucket, V]`, a static buffer; padded rows hold finite garbage."""
+        """Float32 `[bucket, V]`, a static buffer; padded rows mean nothing."""
         buffers = self._at(step.bucket)
         if self._norm is None:
             raise ValueError(f"logits: layers {self._layers.start}..{self._layers.stop - 1} have no head")

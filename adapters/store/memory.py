@@ -20,9 +20,10 @@ from adapters.models.parking import pinned
 
 SLAB = 64 << 20
 # Each slab that is registered holds up whoever asks CUDA for anything, by some 15 ms, less in large pages: so much of
-# them is there at once, and the rest with pauses between two of so many times what one takes: some seconds in all.
+# them is there at once, and the rest with pauses between two of so many times what one takes, half a second at most: 8
+# GiB are there in seconds, or in a minute.
 SOON = 1 << 30
-PAUSE = 12
+PAUSE, PAUSE_S = 12, 0.5
 ALIGN = 4096
 
 
@@ -120,7 +121,7 @@ class Memory:
                 with self._lock:
                     self._slabs.append(slab)
                 if self.held >= SOON:
-                    self._closing.wait(PAUSE * (time.monotonic() - began))
+                    self._closing.wait(min(PAUSE_S, PAUSE * (time.monotonic() - began)))
 
     def close(self) -> None:
         """No more is registered: a thread that did so while an interpreter ends would take it down."""

@@ -191,13 +191,14 @@ class Saver:
 
     def _room(self, size: int, end: int) -> Buffer:
         """Pinned memory, where there is such. As long as no other slot waits for its turn, more of it is made than a
-        start had time for, and what is in it is waited for, which goes to the disk. Raises MemoryError.
+        start had time for, and what is in it is waited for, which goes to the disk; so it is made where nobody waits
+        for a slot. Raises MemoryError.
         """
         before = True  # what has just been written is given back a moment later
         while True:
             writing, alone = self.store.disk is not None and self.store.disk.queued > 0, self._asked <= 1
             try:
-                return self.store.memory.take(size, held=True, more=alone)
+                return self.store.memory.take(size, held=True, more=alone or not self.hurried())
             except MemoryError:
                 if not alone or not (writing or before) or self.clock_ns() > end:
                     raise

@@ -285,12 +285,13 @@ async def test_what_pinned_memory_has_no_room_for_is_dropped_where_nothing_comes
     assert elsewhere.data.nbytes == ALIGN
 
 
-@pytest.mark.parametrize(("asked", "rows"), [(1, 96), (2, 0)])
-async def test_no_memory_is_registered_while_other_slots_wait_for_their_turn(
-    asked: int, rows: int, bench: Bench
+@pytest.mark.parametrize(("asked", "hurried", "rows"), [(1, True, 96), (2, True, 0), (2, False, 96)])
+async def test_no_memory_is_registered_while_a_slot_is_waited_for_and_others_wait_for_their_turn(
+    asked: int, hurried: bool, rows: int, bench: Bench
 ) -> None:
     """Which takes several times as long as the copies. asked: snapshots that are."""
     store, saver = bench.moving.store, bench.moving.saver
+    saver.hurried = lambda: hurried
     store.host.memory = Memory(SLAB, pin=True)
     bench.open(1, 0)
     await bench.prefill(1, 0)

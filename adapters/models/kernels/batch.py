@@ -29,8 +29,7 @@ class Batch:
     lengths   keys the row attends to, `positions + 1`; so 0 in padded rows
 
     Rows of one segment are consecutive and their positions are too; real rows come first, padded rows last. No slot
-    appears in two segments. A padded row must not write to the caches; what it computes is never read, but it must
-    stay finite.
+    appears in two segments. A padded row must not write to the caches; what it computes, if it does, is never read.
 
     segments is the same fact on the host, for kernels that choose their work there. Inside `Kernels.launch` a kernel
     that records graphs must read the device tensors only, unless the choice is part of the graph's key.
