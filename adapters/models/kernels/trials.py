@@ -91,12 +91,17 @@ class Trial:
                 found.append(Group([count], own))
             else:
                 self.failures.append(f"{self.name}: {why.format('themselves')}")
-        if len(found) != 1 or self.way not in {NATIVE, PACKED}:
-            return found
-        between = (count for count in BETWEEN if count < found[0].rows[-1])
+        return found if self.way not in {NATIVE, PACKED} or self.agrees_between(found, counts) else []
+
+    def agrees_between(self, found: Sequence[Group], counts: Sequence[int]) -> bool:
+        """Do all counts agree, and those that are no bucket with them?"""
+        if [one.rows for one in found] != [[*counts]]:
+            self.failures += [f"{self.name}: {one.rows} rows differ from {found[0].rows}" for one in found[1:]]
+            return False
+        between = (count for count in BETWEEN if count < max(counts))
         whys = [why for count in between if (why := self.differs(count, found[0].reference)) is not None]
-        self.failures += [f"{self.name}: {why.format(f'{found[0].rows[0]}')}" for why in whys]
-        return [] if whys else found
+        self.failures += [f"{self.name}: {why.format(found[0].rows[0])}" for why in whys]
+        return not whys
 
     def differs(self, count: int, reference: Tensor) -> str | None:
         return next((why for one in self.threads if (why := self.agrees(count, reference, one)) is not None), None)
