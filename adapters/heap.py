@@ -29,8 +29,8 @@ def trim() -> None:
         call(0)
 
 
-def large_pages(memory: mmap.mmap) -> None:
-    """For private memory that was not touched yet, where the system gives such."""
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # of a kernel without them: small ones do as well
-            memory.madvise(mmap.MADV_HUGEPAGE)
+def advise(memory: mmap.mmap, advice: str) -> None:
+    """advice: a name of `madvise`'s, such as MADV_HUGEPAGE. A system that does not know it goes on without."""
+    if hasattr(mmap, advice):
+        with suppress(OSError):
+            memory.madvise(getattr(mmap, advice))

@@ -21,6 +21,7 @@ from adapters.models.kernels.products import ProductPlan, Products, checked
 BLOCK_SIZE = 64
 _VERSION = 9
 _RECURRENT = 1  # counts with the ways of recurrent layers, which other models are not to be proven anew for
+_BETWEEN = 1  # counts with what is proven of row counts that are no bucket, which are a processor's alone
 _INSTRUCTION_SETS = ("avx2", "avx512_f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16")
 # What a user may set that changes which kernels the libraries choose.
 SWITCHES = (
@@ -162,7 +163,8 @@ for _kind in (int, str, float, bool):
 
 def kept_under(listed: Products, kernels: Kernels, device: torch.device, more: object = None) -> str:
     """Under which the proof of a list of products may be kept, and whatever else was measured: 32 hex digits."""
-    own = (_RECURRENT,) if listed.deltas else ()
+    own = [_RECURRENT] if listed.deltas else []
+    own += [_BETWEEN] if device.type == "cpu" else []
     parts = (_VERSION, str(device), torch.get_num_threads(), machine(kernels, device), listed, more, *own)
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 

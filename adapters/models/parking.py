@@ -8,14 +8,13 @@ from __future__ import annotations
 import logging
 import mmap
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 import attrs
 import torch
 from torch import Tensor
 
-from adapters.heap import large_pages, trim
+from adapters.heap import advise, trim
 
 log = logging.getLogger("rekindle.models")
 
@@ -196,10 +195,8 @@ def pinned(size: int) -> Tensor:
         memory = PinnedMap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"{size} bytes of host memory: {error.strerror}") from error
-    if hasattr(mmap, "MADV_DONTFORK"):
-        with suppress(OSError):
-            memory.madvise(mmap.MADV_DONTFORK)
-    large_pages(memory)
+    for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
+        advise(memory, advice)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     if torch.cuda.is_available():
         tensor.fill_(0)

@@ -190,9 +190,9 @@ class Saver:
         return buffer.data.nbytes if self.store.keep(run, buffer) else None
 
     def _room(self, size: int, end: int) -> Buffer:
-        """Pinned memory, where there is such. As long as no other slot waits for its turn, more of it is made than a
-        start had time for, and what is in it is waited for, which goes to the disk; so it is made where nobody waits
-        for a slot. Raises MemoryError.
+        """Pinned memory, where there is such. More is made than a start had time for, unless other snapshots wait for
+        their turn and a request for a slot; and what is in it, which goes to the disk, is waited for, unless other
+        snapshots wait. Raises MemoryError.
         """
         before = True  # what has just been written is given back a moment later
         while True:

@@ -31,7 +31,7 @@ def test_counts_that_agree_are_one_group(way: str) -> None:
 
 @pytest.mark.parametrize("odd", [*BETWEEN, *COUNTS])
 @pytest.mark.parametrize("way", [NATIVE, PACKED])
-def test_what_passes_padded_rows_over_has_to_agree_in_numbers_that_are_no_bucket(way: str, odd: int) -> None:
+def test_what_passes_padded_rows_over_has_to_agree_in_any_number_of_rows(way: str, odd: int) -> None:
     tried = trial(way, odd)
     assert tried.groups(COUNTS) == []
     [failure] = tried.failures

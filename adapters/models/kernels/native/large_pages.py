@@ -12,7 +12,7 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from adapters.heap import large_pages
+from adapters.heap import advise
 
 PAGE = 2 << 20  # of the large ones
 TOGETHER = 16 * PAGE  # what is asked of the system at once: pages that nobody writes to take no memory
@@ -46,6 +46,6 @@ class LargePages:
                 part = mmap.mmap(-1, asked, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             except OSError:
                 return False
-            large_pages(part)
+            advise(part, "MADV_HUGEPAGE")
             self._part, self._used = part, 0
         return True
