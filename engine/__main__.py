@@ -75,11 +75,14 @@ def serve(
         with startup.importing():
             steps(startup.IMPORT)
             import_beside_torch(weight_folders(options), first_gpu(options.devices))
+            from engine.reading import begin_text  # noqa: PLC0415 - what it needs has been imported
+
+            reading = begin_text(options)
             from engine.begin import begin  # noqa: PLC0415 - torch takes seconds to import
 
             beginning = begin(options, steps)
             from engine.serve import run  # noqa: PLC0415 - meanwhile
-        return run(options, steps, beginning)
+        return run(options, steps, beginning, reading)
 
 
 @app.command(sort_key=2)

@@ -22,7 +22,6 @@ from attrs import define
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from adapters.checkpoint.errors import CheckpointError
 from adapters.http.apis import error_response
 from adapters.http.app import build_app
 from adapters.http.archive import Archive
@@ -34,9 +33,7 @@ from adapters.http.options import EdgeOptions
 from adapters.http.page import files
 from adapters.http.server import Serving, serve
 from adapters.http.turn_memory import TurnMemory
-from adapters.models.checkpoint import Checkpoint
 from adapters.store.folder import Folder, FolderUnusable
-from adapters.text.text import Text
 from adapters.watched import Watched
 from effects.job import Sampling
 from engine import __version__
@@ -44,10 +41,10 @@ from engine.assemble import engine
 from engine.begin import Beginning
 from engine.bytecode import OWN
 from engine.experts import placed
-from engine.folders import model_folder
 from engine.human import size
 from engine.options import Options
 from engine.preflight import unheard
+from engine.reading import Reading, load_text
 from engine.refusal import Refusal, innermost, told
 from engine.remote import hops, placement
 from engine.startup import TOKENIZER, Steps
@@ -64,11 +61,11 @@ LATE_S = 0.8  # after the grace period, for everything to be closed
 WRITING_S = 0.2  # what has been answered is still being written: let it, for a moment
 
 
-def run(options: Options, steps: Steps, beginning: Beginning) -> NoReturn:
+def run(options: Options, steps: Steps, beginning: Beginning, reading: Reading) -> NoReturn:
     """Serve until a signal says otherwise. Exit status 0 after a clean drain, 1 if requests were cut short."""
     raise_file_limit()
     try:
-        status = anyio.run(serve_until_signal, options, steps, beginning)
+        status = anyio.run(serve_until_signal, options, steps, beginning, reading)
     except (Refusal, BaseExceptionGroup) as error:
         reason = innermost(error)
         if not beginning.give_up() and isinstance(reason, Refusal):
@@ -114,13 +111,14 @@ class Gate:
             await error_response(scope, unavailable("Loading model", 1))(scope, receive, send)
 
 
-async def serve_until_signal(options: Options, steps: Steps, beginning: Beginning) -> int:
+async def serve_until_signal(options: Options, steps: Steps, beginning: Beginning, reading: Reading) -> int:
     gate, stop = Gate(), anyio.Event()
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(watch, signals, gate, stop, options.grace)
             serving: Serving = await tasks.start(listen, options, gate)
-            clean = await serve_model(options, gate, serving, stop, steps=steps, beginning=beginning)
+            begun: dict[str, Any] = {"steps": steps, "beginning": beginning, "reading": reading}
+            clean = await serve_model(options, gate, serving, stop, **begun)
             tasks.cancel_scope.cancel()
     return 0 if clean else 1
 
@@ -151,11 +149,18 @@ def give_up() -> None:
 
 
 async def serve_model(
-    options: Options, gate: Gate, serving: Serving, stop: anyio.Event, *, steps: Steps, beginning: Beginning
+    options: Options,
+    gate: Gate,
+    serving: Serving,
+    stop: anyio.Event,
+    *,
+    steps: Steps,
+    beginning: Beginning,
+    reading: Reading,
 ) -> bool:
     """From loading to the end of the drain. True if nobody was cut short."""
     steps(TOKENIZER)
-    text = await load_text(options)
+    text = await load_text(options, reading)
     try:
         target = await beginning.target()
     except BaseException:
@@ -239,24 +244,6 @@ async def open_cabinet(cabinet: Cabinet, options: Options, name: str) -> None:
         log.warning("%s are not kept on disk: %s", cabinet.what, error)
         return
     await anyio.to_thread.run_sync(cabinet.load)
-
-
-async def load_text(options: Options) -> Text:
-    """Before the model, which takes longer. Raises Refusal with one line for a folder that cannot be used."""
-    folder = model_folder(options)
-    try:
-        vocab = Checkpoint.open(folder).config.vocab_size
-        chosen = (None if name == "auto" else name for name in (options.tool_parser, options.reasoning_parser))
-        text = Text.load(folder, *chosen)
-        warnings = await text.check()
-    except CheckpointError as error:
-        raise Refusal(str(error) if str(error).startswith(str(folder)) else f"{folder}: {error}") from error
-    if (size := text.tokenizer.size) > vocab:
-        await text.aclose()
-        raise Refusal(f"{folder}: the tokenizer has ids up to {size - 1}, but the model's vocab_size is {vocab}")
-    for warning in warnings:
-        log.warning(warning)
-    return text
 
 
 async def close_connections(serving: Serving, deadline: float) -> bool:

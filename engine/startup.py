@@ -106,11 +106,11 @@ class Steps:
 
     def __call__(self, step: str, done: int = 0, total: int = 0) -> None:
         """done: of so many parts of it in all."""
-        self._now = f"{step}, {done:,} of {total:,}" if total else step
+        before, self._now = self._now, f"{step}, {done:,} of {total:,}" if total else step
         if self._bar is not None:
             part = done / total if total else 0
             self._bar.update(self._task, description=self._now, completed=STEPS.index(step) + part)
-        elif not total:
+        elif not total and self._now != before:
             log.info("starting: %s (%.1f s)", step, time.monotonic() - self.began)
 
     def _still(self) -> None:

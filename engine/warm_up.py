@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import nullcontext
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext, suppress
 from contextvars import copy_context
 from functools import partial
 from itertools import product
+from threading import Thread
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ PICKED = (
     Sampling(temperature=0.6, top_k=20, top_p=0.95, min_p=0.01),
     Sampling(temperature=0.8, repetition_penalty=1.1, presence_penalty=0.5, logit_bias=((0, 1.0),)),
 )
+READING_S = 0.2  # a step's kernels, at most: what takes longer is compiled
 PASSES = {"cpu": 1, "cuda": 2}  # once for kernels and buffers; a graph is recorded, and replayed, the second time
 
 
@@ -61,10 +63,9 @@ def compile_kernels(
 
     kept: where outcomes of the probe are, which launches kernels that nobody else does.
     """
-    device = next((one.device for one in plan if one.local and one.device.type == "cuda"), None)
+    device = gpu_of(plan)
     if device is None:
         return
-    step(startup.COMPILE)
     from adapters.models.kernels.triton_compile import key_beside, tools_beside  # noqa: PLC0415 - needs Triton, so a GPU build
 
     major, minor = torch.cuda.get_device_capability(device)
@@ -87,8 +88,8 @@ def compile_kernels(
                 log.debug("kernels are compiled later: %s", error)
             for thread in answers:
                 thread.join()
-            steps = [partial(compile_step, *one) for one in product(shards, range(len(buckets)))]
-            run_side_by_side([partial(pick_once, device, checkpoint.config.vocab_size), *steps])  # the longest first
+            step(startup.COMPILE)
+            run_side_by_side([partial(compile_step, *one) for one in product(shards, range(len(buckets)))])
             for shard in shards:
                 shard.synchronize()
                 shard.close()
@@ -105,12 +106,18 @@ def compiled_beside(checkpoint: Checkpoint, plan: Sequence[Placement], dtype: to
 
 
 def run_side_by_side(steps: Sequence[Callable[[], None]]) -> None:
-    """Each on a thread of its own; a kernel that several of them need is compiled once."""
+    """Each on a thread of its own, which begins when the one before it has ended, or must be compiling; a kernel that
+    several of them need is compiled once. Reading what an earlier start compiled takes an interpreter, for 0.15 s in
+    all: threads that do so side by side keep it from each other for three times as long.
+    """
     from adapters.models.kernels.triton_compile import compiling_aside  # noqa: PLC0415 - needs Triton, so a GPU build
 
     with compiling_aside(), ThreadPoolExecutor(len(steps) or 1, "first-steps") as threads:
-        done, _ = wait([threads.submit(copy_context().run, step) for step in steps])
-    for error in filter(None, (one.exception() for one in done)):
+        begun = list[Future[None]]()
+        for step in steps:
+            begun.append(threads.submit(copy_context().run, step))
+            wait(begun[-1:], READING_S)
+    for error in filter(None, (one.exception() for one in begun)):
         log.debug("some kernels are compiled later: %s", error)
 
 
@@ -121,10 +128,27 @@ def compile_step(shard: Shard, number: int) -> None:
         shard.forward(step, torch.zeros(1, dtype=torch.int64))
 
 
-def pick_once(device: torch.device, vocab: int) -> None:
-    """In every way: torch loads what an operation launches when it is first asked for it, some 0.1 s in all."""
-    with torch.inference_mode(), current(device):
-        logits = torch.randn(len(PICKED), vocab, device=device)
+def gpu_of(plan: Sequence[Placement]) -> torch.device | None:
+    """The first one of this process."""
+    return next((one.device for one in plan if one.local and one.device.type == "cuda"), None)
+
+
+def pick_beside(plan: Sequence[Placement], vocab: int) -> Thread:
+    """Tokens are picked in every way, on a GPU and by a thread of its own: torch loads what an operation launches when
+    it is first asked for it, 0.3 s in all, and the driver keeps others that launch something waiting meanwhile, but not
+    the interpreter. So this is for while the lane has little to launch. What goes wrong here goes wrong again where it
+    matters.
+    """
+    thread = Thread(target=pick_once, args=(gpu_of(plan), vocab), name="picks", daemon=True)
+    thread.start()
+    return thread
+
+
+def pick_once(device: torch.device | None, vocab: int) -> None:
+    if device is None:
+        return
+    with suppress(RuntimeError), torch.inference_mode(), current(device):
+        logits = torch.zeros(len(PICKED), vocab, device=device)
         rows = [Draw(Sampler(sampling, (0,), vocab, device), 1) for sampling in PICKED]
         for asked in (rows, *([row] for row in rows)):
             pick(logits, asked)

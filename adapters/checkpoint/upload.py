@@ -31,7 +31,9 @@ AHEAD = 1 << 30  # bytes of tensors that are on their way before they are asked 
 
 @frozen(eq=False)
 class Staging:
-    """What one piece after the other passes through. stream: of a GPU, so that they do not wait for each other."""
+    """What one thread's pieces pass through. stream: of a GPU, and the thread's current one: of its own, so that
+    threads do not wait for each other.
+    """
 
     buffer: Tensor
     stream: torch.cuda.Stream | None
@@ -47,7 +49,7 @@ class Staging:
             if not count:
                 return False
             done += count
-        with torch.inference_mode(), torch.cuda.stream(self.stream):
+        with torch.inference_mode():
             if self.stream is not None and after is not None:
                 self.stream.wait_event(after)
             target.copy_(staged, non_blocking=True)
@@ -187,10 +189,15 @@ class Upload:
         return self._staging().pass_on(descriptor, at, target, after)
 
     def _staging(self) -> Staging:
-        """This thread's own."""
+        """This thread's own. Its stream is chosen once: for each of a thousand pieces that takes as long as the rest of
+        what they need of an interpreter which others wait for.
+        """
         found: Staging | None = getattr(self._own, "staging", None)
         if found is None:
-            stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+            stream = None
+            if self.device.type == "cuda":
+                stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+                torch.cuda.set_stream(stream)
             found = self._own.staging = Staging(self.buffer(), stream)
         return found
 

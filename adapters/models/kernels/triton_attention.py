@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -58,8 +59,14 @@ def readable(cache: Tensor, tile: int) -> tuple[Any, Tensor]:
 
 def laid_out(matrix: Tensor, *block: int) -> LaidOut:
     """As bulk copies bring blocks of it, and `wgmma` reads them."""
-    number = gl.float16 if matrix.dtype == torch.float16 else gl.bfloat16
-    return LaidOut.from_tensor(matrix, [*block], gl.NVMMASharedLayout.get_default_for([*block], number))
+    return LaidOut.from_tensor(matrix, [*block], shared_layout(block, matrix.dtype))
+
+
+@cache
+def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """Once: working it out takes as long as the launch that it is for."""
+    number = gl.float16 if dtype == torch.float16 else gl.bfloat16
+    return gl.NVMMASharedLayout.get_default_for([*block], number)
 
 
 def launching(warps: int, pdl: bool | None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ own, `triton_attention.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -65,6 +66,7 @@ class Tile:
     stages: int
 
 
+@cache
 def choose_tile(
     count: int, columns: int, gated: bool, dtype: torch.dtype, processors: int, shared: int = H200_SHARED
 ) -> Tile:
@@ -85,6 +87,7 @@ def choose_tile(
     return fitted(tile, dtype, shared)
 
 
+@cache
 def choose_tile_ahead(count: int, dtype: torch.dtype, shared: int) -> Tile:
     """Of `linear_ahead`. A step takes time whatever it sums, so with few rows it is long; and rows that are not there
     are zeros that have to be written, so there are few of them."""
