@@ -22,8 +22,9 @@ from attrs import evolve
 
 from adapters.models.kernels.batch import Batch
 from adapters.models.kernels.experts import Experts, ExpertsShape, GatedWeights, StackedExperts, choose
-from adapters.models.kernels.triton_cuda import H200_SHARED, TritonKernels
+from adapters.models.kernels.triton_cuda import TritonKernels
 from adapters.models.kernels.triton_experts import choose_group_tile
+from adapters.models.kernels.triton_tiles import H200_SHARED
 from adapters.models.shard import Segment, Step
 from benchmarks.cuda_model import DEVICE, DTYPE, bandwidth
 from benchmarks.hybrid_kernels import replay_us

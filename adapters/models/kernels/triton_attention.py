@@ -20,6 +20,7 @@ from adapters.models.kernels.batch import Batch, BlockBatch
 from adapters.models.kernels.interface import ALONE, NARROW, AttentionMask
 from adapters.models.kernels.row_form import form_of
 from adapters.models.kernels.triton import attention, block, hopper_attention, rows
+from adapters.models.kernels.triton_launch import launch
 from effects.ids import PAGE
 
 KV_TILE = 64
@@ -123,8 +124,9 @@ class CudaAttention:
         shape |= {"PAGE": 0 if batch.pages is None else PAGE}
         if bucket > NARROW or bucket * heads * splits * head * 4 > SCRATCH_BYTES:
             rows_of, options = self._read(q, (k_cache, v_cache), query_tile, key_tile)
-            attention.attend_chain[(limit * kv,)](
-                q, *rows_of, tiles, out, pages, capacity, limit, scale, **shape, **options
+            grid = (limit * kv,)
+            launch(
+                attention.attend_chain, grid, q, *rows_of, tiles, out, pages, capacity, limit, scale, **shape, **options
             )
             return out.view(bucket, -1)
         acc, sums = self._scratch(heads, splits, head)
@@ -138,14 +140,16 @@ class CudaAttention:
         if ahead:
             tiled = (laid_out(cache.view(-1, head), key_tile, head) for cache in (k_cache, v_cache))
             options = AHEAD | {"AT_ONCE": min(at_once, max(1, 128 // padded)) if merged else 0} | self._options(4)
-            hopper_attention.attend_splits_ahead[(programs,)](
-                q, *tiled, *to, self._left(kv), out, **shape, **options, enable_fp_fusion=False
-            )
+            options["enable_fp_fusion"] = False
+            given = (q, *tiled, *to, self._left(kv), out)
+            launch(hopper_attention.attend_splits_ahead, (programs,), *given, **shape, **options)
         else:
             rows_of, options = self._read(q, (k_cache, v_cache), query_tile, key_tile)
-            attention.attend_splits[(programs,)](q, *rows_of, *to, **shape, **options)
+            launch(attention.attend_splits, (programs,), q, *rows_of, *to, **shape, **options)
         if not merged:
-            attention.merge[(bucket, heads)](
+            launch(
+                attention.merge,
+                (bucket, heads),
                 acc,
                 sums,
                 batch.positions,

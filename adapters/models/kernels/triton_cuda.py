@@ -1,20 +1,18 @@
 """CUDA kernels of the decoder layer: Triton programs whose bits do not depend on the bucket, the row or its neighbours.
 
-This file chooses tiles and launches; what is computed, and why its order is fixed, stands in `kernels/triton`. A tile
-choice is free wherever it cannot change bits: rows and columns of a product. Attention's launches are a file of their
-own, `triton_attention.py`.
+This file launches; what is computed, and why its order is fixed, stands in `kernels/triton`. Attention's launches are a
+file of their own, `triton_attention.py`, and so are the tiles of products, `triton_tiles.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache
 from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 import triton
-from attrs import define, evolve, field, frozen
+from attrs import define, field, frozen
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -37,14 +35,15 @@ from adapters.models.kernels.triton import hopper, linear, rows
 from adapters.models.kernels.triton_attention import KV_TILE, CudaAttention, StepTiles, laid_out, launching, sizes
 from adapters.models.kernels.triton_delta import CudaDelta
 from adapters.models.kernels.triton_experts import CudaExperts
+from adapters.models.kernels.triton_launch import launch
 from adapters.models.kernels.triton_packed import CudaPacking, CudaStack
+from adapters.models.kernels.triton_tiles import H200_SHARED, choose_tile, choose_tile_ahead
 from adapters.models.parking import rebuilt, tensors_of
 from effects.ids import PAGE
 
 T = TypeVar("T")
 
 HEAD_SIZES = (16, 32, 64, 128, 256)
-H200_SHARED = 227 << 10
 
 
 @frozen
@@ -53,52 +52,6 @@ class CudaWeight:
 
     weight: Tensor
     gated: bool = False
-
-
-@frozen
-class Tile:
-    """Rows x columns x depth of one program's step, its warps and the steps that are loaded ahead."""
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-
-
-@cache
-def choose_tile(
-    count: int, columns: int, gated: bool, dtype: torch.dtype, processors: int, shared: int = H200_SHARED
-) -> Tile:
-    """Up to NARROW rows one tile holds them all; above, the largest tile that gives (nearly) every processor one.
-
-    shared: bytes of shared memory a program may have, which bounds how many steps are loaded ahead.
-    """
-    if dtype == torch.float32:
-        return Tile(16, 32, 32, 4, 3) if count <= NARROW else Tile(64, 64, 32, 8, 3)
-    if count <= NARROW:
-        tile = Tile(max(16, count), 64, 128, 4, 7)
-    else:
-        largest = Tile(128, 256, 64, 8, 4) if gated else Tile(256, 128, 64, 8, 4)
-        candidates = (largest, Tile(128, 128, 64, 4, 3), Tile(128, 64, 128, 4, 4))
-        programs = [triton.cdiv(count, tile.rows) * triton.cdiv(columns, tile.columns) for tile in candidates]
-        enough = (tile for tile, number in zip(candidates, programs, strict=True) if number >= 0.9 * processors)
-        tile = next(enough, candidates[-1])
-    return fitted(tile, dtype, shared)
-
-
-@cache
-def choose_tile_ahead(count: int, dtype: torch.dtype, shared: int) -> Tile:
-    """Of `linear_ahead`. A step takes time whatever it sums, so with few rows it is long; and rows that are not there
-    are zeros that have to be written, so there are few of them."""
-    rows, wide = 8 if count <= 8 else max(16, count), count <= 16
-    return fitted(Tile(rows, 64, 256 if wide else 128, 4, 6 if wide else 7), dtype, shared)
-
-
-def fitted(tile: Tile, dtype: torch.dtype, shared: int) -> Tile:
-    """With as many steps loaded ahead as there is shared memory for."""
-    fits = (shared - 4096) // ((tile.rows + tile.columns) * tile.depth * dtype.itemsize)
-    return evolve(tile, stages=max(1, min(tile.stages, fits)))
 
 
 def groupable(weights: GatedWeights) -> bool:
@@ -225,13 +178,14 @@ class TritonKernels:
         w_desc = TensorDescriptor.from_tensor(w, [tile.columns, tile.depth])
         shape = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "STAGES": tile.stages}
         options = self._options(tile.warps) | {"GATED": gated, "PRECISION": precision}
+        sizes = (count, columns, depth, out.stride(0))
         if count <= NARROW:
             grid = (triton.cdiv(columns, tile.columns), triton.cdiv(count, tile.rows))
-            linear.linear_narrow[grid](w_desc, x_desc, out, count, columns, depth, out.stride(0), **shape, **options)
+            launch(linear.linear_narrow, grid, w_desc, x_desc, out, *sizes, **shape, **options)
         else:
             options["GROUP"] = 8 if gated else 4
             grid = (triton.cdiv(count, tile.rows) * triton.cdiv(columns, tile.columns), 1)
-            linear.linear_wide[grid](x_desc, w_desc, out, count, columns, depth, out.stride(0), **shape, **options)
+            launch(linear.linear_wide, grid, x_desc, w_desc, out, *sizes, **shape, **options)
 
     def _multiply_ahead(self, x: Tensor, w: Tensor, out: Tensor, *, gated: bool) -> None:
         (count, depth), columns = x.shape, len(w)
@@ -239,7 +193,7 @@ class TritonKernels:
         grid = (triton.cdiv(columns, tile.columns), triton.cdiv(count, tile.rows))
         descriptors = laid_out(w, tile.columns, tile.depth), laid_out(x, tile.rows, tile.depth)
         options = self._options(tile.warps) | {"STAGES": tile.stages, "GATED": gated}
-        hopper.linear_ahead[grid](*descriptors, out, count, columns, depth, out.stride(0), **options)
+        launch(hopper.linear_ahead, grid, *descriptors, out, count, columns, depth, out.stride(0), **options)
 
     def _options(self, warps: int) -> dict[str, Any]:
         return launching(warps, self.pdl)
@@ -248,7 +202,9 @@ class TritonKernels:
         out = torch.empty_like(residual)
         count, width = residual.shape
         block = triton.next_power_of_2(width)
-        rows.add_norm[(count,)](
+        launch(
+            rows.add_norm,
+            (count,),
             residual,
             residual if delta is None else delta,
             weight,
@@ -275,7 +231,9 @@ class TritonKernels:
         grid = (len(qkv), triton.cdiv(heads + 2 * kv, at_once))
         rotated = 2 * rope.cos.shape[1]
         bias, q_norm, k_norm = (rope.cos if one is None else one for one in (prep.bias, prep.q_norm, prep.k_norm))
-        rows.rotate_store[grid](
+        launch(
+            rows.rotate_store,
+            grid,
             qkv,
             bias,  # where there is none, some address that is never read
             q_norm,

@@ -22,6 +22,7 @@ from adapters.models.kernels.packed_forms import block_of, served
 from adapters.models.kernels.triton import packed
 from adapters.models.kernels.triton.packed_numbers import BlockForm
 from adapters.models.kernels.triton_attention import launching
+from adapters.models.kernels.triton_launch import launch
 
 SCRATCH_BYTES = 128 << 20  # of unpacked weights: all of one, or pieces that are enough work for every processor
 _WIDEST = 256  # columns of a tile of the products
@@ -245,7 +246,7 @@ def multiply_narrow(
         "FORM": weight.form,
         "GATED": gated,
     }
-    packed.packed_narrow[grid](*weight.tensors, x, out, *sizes, **constants, **launching(tile.warps, pdl))
+    launch(packed.packed_narrow, grid, *weight.tensors, x, out, *sizes, **constants, **launching(tile.warps, pdl))
 
 
 def unpack(weight: CudaSteps, first: int, out: Tensor, pdl: bool | None) -> None:
