@@ -9,7 +9,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import triton
 from attrs import define, field
 from torch import Tensor
 from triton.experimental.gluon import language as gl
@@ -21,6 +20,7 @@ from adapters.models.kernels.interface import ALONE, NARROW, AttentionMask
 from adapters.models.kernels.row_form import form_of
 from adapters.models.kernels.triton import attention, block, hopper_attention, rows
 from adapters.models.kernels.triton_launch import launch
+from adapters.models.kernels.triton_tiles import parts, power_of_two
 from effects.ids import PAGE
 
 KV_TILE = 64
@@ -113,8 +113,8 @@ class CudaAttention:
         slots, kv, capacity = sizes(k_cache, batch)
         pages = batch.positions if batch.pages is None else batch.pages  # never read without
         group = heads // kv
-        padded = triton.next_power_of_2(group)
-        splits = triton.cdiv(capacity, SPLIT)
+        padded = power_of_two(group)
+        splits = parts(capacity, SPLIT)
         query_tile, key_tile = (32, 32) if q.dtype == torch.float32 else (64, KV_TILE)
         tiles = self._tiles(batch, query_tile // padded, slots)
         limit = len(tiles)
@@ -173,9 +173,9 @@ class CudaAttention:
         split = SPLIT
         while split * BLOCK_SPLITS < capacity:
             split *= 2
-        splits = triton.cdiv(capacity, split)
+        splits = parts(capacity, split)
         query_tile, key_tile = (32, 32) if q.dtype == torch.float32 else (64, KV_TILE)
-        padded = triton.next_power_of_2(heads // kv)
+        padded = power_of_two(heads // kv)
         acc, sums = self._block_scratch(bucket, heads, splits, head)
         out = torch.empty_like(q)
         block.attend_splits[(2 * self.processors,)](
@@ -202,7 +202,7 @@ class CudaAttention:
             BLOCK_N=key_tile,
             SPLIT=split,
             TILE=query_tile // padded,
-            ROWS=triton.next_power_of_2(bucket),
+            ROWS=power_of_two(bucket),
             CAUSAL=mask.causal,
             WINDOW=mask.window,
             **self._attention_options(q, query_tile, key_tile),
@@ -218,7 +218,7 @@ class CudaAttention:
             HEADS=heads,
             HEAD=head,
             SPLIT=split,
-            LIMIT=triton.next_power_of_2(splits),
+            LIMIT=power_of_two(splits),
             WINDOW=mask.window,
             **self._options(4),
         )
@@ -270,7 +270,7 @@ class CudaAttention:
         """The step's tiles; kernels read them without waiting for the kernel before, so they are there long before."""
         plan: StepTiles = batch.plan
         if plan.tiles is None:
-            limit = min(batch.bucket, triton.cdiv(batch.bucket, tile) + slots + 1)
+            limit = min(batch.bucket, parts(batch.bucket, tile) + slots + 1)
             plan.tiles = torch.zeros(limit, 8, dtype=torch.int32, device=self.device)
             plan.tile = tile
         if plan.stale:
@@ -292,8 +292,8 @@ class CudaAttention:
             limit,
             TILE=plan.tile,
             SPLIT=SPLIT,
-            ROWS=triton.next_power_of_2(batch.bucket),
-            LIMIT=triton.next_power_of_2(limit),
+            ROWS=power_of_two(batch.bucket),
+            LIMIT=power_of_two(limit),
             num_warps=4,
         )
         if self.pdl:  # what follows may begin before that is written out; not so behind a kernel launched as usual

@@ -37,7 +37,7 @@ from adapters.models.kernels.triton_delta import CudaDelta
 from adapters.models.kernels.triton_experts import CudaExperts
 from adapters.models.kernels.triton_launch import launch
 from adapters.models.kernels.triton_packed import CudaPacking, CudaStack
-from adapters.models.kernels.triton_tiles import H200_SHARED, choose_tile, choose_tile_ahead
+from adapters.models.kernels.triton_tiles import H200_SHARED, choose_tile, choose_tile_ahead, parts, power_of_two
 from adapters.models.parking import rebuilt, tensors_of
 from effects.ids import PAGE
 
@@ -61,7 +61,7 @@ def groupable(weights: GatedWeights) -> bool:
 
 def _tiled(rows: int) -> int:
     """Rows of an expert, padded: up to NARROW one tile holds them all, and a tile's rows are a power of two."""
-    return 1 << (rows - 1).bit_length() if rows <= NARROW else rows
+    return power_of_two(rows) if rows <= NARROW else rows
 
 
 @define(eq=False)
@@ -137,8 +137,8 @@ class TritonKernels:
     def linear(self, x: Tensor, packed: CudaWeight | CudaStack) -> Tensor:
         if isinstance(packed, CudaStack):
             return self._packing.multiply(x, packed, self._multiply)
-        columns = len(packed.weight)
-        out = x.new_empty(len(x), columns // 2 if packed.gated else columns)
+        columns = packed.weight.shape[0]
+        out = x.new_empty(x.shape[0], columns // 2 if packed.gated else columns)
         self._multiply(x, packed.weight, out, gated=packed.gated)
         return out
 
@@ -168,7 +168,7 @@ class TritonKernels:
         return experts_feed(self, x, experts, batch, _tiled)
 
     def _multiply(self, x: Tensor, w: Tensor, out: Tensor, *, gated: bool) -> None:
-        (count, depth), columns = x.shape, len(w)
+        (count, depth), columns = x.shape, w.shape[0]
         precision = "ieee" if x.dtype == torch.float32 else "tf32"
         if self._hopper and count <= NARROW and x.dtype != torch.float32:
             self._multiply_ahead(x, w, out, gated=gated)
@@ -180,17 +180,17 @@ class TritonKernels:
         options = self._options(tile.warps) | {"GATED": gated, "PRECISION": precision}
         sizes = (count, columns, depth, out.stride(0))
         if count <= NARROW:
-            grid = (triton.cdiv(columns, tile.columns), triton.cdiv(count, tile.rows))
+            grid = (parts(columns, tile.columns), parts(count, tile.rows))
             launch(linear.linear_narrow, grid, w_desc, x_desc, out, *sizes, **shape, **options)
         else:
             options["GROUP"] = 8 if gated else 4
-            grid = (triton.cdiv(count, tile.rows) * triton.cdiv(columns, tile.columns), 1)
+            grid = (parts(count, tile.rows) * parts(columns, tile.columns), 1)
             launch(linear.linear_wide, grid, x_desc, w_desc, out, *sizes, **shape, **options)
 
     def _multiply_ahead(self, x: Tensor, w: Tensor, out: Tensor, *, gated: bool) -> None:
-        (count, depth), columns = x.shape, len(w)
+        (count, depth), columns = x.shape, w.shape[0]
         tile = choose_tile_ahead(count, x.dtype, self._shared)
-        grid = (triton.cdiv(columns, tile.columns), triton.cdiv(count, tile.rows))
+        grid = (parts(columns, tile.columns), parts(count, tile.rows))
         descriptors = laid_out(w, tile.columns, tile.depth), laid_out(x, tile.rows, tile.depth)
         options = self._options(tile.warps) | {"STAGES": tile.stages, "GATED": gated}
         launch(hopper.linear_ahead, grid, *descriptors, out, count, columns, depth, out.stride(0), **options)
@@ -201,7 +201,7 @@ class TritonKernels:
     def add_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(residual)
         count, width = residual.shape
-        block = triton.next_power_of_2(width)
+        block = power_of_two(width)
         launch(
             rows.add_norm,
             (count,),
@@ -228,7 +228,7 @@ class TritonKernels:
         heads = qkv.shape[1] // head - 2 * kv  # none, if rows are only stored
         q = qkv.new_empty(len(qkv), heads, head)
         at_once = 8
-        grid = (len(qkv), triton.cdiv(heads + 2 * kv, at_once))
+        grid = (len(qkv), parts(heads + 2 * kv, at_once))
         rotated = 2 * rope.cos.shape[1]
         bias, q_norm, k_norm = (rope.cos if one is None else one for one in (prep.bias, prep.q_norm, prep.k_norm))
         launch(
@@ -254,7 +254,7 @@ class TritonKernels:
             KV=kv,
             HALF=rotated // 2,
             REST=head - rotated,
-            PADDED=triton.next_power_of_2(head - rotated),
+            PADDED=power_of_two(head - rotated),
             HAS_BIAS=prep.bias is not None,
             HAS_NORM=prep.k_norm is not None,
             WIDE=prep.k_norm is not None and prep.k_norm.dtype != qkv.dtype,

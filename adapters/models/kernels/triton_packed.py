@@ -23,6 +23,7 @@ from adapters.models.kernels.triton import packed
 from adapters.models.kernels.triton.packed_numbers import BlockForm
 from adapters.models.kernels.triton_attention import launching
 from adapters.models.kernels.triton_launch import launch
+from adapters.models.kernels.triton_tiles import parts
 
 SCRATCH_BYTES = 128 << 20  # of unpacked weights: all of one, or pieces that are enough work for every processor
 _WIDEST = 256  # columns of a tile of the products
@@ -236,7 +237,7 @@ def choose_packed_tile(count: int, outputs: int, processors: int, shared: int) -
 def multiply_narrow(
     x: Tensor, weight: CudaSteps, out: Tensor, tile: PackedTile, *, gated: bool, pdl: bool | None
 ) -> None:
-    grid = (triton.cdiv(weight.outputs, tile.columns), triton.cdiv(len(x), tile.rows))
+    grid = (parts(weight.outputs, tile.columns), parts(len(x), tile.rows))
     sizes = (len(x), weight.outputs, weight.columns, weight.blocks, out.stride(0))
     constants = {
         "BLOCK_M": tile.rows,

@@ -5,12 +5,21 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-import triton
 from attrs import evolve, frozen
 
 from adapters.models.kernels.interface import NARROW
 
 H200_SHARED = 227 << 10
+
+
+def parts(count: int, size: int) -> int:
+    """Of `size` each, that `count` is covered by; as Triton's `cdiv`, which takes seven microseconds."""
+    return -(-count // size)
+
+
+def power_of_two(number: int) -> int:
+    """The least that is no less; 0 for 0."""
+    return 1 << (number - 1).bit_length() if number else 0
 
 
 @frozen
@@ -39,7 +48,7 @@ def choose_tile(
     else:
         largest = Tile(128, 256, 64, 8, 4) if gated else Tile(256, 128, 64, 8, 4)
         candidates = (largest, Tile(128, 128, 64, 4, 3), Tile(128, 64, 128, 4, 4))
-        programs = [triton.cdiv(count, tile.rows) * triton.cdiv(columns, tile.columns) for tile in candidates]
+        programs = [parts(count, tile.rows) * parts(columns, tile.columns) for tile in candidates]
         enough = (tile for tile, number in zip(candidates, programs, strict=True) if number >= 0.9 * processors)
         tile = next(enough, candidates[-1])
     return fitted(tile, dtype, shared)
