@@ -46,7 +46,7 @@ from engine.remote import Apart, asking_for, connected, place_of, placement, sho
 from engine.settled import settled
 from engine.shards import shards, uploading
 from engine.storing import keeping, layout, stored, transfer_memory
-from engine.warm_up import pick_beside, warm_up
+from engine.warm_up import picking_beside, warm_up
 from states.residency import resolved
 from states.settings import Settings
 
@@ -211,8 +211,7 @@ def load_over(
     memory = transfer_memory(options, [one.device for one in plan], apart.lender)
     heard = checkpoint.followed(startup.parts(step, startup.WEIGHTS, len(checkpoint.tensors)))
     away = hosts_table(checkpoint.config, dtype, plan, checkpoint.layouts)
-    picks = pick_beside(plan, checkpoint.config.vocab_size)
-    with uploading(heard, plan, memory) as sources:
+    with picking_beside(plan, checkpoint.config.vocab_size), uploading(heard, plan, memory) as sources:
         how: dict[str, Any] = {"fit": fit, "peer": apart.draft, "kept": kept, "step": step}
         fit, numerics, kernels, named = settled(options, checkpoint, dtype, plan, opened, **how)
         if only not in {None, named}:
@@ -233,7 +232,6 @@ def load_over(
     draft = None if drafting is None else drafting.draft
     step(startup.WARM_UP)
     warm_up(shard, draft, BATCH_ROWS)
-    picks.join()
     step(startup.MEASURE)
     decided = decide(options, executor, shard, draft, plan=plan, numerics=numerics, named=named, kept=kept, fit=fit)
     settings = counted(decided, hosted)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from functools import partial
 from itertools import product
-from threading import Thread
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from engine import startup
 from engine.draft import Room
 from engine.fit import Fit
 from engine.kept import Kept
-from engine.machine import Placement, build_kernels, probing
+from engine.machine import Placement, build_kernels, keep_compiled, probing
 
 log = logging.getLogger("rekindle")
 
@@ -106,17 +105,17 @@ def compiled_beside(checkpoint: Checkpoint, plan: Sequence[Placement], dtype: to
 
 
 def run_side_by_side(steps: Sequence[Callable[[], None]]) -> None:
-    """Each on a thread of its own, which begins when the one before it has ended, or must be compiling; a kernel that
-    several of them need is compiled once. Reading what an earlier start compiled takes an interpreter, for 0.15 s in
-    all: threads that do so side by side keep it from each other for three times as long.
+    """Each on a thread of its own, which begins when the one before it has ended, until one takes so long that it must
+    be compiling; a kernel that several of them need is compiled once. Reading what an earlier start compiled takes an
+    interpreter, for 0.15 s in all: threads that do so side by side keep it from each other for three times as long.
     """
     from adapters.models.kernels.triton_compile import compiling_aside  # noqa: PLC0415 - needs Triton, so a GPU build
 
     with compiling_aside(), ThreadPoolExecutor(len(steps) or 1, "first-steps") as threads:
-        begun = list[Future[None]]()
+        begun, only_read = list[Future[None]](), True
         for step in steps:
             begun.append(threads.submit(copy_context().run, step))
-            wait(begun[-1:], READING_S)
+            only_read = only_read and bool(wait(begun[-1:], READING_S).done)
     for error in filter(None, (one.exception() for one in begun)):
         log.debug("some kernels are compiled later: %s", error)
 
@@ -133,21 +132,30 @@ def gpu_of(plan: Sequence[Placement]) -> torch.device | None:
     return next((one.device for one in plan if one.local and one.device.type == "cuda"), None)
 
 
-def pick_beside(plan: Sequence[Placement], vocab: int) -> Thread:
-    """Tokens are picked in every way, on a GPU and by a thread of its own: torch loads what an operation launches when
-    it is first asked for it, 0.3 s in all, and the driver keeps others that launch something waiting meanwhile, but not
-    the interpreter. So this is for while the lane has little to launch. What goes wrong here goes wrong again where it
-    matters.
+@contextmanager
+def picking_beside(plan: Sequence[Placement], vocab: int) -> Iterator[None]:
+    """On a GPU, a thread of its own picks tokens in every way meanwhile: torch loads what an operation launches when it
+    is first asked for it, 0.3 s in all, and the driver keeps others that launch something waiting for that, but not the
+    interpreter. So this is for while the lane has little to launch. Not beside a processor that has layers, too: what
+    it proves is timed. What goes wrong here goes wrong again where it matters.
     """
-    thread = Thread(target=pick_once, args=(gpu_of(plan), vocab), name="picks", daemon=True)
-    thread.start()
-    return thread
+    device, picked = gpu_of(plan), list[Future[None]]()
+    with ThreadPoolExecutor(1, "picks") as beside:
+        if device is not None:
+            keep_compiled()
+            picked.append(beside.submit(pick_once, device, vocab))
+        if any(one.local and one.device.type == "cpu" for one in plan):
+            wait(picked)
+        yield
+    for error in filter(None, (one.exception() for one in picked)):
+        log.debug("what picks tokens is loaded later: %s", error)
 
 
-def pick_once(device: torch.device | None, vocab: int) -> None:
-    if device is None:
-        return
-    with suppress(RuntimeError), torch.inference_mode(), current(device):
+def pick_once(device: torch.device, vocab: int) -> None:
+    from adapters.models.kernels.triton_compile import key_beside  # noqa: PLC0415 - needs Triton, so a GPU build
+
+    key_beside().join()
+    with torch.inference_mode(), current(device):
         logits = torch.zeros(len(PICKED), vocab, device=device)
         rows = [Draw(Sampler(sampling, (0,), vocab, device), 1) for sampling in PICKED]
         for asked in (rows, *([row] for row in rows)):

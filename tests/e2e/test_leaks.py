@@ -24,6 +24,7 @@ import pytest
 from adapters.http import misses
 from engine.begin import begin
 from engine.options import Options
+from engine.reading import begin_text
 from engine.serve import Gate, listen, serve_model
 from engine.startup import Steps
 from states.speculation_control import UNIT, chain
@@ -60,8 +61,8 @@ async def served(options: Options) -> AsyncIterator[httpx.AsyncClient]:
     async with anyio.create_task_group() as tasks:
         serving = await tasks.start(listen, options, gate)
         with Steps() as steps:
-            beginning = begin(options, steps)
-            tasks.start_soon(partial(serve_model, options, gate, serving, stop, steps=steps, beginning=beginning))
+            begun = {"steps": steps, "beginning": begin(options, steps), "reading": begin_text(options)}
+            tasks.start_soon(partial(serve_model, options, gate, serving, stop, **begun))
             while gate.app is None:  # noqa: ASYNC110 - it is not told
                 await anyio.sleep(0.1)
             url = f"http://{serving.host}:{serving.port}"

@@ -22,6 +22,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
         form, constants = found
         form[(*grid, 1, 1)[:3]](*args, *constants)
     elif (form := kernel[grid](*args, **options)) is not None:
+        if hasattr(form, "result"):  # it was compiled aside, and newer Tritons give what stands for it
+            form = form.result()
         _forms[key] = form, tuple(options[name] for name in kernel.arg_names[len(args) :])
 
 
