@@ -34,7 +34,6 @@ from adapters.http.page import files
 from adapters.http.server import Serving, serve
 from adapters.http.turn_memory import TurnMemory
 from adapters.store.folder import Folder, FolderUnusable
-from adapters.turns import HEARD_NS, take_slices
 from adapters.watched import Watched
 from effects.job import Sampling
 from engine import __version__
@@ -65,7 +64,6 @@ WRITING_S = 0.2  # what has been answered is still being written: let it, for a 
 def run(options: Options, steps: Steps, beginning: Beginning, reading: Reading) -> NoReturn:
     """Serve until a signal says otherwise. Exit status 0 after a clean drain, 1 if requests were cut short."""
     raise_file_limit()
-    take_slices(HEARD_NS)
     try:
         status = anyio.run(serve_until_signal, options, steps, beginning, reading)
     except (Refusal, BaseExceptionGroup) as error:

@@ -19,7 +19,6 @@ import torch
 from anyio.lowlevel import current_token
 from attrs import define
 
-from adapters.turns import WORK_NS, take_slices
 from adapters.watched import Watched
 
 T = TypeVar("T")
@@ -179,8 +178,6 @@ class DeviceLane:
             torch.cuda.set_device(self.device.index or 0)
             if self._beside:
                 torch.cuda.set_stream(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
-        else:
-            take_slices(WORK_NS)  # and the threads that share its loops: who tells of a step is not to wait for more
         with torch.inference_mode():
             while (job := self._take()) is not None:
                 job.carry_out()
