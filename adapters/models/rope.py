@@ -98,7 +98,10 @@ class Rotary:
         """Computed on the host in float32, in the order of transformers, so that every device rotates alike."""
         frequencies, scale = self.frequencies()
         angles = torch.outer(torch.arange(positions).float(), frequencies)
-        return Rope((angles.cos() * scale).to(device), (angles.sin() * scale).to(device))
+        cos, sin = angles.cos(), angles.sin_()
+        if scale != 1:
+            cos, sin = cos.mul_(scale), sin.mul_(scale)
+        return Rope(cos.to(device), sin.to(device))
 
     def frequencies(self) -> tuple[Tensor, float]:
         """Float32 `[hd / 2]`, and the factor of cosines and sines."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ def reorder(weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight.default(weight) if ONEDNN else weight  # noqa: SLF001
 
 
+@cache
 def multiplies(dtype: torch.dtype) -> bool:
     """Whether this is done in that dtype on this processor; otherwise in float32."""
     if dtype is torch.float32:

@@ -179,7 +179,8 @@ class CpuKernels:
         dtype = self.rows_in(way)
         whole = way == NATIVE or dtype is torch.float32
         columns = inputs if whole else -(-inputs // _COLUMNS) * _COLUMNS
-        wide = (torch.nn.functional.pad(weight.to(dtype), (0, columns - inputs)) for weight in weights)
+        parts, spare = [weight.to(dtype) for weight in weights], columns - inputs
+        wide = (torch.nn.functional.pad(part, (0, spare)) if spare else part for part in parts)
         return CpuWeight(tuple(self.reorder(weight.contiguous(), way) for weight in wide), dtype, columns, pieces)
 
     def linear(self, x: Tensor, packed: CpuWeight | CpuStack) -> Tensor:

@@ -402,20 +402,23 @@ typedef struct {
     int form;
 } packing_t;
 
+// Both forms are words of 32 bits, moved as they are: a float each, or a pair of bfloat16.
 static void pack_panel(void *of, long panel) {
     const packing_t *const job = of;
-    const long terms = job->form == BRAINS ? (job->terms + 1) / 2 * 2 : job->terms;
-    for (long start = 0; start < terms; start += 64) // a few cache lines of each output, then of the next
+    const long bytes = job->terms * (job->form == BRAINS ? 2 : 4), words = (bytes + 3) / 4;
+    uint32_t *const to = (uint32_t *)job->packed + panel * words * 32;
+    for (long start = 0; start < words; start += 32) // two cache lines of each output, then of the next
         for (long at = 0; at < 32; at++) {
-            const long output = panel * 32 + at;
-            const long there = output < job->outputs ? job->terms : 0, from = output * job->terms;
-            for (long k = start; k < terms && k < start + 64; k++)
-                if (job->form == BRAINS)
-                    ((uint16_t *)job->packed)[panel * 32 * terms + k / 2 * 64 + at * 2 + k % 2] =
-                        k < there ? ((const uint16_t *)job->weight)[from + k] : 0;
-                else
-                    ((float *)job->packed)[(panel * terms + k) * 32 + at] =
-                        k < there ? ((const float *)job->weight)[from + k] : 0.0f;
+            const long output = panel * 32 + at, stop = words < start + 32 ? words : start + 32;
+            const char *const from = (const char *)job->weight + output * bytes;
+            const long there = output < job->outputs ? bytes / 4 : 0, whole = there < stop ? there : stop;
+            long k = start;
+            for (; k < whole; k++) memcpy(&to[k * 32 + at], from + k * 4, 4);
+            for (; k < stop; k++) {
+                uint32_t last = 0;
+                if (output < job->outputs) memcpy(&last, from + k * 4, (size_t)(bytes - k * 4));
+                to[k * 32 + at] = last;
+            }
         }
 }
 
