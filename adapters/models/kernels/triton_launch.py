@@ -11,7 +11,7 @@ _forms = dict[Hashable, tuple[Any, tuple[Any, ...]]]()  # what was compiled, and
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """`kernel[grid](*args, **options)`, in half the time on the host: Triton looks at all arguments of each launch for
+    """`kernel[grid](*args, **options)`, in less time on the host: Triton looks at all arguments of each launch for
     the form that was compiled for their like, though layer by layer it is the same one.
 
     args: the kernel's parameters but for constants, in order. options: constants, and what Triton takes besides.

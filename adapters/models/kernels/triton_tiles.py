@@ -13,7 +13,7 @@ H200_SHARED = 227 << 10
 
 
 def parts(count: int, size: int) -> int:
-    """Of `size` each, that `count` is covered by; as Triton's `cdiv`, which takes seven microseconds."""
+    """Of `size` each, that `count` is covered by; as Triton's `cdiv`, which takes microseconds."""
     return -(-count // size)
 
 
