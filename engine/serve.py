@@ -117,8 +117,7 @@ async def serve_until_signal(options: Options, steps: Steps, beginning: Beginnin
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(watch, signals, gate, stop, options.grace)
             serving: Serving = await tasks.start(listen, options, gate)
-            begun: dict[str, Any] = {"steps": steps, "beginning": beginning, "reading": reading}
-            clean = await serve_model(options, gate, serving, stop, **begun)
+            clean = await serve_model(options, gate, serving, stop, steps=steps, beginning=beginning, reading=reading)
             tasks.cancel_scope.cancel()
     return 0 if clean else 1
 

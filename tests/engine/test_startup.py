@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.startup import STEPS, WEIGHTS, Steps, importing, module_of, parts
+from engine.startup import COMPILE, STEPS, WEIGHTS, Steps, importing, module_of, parts
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -94,3 +94,12 @@ def test_while_modules_are_imported_frames_say_of_which_they_are() -> None:
     assert module_of(pytest.fail, frame) is expected[0]  # who asks about a frame looks at no file
     assert module_of(ask, Steps, _filename=None) is sys.modules["engine.startup"]
     assert expected[0] is sys.modules[__name__]
+
+
+def test_a_step_that_begins_once_more_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Kernels are compiled for one form of weights after the other."""
+    with caplog.at_level(logging.INFO, "rekindle"), Steps(every_s=3600) as steps:
+        for step in (COMPILE, COMPILE, WEIGHTS):
+            steps(step)
+    told = [message.partition(" (")[0] for message in caplog.messages]
+    assert told == [f"starting: {COMPILE}", f"starting: {WEIGHTS}"]

@@ -43,6 +43,19 @@ def random(*shape, seed=1, dtype=FLOAT):
     return (torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp2()).to(dtype)
 
 
+@pytest.mark.parametrize("dtype", [FLOAT, BRAIN])
+@pytest.mark.parametrize("outputs", [1, 31, 32, 33, 70])
+@pytest.mark.parametrize("terms", [1, 2, 31, 63, 64, 65, 66, 127, 129, 321])
+def test_packed_weights_are_panels_of_32_outputs(own, dtype, outputs, terms):
+    """As `rekindle_pack` says: zeros for outputs that are not there, and beside an odd last term of bfloat16."""
+    weight, each = random(outputs, terms, dtype=dtype), 2 if dtype is BRAIN else 1
+    panels = -(-outputs // 32)
+    whole = torch.zeros(panels * 32, -(-terms // each) * each, dtype=dtype)
+    whole[:outputs, :terms] = weight
+    expected = whole.view(panels, 32, -1, each).transpose(1, 2).flatten()
+    assert torch.equal(own.pack(weight).panels.flatten(), expected)
+
+
 def nearest(exact: Fraction) -> np.float32:
     """The float32 next to a number, the even one of two."""
     guess = np.float32(float(exact))
