@@ -10,8 +10,8 @@ behind prompts of several lengths. llama.cpp's server comes from the sdist of `l
 file of bf16 for it, or both serve that of --file. 8b: random weights of an 8B model's shape, on CUDA; what is written
 in DIR is found there again. Levels and lengths are asked of two servers, one after the other, so that slots are as long
 as they must be: "memory" is what the first one and its processes have in memory in the end, each its share of common
-pages; "ready again" is a second start, at which ours finds what the first one kept. Another checkout needs its products
-compiled (`python hatch_build.py`). Figures are medians of rounds. All want the machine alone.
+pages; "ready again" is the same command once more, at which ours finds what the first one kept. Another checkout needs
+its products compiled (`python hatch_build.py`). Figures are medians of rounds. All want the machine alone.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ class Contender:
 def figures(server: Contender, home: Path, given: argparse.Namespace) -> dict[str, float]:
     found, answer, warmth = dict[str, float](), str(given.answers), ("--temperature", given.temperature)
     levels, lengths = (tuple(map(int, words.split(","))) for words in (given.levels, given.lengths))
-    with listening(server.command(max(levels), given.prompts + given.answers + MARGIN), server.tree, home) as started:
+    command = server.command(max(levels), given.prompts + given.answers + MARGIN)
+    with listening(command, server.tree, home) as started:
         url, found["ready, s"] = started
         words = ("--concurrency", given.levels, "--prompt-tokens", str(given.prompts), "--answer-tokens", answer)
         for one in asked(url, *words, *warmth):
@@ -126,8 +127,9 @@ def figures(server: Contender, home: Path, given: argparse.Namespace) -> dict[st
             found |= {f"{one['level']}: {name}": value for name, value in level.items()}
             found[f"{one['level']}: unanswered"] = one["requests"] - one["answered"]
         found["memory, MB"] = memory()
-    with listening(server.command(given.slots, max(lengths) + given.answers + MARGIN), server.tree, home) as started:
-        url, found["ready again, s"] = started
+    with listening(command, server.tree, home) as (_, found["ready again, s"]):
+        pass
+    with listening(server.command(given.slots, max(lengths) + given.answers + MARGIN), server.tree, home) as (url, _):
         for length in lengths:
             [one] = asked(url, "--requests", "3", "--prompt-tokens", str(length), "--answer-tokens", answer, *warmth)
             found[f"first behind {length}, ms"] = one["first_token_ms"][0]
