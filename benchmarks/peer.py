@@ -50,33 +50,35 @@ def listening(command: Sequence[str], tree: Path, home: Path) -> Iterator[tuple[
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    start, url = time.monotonic(), f"http://127.0.0.1:{port}"
-    with (home / "server.log").open("a") as log:
+    url, log = f"http://127.0.0.1:{port}", home / "server.log"
+    path = f"{tree}:{os.environ.get('PYTHONPATH', '')}"
+    with httpx.Client() as client, log.open("a") as told:
+        start = time.monotonic()
         process = subprocess.Popen(
             [*command, "--port", str(port)],
             cwd=tree,
-            env={**os.environ, "PYTHONPATH": f"{tree}:{os.environ.get('PYTHONPATH', '')}", "XDG_CACHE_HOME": str(home)},
-            stdout=log,
-            stderr=log,
+            env={**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(home)},
+            stdout=told,
+            stderr=told,
         )
-    try:
-        while not ready(url):
-            if process.poll() is not None or time.monotonic() - start > PATIENCE:
-                raise SystemExit(f"no server: {' '.join(command)}\n{(home / 'server.log').read_text()[-2000:]}")
-            time.sleep(0.05)
-        yield url, time.monotonic() - start
-    finally:
-        process.terminate()
         try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            while not ready(client, url):
+                if process.poll() is not None or time.monotonic() - start > PATIENCE:
+                    raise SystemExit(f"no server: {' '.join(command)}\n{log.read_text()[-2000:]}")
+                time.sleep(0.02)
+            yield url, time.monotonic() - start
+        finally:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
-def ready(url: str) -> bool:
+def ready(client: httpx.Client, url: str) -> bool:
     try:
-        return httpx.get(url + "/health").is_success and httpx.get(url + "/v1/models").is_success
+        return client.get(url + "/health").is_success and client.get(url + "/v1/models").is_success
     except httpx.TransportError:
         return False
 

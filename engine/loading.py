@@ -19,14 +19,14 @@ from adapters.store.codec import Fixed, quicker
 from adapters.store.disk import Disk
 from adapters.store.store import Store
 from adapters.transfer.rehearsal import Load, Rehearsal
-from engine.kept import Kept, alike
+from engine.kept import Kept
 from engine.measure import quickest, run_chunk
 from engine.remote import placement
 from states.rates import ALONE, SLOWEST, Rates, factor, prefill_time
 
 log = logging.getLogger("rekindle")
 
-VERSION = 1
+VERSION = 2
 MOST_NS = 10**9  # a second for one token's rows
 PASSES = 2  # over each codec's samples, in turn: the quicker one counts, as whatever else goes on makes it slower
 SLOW_NS = 50_000_000  # of a chunk: where computing takes so long, nobody waits to see what loading does to it
@@ -36,17 +36,23 @@ SLOW_NS = 50_000_000  # of a chunk: where computing takes so long, nobody waits 
 class Loading:
     """Nanoseconds to load one token's rows, and how much longer both sides take beside each other, as in `Rates`.
 
-    codec: what files that are written `auto` are restored sooner from.
+    single: of disk, where one run is all that is on its way; 0: no files of the store's own were there to tell. codec:
+    what files that are written `auto` are restored sooner from.
     """
 
     host: int = 0
     disk: int = 0
     prefill_beside: int = 0
     load_beside: int = 0
+    single: int = 0
     codec: Fixed = "store"
 
     def added(self, rates: Rates) -> Rates:
-        return evolve(rates, **asdict(self, filter=lambda field, _: field.name != "codec"))
+        return evolve(rates, **asdict(self, filter=lambda field, _: field.name not in {"single", "codec"}))
+
+    def today(self, single: int) -> Loading:
+        """What it would be where one run takes so long: several at once do, in the same proportion."""
+        return evolve(self, disk=min(max(1, self.disk * single // self.single), MOST_NS), single=single)
 
     def to_json(self) -> str:
         return json.dumps({"version": VERSION, **asdict(self)})
@@ -59,7 +65,8 @@ class Loading:
             raise ValueError("not what this version keeps of loading times")
         if set(value) != {field.name for field in fields(cls)} or value["codec"] not in ("store", "zstd"):
             raise ValueError("missing or unknown fields")
-        times, factors = (value["host"], value["disk"]), (value["prefill_beside"], value["load_beside"])
+        times = value["host"], value["disk"], value["single"]
+        factors = value["prefill_beside"], value["load_beside"]
         if not all(type(number) is int for number in (*times, *factors)):
             raise ValueError("a time that is no whole number")
         possible = all(0 <= one <= MOST_NS for one in times)
@@ -102,24 +109,31 @@ def with_loading(rates: Rates, store: Store[Disk], shard: Pipeline, *, chunk: in
 
 
 def known(kept: Kept, key: str, rehearsal: Rehearsal, compute: Callable[[], None] | None) -> Loading:
-    """Its own files are read in any case, so that what was kept is believed only where they take as long today."""
+    """A few of its own files are read in any case, so that what was kept is of the disk as it is today: one after the
+    other, which is soon done, and as a restore does it where only samples have told so far.
+    """
     before, disk = kept.recalled(key, Loading.from_json), rehearsal.store.disk
     with ExitStack() as stack:
         own = [] if disk is None else stack.enter_context(rehearsal.files(disk))
         if before is not None and not own:
             return before
+        single = rehearsal.single(own)
+        if before is not None and before.single and single:
+            return before.today(single)
         rehearsal.store.ready.wait()  # buffers that were not prepared yet would be slower ones
-        host = rehearsal.alone(rehearsal.copies())
         now = rehearsal.alone(own) if own else 0
-        if before is not None and (not now or alike(now, before.disk)):
+        if before is not None:
+            if now:
+                kept.remember(key, (before := evolve(before, disk=now, single=single)).to_json())
             return before
+        host = rehearsal.alone(rehearsal.copies())
         loads = dict[Fixed, list[Load]]()
         if disk is not None:
             loads |= {one: stack.enter_context(rehearsal.samples(disk, one)) for one in wanted(disk, own)}
         passes = [{codec: rehearsal.alone(some) for codec, some in loads.items()} for _ in range(PASSES)]
         times = {codec: min(one[codec] for one in passes) for codec in loads}
         codec: Fixed = quicker(times["store"], times["zstd"]) if len(times) > 1 else next(iter(times), "store")
-        found = Loading(host, now or times.get(codec, 0), codec=codec)
+        found = Loading(host, now or times.get(codec, 0), single=single, codec=codec)
         if compute is not None:
             alone = quickest(compute)
             load_ns, compute_ns = rehearsal.beside(own or loads.get(codec) or rehearsal.copies(), compute)

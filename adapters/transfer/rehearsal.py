@@ -33,6 +33,8 @@ from adapters.store.store import AHEAD, Store
 from adapters.transfer.copy import Mover, RowHolder, movers
 
 LIMIT_NS = 40_000_000  # after which a measurement takes no more runs: six that are on their way are finished
+SINGLE_NS = 10_000_000  # after which no further one is read by itself
+SINGLES = 3  # read by themselves at most: the first one finds a disk that was idle
 RUNS = 2 * AHEAD  # of its own that are read at most
 SAMPLE = 4 << 20  # content bytes of a file that is only written to be read
 LEAST = 2 * SAMPLE  # bytes of its own files that say how fast many of them are read
@@ -65,6 +67,17 @@ class Rehearsal:
         with ThreadPoolExecutor(AHEAD, "rehearsal") as pool:
             return self._timed(pool, iter(loads), lambda: time.perf_counter_ns() > end)()
 
+    def single(self, loads: Sequence[Load]) -> int:
+        """One after the other: the quickest of so many, or of those that there is time for."""
+        end, times = time.perf_counter_ns() + SINGLE_NS, list[int]()
+        for load in loads[:SINGLES]:
+            started = time.perf_counter_ns()
+            if done := load():
+                times.append(max(1, (time.perf_counter_ns() - started) * self._token_bytes // done))
+            if time.perf_counter_ns() > end:
+                break
+        return min(times, default=0)
+
     def beside(self, loads: Sequence[Load], compute: Callable[[], object]) -> tuple[int, int]:
         """(the same, nanoseconds of one `compute`) while both go on; it is carried out once at least."""
         started, times, over = time.perf_counter_ns(), list[int](), list[bool]()
@@ -94,11 +107,16 @@ class Rehearsal:
 
         def finished() -> int:
             done = sum(future.result() for future in futures)
-            layout, took = self.store.layout, time.perf_counter_ns() - started
-            token_bytes = layout.token_bytes + (0 if layout.draft is None else layout.draft.rows.token_bytes)
-            return max(1, took * token_bytes // done) if done else 0
+            took = time.perf_counter_ns() - started
+            return max(1, took * self._token_bytes // done) if done else 0
 
         return finished
+
+    @property
+    def _token_bytes(self) -> int:
+        """Of a token's rows, those of a draft included."""
+        layout = self.store.layout
+        return layout.token_bytes + (0 if layout.draft is None else layout.draft.rows.token_bytes)
 
     # --- what is loaded ---
 

@@ -32,7 +32,7 @@ from states import rates as world_rates
 from states.rates import Rates, prefilled, restored
 from states.settings import Settings
 
-FOUND = Loading(host=900, disk=2_000, prefill_beside=1100, load_beside=1500, codec="zstd")
+FOUND = Loading(host=900, disk=2_000, prefill_beside=1100, load_beside=1500, single=4_000, codec="zstd")
 CHUNK = 64
 
 
@@ -57,11 +57,12 @@ HOSTILE = {
     "deep": b"[" * 4000,
     "a list": b"[]",
     "a number": b"7",
-    "another version": json.dumps({**GOOD, "version": 2}).encode(),
+    "another version": json.dumps({**GOOD, "version": 1}).encode(),
     "no version": json.dumps({name: value for name, value in GOOD.items() if name != "version"}).encode(),
     "a field too many": json.dumps({**GOOD, "path": "/etc/passwd"}).encode(),
     "a field too few": json.dumps({name: value for name, value in GOOD.items() if name != "disk"}).encode(),
     "negative": json.dumps({**GOOD, "disk": -1}).encode(),
+    "a single one that is negative": json.dumps({**GOOD, "single": -1}).encode(),
     "too much": json.dumps({**GOOD, "disk": 10**12}).encode(),
     "a fraction": json.dumps({**GOOD, "disk": 1.5}).encode(),
     "not finite": json.dumps({**GOOD, "disk": float("inf")}).encode(),
@@ -151,22 +152,59 @@ def test_a_folder_without_files_is_measured_once_and_then_remembered(
     assert other.close()
 
 
-def test_what_its_own_files_contradict_is_measured_again(
+@pytest.mark.parametrize(
+    ("before", "single", "several", "disk"),
+    [
+        pytest.param(FOUND, 4_000, never, 2_000, id="as before"),
+        pytest.param(FOUND, 1_000, never, 500, id="a quicker disk"),
+        pytest.param(FOUND, 40_000, never, 20_000, id="a slower disk"),
+        pytest.param(evolve(FOUND, disk=1), 1, never, 1, id="never nothing"),
+        pytest.param(FOUND, 10**13, never, 10**9, id="never endless"),
+        pytest.param(evolve(FOUND, single=0), 4_000, lambda *_: 1_000, 1_000, id="samples alone have told so far"),
+        pytest.param(evolve(FOUND, single=0), 0, lambda *_: 0, 2_000, id="no file can be read"),
+        pytest.param(FOUND, 0, lambda *_: 0, 2_000, id="no file can be read any more"),
+    ],
+)
+def test_of_what_was_kept_the_disk_is_as_a_few_of_its_own_files_say(
+    tmp_path: Path,
+    shard: Pipeline,
+    opened: Callable[..., Store],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    before: Loading,
+    single: int,
+    several: Callable[..., int],
+    disk: int,
+) -> None:
+    store, mine = opened(codec="store"), Kept(tmp_path)
+    rehearsal = Rehearsal(store, shard.parts, shard.capacity, CHUNK)
+    monkeypatch.setattr(Rehearsal, "files", lambda _, __: Given([lambda: 1]))
+    monkeypatch.setattr(Rehearsal, "single", lambda *_: single)
+    monkeypatch.setattr(Rehearsal, "alone", several)
+    monkeypatch.setattr(Rehearsal, "copies", never)
+    monkeypatch.setattr(Rehearsal, "samples", never)
+    keep(tmp_path, before)
+    assert known(mine, "a", rehearsal, never) == evolve(before, disk=disk, single=single or before.single)
+    told = several is not never and single
+    assert kept(tmp_path) == (evolve(before, disk=disk, single=single) if told else before)
+    assert store.close()
+
+
+def test_files_of_its_own_are_measured_where_nothing_was_kept(
     tmp_path: Path, shard: Pipeline, opened: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And then a start reads a few of them, one after the other."""
     store, mine = opened(codec="store"), Kept(tmp_path)
     rehearsal = Rehearsal(store, shard.parts, shard.capacity, CHUNK)
     assert store.disk is not None
     with rehearsal.samples(store.disk, "store") as loads:
         monkeypatch.setattr(Rehearsal, "files", lambda _, __: Given(loads))
-        monkeypatch.setattr(Rehearsal, "alone", lambda *_: 1000)
-        for disk, stays in ((1000, True), (500, True), (2000, True), (499, False), (2001, False), (0, False)):
-            before = evolve(FOUND, disk=disk)
-            keep(tmp_path, before)
-            assert (known(mine, "a", rehearsal, None) == before) is stays
-            after = kept(tmp_path)
-            assert after is not None
-            assert after.disk == (disk if stays else 1000)
+        first = known(mine, "a", rehearsal, None)
+        assert min(first.host, first.disk, first.single) > 0
+        assert kept(tmp_path) == first
+        monkeypatch.setattr(Rehearsal, "alone", never)
+        again = known(mine, "a", rehearsal, None)
+        assert again == first.today(again.single)
     assert store.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -66,11 +67,37 @@ def test_its_own_files_tell_how_fast_they_come_back(path: Path, monkeypatch: pyt
     with Rehearsal(store, (slots,), CAPACITY, BLOCK_SIZE).files(store.disk) as loads:
         assert len(loads) == 3
         assert all(entry.leases == 1 for entry in entries)
-        assert Rehearsal(store, (slots,), CAPACITY, BLOCK_SIZE).alone(loads) > 0
+        rehearsal = Rehearsal(store, (slots,), CAPACITY, BLOCK_SIZE)
+        assert rehearsal.alone(loads) > 0
+        assert rehearsal.single(loads) > 0
     assert all(entry.leases == 0 for entry in entries)
     assert slots.all.any(), "no rows came into the slot"
     assert listed(path) == names
     assert store.figures() == figures, "nobody was served, so nothing is counted"
+    store.close()
+
+
+def test_one_after_the_other_the_quickest_tells_and_no_more_are_read_than_there_is_time_for(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, read, clock = filled(path), list[int](), [0]
+    rehearsal, row = Rehearsal(store, (TwoSlots(),), CAPACITY, BLOCK_SIZE), store.layout.token_bytes
+    monkeypatch.setattr(rehearsing.time, "perf_counter_ns", lambda: clock[0])
+
+    def load(took: int) -> Callable[[], int]:
+        def loaded() -> int:
+            read.append(took)
+            clock[0] += took
+            return 1000 * row
+
+        return loaded
+
+    assert rehearsal.single(list(map(load, (4_000_000, 2_000_000, 3_000_000, 1_000_000)))) == 2_000
+    assert read == [4_000_000, 2_000_000, 3_000_000], "of many a few tell enough"
+    read.clear()
+    assert rehearsal.single(list(map(load, (60_000_000, 2_000_000)))) == 60_000
+    assert read == [60_000_000], "there was no time for another one"
+    assert rehearsal.single([]) == 0
     store.close()
 
 
@@ -92,6 +119,7 @@ def test_a_damaged_file_brings_nothing_and_is_put_aside_once(path: Path, monkeyp
     with rehearsal.files(store.disk) as loads:
         assert rehearsal.alone(loads) == 0
         assert rehearsal.alone(loads) == 0
+        assert rehearsal.single(loads) == 0
     assert (store.figures()["quarantined"], store.damaged["run"]) == (3, 3)
     assert len(store.disk.index) == 0
     assert all(name.startswith(QUARANTINE) for name in listed(path) if name.endswith(".zst"))
