@@ -34,7 +34,7 @@ from states import invariants
 from states.events import ExpertsUsed, ForEngine, ForModel, SlotsLost
 from states.settings import Settings
 from states.slots import Slots
-from states.world import Out, World, begin, hurried, reading
+from states.world import Out, World, begin, crowded, hurried, reading
 
 SPARE = 1024  # live requests beyond slots and queue: those that are being refused or are draining
 
@@ -126,11 +126,12 @@ def shown(metrics: Metrics, slots: Slots) -> None:
 
 def heard(executor: DeviceExecutor, transfer: Transfer | None, runner: Runner, metrics: Metrics) -> None:
     """What is nobody's outcome: rows that are gone, a draft's process that is or is back, experts that were used. And
-    for whom what is kept gives way.
+    for whom what is kept gives way, and decode steps do.
     """
     if transfer is not None:
         transfer.saver.hurried = lambda: hurried(runner.world)
         transfer.saver.reading = lambda: reading(runner.world)
+    executor.decoding.ahead.crowded = lambda: crowded(runner.world)
     metrics.watch_pages(lambda: kv_pages(runner.world))
     executor.lost_to(
         lambda slots: runner.tell(ForEngine(SlotsLost(slots))), lambda there: runner.tell(ForModel("draft", there))

@@ -122,6 +122,11 @@ def reading(world: World) -> bool:
     )
 
 
+def crowded(world: World) -> bool:
+    """Do prompts wait for another one to be read, beside decode steps?"""
+    return PROMPTS in world.lanes and bool(world.lanes[PROMPTS].waiting)
+
+
 class Fold:
     """One event and all that follows from it at once. Lives inside `advance` only."""
 

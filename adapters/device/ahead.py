@@ -26,6 +26,10 @@ from effects.job import Sampling
 
 log = logging.getLogger("rekindle.device")
 
+SHARE = 5  # the fifth part of what a step takes is let pass before the next one, while prompts wait for each other
+LONGEST_NS = 20_000_000  # of that, whatever a step took
+CYCLES = 1.7  # of a GPU's clock in a nanosecond, more or less
+
 
 @define(eq=False)
 class Going:
@@ -44,7 +48,7 @@ class Going:
 @define(eq=False)
 class Flying:
     """A step that the device is at, or is about to be. picking: None until what is picked in the one before is known,
-    where somebody's grammar or penalties ask for it.
+    where somebody's grammar or penalties ask for it. pause: nanoseconds that the device lets pass before it.
     """
 
     rows: Sequence[Going]
@@ -52,11 +56,14 @@ class Flying:
     forward: Forward
     logits: Tensor
     picking: Picking | None
+    pause: int = 0
 
 
 @define(eq=False)
 class StepsAhead:
-    """Every call runs on the lane. The fields are those of `Decoding`."""
+    """Every call runs on the lane. The fields are those of `Decoding`. crowded: do prompts wait for another one to be
+    read?
+    """
 
     shard: Shard
     buckets: Sequence[int]
@@ -64,6 +71,8 @@ class StepsAhead:
     ready: Callable[[RequestId, RunDecode], SlotState | DeviceFailed]
     abandoned: Callable[[RequestId], bool]
     follow: Callable[[Step, Forward, Sequence[Kept], Sequence[SlotState]], object]
+    crowded: Callable[[], bool] = field(init=False, default=lambda: False)
+    _took: int = field(init=False, default=0)  # nanoseconds of the last step that was looked at, without its pause
     _nobody: Sampler | None = field(init=False, default=None)  # how what nobody wants is picked
     _under_way: Flying | None = field(init=False, default=None)  # where one before it was looked at
 
@@ -101,7 +110,8 @@ class StepsAhead:
             following = self._following(flying, staying, self._going(company.joined(), company), company)
             assert flying.picking is not None
             picked, before, started = flying.picking.read(), started, clock()
-            outcomes = self._landed(flying, picked, started - before)
+            self._took = max(1, started - before - flying.pause)
+            outcomes = self._landed(flying, picked, self._took)
             onward = set() if following is None else set(staying)
             for row, outcome in outcomes:
                 row.ended = row not in onward or not goes_on(row.member, outcome)
@@ -155,7 +165,7 @@ class StepsAhead:
                 tokens = tokens[torch.tensor(places, dtype=torch.int64).to(tokens.device, non_blocking=True)]
             if joining:
                 tokens = torch.cat((tokens, fed(joining).to(tokens.device, non_blocking=True)))
-            following = self._launched([*staying, *joining], tokens, len(staying)) if staying or joining else None
+            following = self._behind([*staying, *joining], tokens, len(staying)) if staying or joining else None
         except Exception as error:
             if not ran_out_of_memory(error):
                 raise
@@ -165,6 +175,15 @@ class StepsAhead:
         for row in staying:
             row.left -= 1
         return following
+
+    def _behind(self, rows: Sequence[Going], tokens: Tensor, ahead: int) -> Flying:
+        """Where prompts wait for each other, what is read next decides when all of them are answered, and steps that
+        come sooner would only keep it longer: so they leave it the device for a while, which is no time of the host's.
+        """
+        pause = rest(self.shard.device, min(self._took // SHARE, LONGEST_NS)) if self.crowded() else 0
+        flying = self._launched(rows, tokens, ahead)
+        flying.pause = pause
+        return flying
 
     def _launched(self, rows: Sequence[Going], tokens: Tensor, ahead: int = 0) -> Flying:
         """A step of everybody's next token; of the first `ahead` rows, the one after what the host knows."""
@@ -214,6 +233,16 @@ class StepsAhead:
                 row.member.state.commit(agreed.tokens)
             outcomes.append((row, decoded(row.member, agreed, took)))
         return outcomes
+
+
+def rest(device: torch.device, ns: int) -> int:
+    """What a GPU is told next in this stream begins so much later, and what it was told in others goes on: a kernel of
+    one thread looks at the clock. Nanoseconds; 0 elsewhere.
+    """
+    if device.type != "cuda":
+        return 0
+    torch.cuda._sleep(round(CYCLES * ns))  # type: ignore[no-untyped-call] # noqa: SLF001 - it has no other name
+    return ns
 
 
 def fed(rows: Sequence[Going]) -> Tensor:

@@ -6,11 +6,14 @@ import asyncio
 import threading
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import anyio
 import pytest
+import torch
 from attrs import evolve
 
+from adapters.device import ahead
 from adapters.device.sampling import Picking
 from adapters.device.underway import StepsTaken, goes_on
 from effects.all import Ask, Launch
@@ -267,6 +270,41 @@ async def test_what_a_step_raises_is_told_to_all_who_are_in_it_and_to_nobody_els
     ]
     states = [on_fake.executor.serving(client.slot, client.request) for client in (first, second, third)]
     assert [isinstance(state, DeviceFailed) for state in states] == [False, True, True]
+
+
+async def test_where_prompts_wait_for_each_other_a_step_leaves_them_the_device_for_a_part_of_its_time(
+    on_fake, monkeypatch
+):
+    """And is told without it."""
+    monkeypatch.setattr(FakeShard, "runs_ahead", True)
+    rests, steps, forward, now, due = list[int](), list[int](), FakeShard.forward, [0], [0]
+
+    def rest(_: torch.device, ns: int) -> int:
+        rests.append(ns)
+        due.append(ns)  # a device comes to that when it is done with the step before
+        return ns
+
+    def slow(self, step, inputs):
+        steps.append(step.rows)
+        now[0] += due.pop(0) + (1000 if len(steps) < 15 else 10**9)
+        due.extend([0][len(due) :])
+        return forward(self, step, inputs)
+
+    expected = await opened(on_fake)
+    await went(on_fake, *expected, steps=STEPS)
+    on_fake.executor.decoding.ahead.crowded = lambda: len(steps) in (3, 4, 15)
+    monkeypatch.setattr(ahead, "rest", rest)
+    monkeypatch.setattr(ahead, "time", SimpleNamespace(perf_counter_ns=lambda: now[0]))
+    clients = await opened(on_fake)
+    monkeypatch.setattr(FakeShard, "forward", slow)
+    told = await went(on_fake, *clients, steps=STEPS)
+    assert [client.answer for client in clients] == [client.answer for client in expected]
+    assert rests == [200, 200, ahead.LONGEST_NS], (
+        "a fifth of what the last step took that was looked at, without its rest"
+    )
+    took = sum(one.ns * one.steps for request, one in told if request == clients[0].request)
+    launching = 1000  # the first one, which is before the clock is looked at
+    assert took == pytest.approx(now[0] - launching - sum(rests), abs=STEPS), "a mean is rounded"
 
 
 async def test_who_is_given_up_ends_it_for_nobody_else(on_fake, monkeypatch):

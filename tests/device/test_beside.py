@@ -340,8 +340,8 @@ async def test_a_gpu_is_at_both_and_every_answer_is_the_one_alone(pages, span):
                 assert client.answer == answer
             times += 1
 
-    for _ in range(3):
-        done = anyio.Event()
+    for gives_way in (False, True, False):
+        done, driver.executor.decoding.ahead.crowded = anyio.Event(), lambda gives_way=gives_way: gives_way
         with anyio.fail_after(20):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(answering)

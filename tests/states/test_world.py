@@ -31,7 +31,7 @@ from states.recover import TWICE
 from states.residency import Residence
 from states.settings import Settings
 from states.slots import Slot
-from states.world import Out, World, advance, begin, hurried, reading
+from states.world import Out, World, advance, begin, crowded, hurried, reading
 from tests.states.builders import (
     DRAFT,
     HERE,
@@ -271,6 +271,14 @@ def test_a_second_device_is_a_place_in_the_settings() -> None:
     world, _ = advance(world, ForRequest(TWO, ModelUnloaded(9)))
     assert list(world.requests) == [ONE]
     assert world.lanes[beside].running == ()
+
+
+def test_prompts_crowd_where_one_waits_for_another_that_is_read_beside_decode_steps() -> None:
+    beside = evolve(PLAIN, beside_rows=8, chunk=16)
+    asked = (submitted(ONE), submitted(TWO), (ONE, PrefillAdvanced(16)), (TWO, PrefillAdvanced(16)))
+    worlds = [after(beside, *asked[:count])[0] for count in range(len(asked) + 1)]
+    assert [crowded(world) for world in worlds] == [False, False, True, False, False]
+    assert not crowded(after(PLAIN, *asked[:2])[0]), "they take turns with steps there"
 
 
 def test_a_wide_prefill_goes_beside_decode_steps_and_its_last_rows_with_them() -> None:
