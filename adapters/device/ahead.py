@@ -27,7 +27,7 @@ from effects.job import Sampling
 log = logging.getLogger("rekindle.device")
 
 SHARE = 5  # the fifth part of what a step takes is let pass before the next one, while prompts wait for each other
-LONGEST_NS = 20_000_000  # of that, whatever a step took
+LONGEST_NS = 100_000_000  # a step, as far as that goes; and one that took longer than the one before it says nothing
 CYCLES = 1.7  # of a GPU's clock in a nanosecond, more or less
 
 
@@ -72,7 +72,7 @@ class StepsAhead:
     abandoned: Callable[[RequestId], bool]
     follow: Callable[[Step, Forward, Sequence[Kept], Sequence[SlotState]], object]
     crowded: Callable[[], bool] = field(init=False, default=lambda: False)
-    _took: int = field(init=False, default=0)  # nanoseconds of the last step that was looked at, without its pause
+    _took: tuple[int, int] = field(init=False, default=(0, 0))  # nanoseconds of the last two steps, without pauses
     _nobody: Sampler | None = field(init=False, default=None)  # how what nobody wants is picked
     _under_way: Flying | None = field(init=False, default=None)  # where one before it was looked at
 
@@ -110,8 +110,8 @@ class StepsAhead:
             following = self._following(flying, staying, self._going(company.joined(), company), company)
             assert flying.picking is not None
             picked, before, started = flying.picking.read(), started, clock()
-            self._took = max(1, started - before - flying.pause)
-            outcomes = self._landed(flying, picked, self._took)
+            self._took = self._took[1], max(1, started - before - flying.pause)
+            outcomes = self._landed(flying, picked, self._took[1])
             onward = set() if following is None else set(staying)
             for row, outcome in outcomes:
                 row.ended = row not in onward or not goes_on(row.member, outcome)
@@ -180,7 +180,7 @@ class StepsAhead:
         """Where prompts wait for each other, what is read next decides when all of them are answered, and steps that
         come sooner would only keep it longer: so they leave it the device for a while, which is no time of the host's.
         """
-        pause = rest(self.shard.device, min(self._took // SHARE, LONGEST_NS)) if self.crowded() else 0
+        pause = rest(self.shard.device, min(*self._took, LONGEST_NS) // SHARE) if self.crowded() else 0
         flying = self._launched(rows, tokens, ahead)
         flying.pause = pause
         return flying
