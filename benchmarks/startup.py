@@ -1,5 +1,6 @@
 """From `rekindle serve` to the ready line and to the first token, as a person would see it: a first start, which finds
-nothing that an earlier one kept, and the second one after it.
+nothing that an earlier one kept, the second one after it, and the one after weeks of use, which finds prompts in the
+cache and as many answers and responses as are kept.
 
 `python -m benchmarks.startup [--runs 5]`
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import re
 import resource
 import subprocess
@@ -19,14 +21,20 @@ from typing import Any
 
 import httpx
 
+from adapters.http import archive, turn_memory
+from adapters.http.cabinet import signed
 from benchmarks.report import machine, median, raw, table
 
 ROOT = Path(__file__).parents[1]
+PROMPTS, TOKENS = 8, 2048  # that are kept before the last start
+ANSWER, RESPONSE = 300, 14_000  # tokens, and bytes: as many files as there may be are within their limits then
 STEP = re.compile(r"starting: (?!still )(.*) \((.*) s\)")
 
 
-def once(home: Path) -> tuple[dict[str, Any], list[tuple[str, float]]]:
-    """Seconds, and when which step began. home: where it keeps what it measured, and prompts."""
+def once(home: Path, prompts: int = 0) -> tuple[dict[str, Any], list[tuple[str, float]]]:
+    """Seconds, and when which step began. home: where it keeps what it measured, and prompts, of which it is sent so
+    many behind that.
+    """
     log, spent, start = home / "log", processor(), time.monotonic()
     with log.open("w") as errors:
         process = subprocess.Popen(
@@ -47,12 +55,28 @@ def once(home: Path) -> tuple[dict[str, Any], list[tuple[str, float]]]:
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
             next(chunk for chunk in response.iter_lines() if '"text":' in chunk)
             first = time.monotonic() - start
+        for seed in range(prompts):
+            tokens = random.Random(seed).choices(range(10, 4000), k=TOKENS)
+            httpx.post(f"{url}/v1/completions", json={"prompt": tokens, "max_tokens": 1}, timeout=60).raise_for_status()
     finally:
         process.terminate()
         process.wait(30)
         process.stdout.close()
     steps = [(step, float(seconds)) for step, seconds in STEP.findall(log.read_text())]
     return {"ready_s": ready, "first_token_s": first, "processor_s": processor() - spent}, steps
+
+
+def fill(kept: Path) -> None:
+    """What weeks of answers and of responses leave."""
+    numbers = random.Random(0)
+    for place in range(turn_memory.MOST):
+        tokens = tuple(numbers.choices(range(10, 4000), k=ANSWER))
+        record = turn_memory.ENCODER.encode(turn_memory.TurnRecord("", (f"call_{place}",), 3, tokens))
+        (kept / "turns" / f"turn_{place:032x}").write_bytes(signed(record))
+    for place in range(archive.MOST):
+        name = f"resp_{place:024x}"
+        response = archive.ENCODER.encode({"id": name, "output": "x" * RESPONSE})
+        (kept / "responses" / name).write_bytes(signed(b" \n" + response + b"\n[]"))
 
 
 def installed() -> dict[str, str]:
@@ -73,7 +97,10 @@ def main() -> int:
     for _ in range(parser.parse_args().runs):
         with tempfile.TemporaryDirectory() as home:
             found = {}
-            for name in ("first", "second"):
+            for name in ("first", "second", "full"):
+                if name == "full":
+                    once(Path(home), PROMPTS)
+                    fill(Path(home) / "rekindle" / "kv")
                 seconds, steps[name] = once(Path(home))
                 found |= {f"{name}_{key}": value for key, value in seconds.items()}
             runs.append(found)

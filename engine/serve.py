@@ -18,11 +18,11 @@ from typing import Any, NoReturn
 import anyio
 from anyio import TASK_STATUS_IGNORED
 from anyio.abc import TaskStatus
-from attrs import define
+from attrs import define, field
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from adapters.http.apis import error_response
+from adapters.http.apis import error_response, refers
 from adapters.http.app import build_app
 from adapters.http.archive import Archive
 from adapters.http.cabinet import Cabinet
@@ -33,7 +33,6 @@ from adapters.http.options import EdgeOptions
 from adapters.http.page import files
 from adapters.http.server import Serving, serve
 from adapters.http.turn_memory import TurnMemory
-from adapters.store.folder import Folder, FolderUnusable
 from adapters.watched import Watched
 from effects.job import Sampling
 from engine import __version__
@@ -45,10 +44,10 @@ from engine.human import size
 from engine.options import Options
 from engine.preflight import unheard
 from engine.reading import Reading, load_text
+from engine.recall import follow
 from engine.refusal import Refusal, innermost, told
 from engine.remote import hops, placement
 from engine.startup import TOKENIZER, Steps
-from engine.storing import disk_folder
 from engine.target import Target
 from engine.tidy import tidied
 from engine.trace import VERSION, Header, Recorder
@@ -94,9 +93,12 @@ def leave(status: int) -> NoReturn:
 
 @define
 class Gate:
-    """Answers 503 while the model loads, the page apart, which says so; then the real application takes over."""
+    """Answers 503 while the model loads, the page apart, which says so; then the real application takes over. recalled:
+    what earlier processes have said is there; who may refer to it waits for that.
+    """
 
     app: ASGIApp | None = None
+    recalled: anyio.Event = field(factory=anyio.Event)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -104,6 +106,8 @@ class Gate:
                 await receive()
                 await send({"type": f"lifespan.{phase}.complete"})
         elif self.app is not None:
+            if scope["type"] == "http" and refers(scope):
+                await self.recalled.wait()
             await self.app(scope, receive, send)
         elif (file := files.files().get(files.meant(scope, scope["path"]))) and scope["method"] in {"GET", "HEAD"}:
             await files.answered(file, Headers(scope=scope))(scope, receive, send)
@@ -172,8 +176,6 @@ async def serve_model(
         cabinets: dict[str, Cabinet] = {RESPONSES: archive, TURNS: memory}
         if frozen is not None:
             cabinets[FROZEN] = frozen
-        for name, cabinet in cabinets.items():
-            await open_cabinet(cabinet, options, name)
         async with engine(
             target.settings,
             target.executor,
@@ -195,8 +197,7 @@ async def serve_model(
             OWN.keep()
             async with anyio.create_task_group() as beside:
                 beside.start_soon(tidied, running.runner, target.lane)
-                for cabinet in cabinets.values():
-                    beside.start_soon(cabinet.run)
+                beside.start_soon(follow, cabinets, options, gate.recalled)
                 await stopped(stop, target.executor.threads)
                 beside.cancel_scope.cancel()
             log.info("draining: newcomers are refused, running requests get %g s", options.grace)
@@ -230,19 +231,6 @@ async def stopped(stop: anyio.Event, threads: Sequence[Watched], every_s: float 
             raise Refusal(f"the thread {dead[0].name} has died ({dead[0].trouble}); the log above says where")
         with anyio.move_on_after(every_s):
             await stop.wait()
-
-
-async def open_cabinet(cabinet: Cabinet, options: Options, name: str) -> None:
-    """With what an earlier process kept in it, in a folder of the cache's."""
-    folder = disk_folder(options)
-    if folder is None:
-        return
-    try:
-        cabinet.folder = Folder.open(folder / name)
-    except FolderUnusable as error:
-        log.warning("%s are not kept on disk: %s", cabinet.what, error)
-        return
-    await anyio.to_thread.run_sync(cabinet.load)
 
 
 async def close_connections(serving: Serving, deadline: float) -> bool:

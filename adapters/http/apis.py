@@ -13,11 +13,19 @@ from adapters.http.errors import ApiError
 from adapters.http.llamacpp import LLAMACPP
 from adapters.http.messages import MESSAGE_TOKENS, MESSAGES
 from adapters.http.paths import canonical
+from adapters.http.responses import PATH as RESPONSES
 
 # responses are kept for whoever asked for them: see kept_responses.py
 STATELESS = (CHAT, COMPLETIONS, MESSAGES, LLAMACPP)
 COUNTERS = (CHAT_TOKENS, MESSAGE_TOKENS)
 PATHS = frozenset(api.path for api in STATELESS)
+PLAIN = frozenset({COMPLETIONS.path, LLAMACPP.path})  # text alone: nothing that was said before is meant
+
+
+def refers(scope: Scope) -> bool:
+    """May a request mean something that was said before, or leave it?"""
+    path = canonical(scope["path"], PATHS)
+    return path.startswith(RESPONSES) or (scope["method"] not in {"GET", "HEAD"} and path not in PLAIN)
 
 
 def dialect_of(scope: Scope) -> Dialect:

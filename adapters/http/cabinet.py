@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import re
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -99,15 +98,15 @@ class Cabinet(ABC):
         """What an earlier process left there: the newest, as many as are kept. For a thread, before anything else."""
         if self.folder is None:
             return
-        written: list[tuple[int, str]] = []
-        for name, _ in self._owned.names():
+        written, limits = list[tuple[int, str, int]](), self.limits
+        for name, about in self._owned.files():
             if self.names.fullmatch(name):
-                written.append((self._written(name), name))
+                written.append((about.st_mtime_ns, name, about.st_size))
             elif name.startswith(TEMPORARY):
                 self._remove(name)
-        for _, name in sorted(written, reverse=True):
-            raw = self._read(name)
-            room = len(self._raw) < self.limits.count and self._bytes + len(raw) <= self.limits.size
+        for _, name, size in sorted(written, reverse=True):
+            raw = self._read(name, min(size, DIGEST + limits.largest + 1))
+            room = len(self._raw) < limits.count and self._bytes + len(raw) <= limits.size
             whole = self.is_whole(raw)
             self.damaged += not whole
             if room and whole:
@@ -155,16 +154,10 @@ class Cabinet(ABC):
         assert self.folder is not None
         return self.folder
 
-    def _written(self, name: str) -> int:
-        """When, in nanoseconds; 0 for what cannot be opened."""
+    def _read(self, name: str, size: int) -> bytes:
+        """Nothing, where that fails; of one that is longer, a byte more."""
         with suppress(OSError), open(self._owned.opener(name), "rb") as file:  # noqa: PTH123 - by descriptor
-            return os.fstat(file.fileno()).st_mtime_ns
-        return 0
-
-    def _read(self, name: str) -> bytes:
-        """Nothing, where that fails."""
-        with suppress(OSError), open(self._owned.opener(name), "rb") as file:  # noqa: PTH123 - by descriptor
-            return file.read(DIGEST + self.limits.largest + 2)
+            return file.read(size + 1)
         return b""
 
     def _remove(self, name: str) -> None:

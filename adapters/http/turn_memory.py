@@ -41,7 +41,15 @@ class TurnRecord:
     moved: tuple[MovedText, ...] | None = None
 
 
-ENCODER, DECODER = msgspec.json.Encoder(), msgspec.json.Decoder(TurnRecord)
+@frozen
+class CallsOfTurn:
+    """Of a record, whose it is and which calls: all that is asked of each of thousands at a start."""
+
+    owner: str
+    calls: tuple[str, ...]
+
+
+ENCODER, DECODER, CALLS = msgspec.json.Encoder(), msgspec.json.Decoder(TurnRecord), msgspec.json.Decoder(CallsOfTurn)
 
 
 @define(eq=False)
@@ -92,12 +100,12 @@ class TurnMemory(Cabinet):
     def _put(self, name: str, raw: bytes) -> None:
         self._forget(name)
         super()._put(name, raw)
-        record = record_of(raw)
+        record = calls_of(raw)
         self._named.update(((record.owner, call), name) for call in record.calls)
 
     def _forget(self, name: str) -> None:
         if (raw := self.find(name)) is not None:
-            record = record_of(raw)
+            record = calls_of(raw)
             for call in record.calls:
                 if self._named.get((record.owner, call)) == name:
                     del self._named[record.owner, call]
@@ -113,6 +121,11 @@ class TurnMemory(Cabinet):
 def record_of(raw: bytes) -> TurnRecord:
     """Raises msgspec.DecodeError for what was never written here."""
     return DECODER.decode(raw[DIGEST + 1 :])
+
+
+def calls_of(raw: bytes) -> CallsOfTurn:
+    """Of what is whole."""
+    return CALLS.decode(raw[DIGEST + 1 :])
 
 
 def name_of(key: str) -> str:

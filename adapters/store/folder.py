@@ -67,9 +67,13 @@ class Folder:
 
     def names(self) -> list[tuple[str, int]]:
         """(name, bytes) of the regular files. A name may be anything."""
+        return [(name, about.st_size) for name, about in self.files()]
+
+    def files(self) -> list[tuple[str, os.stat_result]]:
+        """The same, with all that is known of them."""
         with os.scandir(self._descriptor) as found:
             return [
-                (entry.name, entry.stat(follow_symlinks=False).st_size)
+                (entry.name, entry.stat(follow_symlinks=False))
                 for entry in found
                 if entry.is_file(follow_symlinks=False)
             ]
