@@ -19,7 +19,7 @@ from adapters.store.codec import Fixed, quicker
 from adapters.store.disk import Disk
 from adapters.store.store import Store
 from adapters.transfer.rehearsal import Load, Rehearsal
-from engine.kept import Kept
+from engine.kept import Kept, alike
 from engine.measure import quickest, run_chunk
 from engine.remote import placement
 from states.rates import ALONE, SLOWEST, Rates, factor, prefill_time
@@ -69,7 +69,7 @@ class Loading:
         factors = value["prefill_beside"], value["load_beside"]
         if not all(type(number) is int for number in (*times, *factors)):
             raise ValueError("a time that is no whole number")
-        possible = all(0 <= one <= MOST_NS for one in times)
+        possible = all(0 <= one <= MOST_NS for one in times) and (value["disk"] or not value["single"])
         if not possible or not all(one == 0 or ALONE <= one <= SLOWEST for one in factors):
             raise ValueError("a time that cannot be")
         return cls(**value)
@@ -110,17 +110,18 @@ def with_loading(rates: Rates, store: Store[Disk], shard: Pipeline, *, chunk: in
 
 def known(kept: Kept, key: str, rehearsal: Rehearsal, compute: Callable[[], None] | None) -> Loading:
     """A few of its own files are read in any case, so that what was kept is of the disk as it is today: one after the
-    other, which is soon done, and as a restore does it where only samples have told so far.
+    other, which is soon done, and as a restore does it where that took much longer or less before, or where only
+    samples have told so far.
     """
     before, disk = kept.recalled(key, Loading.from_json), rehearsal.store.disk
     with ExitStack() as stack:
         own = [] if disk is None else stack.enter_context(rehearsal.files(disk))
         if before is not None and not own:
             return before
-        single = rehearsal.single(own)
-        if before is not None and before.single and single:
-            return before.today(single)
         rehearsal.store.ready.wait()  # buffers that were not prepared yet would be slower ones
+        single = rehearsal.single(own)
+        if before is not None and before.single and alike(single, before.single):
+            return before.today(single)
         now = rehearsal.alone(own) if own else 0
         if before is not None:
             if now:

@@ -18,11 +18,11 @@ from typing import Any, NoReturn
 import anyio
 from anyio import TASK_STATUS_IGNORED
 from anyio.abc import TaskStatus
-from attrs import define, field
+from attrs import define
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from adapters.http.apis import error_response, refers
+from adapters.http.apis import error_response
 from adapters.http.app import build_app
 from adapters.http.archive import Archive
 from adapters.http.cabinet import Cabinet
@@ -31,6 +31,7 @@ from adapters.http.errors import unavailable
 from adapters.http.freezing import FrozenMessages
 from adapters.http.options import EdgeOptions
 from adapters.http.page import files
+from adapters.http.recollection import Recollection
 from adapters.http.server import Serving, serve
 from adapters.http.turn_memory import TurnMemory
 from adapters.watched import Watched
@@ -44,10 +45,10 @@ from engine.human import size
 from engine.options import Options
 from engine.preflight import unheard
 from engine.reading import Reading, load_text
-from engine.recall import follow
 from engine.refusal import Refusal, innermost, told
 from engine.remote import hops, placement
 from engine.startup import TOKENIZER, Steps
+from engine.storing import disk_folder
 from engine.target import Target
 from engine.tidy import tidied
 from engine.trace import VERSION, Header, Recorder
@@ -93,12 +94,9 @@ def leave(status: int) -> NoReturn:
 
 @define
 class Gate:
-    """Answers 503 while the model loads, the page apart, which says so; then the real application takes over. recalled:
-    what earlier processes have said is there; who may refer to it waits for that.
-    """
+    """Answers 503 while the model loads, the page apart, which says so; then the real application takes over."""
 
     app: ASGIApp | None = None
-    recalled: anyio.Event = field(factory=anyio.Event)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -106,8 +104,6 @@ class Gate:
                 await receive()
                 await send({"type": f"lifespan.{phase}.complete"})
         elif self.app is not None:
-            if scope["type"] == "http" and refers(scope):
-                await self.recalled.wait()
             await self.app(scope, receive, send)
         elif (file := files.files().get(files.meant(scope, scope["path"]))) and scope["method"] in {"GET", "HEAD"}:
             await files.answered(file, Headers(scope=scope))(scope, receive, send)
@@ -176,6 +172,7 @@ async def serve_model(
         cabinets: dict[str, Cabinet] = {RESPONSES: archive, TURNS: memory}
         if frozen is not None:
             cabinets[FROZEN] = frozen
+        recall = Recollection(cabinets, disk_folder(options))
         async with engine(
             target.settings,
             target.executor,
@@ -190,17 +187,19 @@ async def serve_model(
         ) as running:
             running.metrics.watch_shards(partial(hops, target.shard.parts, target.draft, target.drafter))
             about = edge_options(options, target, text.sampling)
-            gate.app = build_app(running.door, text, about, running.metrics, archive, memory=memory, frozen=frozen)
+            gate.app = build_app(
+                running.door, text, about, running.metrics, archive, memory=memory, frozen=frozen, recall=recall
+            )
             steps.done()
             settle()
             announce(options, target, serving, time.monotonic() - steps.began)
             OWN.keep()
             async with anyio.create_task_group() as beside:
                 beside.start_soon(tidied, running.runner, target.lane)
-                beside.start_soon(follow, cabinets, options, gate.recalled)
+                beside.start_soon(recall.run)
                 await stopped(stop, target.executor.threads)
                 beside.cancel_scope.cancel()
-            log.info("draining: newcomers are refused, running requests get %g s", options.grace)
+            log.info("draining: newcomers are refused, running requests get %g s, or stop again", options.grace)
             deadline = anyio.current_time() + options.grace
             clean = await running.door.drain(options.grace)
             clean = await close_connections(serving, deadline) and clean

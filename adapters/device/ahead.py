@@ -28,7 +28,7 @@ log = logging.getLogger("rekindle.device")
 
 SHARE = 5  # the fifth part of what a step takes is let pass before the next one, while prompts wait for each other
 LONGEST_NS = 100_000_000  # a step, as far as that goes; and one that took longer than the one before it says nothing
-CYCLES = 1.7  # of a GPU's clock in a nanosecond, more or less
+CYCLES = 1.7  # of a GPU's clock in a nanosecond, more or less: what it sleeps beyond that counts as the step's time
 
 
 @define(eq=False)

@@ -16,16 +16,16 @@ from adapters.http.paths import canonical
 from adapters.http.responses import PATH as RESPONSES
 
 # responses are kept for whoever asked for them: see kept_responses.py
+TEMPLATE = "/apply-template"
 STATELESS = (CHAT, COMPLETIONS, MESSAGES, LLAMACPP)
 COUNTERS = (CHAT_TOKENS, MESSAGE_TOKENS)
 PATHS = frozenset(api.path for api in STATELESS)
-PLAIN = frozenset({COMPLETIONS.path, LLAMACPP.path})  # text alone: nothing that was said before is meant
+CONVERSATIONS = frozenset({CHAT.path, CHAT_TOKENS.path, MESSAGES.path, MESSAGE_TOKENS.path, RESPONSES, TEMPLATE})
 
 
-def refers(scope: Scope) -> bool:
-    """May a request mean something that was said before, or leave it?"""
-    path = canonical(scope["path"], PATHS)
-    return path.startswith(RESPONSES) or (scope["method"] not in {"GET", "HEAD"} and path not in PLAIN)
+def refers(path: str) -> bool:
+    """May a request mean something that was said before, or leave it? path: as it is known."""
+    return path in CONVERSATIONS or path.startswith(f"{RESPONSES}/")
 
 
 def dialect_of(scope: Scope) -> Dialect:

@@ -21,7 +21,7 @@ from starlette.routing import Route
 from adapters.http import chat, controls, models
 from adapters.http.access_log import NOTE, refused
 from adapters.http.api import Api, Asked, Asker, Counter
-from adapters.http.apis import COUNTERS, STATELESS, error_response
+from adapters.http.apis import COUNTERS, STATELESS, TEMPLATE, error_response
 from adapters.http.archive import Archive
 from adapters.http.body import reading
 from adapters.http.compression import Sessions
@@ -46,6 +46,7 @@ from adapters.http.options import EdgeOptions
 from adapters.http.page import files
 from adapters.http.page.events import Listener, Watch
 from adapters.http.prompts import rendered
+from adapters.http.recollection import Recollection
 from adapters.http.reply import Reply
 from adapters.http.retry import Turnover
 from adapters.http.run import Ended
@@ -71,11 +72,12 @@ def build_app(
     *,
     memory: TurnMemory | None = None,
     frozen: FrozenMessages | None = None,
+    recall: Recollection | None = None,
 ) -> Starlette:
     """The whole server as an ASGI application. Its lifespan ends what `text` started.
 
     archive, memory: of responses, and of the tokens of answers; None: they end with the process.  frozen: what aged
-    messages were frozen to; None: they are not.
+    messages were frozen to; None: they are not.  recall: what reads these; None: they are as they are.
     """
     archive, memory = Archive() if archive is None else archive, TurnMemory() if memory is None else memory
     edge = Edge(door, text, options, metrics, archive, memory, frozen)
@@ -102,7 +104,7 @@ def build_app(
 
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Guard, options=options, metrics=metrics, paths=paths)],
+        middleware=[Middleware(Guard, options=options, metrics=metrics, paths=paths, recall=recall)],
         exception_handlers={ApiError: answer_error, HTTPException: answer_http_error},
         lifespan=lifespan,
     )
@@ -141,7 +143,7 @@ class Edge:
             *self.kept.routes(self.generate, self.count),
             Route("/tokenize", self.tokenize, methods=post),
             Route("/detokenize", self.detokenize, methods=post),
-            Route("/apply-template", self.apply_template, methods=post),
+            Route(TEMPLATE, self.apply_template, methods=post),
             Route("/v1/models", self.models, methods=get),
             Route("/v1/models/{model:path}", self.model, methods=get),
             Route("/health", self.health, methods=get),

@@ -12,11 +12,13 @@ import logging
 import re
 from abc import ABC, abstractmethod
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import ClassVar
 
 import anyio
+import msgspec
 from attrs import define, field, frozen
 
 from adapters.store.folder import TEMPORARY, Folder
@@ -24,6 +26,7 @@ from adapters.store.folder import TEMPORARY, Folder
 log = logging.getLogger("rekindle.http")
 DIGEST = 64  # letters of it
 CLOSING_S = 0.5  # for what is not written yet
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what reading bytes of anybody's may raise
 
 
 @frozen
@@ -94,8 +97,10 @@ class Cabinet(ABC):
 
     # -- the folder
 
-    def load(self) -> None:
-        """What an earlier process left there: the newest, as many as are kept. For a thread, before anything else."""
+    def load(self, given_up: Callable[[], bool] = lambda: False) -> None:
+        """What an earlier process left there: the newest, as many as are kept. For a thread, before anything else.
+        given_up: asked before each file. Raises OSError.
+        """
         if self.folder is None:
             return
         written, limits = list[tuple[int, str, int]](), self.limits
@@ -105,6 +110,8 @@ class Cabinet(ABC):
             elif name.startswith(TEMPORARY):
                 self._remove(name)
         for _, name, size in sorted(written, reverse=True):
+            if given_up():
+                return
             raw = self._read(name, min(size, DIGEST + limits.largest + 1))
             room = len(self._raw) < limits.count and self._bytes + len(raw) <= limits.size
             whole = self.is_whole(raw)

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from attrs import define, evolve, field, frozen
 
-from adapters.http.cabinet import DIGEST, Cabinet, Limits, is_signed
+from adapters.http.cabinet import DIGEST, UNREADABLE, Cabinet, Limits, is_signed
 from effects.compression import WHOLE, Compression, PromptPart, remaining, tokens_in
 from effects.ids import RequestId, Span, Tokens
 from effects.job import Job, aged
@@ -56,7 +56,7 @@ class FrozenMessages(Cabinet):
             return False
         try:
             spans = spans_in(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except UNREADABLE:
             return False
         edges = [at for span in spans for at in span]
         return edges == sorted(edges) and min(edges, default=0) >= 0

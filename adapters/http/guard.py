@@ -20,11 +20,12 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from adapters.http.access_log import ABOUT, ARRIVED, NOTE, refused
-from adapters.http.apis import error_response
+from adapters.http.apis import error_response, refers
 from adapters.http.errors import ApiError
 from adapters.http.options import EdgeOptions
 from adapters.http.page import files
 from adapters.http.paths import canonical
+from adapters.http.recollection import Recollection
 from adapters.metrics import Metrics
 
 log = logging.getLogger("rekindle.http")
@@ -36,8 +37,10 @@ PREFLIGHT = {"access-control-allow-methods": "GET, POST, DELETE", "access-contro
 
 
 class Guard:
-    def __init__(self, app: ASGIApp, options: EdgeOptions, metrics: Metrics, paths: frozenset[str]) -> None:
-        self.app, self.options, self.metrics, self.paths = app, options, metrics, paths
+    def __init__(
+        self, app: ASGIApp, options: EdgeOptions, metrics: Metrics, paths: frozenset[str], recall: Recollection | None
+    ) -> None:
+        self.app, self.options, self.metrics, self.paths, self.recall = app, options, metrics, paths, recall
         self.keys = tuple(digest(key.encode()) for key in options.api_keys)
         self.everywhere = any(is_address(host, "is_unspecified") for host in options.allowed_hosts)
 
@@ -71,6 +74,8 @@ class Guard:
                 await Response(status_code=204, headers=allowed)(scope, receive, watched)
                 return
             scope[CALLER] = self.check_key(scope["path"], headers)
+            if self.recall is not None and refers(scope["path"]):
+                await self.recall.wait()
             await self.app(scope, receive, watched)
         except ApiError as error:
             error.headers = {**error.headers, "connection": "close"}  # its body stays unread

@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 from attrs import define, field, frozen
 
-from adapters.http.cabinet import DIGEST, Cabinet, Limits, is_signed
+from adapters.http.cabinet import DIGEST, UNREADABLE, Cabinet, Limits, is_signed
 from adapters.text.answer.pieces import AnswerPiece, CallBegun
 from adapters.text.conversation import ChatMessage, MovedText
 from adapters.text.reading import Reading, Utterance, heard, key_of
@@ -68,11 +68,13 @@ class TurnMemory(Cabinet):
         return Limits(MOST, MOST_BYTES, LARGEST)
 
     def is_whole(self, raw: bytes) -> bool:
+        if not is_signed(raw):
+            return False
         try:
             record_of(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except UNREADABLE:
             return False
-        return is_signed(raw)
+        return True
 
     def turn(self, owner: str, said: Utterance) -> Turn | None:
         found = self.record(owner, said)

@@ -1,7 +1,7 @@
 """How fast rows come back here, measured by bringing some back before anybody waits: from files, and from host memory.
 
-It uses what will serve: the same readers, as many runs at once, the same copies into a slot. So the first restore does
-not pay for threads, streams and pages that were never touched either.
+It uses what will serve: the same readers, as many runs at once, the same copies into a slot; one run after the other
+where that only has to tell whether it is as it was.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from adapters.store.store import AHEAD, Store
 from adapters.transfer.copy import Mover, RowHolder, movers
 
 LIMIT_NS = 40_000_000  # after which a measurement takes no more runs: six that are on their way are finished
-SINGLE_NS = 10_000_000  # after which no further one is read by itself
-SINGLES = 3  # read by themselves at most: the first one finds a disk that was idle
+SINGLE_NS = 20_000_000  # after which no further one is read by itself
+SINGLES = 2  # read by themselves at most: the first one finds a disk that was idle
 RUNS = 2 * AHEAD  # of its own that are read at most
 SAMPLE = 4 << 20  # content bytes of a file that is only written to be read
 LEAST = 2 * SAMPLE  # bytes of its own files that say how fast many of them are read

@@ -16,6 +16,7 @@ from adapters.http.app import build_app
 from adapters.http.archive import Archive
 from adapters.http.freezing import FrozenMessages
 from adapters.http.options import EdgeOptions
+from adapters.http.recollection import Recollection
 from adapters.http.server import Serving, serve
 from adapters.http.turn_memory import TurnMemory
 from adapters.metrics import Metrics
@@ -74,9 +75,10 @@ async def served(
     kept: Path | None = None,
     turns: Path | None = None,
     frozen: FrozenMessages | None = None,
+    recall: Recollection | None = None,
     **options: Any,
 ) -> AsyncIterator[Site]:
-    """kept: where responses are.  turns: where the tokens of answers are."""
+    """kept: where responses are.  turns: where the tokens of answers are.  recall: who may mean these waits for it."""
     text = Text.load(folder)
     await text.check()
     edge = evolve(EdgeOptions("small", 4096, text.tokenizer.size), **options)
@@ -93,7 +95,7 @@ async def served(
         ready.set()
 
     async with FakeDoor.opened(digest_script(20, 300), **door or {}) as fake, anyio.create_task_group() as tasks:
-        app = build_app(fake, text, edge, metrics, archive, memory=memory, frozen=frozen)
+        app = build_app(fake, text, edge, metrics, archive, memory=memory, frozen=frozen, recall=recall)
 
         async def run() -> None:
             await serve(app, "127.0.0.1", 0, on_listening=on_listening, **{"grace_s": 2} | (server or {}))

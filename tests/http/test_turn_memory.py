@@ -347,6 +347,7 @@ async def test_damaged_and_foreign_files_are_no_turns(tmp_path: Path) -> None:
     for number, raw in enumerate((good[:-1], b"", good + b" ", good.replace(b"call_a", b"call_b")), 2):
         (tmp_path / name_of(key(number))).write_bytes(raw)
     lies = [b"{}", b"[]", b'{"owner":"","calls":[],"lead":-1,"tokens":[]}', b"null", b"[" * 100_000]
+    lies += [b'{"owner":"","calls":[],"lead":0,"tokens":[],"more":' + b"[" * 3000]
     lies += [b'{"owner":"","calls":[],"lead":0,"tokens":[%s]}' % one for one in (b"-1", b"1.5", b"1e99", b'"1"')]
     for number, body in enumerate(lies, 10):
         (tmp_path / name_of(key(number))).write_bytes(signed(body))

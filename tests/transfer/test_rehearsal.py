@@ -92,8 +92,8 @@ def test_one_after_the_other_the_quickest_tells_and_no_more_are_read_than_there_
 
         return loaded
 
-    assert rehearsal.single(list(map(load, (4_000_000, 2_000_000, 3_000_000, 1_000_000)))) == 2_000
-    assert read == [4_000_000, 2_000_000, 3_000_000], "of many a few tell enough"
+    assert rehearsal.single(list(map(load, (4_000_000, 2_000_000, 1_000_000)))) == 2_000
+    assert read == [4_000_000, 2_000_000], "of many a few tell enough"
     read.clear()
     assert rehearsal.single(list(map(load, (60_000_000, 2_000_000)))) == 60_000
     assert read == [60_000_000], "there was no time for another one"
