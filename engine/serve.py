@@ -203,6 +203,8 @@ async def serve_model(
             deadline = anyio.current_time() + options.grace
             clean = await running.door.drain(options.grace)
             clean = await close_connections(serving, deadline) and clean
+            if not clean:
+                log.warning("%g s are over: what was still running was cut short", options.grace)
         for cabinet in cabinets.values():
             await cabinet.close(deadline)
         await text.aclose()
