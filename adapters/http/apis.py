@@ -15,8 +15,8 @@ from adapters.http.messages import MESSAGE_TOKENS, MESSAGES
 from adapters.http.paths import canonical
 from adapters.http.responses import PATH as RESPONSES
 
-# responses are kept for whoever asked for them: see kept_responses.py
 TEMPLATE = "/apply-template"
+# responses are kept for whoever asked for them: see kept_responses.py
 STATELESS = (CHAT, COMPLETIONS, MESSAGES, LLAMACPP)
 COUNTERS = (CHAT_TOKENS, MESSAGE_TOKENS)
 PATHS = frozenset(api.path for api in STATELESS)
