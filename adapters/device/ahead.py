@@ -27,7 +27,7 @@ from effects.job import Sampling
 log = logging.getLogger("rekindle.device")
 
 SHARE = 5  # the fifth part of what a step takes is let pass before the next one, while prompts wait for each other
-LONGEST_NS = 100_000_000  # a step, as far as that goes; and one that took longer than the one before it says nothing
+LONGEST_NS = 100_000_000  # that a step counts for there
 CYCLES = 1.7  # of a GPU's clock in a nanosecond, more or less: what it sleeps beyond that counts as the step's time
 
 
@@ -165,7 +165,7 @@ class StepsAhead:
                 tokens = tokens[torch.tensor(places, dtype=torch.int64).to(tokens.device, non_blocking=True)]
             if joining:
                 tokens = torch.cat((tokens, fed(joining).to(tokens.device, non_blocking=True)))
-            following = self._behind([*staying, *joining], tokens, len(staying)) if staying or joining else None
+            following = self._after_rest([*staying, *joining], tokens, len(staying)) if staying or joining else None
         except Exception as error:
             if not ran_out_of_memory(error):
                 raise
@@ -176,9 +176,10 @@ class StepsAhead:
             row.left -= 1
         return following
 
-    def _behind(self, rows: Sequence[Going], tokens: Tensor, ahead: int) -> Flying:
+    def _after_rest(self, rows: Sequence[Going], tokens: Tensor, ahead: int) -> Flying:
         """Where prompts wait for each other, what is read next decides when all of them are answered, and steps that
-        come sooner would only keep it longer: so they leave it the device for a while, which is no time of the host's.
+        come sooner would only keep it longer: so they leave it the device for a while, which is no time of the host's. Of
+        two steps the shorter one says for how long, since one alone may have been late.
         """
         pause = rest(self.shard.device, min(*self._took, LONGEST_NS) // SHARE) if self.crowded() else 0
         flying = self._launched(rows, tokens, ahead)
