@@ -178,8 +178,8 @@ class StepsAhead:
 
     def _after_rest(self, rows: Sequence[Going], tokens: Tensor, ahead: int) -> Flying:
         """Where prompts wait for each other, what is read next decides when all of them are answered, and steps that
-        come sooner would only keep it longer: so they leave it the device for a while, which is no time of the host's. Of
-        two steps the shorter one says for how long, since one alone may have been late.
+        come sooner would only keep it longer: so they leave it the device for a while, which is no time of the host's.
+        Of two steps the shorter one says for how long, since one alone may have been late.
         """
         pause = rest(self.shard.device, min(*self._took, LONGEST_NS) // SHARE) if self.crowded() else 0
         flying = self._launched(rows, tokens, ahead)
