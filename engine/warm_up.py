@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from adapters.device.ahead import rest
+from adapters.device.metronome import Metronome
 from adapters.device.proposer import DraftModel
 from adapters.device.sampling import Draw, Sampler, pick
 from adapters.models.checkpoint import Checkpoint
@@ -161,7 +161,7 @@ def pick_once(device: torch.device, vocab: int) -> None:
         rows = [Draw(Sampler(sampling, (0,), vocab, device), 1) for sampling in PICKED]
         for asked in (rows, *([row] for row in rows)):
             pick(logits, asked)
-        rest(device, 1)  # as what picks does, it loads something
+        Metronome(device).beat()  # as what picks does, it loads something
 
 
 def warm_up(shard: Pipeline, draft: DraftModel | None, most_rows: int) -> None:

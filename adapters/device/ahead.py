@@ -14,6 +14,7 @@ from adapters.device.agreement import Agreed, Member, agree, decoded
 from adapters.device.buckets import bucket_of
 from adapters.device.checkpoints import Checkpoints
 from adapters.device.memory import out_of_memory, ran_out_of_memory
+from adapters.device.metronome import Metronome
 from adapters.device.sampling import Draw, Picked, Picking, Sampler, picking
 from adapters.device.slots import SlotState
 from adapters.device.tree import chain
@@ -25,10 +26,6 @@ from effects.ids import DeviceFailed, RequestId
 from effects.job import Sampling
 
 log = logging.getLogger("rekindle.device")
-
-SHARE = 5  # the fifth part of what a step takes is let pass before the next one, while prompts wait for each other
-LONGEST_NS = 100_000_000  # that a step counts for there
-CYCLES = 1.7  # of a GPU's clock in a nanosecond, more or less: what it sleeps beyond that counts as the step's time
 
 
 @define(eq=False)
@@ -48,7 +45,7 @@ class Going:
 @define(eq=False)
 class Flying:
     """A step that the device is at, or is about to be. picking: None until what is picked in the one before is known,
-    where somebody's grammar or penalties ask for it. pause: nanoseconds that the device lets pass before it.
+    where somebody's grammar or penalties ask for it.
     """
 
     rows: Sequence[Going]
@@ -56,7 +53,6 @@ class Flying:
     forward: Forward
     logits: Tensor
     picking: Picking | None
-    pause: int = 0
 
 
 @define(eq=False)
@@ -72,9 +68,12 @@ class StepsAhead:
     abandoned: Callable[[RequestId], bool]
     follow: Callable[[Step, Forward, Sequence[Kept], Sequence[SlotState]], object]
     crowded: Callable[[], bool] = field(init=False, default=lambda: False)
-    _took: tuple[int, int] = field(init=False, default=(0, 0))  # nanoseconds of the last two steps, without pauses
+    _metronome: Metronome = field(init=False)
     _nobody: Sampler | None = field(init=False, default=None)  # how what nobody wants is picked
     _under_way: Flying | None = field(init=False, default=None)  # where one before it was looked at
+
+    def __attrs_post_init__(self) -> None:
+        self._metronome = Metronome(self.shard.device)
 
     def takes(self, asks: Sequence[Ask]) -> bool:
         """Where the device can, steps follow each other, and nobody proposes."""
@@ -110,8 +109,7 @@ class StepsAhead:
             following = self._following(flying, staying, self._going(company.joined(), company), company)
             assert flying.picking is not None
             picked, before, started = flying.picking.read(), started, clock()
-            self._took = self._took[1], max(1, started - before - flying.pause)
-            outcomes = self._landed(flying, picked, self._took[1])
+            outcomes = self._landed(flying, picked, started - before)
             onward = set() if following is None else set(staying)
             for row, outcome in outcomes:
                 row.ended = row not in onward or not goes_on(row.member, outcome)
@@ -165,7 +163,7 @@ class StepsAhead:
                 tokens = tokens[torch.tensor(places, dtype=torch.int64).to(tokens.device, non_blocking=True)]
             if joining:
                 tokens = torch.cat((tokens, fed(joining).to(tokens.device, non_blocking=True)))
-            following = self._after_rest([*staying, *joining], tokens, len(staying)) if staying or joining else None
+            following = self._launched([*staying, *joining], tokens, len(staying)) if staying or joining else None
         except Exception as error:
             if not ran_out_of_memory(error):
                 raise
@@ -176,18 +174,12 @@ class StepsAhead:
             row.left -= 1
         return following
 
-    def _after_rest(self, rows: Sequence[Going], tokens: Tensor, ahead: int) -> Flying:
-        """Where prompts wait for each other, what is read next decides when all of them are answered, and steps that
-        come sooner would only keep it longer: so they leave it the device for a while, which is no time of the host's.
-        Of two steps the shorter one says for how long, since one alone may have been late.
-        """
-        pause = rest(self.shard.device, min(*self._took, LONGEST_NS) // SHARE) if self.crowded() else 0
-        flying = self._launched(rows, tokens, ahead)
-        flying.pause = pause
-        return flying
-
     def _launched(self, rows: Sequence[Going], tokens: Tensor, ahead: int = 0) -> Flying:
-        """A step of everybody's next token; of the first `ahead` rows, the one after what the host knows."""
+        """A step of everybody's next token; of the first `ahead` rows, the one after what the host knows.
+
+        Where prompts wait for each other, what is read next decides when all of them are answered, and steps that come
+        sooner would only keep it longer: so they come evenly, and leave it the device between them.
+        """
         further = [int(place < ahead) for place in range(len(rows))]
         segments = tuple(
             Segment(row.member.slot, row.member.state.valid + more, 1) for row, more in zip(rows, further, strict=True)
@@ -195,6 +187,10 @@ class StepsAhead:
         step = Step(segments, bucket_of(self.buckets, len(rows)))
         forward = self.shard.forward(step, tokens)
         logits, picked = self.shard.logits(step, forward.hidden), None
+        if ahead and self.crowded():
+            self._metronome.beat()
+        else:
+            self._metronome.stop()
         if all(row.member.state.sampler.forgetful for row in rows[:ahead]):
             picked = self._picking(logits, rows, further)
         return Flying(rows, step, forward, logits, picked)
@@ -234,16 +230,6 @@ class StepsAhead:
                 row.member.state.commit(agreed.tokens)
             outcomes.append((row, decoded(row.member, agreed, took)))
         return outcomes
-
-
-def rest(device: torch.device, ns: int) -> int:
-    """What a GPU is told next in this stream begins so much later, and what it was told in others goes on: a kernel of
-    one thread looks at the clock. Nanoseconds; 0 elsewhere.
-    """
-    if device.type != "cuda":
-        return 0
-    torch.cuda._sleep(round(CYCLES * ns))  # type: ignore[no-untyped-call] # noqa: SLF001 - it has no other name
-    return ns
 
 
 def fed(rows: Sequence[Going]) -> Tensor:

@@ -6,14 +6,12 @@ import asyncio
 import threading
 import time
 from functools import partial
-from types import SimpleNamespace
 
 import anyio
 import pytest
-import torch
 from attrs import evolve
 
-from adapters.device import ahead
+from adapters.device.metronome import Metronome
 from adapters.device.sampling import Picking
 from adapters.device.underway import StepsTaken, goes_on
 from effects.all import Ask, Launch
@@ -272,38 +270,23 @@ async def test_what_a_step_raises_is_told_to_all_who_are_in_it_and_to_nobody_els
     assert [isinstance(state, DeviceFailed) for state in states] == [False, True, True]
 
 
-async def test_where_prompts_wait_for_each_other_a_step_leaves_them_the_device_for_a_part_of_its_time(
-    on_fake, monkeypatch
-):
-    """And is told without it."""
+async def test_steps_keep_an_even_pace_while_prompts_wait_for_each_other(on_fake, monkeypatch):
     monkeypatch.setattr(FakeShard, "runs_ahead", True)
-    rests, steps, forward, now, due = list[int](), list[int](), FakeShard.forward, [0], [0]
+    expected, forward, heard = await opened(on_fake), FakeShard.forward, list[str]()
+    await went(on_fake, *expected, steps=STEPS)
+    clients = await opened(on_fake)
 
-    def rest(_: torch.device, ns: int) -> int:
-        rests.append(ns)
-        due.append(ns)  # a device comes to that when it is done with the step before
-        return ns
-
-    def slow(self, step, inputs):
-        steps.append(step.rows)
-        now[0] += due.pop(0) + (1000 if len(steps) < 15 else 10**9)
-        due.extend([0][len(due) :])
+    def launched(self, step, inputs):
+        heard.append("step")
         return forward(self, step, inputs)
 
-    expected = await opened(on_fake)
-    await went(on_fake, *expected, steps=STEPS)
-    on_fake.executor.decoding.ahead.crowded = lambda: len(steps) in (3, 4, 15, 16)
-    monkeypatch.setattr(ahead, "rest", rest)
-    monkeypatch.setattr(ahead, "time", SimpleNamespace(perf_counter_ns=lambda: now[0]))
-    clients = await opened(on_fake)
-    monkeypatch.setattr(FakeShard, "forward", slow)
-    told = await went(on_fake, *clients, steps=STEPS)
-    assert [client.answer for client in clients] == [client.answer for client in expected]
-    fifths = [200, 200, 200, ahead.LONGEST_NS // ahead.SHARE]
-    assert rests == fifths, "of the shorter of two steps that were looked at, without their rests"
-    took = sum(one.ns * one.steps for request, one in told if request == clients[0].request)
-    launching = 1000  # the first one, which is before the clock is looked at
-    assert took == pytest.approx(now[0] - launching - sum(rests), abs=STEPS), "a mean is rounded"
+    monkeypatch.setattr(FakeShard, "forward", launched)
+    monkeypatch.setattr(Metronome, "beat", lambda _: heard.append("even"))
+    monkeypatch.setattr(Metronome, "stop", lambda _: heard.append("at once"))
+    on_fake.executor.decoding.ahead.crowded = lambda: heard.count("step") in (3, 4)
+    await went(on_fake, *clients, steps=6)
+    assert heard == [*["step", "at once"] * 2, *["step", "even"] * 2, *["step", "at once"] * 2]
+    assert [client.answer for client in clients] == [client.answer[:6] for client in expected]
 
 
 async def test_who_is_given_up_ends_it_for_nobody_else(on_fake, monkeypatch):

@@ -1,0 +1,46 @@
+"""The clock of a GPU, by which steps are kept apart."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from adapters.device.metronome import LATE, LONGEST_NS, Metronome
+
+CYCLES = 2_000_000  # of a GPU's clock, about a millisecond
+SLACK_NS = 50_000_000  # others may have the device for so long
+
+
+def test_a_processor_keeps_none():
+    metronome = Metronome(torch.device("cpu"))
+    metronome.beat()
+    metronome.stop()
+    assert metronome.clock is None
+
+
+@pytest.mark.cuda
+def test_a_step_is_over_no_sooner_than_the_second_longest_of_late_says():
+    metronome, seen = Metronome(torch.device("cuda")), list[list[int]]()
+
+    def step(times: int) -> list[int]:
+        torch.cuda._sleep(times * CYCLES)  # noqa: SLF001
+        metronome.beat()
+        torch.cuda.synchronize()
+        assert metronome.clock is not None
+        return metronome.clock.tolist()
+
+    for _ in range(LATE):
+        step(1)  # what is loaded takes its time
+    seen = [step(1 + 4 * (number % LATE == 3) + number % 3) for number in range(3 * LATE)]
+    late = seen[0][2:]
+    for number, ((before, *_), (over, count, *took)) in enumerate(pairwise(seen), seen[0][1]):
+        late[number % LATE] = newest = took[number % LATE]
+        assert (count, took) == (number + 1, late), "one is new"
+        pause = sorted(late)[-2]
+        assert pause <= over - before, "it was waited for"
+        assert min(newest, LONGEST_NS) <= over - before < max(pause, newest) + SLACK_NS or newest == LONGEST_NS
+        assert newest > CYCLES / 4, "in which it slept"
+    metronome.stop()
+    assert step(1)[1:] == [4 * LATE - 1, *late], "of what began at no known time nothing is kept"
