@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.__main__ import app
+from engine.commands import app
 
 
 @pytest.fixture(autouse=True)

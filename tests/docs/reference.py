@@ -26,7 +26,7 @@ from adapters.metrics import DISK_COUNTERS, Metrics
 from adapters.text.text import Text
 from effects.job import Report
 from effects.ports import Closed
-from engine.__main__ import app
+from engine.commands import app
 from tests.text import small
 
 PAGE = Path(__file__).parents[2] / "docs" / "REFERENCE.md"

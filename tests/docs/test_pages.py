@@ -13,7 +13,7 @@ import pytest
 import yaml
 from cyclopts import App, CycloptsError
 
-from engine.__main__ import app
+from engine.commands import app
 from tests.docs.reference import every_metric
 
 ROOT = Path(__file__).parents[2]

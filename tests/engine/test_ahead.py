@@ -23,8 +23,8 @@ def said(code: str) -> list[str]:
 
 def test_what_is_imported_beside_torch_does_not_wait_for_it() -> None:
     code = (
-        "import sys; from importlib import import_module; from engine.ahead import OTHERS, OURS;"
-        "[import_module(name) for name in (*OTHERS, *OURS)]; print('torch' in sys.modules)"
+        "import sys; from importlib import import_module; from engine.ahead import OURS;"
+        "[import_module(name) for name in OURS]; print('torch' in sys.modules)"
     )
     assert said(code) == ["False"]
 
@@ -41,12 +41,13 @@ def test_what_is_written_in_triton_is_imported_without_torch() -> None:
     assert said(code) == ["False"]
 
 
-def test_while_ours_is_imported_no_library_is_left_to_open() -> None:
-    """The linker opens one at a time: it would wait for torch's. The command line has imported its own before."""
+def test_until_torch_is_imported_no_library_is_left_to_open() -> None:
+    """The linker opens one at a time: it would wait for torch's."""
     code = (
-        "import sys; from importlib import import_module; from engine.ahead import OTHERS, OURS;"
-        "import engine.__main__, engine.preflight, engine.startup;"
-        "[import_module(name) for name in OTHERS]; before = set(sys.modules); [import_module(name) for name in OURS];"
+        "import sys; from importlib import import_module; from engine.libraries import SMALL;"
+        "import engine.__main__; [import_module(name) for name in SMALL]; before = set(sys.modules);"
+        "import engine.commands, engine.preflight, engine.startup, engine.folders, engine.ahead, engine.reading;"
+        "[import_module(name) for name in engine.ahead.OURS];"
         "print(*(name for name in sys.modules if name not in before"
         " and str(getattr(sys.modules[name], '__file__', None)).endswith('.so')))"
     )
@@ -56,11 +57,22 @@ def test_while_ours_is_imported_no_library_is_left_to_open() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux which libraries a process has")
 def test_torchs_libraries_are_opened_without_it_and_it_works_with_them() -> None:
     code = (
-        "import sys; from pathlib import Path; from engine.ahead import open_torch; open_torch();"
+        "import sys; from pathlib import Path; from engine.libraries import open_torch; open_torch();"
         "print('libtorch_cpu.so' in Path('/proc/self/maps').read_text(), 'torch' in sys.modules);"
         "import torch; print(int(torch.ones(3, 3).matmul(torch.ones(3, 3)).sum()))"
     )
     assert said(code) == ["True", "False", "27"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux which libraries a process has")
+@pytest.mark.parametrize("words", ["serve", "serve --port none", "serve --help", "chat", ""])
+def test_a_server_has_them_opened_beside_all_else_and_ends_behind_that(words: str) -> None:
+    code = (
+        "from pathlib import Path; from engine.libraries import opening\n"
+        f"with opening({words.split()}): pass\n"
+        "print('libtorch_cpu.so' in Path('/proc/self/maps').read_text())"
+    )
+    assert said(code) == [str(words in {"serve", "serve --port none"})]
 
 
 def test_the_first_gpu_is_known_without_asking_for_it() -> None:

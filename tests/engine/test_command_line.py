@@ -15,7 +15,8 @@ import pytest
 from cyclopts import App
 
 import engine
-from engine.__main__ import app, main
+from engine.__main__ import main
+from engine.commands import app
 from tests.importing import importing
 
 ROOT = Path(__file__).parents[2]
