@@ -25,6 +25,7 @@ SMALL = (
     *("statistics", "unicodedata", "uuid", "zlib"),
     *("llguidance", "msgspec", "numpy", "tokenizers", "zstandard"),
 )
+CALLED = ("cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain")  # of a GPU's driver
 
 
 @contextmanager
@@ -72,10 +73,13 @@ def torch_library(name: str) -> Path | None:
 
 @cache
 def gpu_driver() -> ctypes.CDLL | None:
-    """None where there is none, or this torch has no use for one."""
+    """None where there is none, or this torch has no use for one. What is called of it has been looked up: that waits
+    for the linker, too, and with the interpreter's lock.
+    """
     if torch_library("libtorch_cuda.so") is None:
         return None
     try:
-        return ctypes.CDLL("libcuda.so.1")
+        driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
+    return driver if all(hasattr(driver, name) for name in CALLED) else None

@@ -41,13 +41,16 @@ def test_what_is_written_in_triton_is_imported_without_torch() -> None:
     assert said(code) == ["False"]
 
 
-def test_until_torch_is_imported_no_library_is_left_to_open() -> None:
-    """The linker opens one at a time: it would wait for torch's."""
+def test_until_torch_is_imported_no_library_is_left_to_open_and_nothing_to_look_up() -> None:
+    """The linker does one at a time: either would wait for torch's, and keep the interpreter from others."""
     code = (
         "import sys; from importlib import import_module; from engine.libraries import SMALL;"
         "import engine.__main__; [import_module(name) for name in SMALL]; before = set(sys.modules);"
-        "import engine.commands, engine.preflight, engine.startup, engine.folders, engine.ahead, engine.reading;"
-        "[import_module(name) for name in engine.ahead.OURS];"
+        "sys.addaudithook(lambda event, told: event.startswith('ctypes.dl') and print(event, *told));"
+        "import engine.commands, engine.preflight, engine.startup, engine.folders; from engine.options import Options;"
+        "options = engine.preflight.prepared(Options(port=0)); engine.preflight.check_address(options);"
+        "import engine.ahead; engine.ahead.import_beside_torch(engine.folders.weight_folders(options), 0);"
+        "from engine.reading import begin_text; begin_text(options).result();"
         "print(*(name for name in sys.modules if name not in before"
         " and str(getattr(sys.modules[name], '__file__', None)).endswith('.so')))"
     )
