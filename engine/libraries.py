@@ -8,6 +8,7 @@ meanwhile waits for them, so small ones, Python's own among them, come before.
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib.util
 import os
 from collections.abc import Iterator, Sequence
@@ -37,18 +38,22 @@ def opening(words: Sequence[str]) -> Iterator[None]:
         yield
         return
     heap.share()
-    for name in SMALL:
-        with suppress(ImportError):  # told where it is imported for its own sake
-            import_module(name)
-    if gpu_driver() is not None and importlib.util.find_spec("triton") is not None:
-        with suppress(ImportError):
-            import_module("triton")
-    thread = Thread(target=open_torch, name="torch")
-    thread.start()
+    gc.disable()  # what is imported stays (`startup.importing`)
     try:
-        yield
+        for name in SMALL:
+            with suppress(ImportError):  # told where it is imported for its own sake
+                import_module(name)
+        if gpu_driver() is not None and importlib.util.find_spec("triton") is not None:
+            with suppress(ImportError):
+                import_module("triton")
+        thread = Thread(target=open_torch, name="torch")
+        thread.start()
+        try:
+            yield
+        finally:
+            thread.join()
     finally:
-        thread.join()
+        gc.enable()
 
 
 def open_torch() -> None:
