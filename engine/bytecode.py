@@ -13,7 +13,7 @@ import marshal
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from hashlib import blake2b, sha256
 from importlib import import_module
@@ -78,17 +78,29 @@ def read(path: Path) -> dict[bytes, CodeType]:
 
 
 def write(path: Path, known: Mapping[bytes, CodeType]) -> None:
-    """With the rights that the source has, as Python writes it."""
-    content, aside = marshal.dumps({**known}), path.with_name(f"{path.name}.{os.getpid()}")
+    content = marshal.dumps({**known})
+    replace(path, [MAGIC_NUMBER, sha256(content).digest(), content])
+
+
+def replace(path: Path, content: Iterable[bytes]) -> None:
+    """All of it or nothing, with the rights that the source has, as Python writes its own."""
+    aside = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         rights = Path(__file__).stat().st_mode & 0o666 | 0o200
         with os.fdopen(os.open(aside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, rights), "wb") as file:
-            file.write(MAGIC_NUMBER + sha256(content).digest() + content)
+            file.writelines(content)
+            file.flush()
+            os.fsync(file.fileno())
         aside.replace(path)
     except OSError:
         with suppress(OSError):
             aside.unlink()
 
 
-OWN = Bytecode(Path(cache_from_source(str(Path(__file__).with_name("methods.py")))))
+def beside(name: str) -> Path:
+    """A file among those that Python keeps of this package."""
+    return Path(cache_from_source(str(Path(__file__).with_name(f"{name}.py"))))
+
+
+OWN = Bytecode(beside("methods"))

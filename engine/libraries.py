@@ -19,6 +19,7 @@ from pathlib import Path
 from threading import Thread
 
 from adapters import heap
+from engine.shelf import SHELF
 
 # All with libraries of their own that a server imports before torch.
 SMALL = (
@@ -39,6 +40,7 @@ def opening(words: Sequence[str]) -> Iterator[None]:
         return
     heap.share()
     gc.disable()  # what is imported stays (`startup.importing`)
+    SHELF.begin()
     try:
         for name in SMALL:
             with suppress(ImportError):  # told where it is imported for its own sake
@@ -53,6 +55,7 @@ def opening(words: Sequence[str]) -> Iterator[None]:
         finally:
             thread.join()
     finally:
+        SHELF.close()
         gc.enable()
 
 

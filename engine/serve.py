@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import anyio
+import anyio.to_thread
 from anyio import TASK_STATUS_IGNORED
 from anyio.abc import TaskStatus
 from attrs import define
@@ -47,6 +48,7 @@ from engine.preflight import unheard
 from engine.reading import Reading, load_text
 from engine.refusal import Refusal, innermost, told
 from engine.remote import hops, placement
+from engine.shelf import SHELF
 from engine.startup import TOKENIZER, Steps
 from engine.storing import disk_folder
 from engine.target import Target
@@ -193,8 +195,8 @@ async def serve_model(
             steps.done()
             settle()
             announce(options, target, serving, time.monotonic() - steps.began)
-            OWN.keep()
             async with anyio.create_task_group() as beside:
+                beside.start_soon(anyio.to_thread.run_sync, keep_bytecode)
                 beside.start_soon(tidied, running.runner, target.lane)
                 beside.start_soon(recall.run)
                 await stopped(stop, target.executor.threads)
@@ -220,9 +222,18 @@ def living(target: Target, frozen: FrozenMessages) -> Mapping[str, Any]:
 
 
 def settle() -> None:
-    """What was loaded stays, so the collector need not look through it: that took 0.1 s, in the middle of a request."""
+    """What was loaded stays, so the collector need not look through it: that took 0.1 s, in the middle of a request.
+    What it was loaded from does not.
+    """
+    SHELF.close()
     gc.collect()
     gc.freeze()
+
+
+def keep_bytecode() -> None:
+    """Of what has been imported until now, for the next start."""
+    OWN.keep()
+    SHELF.keep()
 
 
 async def stopped(stop: anyio.Event, threads: Sequence[Watched], every_s: float = 1) -> None:
