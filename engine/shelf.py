@@ -64,7 +64,7 @@ class Taken(SourceFileLoader):
         return super().get_code(fullname) if code is None or code.co_filename != self.path else code
 
 
-class Shelf(MetaPathFinder):
+class CodeShelf(MetaPathFinder):
     """path: of the file. taken: modules that came from it."""
 
     def __init__(self, path: Path) -> None:
@@ -204,4 +204,4 @@ def write(path: Path, modules: dict[str, tuple[Piece, bytes]]) -> None:
     replace(path, [head, content, bytes(room - HEAD - len(content)), *(code for _, code in modules.values())])
 
 
-SHELF = Shelf(beside("modules"))
+SHELF = CodeShelf(beside("modules"))

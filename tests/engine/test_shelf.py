@@ -20,8 +20,8 @@ import json, sys
 from pathlib import Path
 sys.path[:0] = [sys.argv[2], sys.argv[3]]
 sys.path.append(sys.argv[4])
-from engine.shelf import Shelf
-shelf = Shelf(Path(sys.argv[1]))
+from engine.shelf import CodeShelf
+shelf = CodeShelf(Path(sys.argv[1]))
 shelf.begin()
 import alone, whole, whole.part
 from whole import inner
@@ -37,7 +37,7 @@ found = {
     "path": [Path(one).name for one in whole.__path__],
     "source": inspect.getsource(alone.told),
     "again": importlib.reload(alone).VALUE,
-    "finders": sum(isinstance(one, Shelf) for one in sys.meta_path),
+    "finders": sum(isinstance(one, CodeShelf) for one in sys.meta_path),
 }
 print(json.dumps(found))
 """
