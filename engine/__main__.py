@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import sys
+from typing import NoReturn
 
-from engine.libraries import opening
+from engine.libraries import leave, opening
 
 
 def main(argv: list[str] | None = None) -> int:
     """Of the words behind the command's name."""
     words = sys.argv[1:] if argv is None else argv
-    with opening(words):
-        from engine.commands import carry_out  # noqa: PLC0415 - meanwhile
+    try:
+        with opening(words):
+            from engine.commands import carry_out  # noqa: PLC0415 - meanwhile
 
-        return carry_out(words)
+            return carry_out(words)
+    except KeyboardInterrupt:
+        return 130
+
+
+def command() -> NoReturn:
+    leave(main())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -23,7 +23,7 @@ OURS = ("engine.door", "engine.trace", "adapters.http.app", "adapters.http.serve
 TRACED, COMPILER = "torch._meta_registrations", ("torch._dynamo",)
 # Seconds that a thread may keep the interpreter for while another one wants it. With 0.005, Python's own, the lane, and
 # its device with it, waits for the event loop several times a step, which waits for others with each event that it
-# writes: 32 streams on a GPU took 11.3 ms, and 7.1 with 0.0003. With this, one step in a hundred is late by 2 less.
+# writes: 32 streams on a GPU took 11.3 ms, and 7.1 with 0.0003. With this, one in a hundred is 2 ms less late.
 SWITCH_S = 0.0001
 
 

@@ -13,6 +13,7 @@ import marshal
 import os
 import re
 import sys
+import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from hashlib import blake2b, sha256
@@ -25,6 +26,7 @@ from typing import Any
 # What attrs compiles with is no part of its interface: what is asked in another way is compiled as it is asked.
 PLACES = ((vars(import_module("attr._make")), "compile"), (vars(dataclasses), "exec"))
 MOST = 4096  # pieces of code in a file: beyond that, those alone that this process has asked for
+LEFT_S = 3600  # what somebody was writing for longer, nobody is any more
 SALT = re.compile(r"^ +-?\d+,$", re.MULTILINE)  # of a class's hash, another one in each process
 
 
@@ -87,6 +89,9 @@ def replace(path: Path, content: Iterable[bytes]) -> None:
     aside = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        for left in path.parent.glob(f"{path.name}.*"):
+            if time.time() - left.stat().st_mtime > LEFT_S:
+                left.unlink()
         rights = Path(__file__).stat().st_mode & 0o666 | 0o200
         with os.fdopen(os.open(aside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, rights), "wb") as file:
             file.writelines(content)

@@ -315,8 +315,6 @@ def carry_out(words: list[str]) -> int:
         reason = "no such file" if isinstance(error, FileNotFoundError) else str(error.strerror).lower()
         print(f"rekindle: {error.filename}: {reason}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
     finally:
         OWN.keep()
     return status if isinstance(status, int) else 0

@@ -11,12 +11,15 @@ import ctypes
 import gc
 import importlib.util
 import os
+import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
+from typing import NoReturn
 
 from adapters import heap
 from engine.shelf import SHELF
@@ -27,14 +30,13 @@ SMALL = (
     *("statistics", "unicodedata", "uuid", "zlib"),
     *("llguidance", "msgspec", "numpy", "tokenizers", "zstandard"),
 )
+OPENING = "torch"  # what the thread is called
 CALLED = ("cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain")  # of a GPU's driver
 
 
 @contextmanager
 def opening(words: Sequence[str]) -> Iterator[None]:
-    """Torch's libraries, beside what goes on in here, where these words of a command line begin a server. Who leaves
-    before they are open waits for that: a process cannot end in the middle of it.
-    """
+    """Torch's libraries, beside what goes on in here, where these words of a command line begin a server."""
     if words[:1] != ["serve"] or not {"-h", "--help"}.isdisjoint(words):
         yield
         return
@@ -48,15 +50,22 @@ def opening(words: Sequence[str]) -> Iterator[None]:
         if gpu_driver() is not None and importlib.util.find_spec("triton") is not None:
             with suppress(ImportError):
                 import_module("triton")
-        thread = Thread(target=open_torch, name="torch")
-        thread.start()
-        try:
-            yield
-        finally:
-            thread.join()
+        Thread(target=open_torch, name=OPENING).start()
+        yield
     finally:
         SHELF.close()
         gc.enable()
+
+
+def leave(status: int) -> NoReturn:
+    """A process that is refused what it asked for ends at once, though it cannot in order while libraries are opened:
+    theirs ends with what they have begun.
+    """
+    if any(thread.name == OPENING for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def open_torch() -> None:

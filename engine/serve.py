@@ -196,7 +196,7 @@ async def serve_model(
             settle()
             announce(options, target, serving, time.monotonic() - steps.began)
             async with anyio.create_task_group() as beside:
-                beside.start_soon(anyio.to_thread.run_sync, keep_bytecode)
+                beside.start_soon(partial(anyio.to_thread.run_sync, keep_bytecode, abandon_on_cancel=True))
                 beside.start_soon(tidied, running.runner, target.lane)
                 beside.start_soon(recall.run)
                 await stopped(stop, target.executor.threads)

@@ -69,13 +69,23 @@ def test_torchs_libraries_are_opened_without_it_and_it_works_with_them() -> None
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux which libraries a process has")
 @pytest.mark.parametrize("words", ["serve", "serve --port none", "serve --help", "chat", ""])
-def test_a_server_has_them_opened_beside_all_else_and_ends_behind_that(words: str) -> None:
+def test_a_server_has_them_opened_beside_all_else(words: str) -> None:
     code = (
-        "from pathlib import Path; from engine.libraries import opening\n"
-        f"with opening({words.split()}): pass\n"
-        "print('libtorch_cpu.so' in Path('/proc/self/maps').read_text())"
+        "import gc, threading; from pathlib import Path; from engine.libraries import OPENING, opening\n"
+        f"with opening({words.split()}): print(gc.isenabled())\n"
+        "[one.join() for one in threading.enumerate() if one.name == OPENING]\n"
+        "print('libtorch_cpu.so' in Path('/proc/self/maps').read_text(), gc.isenabled())"
     )
-    assert said(code) == [str(words in {"serve", "serve --port none"})]
+    begins = words in {"serve", "serve --port none"}
+    assert said(code) == [str(not begins), str(begins), "True"]
+
+
+@pytest.mark.parametrize(("words", "status"), [("serve --port none", 2), ("serve --help", 0), ("--version", 0)])
+def test_who_is_refused_a_server_leaves_with_the_status_that_says_so(words: str, status: int) -> None:
+    command = [sys.executable, "-m", "engine", *words.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == status
+    assert ("port" in done.stderr, done.stderr.count("\n")) == ((True, 1) if status else (False, 0))
 
 
 def test_the_first_gpu_is_known_without_asking_for_it() -> None:

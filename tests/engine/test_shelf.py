@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine.shelf import HEAD
+from engine.shelf import HEAD, CodeShelf
 
 ROOT = Path(__file__).parents[2]
 CODE = """
@@ -20,9 +20,14 @@ import json, sys
 from pathlib import Path
 sys.path[:0] = [sys.argv[2], sys.argv[3]]
 sys.path.append(sys.argv[4])
+sys.path.append(Path(sys.argv[4]))  # nobody's
 from engine.shelf import CodeShelf
 shelf = CodeShelf(Path(sys.argv[1]))
 shelf.begin()
+if sys.argv[5:]:
+    import late
+    shelf.keep()
+    sys.exit()
 import alone, whole, whole.part
 from whole import inner
 taken = sorted(shelf.taken)
@@ -63,14 +68,16 @@ def modules(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start(tmp_path: Path, modules: Path) -> Start:
-    """A process, which looks in `first` first, then in `modules`, and at last in `last`."""
+    """A process, which looks in `first` first, then in `modules`, and at last in `last`. less: it imports `late` alone,
+    and says nothing.
+    """
 
-    def started(**environment: str) -> dict[str, Any]:
+    def started(*less: str, **environment: str) -> dict[str, Any]:
         own = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         folders = [str(tmp_path / "first"), str(modules), str(tmp_path / "last")]
-        command = [sys.executable, "-c", CODE, str(tmp_path / "shelf"), *folders]
+        command = [sys.executable, "-c", CODE, str(tmp_path / "shelf"), *folders, *less]
         done = subprocess.run(command, cwd=ROOT, env={**own, **environment}, capture_output=True, text=True, check=True)
-        found: dict[str, Any] = json.loads(done.stdout)
+        found: dict[str, Any] = {} if less else json.loads(done.stdout)
         return found
 
     return started
@@ -108,6 +115,17 @@ def test_who_is_in_the_way_since_is_found(start: Start, modules: Path, tmp_path:
     assert (found["values"], found["taken"]) == ([10, 2, 30, 4, 5], ALL)
 
 
+def test_nor_does_a_start_in_between_that_has_no_use_for_it_vouch_for_what_was(
+    start: Start, modules: Path, tmp_path: Path
+) -> None:
+    start()
+    put(tmp_path / "first" / "alone.py", 10)
+    put(modules / "whole" / "part" / "__init__.py", 30)
+    start("less")
+    assert start()["values"] == [10, 2, 30, 4, 5]
+    assert start()["values"] == [10, 2, 30, 4, 5]
+
+
 def test_what_comes_behind_is_in_nobodys_way(start: Start, tmp_path: Path) -> None:
     start()
     put(tmp_path / "last" / "alone.py", 10)
@@ -133,14 +151,41 @@ def test_a_file_that_is_not_whole_is_none_and_replaced(start: Start, tmp_path: P
     assert start()["taken"] == ALL
 
 
-@pytest.mark.parametrize("at", [0, 10, HEAD + 10])
+@pytest.mark.parametrize("at", [0, 10, HEAD - 41, HEAD - 9, *range(HEAD - 8, HEAD), HEAD + 10])
 def test_nor_is_one_of_another_python_or_with_another_index(start: Start, tmp_path: Path, at: int) -> None:
     start()
     path = tmp_path / "shelf"
     content = bytearray(path.read_bytes())
-    content[at] ^= 1
+    content[at] ^= 0xFF
     path.write_bytes(content)
-    assert start()["taken"] == []
+    found = start()
+    assert (found["taken"], found["values"]) == ([], [1, 2, 3, 4, 5])
+    assert start()["taken"] == ALL
+
+
+@pytest.mark.parametrize("cut", [1, 40, 200])
+def test_code_that_is_none_is_taken_from_where_python_has_it(start: Start, tmp_path: Path, cut: int) -> None:
+    start()
+    path = tmp_path / "shelf"
+    content = path.read_bytes()
+    path.write_bytes(content[:-cut] + bytes(cut))
+    assert start()["values"] == [1, 2, 3, 4, 5]
+
+
+def test_who_has_not_begun_keeps_nothing(tmp_path: Path) -> None:
+    shelf = CodeShelf(tmp_path / "shelf")
+    shelf.keep()
+    assert not shelf.path.exists()
+
+
+def test_another_threads_search_goes_on_while_it_closes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf = CodeShelf(tmp_path / "shelf")
+    monkeypatch.setattr(sys, "meta_path", [shelf, *sys.meta_path])
+    searching = sys.meta_path
+    shelf.close()
+    assert shelf in searching
+    assert shelf not in sys.meta_path
+    assert shelf.find_spec("json", None) is None
 
 
 def test_nothing_is_written_where_python_is_told_to_write_none_and_all_is_taken(start: Start, tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from triton.language.extra.cuda import globaltimer
 def beat(clock_ptr, anew, LATE: tl.constexpr, LONGEST: tl.constexpr):
     """Runs in the steps' stream behind each of them, and ends when that is to be over. One program of one warp.
 
-    clock: int64 `[2 + LATE]`: when the step before was over, in nanoseconds; steps since the clock was made; what the
-    last of them took. anew: nobody kept the pace before this one, so nobody knows when it began.
+    clock: int64 `[2 + LATE]`: when the step before was over, in nanoseconds; how many were kept apart; what the last of
+    these took, without what they waited for. anew: nobody kept the pace before this one, so its beginning is not known.
     """
     before, count, at = tl.load(clock_ptr), tl.load(clock_ptr + 1), tl.arange(0, LATE)
     late = tl.load(clock_ptr + 2 + at)
