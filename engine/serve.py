@@ -23,6 +23,7 @@ from attrs import define
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from adapters import heap
 from adapters.http.apis import error_response
 from adapters.http.app import build_app
 from adapters.http.archive import Archive
@@ -233,7 +234,8 @@ def settle() -> None:
 def keep_bytecode() -> None:
     """Of what has been imported until now, for the next start."""
     OWN.keep()
-    SHELF.keep()
+    if SHELF.keep():
+        heap.trim()  # it has been through the hands of this process
 
 
 async def stopped(stop: anyio.Event, threads: Sequence[Watched], every_s: float = 1) -> None:

@@ -126,17 +126,17 @@ class CodeShelf(MetaPathFinder):
         if file >= 0:
             os.close(file)
 
-    def keep(self) -> None:
+    def keep(self) -> bool:
         """For the next process, if this one has found any elsewhere: together with what is there, as far as Python
-        would still find it there.
+        would still find it there. Was there anything?
         """
         self.close()
         path, self._looked = self._looked, None
         if path is None or sys.dont_write_bytecode or not writable(self.path.parent):
-            return
+            return False
         more = self._missing(path)
         if not more:
-            return
+            return False
         known, found = dict[str, tuple[KeptModule, bytes]](), opened(self.path)
         if found is not None:
             index, file = found
@@ -145,6 +145,7 @@ class CodeShelf(MetaPathFinder):
                     held.seek(piece.start)
                     known[name] = piece, held.read(piece.stop - piece.start)
         write(self.path, path, {**known, **more})
+        return True
 
     def _missing(self, path: Sequence[str]) -> dict[str, tuple[KeptModule, bytes]]:
         """With their code: modules that Python has found, and has files of its own of, where they can be taken."""

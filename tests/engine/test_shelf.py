@@ -31,11 +31,12 @@ if sys.argv[5:]:
 import alone, whole, whole.part
 from whole import inner
 taken = sorted(shelf.taken)
-shelf.keep()
+kept = shelf.keep()
 import importlib, inspect
 import late
 found = {
     "taken": taken,
+    "kept": kept,
     "values": [alone.VALUE, whole.VALUE, whole.part.VALUE, inner.VALUE, late.VALUE],
     "files": [[Path(one.__file__).name, Path(one.__spec__.origin).name] for one in (alone, whole, whole.part)],
     "cached": [Path(one.__cached__).is_file() for one in (alone, whole.part)],
@@ -86,6 +87,7 @@ def start(tmp_path: Path, modules: Path) -> Start:
 def test_a_second_process_takes_them_and_they_are_the_same(start: Start) -> None:
     first, second = start(), start()
     assert (first.pop("taken"), second.pop("taken")) == ([], ALL)
+    assert (first.pop("kept"), second.pop("kept")) == (True, False)
     assert first == second
     assert second["values"] == [1, 2, 3, 4, 5]
     assert second["files"] == [[name] * 2 for name in ("alone.py", "__init__.py", "part.py")]
