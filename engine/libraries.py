@@ -58,8 +58,8 @@ def opening(words: Sequence[str]) -> Iterator[None]:
 
 
 def leave(status: int) -> NoReturn:
-    """A process that is refused what it asked for ends at once, though it cannot in order while libraries are opened:
-    theirs ends with what they have begun.
+    """The end of the process. Who was refused need not wait until libraries are open: then it ends as it is, since it
+    cannot be taken down in order in the middle of that.
     """
     if any(thread.name == OPENING for thread in threading.enumerate()):
         sys.stdout.flush()
