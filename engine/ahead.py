@@ -15,10 +15,16 @@ from threading import Thread
 
 from adapters.checkpoint import digest
 from engine.later import import_later
-from engine.libraries import gpu_driver
+from engine.libraries import gpu_driver, still_opening
 from engine.plan import Where
 
-OURS = ("engine.door", "engine.trace", "adapters.http.app", "adapters.http.server", "adapters.text.text")
+TEXT = "adapters.text.text"  # its tokenizer is read while torch is imported
+# What a server needs later: what is left when torch can be imported comes while the model is loaded, which leaves the
+# interpreter idle half of the time.
+OURS = (
+    *("engine.runner", "engine.door", "engine.trace", "adapters.http.connection", "adapters.http.reply"),
+    *("adapters.http.kept_responses", "adapters.http.app", "adapters.http.server"),
+)
 # What torch's operations do to tensors without numbers, in Python: a quarter of `import torch`, and for its compiler.
 TRACED, COMPILER = "torch._meta_registrations", ("torch._dynamo",)
 # Seconds that a thread may keep the interpreter for while another one wants it. With 0.005, Python's own, the lane, and
@@ -28,8 +34,9 @@ SWITCH_S = 0.0001
 
 
 def import_beside_torch(folders: Iterable[Path], gpu: int | None = None) -> None:
-    """All that needs no torch. Others that begin here need no interpreter either: the digests of the weights in
-    `folders`, and where a GPU is going to be used, and is there, its context and Triton's digest of itself.
+    """What needs no torch, as long as its libraries are not open. Others that begin here need no interpreter either:
+    the digests of the weights in `folders`, and where a GPU is going to be used, and is there, its context and
+    Triton's digest of itself.
     """
     sys.setswitchinterval(SWITCH_S)
     import_later(TRACED, COMPILER)
@@ -41,11 +48,14 @@ def import_beside_torch(folders: Iterable[Path], gpu: int | None = None) -> None
     triton = driver is not None and importlib.util.find_spec("triton") is not None
     if triton:
         import_module("adapters.models.kernels.triton_compile").key_beside()
-    for name in OURS:
-        import_module(name)
+    import_module(TEXT)
     for name in kernels() if triton else ():
         with suppress(ImportError):  # goes wrong again where there turns out to be a GPU for it
             import_module(name)
+    for name in OURS:
+        if not still_opening():
+            return
+        import_module(name)
 
 
 def kernels() -> Iterator[str]:

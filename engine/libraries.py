@@ -57,11 +57,15 @@ def opening(words: Sequence[str]) -> Iterator[None]:
         gc.enable()
 
 
+def still_opening() -> bool:
+    return any(thread.name == OPENING for thread in threading.enumerate())
+
+
 def leave(status: int) -> NoReturn:
     """The end of the process. Who was refused need not wait until libraries are open: then it ends as it is, since it
     cannot be taken down in order in the middle of that.
     """
-    if any(thread.name == OPENING for thread in threading.enumerate()):
+    if still_opening():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

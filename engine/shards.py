@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from adapters.checkpoint.upload import AHEAD, PIECE, Upload
-from adapters.checkpoint.weights import WeightSource
+from adapters.checkpoint.weights import WeightSource, told_together
 from adapters.models.checkpoint import Checkpoint
 from adapters.models.ends import CopiedEnds
 from adapters.models.host_experts import HostExperts
@@ -78,7 +78,8 @@ def uploading(checkpoint: Checkpoint, plan: Sequence[Placement], memory: Memory)
         if all(one.device.type == "cuda" for one in plan if one.local):
             for one in uploads.values():
                 one.begin()
-        yield [uploads.get(number, checkpoint) for number in range(len(plan))]
+        with told_together():
+            yield [uploads.get(number, checkpoint) for number in range(len(plan))]
     finally:
         for one in uploads.values():
             one.close()

@@ -15,7 +15,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from adapters.checkpoint.errors import CheckpointError
-from adapters.checkpoint.weights import WeightSource, finite
+from adapters.checkpoint.weights import WeightSource, check_finite
 
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 TABLES: Mapping[str, tuple[int, ...]] = {"uint4": tuple(range(16)), "int4": tuple(range(-8, 8)), "iq4": IQ4}
@@ -182,8 +182,10 @@ def group_of(group: int, columns: int) -> int:
 
 def checked(matrix: PackedMatrix, where: object, name: str) -> PackedMatrix:
     """Raises CheckpointError for scales that are no numbers, or infinite."""
-    scales = [one for one in (matrix.scale, matrix.own) if one is not None]
-    if not all(map(finite, scales)) or (matrix.layout.steps == "e4m3" and int((matrix.steps & 127).max()) == 127):
+    for scale in (matrix.scale, matrix.own):
+        if scale is not None:
+            check_finite(scale, where, name)
+    if matrix.layout.steps == "e4m3" and int((matrix.steps & 127).max()) == 127:
         raise CheckpointError(f"{where}: {name} has values that are no numbers, or infinite")
     return matrix
 

@@ -57,7 +57,7 @@ class Sampler:
         self._counts: Tensor | None = None  # float32 [V]: how often in the answer
         if sampling.repetition_penalty != 1:
             self._seen = torch.zeros(vocab, dtype=torch.bool, device=self._device)
-            self._seen.index_fill_(0, self._ids(sorted(set(prompt))), True)
+            self._seen.scatter_(0, self._ids(sorted(set(prompt))), True)
         if sampling.presence_penalty or sampling.frequency_penalty:
             self._counts = torch.zeros(vocab, device=self._device)
         self.plain = self._bias is None and self._seen is None and self._counts is None
@@ -78,9 +78,9 @@ class Sampler:
     def append(self, tokens: Sequence[int]) -> None:
         """These are part of the answer now."""
         if self._seen is not None:
-            self._seen.index_fill_(0, self._ids(tokens), True)
+            self._seen.scatter_(0, self._ids(tokens), True)
         if self._counts is not None:
-            self._counts.index_add_(0, self._ids(tokens), torch.ones(len(tokens), device=self._device))
+            self._counts.scatter_add_(0, self._ids(tokens), torch.ones(len(tokens), device=self._device))
         if self.matching is not None:
             self.matching.append(tokens)
 
@@ -89,15 +89,15 @@ class Sampler:
         sampling, logits = self.sampling, logits.clone()
         seen, counts = self._seen, self._counts
         if self._bias is not None:
-            logits.index_add_(0, *self._bias)
+            logits.scatter_add_(0, *self._bias)
         if seen is not None:
             if drafted:
-                seen = seen.index_fill(0, self._ids(drafted), True)
+                seen = seen.scatter(0, self._ids(drafted), True)
             penalty = torch.full_like(logits, sampling.repetition_penalty)
             logits = torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
         if counts is not None:
             if drafted:
-                counts = counts.index_add(0, self._ids(drafted), torch.ones(len(drafted), device=self._device))
+                counts = counts.scatter_add(0, self._ids(drafted), torch.ones(len(drafted), device=self._device))
             logits -= counts * sampling.frequency_penalty
             logits -= (counts > 0) * sampling.presence_penalty
         return logits

@@ -23,10 +23,21 @@ def said(code: str) -> list[str]:
 
 def test_what_is_imported_beside_torch_does_not_wait_for_it() -> None:
     code = (
-        "import sys; from importlib import import_module; from engine.ahead import OURS;"
-        "[import_module(name) for name in OURS]; print('torch' in sys.modules)"
+        "import sys; from importlib import import_module; from engine.ahead import OURS, TEXT;"
+        "[import_module(name) for name in (TEXT, *OURS)]; print('torch' in sys.modules)"
     )
     assert said(code) == ["False"]
+
+
+@pytest.mark.parametrize("opening", [True, False])
+def test_what_a_server_needs_later_is_imported_as_long_as_torchs_libraries_are_not_open(opening: bool) -> None:
+    code = (
+        "import sys, threading; from engine.ahead import OURS, TEXT, import_beside_torch;"
+        "from engine.libraries import OPENING; over = threading.Event(); thread = threading.Thread(target=over.wait,"
+        f" name=OPENING); thread.start() if {opening} else None; import_beside_torch([]); over.set();"
+        "print(TEXT in sys.modules, {name in sys.modules for name in OURS})"
+    )
+    assert said(code) == ["True", "{" + str(opening) + "}"]
 
 
 def test_what_is_written_in_triton_is_imported_without_torch() -> None:
@@ -50,6 +61,7 @@ def test_until_torch_is_imported_no_library_is_left_to_open_and_nothing_to_look_
         "import engine.commands, engine.preflight, engine.startup, engine.folders; from engine.options import Options;"
         "options = engine.preflight.prepared(Options(port=0)); engine.preflight.check_address(options);"
         "import engine.ahead; engine.ahead.import_beside_torch(engine.folders.weight_folders(options), 0);"
+        "[import_module(name) for name in engine.ahead.OURS];"
         "from engine.reading import begin_text; begin_text(options).result();"
         "print(*(name for name in sys.modules if name not in before"
         " and str(getattr(sys.modules[name], '__file__', None)).endswith('.so')))"

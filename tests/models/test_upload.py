@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from safetensors.torch import save_file
 
 from adapters.checkpoint.errors import CheckpointError
 from adapters.checkpoint.upload import Upload, place_of
-from adapters.checkpoint.weights import TensorEntry, read_header
+from adapters.checkpoint.weights import TensorEntry, read_header, told_together
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
 SHAPES = {"model.a": (3, 100), "model.b": (1000,), "model.c": (7, 33), "model.d": (1,), "model.empty": (0, 4)}
@@ -106,6 +107,29 @@ def test_numbers_that_are_none_are_refused(tmp_path: Path, device: str) -> None:
     try:
         with pytest.raises(CheckpointError, match=r"model\.a has values that are no numbers, or infinite"):
             weights.read("model.a")
+    finally:
+        weights.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), None])
+def test_numbers_that_are_none_can_be_told_of_many_tensors_at_once(
+    tmp_path: Path, device: str, bad: float | None
+) -> None:
+    odd = torch.tensor([1.0, 2.0 if bad is None else bad], dtype=torch.bfloat16)
+    stored = {"model.a": torch.ones(3), "model.b": odd, "model.c": odd[:0], "model.d": torch.zeros(2)}
+    save_file(stored, tmp_path / "model.safetensors")
+    source = Host(read_header(tmp_path / "model.safetensors"))
+    weights = upload(source, device)
+    refused = pytest.raises(CheckpointError, match=r"safetensors: model\.b has values that are no numbers, or infinite")
+    try:
+        with nullcontext() if bad is None else refused, told_together():
+            for name, tensor in stored.items():
+                read = weights.read(name)
+                assert torch.equal(read.cpu(), tensor) == (name != "model.b" or bad == bad)  # noqa: PLR0124 - NaN
+                read.zero_()  # it was looked at when it was read
+        with pytest.raises(KeyError, match=r"model\.e"), told_together():
+            weights.read("model.b").add_(source.tensors["model.e"])
     finally:
         weights.close()
 
