@@ -19,8 +19,8 @@ from engine.libraries import gpu_driver, still_opening
 from engine.plan import Where
 
 TEXT = "adapters.text.text"  # its tokenizer is read while torch is imported
-# What a server needs later: what is left when torch can be imported comes while the model is loaded, which leaves the
-# interpreter idle half of the time.
+# What a server needs later. Beside a GPU, what is left of it when torch can be imported comes while the model is
+# loaded, which leaves the interpreter idle half of the time there. A processor has the model's own work to do then.
 OURS = (
     *("engine.runner", "engine.door", "engine.trace", "adapters.http.connection", "adapters.http.reply"),
     *("adapters.http.kept_responses", "adapters.http.app", "adapters.http.server"),
@@ -34,9 +34,9 @@ SWITCH_S = 0.0001
 
 
 def import_beside_torch(folders: Iterable[Path], gpu: int | None = None) -> None:
-    """What needs no torch, as long as its libraries are not open. Others that begin here need no interpreter either:
-    the digests of the weights in `folders`, and where a GPU is going to be used, and is there, its context and
-    Triton's digest of itself.
+    """What needs no torch; beside a GPU as long as torch's libraries are not open. Others that begin here need no
+    interpreter either: the digests of the weights in `folders`, and where a GPU is going to be used, and is there, its
+    context and Triton's digest of itself.
     """
     sys.setswitchinterval(SWITCH_S)
     import_later(TRACED, COMPILER)
@@ -53,7 +53,7 @@ def import_beside_torch(folders: Iterable[Path], gpu: int | None = None) -> None
         with suppress(ImportError):  # goes wrong again where there turns out to be a GPU for it
             import_module(name)
     for name in OURS:
-        if not still_opening():
+        if driver is not None and not still_opening():
             return
         import_module(name)
 

@@ -29,15 +29,16 @@ def test_what_is_imported_beside_torch_does_not_wait_for_it() -> None:
     assert said(code) == ["False"]
 
 
-@pytest.mark.parametrize("opening", [True, False])
-def test_what_a_server_needs_later_is_imported_as_long_as_torchs_libraries_are_not_open(opening: bool) -> None:
+@pytest.mark.parametrize(("opening", "gpu", "before"), [(True, True, True), (False, True, False), (False, False, True)])
+def test_beside_a_gpu_what_is_needed_later_does_not_keep_torch_waiting(opening: bool, gpu: bool, before: bool) -> None:
     code = (
-        "import sys, threading; from engine.ahead import OURS, TEXT, import_beside_torch;"
-        "from engine.libraries import OPENING; over = threading.Event(); thread = threading.Thread(target=over.wait,"
-        f" name=OPENING); thread.start() if {opening} else None; import_beside_torch([]); over.set();"
-        "print(TEXT in sys.modules, {name in sys.modules for name in OURS})"
+        "import sys, threading; from engine import ahead; from engine.libraries import OPENING;"
+        "over = threading.Event(); thread = threading.Thread(target=over.wait, name=OPENING);"
+        f"thread.start() if {opening} else None; ahead.open_gpu = ahead.importlib.util.find_spec = lambda *_: None;"
+        f"ahead.gpu_driver = lambda: 'driver' if {gpu} else None; ahead.import_beside_torch([], 3); over.set();"
+        "print(ahead.TEXT in sys.modules, *{name in sys.modules for name in ahead.OURS})"
     )
-    assert said(code) == ["True", "{" + str(opening) + "}"]
+    assert said(code) == ["True", str(before)]
 
 
 def test_what_is_written_in_triton_is_imported_without_torch() -> None:
