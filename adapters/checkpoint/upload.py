@@ -26,6 +26,7 @@ Place = tuple[Path, int, int]  # bytes of a file
 
 PIECE = 16 << 20  # bytes that are read at once: a copy of less does not reach the bus's speed
 READERS = 8  # threads: one alone reads a third of what the bus carries
+ALIGN = 512  # bytes of the device that torch takes for a tensor are so many times as many
 AHEAD = 1 << 30  # bytes of tensors that are on their way before they are asked for: two layers of a large model
 
 
@@ -167,8 +168,13 @@ class Upload:
         self._begun.clear()
 
     def _fill_on(self, stream: torch.cuda.Stream | None, inference: bool) -> None:
-        """As whoever asked for it would: memory belongs to the stream that it was taken on."""
+        """As whoever asked for it would: memory belongs to the stream that it was taken on. Where all of it comes at
+        once, it is asked of the device in one piece, which torch then cuts up: hundreds would keep others waiting.
+        """
         with self._lock, torch.inference_mode(inference), torch.cuda.stream(stream):
+            whole = sum(-(-entry.nbytes // ALIGN) * ALIGN for entry in self._coming)
+            if whole <= self.ahead:
+                torch.empty(whole, dtype=torch.uint8, device=self.device)
             self._fill()
 
     def _fill(self) -> None:

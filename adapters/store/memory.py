@@ -97,11 +97,13 @@ class Memory:
             assert span_ is not None, "a slab is as large as what it was made for"
             return self._buffer(slab, span_, size)
 
-    def prepare(self, size: int) -> None:
-        """So much is registered, and mapped, before anybody waits for it. For a thread of its own."""
+    def prepare(self, size: int, pieces: int) -> None:
+        """So many of that size are registered, and mapped, before anybody waits for one. For a thread of its own."""
+        buffers = list[Buffer]()  # all at once: what is given back would be taken again
         with suppress(MemoryError):
-            buffer = self.take(size)  # by a name: without one it would be given back before it is filled
-            buffer.data.numpy().fill(0)
+            for _ in range(pieces):
+                buffers.append(self.take(size))
+                buffers[-1].data.numpy().fill(0)
 
     def fill(self) -> None:
         """All of it, slab by slab, before a snapshot waits for it; where memory is pinned. For a thread of its own."""

@@ -49,7 +49,7 @@ def open_store(
     run_bytes, lock = run_size(pin=pool.pin), threading.RLock()
     disk = None if path is None else open_disk(layout, Folder.open(path), lock, budget=disk_bytes, codec=codec)
     ready = threading.Event()
-    Watched("store-memory", partial(prepare, pool, MOVING * run_bytes, ready)).start()
+    Watched("store-memory", partial(prepare, pool, run_bytes, ready)).start()
     if disk is not None:
         disk.most_queued = max(disk.most_queued, host_bytes, physical() // QUEUE_SHARE)
     return Store(layout, HostTier(index(layout, host_bytes), pool), disk, lock, run_bytes, ready=ready)
@@ -74,10 +74,10 @@ def physical() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def prepare(memory: Memory, size: int, ready: threading.Event) -> None:
+def prepare(memory: Memory, run_bytes: int, ready: threading.Event) -> None:
     """What the first restore would have to wait for."""
     try:
-        memory.prepare(size)
+        memory.prepare(run_bytes, MOVING)
         reading.prepare(DECODERS + AHEAD)
     finally:
         ready.set()

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from adapters.store.memory import ALIGN, SLAB, SOON, Memory
+from adapters.store.memory import ALIGN, SLAB, SOON, Buffer, Memory
 
 
 def place(buffer) -> tuple[int, int]:
@@ -123,22 +123,34 @@ def test_beyond_the_limit_memory_comes_from_the_system() -> None:
 def test_more_than_there_is_is_a_memory_error() -> None:
     with pytest.raises(MemoryError):
         Memory(1 << 62).take(1 << 61)
-    Memory(1 << 62).prepare(1 << 61)
+    Memory(1 << 62).prepare(1 << 61, 1)
 
 
 def test_what_is_being_prepared_is_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
     """A start prepares memory while somebody may take some already."""
-    memory, numpy, spans = Memory(SLAB), torch.Tensor.numpy, list[tuple[int, int]]()
+    memory, numpy, spans, others = Memory(SLAB), torch.Tensor.numpy, list[tuple[int, int]](), list[Buffer]()
 
     def about_to_be_filled(data: torch.Tensor) -> object:
         spans.append((data.data_ptr(), data.data_ptr() + data.nbytes))
-        spans.append(place(memory.take(ALIGN)))
+        others.append(memory.take(ALIGN))
+        spans.append(place(others[-1]))
         return numpy(data)
 
     monkeypatch.setattr(torch.Tensor, "numpy", about_to_be_filled)
-    memory.prepare(ALIGN)
-    (_, stop), (start, _) = sorted(spans)
-    assert stop <= start
+    memory.prepare(ALIGN, 3)
+    ordered = sorted(spans)
+    assert len(ordered) == 6
+    assert all(stop <= start for (_, stop), (start, _) in pairwise(ordered))
+
+
+def test_what_is_there_already_is_prepared_first() -> None:
+    """Weights have come through some of it: to register more takes longer than all else."""
+    memory = Memory(4 * SLAB)
+    there = [memory.take(SLAB // 2) for _ in range(3)]
+    assert memory.held == 2 * SLAB
+    there.clear()
+    memory.prepare(SLAB // 2, 6)
+    assert memory.held == 3 * SLAB
 
 
 def test_threads_may_take_and_give_back_at_once() -> None:
