@@ -42,6 +42,7 @@ from tests.models.ggufs import Kind, packed, write_gguf
 ROOT = Path(__file__).parents[1]
 DEMO, MARGIN = ROOT / "adapters" / "demo", 256  # rows that what is sent may take besides
 PATIENCE = 300.0  # seconds for a server to come up
+POLL_S = 0.05  # between questions whether it is: a server that answers them meanwhile comes up later for it
 
 
 @contextmanager
@@ -65,7 +66,7 @@ def listening(command: Sequence[str], tree: Path, home: Path) -> Iterator[tuple[
             while not ready(client, url):
                 if process.poll() is not None or time.monotonic() - start > PATIENCE:
                     raise SystemExit(f"no server: {' '.join(command)}\n{log.read_text()[-2000:]}")
-                time.sleep(0.02)
+                time.sleep(POLL_S)
             yield url, time.monotonic() - start
         finally:
             process.terminate()

@@ -103,7 +103,8 @@ class Memory:
         with suppress(MemoryError):
             for _ in range(pieces):
                 buffers.append(self.take(size))
-                buffers[-1].data.numpy().fill(0)
+                if not self.pin:  # what is registered is mapped
+                    buffers[-1].data.numpy().fill(0)
 
     def fill(self) -> None:
         """All of it, slab by slab, before a snapshot waits for it; where memory is pinned. For a thread of its own."""
