@@ -13,14 +13,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from adapters.steady import HALF_ROOT, INVERSE, LOWEST, PARTS, REST, SERIES, STEP
+
 DOUBT = 2.0**-7  # of a weight up to 2**42, whose last bit is 2**-10
-PARTS = 8  # bits: of the factors 2**(1/256), 2**(2/256), ... as many are known as it takes to be that near
-LOWEST = -128.0  # whose weight is 0, as that of all below
-STEP = float.fromhex("0x1.62e42fefap-9")  # ln(2) / 256: 36 bits, so that so many times it is exact
-REST = float.fromhex("0x1.cf79abc9e3b3ap-48")  # what it lacks
-INVERSE = float.fromhex("0x1.71547652b82fep+8")
-HALF_ROOT = 0x3FE6A09E667F3BCD  # the bits of the square root of a half
-SERIES = (1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0)  # of exp(r) - 1, |r| <= ln(2) / 512: what follows is 1e-20
 
 
 def steady_weights(values: Tensor, bits: int) -> Tensor:

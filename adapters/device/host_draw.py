@@ -15,8 +15,10 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
+from adapters.device.exponent import steady_weights
 from adapters.device.noise import FRACTION, fractions, gumbel_at, keys_of, steady_gumbel_at
-from adapters.device.truncation import column, leaders, weights_of
+from adapters.device.truncation import column, leaders
+from adapters.steady import BITS
 from effects.job import Sampling
 
 SHORT, WIDER = 64, 8  # what may be drawn is looked for among so few first: ranking all takes longer than a layer does
@@ -102,11 +104,11 @@ def _leading(drawing: Drawing, rows: Sequence[int], samplings: Sequence[Sampling
     scaled = drawing.scaled(logits.gather(-1, ids), rows)
     kept = torch.arange(width) < column([sampling.top_k or logits.shape[-1] for sampling in samplings], ids)
     if any(sampling.top_p < 1 for sampling in samplings):
-        weights = weights_of(scaled).mul_(kept)
+        weights = steady_weights(scaled, BITS).mul_(kept)
         total = weights.sum(-1, keepdim=True)
         for index, (row, sampling) in enumerate(zip(rows, samplings, strict=True)):
             if sampling.top_p < 1 and not 0 < sampling.top_k < logits.shape[-1]:
-                total[index] = weights_of(drawing.scaled(logits[index : index + 1], [row])).sum()
+                total[index] = steady_weights(drawing.scaled(logits[index : index + 1], [row]), BITS).sum()
         mass = column([sampling.top_p for sampling in samplings], scaled)
         kept &= ((weights.cumsum(-1) - weights).double() < total.double() * mass) | (mass >= 1)
     if any(sampling.min_p for sampling in samplings):

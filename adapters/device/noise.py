@@ -27,10 +27,8 @@ import torch
 from torch import Tensor
 
 from adapters.device.exponent import steady_log
+from adapters.steady import FIRST, GOLDEN, SECOND
 
-GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-FIRST = 0xBF58476D1CE4E5B9 - 2**64
-SECOND = 0x94D049BB133111EB - 2**64
 FRACTION = 2**52
 
 

@@ -2,8 +2,8 @@
 
 The order is logit bias, repetition penalty, presence and frequency penalties, what the grammar forbids, temperature,
 top-k, top-p, min-p, then the largest of logit + Gumbel noise (`noise.py`). Greedy is the largest logit, the lowest
-token id winning ties. A pick depends on its own row only: what could round differently in another shape runs row by row
-on a host, and on a GPU only elementwise operations and integer sums see more than one row.
+token id winning ties. A pick depends on its own row only, and is the same on every device: whatever is compared or
+summed has one right answer.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from adapters.device.aside import aside
 from adapters.device.constraint import Mask, Matching, forbidden
 from adapters.device.exponent import steady_weights
 from adapters.device.extremes import extremes
+from adapters.device.gpu_draw import draw_into, told_of
 from adapters.device.host_draw import drawn
 from adapters.device.native_draw import found_at_once
-from adapters.device.noise import gumbel
-from adapters.device.truncation import SCALE, SCALE_BITS, allowed, column, leaders
+from adapters.device.truncation import leaders
 from adapters.models.kernels.native.compiled import compiled
+from adapters.steady import BITS
 from effects.decode import Logprob
 from effects.ids import Tokens
 from effects.job import Sampling
@@ -241,23 +242,22 @@ def picking(logits: Tensor, rows: Sequence[Draw]) -> Picking:
     """
     raw = logits[: len(rows)]
     used = adjusted(raw, rows)
-    tokens, found = extremes(used)
     masks, ends = _masks(rows)
-    if masked := any(mask is not None for mask in masks):
+    tokens, found = extremes(used)
+    told, out = found, None
+    if any(mask is not None for mask in masks):
         out = forbidden(masks, raw.shape[-1], raw.device)
         used = used.masked_fill(out, -math.inf)
-        if any(row.sampler.sampling.logprobs >= 0 for row in rows):
-            raw = raw.masked_fill(out, -math.inf)
-        tokens = used.argmax(-1)
-    if draw_some(tokens, used, rows) or masked:
-        found[:, 0] = tokens
+        tokens, told = extremes(used)
+        found[:, 0] = told[:, 0]
+    draw_some(tokens, found, used, told, rows)
     wanted = [index for index, row in enumerate(rows) if row.sampler.sampling.logprobs >= 0]
     if not wanted:
         return Picking(rows, tokens, ends, (), 0, found.flatten())
     most = min(max(row.sampler.sampling.logprobs for row in rows), raw.shape[-1])
-    at = torch.tensor(wanted).to(raw.device, non_blocking=True)
-    told = _logprobs(raw[at], tokens[at], most)
-    return Picking(rows, tokens, ends, wanted, most, torch.cat((found.flatten(), told.flatten())))
+    raw = raw if out is None else raw.masked_fill(out, -math.inf)
+    more = _logprobs(raw, wanted, tokens, most)
+    return Picking(rows, tokens, ends, wanted, most, torch.cat((found.flatten(), more.flatten())))
 
 
 def _masks(rows: Sequence[Draw]) -> tuple[list[Mask | None], dict[int, str]]:
@@ -282,46 +282,40 @@ def adjusted(logits: Tensor, rows: Sequence[Draw]) -> Tensor:
     return used
 
 
-def draw_some(tokens: Tensor, used: Tensor, rows: Sequence[Draw]) -> bool:
-    """Do tokens int64 `[R]` become others, drawn from adjusted logits at a temperature? The host does not wait."""
-    sampled = [index for index, row in enumerate(rows) if row.sampler.sampling.temperature > 0]
-    if sampled:
-        at = torch.tensor(sampled).to(used.device, non_blocking=True)
-        tokens[at] = draw(
-            used[at], [rows[index].sampler.sampling for index in sampled], [rows[index].position for index in sampled]
-        )
-    return bool(sampled)
+def draw_some(tokens: Tensor, found: Tensor, used: Tensor, told: Tensor, rows: Sequence[Draw]) -> None:
+    """Of rows with a temperature, tokens int64 `[R]` and the first column of `found` become those that are drawn from
+    adjusted logits. told: as `extremes` has it of these. The host does not wait.
+    """
+    at = [index for index, row in enumerate(rows) if row.sampler.sampling.temperature > 0]
+    if not at:
+        return
+    samplings, positions = [rows[index].sampler.sampling for index in at], [rows[index].position for index in at]
+    if used.is_cuda:
+        draw_into(used, told, at, samplings, positions, tokens=tokens, found=found)
+    else:
+        tokens[at] = drawn(used[at], samplings, positions)
+        found[:, 0] = tokens
 
 
-def draw(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
-    """Sample each row at its temperature: float32 `[R, V]` -> int64 `[R]`."""
-    if logits.device.type == "cpu":
-        return drawn(logits, samplings, positions)
-    scaled = logits.double()
-    scaled = scaled - scaled.amax(-1, keepdim=True)
-    scaled /= column([sampling.temperature for sampling in samplings], scaled)
-    draws = [(sampling.seed, position) for sampling, position in zip(samplings, positions, strict=True)]
-    scores = scaled + gumbel(draws, logits.shape[-1], logits.device)
-    keep = allowed(logits, scaled, samplings)
-    if keep is not None:
-        scores.masked_fill_(~keep, -math.inf)
-    return scores.argmax(-1)
-
-
-def _logprobs(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
-    """Float64 `[R, 2 + 2 most]`: how far the token's logit is below the highest, then the ids of the `most` likeliest,
+def _logprobs(logits: Tensor, rows: Sequence[int], tokens: Tensor, most: int) -> Tensor:
+    """Of some rows of float32 `[R, V]`, and the tokens that were picked there, int64 `[R]`: float64
+    `[len(rows), 2 + 2 most]`: how far the token's logit is below the highest, then the ids of the `most` likeliest,
     then how far theirs are, then the sum of all weights, of which the highest has 1. The same bits on every device.
     """
+    if logits.is_cuda:
+        return told_of(logits, extremes(logits)[1], rows, tokens, most)
+    logits, tokens = logits[rows], tokens[rows]
     scaled = logits.double()
     scaled -= scaled.amax(-1, keepdim=True)
-    total = steady_weights(scaled, SCALE_BITS).sum(-1, keepdim=True).double() / SCALE
+    total = steady_weights(scaled, BITS).sum(-1, keepdim=True).double() / 2.0**BITS
     ids = leaders(logits, most)
     return torch.cat((scaled.gather(-1, tokens.unsqueeze(-1)), ids.double(), scaled.gather(-1, ids), total), -1)
 
 
 def logprobs_of(logits: Tensor, tokens: Sequence[int], most: int) -> list[Logprob]:
     """Of these tokens, one a row, with the `most` likeliest beside each; as those of picked ones are."""
-    told = _logprobs(logits, torch.tensor(tokens, device=logits.device), min(most, logits.shape[-1])).tolist()
+    given = torch.tensor(tokens, device=logits.device)
+    told = _logprobs(logits, range(len(tokens)), given, min(most, logits.shape[-1])).tolist()
     return [_logprob(one) for one in told]
 
 

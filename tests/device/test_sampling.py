@@ -22,7 +22,6 @@ from transformers import (
 
 from adapters.device.noise import gumbel
 from adapters.device.sampling import Draw, NotFinite, Pick, Sampler, pick
-from adapters.device.truncation import allowed
 from adapters.models.seeded import seeded
 from effects.job import Sampling
 
@@ -277,13 +276,6 @@ def test_extreme_temperatures_hold():
     flat = drawn(torch.zeros(20), evolve(SAMPLED, temperature=2.0), 4000)
     assert_distributed(flat, np.full(20, 1 / 20))
     assert_distributed(drawn(logits_of(0, 20)[0], evolve(SAMPLED, temperature=1e6), 4000), np.full(20, 1 / 20))
-
-
-def test_what_truncation_counts_as_nothing_stays_possible_for_a_neighbour_that_does_not_truncate():
-    scaled = torch.tensor([[0.0, -40.0]], dtype=torch.float64).expand(2, -1)
-    keep = allowed(scaled.float(), scaled, [SAMPLED, evolve(SAMPLED, top_k=1)])
-    assert keep.tolist() == [[True, True], [True, False]]
-    assert allowed(scaled.float(), scaled, [SAMPLED, SAMPLED]) is None
 
 
 MIX = [

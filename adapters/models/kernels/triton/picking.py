@@ -1,0 +1,328 @@
+"""Tokens drawn from rows of logits, in Triton: those that a host draws (`device/host_draw.py`); and what is told of
+picked ones, to the bit what a host tells.
+
+Nothing is sorted. A row is cut into parts of BLOCK logits, and every part finds its likeliest token, its best one with
+noise and the sum of its weights; then one program a row decides. With top-k it takes the k likeliest tokens out of the
+parts, one after the other. With top-p alone it looks at the token that is best with noise: if what is likelier has less
+than the mass, it is the one; if not, neither it nor anything less likely may be drawn, and the best of the rest is
+looked at, which ends soon, since what is best is rarely unlikely.
+
+exp and log are those of `steady.py`. Launch with `enable_fp_fusion=False`: no compiler may make one rounding of two.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from adapters import steady
+
+LOWEST = tl.constexpr(steady.LOWEST)
+STEP = tl.constexpr(steady.STEP)
+REST = tl.constexpr(steady.REST)
+INVERSE = tl.constexpr(steady.INVERSE)
+S0, S1, S2, S3, S4 = map(tl.constexpr, steady.SERIES)
+INDEX_BITS = tl.constexpr(steady.PARTS)
+INDEX = tl.constexpr((1 << steady.PARTS) - 1)
+EXPONENT = tl.constexpr(steady.BITS + 1023)
+UNIT = tl.constexpr(2.0**-steady.BITS)
+FRACTION = tl.constexpr((1 << 52) - 1)
+HALF_ROOT = tl.constexpr(steady.HALF_ROOT)
+POWER_HIGH = tl.constexpr(256 * steady.STEP)
+POWER_LOW = tl.constexpr(256 * steady.REST)
+GOLDEN = tl.constexpr(steady.GOLDEN)
+FIRST = tl.constexpr(steady.FIRST)
+SECOND = tl.constexpr(steady.SECOND)
+WHOLE = tl.constexpr(1.5 * 2.0**52)  # added and taken away again, it rounds to whole numbers
+NONE = tl.constexpr(-(2**63))  # below every key
+ASKED = tl.constexpr(6)  # numbers of a row that is drawn from
+
+
+@triton.jit
+def steady_weight(scaled, factors_ptr):
+    """round(exp(scaled) * 2**BITS) of float64 that are at most 0, int64."""
+    values = tl.where(scaled < LOWEST, LOWEST, scaled)
+    steps = values * INVERSE + WHOLE - WHOLE
+    rest = values - steps * STEP - steps * REST
+    series = rest * S0
+    series = (series + S1) * rest
+    series = (series + S2) * rest
+    series = (series + S3) * rest
+    series = (series + S4) * rest
+    whole = steps.to(tl.int64)
+    factor = tl.load(factors_ptr + (whole & INDEX))
+    power = (((whole >> INDEX_BITS) + EXPONENT) << 52).to(tl.float64, bitcast=True)
+    return ((factor * series + factor) * power + WHOLE - WHOLE).to(tl.int64)
+
+
+@triton.jit
+def steady_log(values):
+    """The natural logarithm of positive float64 values that are normal."""
+    bits = values.to(tl.int64, bitcast=True) - HALF_ROOT
+    power = (bits >> 52).to(tl.float64)
+    rest = ((bits & FRACTION) + HALF_ROOT).to(tl.float64, bitcast=True) - 1
+    part = rest / (rest + 2)
+    square = part * part
+    series = square * (2 / 23)
+    for odd in tl.static_range(21, 1, -2):
+        series = (series + 2 / odd) * square
+    return series * part + power * POWER_LOW + (part + part) + power * POWER_HIGH
+
+
+@triton.jit
+def shifted(z, BY: tl.constexpr):
+    """Zeros come in from above."""
+    return (z.to(tl.uint64, bitcast=True) >> BY).to(tl.int64, bitcast=True)
+
+
+@triton.jit
+def gumbel(key, token):
+    """`noise.py` of a key and token ids, int64 -> float64."""
+    z = key + (token + 1) * GOLDEN
+    z = (z ^ shifted(z, 30)) * FIRST
+    z = (z ^ shifted(z, 27)) * SECOND
+    z = z ^ shifted(z, 31)
+    uniform = (shifted(z, 12).to(tl.float64) + 0.5) * (1 / 2**52)
+    return -steady_log(-steady_log(uniform))
+
+
+@triton.jit
+def ordered(x, token):
+    """int64, the larger the likelier: by the logit, float32, whose zeros are equal, then by the lower id, int64."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) + (0xFFFFFFFF - token)
+
+
+@triton.jit
+def token_of(key):
+    return 0xFFFFFFFF - (key & 0xFFFFFFFF)
+
+
+@triton.jit
+def logit_of(key):
+    bits = (key >> 32).to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def block_of(logits_ptr, part, width, BLOCK: tl.constexpr):
+    """The logits of a part, their keys and their ids; beyond the row's end minus infinity, and below every key."""
+    at = part.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    x = tl.load(logits_ptr + at, inside, float("-inf"))
+    return x, tl.where(inside, ordered(x, at), NONE), at
+
+
+@triton.jit
+def asked_of(asked_ptr):
+    """Which row of the logits; its noise's key, int64; top-k, the width where there is none; float64 temperature, the
+    lowest logarithm of a weight (min-p), and the mass (top-p).
+    """
+    temperature = tl.load(asked_ptr + 3).to(tl.float64, bitcast=True)
+    least = tl.load(asked_ptr + 4).to(tl.float64, bitcast=True)
+    mass = tl.load(asked_ptr + 5).to(tl.float64, bitcast=True)
+    return tl.load(asked_ptr), tl.load(asked_ptr + 1), tl.load(asked_ptr + 2), temperature, least, mass
+
+
+@triton.jit
+def part_draws(
+    logits_ptr,
+    told_ptr,
+    asked_ptr,
+    factors_ptr,
+    keys_ptr,
+    sums_ptr,
+    winners_ptr,
+    scores_ptr,
+    stride,
+    width,
+    parts,
+    BLOCK: tl.constexpr,
+):
+    """Of BLOCK logits of a row that is drawn from. keys int64 `[R, parts]`: the likeliest one's. Without top-k, sums
+    int64: of all weights, where top-p is asked for; winners int64, scores float64: the key of the one that is best with
+    noise, and how good that is. Of equal ones the likelier wins.
+
+    told: of these logits, as `row_extremes` has it. asked int64 `[R, ASKED]`: as `asked_of` has it, floats by their
+    bits.
+    """
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    source, noise, most, temperature, least, mass = asked_of(asked_ptr + ASKED * row)
+    largest = tl.load(told_ptr + 3 * source + 2)
+    x, keys, at = block_of(logits_ptr + source * stride, part, width, BLOCK)
+    to = row * parts + part
+    tl.store(keys_ptr + to, tl.max(keys, 0))
+    if most >= width:
+        scaled = (x.to(tl.float64) - largest) / temperature
+        if mass < 1:
+            tl.store(sums_ptr + to, tl.sum(tl.where(keys > NONE, steady_weight(scaled, factors_ptr), 0), 0))
+        score = tl.where((keys > NONE) & (scaled >= least), scaled + gumbel(noise, at), float("-inf"))
+        best = tl.max(score, 0)
+        tl.store(winners_ptr + to, tl.max(tl.where(score == best, keys, NONE), 0))
+        tl.store(scores_ptr + to, best)
+
+
+@triton.jit
+def next_part(keys, lanes, bound, last, parts):
+    """The first part behind `last` that has a key above the bound; `parts`: none."""
+    return tl.min(tl.where((keys > bound) & (lanes > last), lanes, parts), 0)
+
+
+@triton.jit
+def ahead(logits_ptr, factors_ptr, keys, lanes, bound, largest, temperature, width, parts, BLOCK: tl.constexpr):
+    """The sum of the weights of all tokens that are likelier than the bound's."""
+    before = tl.zeros((), tl.int64)
+    part = next_part(keys, lanes, bound, -1, parts)
+    while part < parts:
+        x, found, _ = block_of(logits_ptr, part, width, BLOCK)
+        weights = steady_weight((x.to(tl.float64) - largest) / temperature, factors_ptr)
+        before += tl.sum(tl.where(found > bound, weights, 0), 0)
+        part = next_part(keys, lanes, bound, part, parts)
+    return before
+
+
+@triton.jit
+def best_above(logits_ptr, keys, lanes, bound, noise, largest, temperature, least, width, parts, BLOCK: tl.constexpr):
+    """The key of the token that is best with noise of those that are likelier than the bound's."""
+    best, winner = tl.full((), float("-inf"), tl.float64), tl.max(keys, 0)
+    part = next_part(keys, lanes, bound, -1, parts)
+    while part < parts:
+        x, found, at = block_of(logits_ptr, part, width, BLOCK)
+        scaled = (x.to(tl.float64) - largest) / temperature
+        score = tl.where((found > bound) & (scaled >= least), scaled + gumbel(noise, at), float("-inf"))
+        most = tl.max(score, 0)
+        if most > best:
+            best, winner = most, tl.max(tl.where(score == most, found, NONE), 0)
+        part = next_part(keys, lanes, bound, part, parts)
+    return winner
+
+
+@triton.jit
+def without(logits_ptr, keys, lanes, key, width, BLOCK: tl.constexpr):
+    """The parts' likeliest ones, when the likeliest of all, `key`, has been taken out."""
+    part = tl.max(tl.where(keys == key, lanes, 0), 0)
+    _, found, _ = block_of(logits_ptr, part, width, BLOCK)
+    return tl.where(lanes == part, tl.max(tl.where(found < key, found, NONE), 0), keys)
+
+
+@triton.jit
+def row_draws(
+    logits_ptr,
+    told_ptr,
+    asked_ptr,
+    factors_ptr,
+    keys_ptr,
+    sums_ptr,
+    winners_ptr,
+    scores_ptr,
+    tokens_ptr,
+    found_ptr,
+    stride,
+    width,
+    parts,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """What a row draws: tokens int64 and found float64 `[*, 3]`, its first column, of that row of the logits. PARTS: a
+    power of two, `parts` at least.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    source, noise, most, temperature, least, mass = asked_of(asked_ptr + ASKED * row)
+    largest = tl.load(told_ptr + 3 * source + 2)
+    logits_ptr += source * stride
+    lanes = tl.arange(0, PARTS)
+    keys = tl.load(keys_ptr + row * parts + lanes, lanes < parts, NONE)
+    likeliest = tl.max(keys, 0)
+    winner = likeliest
+    if largest - largest == 0:  # nobody uses what is picked of a row that is not finite
+        if most < width:
+            left, count, total = keys, tl.zeros((), tl.int64), tl.zeros((), tl.int64)
+            while (count < most) & (mass < 1):
+                key = tl.max(left, 0)
+                total += steady_weight((logit_of(key).to(tl.float64) - largest) / temperature, factors_ptr)
+                left = without(logits_ptr, left, lanes, key, width, BLOCK)
+                count += 1
+            left, count, before = keys, tl.zeros((), tl.int64), tl.zeros((), tl.int64)
+            best = tl.full((), float("-inf"), tl.float64)
+            while count < most:
+                key = tl.max(left, 0)
+                scaled = (logit_of(key).to(tl.float64) - largest) / temperature
+                if (scaled >= least) & ((mass >= 1) | (before.to(tl.float64) < total.to(tl.float64) * mass)):
+                    score = scaled + gumbel(noise, token_of(key))
+                    if score > best:
+                        best, winner = score, key
+                    before += steady_weight(scaled, factors_ptr)
+                    left = without(logits_ptr, left, lanes, key, width, BLOCK)
+                    count += 1
+                else:
+                    count = most  # nor may what is less likely
+        else:
+            scores = tl.load(scores_ptr + row * parts + lanes, lanes < parts, float("-inf"))
+            winners = tl.load(winners_ptr + row * parts + lanes, lanes < parts, NONE)
+            winner = tl.max(tl.where(scores == tl.max(scores, 0), winners, NONE), 0)
+            if mass < 1:
+                total = tl.sum(tl.load(sums_ptr + row * parts + lanes, lanes < parts, 0), 0).to(tl.float64) * mass
+                before = ahead(logits_ptr, factors_ptr, keys, lanes, winner, largest, temperature, width, parts, BLOCK)
+                while (before.to(tl.float64) >= total) & (winner < likeliest):
+                    winner = best_above(
+                        logits_ptr, keys, lanes, winner, noise, largest, temperature, least, width, parts, BLOCK
+                    )
+                    before = ahead(
+                        logits_ptr, factors_ptr, keys, lanes, winner, largest, temperature, width, parts, BLOCK
+                    )
+    token = token_of(winner)
+    tl.store(tokens_ptr + source, token)
+    tl.store(found_ptr + 3 * source, token.to(tl.float64))
+
+
+@triton.jit
+def part_weights(
+    logits_ptr, told_ptr, rows_ptr, factors_ptr, keys_ptr, sums_ptr, stride, width, parts, BLOCK: tl.constexpr
+):
+    """Of BLOCK logits of row `rows[row]`: the likeliest one's key, and the sum of all weights, int64 `[R, parts]`."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    source = tl.load(rows_ptr + row)
+    largest = tl.load(told_ptr + 3 * source + 2)
+    x, keys, _ = block_of(logits_ptr + source * stride, part, width, BLOCK)
+    tl.store(keys_ptr + row * parts + part, tl.max(keys, 0))
+    weights = tl.where(keys > NONE, steady_weight(x.to(tl.float64) - largest, factors_ptr), 0)
+    tl.store(sums_ptr + row * parts + part, tl.sum(weights, 0))
+
+
+@triton.jit(do_not_specialize=["most"])
+def row_leaders(
+    logits_ptr,
+    told_ptr,
+    rows_ptr,
+    tokens_ptr,
+    keys_ptr,
+    sums_ptr,
+    out_ptr,
+    stride,
+    width,
+    parts,
+    most,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out float64 `[R, 2 + 2 most]`: how far the token's logit is below the highest, the ids of the `most` likeliest
+    and how far theirs are, and the sum of all weights.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    source = tl.load(rows_ptr + row)
+    largest = tl.load(told_ptr + 3 * source + 2)
+    token = tl.load(tokens_ptr + source)
+    logits_ptr += source * stride
+    out_ptr += row * (2 + 2 * most)
+    lanes = tl.arange(0, PARTS)
+    left = tl.load(keys_ptr + row * parts + lanes, lanes < parts, NONE)
+    tl.store(out_ptr, tl.load(logits_ptr + token).to(tl.float64) - largest)
+    count = 0
+    while count < most:
+        key = tl.max(left, 0)
+        tl.store(out_ptr + 1 + count, token_of(key).to(tl.float64))
+        tl.store(out_ptr + 1 + most + count, logit_of(key).to(tl.float64) - largest)
+        left = without(logits_ptr, left, lanes, key, width, BLOCK)
+        count += 1
+    total = tl.sum(tl.load(sums_ptr + row * parts + lanes, lanes < parts, 0), 0)
+    tl.store(out_ptr + 1 + 2 * most, total.to(tl.float64) * UNIT)

@@ -1,0 +1,97 @@
+"""What a GPU's kernels draw and tell is what a host does, to the bit; Triton's interpreter runs them without a GPU."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from adapters.device.extremes import extremes
+from adapters.device.gpu_draw import BLOCK, draw_into, told_of
+from adapters.device.host_draw import drawn
+from adapters.device.sampling import _logprobs
+from effects.job import Sampling
+
+ROOT = Path(__file__).parents[2]
+INTERPRETED = 24
+pytestmark = pytest.mark.timeout(300)
+
+
+def case(seed: int, vocabularies: tuple[int, ...]) -> tuple[Tensor, list[Sampling], list[int]]:
+    """Logits, some of them equal, some impossible; how each row is drawn, and the positions."""
+    chance = random.Random(seed)
+    drawing = torch.Generator().manual_seed(seed)
+    rows, vocab = chance.choice([1, 2, 4]), chance.choice(vocabularies)
+    logits = torch.randn(rows, vocab, generator=drawing) * chance.choice([0.1, 1, 3, 8])
+    if chance.random() < 0.3:
+        logits = (2 * logits).round() / 2
+    if chance.random() < 0.2:
+        logits[:, torch.rand(vocab, generator=drawing) < 0.5] = -math.inf
+        logits[:, chance.randrange(vocab)] = 0.0
+    samplings = [
+        Sampling(
+            seed=chance.randrange(1 << 30),
+            temperature=chance.choice([0.2, 0.7, 1.0, 1.5]),
+            top_k=chance.choice([0, 0, 1, 5, 20, 64]),
+            top_p=chance.choice([1.0, 1.0, 0.1, 0.5, 0.8, 0.95, 0.999]),
+            min_p=chance.choice([0.0, 0.0, 0.01, 0.2]),
+        )
+        for _ in range(rows)
+    ]
+    return logits, samplings, [chance.randrange(10_000) for _ in range(rows)]
+
+
+def agrees(seed: int, device: str, vocabularies: tuple[int, ...]) -> None:
+    host, samplings, positions = case(seed, vocabularies)
+    logits, rows = host.to(device), range(len(samplings))
+    tokens, found = extremes(logits)
+    draw_into(logits, found, rows, samplings, positions, tokens=tokens, found=found)
+    expected = drawn(host, samplings, positions)
+    assert torch.equal(tokens.cpu(), expected), (seed, samplings)
+    assert torch.equal(found[:, 0].cpu(), expected.double())
+    most, backwards = min(seed % 7, host.shape[-1]), [*reversed(rows)]
+    told = told_of(logits, extremes(logits)[1], backwards, tokens, most)
+    assert torch.equal(told.cpu(), _logprobs(host, backwards, expected, most)), seed
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("vocabulary", [5, BLOCK, BLOCK + 1, 5000, 151_936])
+def test_a_gpu_draws_and_tells_what_a_host_does(vocabulary: int) -> None:
+    for seed in range(100):
+        agrees(seed, "cuda", (vocabulary,))
+
+
+def draws_some_token(value: float, device: str) -> None:
+    """Where a row is not finite, and what is meant to be drawn from the one beside it."""
+    for how in ({}, {"top_k": 20}, {"top_p": 0.5}, {"top_k": 20, "top_p": 0.5, "min_p": 0.1}):
+        logits = torch.zeros(2, 3000, device=device)
+        logits[0] = value
+        tokens, found = extremes(logits)
+        sampling = Sampling(temperature=1.0, seed=3, **how)
+        draw_into(logits, found, range(2), [sampling] * 2, [5, 5], tokens=tokens, found=found)
+        assert 0 <= int(tokens[0]) < 3000
+        assert int(tokens[1]) == int(drawn(torch.zeros(1, 3000), [sampling], [5]))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_of_a_row_that_is_not_finite_some_token_is_drawn(value: float) -> None:
+    draws_some_token(value, "cuda")
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="comes with CUDA builds of torch")
+def test_the_interpreter_draws_and_tells_what_a_host_does() -> None:
+    code = (
+        "from math import inf, nan; from tests.device.test_gpu_draw import BLOCK, agrees, draws_some_token\n"
+        f"for seed in range({INTERPRETED}): agrees(seed, 'cpu', (5, 300, BLOCK, BLOCK + 1, 5000))\n"
+        "for value in (nan, inf, -inf): draws_some_token(value, 'cpu')"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, env={**os.environ, "TRITON_INTERPRET": "1"})
