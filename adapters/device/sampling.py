@@ -24,6 +24,7 @@ from adapters.device.extremes import extremes
 from adapters.device.gpu_draw import draw_into, told_of
 from adapters.device.host_draw import drawn
 from adapters.device.native_draw import found_at_once
+from adapters.device.penalties import HostPenalties, changed, penalties_of
 from adapters.device.truncation import leaders
 from adapters.models.kernels.native.compiled import compiled
 from adapters.steady import BITS
@@ -53,15 +54,8 @@ class Sampler:
     ) -> None:
         self.sampling, self.matching = sampling, matching
         self._device = torch.device(device)
-        self._bias = _bias(sampling, vocab, self._device)
-        self._seen: Tensor | None = None  # bool [V]: in the prompt or in the answer
-        self._counts: Tensor | None = None  # float32 [V]: how often in the answer
-        if sampling.repetition_penalty != 1:
-            self._seen = torch.zeros(vocab, dtype=torch.bool, device=self._device)
-            self._seen.scatter_(0, self._ids(sorted(set(prompt))), True)
-        if sampling.presence_penalty or sampling.frequency_penalty:
-            self._counts = torch.zeros(vocab, device=self._device)
-        self.plain = self._bias is None and self._seen is None and self._counts is None
+        self.penalties = penalties_of(sampling, prompt, vocab, self._device)
+        self.plain = self.penalties is None
         self.cheap = self.plain and matching is None and sampling.logprobs < 0
         self.native = compiled() if self._device.type == "cpu" else None
         self.guessing: dict[float, Sampling] = {}
@@ -74,47 +68,14 @@ class Sampler:
     @property
     def forgetful(self) -> bool:
         """Does what is picked next not depend on what was picked before, but by the model?"""
-        return self.matching is None and self._seen is None and self._counts is None
+        return self.matching is None and (self.penalties is None or not self.penalties.remembers)
 
     def append(self, tokens: Sequence[int]) -> None:
         """These are part of the answer now."""
-        if self._seen is not None:
-            self._seen.scatter_(0, self._ids(tokens), True)
-        if self._counts is not None:
-            self._counts.scatter_add_(0, self._ids(tokens), torch.ones(len(tokens), device=self._device))
+        if self.penalties is not None:
+            self.penalties.append(tokens)
         if self.matching is not None:
             self.matching.append(tokens)
-
-    def adjusted(self, logits: Tensor, drafted: Sequence[int] = ()) -> Tensor:
-        """float32 `[V]` with bias and penalties, as if `drafted` were the end of the answer. `logits` stays as is."""
-        sampling, logits = self.sampling, logits.clone()
-        seen, counts = self._seen, self._counts
-        if self._bias is not None:
-            logits.scatter_add_(0, *self._bias)
-        if seen is not None:
-            if drafted:
-                seen = seen.scatter(0, self._ids(drafted), True)
-            penalty = torch.full_like(logits, sampling.repetition_penalty)
-            logits = torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
-        if counts is not None:
-            if drafted:
-                counts = counts.scatter_add(0, self._ids(drafted), torch.ones(len(drafted), device=self._device))
-            logits -= counts * sampling.frequency_penalty
-            logits -= (counts > 0) * sampling.presence_penalty
-        return logits
-
-    def _ids(self, tokens: Sequence[int]) -> Tensor:
-        return torch.tensor(tokens, dtype=torch.int64).to(self._device, non_blocking=True)
-
-
-def _bias(sampling: Sampling, vocab: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
-    values = dict(sampling.logit_bias)
-    if not values:
-        return None
-    for token in values:
-        if not 0 <= token < vocab:
-            raise ValueError(f"logit_bias names token {token}; the model's are 0..{vocab - 1}")
-    return torch.tensor(list(values), device=device), torch.tensor(list(values.values()), device=device)
 
 
 @frozen(eq=False)
@@ -275,10 +236,14 @@ def _masks(rows: Sequence[Draw]) -> tuple[list[Mask | None], dict[int, str]]:
 
 def adjusted(logits: Tensor, rows: Sequence[Draw]) -> Tensor:
     """With bias and penalties where a row's request has any; otherwise `logits` itself. float32 `[R, V]`."""
-    odd = [index for index, row in enumerate(rows) if not row.sampler.plain]
-    used = logits.clone() if odd else logits
-    for index in odd:
-        used[index] = rows[index].sampler.adjusted(logits[index], rows[index].drafted)
+    if all(row.sampler.plain for row in rows):
+        return logits
+    if logits.is_cuda:
+        return changed(logits, [(row.sampler.penalties, row.drafted) for row in rows])
+    used = logits.clone()
+    for index, row in enumerate(rows):
+        if isinstance(row.sampler.penalties, HostPenalties):
+            used[index] = row.sampler.penalties.adjusted(logits[index], row.drafted)
     return used
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from adapters.device.extremes import extremes
 from adapters.device.gpu_draw import BLOCK, draw_into, told_of
 from adapters.device.host_draw import drawn
+from adapters.device.penalties import PENDING, GpuPenalties, HostPenalties, changed
 from adapters.device.sampling import _logprobs
 from effects.job import Sampling
 
@@ -69,6 +70,47 @@ def test_a_gpu_draws_and_tells_what_a_host_does(vocabulary: int) -> None:
         agrees(seed, "cuda", (vocabulary,))
 
 
+def changes(seed: int, device: str, vocab: int) -> None:
+    """Rows of requests with penalties and without, before and behind proposals, and behind more than are pending."""
+    chance, host = random.Random(seed), torch.randn(4, vocab, generator=torch.Generator().manual_seed(seed)) * 3
+    prompt = tuple(chance.choices(range(vocab), k=20))
+    answer = chance.choices(range(vocab), k=chance.choice([0, 3, PENDING, PENDING + 2]))
+    rows = list[tuple[HostPenalties | None, GpuPenalties | None, list[int]]]()
+    for _ in range(len(host)):
+        biases = (
+            {token: chance.uniform(-5, 5) for token in chance.sample(range(vocab), 4)} if chance.random() < 0.5 else {}
+        )
+        sampling = Sampling(
+            repetition_penalty=chance.choice([1.0, 1.1, 0.7]),
+            presence_penalty=chance.choice([0.0, 0.5, -0.3]),
+            frequency_penalty=chance.choice([0.0, 0.2]),
+        )
+        if not biases and sampling == Sampling():
+            rows.append((None, None, []))
+            continue
+        both = (
+            HostPenalties(sampling, prompt, vocab, biases, torch.device("cpu")),
+            GpuPenalties(
+                sampling, prompt if sampling.repetition_penalty != 1 else (), vocab, biases, torch.device(device)
+            ),
+        )
+        assert both[0].remembers == both[1].remembers
+        for one in both:
+            for start in range(0, len(answer), 50):
+                one.append(answer[start : start + 50])
+        rows.append((*both, chance.choices(range(vocab), k=chance.choice([0, 0, 5]))))
+    found = changed(host.to(device), [(there, drafted) for _, there, drafted in rows]).cpu()
+    for row, (here, _, drafted) in enumerate(rows):
+        assert torch.equal(found[row], host[row] if here is None else here.adjusted(host[row], drafted)), (seed, row)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("vocabulary", [30, BLOCK, 5000])
+def test_a_gpu_changes_logits_as_a_host_does(vocabulary: int) -> None:
+    for seed in range(40):
+        changes(seed, "cuda", vocabulary)
+
+
 def draws_some_token(value: float, device: str) -> None:
     """Where a row is not finite, and what is meant to be drawn from the one beside it."""
     for how in ({}, {"top_k": 20}, {"top_p": 0.5}, {"top_k": 20, "top_p": 0.5, "min_p": 0.1}):
@@ -90,8 +132,9 @@ def test_of_a_row_that_is_not_finite_some_token_is_drawn(value: float) -> None:
 @pytest.mark.skipif(find_spec("triton") is None, reason="comes with CUDA builds of torch")
 def test_the_interpreter_draws_and_tells_what_a_host_does() -> None:
     code = (
-        "from math import inf, nan; from tests.device.test_gpu_draw import BLOCK, agrees, draws_some_token\n"
+        "from math import inf, nan; from tests.device.test_gpu_draw import BLOCK, agrees, changes, draws_some_token\n"
         f"for seed in range({INTERPRETED}): agrees(seed, 'cpu', (5, 300, BLOCK, BLOCK + 1, 5000))\n"
-        "for value in (nan, inf, -inf): draws_some_token(value, 'cpu')"
+        "for value in (nan, inf, -inf): draws_some_token(value, 'cpu')\n"
+        "for seed in range(20): changes(seed, 'cpu', (30, BLOCK, 1500)[seed % 3])"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, env={**os.environ, "TRITON_INTERPRET": "1"})
