@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from adapters.steady import HALF_ROOT, INVERSE, LOWEST, PARTS, REST, SERIES, STEP
+from adapters.models.kernels.steady import HALF_ROOT, INVERSE, LOWEST, PARTS, REST, SERIES, STEP
 
 DOUBT = 2.0**-7  # of a weight up to 2**42, whose last bit is 2**-10
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from adapters.device.exponent import steady_weights
 from adapters.device.noise import FRACTION, fractions, gumbel_at, keys_of, steady_gumbel_at
 from adapters.device.truncation import column, leaders
-from adapters.steady import BITS
+from adapters.models.kernels.steady import BITS
 from effects.job import Sampling
 
 SHORT, WIDER = 64, 8  # what may be drawn is looked for among so few first: ranking all takes longer than a layer does

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from adapters.device.exponent import steady_log
-from adapters.steady import FIRST, GOLDEN, SECOND
+from adapters.models.kernels.steady import FIRST, GOLDEN, SECOND
 
 FRACTION = 2**52
 

@@ -1,5 +1,5 @@
 """What biases and penalties make of a request's logits: on a host by torch, a row at a time; on a GPU in one launch for
-all rows of a step, whoever they are (`models/kernels/triton/picking.py`). The same bits.
+all rows of a step, whoever they are (`models/kernels/triton/penalties.py`). The same bits.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class GpuPenalties:
             return
         self._pending += tokens
         if len(self._pending) > PENDING:
-            from adapters.models.kernels.triton.picking import count_token  # noqa: PLC0415 - needs Triton
+            from adapters.models.kernels.triton.penalties import count_token  # noqa: PLC0415 - needs Triton
 
             ids = torch.tensor(self._pending, dtype=torch.int64).to(self._history.device, non_blocking=True)
             count_token[(len(self._pending),)](self._history, ids, num_warps=1)
@@ -134,7 +134,7 @@ def changed(logits: Tensor, rows: Sequence[tuple[Penalties | None, Sequence[int]
     """float32 `[R, V]`, on a GPU, with what each row's request makes of it; `logits`, of as many rows at least, stays
     as it is. The host waits for nothing.
     """
-    from adapters.models.kernels.triton.picking import change_part  # noqa: PLC0415 - needs Triton
+    from adapters.models.kernels.triton.penalties import change_part  # noqa: PLC0415 - needs Triton
     from adapters.models.kernels.triton_launch import launch  # noqa: PLC0415
 
     told, more = list[int](), list[int]()

@@ -27,7 +27,7 @@ from adapters.device.native_draw import found_at_once
 from adapters.device.penalties import HostPenalties, changed, penalties_of
 from adapters.device.truncation import leaders
 from adapters.models.kernels.native.compiled import compiled
-from adapters.steady import BITS
+from adapters.models.kernels.steady import BITS
 from effects.decode import Logprob
 from effects.ids import Tokens
 from effects.job import Sampling

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from adapters import steady
+from adapters.models.kernels import steady
 
 LOWEST = tl.constexpr(steady.LOWEST)
 STEP = tl.constexpr(steady.STEP)
@@ -36,7 +36,6 @@ SECOND = tl.constexpr(steady.SECOND)
 WHOLE = tl.constexpr(1.5 * 2.0**52)  # added and taken away again, it rounds to whole numbers
 NONE = tl.constexpr(-(2**63))  # below every key
 ASKED = tl.constexpr(6)  # numbers of a row that is drawn from
-CHANGED = tl.constexpr(7)  # and of one whose logits are changed
 
 
 @triton.jit
@@ -327,41 +326,3 @@ def row_leaders(
         count += 1
     total = tl.sum(tl.load(sums_ptr + row * parts + lanes, lanes < parts, 0), 0)
     tl.store(out_ptr + 1 + 2 * most, total.to(tl.float64) * UNIT)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def change_part(logits_ptr, out_ptr, asked_ptr, stride, width, rows, BLOCK: tl.constexpr):
-    """BLOCK logits of a row with bias and penalties: out float32 `[rows, width]`.
-
-    asked int64 `[rows, CHANGED]`: where what was seen so far is, int32 `[V]`, twice how often in the answer and one
-    more for the prompt, and the bias, float32 `[V]`; 0, where there is none; the bits of the float32 penalties:
-    repetition, presence, frequency; where, behind all of that, tokens are that were seen besides, and how many.
-    """
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    asked = asked_ptr + CHANGED * row
-    history, bias = tl.load(asked), tl.load(asked + 1)
-    at = part.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < width
-    x = tl.load(logits_ptr + row * stride + at, inside, 0.0)
-    if bias != 0:
-        x += tl.load(bias.to(tl.pointer_type(tl.float32)) + at, inside, 0.0)
-    if history != 0:
-        repetition = tl.load(asked + 2).to(tl.int32).to(tl.float32, bitcast=True)
-        presence = tl.load(asked + 3).to(tl.int32).to(tl.float32, bitcast=True)
-        frequency = tl.load(asked + 4).to(tl.int32).to(tl.float32, bitcast=True)
-        more, count = asked_ptr + CHANGED * rows + tl.load(asked + 5), tl.load(asked + 6)
-        seen = tl.load(history.to(tl.pointer_type(tl.int32)) + at, inside, 0)
-        one = count * 0
-        while one < count:
-            seen += tl.where(at == tl.load(more + one), 2, 0)
-            one += 1
-        x = tl.where(seen != 0, tl.where(x < 0, x * repetition, tl.div_rn(x, repetition)), x)
-        x = x - (seen >> 1).to(tl.float32) * frequency
-        x = x - tl.where(seen > 1, presence, 0.0)
-    tl.store(out_ptr + row * width + at, x, inside)
-
-
-@triton.jit
-def count_token(history_ptr, tokens_ptr):
-    """One more of a token: of each program its own."""
-    tl.atomic_add(history_ptr + tl.load(tokens_ptr + tl.program_id(0)), 2)
