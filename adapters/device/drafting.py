@@ -21,6 +21,8 @@ from torch import Tensor
 
 from adapters.checkpoint.errors import CheckpointError
 from adapters.device.draft_context import D, DraftContext
+from adapters.device.extremes import extremes
+from adapters.device.gpu_draw import draw_into
 from adapters.device.memory import ran_out_of_memory
 from adapters.device.native_draw import found_at_once
 from adapters.device.noise import gumbel_of
@@ -223,9 +225,16 @@ def noise_of(count: int) -> list[float]:
 
 def guesses(logits: Tensor, rows: Sequence[Draw], noise: Sequence[float]) -> list[int]:
     """One token a row, from float32 `[R, V]` with bias and penalties. noise: see `noise_of`."""
-    if not any(row.sampler.sampling.temperature for row in rows):
+    warm = [index for index, row in enumerate(rows) if row.sampler.sampling.temperature]
+    if logits.is_cuda:
+        tokens, found = extremes(logits)
+        if warm:
+            samplings = [warmed(rows[index].sampler, noise[index]) for index in warm]
+            draw_into(logits, found, warm, samplings, [rows[at].position for at in warm], tokens=tokens, found=found)
+        return list(tokens.tolist())
+    if not warm:
         return list(logits.argmax(-1).tolist())
-    native = None if logits.is_cuda else rows[0].sampler.native
+    native = rows[0].sampler.native
     if native is not None:
         wanted = [(warmed(row.sampler, share), row.position, None) for row, share in zip(rows, noise, strict=True)]
         return [int(token) for (token, _, _), _ in found_at_once(native, native.level, logits, logits, wanted)]
