@@ -18,6 +18,7 @@ from adapters.device.noise import key_of
 from effects.job import Sampling
 
 BLOCK, WARPS = 1024, 8  # logits of one program, and its threads by 32
+TAKEN = 64  # of the top-k that are looked at at once
 HOW: dict[str, Any] = {"BLOCK": BLOCK, "num_warps": WARPS, "enable_fp_fusion": False}
 
 
@@ -43,9 +44,13 @@ def draw_into(
     keys, sums, winners = (numbers(logits, len(rows), parts) for _ in range(3))
     scores = torch.empty(len(rows), parts, dtype=torch.float64, device=logits.device)
     known = logits, told, asked, factors(str(logits.device)), keys, sums, winners, scores
-    size = logits.stride(0), width, parts
+    size, room = (logits.stride(0), width, parts), max(1, *(sampling.top_k for sampling in samplings))
+    taken = numbers(logits, len(rows), min(room, width))
     launch(part_draws, (len(rows), parts), *known, *size, **HOW)
-    launch(row_draws, (len(rows),), *known, tokens, found, *size, PARTS=together, **HOW)
+    launch(
+        *(row_draws, (len(rows),), *known, taken, tokens, found, *size, taken.shape[1]),
+        **{"PARTS": together, "TAKEN": TAKEN, **HOW},
+    )
 
 
 def asked_for(rows: Sequence[int], samplings: Sequence[Sampling], positions: Sequence[int], width: int) -> Tensor:

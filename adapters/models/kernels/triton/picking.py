@@ -206,6 +206,42 @@ def without(logits_ptr, keys, lanes, key, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def best_taken(taken_ptr, factors_ptr, noise, most, temperature, least, mass, largest, TAKEN: tl.constexpr):
+    """The key of the one that is best with noise of the `most` likeliest tokens, less those that top-p and min-p leave
+    out. taken int64: their keys, the likeliest first.
+    """
+    lanes = tl.arange(0, TAKEN)
+    first, total = most * 0, tl.zeros((), tl.int64)
+    while (first < most) & (mass < 1):
+        scaled = (logit_of(taken_of(taken_ptr, first, most, TAKEN)).to(tl.float64) - largest) / temperature
+        total += tl.sum(tl.where(first + lanes < most, steady_weight(scaled, factors_ptr), 0), 0)
+        first += TAKEN
+    best, winner = tl.full((), float("-inf"), tl.float64), tl.load(taken_ptr)
+    first, before = most * 0, tl.zeros((), tl.int64)
+    while first < most:
+        keys = taken_of(taken_ptr, first, most, TAKEN)
+        scaled = (logit_of(keys).to(tl.float64) - largest) / temperature
+        weights = tl.where(first + lanes < most, steady_weight(scaled, factors_ptr), 0)
+        likelier = before + tl.cumsum(weights, 0) - weights
+        kept = (scaled >= least) & (first + lanes < most)
+        if mass < 1:
+            kept = kept & (likelier.to(tl.float64) < total.to(tl.float64) * mass)
+        score = tl.where(kept, scaled + gumbel(noise, token_of(keys)), float("-inf"))
+        high = tl.max(score, 0)
+        if high > best:
+            best, winner = high, tl.max(tl.where(score == high, keys, NONE), 0)
+        before += tl.sum(weights, 0)
+        first += TAKEN
+    return winner
+
+
+@triton.jit
+def taken_of(taken_ptr, first, most, TAKEN: tl.constexpr):
+    at = first + tl.arange(0, TAKEN)
+    return tl.load(taken_ptr + at, at < most, NONE)
+
+
+@triton.jit(do_not_specialize=["room"])
 def row_draws(
     logits_ptr,
     told_ptr,
@@ -215,47 +251,40 @@ def row_draws(
     sums_ptr,
     winners_ptr,
     scores_ptr,
+    taken_ptr,
     tokens_ptr,
     found_ptr,
     stride,
     width,
     parts,
+    room,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    TAKEN: tl.constexpr,
 ):
     """What a row draws: tokens int64 and found float64 `[*, 3]`, its first column, of that row of the logits. PARTS: a
-    power of two, `parts` at least.
+    power of two, `parts` at least. taken int64 `[R, room]`: where the top-k are put together, TAKEN of which are looked
+    at at once.
     """
     row = tl.program_id(0).to(tl.int64)
     source, noise, most, temperature, least, mass = asked_of(asked_ptr + ASKED * row)
     largest = tl.load(told_ptr + 3 * source + 2)
     logits_ptr += source * stride
+    taken_ptr += row * room
     lanes = tl.arange(0, PARTS)
     keys = tl.load(keys_ptr + row * parts + lanes, lanes < parts, NONE)
     likeliest = tl.max(keys, 0)
     winner = likeliest
     if largest - largest == 0:  # nobody uses what is picked of a row that is not finite
         if most < width:
-            left, count, total = keys, tl.zeros((), tl.int64), tl.zeros((), tl.int64)
-            while (count < most) & (mass < 1):
-                key = tl.max(left, 0)
-                total += steady_weight((logit_of(key).to(tl.float64) - largest) / temperature, factors_ptr)
-                left = without(logits_ptr, left, lanes, key, width, BLOCK)
-                count += 1
-            left, count, before = keys, tl.zeros((), tl.int64), tl.zeros((), tl.int64)
-            best = tl.full((), float("-inf"), tl.float64)
+            left, count = keys, most * 0
             while count < most:
                 key = tl.max(left, 0)
-                scaled = (logit_of(key).to(tl.float64) - largest) / temperature
-                if (scaled >= least) & ((mass >= 1) | (before.to(tl.float64) < total.to(tl.float64) * mass)):
-                    score = scaled + gumbel(noise, token_of(key))
-                    if score > best:
-                        best, winner = score, key
-                    before += steady_weight(scaled, factors_ptr)
-                    left = without(logits_ptr, left, lanes, key, width, BLOCK)
-                    count += 1
-                else:
-                    count = most  # nor may what is less likely
+                tl.store(taken_ptr + count, key)
+                left = without(logits_ptr, left, lanes, key, width, BLOCK)
+                count += 1
+            tl.debug_barrier()  # all of it is there for all threads
+            winner = best_taken(taken_ptr, factors_ptr, noise, most, temperature, least, mass, largest, TAKEN)
         else:
             scores = tl.load(scores_ptr + row * parts + lanes, lanes < parts, float("-inf"))
             winners = tl.load(winners_ptr + row * parts + lanes, lanes < parts, NONE)
