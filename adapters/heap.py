@@ -6,7 +6,9 @@ import ctypes
 import mmap
 import os
 from contextlib import suppress
+from typing import TypeVar
 
+M = TypeVar("M", bound=mmap.mmap)
 _ARENA_MAX = -8  # mallopt's name for it
 ARENAS = 4  # for the event loop, the lane, and threads that come and go
 
@@ -27,6 +29,18 @@ def trim() -> None:
     call = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
     if call is not None:
         call(0)
+
+
+def mapped(size: int, kind: type[M] = mmap.mmap) -> M:  # type: ignore[assignment] # the bound is its own default
+    """Private memory of so many bytes, a page at least, in large pages where the system gives them: to touch it first
+    takes a fifth of the time then. Raises MemoryError.
+    """
+    try:
+        memory = kind(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"{size} bytes of host memory: {error}") from error
+    advise(memory, "MADV_HUGEPAGE")
+    return memory
 
 
 def advise(memory: mmap.mmap, advice: str) -> None:

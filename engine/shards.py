@@ -59,11 +59,13 @@ def shards(
 
 
 @contextmanager
-def uploading(checkpoint: Checkpoint, plan: Sequence[Placement], memory: Memory) -> Iterator[Sequence[WeightSource]]:
+def uploading(
+    checkpoint: Checkpoint, plan: Sequence[Placement], memory: Memory, dtype: torch.dtype
+) -> Iterator[Sequence[WeightSource]]:
     """Where each shard's weights come from. Those of a GPU come ahead of whoever asks for them, and the first of them
     at once, as long as three quarters of what is free there stay free: what is proven needs room, too. Where a
     processor has layers they wait, since what it proves may change how much room all the rest has. memory: for what
-    they pass through.
+    they pass through. dtype: that they are going to have.
     """
     own = {number: one for number, one in enumerate(plan) if one.local and one.device.type == "cuda"}
     taken = list[Buffer]()  # theirs while they are known
@@ -73,7 +75,7 @@ def uploading(checkpoint: Checkpoint, plan: Sequence[Placement], memory: Memory)
         taken.append(one)
         return one.data
 
-    uploads = {number: upload(checkpoint, one, buffer) for number, one in own.items()}
+    uploads = {number: upload(checkpoint, one, buffer, dtype) for number, one in own.items()}
     try:
         if all(one.device.type == "cuda" for one in plan if one.local):
             for one in uploads.values():
@@ -86,7 +88,7 @@ def uploading(checkpoint: Checkpoint, plan: Sequence[Placement], memory: Memory)
         taken.clear()  # whoever still knows where weights came from shall not hold the pool's memory
 
 
-def upload(checkpoint: Checkpoint, place: Placement, buffer: Callable[[], Tensor]) -> Upload:
+def upload(checkpoint: Checkpoint, place: Placement, buffer: Callable[[], Tensor], dtype: torch.dtype) -> Upload:
     return Upload(
         source=checkpoint,
         tensors=checkpoint.tensors,
@@ -94,5 +96,6 @@ def upload(checkpoint: Checkpoint, place: Placement, buffer: Callable[[], Tensor
         device=place.device,
         buffer=buffer,
         heard=checkpoint.heard,
+        served=dtype,
         ahead=max(AHEAD, free_memory(place.device) // 4),
     )

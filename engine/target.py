@@ -211,7 +211,7 @@ def load_over(
     memory = transfer_memory(options, [one.device for one in plan], apart.lender)
     heard = checkpoint.followed(startup.parts(step, startup.WEIGHTS, len(checkpoint.tensors)))
     away = hosts_table(checkpoint.config, dtype, plan, checkpoint.layouts)
-    with picking_beside(plan, checkpoint.config.vocab_size), uploading(heard, plan, memory) as sources:
+    with picking_beside(plan, checkpoint.config.vocab_size), uploading(heard, plan, memory, dtype) as sources:
         how: dict[str, Any] = {"fit": fit, "peer": apart.draft, "kept": kept, "step": step}
         fit, numerics, kernels, named = settled(options, checkpoint, dtype, plan, opened, **how)
         if only not in {None, named}:

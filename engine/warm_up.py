@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from adapters.device.metronome import Metronome
+from adapters.device.penalties import PENDING
 from adapters.device.proposer import DraftModel
 from adapters.device.sampling import Draw, Sampler, pick
 from adapters.models.checkpoint import Checkpoint
@@ -159,6 +160,8 @@ def pick_once(device: torch.device, vocab: int) -> None:
     with torch.inference_mode(), current(device):
         logits = torch.zeros(len(PICKED), vocab, device=device)
         rows = [Draw(Sampler(sampling, (0,), vocab, device), 1) for sampling in PICKED]
+        for row in rows:
+            row.sampler.append([0] * (PENDING + 1))
         for asked in (rows, *([row] for row in rows)):
             pick(logits, asked)
         Metronome(device).beat()  # as what picks does, it loads something

@@ -27,6 +27,7 @@ Place = tuple[Path, int, int]  # bytes of a file
 PIECE = 16 << 20  # bytes that are read at once: a copy of less does not reach the bus's speed
 READERS = 8  # threads: one alone reads a third of what the bus carries
 ALIGN = 512  # bytes of the device that torch takes for a tensor are so many times as many
+SMALL = 1 << 20  # bytes of a tensor that torch has memory of another kind for
 AHEAD = 1 << 30  # bytes of tensors that are on their way before they are asked for: two layers of a large model
 
 
@@ -78,7 +79,7 @@ class Upload:
     there until it is made, is read by `source`.
 
     buffer: called by each of the threads, which number `readers`, for what its pieces pass through: uint8 `[piece]` on
-    the host, pinned for a GPU. heard: called after each tensor.
+    the host, pinned for a GPU. heard: called after each tensor. served: the type that weights are going to have.
     """
 
     source: PackedSource
@@ -87,6 +88,7 @@ class Upload:
     device: torch.device
     buffer: Callable[[], Tensor]
     heard: Callable[[], object] = lambda: None
+    served: torch.dtype | None = None
     ahead: int = AHEAD
     piece: int = PIECE
     readers: int = READERS
@@ -169,11 +171,13 @@ class Upload:
 
     def _fill_on(self, stream: torch.cuda.Stream | None, inference: bool) -> None:
         """As whoever asked for it would: memory belongs to the stream that it was taken on. Where all of it comes at
-        once, it is asked of the device in one piece, which torch then cuts up: hundreds would keep others waiting.
+        once, it is asked of the device in one piece, which torch then cuts up: hundreds would keep others waiting. That
+        piece stays as long as anything in it, so not where tensors become others.
         """
         with self._lock, torch.inference_mode(inference), torch.cuda.stream(stream):
             whole = sum(-(-entry.nbytes // ALIGN) * ALIGN for entry in self._coming)
-            if whole <= self.ahead:
+            large = {entry.dtype for entry in self._coming if entry.nbytes > SMALL}
+            if whole <= self.ahead and large == {self.served}:
                 torch.empty(whole, dtype=torch.uint8, device=self.device)
             self._fill()
 

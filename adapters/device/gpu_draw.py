@@ -15,6 +15,7 @@ from torch import Tensor
 
 from adapters.device.exponent import factors
 from adapters.device.noise import key_of
+from adapters.models.kernels.steady import MANY
 from effects.job import Sampling
 
 BLOCK, WARPS = 1024, 8  # logits of one program, and its threads by 32
@@ -44,13 +45,9 @@ def draw_into(
     keys, sums, winners = (numbers(logits, len(rows), parts) for _ in range(3))
     scores = torch.empty(len(rows), parts, dtype=torch.float64, device=logits.device)
     known = logits, told, asked, factors(str(logits.device)), keys, sums, winners, scores
-    size, room = (logits.stride(0), width, parts), max(1, *(sampling.top_k for sampling in samplings))
-    taken = numbers(logits, len(rows), min(room, width))
+    size, taken = (logits.stride(0), width, parts), numbers(logits, len(rows), MANY)
     launch(part_draws, (len(rows), parts), *known, *size, **HOW)
-    launch(
-        *(row_draws, (len(rows),), *known, taken, tokens, found, *size, taken.shape[1]),
-        **{"PARTS": together, "TAKEN": TAKEN, **HOW},
-    )
+    launch(row_draws, (len(rows),), *known, taken, tokens, found, *size, PARTS=together, TAKEN=TAKEN, **HOW)
 
 
 def asked_for(rows: Sequence[int], samplings: Sequence[Sampling], positions: Sequence[int], width: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tokens drawn on a host: as `sampling.draw` has it, with noise for those tokens alone that could be the one.
+"""Tokens drawn on a host, with noise for those tokens alone that could be the one.
 
 Two logarithms a token are most of what a draw costs, so few tokens get any: what truncation leaves, or, where nothing
 is truncated, those that are near the likeliest one, and those whose noise is known, by its bits, to make up for the
@@ -98,7 +98,9 @@ def _truncated(drawing: Drawing, rows: Sequence[int], samplings: Sequence[Sampli
 
 
 def _leading(drawing: Drawing, rows: Sequence[int], samplings: Sequence[Sampling], width: int) -> tuple[Tensor, Tensor]:
-    """The `width` likeliest tokens of each row, and which of them may be drawn: `truncation.allowed` of those alone."""
+    """The `width` likeliest tokens of each row, and which of them may be drawn: by top-k, by top-p over what it left,
+    and by min-p.
+    """
     logits = drawing.logits[rows]
     ids = leaders(logits, width)
     scaled = drawing.scaled(logits.gather(-1, ids), rows)

@@ -15,7 +15,7 @@ from adapters.device.gpu_draw import BLOCK, HOW
 from effects.ids import Tokens
 from effects.job import Sampling
 
-PENDING = 128  # tokens of an answer that are told of with each step until they are counted on the GPU
+PENDING = 32  # tokens of an answer that are told of with each step until they are counted on the GPU
 
 
 class Penalties(Protocol):
@@ -94,22 +94,21 @@ class GpuPenalties:
     def __init__(
         self, sampling: Sampling, prompt: Tokens, vocab: int, biases: Mapping[int, float], device: torch.device
     ) -> None:
-        def there(numbers: np.ndarray) -> Tensor:
-            return torch.from_numpy(numbers).to(device, non_blocking=True)
+        from adapters.models.kernels.triton.penalties import mark_token, put_bias  # noqa: PLC0415 - needs Triton
 
         factors = sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
-        self.remembers = factors != (1, 0, 0)
+        self.remembers, self._device = factors != (1, 0, 0), device
         self._history: Tensor | None = None  # int32 [V]: twice how often in the answer, and one more for the prompt
         self._bias: Tensor | None = None  # float32 [V]
         self._pending = list[int]()
         if self.remembers:
-            history = np.zeros(vocab, np.int32)
-            history[list(prompt)] = 1
-            self._history = there(history)
+            self._history = torch.zeros(vocab, dtype=torch.int32, device=device)
+            if prompt:
+                mark_token[(len(prompt),)](self._history, self._there(prompt, torch.int32), num_warps=1)
         if biases:
-            bias = np.zeros(vocab, np.float32)
-            bias[list(biases)] = list(biases.values())
-            self._bias = there(bias)
+            self._bias = torch.zeros(vocab, device=device)
+            values = self._there([*biases.values()], torch.float32)
+            put_bias[(len(biases),)](self._bias, self._there([*biases], torch.int32), values, num_warps=1)
         places = (0 if one is None else one.data_ptr() for one in (self._history, self._bias))
         self._asked = *places, *np.array(factors, np.float32).view(np.int32).tolist()
 
@@ -120,9 +119,12 @@ class GpuPenalties:
         if len(self._pending) > PENDING:
             from adapters.models.kernels.triton.penalties import count_token  # noqa: PLC0415 - needs Triton
 
-            ids = torch.tensor(self._pending, dtype=torch.int64).to(self._history.device, non_blocking=True)
+            ids = self._there(self._pending, torch.int32)
             count_token[(len(self._pending),)](self._history, ids, num_warps=1)
             self._pending.clear()
+
+    def _there(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype).to(self._device, non_blocking=True)
 
     def asked(self, drafted: Sequence[int], start: int) -> tuple[list[int], list[int]]:
         """What the kernel is told of a row, and of tokens that it does not know of yet, which begin at `start`."""

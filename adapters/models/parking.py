@@ -14,7 +14,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from adapters.heap import advise, trim
+from adapters.heap import advise, mapped, trim
 
 log = logging.getLogger("rekindle.models")
 
@@ -188,15 +188,10 @@ class PinnedMap(mmap.mmap):
 def pinned(size: int) -> Tensor:
     """A uint8 tensor `[size]`, pinned where CUDA can; gone with the last tensor on it. Raises MemoryError.
 
-    Its pages are there before CUDA is asked, which keeps everybody else's calls waiting for as long as that takes; and
-    they are large ones where the system gives them, of which there are fewer.
+    Its pages are there before CUDA is asked, which keeps everybody else's calls waiting for as long as that takes.
     """
-    try:
-        memory = PinnedMap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise MemoryError(f"{size} bytes of host memory: {error.strerror}") from error
-    for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
-        advise(memory, advice)
+    memory = mapped(size, PinnedMap)
+    advise(memory, "MADV_DONTFORK")
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     if torch.cuda.is_available():
         tensor.fill_(0)

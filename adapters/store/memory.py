@@ -16,6 +16,7 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
+from adapters.heap import mapped
 from adapters.models.parking import pinned
 
 SLAB = 64 << 20
@@ -146,9 +147,5 @@ class Memory:
 
 
 def allocated(size: int, *, pin: bool) -> Tensor:
-    if pin:
-        return pinned(size)
-    try:
-        return torch.empty(size, dtype=torch.uint8)
-    except RuntimeError as error:
-        raise MemoryError(f"{size} bytes of host memory") from error
+    """Raises MemoryError."""
+    return pinned(size) if pin else torch.frombuffer(mapped(size), dtype=torch.uint8)[:size]

@@ -41,7 +41,7 @@ def case(seed: int, vocabularies: tuple[int, ...]) -> tuple[Tensor, list[Samplin
         Sampling(
             seed=chance.randrange(1 << 30),
             temperature=chance.choice([0.2, 0.7, 1.0, 1.5]),
-            top_k=chance.choice([0, 0, 1, 5, 20, 64, 65, 200]),
+            top_k=chance.choice([0, 0, 1, 5, 20, 64, 65, 200, 511, 512, 513, 2000, 4999]),
             top_p=chance.choice([1.0, 1.0, 0.1, 0.5, 0.8, 0.95, 0.999]),
             min_p=chance.choice([0.0, 0.0, 0.01, 0.2]),
         )

@@ -198,7 +198,10 @@ def test_where_no_buffer_is_found_the_reader_is_told_and_nobody_waits(tmp_path: 
 
 
 @pytest.mark.cuda
-def test_weights_that_all_come_at_once_are_in_one_piece_of_the_device(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("served", "pieces"), [(torch.float32, 1), (torch.bfloat16, 8)])
+def test_weights_that_all_come_at_once_and_stay_are_in_one_piece_of_the_device(
+    tmp_path: Path, served: torch.dtype, pieces: int
+) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     stored = {f"model.{number}": torch.full((3 << 20,), float(number)) for number in range(8)}
@@ -209,15 +212,15 @@ def test_weights_that_all_come_at_once_are_in_one_piece_of_the_device(tmp_path: 
         return torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True)
 
     def segments() -> int:
-        return int(torch.cuda.memory_stats(device)["segment.large_pool.allocated"])
+        return int(torch.cuda.memory_stats(device).get("segment.large_pool.allocated", 0))
 
     torch.cuda.empty_cache()
     before, whole = segments(), sum(entry.nbytes for entry in tensors.values())
-    weights = Upload(Host(tensors), tensors, list(stored), device, buffer, ahead=whole, piece=1 << 20)
+    weights = Upload(Host(tensors), tensors, list(stored), device, buffer, served=served, ahead=whole, piece=1 << 20)
     try:
         weights.begin()
         read = {name: weights.read(name) for name in stored}
-        assert segments() == before + 1
+        assert segments() == before + pieces
         assert all(bool((read[name] == number).all()) for number, name in enumerate(stored))
     finally:
         weights.close()

@@ -17,3 +17,5 @@ SERIES = (1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0)  # of exp(r) - 1, |r| <= ln(2) / 5
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # of SplitMix64
 FIRST = 0xBF58476D1CE4E5B9 - 2**64
 SECOND = 0x94D049BB133111EB - 2**64
+
+MANY = 512  # of the top-k, as many as are taken one after the other

@@ -44,6 +44,17 @@ def change_part(logits_ptr, out_ptr, asked_ptr, stride, width, rows, BLOCK: tl.c
 
 
 @triton.jit
+def mark_token(history_ptr, tokens_ptr):
+    """A token of the prompt: of each program its own."""
+    tl.store(history_ptr + tl.load(tokens_ptr + tl.program_id(0)), 1)
+
+
+@triton.jit
 def count_token(history_ptr, tokens_ptr):
-    """One more of a token: of each program its own."""
+    """One more of a token in the answer."""
     tl.atomic_add(history_ptr + tl.load(tokens_ptr + tl.program_id(0)), 2)
+
+
+@triton.jit
+def put_bias(biases_ptr, tokens_ptr, values_ptr):
+    tl.store(biases_ptr + tl.load(tokens_ptr + tl.program_id(0)), tl.load(values_ptr + tl.program_id(0)))

@@ -2,10 +2,10 @@
 picked ones, to the bit what a host tells.
 
 Nothing is sorted. A row is cut into parts of BLOCK logits, and every part finds its likeliest token, its best one with
-noise and the sum of its weights; then one program a row decides. With top-k it takes the k likeliest tokens out of the
-parts, one after the other. With top-p alone it looks at the token that is best with noise: if what is likelier has less
-than the mass, it is the one; if not, neither it nor anything less likely may be drawn, and the best of the rest is
-looked at, which ends soon, since what is best is rarely unlikely.
+noise and the sum of its weights; then one program a row decides. With a top-k of up to MANY it takes the k likeliest
+tokens out of the parts, one after the other. Otherwise it looks at the token that is best with noise: if what is
+likelier are less than k, and has less than the mass, it is the one; if not, neither it nor anything less likely may be
+drawn, and the best of the rest is looked at, which ends soon, since what is best is rarely unlikely.
 
 exp and log are those of `steady.py`. Launch with `enable_fp_fusion=False`: no compiler may make one rounding of two.
 """
@@ -36,6 +36,7 @@ SECOND = tl.constexpr(steady.SECOND)
 WHOLE = tl.constexpr(1.5 * 2.0**52)  # added and taken away again, it rounds to whole numbers
 NONE = tl.constexpr(-(2**63))  # below every key
 ASKED = tl.constexpr(6)  # numbers of a row that is drawn from
+MANY = tl.constexpr(steady.MANY)
 
 
 @triton.jit
@@ -139,9 +140,9 @@ def part_draws(
     parts,
     BLOCK: tl.constexpr,
 ):
-    """Of BLOCK logits of a row that is drawn from. keys int64 `[R, parts]`: the likeliest one's. Without top-k, sums
-    int64: of all weights, where top-p is asked for; winners int64, scores float64: the key of the one that is best with
-    noise, and how good that is. Of equal ones the likelier wins.
+    """Of BLOCK logits of a row that is drawn from. keys int64 `[R, parts]`: the likeliest one's. But with a top-k of up
+    to MANY, sums int64: of all weights, where top-p is asked for; winners int64, scores float64: the key of the one
+    that is best with noise, and how good that is. Of equal ones the likelier wins.
 
     told: of these logits, as `row_extremes` has it. asked int64 `[R, ASKED]`: as `asked_of` has it, floats by their
     bits.
@@ -152,7 +153,7 @@ def part_draws(
     x, keys, at = block_of(logits_ptr + source * stride, part, width, BLOCK)
     to = row * parts + part
     tl.store(keys_ptr + to, tl.max(keys, 0))
-    if most >= width:
+    if most > MANY:
         scaled = (x.to(tl.float64) - largest) / temperature
         if mass < 1:
             tl.store(sums_ptr + to, tl.sum(tl.where(keys > NONE, steady_weight(scaled, factors_ptr), 0), 0))
@@ -170,15 +171,39 @@ def next_part(keys, lanes, bound, last, parts):
 
 @triton.jit
 def ahead(logits_ptr, factors_ptr, keys, lanes, bound, largest, temperature, width, parts, BLOCK: tl.constexpr):
-    """The sum of the weights of all tokens that are likelier than the bound's."""
-    before = tl.zeros((), tl.int64)
+    """How many tokens are likelier than the bound's, and the sum of their weights, int64."""
+    count, before = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
     part = next_part(keys, lanes, bound, -1, parts)
     while part < parts:
         x, found, _ = block_of(logits_ptr, part, width, BLOCK)
         weights = steady_weight((x.to(tl.float64) - largest) / temperature, factors_ptr)
         before += tl.sum(tl.where(found > bound, weights, 0), 0)
+        count += tl.sum((found > bound).to(tl.int64), 0)
         part = next_part(keys, lanes, bound, part, parts)
-    return before
+    return count, before
+
+
+@triton.jit
+def weight_of_top(logits_ptr, factors_ptr, keys, lanes, most, largest, temperature, width, parts, BLOCK: tl.constexpr):
+    """The sum of the weights of the `most` likeliest tokens, less than all: the logit of the last of them is found by
+    halving what it may be, and all that have it weigh the same.
+    """
+    low, high = tl.full((), -(2**31), tl.int64), tl.max(keys, 0) >> 32
+    while low < high:
+        middle = (low + high + 1) >> 1
+        bound, count = (middle << 32) - 1, tl.zeros((), tl.int64)
+        part = next_part(keys, lanes, bound, -1, parts)
+        while part < parts:
+            _, found, _ = block_of(logits_ptr, part, width, BLOCK)
+            count += tl.sum((found > bound).to(tl.int64), 0)
+            part = next_part(keys, lanes, bound, part, parts)
+        if count >= most:
+            low = middle
+        else:
+            high = middle - 1
+    last = (low << 32) + 0xFFFFFFFF
+    count, total = ahead(logits_ptr, factors_ptr, keys, lanes, last, largest, temperature, width, parts, BLOCK)
+    return total + (most - count) * steady_weight((logit_of(last).to(tl.float64) - largest) / temperature, factors_ptr)
 
 
 @triton.jit
@@ -241,7 +266,7 @@ def taken_of(taken_ptr, first, most, TAKEN: tl.constexpr):
     return tl.load(taken_ptr + at, at < most, NONE)
 
 
-@triton.jit(do_not_specialize=["room"])
+@triton.jit
 def row_draws(
     logits_ptr,
     told_ptr,
@@ -257,26 +282,25 @@ def row_draws(
     stride,
     width,
     parts,
-    room,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     TAKEN: tl.constexpr,
 ):
     """What a row draws: tokens int64 and found float64 `[*, 3]`, its first column, of that row of the logits. PARTS: a
-    power of two, `parts` at least. taken int64 `[R, room]`: where the top-k are put together, TAKEN of which are looked
+    power of two, `parts` at least. taken int64 `[R, MANY]`: where the top-k are put together, TAKEN of which are looked
     at at once.
     """
     row = tl.program_id(0).to(tl.int64)
     source, noise, most, temperature, least, mass = asked_of(asked_ptr + ASKED * row)
     largest = tl.load(told_ptr + 3 * source + 2)
     logits_ptr += source * stride
-    taken_ptr += row * room
+    taken_ptr += row * MANY
     lanes = tl.arange(0, PARTS)
     keys = tl.load(keys_ptr + row * parts + lanes, lanes < parts, NONE)
     likeliest = tl.max(keys, 0)
     winner = likeliest
     if largest - largest == 0:  # nobody uses what is picked of a row that is not finite
-        if most < width:
+        if most <= MANY:
             left, count = keys, most * 0
             while count < most:
                 key = tl.max(left, 0)
@@ -289,14 +313,21 @@ def row_draws(
             scores = tl.load(scores_ptr + row * parts + lanes, lanes < parts, float("-inf"))
             winners = tl.load(winners_ptr + row * parts + lanes, lanes < parts, NONE)
             winner = tl.max(tl.where(scores == tl.max(scores, 0), winners, NONE), 0)
-            if mass < 1:
-                total = tl.sum(tl.load(sums_ptr + row * parts + lanes, lanes < parts, 0), 0).to(tl.float64) * mass
-                before = ahead(logits_ptr, factors_ptr, keys, lanes, winner, largest, temperature, width, parts, BLOCK)
-                while (before.to(tl.float64) >= total) & (winner < likeliest):
+            if (mass < 1) | (most < width):
+                total = tl.sum(tl.load(sums_ptr + row * parts + lanes, lanes < parts, 0), 0)
+                if most < width:
+                    total = weight_of_top(
+                        logits_ptr, factors_ptr, keys, lanes, most, largest, temperature, width, parts, BLOCK
+                    )
+                enough = total.to(tl.float64) * mass
+                count, before = ahead(
+                    logits_ptr, factors_ptr, keys, lanes, winner, largest, temperature, width, parts, BLOCK
+                )
+                while ((count >= most) | ((mass < 1) & (before.to(tl.float64) >= enough))) & (winner < likeliest):
                     winner = best_above(
                         logits_ptr, keys, lanes, winner, noise, largest, temperature, least, width, parts, BLOCK
                     )
-                    before = ahead(
+                    count, before = ahead(
                         logits_ptr, factors_ptr, keys, lanes, winner, largest, temperature, width, parts, BLOCK
                     )
     token = token_of(winner)

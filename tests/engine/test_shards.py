@@ -1,0 +1,30 @@
+"""Where a shard's weights come from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from adapters import demo
+from adapters.checkpoint.errors import CheckpointError
+from adapters.checkpoint.weights import check_finite
+from adapters.models.checkpoint import Checkpoint
+from adapters.store.memory import Memory
+from engine.shards import uploading
+
+
+def test_weights_that_are_not_finite_are_told_of_when_all_have_been_read() -> None:
+    """Nobody waits for a device after each of them."""
+    checkpoint, read = Checkpoint.open(demo.FOLDERS["demo"]), list[str]()
+
+    def load() -> None:
+        with uploading(checkpoint, [], Memory(), torch.bfloat16):
+            for name, value in (("one", float("nan")), ("other", 1.0)):
+                check_finite(torch.tensor([value]), "file", name)
+                read.append(name)
+
+    with pytest.raises(CheckpointError, match="file: one has values that are no numbers, or infinite"):
+        load()
+    assert read == ["one", "other"]
+    with pytest.raises(CheckpointError, match="third"):
+        check_finite(torch.tensor([float("inf")]), "file", "third")
