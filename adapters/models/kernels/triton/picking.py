@@ -7,7 +7,7 @@ tokens out of the parts, one after the other. Otherwise it looks at the token th
 likelier are less than k, and has less than the mass, it is the one; if not, neither it nor anything less likely may be
 drawn, and the best of the rest is looked at, which ends soon, since what is best is rarely unlikely.
 
-exp and log are those of `steady.py`. Launch with `enable_fp_fusion=False`: no compiler may make one rounding of two.
+Launch with `enable_fp_fusion=False` (`logits.py`).
 """
 
 from __future__ import annotations
@@ -16,102 +16,21 @@ import triton
 import triton.language as tl
 
 from adapters.models.kernels import steady
+from adapters.models.kernels.triton.logits import (
+    NONE,
+    ahead,
+    block_of,
+    gumbel,
+    logit_of,
+    next_part,
+    steady_weight,
+    token_of,
+    without,
+)
 
-LOWEST = tl.constexpr(steady.LOWEST)
-STEP = tl.constexpr(steady.STEP)
-REST = tl.constexpr(steady.REST)
-INVERSE = tl.constexpr(steady.INVERSE)
-S0, S1, S2, S3, S4 = map(tl.constexpr, steady.SERIES)
-INDEX_BITS = tl.constexpr(steady.PARTS)
-INDEX = tl.constexpr((1 << steady.PARTS) - 1)
-EXPONENT = tl.constexpr(steady.BITS + 1023)
 UNIT = tl.constexpr(2.0**-steady.BITS)
-FRACTION = tl.constexpr((1 << 52) - 1)
-HALF_ROOT = tl.constexpr(steady.HALF_ROOT)
-POWER_HIGH = tl.constexpr(256 * steady.STEP)
-POWER_LOW = tl.constexpr(256 * steady.REST)
-GOLDEN = tl.constexpr(steady.GOLDEN)
-FIRST = tl.constexpr(steady.FIRST)
-SECOND = tl.constexpr(steady.SECOND)
-WHOLE = tl.constexpr(1.5 * 2.0**52)  # added and taken away again, it rounds to whole numbers
-NONE = tl.constexpr(-(2**63))  # below every key
 ASKED = tl.constexpr(6)  # numbers of a row that is drawn from
 MANY = tl.constexpr(steady.MANY)
-
-
-@triton.jit
-def steady_weight(scaled, factors_ptr):
-    """round(exp(scaled) * 2**BITS) of float64 that are at most 0, int64."""
-    values = tl.where(scaled < LOWEST, LOWEST, scaled)
-    steps = values * INVERSE + WHOLE - WHOLE
-    rest = values - steps * STEP - steps * REST
-    series = rest * S0
-    series = (series + S1) * rest
-    series = (series + S2) * rest
-    series = (series + S3) * rest
-    series = (series + S4) * rest
-    whole = steps.to(tl.int64)
-    factor = tl.load(factors_ptr + (whole & INDEX))
-    power = (((whole >> INDEX_BITS) + EXPONENT) << 52).to(tl.float64, bitcast=True)
-    return ((factor * series + factor) * power + WHOLE - WHOLE).to(tl.int64)
-
-
-@triton.jit
-def steady_log(values):
-    """The natural logarithm of positive float64 values that are normal."""
-    bits = values.to(tl.int64, bitcast=True) - HALF_ROOT
-    power = (bits >> 52).to(tl.float64)
-    rest = ((bits & FRACTION) + HALF_ROOT).to(tl.float64, bitcast=True) - 1
-    part = rest / (rest + 2)
-    square = part * part
-    series = square * (2 / 23)
-    for odd in tl.static_range(21, 1, -2):
-        series = (series + 2 / odd) * square
-    return series * part + power * POWER_LOW + (part + part) + power * POWER_HIGH
-
-
-@triton.jit
-def shifted(z, BY: tl.constexpr):
-    """Zeros come in from above."""
-    return (z.to(tl.uint64, bitcast=True) >> BY).to(tl.int64, bitcast=True)
-
-
-@triton.jit
-def gumbel(key, token):
-    """`noise.py` of a key and token ids, int64 -> float64."""
-    z = key + (token + 1) * GOLDEN
-    z = (z ^ shifted(z, 30)) * FIRST
-    z = (z ^ shifted(z, 27)) * SECOND
-    z = z ^ shifted(z, 31)
-    uniform = (shifted(z, 12).to(tl.float64) + 0.5) * (1 / 2**52)
-    return -steady_log(-steady_log(uniform))
-
-
-@triton.jit
-def ordered(x, token):
-    """int64, the larger the likelier: by the logit, float32, whose zeros are equal, then by the lower id, int64."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) + (0xFFFFFFFF - token)
-
-
-@triton.jit
-def token_of(key):
-    return 0xFFFFFFFF - (key & 0xFFFFFFFF)
-
-
-@triton.jit
-def logit_of(key):
-    bits = (key >> 32).to(tl.int32)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def block_of(logits_ptr, part, width, BLOCK: tl.constexpr):
-    """The logits of a part, their keys and their ids; beyond the row's end minus infinity, and below every key."""
-    at = part.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < width
-    x = tl.load(logits_ptr + at, inside, float("-inf"))
-    return x, tl.where(inside, ordered(x, at), NONE), at
 
 
 @triton.jit
@@ -164,26 +83,6 @@ def part_draws(
 
 
 @triton.jit
-def next_part(keys, lanes, bound, last, parts):
-    """The first part behind `last` that has a key above the bound; `parts`: none."""
-    return tl.min(tl.where((keys > bound) & (lanes > last), lanes, parts), 0)
-
-
-@triton.jit
-def ahead(logits_ptr, factors_ptr, keys, lanes, bound, largest, temperature, width, parts, BLOCK: tl.constexpr):
-    """How many tokens are likelier than the bound's, and the sum of their weights, int64."""
-    count, before = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
-    part = next_part(keys, lanes, bound, -1, parts)
-    while part < parts:
-        x, found, _ = block_of(logits_ptr, part, width, BLOCK)
-        weights = steady_weight((x.to(tl.float64) - largest) / temperature, factors_ptr)
-        before += tl.sum(tl.where(found > bound, weights, 0), 0)
-        count += tl.sum((found > bound).to(tl.int64), 0)
-        part = next_part(keys, lanes, bound, part, parts)
-    return count, before
-
-
-@triton.jit
 def weight_of_top(logits_ptr, factors_ptr, keys, lanes, most, largest, temperature, width, parts, BLOCK: tl.constexpr):
     """The sum of the weights of the `most` likeliest tokens, less than all: the logit of the last of them is found by
     halving what it may be, and all that have it weigh the same.
@@ -220,14 +119,6 @@ def best_above(logits_ptr, keys, lanes, bound, noise, largest, temperature, leas
             best, winner = most, tl.max(tl.where(score == most, found, NONE), 0)
         part = next_part(keys, lanes, bound, part, parts)
     return winner
-
-
-@triton.jit
-def without(logits_ptr, keys, lanes, key, width, BLOCK: tl.constexpr):
-    """The parts' likeliest ones, when the likeliest of all, `key`, has been taken out."""
-    part = tl.max(tl.where(keys == key, lanes, 0), 0)
-    _, found, _ = block_of(logits_ptr, part, width, BLOCK)
-    return tl.where(lanes == part, tl.max(tl.where(found < key, found, NONE), 0), keys)
 
 
 @triton.jit
