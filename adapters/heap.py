@@ -1,4 +1,6 @@
-"""What the C library holds of memory that nobody uses any more, and what the system is told of other memory."""
+"""What the C library holds of memory that nobody uses any more; memory that comes from the system itself, and what that
+is told of it.
+"""
 
 from __future__ import annotations
 

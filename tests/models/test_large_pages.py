@@ -50,9 +50,9 @@ def test_memory_outlives_whoever_asked_for_it(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_system_that_gives_nothing_is_asked_the_usual_way(monkeypatch: pytest.MonkeyPatch):
-    def refuses(*_: object, **__: object) -> mmap.mmap:
-        raise OSError("no memory for that")
+    def refuses(_: int) -> mmap.mmap:
+        raise MemoryError("no memory for that")
 
-    monkeypatch.setattr("adapters.models.kernels.native.large_pages.mmap.mmap", refuses)
+    monkeypatch.setattr("adapters.models.kernels.native.large_pages.mapped", refuses)
     assert LargePages().empty((4, 4), torch.float32).shape == (4, 4)
     assert LargePages().empty((0, 4), torch.float32).numel() == 0

@@ -12,7 +12,7 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from adapters.heap import advise
+from adapters.heap import mapped
 
 PAGE = 2 << 20  # of the large ones
 TOGETHER = 16 * PAGE  # what is asked of the system at once: pages that nobody writes to take no memory
@@ -43,9 +43,7 @@ class LargePages:
         if self._part is None or self._used + size > len(self._part):
             asked = max(TOGETHER, -(-size // PAGE) * PAGE)
             try:
-                part = mmap.mmap(-1, asked, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            except OSError:
+                self._part, self._used = mapped(asked), 0
+            except MemoryError:
                 return False
-            advise(part, "MADV_HUGEPAGE")
-            self._part, self._used = part, 0
         return True
