@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
 import httpx2
@@ -72,13 +72,15 @@ class Broken(Exception):
     """An answer that is none. One line."""
 
 
-async def chunks(answer: httpx2.Response) -> AsyncGenerator[tuple[float, Chunk]]:
-    """Each event with when it came, in seconds of `perf_counter`, until the answer has ended. Raises Broken."""
+async def chunks(
+    answer: httpx2.Response, clock: Callable[[], float] = time.perf_counter
+) -> AsyncGenerator[tuple[float, Chunk]]:
+    """Each event with when it came, until the answer has ended. Raises Broken."""
     if answer.status_code != 200:
         raise Broken(f"HTTP {answer.status_code}: {complaint(parsed(await answer.aread()))}")
     rest, finished = b"", False
     async for piece in answer.aiter_bytes():
-        now = time.perf_counter()
+        now = clock()
         *lines, rest = (rest + piece).split(b"\n")
         if len(rest) > LONGEST_LINE:
             raise Broken(f"an event of more than {LONGEST_LINE} bytes")

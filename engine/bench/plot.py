@@ -42,7 +42,7 @@ def draw(path: Path, levels: Sequence[Level], every: Sequence[LoadFigures], titl
             shown = waits[:: max(1, len(waits) // MOST_POINTS)]
             shares = [100 * (number + 1) / len(shown) for number in range(len(shown))]
             between.step(shown, shares, where="post", color=COLORS[at % len(COLORS)], label=level.name)
-        if any(map(gaps, measured)):
+        if any(map(any, map(gaps, measured))):  # events that come together have nothing between them
             between.set_xscale("log")
             between.legend(frameon=False, loc="lower right")
         between.axhline(99, color=GREY, linewidth=0.8, linestyle=":")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from asyncio import SelectorEventLoop
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import attrs
 from rich.console import Console
 
 from engine import picture
-from engine.bench.client import LoadClient
+from engine.bench.client import Ear, LoadClient
 from engine.bench.figures import LoadFigures, figures
 from engine.bench.level import Level
 from engine.bench.plot import draw
@@ -33,9 +34,10 @@ def run(load: Load) -> int:
     sessions = read_logs(load.log).sessions if load.log else []
     prompts = Prompts(load, secrets.randbits(32) if load.seed is None else load.seed, sessions)
     levels, interrupted = list[Level](), False
-    client = LoadClient.of(load)
+    client, ear = LoadClient.of(load), Ear()
+    client.clock = lambda: ear.at
     try:
-        anyio.run(measure, client, prompts, levels)
+        anyio.run(measure, client, prompts, levels, backend_options={"loop_factory": lambda: SelectorEventLoop(ear)})
     except KeyboardInterrupt:
         interrupted = True
     except BaseExceptionGroup as group:

@@ -1,0 +1,43 @@
+"""When an event came, by a client that has many to handle."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+
+import anyio
+
+from engine.bench.client import Ear
+
+
+def test_what_came_together_came_at_one_time_however_long_each_is_handled() -> None:
+    """And what comes later came later."""
+    ear, heard = Ear(), dict[str, list[float]]()
+    pairs = {name: socket.socketpair() for name in ("one", "other")}
+
+    async def listen(name: str, mine: socket.socket) -> None:
+        reader, writer = await asyncio.open_connection(sock=mine)
+        while await reader.read(100):
+            heard.setdefault(name, []).append(ear.at)
+            time.sleep(0.01)  # noqa: ASYNC251 - the loop does nothing else meanwhile
+        writer.close()
+
+    async def both() -> None:
+        async with anyio.create_task_group() as tasks:
+            for name, (mine, _) in pairs.items():
+                tasks.start_soon(listen, name, mine)
+            await anyio.sleep(0.01)
+            for _ in range(2):
+                for _, theirs in pairs.values():
+                    theirs.send(b"data")
+                await anyio.sleep(0.05)
+            for _, theirs in pairs.values():
+                theirs.close()
+
+    before = time.perf_counter()
+    anyio.run(both, backend_options={"loop_factory": lambda: asyncio.SelectorEventLoop(ear)})
+    assert heard["one"] == heard["other"]
+    first, second = heard["one"]
+    assert before < first < second - 0.01
+    assert second < time.perf_counter()
