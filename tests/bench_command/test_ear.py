@@ -7,6 +7,7 @@ import socket
 import time
 
 import anyio
+from anyio.abc import TaskStatus
 
 from engine.bench.client import Ear
 
@@ -16,8 +17,9 @@ def test_what_came_together_came_at_one_time_however_long_each_is_handled() -> N
     ear, heard = Ear(), dict[str, list[float]]()
     pairs = {name: socket.socketpair() for name in ("one", "other")}
 
-    async def listen(name: str, mine: socket.socket) -> None:
+    async def listen(name: str, mine: socket.socket, *, task_status: TaskStatus[None]) -> None:
         reader, writer = await asyncio.open_connection(sock=mine)
+        task_status.started()
         while await reader.read(100):
             heard.setdefault(name, []).append(ear.at)
             time.sleep(0.01)  # noqa: ASYNC251 - the loop does nothing else meanwhile
@@ -26,8 +28,7 @@ def test_what_came_together_came_at_one_time_however_long_each_is_handled() -> N
     async def both() -> None:
         async with anyio.create_task_group() as tasks:
             for name, (mine, _) in pairs.items():
-                tasks.start_soon(listen, name, mine)
-            await anyio.sleep(0.01)
+                await tasks.start(listen, name, mine)
             for _ in range(2):
                 for _, theirs in pairs.values():
                     theirs.send(b"data")
