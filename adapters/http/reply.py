@@ -84,7 +84,7 @@ class Reply:
                 await send(message)
                 quiet.since, stalled.since = time.monotonic(), None
 
-            async with running(self.door, self.planned, self.tokenizer, self.options) as run:
+            with running(self.door, self.planned, self.tokenizer, self.options) as run:
                 self._jobs = run
                 tasks.start_soon(self._watch, receive, run, tasks.cancel_scope)
                 with stalled, quiet:
@@ -209,8 +209,10 @@ class Alarm:
         self._look()
 
     def __exit__(self, *_: object) -> None:
+        """What it would have rung refers to it, and to all of a request: the collector need not find that out."""
         if self._timer is not None:
             self._timer.cancel()
+        del self.ring
 
     @property
     def left(self) -> float:

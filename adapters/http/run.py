@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from asyncio import Future, get_running_loop
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from asyncio import Future, TimerHandle, get_running_loop
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeAlias
 
 import anyio
@@ -93,6 +93,7 @@ class Jobs:
     requests: list[RequestId] = field(factory=list)  # as the engine calls them
     _followers: list[Follower] = field(factory=list)  # of those that have not ended
     _news: Future[None] = field(factory=lambda: get_running_loop().create_future())
+    _due: TimerHandle | None = None
 
     def follow(self, one: Planned, ticket: Ticket) -> None:
         self.requests.append(ticket.request)
@@ -128,33 +129,39 @@ class Jobs:
         told = closed.diverged, one.job, one.messages, self.tokenizer
         return evolve(ended, explained=await anyio.to_thread.run_sync(explain, *told))
 
-    async def expire(self, seconds: float) -> None:
+    def expire(self, seconds: float) -> None:
         """End after so long, even if the engine never says so."""
-        await anyio.sleep(seconds)
+        self._due = get_running_loop().call_later(seconds, self._expired)
+
+    def _expired(self) -> None:
         self.cancel("deadline")
-        await anyio.sleep(ENGINE_GRACE_S)
+        self._due = get_running_loop().call_later(ENGINE_GRACE_S, self._overdue)
+
+    def _overdue(self) -> None:
         for one in self._followers:
             report = Report(len(one.one.job.prompt))
             one.overdue = Closed("deadline", report, "the engine did not answer", {})
         self._tell()
 
+    def leave(self) -> None:
+        """Nobody waits any more: what has not ended is cancelled."""
+        if self._due is not None:
+            self._due.cancel()
+        self.cancel("client_gone")
 
-@asynccontextmanager
-async def running(
-    door: Door, planned: Sequence[Planned], tokenizer: Tokenizer, options: EdgeOptions
-) -> AsyncIterator[Jobs]:
+
+@contextmanager
+def running(door: Door, planned: Sequence[Planned], tokenizer: Tokenizer, options: EdgeOptions) -> Iterator[Jobs]:
     """Submit all jobs at once. Whatever has not ended when the block is left is cancelled as `client_gone`."""
     run = Jobs(tokenizer)
     try:
         for one in planned:
             run.follow(one, door.submit(one.job))
-        async with anyio.create_task_group() as tasks:
-            if options.request_timeout_s is not None:
-                tasks.start_soon(run.expire, options.request_timeout_s)
-            yield run
-            tasks.cancel_scope.cancel()
+        if options.request_timeout_s is not None:
+            run.expire(options.request_timeout_s)
+        yield run
     finally:
-        run.cancel("client_gone")
+        run.leave()
 
 
 def follower(one: Planned, ticket: Ticket, tokenizer: Tokenizer) -> Follower:

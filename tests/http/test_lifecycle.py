@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import time
@@ -251,7 +252,7 @@ async def test_progress_comes_while_the_prompt_is_computed(folder: Path) -> None
 async def test_what_has_come_meanwhile_is_one_event_and_an_end_comes_alone(site: Site) -> None:
     job = Job((1, 2, 3), 50, stop_tokens=tuple(site.text.tokenizer.end_tokens))
     site.say("Hello there")
-    async with running(site.door, (Planned(0, 0, job, ()),), site.text.tokenizer, site.options) as jobs:
+    with running(site.door, (Planned(0, 0, job, ()),), site.text.tokenizer, site.options) as jobs:
         await until(lambda: site.door.tickets[0].closed)
         *before, said = await jobs.next()
         (ended,) = await jobs.next()
@@ -269,13 +270,37 @@ async def test_what_the_engine_has_said_in_time_is_told_however_late_it_is_read(
     job = Job((1, 2, 3), 50, stop_tokens=tuple(site.text.tokenizer.end_tokens))
     options = evolve(site.options, request_timeout_s=0.2)
     site.say("Hello there")
-    async with running(site.door, (Planned(0, 0, job, ()),), site.text.tokenizer, options) as jobs:
+    with running(site.door, (Planned(0, 0, job, ()),), site.text.tokenizer, options) as jobs:
         await until(lambda: site.door.tickets[0].closed)
         await anyio.sleep(0.4)
         *_, said = await jobs.next()
         (ended,) = await jobs.next()
     assert isinstance(said, Said)
     assert (said.text, isinstance(ended, Ended) and ended.closed.finish) == ("Hello there", "stop")
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_an_answer_leaves_nothing_to_the_collector(site: Site, streamed: bool) -> None:
+    """Which holds up everybody's answers for as long as it looks through what is there."""
+
+    async def ask(body: dict[str, Any]) -> None:
+        assert (await site.client.post(PATH, json=body)).status_code == 200
+
+    await ask(chat(stream=streamed))  # what is made once is there
+    ours = {Alarm, Job, Jobs, Planned, Reply}
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            await ask(chat(stream=streamed, max_tokens=5))
+        await anyio.sleep(0.05)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        assert not {type(one) for one in gc.garbage} & ours
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
 
 
 class SaidLater(Reply):
