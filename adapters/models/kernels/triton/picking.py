@@ -206,7 +206,7 @@ def row_draws(
             winner = tl.max(tl.where(scores == tl.max(scores, 0), winners, NONE), 0)
             if (mass < 1) | (most < width):
                 total = tl.sum(tl.load(sums_ptr + row * parts + lanes, lanes < parts, 0), 0)
-                if most < width:
+                if (most < width) & (mass < 1):
                     total = weight_of_top(
                         logits_ptr, factors_ptr, keys, lanes, most, largest, temperature, width, parts, BLOCK
                     )
