@@ -75,7 +75,7 @@ class Broken(Exception):
 async def chunks(
     answer: httpx2.Response, clock: Callable[[], float] = time.perf_counter
 ) -> AsyncGenerator[tuple[float, Chunk]]:
-    """Each event with when it came, until the answer has ended. Raises Broken."""
+    """Each event with when it came, in seconds of the clock, until the answer has ended. Raises Broken."""
     if answer.status_code != 200:
         raise Broken(f"HTTP {answer.status_code}: {complaint(parsed(await answer.aread()))}")
     rest, finished = b"", False

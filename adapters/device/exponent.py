@@ -20,12 +20,9 @@ DOUBT = 2.0**-7  # of a weight up to 2**42, whose last bit is 2**-10
 
 def steady_weights(values: Tensor, bits: int) -> Tensor:
     """round(exp(values) * 2**bits) of float64 values that are at most 0, as int64; bits: up to 42. Anything, where one
-    is NaN.
-
-    On a CPU the library's exp decides wherever its last bits could not round it otherwise, in a part of the time.
+    is NaN. On a host, where the library's exp decides wherever its last bits could not round it otherwise, in a part of
+    the time.
     """
-    if values.device.type != "cpu":
-        return rounded_exp(values, bits)
     found = values.exp().mul_(2.0**bits)
     whole = found.round()
     near = (found.sub_(whole).abs_() > 0.5 - DOUBT).nonzero(as_tuple=True)

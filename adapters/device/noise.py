@@ -11,9 +11,9 @@ The generator is SplitMix64 (Steele, Lea & Flood 2014), read at random instead o
     u     = ((bits >>> 12) + 1/2) / 2**52           exact in float64, never 0 nor 1
     noise = -log(-log(u))                           from about -3.6 to 36.7
 
-The integers are the same on every device, and on a host what is drawn with is found by logarithms that have one right
-answer (`steady_gumbel_at`). A library's are the same within one device, whatever the batch, as long as a row has the
-same shape: a vectorised loop may finish with scalar code that rounds differently.
+The integers are the same on every device, and what is drawn with is found by logarithms that have one right answer
+(`steady_gumbel_at`; on a GPU `gumbel` of `models/kernels/triton/logits.py`). A library's are near enough for what a
+draft guesses, and for who could be the one.
 """
 
 from __future__ import annotations
@@ -54,13 +54,10 @@ def _shift(z: Tensor, by: int) -> Tensor:
     return (z >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
-def gumbel(draws: Iterable[tuple[int, int]], vocab: int, device: torch.device | str = "cpu") -> Tensor:
-    """Standard Gumbel noise for each (seed, position): float64 `[draws, vocab]`."""
-    return gumbel_of(draws, torch.arange(vocab, device=device))
-
-
 def gumbel_of(draws: Iterable[tuple[int, int]], tokens: Tensor) -> Tensor:
-    """The noise of some tokens: int64 `[n]`, or `[draws, n]` where they differ -> float64 `[draws, n]`."""
+    """Standard Gumbel noise for each (seed, position) of some tokens: int64 `[n]`, or `[draws, n]` where they differ ->
+    float64 `[draws, n]`.
+    """
     return gumbel_at(keys_of(draws).unsqueeze(1).to(tokens.device, non_blocking=True), tokens)
 
 

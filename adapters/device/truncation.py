@@ -1,6 +1,5 @@
-"""Top-k, top-p and min-p: which tokens may be drawn. Every comparison is exact, so a row's neighbours cannot matter.
-
-Probabilities are summed as integers, whose sums are the same in any order, and ties go to the lower token id.
+"""What rows of logits are truncated by: their likeliest tokens, on a host, and a number for each row. Every comparison
+is exact, so a row's neighbours cannot matter, and ties go to the lower token id.
 """
 
 from __future__ import annotations
