@@ -54,10 +54,13 @@ def _shift(z: Tensor, by: int) -> Tensor:
     return (z >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
+def gumbel(draws: Iterable[tuple[int, int]], vocab: int, device: torch.device | str = "cpu") -> Tensor:
+    """Standard Gumbel noise for each (seed, position): float64 `[draws, vocab]`."""
+    return gumbel_of(draws, torch.arange(vocab, device=device))
+
+
 def gumbel_of(draws: Iterable[tuple[int, int]], tokens: Tensor) -> Tensor:
-    """Standard Gumbel noise for each (seed, position) of some tokens: int64 `[n]`, or `[draws, n]` where they differ ->
-    float64 `[draws, n]`.
-    """
+    """The noise of some tokens: int64 `[n]`, or `[draws, n]` where they differ -> float64 `[draws, n]`."""
     return gumbel_at(keys_of(draws).unsqueeze(1).to(tokens.device, non_blocking=True), tokens)
 
 

@@ -8,14 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapters.device.noise import bits_of, gumbel_of, key_of
+from adapters.device.noise import bits_of, gumbel, key_of
 
 MASK = 2**64 - 1
-
-
-def gumbel(draws, vocab, device="cpu"):
-    """The noise of every token: float64 `[draws, vocab]`."""
-    return gumbel_of(draws, torch.arange(vocab, device=device))
 
 
 def splitmix(state: int) -> int:

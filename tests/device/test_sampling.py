@@ -20,10 +20,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from adapters.device.noise import gumbel
 from adapters.device.sampling import Draw, NotFinite, Pick, Sampler, pick
 from adapters.models.seeded import seeded
 from effects.job import Sampling
-from tests.device.test_noise import gumbel
 
 VOCAB = 300
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
