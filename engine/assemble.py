@@ -126,11 +126,12 @@ def shown(metrics: Metrics, slots: Slots) -> None:
 
 def heard(executor: DeviceExecutor, transfer: Transfer | None, runner: Runner, metrics: Metrics) -> None:
     """What is nobody's outcome: rows that are gone, a draft's process that is or is back, experts that were used. And
-    for whom what is kept gives way, and decode steps do.
+    for whom what is kept gives way, and memory for that, and decode steps do.
     """
     if transfer is not None:
         transfer.saver.hurried = lambda: hurried(runner.world)
         transfer.saver.reading = lambda: reading(runner.world)
+        transfer.store.memory.busy = lambda: bool(runner.world.requests)
     executor.decoding.ahead.crowded = lambda: crowded(runner.world)
     metrics.watch_pages(lambda: kv_pages(runner.world))
     executor.lost_to(

@@ -287,3 +287,9 @@ def keep_compiled() -> None:
     with suppress(OSError):  # a home that cannot be written: it stays where Triton would have it
         folder.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("TRITON_CACHE_DIR", str(folder))
+
+
+def nothing_compiled() -> bool:
+    """Has nobody kept anything there?"""
+    folder = os.environ.get("TRITON_CACHE_DIR", "")
+    return bool(folder) and not any(Path(folder).glob("*"))

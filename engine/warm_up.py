@@ -16,7 +16,7 @@ import torch
 from adapters.device.metronome import Metronome
 from adapters.device.penalties import PENDING
 from adapters.device.proposer import DraftModel
-from adapters.device.sampling import Draw, Sampler, pick
+from adapters.device.sampling import Draw, Picking, Sampler, picking
 from adapters.models.checkpoint import Checkpoint
 from adapters.models.cuda_graphs import no_collection
 from adapters.models.draft import CachedDraft, first_tokens
@@ -33,7 +33,7 @@ from engine import startup
 from engine.draft import Room
 from engine.fit import Fit
 from engine.kept import Kept
-from engine.machine import Placement, build_kernels, keep_compiled, probing
+from engine.machine import Placement, build_kernels, keep_compiled, nothing_compiled, probing
 
 log = logging.getLogger("rekindle")
 
@@ -90,7 +90,10 @@ def compile_kernels(
             for thread in answers:
                 thread.join()
             step(startup.COMPILE)
-            run_side_by_side([partial(compile_step, *one) for one in product(shards, range(len(buckets)))])
+            steps = [partial(compile_step, *one) for one in product(shards, range(len(buckets)))]
+            if not probed:
+                compile_first(steps)
+            run_side_by_side(steps)
             for shard in shards:
                 shard.synchronize()
                 shard.close()
@@ -106,6 +109,23 @@ def compiled_beside(checkpoint: Checkpoint, plan: Sequence[Placement], dtype: to
     return digest.result()
 
 
+def compile_first(steps: Sequence[Callable[[], object]]) -> None:
+    """What they launch is compiled by processes of their own, and nothing is launched: where nothing was compiled
+    before, as far as anybody knows.
+    """
+    from adapters.models.kernels.triton_apart import asking, compile_apart  # noqa: PLC0415 - needs Triton, so a GPU build
+
+    with asking() as asked, ThreadPoolExecutor(1, "asking") as thread:
+        begun = [thread.submit(copy_context().run, step) for step in steps]
+    tell_later(begun)
+    compile_apart(asked)
+
+
+def tell_later(steps: Iterable[Future[Any]]) -> None:
+    for error in filter(None, (one.exception() for one in steps)):
+        log.debug("some kernels are compiled later: %s", error)
+
+
 def run_side_by_side(steps: Sequence[Callable[[], None]]) -> None:
     """Each on a thread of its own, which begins when the one before it has ended, until one takes so long that it must
     be compiling; a kernel that several of them need is compiled once. Reading what an earlier start compiled takes an
@@ -118,15 +138,18 @@ def run_side_by_side(steps: Sequence[Callable[[], None]]) -> None:
         for step in steps:
             begun.append(threads.submit(copy_context().run, step))
             only_read = only_read and bool(wait(begun[-1:], READING_S).done)
-    for error in filter(None, (one.exception() for one in begun)):
-        log.debug("some kernels are compiled later: %s", error)
+    tell_later(begun)
 
 
 def compile_step(shard: Shard, number: int) -> None:
-    """That of one bucket, in a slot of its own where there are so many."""
-    step = Step((Segment(number % shard.slots, 0, 1),), shard.buckets[number])
+    """That of one bucket, in a slot of its own where there are so many; what attends in a way of its own from the
+    second time on, twice.
+    """
+    bucket = shard.buckets[number]
+    step = Step((Segment(number % shard.slots, 0, 1),), bucket)
     with torch.inference_mode(), current(shard.device):
-        shard.forward(step, torch.zeros(1, dtype=torch.int64))
+        for _ in range(2 if bucket <= ALONE else 1):
+            shard.forward(step, torch.zeros(1, dtype=torch.int64))
 
 
 def gpu_of(plan: Sequence[Placement]) -> torch.device | None:
@@ -157,14 +180,21 @@ def pick_once(device: torch.device, vocab: int) -> None:
     from adapters.models.kernels.triton_compile import key_beside  # noqa: PLC0415 - needs Triton, so a GPU build
 
     key_beside().join()
+    if nothing_compiled():
+        compile_first([partial(pick_some, device, vocab)])
+    for one in pick_some(device, vocab):
+        one.read()
+
+
+def pick_some(device: torch.device, vocab: int) -> list[Picking]:
+    """In every way, all of them at once, and each by itself."""
     with torch.inference_mode(), current(device):
         logits = torch.zeros(len(PICKED), vocab, device=device)
         rows = [Draw(Sampler(sampling, (0,), vocab, device), 1) for sampling in PICKED]
         for row in rows:
             row.sampler.append([0] * (PENDING + 1))
-        for asked in (rows, *([row] for row in rows)):
-            pick(logits, asked)
         Metronome(device).beat()  # as what picks does, it loads something
+        return [picking(logits, asked) for asked in (rows, *([row] for row in rows))]
 
 
 def warm_up(shard: Pipeline, draft: DraftModel | None, most_rows: int) -> None:

@@ -16,6 +16,7 @@ def extremes(logits: Tensor) -> tuple[Tensor, Tensor]:
         tokens, smallest, largest = logits.argmax(-1), logits.amin(-1), logits.amax(-1)  # faster than aminmax
         return tokens, torch.stack((tokens.double(), smallest.double(), largest.double()), -1)
     from adapters.models.kernels.triton.extremes import part_extremes, row_extremes  # noqa: PLC0415 - needs Triton
+    from adapters.models.kernels.triton_launch import launch  # noqa: PLC0415
 
     count, width = logits.shape
     parts = -(-width // BLOCK)
@@ -23,7 +24,8 @@ def extremes(logits: Tensor) -> tuple[Tensor, Tensor]:
     told = torch.empty(count, 3, dtype=torch.float64, device=logits.device)
     values = torch.empty(count, parts, 2, device=logits.device)
     places = torch.empty(count, parts, dtype=torch.int32, device=logits.device)
-    part_extremes[(count, parts)](logits, values, places, logits.stride(0), width, parts, BLOCK=BLOCK, num_warps=4)
+    cut = logits, values, places, logits.stride(0), width, parts
+    launch(part_extremes, (count, parts), *cut, BLOCK=BLOCK, num_warps=4)
     together = 1 << (parts - 1).bit_length()
-    row_extremes[(count,)](values, places, tokens, told, width, parts, PARTS=together, num_warps=1)
+    launch(row_extremes, (count,), values, places, tokens, told, width, parts, PARTS=together, num_warps=1)
     return tokens, told

@@ -95,6 +95,7 @@ class GpuPenalties:
         self, sampling: Sampling, prompt: Tokens, vocab: int, biases: Mapping[int, float], device: torch.device
     ) -> None:
         from adapters.models.kernels.triton.penalties import mark_token, put_bias  # noqa: PLC0415 - needs Triton
+        from adapters.models.kernels.triton_launch import launch  # noqa: PLC0415
 
         factors = sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
         self.remembers, self._device = factors != (1, 0, 0), device
@@ -104,11 +105,11 @@ class GpuPenalties:
         if self.remembers:
             self._history = torch.zeros(vocab, dtype=torch.int32, device=device)
             if prompt:
-                mark_token[(len(prompt),)](self._history, self._there(prompt, torch.int32), num_warps=1)
+                launch(mark_token, (len(prompt),), self._history, self._there(prompt, torch.int32), num_warps=1)
         if biases:
             self._bias = torch.zeros(vocab, device=device)
             values = self._there([*biases.values()], torch.float32)
-            put_bias[(len(biases),)](self._bias, self._there([*biases], torch.int32), values, num_warps=1)
+            launch(put_bias, (len(biases),), self._bias, self._there([*biases], torch.int32), values, num_warps=1)
         places = (0 if one is None else one.data_ptr() for one in (self._history, self._bias))
         self._asked = *places, *np.array(factors, np.float32).view(np.int32).tolist()
 
@@ -118,9 +119,10 @@ class GpuPenalties:
         self._pending += tokens
         if len(self._pending) > PENDING:
             from adapters.models.kernels.triton.penalties import count_token  # noqa: PLC0415 - needs Triton
+            from adapters.models.kernels.triton_launch import launch  # noqa: PLC0415
 
             ids = self._there(self._pending, torch.int32)
-            count_token[(len(self._pending),)](self._history, ids, num_warps=1)
+            launch(count_token, (len(self._pending),), self._history, ids, num_warps=1)
             self._pending.clear()
 
     def _there(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:

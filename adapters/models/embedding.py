@@ -23,6 +23,7 @@ def embed(table: Tensor, tokens: Tensor, out: Tensor) -> Tensor:
     if table.device == out.device:
         return torch.index_select(table, 0, tokens, out=out)
     from adapters.models.kernels.triton.rows import gather  # noqa: PLC0415 - needs Triton, so a GPU build
+    from adapters.models.kernels.triton_launch import launch  # noqa: PLC0415
 
-    gather[(len(tokens),)](table, tokens, out, table.shape[1], BLOCK=1024, num_warps=4)
+    launch(gather, (len(tokens),), table, tokens, out, table.shape[1], BLOCK=1024, num_warps=4)
     return out

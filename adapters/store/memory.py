@@ -21,8 +21,8 @@ from adapters.models.parking import pinned
 
 SLAB = 64 << 20
 # Each slab that is registered holds up whoever asks CUDA for anything, by some 15 ms, less in large pages: so much of
-# them is there at once, and the rest with pauses between two of so many times what one takes, half a second at most: 8
-# GiB are there in seconds, or in a minute.
+# them is there at once, and the rest while nobody is served; otherwise with pauses between two of so many times what
+# one takes, half a second at most: 8 GiB are there in seconds, or in a minute.
 SOON = 1 << 30
 PAUSE, PAUSE_S = 12, 0.5
 ALIGN = 4096
@@ -64,16 +64,18 @@ class Slab:
 class Memory:
     """Slabs of at most `most` bytes in all; what finds no place there comes from the system, and goes back to it.
 
-    pin: page-locked, for a GPU. source: of slabs that are not.
+    pin: page-locked, for a GPU. source: of slabs that are not. busy: is anybody served, who would be held up?
     """
 
     most: int = 0
     pin: bool = False
     source: Callable[[int], Tensor] | None = None
     held: int = 0  # bytes of slabs
+    busy: Callable[[], bool] = lambda: True
     _slabs: list[Slab] = field(factory=list[Slab])
     _returned: deque[tuple[Slab, tuple[int, int]]] = field(factory=deque)
     _lock: threading.Lock = field(factory=threading.Lock)
+    _registering: threading.Lock = field(factory=threading.Lock)
     _closing: threading.Event = field(factory=threading.Event)
     _filling: threading.Lock = field(factory=threading.Lock)  # held by whoever fills it
 
@@ -118,13 +120,13 @@ class Memory:
                     return
                 began = time.monotonic()
                 try:
-                    slab = Slab(allocated(size, pin=True), [(0, size)])
+                    slab = Slab(self._registered(size), [(0, size)])
                 except MemoryError:  # what is there has to do
                     self.most = self.held = self.held - size
                     return
                 with self._lock:
                     self._slabs.append(slab)
-                if self.held >= SOON:
+                if self.held >= SOON and self.busy():
                     self._closing.wait(min(PAUSE_S, PAUSE * (time.monotonic() - began)))
 
     def close(self) -> None:
@@ -135,11 +137,18 @@ class Memory:
 
     def _grow(self, size: int) -> Slab:
         size = max(size, min(SLAB, self.most - self.held))
-        made = self.source(size) if self.source is not None and not self.pin else allocated(size, pin=self.pin)
-        slab = Slab(made, [(0, size)])
+        slab = Slab(self._registered(size) if self.pin else self._mapped(size), [(0, size)])
         self._slabs.append(slab)
         self.held += size
         return slab
+
+    def _registered(self, size: int) -> Tensor:
+        """One at a time: the system keeps whoever maps more waiting meanwhile, and that one the interpreter."""
+        with self._registering:
+            return allocated(size, pin=True)
+
+    def _mapped(self, size: int) -> Tensor:
+        return allocated(size, pin=False) if self.source is None else self.source(size)
 
     def _buffer(self, slab: Slab, span: tuple[int, int], size: int) -> Buffer:
         returned = self._returned

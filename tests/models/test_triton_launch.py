@@ -10,7 +10,7 @@ import pytest
 import torch
 from attrs import define, field
 
-from adapters.models.kernels.triton_launch import launch
+from adapters.models.kernels.triton_launch import launch, withholding
 
 
 @define(eq=False)
@@ -92,3 +92,25 @@ def test_a_kernel_gives_the_same_wherever_its_tensors_begin() -> None:
         moved = memory[offset : offset + rows.numel()].view_as(rows)
         moved.copy_(rows)
         assert torch.equal(kernels.add_norm(moved.clone(), moved, weight, 1e-6), expected)
+
+
+def test_withheld_launches_only_look_for_forms() -> None:
+    looked = list[tuple[tuple[int, ...], tuple[Any, ...]]]()
+
+    @define(eq=False)
+    class Looked(FakeJit):
+        def warmup(self, *args: Any, grid: tuple[int, ...], **options: Any) -> None:
+            looked.append((grid, (*args, options["BLOCK"])))
+            if options["BLOCK"] is None:
+                raise TypeError("not serializable")
+
+    kernel, x = Looked(), torch.zeros(8)
+    with withholding():
+        for block in (4, 4, None):
+            launch(kernel, (2,), x, 3, 0.5, BLOCK=block, num_warps=4)
+    assert [grid for grid, _ in looked] == [(2,)] * 3
+    assert not kernel.chosen
+    assert not kernel.again
+    launch(kernel, (2,), x, 3, 0.5, BLOCK=4, num_warps=4)
+    assert len(kernel.chosen) == 1
+    assert len(looked) == 3

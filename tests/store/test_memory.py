@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import adapters.store.memory
 from adapters.store.memory import ALIGN, SLAB, SOON, Buffer, Memory
 
 
@@ -85,6 +86,39 @@ def test_nothing_more_is_registered_once_it_is_closed() -> None:
     assert there < memory.most
     memory.fill()
     assert memory.held == there
+
+
+def test_nothing_waits_while_nobody_is_served() -> None:
+    asked, waits, busy = list[int](), list[float](), [False, False, True, False]
+    memory = Memory(SOON + 5 * SLAB, pin=True)
+    memory.busy = lambda: asked.append(memory.held) or (busy.pop(0) if busy else False)
+    memory._closing.wait = waits.append  # type: ignore[assignment] # noqa: SLF001
+    memory.fill()
+    assert memory.held == memory.most
+    assert asked == [SOON + number * SLAB for number in range(6)]
+    assert len(waits) == 1
+
+
+def test_one_slab_is_registered_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever maps memory keeps the interpreter, and the system lets nobody do so while another one is registered."""
+    under_way, most, real = [0], [0], adapters.store.memory.allocated
+
+    def slowly(size: int, *, pin: bool) -> torch.Tensor:
+        under_way[0] += pin
+        most[0] = max(most[0], under_way[0])
+        time.sleep(0.002)
+        under_way[0] -= pin
+        return real(size, pin=pin)
+
+    monkeypatch.setattr(adapters.store.memory, "allocated", slowly)
+    memory, held = Memory(16 * SLAB, pin=True), list[Buffer]()
+    memory.busy = lambda: False
+    filling = threading.Thread(target=memory.fill)
+    filling.start()
+    held += [memory.take(SLAB, held=True) for _ in range(8)]
+    filling.join(30)
+    assert memory.held == memory.most
+    assert most == [1]
 
 
 def test_a_view_does_not_keep_it_but_the_buffer_does() -> None:

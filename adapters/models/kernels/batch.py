@@ -91,13 +91,15 @@ class Batch:
         on that.
         """
         from adapters.models.kernels.triton.rows import bring_table  # noqa: PLC0415 - needs Triton, so a GPU build
+        from adapters.models.kernels.triton_launch import launch  # noqa: PLC0415
 
         count = self._staging.numel()
         staged, given = self._staging, self.table
         if tokens is not None:
             given = tokens.to(self.device, torch.int64).contiguous()
         known = 0 if tokens is None else rows
-        bring_table[(-(-count // BROUGHT),)](staged, given, self.table, known, count, BLOCK=BROUGHT, num_warps=1)
+        programs = -(-count // BROUGHT)
+        launch(bring_table, (programs,), staged, given, self.table, known, count, BLOCK=BROUGHT, num_warps=1)
 
     def _write(self, step: Step, tokens: Sequence[int] | None) -> None:
         spare = self.bucket - step.rows

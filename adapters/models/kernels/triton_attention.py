@@ -27,6 +27,7 @@ KV_TILE = 64
 SPLIT = 256
 SCRATCH_BYTES = 256 << 20
 BLOCK_SPLITS = 64  # of a block's keys at most, so that one tile holds a head's partials
+PLANNED_ROWS = (128, 1024)
 LOG2_E = 1.4426950408889634
 AHEAD = {"K_STAGES": 4, "V_STAGES": 3}  # tiles that come ahead: two programs have a processor's memory
 
@@ -68,6 +69,13 @@ def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedL
     """Once: working it out takes as long as the launch that it is for."""
     number = gl.float16 if dtype == torch.float16 else gl.bfloat16
     return gl.NVMMASharedLayout.get_default_for([*block], number)
+
+
+def planned_rows(bucket: int) -> int:
+    """As many as a step's tiles are planned for, whatever its bucket: a kernel for steps and one for chunks, and not
+    one to be compiled for each bucket.
+    """
+    return next((rows for rows in PLANNED_ROWS if bucket <= rows), power_of_two(bucket))
 
 
 def launching(warps: int, pdl: bool | None) -> dict[str, Any]:
@@ -178,7 +186,9 @@ class CudaAttention:
         padded = power_of_two(heads // kv)
         acc, sums = self._block_scratch(bucket, heads, splits, head)
         out = torch.empty_like(q)
-        block.attend_splits[(2 * self.processors,)](
+        launch(
+            block.attend_splits,
+            (2 * self.processors,),
             q,
             TensorDescriptor.from_tensor(k_cache.view(-1, head), [key_tile, head]),
             TensorDescriptor.from_tensor(v_cache.view(-1, head), [key_tile, head]),
@@ -207,7 +217,9 @@ class CudaAttention:
             WINDOW=mask.window,
             **self._attention_options(q, query_tile, key_tile),
         )
-        block.merge[(bucket, heads)](
+        launch(
+            block.merge,
+            (bucket, heads),
             acc,
             sums,
             batch.starts,
@@ -284,7 +296,9 @@ class CudaAttention:
         plan: StepTiles = batch.plan
         assert plan.tiles is not None
         limit = len(plan.tiles)
-        rows.plan_tiles[(1,)](
+        launch(
+            rows.plan_tiles,
+            (1,),
             batch.slots,
             batch.positions,
             plan.tiles,
@@ -292,8 +306,7 @@ class CudaAttention:
             limit,
             TILE=plan.tile,
             SPLIT=SPLIT,
-            ROWS=power_of_two(batch.bucket),
-            LIMIT=power_of_two(limit),
+            ROWS=planned_rows(batch.bucket),
             num_warps=4,
         )
         if self.pdl:  # what follows may begin before that is written out; not so behind a kernel launched as usual

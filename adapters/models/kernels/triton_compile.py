@@ -1,4 +1,4 @@
-"""Triton's kernels compiled by several threads at once, before anybody waits for one of them."""
+"""How Triton's kernels are compiled and found again: alike in each process, and by several threads at once."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from subprocess import SubprocessError
 from threading import Thread
 
 from triton import AsyncCompileMode
-from triton.runtime import build, cache
+from triton.runtime import build, cache, jit
 
+from adapters.models.kernels.digests import known_first
 from adapters.models.kernels.launchers import kept_apart
 
 if hasattr(build, "_load_module_from_path"):
     build._load_module_from_path = kept_apart(build._load_module_from_path)  # noqa: SLF001 - nothing else is offered
 
+if (finder := getattr(jit, "DependenciesFinder", None)) is not None and hasattr(finder, "_update_hash"):
+    finder._update_hash = known_first(finder._update_hash)  # noqa: SLF001
 
 # A kernel goes through five forms. The last one, which is launched, is kept with its source: a later start would read
 # all that it finds.

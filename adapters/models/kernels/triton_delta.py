@@ -19,6 +19,7 @@ from adapters.models.kernels.batch import StateBatch
 from adapters.models.kernels.delta import CHUNK, RING, TAPS, DeltaShape, DeltaState, DeltaWeights, raw_state
 from adapters.models.kernels.triton import delta, delta_rows
 from adapters.models.kernels.triton_attention import launching
+from adapters.models.kernels.triton_launch import launch
 
 SIZES = (16, 32, 64, 128)
 FIELDS = 8  # of a chunk in the plan
@@ -69,7 +70,9 @@ class CudaDelta:
         shape = weights.shape
         out = torch.empty(mixed.shape, dtype=mixed.dtype, device=mixed.device)
         programs = triton.cdiv(2 * shape.key_heads, AT_ONCE) + triton.cdiv(shape.value_heads, AT_ONCE)
-        delta_rows.convolve[(len(mixed), programs)](
+        launch(
+            delta_rows.convolve,
+            (len(mixed), programs),
             mixed,
             weights.taps,
             state.inputs,
@@ -114,7 +117,9 @@ class CudaDelta:
         sizes = _sizes(shape) | {"INPUTS": inputs, "PARTS": parts}
         scale = shape.key_size**-0.5
         wide = {"enable_fp_fusion": False, "num_stages": 1, **self._options(4)}
-        delta.factor[(limit, shape.value_heads)](
+        launch(
+            delta.factor,
+            (limit, shape.value_heads),
             plan.chunks,
             convolved,
             gates,
@@ -132,7 +137,9 @@ class CudaDelta:
         )
         out = torch.empty(len(convolved), shape.value_heads, shape.value_size, device=self.device)
         tile = min(TILE, shape.value_size)
-        delta.scan[(segments + 1, shape.value_heads * (shape.value_size // tile))](
+        launch(
+            delta.scan,
+            (segments + 1, shape.value_heads * (shape.value_size // tile)),
             plan.chunks,
             plan.runs,
             convolved,
@@ -155,7 +162,9 @@ class CudaDelta:
 
     def _keep(self, rows: Tensor, ring: Tensor, edge: Tensor | None, batch: StateBatch) -> None:
         plan, width, block = self._plan(batch, len(ring)), ring.shape[2], 128
-        delta_rows.keep[(len(plan.runs) - 1, triton.cdiv(width, block))](
+        launch(
+            delta_rows.keep,
+            (len(plan.runs) - 1, triton.cdiv(width, block)),
             plan.chunks,
             plan.runs,
             rows,
@@ -187,16 +196,36 @@ class CudaDelta:
     def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows, heads, size = x.shape
         out = torch.empty(rows, heads * size, dtype=gate.dtype, device=gate.device)
-        delta_rows.gated_norm[(rows, triton.cdiv(heads, AT_ONCE))](
-            x, gate, weight, out, gate.stride(0), eps, HEADS=heads, DV=size, AT_ONCE=AT_ONCE, **self._options(4)
+        launch(
+            delta_rows.gated_norm,
+            (rows, triton.cdiv(heads, AT_ONCE)),
+            x,
+            gate,
+            weight,
+            out,
+            gate.stride(0),
+            eps,
+            HEADS=heads,
+            DV=size,
+            AT_ONCE=AT_ONCE,
+            **self._options(4),
         )
         return out
 
     def gate(self, x: Tensor, gate: Tensor) -> Tensor:
         rows, width = x.shape
         out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
-        delta_rows.gate[(rows, triton.cdiv(width, 1024))](
-            x, gate, out, x.stride(0), gate.stride(0), width, BLOCK=1024, **self._options(4)
+        launch(
+            delta_rows.gate,
+            (rows, triton.cdiv(width, 1024)),
+            x,
+            gate,
+            out,
+            x.stride(0),
+            gate.stride(0),
+            width,
+            BLOCK=1024,
+            **self._options(4),
         )
         return out
 
@@ -238,7 +267,9 @@ class CudaDelta:
 
     def plan(self, batch: StateBatch) -> None:
         plan = self._plans[batch.bucket]
-        delta_rows.plan_chunks[(1,)](
+        launch(
+            delta_rows.plan_chunks,
+            (1,),
             batch.slots,
             batch.positions,
             batch.counts,

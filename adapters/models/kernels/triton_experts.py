@@ -26,6 +26,7 @@ from adapters.models.kernels.experts import (
 )
 from adapters.models.kernels.triton import experts as programs
 from adapters.models.kernels.triton_attention import launching
+from adapters.models.kernels.triton_launch import launch
 
 _COUNTED = 1024  # pairs that a program counts at once
 _FEW = 64  # pairs, whose tiles do not fill the device unless they are narrow
@@ -97,7 +98,9 @@ class CudaExperts:
         own = made if experts.shared is None else gated_feed(kernels, x, experts.shared)  # never read without
         out = torch.empty_like(x)
         block = min(1024, triton.next_power_of_2(x.shape[1]))
-        programs.add_up[(rows, triton.cdiv(x.shape[1], block))](
+        launch(
+            programs.add_up,
+            (rows, triton.cdiv(x.shape[1], block)),
             made,
             shares,
             own,
@@ -120,7 +123,9 @@ class CudaExperts:
         rows, ranks = len(logits), triton.next_power_of_2(shape.active + bool(shape.shared))
         chosen = torch.empty(rows, shape.active, dtype=torch.int32, device=logits.device)
         shares = torch.empty(rows, ranks, dtype=torch.float32, device=logits.device)
-        programs.choose[(rows,)](
+        launch(
+            programs.choose,
+            (rows,),
             logits,
             positions,
             chosen,
@@ -154,7 +159,9 @@ class CudaExperts:
             chosen.new_empty((pairs + some * (tile.pairs - 1)) // tile.pairs, 4),
             chosen.new_empty(1),
         )
-        programs.deal[(shape.count,)](
+        launch(
+            programs.deal,
+            (shape.count,),
             chosen,
             chosen if places is None else places,  # never read without
             dealt.pairs,
@@ -174,7 +181,9 @@ class CudaExperts:
         """share: pairs that have one row of x in common; 1: each has its own."""
         _, columns, depth = weight.shape
         descriptor = TensorDescriptor.from_tensor(weight, [1, tile.columns, tile.depth])
-        programs.grouped[(len(dealt.tiles) * triton.cdiv(columns, tile.columns),)](
+        launch(
+            programs.grouped,
+            (len(dealt.tiles) * triton.cdiv(columns, tile.columns),),
             x,
             descriptor,
             out,

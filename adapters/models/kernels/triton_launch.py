@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor
 
 _forms = dict[Hashable, tuple[Any, tuple[Any, ...]]]()  # what was compiled, and its constants in order
+_withheld: ContextVar[bool] = ContextVar("withheld", default=False)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
@@ -16,6 +19,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
     args: the kernel's parameters but for constants, in order. options: constants, and what Triton takes besides.
     """
+    if _withheld.get():
+        with suppress(TypeError):  # a constant that cannot be written down: it is compiled where it is launched
+            kernel.warmup(*args, grid=grid, **options)
+        return
     key = (id(kernel), *options.items(), *map(likeness, args))
     found = _forms.get(key)
     if found is not None:
@@ -25,6 +32,16 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
         if hasattr(form, "result"):  # it was compiled aside, and newer Tritons give what stands for it
             form = form.result()
         _forms[key] = form, tuple(options[name] for name in kernel.arg_names[len(args) :])
+
+
+@contextmanager
+def withholding() -> Iterator[None]:
+    """Nothing is launched in here by this context: Triton looks for the forms alone, and compiles what is not there."""
+    outer = _withheld.set(True)
+    try:
+        yield
+    finally:
+        _withheld.reset(outer)
 
 
 def likeness(arg: Any) -> Hashable:

@@ -254,4 +254,4 @@ def unpack(weight: CudaSteps, first: int, out: Tensor, pdl: bool | None) -> None
     """As many rows as out has, rounded to what it is of."""
     grid = (triton.cdiv(len(out), 64), weight.blocks)
     sizes = (first, first + len(out), weight.columns, weight.blocks)
-    packed.unpack[grid](*weight.tensors, out, *sizes, BLOCK_N=64, FORM=weight.form, **launching(4, pdl))
+    launch(packed.unpack, grid, *weight.tensors, out, *sizes, BLOCK_N=64, FORM=weight.form, **launching(4, pdl))

@@ -250,7 +250,6 @@ def plan_tiles(
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
-    LIMIT: tl.constexpr,
 ):
     """Cut the step's rows into tiles of at most TILE consecutive positions of one slot (or of padded rows).
 
@@ -274,11 +273,10 @@ def plan_tiles(
     goes_on = ((after >= 0) & (after == position + 1) & (slot == slot_after)) | ((after == -1) & (position < 0))
     closes = inside & ~(goes_on & ((i + 1 - segment) % TILE != 0))
     splits = tl.cumsum(tl.where(closes, (position + SPLIT) // SPLIT, 0), 0)
-    unused = tl.arange(0, LIMIT)
     used = tl.sum(opens.to(tl.int32), 0)
-    tl.store(tiles_ptr + unused * 8 + 1, tl.zeros((LIMIT,), tl.int32), (unused >= used) & (unused < tile_limit))
-    pairs = tl.max(splits, 0)
-    tl.store(tiles_ptr + unused * 8 + 4, tl.zeros((LIMIT,), tl.int32) + pairs, (unused >= used) & (unused < tile_limit))
+    unused = (i >= used) & (i < tile_limit)
+    tl.store(tiles_ptr + i * 8 + 1, tl.zeros((ROWS,), tl.int32), unused)
+    tl.store(tiles_ptr + i * 8 + 4, tl.zeros((ROWS,), tl.int32) + tl.max(splits, 0), unused)
     tl.store(tiles_ptr + tile * 8, i, opens)
     tl.store(tiles_ptr + tile * 8 + 2, slot, opens)
     tl.store(tiles_ptr + tile * 8 + 3, position, opens)

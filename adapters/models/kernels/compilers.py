@@ -1,0 +1,60 @@
+"""Work that other processes do, a line of it for a line of answer, as many at once as there are processors."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+MOST = 16  # processes
+
+
+def all_done(lines: Sequence[str], module: str) -> list[str]:
+    """What went wrong. lines: in the order in which they are begun. module: is run by processes of this interpreter;
+    reads a line, does what it says, writes an empty one or why it was not done, and ends when nobody writes to it.
+    """
+    waiting = deque(lines)
+    count = min(MOST, os.cpu_count() or 1, len(waiting))
+    if not count:
+        return []
+    with ThreadPoolExecutor(count, "compilers") as threads:
+        failed = [why for one in threads.map(lambda _: list(_done(waiting, module)), range(count)) for why in one]
+    return [*failed, *(f"nobody was left for: {line[:80]}" for line in waiting)]
+
+
+def _done(waiting: deque[str], module: str) -> Iterator[str]:
+    """By a process of its own, while there is anything to do and it has not ended. Why something was not done."""
+    try:
+        with subprocess.Popen(  # noqa: S603 - this interpreter, and a module of ours
+            [sys.executable, "-P", "-m", module],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(one or str(Path.cwd()) for one in sys.path)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for the server to handle
+        ) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            while (line := _next(waiting)) is not None:
+                process.stdin.write(line + "\n")
+                process.stdin.flush()
+                answer = process.stdout.readline()
+                if not answer:
+                    yield f"its process ended: {line[:80]}"
+                    return
+                if why := answer.strip():
+                    yield why
+    except OSError as error:
+        yield str(error)
+
+
+def _next(waiting: deque[str]) -> str | None:
+    try:
+        return waiting.popleft()
+    except IndexError:  # another thread has taken the last
+        return None
