@@ -19,7 +19,7 @@ from torch import Tensor
 from adapters.heap import mapped
 from adapters.models.parking import pinned
 
-SLAB = 64 << 20
+SLAB = 32 << 20
 # Each slab that is registered holds up whoever asks CUDA for anything, by some 15 ms, less in large pages: so much of
 # them is there at once, and the rest while nobody is served; otherwise with pauses between two of so many times what
 # one takes, half a second at most: 8 GiB are there in seconds, or in a minute.
@@ -64,14 +64,15 @@ class Slab:
 class Memory:
     """Slabs of at most `most` bytes in all; what finds no place there comes from the system, and goes back to it.
 
-    pin: page-locked, for a GPU. source: of slabs that are not. busy: is anybody served, who would be held up?
+    pin: page-locked, for a GPU. source: of slabs that are not. busy: is anybody served, who would be held up? None until
+    there may be.
     """
 
     most: int = 0
     pin: bool = False
     source: Callable[[int], Tensor] | None = None
     held: int = 0  # bytes of slabs
-    busy: Callable[[], bool] = lambda: True
+    busy: Callable[[], bool] | None = None
     _slabs: list[Slab] = field(factory=list[Slab])
     _returned: deque[tuple[Slab, tuple[int, int]]] = field(factory=deque)
     _lock: threading.Lock = field(factory=threading.Lock)
@@ -94,7 +95,7 @@ class Memory:
             if self.held + whole > self.most or (held and self.pin and not more):
                 if held and self.pin:
                     raise MemoryError(f"{size} bytes of pinned memory: {self.held} of {self.most} are there, and used")
-                return Buffer(allocated(size, pin=False))
+                return Buffer(unpinned(size))
             slab = self._grow(whole)
             span_ = slab.take(whole)
             assert span_ is not None, "a slab is as large as what it was made for"
@@ -126,7 +127,7 @@ class Memory:
                     return
                 with self._lock:
                     self._slabs.append(slab)
-                if self.held >= SOON and self.busy():
+                if self.held >= SOON and (self.busy is None or self.busy()):
                     self._closing.wait(min(PAUSE_S, PAUSE * (time.monotonic() - began)))
 
     def close(self) -> None:
@@ -145,16 +146,16 @@ class Memory:
     def _registered(self, size: int) -> Tensor:
         """One at a time: the system keeps whoever maps more waiting meanwhile, and that one the interpreter."""
         with self._registering:
-            return allocated(size, pin=True)
+            return pinned(size, aside=self.busy is not None)
 
     def _mapped(self, size: int) -> Tensor:
-        return allocated(size, pin=False) if self.source is None else self.source(size)
+        return unpinned(size) if self.source is None else self.source(size)
 
     def _buffer(self, slab: Slab, span: tuple[int, int], size: int) -> Buffer:
         returned = self._returned
         return Buffer(slab.data[span[0] : span[0] + size], lambda: returned.append((slab, span)))
 
 
-def allocated(size: int, *, pin: bool) -> Tensor:
+def unpinned(size: int) -> Tensor:
     """Raises MemoryError."""
-    return pinned(size) if pin else torch.frombuffer(mapped(size), dtype=torch.uint8)[:size]
+    return torch.frombuffer(mapped(size), dtype=torch.uint8)[:size]

@@ -101,16 +101,17 @@ def test_nothing_waits_while_nobody_is_served() -> None:
 
 def test_one_slab_is_registered_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever maps memory keeps the interpreter, and the system lets nobody do so while another one is registered."""
-    under_way, most, real = [0], [0], adapters.store.memory.allocated
+    under_way, most, real = [0], [0], adapters.store.memory.pinned
 
-    def slowly(size: int, *, pin: bool) -> torch.Tensor:
-        under_way[0] += pin
+    def slowly(size: int, *, aside: bool) -> torch.Tensor:
+        under_way[0] += 1
         most[0] = max(most[0], under_way[0])
         time.sleep(0.002)
-        under_way[0] -= pin
-        return real(size, pin=pin)
+        under_way[0] -= 1
+        assert aside, "others are served"
+        return real(size, aside=aside)
 
-    monkeypatch.setattr(adapters.store.memory, "allocated", slowly)
+    monkeypatch.setattr(adapters.store.memory, "pinned", slowly)
     memory, held = Memory(16 * SLAB, pin=True), list[Buffer]()
     memory.busy = lambda: False
     filling = threading.Thread(target=memory.fill)
