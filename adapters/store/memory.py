@@ -64,8 +64,8 @@ class Slab:
 class Memory:
     """Slabs of at most `most` bytes in all; what finds no place there comes from the system, and goes back to it.
 
-    pin: page-locked, for a GPU. source: of slabs that are not. busy: is anybody served, who would be held up? None until
-    there may be.
+    pin: page-locked, for a GPU. source: of slabs that are not. busy: is anybody served, who would be held up? None,
+    until there may be.
     """
 
     most: int = 0
