@@ -290,6 +290,6 @@ def keep_compiled() -> None:
 
 
 def nothing_compiled() -> bool:
-    """Has nobody kept anything there?"""
+    """Is Triton's folder of kernels empty? Not so where nobody says which it is."""
     folder = os.environ.get("TRITON_CACHE_DIR", "")
     return bool(folder) and not any(Path(folder).glob("*"))

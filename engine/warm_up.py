@@ -60,7 +60,8 @@ def compile_kernels(
 ) -> None:
     """On a GPU, what steps of each bucket launch is compiled, or read as an earlier start has compiled it, side by
     side: whoever comes later in this process would do that one kernel after the other. The steps are of one layer of
-    each kind of the model, with weights of no meaning; what fails here fails again where it matters.
+    each kind of the model, with weights of no meaning; where nothing was proven yet they are taken twice, the first
+    time with nothing launched (`compile_first`). What fails here fails again where it matters.
 
     kept: where outcomes of the probe are, which launches kernels that nobody else does.
     """
@@ -110,9 +111,14 @@ def compiled_beside(checkpoint: Checkpoint, plan: Sequence[Placement], dtype: to
 
 
 def compile_first(steps: Sequence[Callable[[], object]]) -> None:
-    """What they launch is compiled by processes of their own, and nothing is launched: where nothing was compiled
-    before, as far as anybody knows.
+    """What they launch is compiled by processes of its own, and nothing is launched: where nothing was compiled
+    before, as far as anybody knows. What goes wrong is compiled later.
     """
+    with ThreadPoolExecutor(1, "compile-first") as thread:
+        tell_later([thread.submit(copy_context().run, compile_asked, steps)])
+
+
+def compile_asked(steps: Sequence[Callable[[], object]]) -> None:
     from adapters.models.kernels.triton_apart import asking, compile_apart  # noqa: PLC0415 - needs Triton, so a GPU build
 
     with asking() as asked, ThreadPoolExecutor(1, "asking") as thread:

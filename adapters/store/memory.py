@@ -19,12 +19,12 @@ from torch import Tensor
 from adapters.heap import mapped
 from adapters.models.parking import pinned
 
-SLAB = 32 << 20
-# Each slab that is registered holds up whoever asks CUDA for anything, by some 15 ms, less in large pages: so much of
-# them is there at once, and the rest while nobody is served; otherwise with pauses between two of so many times what
-# one takes, half a second at most: 8 GiB are there in seconds, or in a minute.
+SLAB = 64 << 20
+# Each slab that is registered holds up whoever asks CUDA for anything, by some milliseconds: so much of them is there
+# at once, and the rest while nobody is served; otherwise with pauses between two of so many times what one takes, half
+# a second at most: 8 GiB are there in seconds, or in a minute or two.
 SOON = 1 << 30
-PAUSE, PAUSE_S = 12, 0.5
+PAUSE, PAUSE_S = 4, 0.5
 ALIGN = 4096
 
 
@@ -64,14 +64,15 @@ class Slab:
 class Memory:
     """Slabs of at most `most` bytes in all; what finds no place there comes from the system, and goes back to it.
 
-    pin: page-locked, for a GPU. source: of slabs that are not. busy: is anybody served, who would be held up? None,
-    until there may be.
+    pin: page-locked, for a GPU. source: of slabs that are not. slab: bytes of the usual one. busy: is anybody served,
+    who would be held up? None while a start makes what it needs, with all processors; later one will do.
     """
 
     most: int = 0
     pin: bool = False
     source: Callable[[int], Tensor] | None = None
     held: int = 0  # bytes of slabs
+    slab: int = SLAB
     busy: Callable[[], bool] | None = None
     _slabs: list[Slab] = field(factory=list[Slab])
     _returned: deque[tuple[Slab, tuple[int, int]]] = field(factory=deque)
@@ -96,7 +97,16 @@ class Memory:
                 if held and self.pin:
                     raise MemoryError(f"{size} bytes of pinned memory: {self.held} of {self.most} are there, and used")
                 return Buffer(unpinned(size))
-            slab = self._grow(whole)
+            grown = max(whole, min(self.slab, self.most - self.held))
+            self.held += grown
+        try:
+            slab = Slab(self._made(grown, waited=not held), [(0, grown)])
+        except MemoryError:
+            with self._lock:
+                self.held -= grown
+            raise
+        with self._lock:
+            self._slabs.append(slab)
             span_ = slab.take(whole)
             assert span_ is not None, "a slab is as large as what it was made for"
             return self._buffer(slab, span_, size)
@@ -115,13 +125,13 @@ class Memory:
         with self._filling:
             while self.pin and not self._closing.is_set():
                 with self._lock:
-                    size = min(SLAB, self.most - self.held)
+                    size = min(self.slab, self.most - self.held)
                     self.held += size
                 if not size:
                     return
                 began = time.monotonic()
                 try:
-                    slab = Slab(self._registered(size), [(0, size)])
+                    slab = Slab(self._made(size), [(0, size)])
                 except MemoryError:  # what is there has to do
                     self.most = self.held = self.held - size
                     return
@@ -136,20 +146,14 @@ class Memory:
         with self._filling:
             pass
 
-    def _grow(self, size: int) -> Slab:
-        size = max(size, min(SLAB, self.most - self.held))
-        slab = Slab(self._registered(size) if self.pin else self._mapped(size), [(0, size)])
-        self._slabs.append(slab)
-        self.held += size
-        return slab
-
-    def _registered(self, size: int) -> Tensor:
-        """One at a time: the system keeps whoever maps more waiting meanwhile, and that one the interpreter."""
+    def _made(self, size: int, *, waited: bool = False) -> Tensor:
+        """One that is pinned at a time: the system keeps whoever maps memory waiting meanwhile, and that one the
+        interpreter. waited: does anybody's answer wait for it?
+        """
+        if not self.pin:
+            return unpinned(size) if self.source is None else self.source(size)
         with self._registering:
-            return pinned(size, aside=self.busy is not None)
-
-    def _mapped(self, size: int) -> Tensor:
-        return unpinned(size) if self.source is None else self.source(size)
+            return pinned(size, aside=self.busy is not None and not waited)
 
     def _buffer(self, slab: Slab, span: tuple[int, int], size: int) -> Buffer:
         returned = self._returned

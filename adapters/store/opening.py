@@ -17,7 +17,7 @@ from adapters.store.folder import Folder, FolderUnusable
 from adapters.store.format import Layout
 from adapters.store.host import HostTier
 from adapters.store.index import Index
-from adapters.store.memory import Memory
+from adapters.store.memory import ALIGN, Memory
 from adapters.store.recent import MOST_BYTES, Recents
 from adapters.store.store import AHEAD, RUN_BYTES, Store
 from adapters.watched import Watched
@@ -47,6 +47,8 @@ def open_store(
         return None
     pool = held_memory(host_bytes, pin=False) if memory is None else memory
     run_bytes, lock = run_size(pin=pool.pin), threading.RLock()
+    if pool.pin:
+        pool.slab = slab_size(layout, run_bytes)
     disk = None if path is None else open_disk(layout, Folder.open(path), lock, budget=disk_bytes, codec=codec)
     ready = threading.Event()
     Watched("store-memory", partial(prepare, pool, run_bytes, ready)).start()
@@ -67,6 +69,20 @@ def held_memory(host_bytes: int, *, pin: bool, source: Callable[[int], Tensor] |
 def run_size(*, pin: bool) -> int:
     """Bytes of rows that are saved together."""
     return GPU_RUN_BYTES if pin else RUN_BYTES
+
+
+def slab_size(layout: Layout, run_bytes: int) -> int:
+    """Of memory that is registered, as little at once as can be: a run of rows, or some where positional state is
+    larger, so that little is left over.
+    """
+    run, state = max_run(layout, run_bytes), layout.size("state", 0)
+    return run * max(1, -(-state // run))
+
+
+def max_run(layout: Layout, run_bytes: int) -> int:
+    """Bytes of the longest run of rows, as `Memory` gives them."""
+    block = layout.size("rows", layout.block_size)
+    return -(-max(1, run_bytes // block) * block // ALIGN) * ALIGN
 
 
 def physical() -> int:

@@ -13,13 +13,14 @@ import torch
 from adapters import demo
 from adapters.device.buckets import bucket_of
 from adapters.models.checkpoint import Checkpoint
+from adapters.models.kernels.triton_tiles import planned_rows
 from adapters.models.pipeline import Pipeline
 from adapters.models.probe import buckets_of, probe_key
 from adapters.models.shard import BUCKETS, Segment, Step
 from engine.fit import Fit
 from engine.kept import Kept
-from engine.machine import Placement, build_kernels, probing
-from engine.warm_up import compile_kernels, warm_up
+from engine.machine import Placement, build_kernels, nothing_compiled, probing
+from engine.warm_up import compile_first, compile_kernels, warm_up
 
 CHUNK, FIT = 1024, Fit(5, 2048, pages=12)
 
@@ -40,6 +41,32 @@ def compiled(device: torch.device, folder: Path, *, probed: bool = False) -> Seq
 
 def test_a_cpu_has_nothing_to_compile(tmp_path: Path) -> None:
     assert not compiled(torch.device("cpu"), tmp_path)
+
+
+def test_what_cannot_be_compiled_before_is_no_reason_not_to_start() -> None:
+    """Neither what a step says, nor where there is no Triton."""
+
+    def wrong() -> None:
+        raise RuntimeError("a step that fails")
+
+    compile_first([wrong])
+    compile_first([])
+
+
+def test_only_an_empty_folder_says_that_nothing_was_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    assert not nothing_compiled()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert nothing_compiled()
+    (tmp_path / "kernel").mkdir()
+    assert not nothing_compiled()
+
+
+@pytest.mark.parametrize(
+    ("bucket", "rows"), [(1, 128), (100, 128), (128, 128), (129, 1024), (1024, 1024), (1025, 2048), (4096, 4096)]
+)
+def test_tiles_of_all_usual_buckets_are_planned_by_two_kernels(bucket: int, rows: int) -> None:
+    assert planned_rows(bucket) == rows
 
 
 @pytest.mark.cuda

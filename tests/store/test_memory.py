@@ -13,7 +13,10 @@ import pytest
 import torch
 
 import adapters.store.memory
+from adapters.layout import RowSpec, TensorSpec
+from adapters.store.format import Layout
 from adapters.store.memory import ALIGN, SLAB, SOON, Buffer, Memory
+from adapters.store.opening import max_run, slab_size
 
 
 def place(buffer) -> tuple[int, int]:
@@ -37,6 +40,7 @@ def test_what_a_gpu_copies_from_is_all_there_before_anybody_waits_for_it() -> No
         pytest.skip("no CUDA device")
     memory = Memory(2 * SLAB + 5 * ALIGN, pin=True)
     kept = memory.take(ALIGN)
+    memory.busy = lambda: False
     memory.fill()
     assert memory.held == memory.most
     some = [memory.take(SLAB - ALIGN), memory.take(SLAB), memory.take(5 * ALIGN)]
@@ -97,6 +101,20 @@ def test_nothing_waits_while_nobody_is_served() -> None:
     assert memory.held == memory.most
     assert asked == [SOON + number * SLAB for number in range(6)]
     assert len(waits) == 1
+
+
+@pytest.mark.parametrize("state", [0, 1000, 51_511_296])
+def test_slabs_hold_whole_runs_and_positional_state(state: int) -> None:
+    """A full pool has a place for each of them, and little of it is left over."""
+    kept = (TensorSpec("conv", "I8", (state,)),) if state else ()
+    layout = Layout("model", 64, RowSpec(("k", "v") * 36, 8, 128, "BF16"), state=kept)
+    state = layout.size("state", 0)
+    slab, run = slab_size(layout, 32 << 20), max_run(layout, 32 << 20)
+    memory = Memory(16 * slab, pin=True, slab=slab)
+    memory.fill()
+    held = [memory.take(size, held=True, more=False) for size in [state] * bool(state) + [run] * (15 * slab // run)]
+    assert sum(one.data.nbytes for one in held) > 0.9 * 15 * slab
+    assert memory.held == memory.most
 
 
 def test_one_slab_is_registered_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from threading import Lock
 from typing import Any
 
 from attrs import define, field
@@ -19,12 +18,12 @@ from triton import knobs
 from triton.runtime import cache, driver
 
 import adapters.models.kernels.triton_compile  # noqa: F401 - the same digests as with who compiles
-from adapters.models.kernels.compilers import all_done
 from adapters.models.kernels.triton_launch import withholding
+from adapters.models.kernels.workers import all_done
 
 log = logging.getLogger("rekindle")
 
-COMPILER = "adapters.models.kernels.triton_compiler"
+WORKER = "adapters.models.kernels.triton_worker"
 
 
 def _triton_key() -> str:
@@ -34,7 +33,7 @@ def _triton_key() -> str:
 
 @define(eq=False)
 class KernelsAsked:
-    """Kernels that withheld launches ask for: each a line of JSON, as `triton_compiler` reads them, by how long its
+    """Kernels that withheld launches ask for: each a line of JSON, as `triton_worker` reads them, by how long its
     source is.
     """
 
@@ -51,35 +50,39 @@ class KernelsAsked:
         return True
 
 
-_alone = Lock()
 _asked: ContextVar[KernelsAsked | None] = ContextVar("asked", default=None)
+
+
+class AskersHook:
+    """Triton's `jit_cache_hook`, of every kernel that the process does not know, whoever launches it. There is none but
+    for who asks: Triton would write a kernel's constants down for it, and not all can be.
+    """
+
+    def __bool__(self) -> bool:
+        return _asked.get() is not None
+
+    def __call__(self, **about: Any) -> bool:
+        asked = _asked.get()
+        return asked is not None and asked.hear(**about)
 
 
 @contextmanager
 def asking() -> Iterator[KernelsAsked]:
     """What this context launches in here is not launched, and what is not compiled is asked for, in a process that has
-    launched nothing like it before. One at a time, and beside nobody who launches a kernel with constants that JSON
-    cannot have: Triton writes all of them down for whoever listens.
+    launched nothing like it before. Where somebody else listens to Triton, it is compiled at once.
     """
     asked = KernelsAsked()
-    with _alone:
-        others, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, _hear
-        outer = _asked.set(asked)
-        try:
-            with withholding():
-                yield asked
-        finally:
-            _asked.reset(outer)
-            knobs.runtime.jit_cache_hook = others
-
-
-def _hear(**about: Any) -> bool:
-    """Of every kernel that is not known to the process, whoever launches it."""
-    asked = _asked.get()
-    return asked is not None and asked.hear(**about)
+    if knobs.runtime.jit_cache_hook is None:
+        knobs.runtime.jit_cache_hook = AskersHook()
+    outer = _asked.set(asked)
+    try:
+        with withholding():
+            yield asked
+    finally:
+        _asked.reset(outer)
 
 
 def compile_apart(asked: KernelsAsked) -> None:
     """All of them, the longest first. What is not compiled in the end will be where it is launched."""
-    for why in all_done(sorted(asked.lines, key=lambda line: -asked.lines[line]), COMPILER):
+    for why in all_done(sorted(asked.lines, key=lambda line: -asked.lines[line]), WORKER):
         log.debug("a kernel is compiled later: %s", why)

@@ -20,14 +20,13 @@ from adapters.models.kernels.interface import ALONE, NARROW, AttentionMask
 from adapters.models.kernels.row_form import form_of
 from adapters.models.kernels.triton import attention, block, hopper_attention, rows
 from adapters.models.kernels.triton_launch import launch
-from adapters.models.kernels.triton_tiles import parts, power_of_two
+from adapters.models.kernels.triton_tiles import parts, planned_rows, power_of_two
 from effects.ids import PAGE
 
 KV_TILE = 64
 SPLIT = 256
 SCRATCH_BYTES = 256 << 20
 BLOCK_SPLITS = 64  # of a block's keys at most, so that one tile holds a head's partials
-PLANNED_ROWS = (128, 1024)
 LOG2_E = 1.4426950408889634
 AHEAD = {"K_STAGES": 4, "V_STAGES": 3}  # tiles that come ahead: two programs have a processor's memory
 
@@ -69,13 +68,6 @@ def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedL
     """Once: working it out takes as long as the launch that it is for."""
     number = gl.float16 if dtype == torch.float16 else gl.bfloat16
     return gl.NVMMASharedLayout.get_default_for([*block], number)
-
-
-def planned_rows(bucket: int) -> int:
-    """As many as a step's tiles are planned for, whatever its bucket: a kernel for steps and one for chunks, and not
-    one to be compiled for each bucket.
-    """
-    return next((rows for rows in PLANNED_ROWS if bucket <= rows), power_of_two(bucket))
 
 
 def launching(warps: int, pdl: bool | None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from attrs import evolve, frozen
 from adapters.models.kernels.interface import NARROW
 
 H200_SHARED = 227 << 10
+PLANNED_ROWS = (128, 1024)
 
 
 def parts(count: int, size: int) -> int:
@@ -20,6 +21,13 @@ def parts(count: int, size: int) -> int:
 def power_of_two(number: int) -> int:
     """The least that is no less; 0 for 0."""
     return 1 << (number - 1).bit_length() if number else 0
+
+
+def planned_rows(bucket: int) -> int:
+    """As many as a step's tiles are planned for, whatever its bucket: a kernel for steps and one for chunks, and not
+    one to be compiled for each bucket.
+    """
+    return next((rows for rows in PLANNED_ROWS if bucket <= rows), power_of_two(bucket))
 
 
 @frozen

@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,18 +14,28 @@ from typing import Any
 import pytest
 import torch
 
-from adapters.models.kernels.compilers import all_done
+from adapters.models.kernels import workers
 from adapters.models.kernels.digests import known_first
+from adapters.models.kernels.workers import all_done
 
-COMPILER = """
-import os, sys
+COMPILER = r"""
+import os, sys, time
 for line in sys.stdin:
     word = line.strip()
     if word == "die":
         os._exit(3)
     with open({told!r}, "a") as told:
-        told.write(f"{{os.getpid()}} {{word}}\\n")
-    print("" if word != "odd" else "ValueError: odd", flush=True)
+        told.write(f"{{os.getpid()}} {{word}}\n")
+    until = time.monotonic() + 30
+    while word.startswith("all-of-") and time.monotonic() < until:
+        if len({{line.split()[0] for line in open({told!r}) if word in line}}) == int(word[7:]):
+            break
+    if word == "hang":
+        time.sleep(600)
+    if word == "bytes":
+        os.write(1, bytes([255, 254, 10]))
+    else:
+        print("" if word != "odd" else "ValueError: odd", flush=True)
 """
 
 
@@ -45,13 +56,23 @@ def test_every_line_is_done_once_by_as_many_processes_as_there_are_processors(
     lines = [f"line-{number}" for number in range(40)]
     assert all_done(lines, "pretended") == []
     assert sorted(word for _, word in module()) == sorted(lines)
-    assert len({process for process, _ in module()}) <= 3
+    assert all_done(["all-of-3"] * 3, "pretended") == []
+    assert len({process for process, word in module() if word == "all-of-3"}) == 3
     assert all_done([], "pretended") == []
 
 
 def test_what_was_not_done_is_told_and_the_rest_is_done(module: Callable[[], list[list[str]]]) -> None:
     assert all_done(["a", "odd", "b"], "pretended") == ["ValueError: odd"]
     assert sorted(word for _, word in module()) == ["a", "b", "odd"]
+
+
+def test_an_answer_that_is_no_text_is_told_and_who_never_answers_is_ended(
+    module: Callable[[], list[list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert all_done(["bytes", "a"], "pretended") == ["\ufffd\ufffd"]
+    monkeypatch.setattr(workers, "PATIENCE_S", 2.0)
+    assert all_done(["hang", "b"], "pretended") == ["its process ended: hang"]
+    assert sorted(word for _, word in module()) == ["a", "b", "bytes", "hang"]
 
 
 def test_a_process_that_ends_leaves_the_rest_to_others_and_none_are_waited_for(
@@ -118,13 +139,16 @@ def test_what_is_compiled_apart_is_found_by_who_launches_it(pretended_gpu: Any) 
         wide = logits, logits.double(), numbers, logits.double(), numbers, numbers, 1024, 1024, 1
         launch.launch(picking.part_weights, (4, 1), *wide, **how)
 
-    with apart.asking() as asked:
+    with apart.asking() as asked, ThreadPoolExecutor(1) as other:
         steps()
+        heard = [bool(pretended_gpu.knobs.runtime.jit_cache_hook)]
+        heard.append(other.submit(lambda: bool(pretended_gpu.knobs.runtime.jit_cache_hook)).result())
+    assert heard == [True, False], "nobody else is heard, or has to write constants down"
     assert len(asked.lines) == 2
     longest, shortest = sorted(asked.lines.values(), reverse=True)
     assert longest > shortest
-    found, hook = [], pretended_gpu.knobs.runtime.jit_cache_hook
-    assert hook is None
+    found = list[bool]()
+    assert not pretended_gpu.knobs.runtime.jit_cache_hook
     pretended_gpu.knobs.compilation.listener = lambda **about: found.append(about["cache_hit"])
     try:
         apart.compile_apart(asked)

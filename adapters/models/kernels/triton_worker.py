@@ -1,4 +1,4 @@
-"""The process that compiles kernels for another one: `python -m adapters.models.kernels.triton_compiler`.
+"""The process that compiles kernels for another one: `python -m adapters.models.kernels.triton_worker`.
 
 Reads a line of JSON for each: the function's module and name, the target, and what Triton's `preload` takes. Triton's
 cache has the kernel then, and what launches it, and a line is written: empty, or why there is none. It ends when nobody
@@ -53,7 +53,7 @@ def build_launcher(kernel: Any, backend: str) -> None:
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="backslashreplace")
     os.dup2(2, 1)  # whatever else is printed is no answer
     for line in sys.stdin:
         why = ""

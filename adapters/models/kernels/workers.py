@@ -9,8 +9,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Timer
 
 MOST = 16  # processes
+PATIENCE_S = 120.0  # for an answer
 
 
 def all_done(lines: Sequence[str], module: str) -> list[str]:
@@ -21,7 +23,7 @@ def all_done(lines: Sequence[str], module: str) -> list[str]:
     count = min(MOST, os.cpu_count() or 1, len(waiting))
     if not count:
         return []
-    with ThreadPoolExecutor(count, "compilers") as threads:
+    with ThreadPoolExecutor(count, "workers") as threads:
         failed = [why for one in threads.map(lambda _: list(_done(waiting, module)), range(count)) for why in one]
     return [*failed, *(f"nobody was left for: {line[:80]}" for line in waiting)]
 
@@ -35,15 +37,12 @@ def _done(waiting: deque[str], module: str) -> Iterator[str]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             start_new_session=True,  # Ctrl-C is for the server to handle
         ) as process:
-            assert process.stdin is not None
-            assert process.stdout is not None
             while (line := _next(waiting)) is not None:
-                process.stdin.write(line + "\n")
-                process.stdin.flush()
-                answer = process.stdout.readline()
+                answer = _answer(process, line)
                 if not answer:
                     yield f"its process ended: {line[:80]}"
                     return
@@ -51,6 +50,20 @@ def _done(waiting: deque[str], module: str) -> Iterator[str]:
                     yield why
     except OSError as error:
         yield str(error)
+
+
+def _answer(process: subprocess.Popen[str], line: str) -> str:
+    """Empty, if the process has ended, or been ended for taking too long."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    late = Timer(PATIENCE_S, process.kill)
+    late.start()
+    try:
+        process.stdin.write(line + "\n")
+        process.stdin.flush()
+        return process.stdout.readline()
+    finally:
+        late.cancel()
 
 
 def _next(waiting: deque[str]) -> str | None:
