@@ -190,7 +190,7 @@ def pinned(size: int, *, aside: bool = False) -> Tensor:
     """A uint8 tensor `[size]`, pinned where CUDA can; gone with the last tensor on it. Raises MemoryError.
 
     Its pages are there before CUDA is asked, which keeps everybody else's calls waiting for as long as that takes.
-    aside: they are made by this thread alone, in five times as long, and others have the processors meanwhile.
+    aside: this thread makes them alone, which takes longer, and others have the processors meanwhile.
     """
     memory = mapped(size, PinnedMap)
     advise(memory, "MADV_DONTFORK")
