@@ -172,6 +172,7 @@ def test_whatever_a_start_finds_damaged_is_counted_by_kind(tmp_path: Path, monke
         ask(server)
         server.complete(PROMPT[::-1], **ASKED, prefix_cache={"scope": "auto"})  # recent prompts are compared, so kept
         assert set(damaged(server).values()) == {0}
+        written(server)
         file = first_rows(tmp_path / "kv")
         assert server.stop() == 0
     harmed = {
