@@ -174,7 +174,7 @@ def picking_beside(plan: Sequence[Placement], vocab: int) -> Iterator[None]:
     with ThreadPoolExecutor(1, "picks") as beside:
         if device is not None:
             keep_compiled()
-            picked.append(beside.submit(pick_once, device, vocab))
+            picked.append(beside.submit(pick_once, device, vocab, first=nothing_compiled()))
         if any(one.local and one.device.type == "cpu" for one in plan):
             wait(picked)
         yield
@@ -182,11 +182,12 @@ def picking_beside(plan: Sequence[Placement], vocab: int) -> Iterator[None]:
         log.debug("what picks tokens is loaded later: %s", error)
 
 
-def pick_once(device: torch.device, vocab: int) -> None:
+def pick_once(device: torch.device, vocab: int, *, first: bool) -> None:
+    """first: nobody has ever compiled anything."""
     from adapters.models.kernels.triton_compile import key_beside  # noqa: PLC0415 - needs Triton, so a GPU build
 
     key_beside().join()
-    if nothing_compiled():
+    if first:
         compile_first([partial(pick_some, device, vocab)])
     for one in pick_some(device, vocab):
         one.read()

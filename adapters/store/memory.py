@@ -25,6 +25,7 @@ SLAB = 64 << 20
 # a second at most: 8 GiB are there in seconds, or in a minute or two.
 SOON = 1 << 30
 PAUSE, PAUSE_S = 4, 0.5
+LOOK_S = 0.002
 ALIGN = 4096
 
 
@@ -77,7 +78,7 @@ class Memory:
     _slabs: list[Slab] = field(factory=list[Slab])
     _returned: deque[tuple[Slab, tuple[int, int]]] = field(factory=deque)
     _lock: threading.Lock = field(factory=threading.Lock)
-    _registering: threading.Lock = field(factory=threading.Lock)
+    _growing: threading.Lock = field(factory=threading.Lock)
     _closing: threading.Event = field(factory=threading.Event)
     _filling: threading.Lock = field(factory=threading.Lock)  # held by whoever fills it
 
@@ -85,31 +86,22 @@ class Memory:
         """held: out of what is held, if it is pinned, since other memory is copied to at a tenth of the speed. more: or
         will be, since that is made now if need be. Raises MemoryError.
         """
-        whole = -(-size // ALIGN) * ALIGN
-        with self._lock:
-            while self._returned:  # a buffer may die anywhere, so it only says so
-                slab, span = self._returned.popleft()
-                slab.give_back(span)
-            for slab in self._slabs:
-                if (span_ := slab.take(whole)) is not None:
-                    return self._buffer(slab, span_, size)
-            if self.held + whole > self.most or (held and self.pin and not more):
-                if held and self.pin:
-                    raise MemoryError(f"{size} bytes of pinned memory: {self.held} of {self.most} are there, and used")
-                return Buffer(unpinned(size))
-            grown = max(whole, min(self.slab, self.most - self.held))
-            self.held += grown
-        try:
-            slab = Slab(self._made(grown, waited=not held), [(0, grown)])
-        except MemoryError:
-            with self._lock:
-                self.held -= grown
-            raise
-        with self._lock:
-            self._slabs.append(slab)
-            span_ = slab.take(whole)
-            assert span_ is not None, "a slab is as large as what it was made for"
-            return self._buffer(slab, span_, size)
+        whole, refused = -(-size // ALIGN) * ALIGN, held and self.pin
+        if (found := self._found(whole, size)) is not None:
+            return found
+        if more or not refused:
+            while not self._growing.acquire(timeout=LOOK_S):  # whoever has it may make what will do
+                if (found := self._found(whole, size)) is not None:
+                    return found
+            try:
+                found = self._found(whole, size) or self._grown(whole, size, waited=not held)
+            finally:
+                self._growing.release()
+            if found is not None:
+                return found
+        if refused:
+            raise MemoryError(f"{size} bytes of pinned memory: {self.held} of {self.most} are there, and used")
+        return Buffer(unpinned(size))
 
     def prepare(self, size: int, pieces: int) -> None:
         """So many of that size are registered, and mapped, before anybody waits for one. For a thread of its own."""
@@ -124,19 +116,16 @@ class Memory:
         """All of it, slab by slab, before a snapshot waits for it; where memory is pinned. For a thread of its own."""
         with self._filling:
             while self.pin and not self._closing.is_set():
-                with self._lock:
-                    size = min(self.slab, self.most - self.held)
-                    self.held += size
-                if not size:
-                    return
                 began = time.monotonic()
-                try:
-                    slab = Slab(self._made(size), [(0, size)])
-                except MemoryError:  # what is there has to do
-                    self.most = self.held = self.held - size
-                    return
-                with self._lock:
-                    self._slabs.append(slab)
+                with self._growing:
+                    size = min(self.slab, self.most - self.held)
+                    if not size:
+                        return
+                    try:
+                        self._add(Slab(self._made(size), [(0, size)]), size)
+                    except MemoryError:  # what is there has to do
+                        self.most = self.held
+                        return
                 if self.held >= SOON and (self.busy is None or self.busy()):
                     self._closing.wait(min(PAUSE_S, PAUSE * (time.monotonic() - began)))
 
@@ -146,14 +135,38 @@ class Memory:
         with self._filling:
             pass
 
+    def _found(self, whole: int, size: int) -> Buffer | None:
+        """Out of what is there."""
+        with self._lock:
+            while self._returned:  # a buffer may die anywhere, so it only says so
+                slab, span = self._returned.popleft()
+                slab.give_back(span)
+            for slab in self._slabs:
+                if (found := slab.take(whole)) is not None:
+                    return self._buffer(slab, found, size)
+        return None
+
+    def _grown(self, whole: int, size: int, *, waited: bool) -> Buffer | None:
+        """Out of a slab that is made for it, if one more may be."""
+        if self.held + whole > self.most:
+            return None
+        room = max(whole, min(self.slab, self.most - self.held))
+        slab = Slab(self._made(room, waited=waited), [(0, room)])
+        span = slab.take(whole)
+        assert span is not None, "a slab is as large as what it was made for"
+        self._add(slab, room)
+        return self._buffer(slab, span, size)
+
+    def _add(self, slab: Slab, size: int) -> None:
+        with self._lock:
+            self._slabs.append(slab)
+            self.held += size
+
     def _made(self, size: int, *, waited: bool = False) -> Tensor:
-        """One that is pinned at a time: the system keeps whoever maps memory waiting meanwhile, and that one the
-        interpreter. waited: does anybody's answer wait for it?
-        """
-        if not self.pin:
-            return unpinned(size) if self.source is None else self.source(size)
-        with self._registering:
+        """waited: does anybody's answer wait for it?"""
+        if self.pin:
             return pinned(size, aside=self.busy is not None and not waited)
+        return unpinned(size) if self.source is None else self.source(size)
 
     def _buffer(self, slab: Slab, span: tuple[int, int], size: int) -> Buffer:
         returned = self._returned

@@ -14,7 +14,7 @@ from adapters.store import reading
 from adapters.store.codec import DECODERS, Chooser, Codec
 from adapters.store.disk import Disk
 from adapters.store.folder import Folder, FolderUnusable
-from adapters.store.format import Layout
+from adapters.store.format import Kind, Layout
 from adapters.store.host import HostTier
 from adapters.store.index import Index
 from adapters.store.memory import ALIGN, Memory
@@ -80,9 +80,11 @@ def slab_size(layout: Layout, run_bytes: int) -> int:
 
 
 def max_run(layout: Layout, run_bytes: int) -> int:
-    """Bytes of the longest run of rows, as `Memory` gives them."""
-    block = layout.size("rows", layout.block_size)
-    return -(-max(1, run_bytes // block) * block // ALIGN) * ALIGN
+    """Bytes of the longest run of rows, the target's or its draft's, as `Memory` gives them."""
+    kinds: tuple[Kind, ...] = ("rows",) if layout.draft is None else ("rows", "draft")
+    blocks = [layout.size(kind, layout.block_size) for kind in kinds]
+    most = max(max(1, run_bytes // block) * block for block in blocks)
+    return -(-most // ALIGN) * ALIGN
 
 
 def physical() -> int:

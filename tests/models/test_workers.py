@@ -32,8 +32,14 @@ for line in sys.stdin:
             break
     if word == "hang":
         time.sleep(600)
+    if word == "partial":
+        os.write(1, b"oops")
+        os._exit(0)
     if word == "bytes":
         os.write(1, bytes([255, 254, 10]))
+    elif word == "stay":
+        print(flush=True)
+        time.sleep(600)
     else:
         print("" if word != "odd" else "ValueError: odd", flush=True)
 """
@@ -71,8 +77,10 @@ def test_an_answer_that_is_no_text_is_told_and_who_never_answers_is_ended(
 ) -> None:
     assert all_done(["bytes", "a"], "pretended") == ["\ufffd\ufffd"]
     monkeypatch.setattr(workers, "PATIENCE_S", 2.0)
+    monkeypatch.setattr(workers, "LEAVE_S", 0.5)
     assert all_done(["hang", "b"], "pretended") == ["its process ended: hang"]
-    assert sorted(word for _, word in module()) == ["a", "b", "bytes", "hang"]
+    assert all_done(["stay"], "pretended") == [], "what it did is done, and it is ended"
+    assert sorted(word for _, word in module()) == ["a", "b", "bytes", "hang", "stay"]
 
 
 def test_a_process_that_ends_leaves_the_rest_to_others_and_none_are_waited_for(
@@ -81,6 +89,7 @@ def test_a_process_that_ends_leaves_the_rest_to_others_and_none_are_waited_for(
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
     assert all_done(["a", "die", "b"], "pretended") == ["its process ended: die", "nobody was left for: b"]
     assert [word for _, word in module()] == ["a"]
+    assert all_done(["partial", "b"], "pretended") == ["its process ended: partial", "nobody was left for: b"]
     assert all_done(["a"], "no.such.module") == ["its process ended: a"]
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     [why] = all_done(["a"], "pretended")[:1]

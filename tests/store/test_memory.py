@@ -14,9 +14,9 @@ import torch
 
 import adapters.store.memory
 from adapters.layout import RowSpec, TensorSpec
-from adapters.store.format import Layout
+from adapters.store.format import Draft, Layout
 from adapters.store.memory import ALIGN, SLAB, SOON, Buffer, Memory
-from adapters.store.opening import max_run, slab_size
+from adapters.store.opening import max_run, open_store, slab_size
 
 
 def place(buffer) -> tuple[int, int]:
@@ -103,11 +103,13 @@ def test_nothing_waits_while_nobody_is_served() -> None:
     assert len(waits) == 1
 
 
+@pytest.mark.parametrize("layers", [0, 1, 5, 8])
 @pytest.mark.parametrize("state", [0, 1000, 51_511_296])
-def test_slabs_hold_whole_runs_and_positional_state(state: int) -> None:
-    """A full pool has a place for each of them, and little of it is left over."""
+def test_slabs_hold_whole_runs_and_positional_state(state: int, layers: int) -> None:
+    """A full pool has a place for each of them, a draft's too, and little of it is left over."""
     kept = (TensorSpec("conv", "I8", (state,)),) if state else ()
-    layout = Layout("model", 64, RowSpec(("k", "v") * 36, 8, 128, "BF16"), state=kept)
+    draft = Draft("draft", RowSpec(("k", "v") * layers, 8, 128, "BF16")) if layers else None
+    layout = Layout("model", 64, RowSpec(("k", "v") * 36, 8, 128, "BF16"), draft, kept)
     state = layout.size("state", 0)
     slab, run = slab_size(layout, 32 << 20), max_run(layout, 32 << 20)
     memory = Memory(16 * slab, pin=True, slab=slab)
@@ -115,6 +117,45 @@ def test_slabs_hold_whole_runs_and_positional_state(state: int) -> None:
     held = [memory.take(size, held=True, more=False) for size in [state] * bool(state) + [run] * (15 * slab // run)]
     assert sum(one.data.nbytes for one in held) > 0.9 * 15 * slab
     assert memory.held == memory.most
+    held.clear()
+    path = tuple(range(1, 5000))
+    store = open_store(layout, None, host_bytes=1 << 30, memory=memory)
+    assert store is not None
+    for kind in ("rows", "draft") if layers else ("rows",):
+        for run in store.gaps(path, kind):
+            assert memory.take(layout.size(run.kind, run.length), held=True, more=False).data.nbytes
+
+
+def test_whoever_waits_for_memory_takes_what_another_one_made() -> None:
+    """Three who are there at once, of a pool of one slab."""
+    memory, found = Memory(SLAB, pin=True), list[Buffer]()
+
+    def take() -> None:
+        found.append(memory.take(ALIGN, held=True))
+
+    threads = [threading.Thread(target=take) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(found) == 8
+    assert memory.held == SLAB
+
+
+@pytest.mark.parametrize("error", [MemoryError, RuntimeError])
+def test_what_could_not_be_made_is_not_counted(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Memory(4 * SLAB, pin=True)
+
+    def failing(size: int, *, aside: bool) -> torch.Tensor:
+        raise error(f"no {size} bytes, {aside}")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(adapters.store.memory, "pinned", failing)
+        for _ in range(5):
+            with pytest.raises(error):
+                memory.take(SLAB, held=True)
+    assert not memory.held
+    assert memory.take(SLAB, held=True).data.nbytes == SLAB
 
 
 def test_one_slab_is_registered_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

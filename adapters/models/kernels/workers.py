@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from threading import Timer
+from threading import BoundedSemaphore, Timer
 
-MOST = 16  # processes
+MOST = 16  # processes, whoever has them
 PATIENCE_S = 120.0  # for an answer
+LEAVE_S = 5.0  # to end in
+_places = BoundedSemaphore(MOST)
 
 
 def all_done(lines: Sequence[str], module: str) -> list[str]:
@@ -30,40 +35,68 @@ def all_done(lines: Sequence[str], module: str) -> list[str]:
 
 def _done(waiting: deque[str], module: str) -> Iterator[str]:
     """By a process of its own, while there is anything to do and it has not ended. Why something was not done."""
-    try:
-        with subprocess.Popen(  # noqa: S603 - this interpreter, and a module of ours
-            [sys.executable, "-P", "-m", module],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(one or str(Path.cwd()) for one in sys.path)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            encoding="utf-8",
-            errors="replace",
-            start_new_session=True,  # Ctrl-C is for the server to handle
-        ) as process:
+    with _places:
+        if not waiting:
+            return
+        try:
+            process = subprocess.Popen(  # noqa: S603 - this interpreter, and a module of ours
+                [sys.executable, "-P", "-m", module],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(one or str(Path.cwd()) for one in sys.path)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                encoding="utf-8",
+                errors="replace",
+                start_new_session=True,  # Ctrl-C is for the server to handle
+            )
+        except OSError as error:
+            yield str(error)
+            return
+        try:
             while (line := _next(waiting)) is not None:
                 answer = _answer(process, line)
-                if not answer:
+                if not answer.endswith("\n"):
                     yield f"its process ended: {line[:80]}"
                     return
                 if why := answer.strip():
                     yield why
-    except OSError as error:
-        yield str(error)
+        finally:
+            _end(process)
 
 
 def _answer(process: subprocess.Popen[str], line: str) -> str:
-    """Empty, if the process has ended, or been ended for taking too long."""
+    """Not a line, if the process has ended, or been ended for taking too long."""
     assert process.stdin is not None
     assert process.stdout is not None
-    late = Timer(PATIENCE_S, process.kill)
+    late = Timer(PATIENCE_S, partial(_kill, process))
     late.start()
     try:
         process.stdin.write(line + "\n")
         process.stdin.flush()
         return process.stdout.readline()
+    except OSError:
+        return ""
     finally:
         late.cancel()
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Nobody writes to it any more, so it ends, or is ended with all that it has started."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with suppress(OSError):
+        process.stdin.close()
+    try:
+        process.wait(LEAVE_S)
+    except subprocess.TimeoutExpired:
+        _kill(process)
+        process.wait()
+    process.stdout.close()
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)  # of the session that it has begun
 
 
 def _next(waiting: deque[str]) -> str | None:
