@@ -86,10 +86,10 @@ class Memory:
         """held: out of what is held, if it is pinned, since other memory is copied to at a tenth of the speed. more: or
         will be, since that is made now if need be. Raises MemoryError.
         """
-        whole, refused = -(-size // ALIGN) * ALIGN, held and self.pin
+        whole, only_held = -(-size // ALIGN) * ALIGN, held and self.pin
         if (found := self._found(whole, size)) is not None:
             return found
-        if more or not refused:
+        if more or not only_held:
             while not self._growing.acquire(timeout=LOOK_S):  # whoever has it may make what will do
                 if (found := self._found(whole, size)) is not None:
                     return found
@@ -99,7 +99,7 @@ class Memory:
                 self._growing.release()
             if found is not None:
                 return found
-        if refused:
+        if only_held:
             raise MemoryError(f"{size} bytes of pinned memory: {self.held} of {self.most} are there, and used")
         return Buffer(unpinned(size))
 

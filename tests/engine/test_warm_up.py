@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -43,14 +45,16 @@ def test_a_cpu_has_nothing_to_compile(tmp_path: Path) -> None:
     assert not compiled(torch.device("cpu"), tmp_path)
 
 
-def test_what_cannot_be_compiled_before_is_no_reason_not_to_start() -> None:
-    """Neither what a step says, nor where there is no Triton."""
+def test_what_cannot_be_compiled_before_is_told_and_no_reason_not_to_start(caplog: pytest.LogCaptureFixture) -> None:
+    """Neither what a step says, nor that there is no Triton."""
 
     def wrong() -> None:
         raise RuntimeError("a step that fails")
 
+    caplog.set_level(logging.DEBUG, "rekindle")
     compile_first([wrong])
-    compile_first([])
+    [told] = [one.getMessage() for one in caplog.records if "compiled later" in one.getMessage()]
+    assert ("a step that fails" if find_spec("triton") else "triton") in told
 
 
 def test_only_an_empty_folder_says_that_nothing_was_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,6 +32,8 @@ for line in sys.stdin:
     while word.startswith("all-of-") and time.monotonic() < until:
         if len({{line.split()[0] for line in open({told!r}) if word in line}}) == int(word[7:]):
             break
+    if word == "short":
+        time.sleep(0.1)
     if word == "hang":
         time.sleep(600)
     if word == "partial":
@@ -94,6 +98,28 @@ def test_a_process_that_ends_leaves_the_rest_to_others_and_none_are_waited_for(
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     [why] = all_done(["a"], "pretended")[:1]
     assert "/no/such/python" in why
+
+
+def test_they_end_with_who_asked_even_if_that_one_is_killed(module: Callable[[], list[list[str]]]) -> None:
+    asks = "import sys; from adapters.models.kernels.workers import all_done; all_done(['short'] * 400, 'pretended')"
+    path = os.pathsep.join(one or str(Path.cwd()) for one in sys.path)
+    with subprocess.Popen([sys.executable, "-c", asks], env={**os.environ, "PYTHONPATH": path}) as asker:
+        until = time.monotonic() + 30
+        while not module() and time.monotonic() < until:
+            time.sleep(0.02)
+        asker.kill()
+    workers_of = {int(process) for process, _ in module()}
+    assert workers_of
+    while any(map(runs, workers_of)) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not any(map(runs, workers_of))
+
+
+def runs(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_a_digest_knows_what_another_function_uses_whoever_asked_first() -> None:

@@ -1,4 +1,8 @@
-"""Work that other processes do, a line of it for a line of answer, as many at once as there are processors."""
+"""Work that other processes do, a line of it for a line of answer, as many at once as there are processors.
+
+They end when nobody writes to them any more, so also when this process is killed: those of a `ProcessPoolExecutor` go
+on waiting then, since each of them holds the end of the pipe that it reads from.
+"""
 
 from __future__ import annotations
 
