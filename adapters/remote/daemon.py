@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from attrs import define
+from torch import Tensor
 
 from adapters.device.memory import ran_out_of_memory
 from adapters.models.waves import current
@@ -88,10 +89,11 @@ class Daemon:
 
     def _answer(self, frame: WireFrame) -> None:
         """A frame that is well framed has an answer, whatever is in it."""
-        head, flags = frame.head, REPLY
+        head, flags, tensors = frame.head, REPLY, list[Tensor]()
         self._after = lambda: None
         try:
             answer = self._carried_out(frame)
+            said, tensors = encoded(answer.message), list(answer.tensors.values())
         except Exception as error:  # the server is told
             if isinstance(error, ConnectionBroken):
                 raise
@@ -100,9 +102,8 @@ class Daemon:
                 kind = "refused"
             if kind == "failed":
                 log.exception("an op failed")
-            answer, flags = Answering(Failure(kind, str(error)[:4000] or type(error).__name__)), REPLY | FAILED
-        sent: dict[str, Any] = {"flags": flags, "seconds": SECONDS}
-        self.channel.send(head.op, head.request, encoded(answer.message), list(answer.tensors.values()), **sent)
+            said, flags = encoded(Failure.of(kind, error)), REPLY | FAILED
+        self.channel.send(head.op, head.request, said, tensors, flags=flags, seconds=SECONDS)
         self._after()
 
     def _carried_out(self, frame: WireFrame) -> Answering:

@@ -158,6 +158,9 @@ class RemoteDraft:
         except torch.OutOfMemoryError:
             self._held.clear()  # who knows which of them it has followed
             raise
+        except ValueError:
+            self._held.clear()
+            return None
         except RowsLost:
             return None
         self.peer.spent(time.perf_counter_ns() - began, done.ns)
@@ -181,7 +184,7 @@ class RemoteDraft:
         try:
             self._flush()
             self._ask(Op.COPY_CONTEXT, CopyContext(source, start, stop, target), Nothing)
-        except RowsLost:
+        except (RowsLost, ValueError):
             return
         self._hold(target, start, stop)
 
@@ -191,7 +194,10 @@ class RemoteDraft:
         if not self._has(slot, start, stop):
             raise RowsLost((), f"{self.place} has no rows {start}..{stop} of slot {slot}")
         with self.peer.lock:
-            done, frame = self._asked(Op.EXPORT_ROWS, RowSpan(slot, start, stop), Exported, {})
+            try:
+                done, frame = self._asked(Op.EXPORT_ROWS, RowSpan(slot, start, stop), Exported, {})
+            except ValueError as error:
+                raise RowsLost((), f"{self.place}: {error}") from error
             expected = tuple(Described(one.name, one.dtype, one.shape) for one in self._spec.specs(stop - start))  # type: ignore[arg-type]
             try:
                 found = unpacked(done.tensors, frame.payload)
@@ -233,7 +239,10 @@ class RemoteDraft:
         self._flush()
         with self._moving:
             self._wanted = where
-            moved = self._move(Op.SEND_DRAFT_AWAY, SendAway(where == "parked"))
+            try:
+                moved = self._move(Op.SEND_DRAFT_AWAY, SendAway(where == "parked"))
+            except OSError:
+                moved = 0  # refused: they stay where they are, and are fetched from there
         moved += self.projection.park()
         if where == "released":
             self.projection.release()
@@ -267,6 +276,8 @@ class RemoteDraft:
             done = self._ask(op, message, DraftMoved, seconds=self.peer.deadlines.load)
         except RowsLost:
             return 0
+        except ValueError as error:
+            raise OSError(f"{self.place}: {error}") from error
         self._memory = done.memory
         return done.bytes
 
@@ -307,12 +318,18 @@ class RemoteDraft:
     def _asked(
         self, op: Op, message: WireMessage, kind: type[T], tensors: NamedTensors, *, seconds: float = 0
     ) -> tuple[T, Any]:
-        """Whatever it fails with but memory, it is of no use any more. Raises RowsLost, torch.OutOfMemoryError."""
+        """Whatever it fails with but memory, it is of no use any more. What it refuses has changed nothing.
+
+        Raises RowsLost, torch.OutOfMemoryError, ValueError for what it refuses.
+        """
         try:
             return self.peer.ask(op, message, kind, list(tensors.values()), seconds=seconds)
         except torch.OutOfMemoryError:
             raise
-        except (ValueError, RuntimeError) as error:
+        except ValueError as error:
+            log.warning("the draft at %s has refused %s: %s", self.place, op.name.lower(), error)
+            raise
+        except RuntimeError as error:
             raise self.peer.lose(ConnectionBroken(f"{op.name.lower()}: {error}")) from error
 
     # --- losing it ---

@@ -87,6 +87,6 @@ def _asked(channel: Channel, op: Op, kind: type[T], seconds: float) -> tuple[Wir
 
 def refuse(channel: Channel, head: FrameHead, why: str, seconds: float) -> NoReturn:
     """Say so, and have nothing more to do with it."""
-    channel.send(head.op, head.request, encoded(Failure("refused", why)), flags=REPLY | FAILED, seconds=seconds)
+    channel.send(head.op, head.request, encoded(Failure.of("refused", why)), flags=REPLY | FAILED, seconds=seconds)
     channel.close(why)
     raise ConnectionBroken(why)

@@ -40,7 +40,7 @@ from adapters.remote.messages import (
     decoded,
     encoded,
 )
-from adapters.remote.posted import Posted, PostedQuestion
+from adapters.remote.posted import Posted, PostedQuestion, PostedRefused
 from adapters.remote.tensors import described
 from effects.ids import SlotId
 from effects.ports import RowsLost
@@ -147,6 +147,8 @@ class Peer:
                 return self._asked(channel, op, message, answer, tensors, seconds=seconds or self.deadlines.step)
             except ConnectionBroken as error:
                 raise self.lose(error) from error
+            except PostedRefused as error:
+                raise self._refused(str(error)) from error
 
     def given(self, tensors: NamedTensors) -> tuple[tuple[Described, ...], tuple[Lent, ...], NamedTensors]:
         """What it is told of them, and what has to be sent: nothing where it sees them, and reads until it answers."""
@@ -177,14 +179,16 @@ class Peer:
                 self.post(Op.IMPORT_RUNS, ImportRuns(slot, some), keep, nbytes)
 
     def heard(self) -> None:
-        """All that was posted has been answered."""
+        """All that was posted has been answered. Raises RowsLost where something was refused, too."""
         with self._lock:
             if self._channel is None:
                 raise RowsLost((), f"{self.dial.name}: {self.error}")
             try:
-                self._posted.answers(self._channel, self.deadlines.step)
+                refused = self._posted.answers(self._channel, self.deadlines.step)
             except ConnectionBroken as error:
                 raise self.lose(error) from error
+            if refused:
+                raise self._refused(refused)
 
     def post(self, op: Op, message: WireMessage, keep: Sequence[object] = (), nbytes: int = 0) -> None:
         """Ask without waiting: its answer is read before that of whatever is asked next. One that failed is a loss."""
@@ -249,8 +253,10 @@ class Peer:
         seconds: float,
     ) -> tuple[T, WireFrame]:
         request = self._sent(channel, op, message, tensors)
-        self._posted.answers(channel, seconds)
+        refused = self._posted.answers(channel, seconds)
         frame = channel.answer(op, request, seconds)
+        if refused:  # what came for this question is of rows that are not believed any more
+            raise PostedRefused(refused)
         if failed(frame):
             raise failure(channel, frame)
         try:
@@ -322,7 +328,15 @@ class Peer:
 
     def lose(self, error: Exception) -> RowsLost:
         """It is gone, and its rows with it. Whoever is to hear that has heard it when this returns."""
-        why = self._gone(error)
+        return self._rows_lost(self._gone(error))
+
+    def _refused(self, why: str) -> RowsLost:
+        """What was not waited for was refused there: the rows are lost, and the process and its connection stay."""
+        self.error = why
+        log.warning("shard %s has refused what it was told, so its rows are not believed: %s", self.dial.name, why)
+        return self._rows_lost(f"shard {self.dial.name}: {why}")
+
+    def _rows_lost(self, why: str) -> RowsLost:
         if self._told is None:
             return RowsLost(map(SlotId, range(self.slots)), why)
         self._told(why)

@@ -353,6 +353,22 @@ def test_a_commit_that_fails_is_a_loss() -> None:
     with pytest.raises(RowsLost, match="commit: 1 rows at bucket 5"):
         far.export_rows(0, 0, 64)
     assert len(told) == 1
+    chunk(far, 0, 0, 64)
+    assert far.peer.restarts == 0, "a refusal ends no process"
+    far.close()
+
+
+def test_a_step_whose_end_was_never_told_holds_no_later_one_up() -> None:
+    """A server that has lost its rows in the middle of a step says nothing more of it."""
+    far = remote(Threads(RandomModel(HYBRID)), range(3))
+    far.peer.lost_to(lambda _: None)
+    with pytest.raises(RowsLost), far.settling(Step((Segment(0, 0, 4),), 4, rows_only=True)):
+        raise RowsLost((), "of another shard")
+    for _ in range(2):
+        with far.settling(Step((Segment(0, 0, 64),), 64, rows_only=True)):
+            chunk(far, 0, 0, 64)
+    far.peer.heard()
+    assert not far.peer.error
     far.close()
 
 
