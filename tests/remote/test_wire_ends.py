@@ -122,7 +122,7 @@ def ends_of_options() -> dict[str, tuple[int, int]]:
 OPTIONS = ends_of_options()
 LARGE = Qwen3Config(151936, 8192, 28672, 80, 64, 8, 128, 1 << 21, 1e6)
 CONTEXTS, SLOTS, TREES = (
-    (max(1, least_), most) for least_, most in map(OPTIONS.get, ("max_ctx", "slots", "ddtree_budget"))
+    (max(1, OPTIONS[name][0]), OPTIONS[name][1]) for name in ("max_ctx", "slots", "ddtree_budget")
 )
 
 
