@@ -137,6 +137,7 @@ class EngineDoor:
             queue=len(world.slots.waiting),
             queue_full=self._full,
             troubles=live.get("troubles", {}),
+            outages=live.get("outages", {}),
             props={
                 **self.facts,
                 **live,

@@ -64,20 +64,26 @@ class ServableModel(Protocol):
 
 @define(eq=False)
 class Daemon:
-    """join: maps the memory that both ends have, of so many bytes to here and from here; None: there is none."""
+    """join: maps the memory that both ends have, of so many bytes to here and from here; None: there is none.
+
+    proven: the server has said its hello already. patience: seconds for one that has not.
+    """
 
     channel: Channel
     model: ServableModel
     secret: bytes
     version: str
     join: Callable[[tuple[int, int]], Shared | None] = lambda _: None
+    proven: hello.ProvenServer | None = None
+    patience: float = SECONDS
     _served: Answerer | None = None
     _after: Callable[[], None] = lambda: None
 
     def run(self) -> None:
         """Until the connection ends. Raises Broken where it did not end well."""
         try:
-            hello.receive(self.channel, self.secret, self.version, self.model.facts, SECONDS)
+            proven = self.proven or hello.challenge(self.channel, self.secret, self.patience)
+            hello.welcome(self.channel, proven, self.version, self.model.facts(), SECONDS)
             with torch.inference_mode():
                 while True:
                     self._answer(self.channel.receive(SECONDS, patient=True))

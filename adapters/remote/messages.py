@@ -26,7 +26,6 @@ Big: TypeAlias = Annotated[int, Meta(ge=0, le=LARGEST)]
 Number: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Text: TypeAlias = Annotated[str, Meta(max_length=4096)]
 Outcome: TypeAlias = Annotated[str, Meta(max_length=1 << 19)]  # of a numerics probe
-Hex: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 Element: TypeAlias = Literal["F32", "BF16", "F16", "I64", "I32", "U8", "I8", "F8_E4M3"]
 Shape: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=4)]
 Bytes: TypeAlias = tuple[Number, Number, Number]  # weights, rows and states, buffers
@@ -118,23 +117,6 @@ class LentRun(WireMessage, frozen=True, array_like=True):
 Lents: TypeAlias = Annotated[tuple[Lent, ...], Meta(max_length=8192)]
 
 
-class Hello(WireMessage, frozen=True):
-    """The first word is the server's. rekindle: its version, which must be the daemon's own."""
-
-    rekindle: Text
-    nonce: Hex
-
-
-class Challenge(WireMessage, frozen=True):
-    nonce: Hex
-
-
-class SecretProof(WireMessage, frozen=True):
-    """Of the secret, for both nonces."""
-
-    proof: Hex
-
-
 class Facts(WireMessage, frozen=True):
     """Who a daemon is. weights, config: of its model. boot: of the machine's start. free: bytes of memory."""
 
@@ -145,11 +127,6 @@ class Facts(WireMessage, frozen=True):
     boot: Text
     pid: Number
     free: Number
-
-
-class Welcome(WireMessage, frozen=True):
-    proof: Hex
-    facts: Facts
 
 
 class Offer(WireMessage, frozen=True, array_like=True):

@@ -121,7 +121,7 @@ async def test_lost_rows_are_computed_again_and_the_client_never_notices(dying: 
 async def test_rows_that_are_lost_twice_fail_their_requests_and_nobody_believes_the_slots() -> None:
     async with engine(device=Dying(3, 6)) as running:
         _, closed = await collect(running.door.submit(LONG))
-        assert (closed.finish, closed.detail) == ("failed", "the rows of its slot were lost a second time")
+        assert (closed.finish, closed.detail) == ("lost", "the rows of its slot were lost a second time")
         tokens, closed = await collect(running.door.submit(LONG))
     assert tokens == expected(LONG)
     assert closed.report.restored_tokens == 0

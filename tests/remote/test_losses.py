@@ -145,7 +145,10 @@ def test_all_slots_are_lost_where_nobody_listens() -> None:
 
 WRONG = {
     "another secret": (lambda: Threads(RandomModel(DENSE), secret=b"another secret"), "the secret is another one"),
-    "another version": (lambda: Threads(RandomModel(DENSE), version="9"), "this is Rekindle 9, and the server 0.0.0"),
+    "another version": (
+        lambda: Threads(RandomModel(DENSE), version="9"),
+        "it is Rekindle 9, and this 0.0.0: both must be the same",
+    ),
     "other weights": (
         lambda: Threads(with_facts(RandomModel(DENSE), weights="odd")),
         "its weights are odd",
@@ -192,7 +195,10 @@ def test_a_server_does_not_believe_a_daemon_that_only_listens() -> None:
     def answering() -> None:
         end = Channel(theirs)
         with suppress(ConnectionBroken):
-            for body in (b'{"nonce":"' + b"0" * 64 + b'"}', b'{"proof":"' + b"0" * 64 + b'","facts":' + FACTS + b"}"):
+            for body in (
+                b'{"nonce":"' + b"0" * 64 + b'"}',
+                b'{"proof":"' + b"0" * 64 + b'","rekindle":"0.0.0","facts":' + FACTS + b"}",
+            ):
                 head = end.receive(20).head
                 end.send(head.op, head.request, body, flags=REPLY, seconds=20)
 
