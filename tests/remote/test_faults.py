@@ -106,7 +106,7 @@ def right(split: Split, numbers: Sequence[int], heard: Sequence[Heard]) -> int:
         if one.closed.finish in ENDINGS:
             assert words([one]) == [split.plain[number]], number
         else:
-            assert one.closed.finish == "failed"
+            assert one.closed.finish == "lost"
             assert "ipc+cpu:0" in one.closed.detail or "lost a second time" in one.closed.detail, one.closed.detail
             assert one.tokens == split.plain[number][0][: len(one.tokens)]
     return sum(one.closed.finish in ENDINGS for one in heard if one.closed is not None)
