@@ -210,7 +210,8 @@ class Status:
     slots_busy: int
     queue: int  # requests that wait for a slot
     queue_full: bool  # a job that comes now is turned away
-    troubles: Mapping[str, str]  # what has broken while answers go on: whose it is -> what it is
+    troubles: Mapping[str, str]  # what has broken: whose it is -> what it is
+    outages: Mapping[str, str]  # those of them without which nothing is answered
     props: Mapping[str, Any]  # what /props shows besides, ready for JSON
 
 

@@ -45,7 +45,7 @@ class Selection:
 
     def __str__(self) -> str:
         """For the log."""
-        return f"{self.scope} shared={self.shared} boundary={self.boundary} kept={self.rows} ({self.reason})"
+        return f"{self.scope} shared={self.shared} selected={self.boundary} kept={self.rows} ({self.reason})"
 
 
 def parse(value: object) -> Scope:

@@ -12,7 +12,7 @@ from effects.job import Report
 
 # Why a stream ended. `stop`: a stop token, or a stop string (cancelled by the edge); `length`: max_tokens reached;
 # `dead_end`: the request's grammar let no token follow; `too_long`: not enough of its prompt could be left out;
-# `uncompressed`: it would have to be, and the drafter failed.
+# `uncompressed`: it would have to be, and the drafter failed; `lost`: the process that has rows of it is gone.
 Finish: TypeAlias = Literal[
     "stop",
     "length",
@@ -23,6 +23,7 @@ Finish: TypeAlias = Literal[
     "dead_end",
     "too_long",
     "uncompressed",
+    "lost",
     "failed",
 ]
 

@@ -100,10 +100,7 @@ async def engine(
     heard(executor, transfer, runner, metrics)
 
     def living() -> Mapping[str, Any]:
-        troubles = {thread.name: thread.trouble for thread in threads if thread.trouble}
-        if recorder is not None and recorder.lost:
-            troubles["trace"] = recorder.lost
-        return {**live(), "troubles": troubles}
+        return with_troubles(live(), threads, recorder)
 
     door = EngineDoor(runner, meter, facts, living, metrics.closed, misses.told)
     notify |= {EmitTokens: (door.emit,), ReportProgress: (door.emit,), CloseStream: (door.close_stream,)}
@@ -117,6 +114,14 @@ async def engine(
         runner.close()
         if recorder is not None:
             recorder.close()
+
+
+def with_troubles(live: Mapping[str, Any], threads: Sequence[Watched], recorder: Recorder | None) -> Mapping[str, Any]:
+    """What there is to tell now, with everything that has broken."""
+    troubles = {thread.name: thread.trouble for thread in threads if thread.trouble}
+    if recorder is not None and recorder.lost:
+        troubles["trace"] = recorder.lost
+    return {**live, "troubles": {**troubles, **live.get("outages", {})}}
 
 
 def shown(metrics: Metrics, slots: Slots) -> None:

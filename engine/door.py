@@ -137,6 +137,7 @@ class EngineDoor:
             queue=len(world.slots.waiting),
             queue_full=self._full,
             troubles=live.get("troubles", {}),
+            outages=live.get("outages", {}),
             props={
                 **self.facts,
                 **live,
@@ -175,8 +176,19 @@ def held(live: Mapping[str, Any]) -> Mapping[str, tuple[int, int]]:
 
 
 def described(report: Report, live: Mapping[str, Any]) -> str:
-    """For the log: what was kept of a request, under which policy, and what of it was there before."""
+    """For the log: what was kept of a request, under which policy, and what of it was there before, by shard."""
     scope, recent = parse(report.cache.scope), live.get("full_cache", {}).get("recent", 0)
     window = f" window={scope.count} recent={recent}" if scope.kind == "auto" else ""
     came = f"{report.restored_tokens} of {report.prompt_tokens} prompt tokens restored ({report.tier})"
-    return f"{report.cache}{window}; {came}{report.miss and ', '}{report.miss}"
+    return f"{report.cache}{window}; {came}{report.miss and ', '}{report.miss}{adopted(report, live)}"
+
+
+def adopted(report: Report, live: Mapping[str, Any]) -> str:
+    """Which shards have taken the restored rows: each has those of its own layers, here or in another process."""
+    shards = live.get("memory", {}).get("shards", ()) if report.restored_tokens else ()
+    each = [
+        f"{first}-{stop - 1}@{one['device']} {'remote' if one['remote'] else 'local'}={report.restored_tokens}"
+        for one in shards
+        for first, stop in (one["layers"],)
+    ]
+    return f"; adopted by {', '.join(each)}" if each else ""

@@ -35,7 +35,7 @@ def shard(
 
     `REKINDLE_SHARD_SECRET=... rekindle shard ~/models/Qwen3-32B --device cuda:1`
 
-    `rekindle shard ~/models/Qwen3-32B --listen tcp://127.0.0.1:7461 --secret-file ~/.shard-secret`
+    `rekindle shard ~/models/Qwen3-32B --listen 127.0.0.1:7461 --secret-file ~/.shard-secret`
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ def shard(
     draft
         As `rekindle serve` has it, for a server that names this one in --draft-device: its draft is here then.
     listen
-        Where to wait for servers: one is served at a time. Port 0 takes a free one.
+        HOST:PORT (or tcp://HOST:PORT) where to wait for servers: one is served at a time. Port 0 takes a free one.
     secret_file
         File with the secret that servers have to know; or REKINDLE_SHARD_SECRET in the environment.
     threads

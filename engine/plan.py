@@ -11,7 +11,9 @@ from itertools import accumulate
 from attrs import frozen
 
 DEVICE = re.compile(r"(ipc\+|)(auto|cpu|cuda|hip)(?::(\d{1,4}))?")
-RUNNING = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[\w.-]+):(\d{1,5})")
+ADDRESS = r"(\[[0-9a-fA-F:.]+\]|[\w.-]+):(\d{1,5})"
+RUNNING = re.compile(f"tcp://{ADDRESS}")
+LISTENING = re.compile(f"(?:tcp://)?{ADDRESS}")
 LISTEN = "tcp://127.0.0.1:7461"
 ELSEWHERE = (
     "ipc+cpu:0 or ipc+cuda:N in a process of its own (hip:N in one of another interpreter); "
@@ -79,10 +81,10 @@ def misplaced(entries: Sequence[Where], *, interpreter: bool, secret: bool) -> s
 
 
 def read_listen(text: str) -> tuple[str, int]:
-    """Of `tcp://HOST:PORT`. ValueError for what is none; port 0 is one."""
-    match = RUNNING.fullmatch(text)
+    """Of `HOST:PORT` or `tcp://HOST:PORT`. ValueError for what is none; port 0 is one."""
+    match = LISTENING.fullmatch(text)
     if match is None or int(match[2]) >= 1 << 16:
-        raise ValueError(f"Must be tcp://HOST:PORT, such as {LISTEN}.")
+        raise ValueError(f"Must be HOST:PORT or tcp://HOST:PORT, such as {LISTEN.removeprefix('tcp://')} or {LISTEN}.")
     return match[1].strip("[]"), int(match[2])
 
 

@@ -140,6 +140,7 @@ def shown(part: Shard) -> Mapping[str, Any]:
     return {
         "layers": [part.layers.start, part.layers.stop],
         "device": place_of(part),
+        "remote": remote is not None,
         "process": process_of(remote),
         "bytes": part.memory(),
         "error": "" if remote is None else remote.error,

@@ -166,11 +166,17 @@ class Runner:
         found = list[Outcome]()
         try:
             yield found
+        except RowsLost as error:  # another process has died, which no traceback explains
+            log.warning("an executor failed: %s", error)
+            found.append(self._failed(error))
         except Exception as error:
             log.exception("an executor failed")
-            for lost in lost_with(error):
-                self.tell(lost)
-            found.append(StoreFailed(failure_kind(error), describe(error)))
+            found.append(self._failed(error))
+
+    def _failed(self, error: BaseException) -> StoreFailed:
+        for lost in lost_with(error):
+            self.tell(lost)
+        return StoreFailed(failure_kind(error), describe(error))
 
     def answered(self, ask: Ask, found: list[Outcome]) -> None:
         for outcome in found:

@@ -55,6 +55,7 @@ from engine.storing import disk_folder
 from engine.target import Target
 from engine.tidy import tidied
 from engine.trace import VERSION, Header, Recorder
+from engine.watch_shards import ShardWatch
 
 log = logging.getLogger("rekindle")
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
@@ -176,13 +177,14 @@ async def serve_model(
         if frozen is not None:
             cabinets[FROZEN] = frozen
         recall = Recollection(cabinets, disk_folder(options))
+        watch = ShardWatch(target.peers, target.lane)
         async with engine(
             target.settings,
             target.executor,
             transfer=target.transfer,
             facts=target.facts,
             live=target.live if frozen is None else partial(living, target, frozen),
-            threads=target.threads,
+            threads=(*target.threads, watch.thread),
             drafter=target.drafter,
             freeze=(lambda *_: None) if frozen is None else frozen.keep,
             recorder=recorder,
@@ -193,6 +195,7 @@ async def serve_model(
             gate.app = build_app(
                 running.door, text, about, running.metrics, archive, memory=memory, frozen=frozen, recall=recall
             )
+            watch.start()
             steps.done()
             settle()
             announce(options, target, serving, time.monotonic() - steps.began)
@@ -208,6 +211,7 @@ async def serve_model(
             clean = await close_connections(serving, deadline) and clean
             if not clean:
                 log.warning("%g s are over: what was still running was cut short", options.grace)
+        watch.close()
         for cabinet in cabinets.values():
             await cabinet.close(deadline)
         await text.aclose()

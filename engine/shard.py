@@ -29,12 +29,12 @@ from adapters.models.waves import current
 from adapters.remote import shared
 from adapters.remote.channel import Channel, ConnectionBroken, ConnectionEnded, Shared
 from adapters.remote.daemon import Daemon
-from adapters.remote.dial import kept_alive
 from adapters.remote.draft_messages import LoadDraft
 from adapters.remote.drafter_messages import LoadDrafter
-from adapters.remote.hello import refuse
+from adapters.remote.hello import HELLO_S, ProvenServer, refuse
 from adapters.remote.lending import Borrower
 from adapters.remote.messages import Facts, LoadLayers, Offer, Prove
+from adapters.remote.reception import Reception
 from adapters.remote.served_draft import ServedDraft
 from adapters.remote.served_drafter import ServedDrafter
 from adapters.remote.served_layers import ServedLayers
@@ -46,8 +46,7 @@ from engine.refusal import Refusal
 from engine.warm_up import warm_up_apart
 
 log = logging.getLogger("rekindle.shard")
-HELLO_S = 10
-WAITING = 8  # connections that wait for the one that is served
+WAITING = 128  # connections that nobody has taken yet: a moment's, as hellos wait for nothing
 
 
 @define(eq=False)
@@ -195,27 +194,38 @@ def joining(memory: tuple[int, ...]) -> Callable[[tuple[int, int]], Shared | Non
 
 
 def run_listening(model: str, device: str, draft: str, address: tuple[str, int], secret: bytes) -> int:
-    """For one server after the other, until somebody stops it. What one has left the next one does not find."""
+    """For one server after the other, until somebody stops it. What one has left the next one does not find.
+
+    Layers are computed on this thread, which has the number of threads that was asked for.
+    """
     served_model = ServedModel.open(model, device, draft)
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     try:
         listening = socket.create_server(address, family=family, backlog=WAITING)
     except OSError as error:
         raise Refusal(f"--listen tcp://{address[0]}:{address[1]}: {error.strerror or error}") from error
-    with listening:
-        host, port = listening.getsockname()[:2]
-        print(f"ready  tcp://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+    host, port = listening.getsockname()[:2]
+    reception = Reception(listening, secret)
+    reception.open()
+    print(f"ready  tcp://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+    try:
         while True:
-            connection, _ = listening.accept()
-            served(lambda: served_model, Channel(kept_alive(connection)), secret, lambda _: None)
+            server = reception.next()
+            served(lambda: served_model, server.channel, secret, lambda _: None, server.proven)
+    finally:
+        reception.close()
 
 
 def served(
-    model: Callable[[], ServedModel], channel: Channel, secret: bytes, join: Callable[[tuple[int, int]], Shared | None]
+    model: Callable[[], ServedModel],
+    channel: Channel,
+    secret: bytes,
+    join: Callable[[tuple[int, int]], Shared | None],
+    proven: ProvenServer | None = None,
 ) -> bool:
-    """One connection. False where it did not end well."""
+    """One connection. False where it did not end well. proven: its hello was heard already."""
     try:
-        Daemon(channel, model(), secret, engine.__version__, join).run()
+        Daemon(channel, model(), secret, engine.__version__, join, proven).run()
     except ConnectionEnded:
         return True
     except ConnectionBroken as error:
@@ -223,6 +233,7 @@ def served(
         return False
     except Refusal as error:  # whoever says hello first is told
         with suppress(ConnectionBroken):
-            refuse(channel, channel.receive(HELLO_S).head, str(error), HELLO_S)
+            head = channel.receive(HELLO_S).head
+            refuse(channel, head.op, head.request, str(error), HELLO_S)
         raise
     return True

@@ -24,6 +24,8 @@ from adapters.models.kernels.row_form import row_dtype
 from adapters.models.numerics import Numerics
 from adapters.models.pipeline import Pipeline
 from adapters.remote.draft import RemoteDraft
+from adapters.remote.peer import Peer
+from adapters.remote.shard import RemoteShard
 from adapters.transfer.transfer import Transfer
 from adapters.watched import Watched
 from effects.ports import RowsLost
@@ -119,7 +121,20 @@ class Target:
     def has_disk(self) -> bool:
         return self.transfer is not None and self.transfer.store.disk is not None
 
+    @property
+    def peers(self) -> tuple[Peer, ...]:
+        """Of its shards in other processes."""
+        return tuple(part.peer for part in self.shard.parts if isinstance(part, RemoteShard))
+
+    @property
+    def outages(self) -> Mapping[str, str]:
+        """Of shards that are gone, by name: why. Nothing is answered without them."""
+        return {f"shard {peer.dial.name}": peer.gone for peer in self.peers if peer.gone}
+
     def live(self) -> Mapping[str, Any]:
+        return {**self._live(), "outages": self.outages}
+
+    def _live(self) -> Mapping[str, Any]:
         damaged: Mapping[str, int] = self.kept.damaged
         if self.transfer is None:
             return {"memory": self.memory(0), "damaged": damaged, "full_cache": {"disk_policy": "off"}}

@@ -121,7 +121,7 @@ def lost(state: Releasing, _: SlotEmptied, known: Known) -> Then[Yielding] | The
     """As any loss of its slot's rows, only that what is in flight is the giving back already."""
     left = emptied(Remains(state.seat, state.prompt, leased="drafter"))
     if state.prompt.heard is not None:
-        return Then(Parking(left), CloseStream("failed", report(known, state), TWICE))
+        return Then(Parking(left), CloseStream("lost", report(known, state), TWICE))
     return Then(Yielding(evolve(left, prompt=evolve(left.prompt, heard=()))))
 
 

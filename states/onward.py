@@ -209,13 +209,13 @@ def fail_emptied(
     known: Known, state: Speculating, why: str
 ) -> Then[Parking, CloseStream, UnloadModel] | Then[Done, CloseStream]:
     """Its rows are not to be believed."""
-    return first(failed(known, state, DeviceFailed("lost", why)), let_go(known.settings, emptied(remains(state))))
+    return first(failed(known, state, DeviceFailed("broken", why)), let_go(known.settings, emptied(remains(state))))
 
 
 def failed(known: Known, state: Open, event: DeviceFailed) -> CloseStream:
     """The report is of what was done, the cache's part of it of what is believed now."""
     believed = scope.select(known.settings, trusted(remains(state), event))
-    why: Finish = "dead_end" if event.kind == "dead_end" else "failed"
+    why: Finish = event.kind if event.kind in {"dead_end", "lost"} else "failed"
     return CloseStream(why, evolve(report(known, state), cache=believed), event.detail)
 
 

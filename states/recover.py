@@ -50,7 +50,7 @@ def lost(state: Open, _: SlotEmptied, known: Known) -> Lost:
     if left.prompt.heard is None:
         left = evolve(left, prompt=evolve(left.prompt, heard=left.answer))
         return Then(Recovering(left, flying), Abandon())
-    return Then(Draining(left, flying, lost=True), CloseStream("failed", report(known, state), TWICE), Abandon())
+    return Then(Draining(left, flying, lost=True), CloseStream("lost", report(known, state), TWICE), Abandon())
 
 
 def lost_behind(state: Draining, _: SlotEmptied, __: Known) -> Then[Draining]:

@@ -31,6 +31,7 @@ from adapters.http.errors import (
     invalid,
     left,
     no_such_path,
+    out_of_reach,
     queue_full,
     unavailable,
     wrong_method,
@@ -283,11 +284,15 @@ class Edge:
     async def health(self, _: Request) -> JSONResponse:
         status = self.door.status()
         troubles = dict(status.troubles)
-        if status.state == "ready":  # answers are right all the same, so a balancer goes on sending requests
-            return JSONResponse({"status": "degraded", "troubles": troubles} if troubles else {"status": "ok"})
-        described = {"message": SHUTTING_DOWN, "type": "unavailable_error", "param": None, "code": 503}
         retry = {"retry-after": str(self.options.retry_after_s)}
-        return JSONResponse({"status": status.state, "error": described}, 503, retry)
+        described = {"message": SHUTTING_DOWN, "type": "unavailable_error", "param": None, "code": 503}
+        if status.state != "ready":
+            return JSONResponse({"status": status.state, "error": described}, 503, retry)
+        if status.outages:
+            described["message"] = out_of_reach(status.outages, "", self.options.retry_after_s).message
+            return JSONResponse({"status": "unavailable", "troubles": troubles, "error": described}, 503, retry)
+        # Answers are right in spite of any other trouble, so a balancer goes on sending requests.
+        return JSONResponse({"status": "degraded", "troubles": troubles} if troubles else {"status": "ok"})
 
     async def props(self, _: Request) -> JSONResponse:
         return JSONResponse(self._told())

@@ -25,6 +25,7 @@ class ApiError(Exception):
 
 
 SHUTTING_DOWN = "The server is shutting down."
+OUT_OF_REACH = "A part of the model is out of reach, so nothing can be answered now"
 
 
 def no_such_path(path: str, known: Sequence[str]) -> ApiError:
@@ -80,6 +81,14 @@ def unavailable(why: str, retry_after_s: int) -> ApiError:
     return ApiError(503, why, "unavailable_error", code="unavailable", headers=headers)
 
 
+def out_of_reach(outages: Mapping[str, str], detail: str, retry_after_s: int) -> ApiError:
+    """outages: what is gone, and why. detail: why the request has ended, where it is there again meanwhile."""
+    why = "; ".join(f"{whose}: {what}" for whose, what in outages.items()) or detail.removeprefix("RowsLost: ")
+    error = unavailable(f"{OUT_OF_REACH}: {why}.", retry_after_s)
+    error.code = "shard_lost"
+    return error
+
+
 def left() -> ApiError:
     """For the log: there is nobody to hear it."""
     return ApiError(499, "The client has left.", "cancelled", code="client_gone")
@@ -126,14 +135,19 @@ FAILURES: Mapping[Finish, tuple[int, str, str, str, bool]] = {
 }
 
 
-def failure_of(closed: Closed, retry_after_s: int) -> ApiError | None:
-    """What the end of a job means to its client; None for the good ends. Details are for the log only."""
+def failure_of(closed: Closed, retry_after_s: int, outages: Mapping[str, str] | None = None) -> ApiError | None:
+    """What the end of a job means to its client; None for the good ends. Details are for the log only.
+
+    outages: as `Status` has them now.
+    """
     if closed.finish in {"stop", "length"}:
         return None
     if closed.finish == "queue_full":
         return queue_full(retry_after_s)
     if closed.finish == "shutdown":
         return unavailable(SHUTTING_DOWN, retry_after_s)
+    if closed.finish == "lost":
+        return out_of_reach(outages or {}, closed.detail, retry_after_s)
     status, message, kind, code, again = FAILURES[closed.finish]
     told = closed.report.compression
     counts = {} if closed.finish != "too_long" or told is None else {"n_prompt_tokens": told.original}

@@ -182,9 +182,10 @@ class Reply:
         if failure_of(ended.closed, 0) is None:
             self.turnover.served(ended.closed)
             return ended
-        failure = failure_of(ended.closed, self.turnover.retry_after(self.door.status()))
+        status = self.door.status()
+        failure = failure_of(ended.closed, self.turnover.retry_after(status), status.outages)
         assert failure is not None
-        if ended.closed.finish == "failed":
+        if ended.closed.finish in {"failed", "lost"}:
             log.error("%s failed: %s", self.shape.id, ended.closed.detail, extra={"answer": self.shape.id})
         raise failure
 

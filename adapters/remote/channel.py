@@ -6,6 +6,7 @@ sent or read any more, so nothing that came too late is ever taken for the answe
 
 from __future__ import annotations
 
+import select
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from adapters.remote.tensors import flattened
 BULK = 1 << 16  # bytes of a payload from which on shared memory is quicker than sending it
 AHEAD = 1 << 15  # bytes of a read at least: so most frames of a decode step are one system call
 SHORTEST = 1e-3  # seconds: none at all would mean not to wait, and what is there already is taken
+ENDED = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR | select.POLLNVAL
 FRAGMENTS = 512  # pieces of one system call; it takes no more than 1,024
 
 
@@ -62,6 +64,8 @@ class Channel:
     limit: int = frames.MOST_PAYLOAD
     shared: Shared | None = None
     why: str = ""
+    _until: float | None = None  # nothing is waited for longer, whatever deadline a frame has of its own
+    _left: int | None = None  # bytes that frames may still have, heads and all
     _buffer: memoryview = field(factory=lambda: memoryview(bytearray(frames.MOST_PAYLOAD)))
     _ahead: memoryview = field(factory=lambda: memoryview(bytearray(AHEAD)))
     _here: memoryview = field(factory=lambda: memoryview(b""))  # of what was read ahead, what nobody has taken yet
@@ -69,6 +73,13 @@ class Channel:
     @property
     def lender(self) -> Lender | None:
         return None if self.shared is None else self.shared.lender
+
+    def bound(self, seconds: float, most_bytes: int) -> None:
+        """All that comes and goes until `unbind` takes so long, and is of so many bytes, together."""
+        self._until, self._left = time.monotonic() + seconds, most_bytes
+
+    def unbind(self) -> None:
+        self._until = self._left = None
 
     def send(
         self,
@@ -106,6 +117,7 @@ class Channel:
         try:
             self._read(memoryview(data)[1:], until)
             head = frames.read(data, self.limit)
+            self._take(HEAD.size + head.arguments + head.follows)
             arguments = bytearray(head.arguments)
             self._read(memoryview(arguments), until)
             if head.follows > self._buffer.nbytes:
@@ -129,6 +141,16 @@ class Channel:
             raise self.broken(f"an answer to {head.op} ({head.request}) where {op} ({request}) was asked")
         return frame
 
+    @property
+    def ended(self) -> bool:
+        """By any thread, at once: has the other end closed the connection, or is it closed here?"""
+        looking = select.poll()
+        try:
+            looking.register(self.socket, ENDED)
+        except ValueError:  # closed here
+            return True
+        return any(happened & ENDED for _, happened in looking.poll(0))
+
     def broken(self, why: str) -> ConnectionBroken:
         """It is closed, for good."""
         self.close(why)
@@ -140,6 +162,14 @@ class Channel:
             with suppress(OSError):
                 self.socket.shutdown(socket.SHUT_RDWR)  # whoever waits for it on another thread wakes up
             self.socket.close()
+
+    def _take(self, nbytes: int) -> None:
+        """Raises Malformed for a frame that is more than may come, before anything is made room for."""
+        if self._left is None:
+            return
+        if nbytes > self._left:
+            raise Malformed(f"a frame of {nbytes} bytes where {self._left} are left of a hello")
+        self._left -= nbytes
 
     def _write(self, pieces: list[memoryview], seconds: float | None) -> None:
         until, at = None if seconds is None else time.monotonic() + seconds, 0
@@ -175,7 +205,8 @@ class Channel:
         if self.why:
             raise ConnectionBroken(self.why)
         try:
-            left = None if until is None else until - time.monotonic()
+            ends = [one for one in (until, self._until) if one is not None]
+            left = min(ends) - time.monotonic() if ends else None
             self.socket.settimeout(None if left is None else max(left, SHORTEST))
             return work()
         except TimeoutError:

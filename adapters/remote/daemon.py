@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from attrs import define
+from torch import Tensor
 
 from adapters.device.memory import ran_out_of_memory
 from adapters.models.waves import current
@@ -63,20 +64,26 @@ class ServableModel(Protocol):
 
 @define(eq=False)
 class Daemon:
-    """join: maps the memory that both ends have, of so many bytes to here and from here; None: there is none."""
+    """join: maps the memory that both ends have, of so many bytes to here and from here; None: there is none.
+
+    proven: the server has said its hello already. patience: seconds for one that has not.
+    """
 
     channel: Channel
     model: ServableModel
     secret: bytes
     version: str
     join: Callable[[tuple[int, int]], Shared | None] = lambda _: None
+    proven: hello.ProvenServer | None = None
+    patience: float = SECONDS
     _served: Answerer | None = None
     _after: Callable[[], None] = lambda: None
 
     def run(self) -> None:
         """Until the connection ends. Raises Broken where it did not end well."""
         try:
-            hello.receive(self.channel, self.secret, self.version, self.model.facts, SECONDS)
+            proven = self.proven or hello.challenge(self.channel, self.secret, self.patience)
+            hello.welcome(self.channel, proven, self.version, self.model.facts(), SECONDS)
             with torch.inference_mode():
                 while True:
                     self._answer(self.channel.receive(SECONDS, patient=True))
@@ -88,10 +95,11 @@ class Daemon:
 
     def _answer(self, frame: WireFrame) -> None:
         """A frame that is well framed has an answer, whatever is in it."""
-        head, flags = frame.head, REPLY
+        head, flags, tensors = frame.head, REPLY, list[Tensor]()
         self._after = lambda: None
         try:
             answer = self._carried_out(frame)
+            said, tensors = encoded(answer.message), list(answer.tensors.values())
         except Exception as error:  # the server is told
             if isinstance(error, ConnectionBroken):
                 raise
@@ -100,9 +108,8 @@ class Daemon:
                 kind = "refused"
             if kind == "failed":
                 log.exception("an op failed")
-            answer, flags = Answering(Failure(kind, str(error)[:4000] or type(error).__name__)), REPLY | FAILED
-        sent: dict[str, Any] = {"flags": flags, "seconds": SECONDS}
-        self.channel.send(head.op, head.request, encoded(answer.message), list(answer.tensors.values()), **sent)
+            said, flags = encoded(Failure.of(kind, error)), REPLY | FAILED
+        self.channel.send(head.op, head.request, said, tensors, flags=flags, seconds=SECONDS)
         self._after()
 
     def _carried_out(self, frame: WireFrame) -> Answering:

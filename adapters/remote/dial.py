@@ -18,7 +18,7 @@ from adapters.remote.channel import Channel, Shared
 from adapters.remote.lending import Lender
 
 LEAVE_S = 2  # for a child to leave by itself, once its connection is closed
-CONNECT_S = 10
+CONNECT_S = 5
 # Of a connection whose other end may vanish without a word: after 30 s of silence it is asked, three times.
 KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
@@ -28,6 +28,11 @@ class Dial(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def hello_s(self) -> float:
+        """Seconds that a hello may take altogether."""
+        ...
 
     def begin(self) -> None:
         """Have it start, where it is not there yet, so that several start side by side. Raises OSError."""
@@ -58,6 +63,7 @@ class Launched:
     command: Sequence[str]
     environment: Mapping[str, str]
     lender: Lender | None = None
+    hello_s: float = 120  # an interpreter that imports torch on a busy machine
     _process: subprocess.Popen[bytes] | None = None
     _memory: tuple[int, ...] = ()
     _lock: threading.Lock = field(factory=threading.Lock)
@@ -134,6 +140,7 @@ class AtAddress:
 
     name: str
     address: tuple[str, int]
+    hello_s: float = 30  # twice as long as a daemon lets its next server wait for its turn
 
     def begin(self) -> None:
         """It is there, or it is not."""

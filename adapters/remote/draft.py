@@ -12,7 +12,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from contextlib import suppress
+from typing import Literal
 
 import torch
 from attrs import define, field
@@ -24,6 +25,7 @@ from adapters.layout import RowSpec
 from adapters.models.draft_parts import DraftShape, Projection
 from adapters.models.shard import NamedTensors, Step
 from adapters.remote.channel import ConnectionBroken
+from adapters.remote.crossing import asked_tensors, expected_of, given
 from adapters.remote.draft_messages import (
     MOST_FOLLOWED,
     AskedProposals,
@@ -38,19 +40,17 @@ from adapters.remote.draft_messages import (
     SendAway,
 )
 from adapters.remote.messages import (
-    Described,
     Exported,
     ImportRows,
     Nothing,
     Op,
     RowSpan,
     T,
-    Unacceptable,
     WireMessage,
     told,
 )
 from adapters.remote.peer import Peer
-from adapters.remote.tensors import described, unpacked
+from adapters.remote.tensors import described
 from effects.ids import Span
 from effects.ports import RowsLost
 
@@ -155,8 +155,10 @@ class RemoteDraft:
         began = time.perf_counter_ns()
         try:
             done = self._ask(Op.DRAFT_ROUND, message, DraftProposed, features)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, ValueError) as error:
             self._held.clear()  # who knows which of them it has followed
+            if isinstance(error, ValueError):
+                return None
             raise
         except RowsLost:
             return None
@@ -181,7 +183,7 @@ class RemoteDraft:
         try:
             self._flush()
             self._ask(Op.COPY_CONTEXT, CopyContext(source, start, stop, target), Nothing)
-        except RowsLost:
+        except (RowsLost, ValueError):
             return
         self._hold(target, start, stop)
 
@@ -191,20 +193,19 @@ class RemoteDraft:
         if not self._has(slot, start, stop):
             raise RowsLost((), f"{self.place} has no rows {start}..{stop} of slot {slot}")
         with self.peer.lock:
-            done, frame = self._asked(Op.EXPORT_ROWS, RowSpan(slot, start, stop), Exported, {})
-            expected = tuple(Described(one.name, one.dtype, one.shape) for one in self._spec.specs(stop - start))  # type: ignore[arg-type]
             try:
-                found = unpacked(done.tensors, frame.payload)
-            except Unacceptable as error:
-                raise self.peer.lose(ConnectionBroken(str(error))) from error
-            if found.tensors != expected:
-                raise self.peer.lose(ConnectionBroken("it answered with other rows than were asked for"))
+                asked, tensors = RowSpan(slot, start, stop), expected_of(self._spec.specs(stop - start))
+                _, found = asked_tensors(self.peer, Op.EXPORT_ROWS, asked, Exported, sent={}, expected=tensors)
+            except ValueError as error:
+                raise RowsLost((), f"{self.place}: {error}") from error
+            except RuntimeError as error:
+                raise self.peer.lose(ConnectionBroken(f"export_rows: {error}")) from error
             return {name: tensor.clone() for name, tensor in found.views().items()}
 
     def import_runs(self, slot: int, runs: Sequence[tuple[int, Tensor]], _: Sequence[object]) -> None:
         self._flush()
         for start, rows in runs:
-            tensors, lent, sent = self.peer.given(dict(zip(self._spec.names, rows, strict=True)))
+            tensors, lent, sent = given(self.peer.lender, dict(zip(self._spec.names, rows, strict=True)))
             self._ask(Op.IMPORT_ROWS, ImportRows(slot, start, tensors, lent), Nothing, sent)
             self._hold(slot, start, start + rows.shape[2])
 
@@ -228,12 +229,14 @@ class RemoteDraft:
         self._send_away("released")
 
     def _send_away(self, where: Literal["parked", "released"]) -> int:
+        moved = 0
         if self._wanted == where:
-            return 0
+            return moved
         self._flush()
         with self._moving:
             self._wanted = where
-            moved = self._move(Op.SEND_DRAFT_AWAY, SendAway(where == "parked"))
+            with suppress(OSError):  # refused: they stay where they are, and are fetched from there
+                moved = self._move(Op.SEND_DRAFT_AWAY, SendAway(where == "parked"))
         moved += self.projection.park()
         if where == "released":
             self.projection.release()
@@ -267,6 +270,8 @@ class RemoteDraft:
             done = self._ask(op, message, DraftMoved, seconds=self.peer.deadlines.load)
         except RowsLost:
             return 0
+        except ValueError as error:
+            raise OSError(f"{self.place}: {error}") from error
         self._memory = done.memory
         return done.bytes
 
@@ -302,17 +307,15 @@ class RemoteDraft:
     def _ask(
         self, op: Op, message: WireMessage, kind: type[T], tensors: NamedTensors | None = None, *, seconds: float = 0
     ) -> T:
-        return self._asked(op, message, kind, tensors or {}, seconds=seconds)[0]
-
-    def _asked(
-        self, op: Op, message: WireMessage, kind: type[T], tensors: NamedTensors, *, seconds: float = 0
-    ) -> tuple[T, Any]:
-        """Whatever it fails with but memory, it is of no use any more. Raises RowsLost, torch.OutOfMemoryError."""
+        """Raises RowsLost, torch.OutOfMemoryError, and ValueError for what it refuses, which has changed nothing."""
         try:
-            return self.peer.ask(op, message, kind, list(tensors.values()), seconds=seconds)
+            return self.peer.ask(op, message, kind, [*(tensors or {}).values()], seconds=seconds)[0]
         except torch.OutOfMemoryError:
             raise
-        except (ValueError, RuntimeError) as error:
+        except ValueError as error:
+            log.warning("the draft at %s has refused %s: %s", self.place, op.name.lower(), error)
+            raise
+        except RuntimeError as error:
             raise self.peer.lose(ConnectionBroken(f"{op.name.lower()}: {error}")) from error
 
     # --- losing it ---

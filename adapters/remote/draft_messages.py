@@ -80,7 +80,7 @@ class AskedProposals(WireMessage, frozen=True):
     most: Count
     stops: Annotated[tuple[Count, ...], Meta(max_length=4096)]
     temperature: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
-    top_k: Count = 0
+    top_k: Number = 0  # clients may send 2**31, which is no `Count`
     top_p: Share = 1.0
     min_p: Share = 0.0
     seed: Number = 0

@@ -20,7 +20,7 @@ from adapters.remote.drafter_messages import DrafterReady, DropScoring, LoadDraf
 from adapters.remote.expected import Deadlines
 from adapters.remote.frames import MOST_PAYLOAD
 from adapters.remote.loading import SHARED
-from adapters.remote.messages import Described, Nothing, Op, T, WireMessage
+from adapters.remote.messages import Described, Nothing, Op, T, Unacceptable, WireMessage
 from adapters.remote.peer import Peer
 from adapters.remote.tensors import described, unpacked
 from effects.ports import RowsLost
@@ -98,14 +98,19 @@ class RemoteWeights:
         with self.peer.lock:
             try:
                 done, frame = self.peer.ask(op, message, kind, list(tensors.values()), seconds=seconds)
-                found = unpacked(getattr(done, "tensors", ()), frame.payload)
-                return done, {name: tensor.clone() for name, tensor in found.views().items()}
             except torch.OutOfMemoryError:
                 raise
             except RowsLost as error:
                 raise ConnectionError(str(error)) from error
-            except (ValueError, RuntimeError) as error:
+            except ValueError as error:  # refused: nothing has changed there
+                raise OSError(f"{self.peer.dial.name} has refused {op.name.lower()}: {error}") from error
+            except RuntimeError as error:
                 raise self.useless(f"{op.name.lower()}: {error}") from error
+            try:
+                found = unpacked(getattr(done, "tensors", ()), frame.payload)
+            except Unacceptable as error:
+                raise self.useless(f"{op.name.lower()}: {error}") from error
+            return done, {name: tensor.clone() for name, tensor in found.views().items()}
 
     def useless(self, why: str) -> ConnectionError:
         """What it says is of no use any more."""

@@ -9,11 +9,10 @@ from attrs import frozen
 class Deadlines:
     """Seconds that an answer may take. One that has died is noticed at once; these are for those that hang.
 
-    hello: an interpreter that imports torch on a busy machine. prove: the probe of a model that was never served here.
-    load: 100 GB from a slow disk. step: a chunk of a large model on few cores.
+    prove: the probe of a model that was never served here. load: 100 GB from a slow disk. step: a chunk of a large
+    model on few cores. What a hello takes is said by whoever dials.
     """
 
-    hello: float = 120
     prove: float = 1800
     load: float = 1800
     step: float = 300

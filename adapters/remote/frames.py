@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from attrs import frozen
 
 MAGIC = b"RKSH"
-VERSION = 1
+VERSION = 2
 # magic, version, op, flags, request, bytes of arguments, bytes of payload, checksum of all of these, the arguments, and
 # the payload where it follows
 HEAD = struct.Struct("<4sHBBIIQI")

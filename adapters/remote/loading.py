@@ -11,7 +11,7 @@ from adapters.layout import dtype_name
 from adapters.models.draft_parts import DraftShape
 from adapters.models.family import ModelConfig
 from adapters.remote.draft_messages import MOST_FOLLOWED, LoadDraft
-from adapters.remote.frames import MOST_PAYLOAD
+from adapters.remote.frames import LARGEST, MOST_PAYLOAD
 from adapters.remote.messages import LoadLayers
 from adapters.remote.tensors import ALIGN
 
@@ -36,6 +36,7 @@ def loading_draft(
     """What crosses at once: the features of a round, or rows of a whole slot."""
     features = MOST_FOLLOWED * max(buckets) * config.hidden_size * dtype.itemsize
     limit = max(features, (capacity + SPARE_ROWS) * shape.kv_bytes_per_token(dtype)) + MOST_PAYLOAD
+    limit = min(limit, LARGEST)
     room = min(SHARED, limit)
     return LoadDraft(
         dtype=dtype_name(dtype),  # type: ignore[arg-type]
@@ -71,6 +72,7 @@ def loading(
     )
     limit = max(kept, chunk * (wide + 4 * config.vocab_size)) + MOST_PAYLOAD
     limit += ALIGN * (2 * len(layers) + len(aux_layers) + 8)  # between tensors
+    limit = min(limit, LARGEST)  # rows of a whole slot may be more; they cross in runs, which never are
     room = min(SHARED, max(RUN, chunk * wide, 64 * (wide + 4 * config.vocab_size)) + MOST_PAYLOAD)
     return LoadLayers(
         layers=(layers.start, layers.stop),

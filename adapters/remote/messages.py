@@ -14,20 +14,22 @@ from msgspec import Meta, Struct
 from adapters.layout import SIZES, RowSpec, TensorSpec
 from adapters.models.dense_config import HEAD_ROWS
 from adapters.models.shard import Segment, Step
-from adapters.remote.frames import LARGEST
+from adapters.remote.frames import LARGEST, MOST_ARGUMENTS
 
 T = TypeVar("T", bound="WireMessage")
 MOST_RUNS = 16  # of one question
+MOST_WORDS = 4000  # characters of what is said of a failure
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Big: TypeAlias = Annotated[int, Meta(ge=0, le=LARGEST)]
-Number: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 62))]
+# All that 63 bits hold: seeds take every value of it, times and bytes a part.
+Number: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Text: TypeAlias = Annotated[str, Meta(max_length=4096)]
 Outcome: TypeAlias = Annotated[str, Meta(max_length=1 << 19)]  # of a numerics probe
-Hex: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 Element: TypeAlias = Literal["F32", "BF16", "F16", "I64", "I32", "U8", "I8", "F8_E4M3"]
 Shape: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=4)]
 Bytes: TypeAlias = tuple[Number, Number, Number]  # weights, rows and states, buffers
+KeptRows: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=4096)]  # of one segment, where they are a tree's
 Layers: TypeAlias = tuple[Count, Count]
 FailureKind: TypeAlias = Literal["refused", "out_of_memory", "failed"]
 
@@ -89,7 +91,7 @@ class Lent(WireMessage, frozen=True, array_like=True):
     dtype: Element
     shape: Shape
     place: Number
-    apart: Count
+    apart: Number
     strides: Shape
 
     @property
@@ -115,23 +117,6 @@ class LentRun(WireMessage, frozen=True, array_like=True):
 Lents: TypeAlias = Annotated[tuple[Lent, ...], Meta(max_length=8192)]
 
 
-class Hello(WireMessage, frozen=True):
-    """The first word is the server's. rekindle: its version, which must be the daemon's own."""
-
-    rekindle: Text
-    nonce: Hex
-
-
-class Challenge(WireMessage, frozen=True):
-    nonce: Hex
-
-
-class SecretProof(WireMessage, frozen=True):
-    """Of the secret, for both nonces."""
-
-    proof: Hex
-
-
 class Facts(WireMessage, frozen=True):
     """Who a daemon is. weights, config: of its model. boot: of the machine's start. free: bytes of memory."""
 
@@ -142,11 +127,6 @@ class Facts(WireMessage, frozen=True):
     boot: Text
     pid: Number
     free: Number
-
-
-class Welcome(WireMessage, frozen=True):
-    proof: Hex
-    facts: Facts
 
 
 class Offer(WireMessage, frozen=True, array_like=True):
@@ -234,7 +214,7 @@ class Settle(WireMessage, frozen=True):
 
 
 class Commit(Settle, frozen=True):
-    kept: Annotated[tuple[Count | tuple[Count, ...], ...], Meta(max_length=4096)]
+    kept: Annotated[tuple[Count | KeptRows, ...], Meta(max_length=4096)]
 
 
 class StepSettled(WireMessage, frozen=True):
@@ -296,13 +276,23 @@ class Failure(WireMessage, frozen=True):
     kind: FailureKind
     why: Text
 
+    @classmethod
+    def of(cls, kind: FailureKind, error: object) -> Failure:
+        """What is said of an error: short enough, and text that can be encoded, whatever a file's name has in it."""
+        words = str(error) or type(error).__name__
+        return cls(kind, words[:MOST_WORDS].encode("utf-8", "replace").decode())
+
 
 class Unacceptable(ValueError):
     """Arguments that are not what the op has, or tensors that the payload does not hold."""
 
 
 def encoded(message: WireMessage) -> bytes:
-    return msgspec.json.encode(message)
+    """Raises Unacceptable for what no frame holds: the other end would call it malformed, and end the connection."""
+    found = msgspec.json.encode(message)
+    if len(found) > MOST_ARGUMENTS:
+        raise Unacceptable(f"{len(found)} bytes of {type(message).__name__}; accepted: at most {MOST_ARGUMENTS}")
+    return found
 
 
 def decoded(data: bytes, kind: type[T]) -> T:

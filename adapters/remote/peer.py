@@ -6,32 +6,25 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TypeAlias, TypeVar
 
 from attrs import define, field
 from msgspec import structs
 from torch import Tensor
 
-from adapters.layout import RowSpec
 from adapters.models.numerics import Numerics
-from adapters.models.shard import NamedTensors
 from adapters.remote.channel import Channel, ConnectionBroken, WireFrame, failed, failure
 from adapters.remote.dial import Dial
 from adapters.remote.draft_messages import DraftReady, LoadDraft
 from adapters.remote.drafter_messages import DrafterReady, LoadDrafter
 from adapters.remote.expected import Deadlines, ExpectedModel
 from adapters.remote.hello import greet
+from adapters.remote.lending import Lender
 from adapters.remote.messages import (
-    MOST_RUNS,
-    Described,
     Facts,
-    ImportRows,
-    ImportRuns,
-    Lent,
-    LentRun,
     Loaded,
     LoadLayers,
-    Nothing,
     Offer,
     Op,
     Prove,
@@ -40,8 +33,7 @@ from adapters.remote.messages import (
     decoded,
     encoded,
 )
-from adapters.remote.posted import Posted, PostedQuestion
-from adapters.remote.tensors import described
+from adapters.remote.posted import Posted, PostedQuestion, PostedRefused
 from effects.ids import SlotId
 from effects.ports import RowsLost
 
@@ -52,12 +44,14 @@ LOADING: dict[type[Load], Op] = {LoadLayers: Op.LOAD, LoadDraft: Op.LOAD_DRAFT, 
 A = TypeVar("A", bound=Ready)
 log = logging.getLogger("rekindle.shard")
 PAUSE_S = 5.0
+PAUSE_SHARE = 50  # times as long as a try took: a port where nobody listens says so in 0.3 ms
 
 
 @define(eq=False)
 class Peer:
     """Everything is asked by one thread at a time. pause_s: after it could not be had again, everybody is told at once
-    for so long. error: the last one. restarts: times that it was had anew.
+    for so long, or less where it took no time to find that out. error: the last one. gone: why it is not there now;
+    empty while it is. restarts: times that it was had anew.
 
     hops, hop_ns: of forwards, the time that was not computing there. waits: whoever asks when it is gone waits until it
     is had anew; else that is for somebody who calls `again`.
@@ -71,6 +65,7 @@ class Peer:
     pause_s: float = PAUSE_S
     waits: bool = True
     error: str = ""
+    gone: str = ""
     restarts: int = 0
     hops: int = 0
     hop_ns: int = 0
@@ -147,48 +142,29 @@ class Peer:
                 return self._asked(channel, op, message, answer, tensors, seconds=seconds or self.deadlines.step)
             except ConnectionBroken as error:
                 raise self.lose(error) from error
-
-    def given(self, tensors: NamedTensors) -> tuple[tuple[Described, ...], tuple[Lent, ...], NamedTensors]:
-        """What it is told of them, and what has to be sent: nothing where it sees them, and reads until it answers."""
-        lender = None if self._channel is None else self._channel.lender
-        lent = () if lender is None else lender.lent(tensors)
-        return ((), lent, {}) if lent else (described(tensors), (), tensors)
-
-    def import_rows(self, slot: int, start: int, rows: NamedTensors) -> None:
-        tensors, lent, sent = self.given(rows)
-        self.ask(Op.IMPORT_ROWS, ImportRows(slot, start, tensors, lent), Nothing, list(sent.values()))
-
-    def import_runs(self, slot: int, spec: RowSpec, runs: Sequence[tuple[int, Tensor]], keep: Sequence[object]) -> None:
-        """Rows `[names, heads, rows, width]` of `spec`, each from its start on. Those it sees itself are posted, and
-        `keep`, whose memory they are in, is referred to until it has them.
-        """
-        lender, seen = None if self._channel is None else self._channel.lender, list[LentRun]()
-        for start, rows in runs:
-            if lender is not None and (lent := lender.run(spec, start, rows)) is not None:
-                seen.append(lent)
-            else:
-                self.import_rows(slot, start, dict(zip(spec.names, rows, strict=True)))
-        for at in range(0, len(seen), MOST_RUNS):
-            some = tuple(seen[at : at + MOST_RUNS])
-            nbytes = spec.token_bytes * sum(run.count for run in some)
-            with self._lock:
-                if self._posted.crowded(nbytes):
-                    self.heard()
-                self.post(Op.IMPORT_RUNS, ImportRuns(slot, some), keep, nbytes)
+            except PostedRefused as error:
+                raise self._refused(str(error)) from error
 
     def heard(self) -> None:
-        """All that was posted has been answered."""
+        """All that was posted has been answered. Raises RowsLost where something was refused, too."""
         with self._lock:
             if self._channel is None:
                 raise RowsLost((), f"{self.dial.name}: {self.error}")
             try:
-                self._posted.answers(self._channel, self.deadlines.step)
+                refused = self._posted.answers(self._channel, self.deadlines.step)
             except ConnectionBroken as error:
                 raise self.lose(error) from error
+            if refused:
+                raise self._refused(refused)
 
     def post(self, op: Op, message: WireMessage, keep: Sequence[object] = (), nbytes: int = 0) -> None:
-        """Ask without waiting: its answer is read before that of whatever is asked next. One that failed is a loss."""
+        """Ask without waiting: its answer is read before that of whatever is asked next. One that failed is a loss.
+
+        nbytes: of rows that it reads in memory that is lent, to which `keep` is referred until then.
+        """
         with self._lock:
+            if nbytes and self._posted.crowded(nbytes):
+                self.heard()
             channel = self._living()
             try:
                 self._posted.add(PostedQuestion(op, self._sent(channel, op, message, ()), keep, nbytes))
@@ -210,6 +186,16 @@ class Peer:
         self.dial.end()
 
     @property
+    def lender(self) -> Lender | None:
+        """Of memory that it sees."""
+        return None if self._channel is None else self._channel.lender
+
+    @property
+    def ended(self) -> bool:
+        """By any thread: is its connection of no use, as far as that can be seen without asking?"""
+        return not self._closed and ((channel := self._channel) is None or channel.ended)
+
+    @property
     def closed(self) -> bool:
         return self._closed
 
@@ -218,11 +204,6 @@ class Peer:
         """Held by whoever asks and then reads the frame."""
         return self._lock
 
-    @property
-    def process(self) -> str:
-        """Where it is, in words."""
-        return self.dial.name if self.facts is None else f"{self.dial.name}, process {self.facts.pid}"
-
     def figures(self) -> Mapping[str, float]:
         return {
             "hops": self.hops,
@@ -230,6 +211,14 @@ class Peer:
             "compute_seconds": self.computed_ns / 1e9,
             "restarts": self.restarts,
         }
+
+    def look(self) -> None:
+        """On the thread that asks, while nothing is asked: if it is gone, say so, and try to have it again."""
+        with self._lock, suppress(RowsLost):
+            if self._channel is not None and self._channel.ended:
+                self.lose(ConnectionBroken("the other end has closed the connection"))
+            if self._channel is None:
+                self._living()
 
     # --- how ---
 
@@ -249,8 +238,10 @@ class Peer:
         seconds: float,
     ) -> tuple[T, WireFrame]:
         request = self._sent(channel, op, message, tensors)
-        self._posted.answers(channel, seconds)
+        refused = self._posted.answers(channel, seconds)
         frame = channel.answer(op, request, seconds)
+        if refused:  # what came for this question is of rows that are not believed any more
+            raise PostedRefused(refused)
         if failed(frame):
             raise failure(channel, frame)
         try:
@@ -278,16 +269,18 @@ class Peer:
             channel = self._opening = self._opened()
             self._again(channel)
         except (ConnectionBroken, OSError, ValueError, RuntimeError) as error:
-            self._refused_until = time.monotonic() + self.pause_s
+            now = time.monotonic()
+            self._refused_until = now + min(self.pause_s, PAUSE_SHARE * (now - began))
             raise RowsLost((), self._gone(error)) from error  # what there was is lost already
         self._channel, self._opening = channel, None
+        self.gone = ""
         self.restarts += 1
         log.warning("shard %s is there again after %.1f s", self.dial.name, time.monotonic() - began)
         return channel
 
     def _opened(self) -> Channel:
         channel = self.dial.open()
-        facts = greet(channel, self.secret, self.version, self.deadlines.hello)
+        facts = greet(channel, self.secret, self.version, self.dial.hello_s)
         for name, theirs, ours in (
             ("weights", facts.weights, self.model.weights),
             ("configuration", facts.config, self.model.config),
@@ -322,7 +315,15 @@ class Peer:
 
     def lose(self, error: Exception) -> RowsLost:
         """It is gone, and its rows with it. Whoever is to hear that has heard it when this returns."""
-        why = self._gone(error)
+        return self._rows_lost(self._gone(error))
+
+    def _refused(self, why: str) -> RowsLost:
+        """What was not waited for was refused: the rows are lost, and the process stays."""
+        self.error = why
+        log.warning("shard %s has refused what it was told: %s", self.dial.name, why)
+        return self._rows_lost(f"shard {self.dial.name}: {why}")
+
+    def _rows_lost(self, why: str) -> RowsLost:
         if self._told is None:
             return RowsLost(map(SlotId, range(self.slots)), why)
         self._told(why)
@@ -335,10 +336,13 @@ class Peer:
                 channel.close(str(error))
         self._channel = self._opening = None
         self._posted.clear()
-        became = self.dial.end()
-        self.error = f"{error}; {became}" if became else str(error)
+        became, before = self.dial.end(), self.gone
+        reason = (error.strerror if isinstance(error, OSError) else "") or str(error)
+        self.error = f"{reason}; {became}" if became else reason
         if not self._closed:
-            log.warning("shard %s is lost: %s", self.dial.name, self.error)
+            self.gone = self.error
+            level = logging.DEBUG if before == self.gone else logging.WARNING  # a try that found nothing new
+            log.log(level, "shard %s is lost: %s", self.dial.name, self.error)
         return f"shard {self.dial.name}: {self.error}"
 
 

@@ -14,6 +14,10 @@ MOST_POSTED = 8  # at once: so few answers find room on the way while nobody rea
 MOST_LENT = 32 << 20  # bytes of rows that it reads where they lie, at once: a few milliseconds
 
 
+class PostedRefused(Exception):
+    """Something that was asked without waiting was refused, and why."""
+
+
 @frozen(eq=False)
 class PostedQuestion:
     """keep: is referred to until it is answered. nbytes: of rows in there that the daemon reads."""
@@ -38,14 +42,24 @@ class Posted:
         lent = sum(one.nbytes for one in self._questions)
         return len(self._questions) >= MOST_POSTED or (lent > 0 and lent + nbytes > MOST_LENT)
 
-    def answers(self, channel: Channel, seconds: float) -> None:
-        """Reads all of them. Raises ConnectionBroken, also where one says why not: nobody can say what that left."""
+    def answers(self, channel: Channel, seconds: float) -> str:
+        """Read all of them. Return why the first refused one was refused; empty if none was.
+
+        Raises ConnectionBroken, also where one has failed: nobody can say what that left. A refusal has changed nothing
+        there, so the process goes on; but rows here and there are not the same any more.
+        """
+        refused = ""
         while self._questions:
             asked = self._questions[0]  # what is kept is kept meanwhile
             frame = channel.answer(asked.op, asked.request, seconds)
             if failed(frame):
-                raise channel.broken(f"{asked.op.name.lower()}: {failure(channel, frame)}")
+                error = failure(channel, frame)
+                why = f"{asked.op.name.lower()}: {error}"
+                if not isinstance(error, ValueError):
+                    raise channel.broken(why)
+                refused = refused or why
             self._questions.popleft()
+        return refused
 
     def clear(self) -> None:
         """The connection has ended: nothing in there is read any more."""

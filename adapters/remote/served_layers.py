@@ -160,9 +160,10 @@ class ServedLayers:
 
     def settle(self, asked: Settle, _: TensorBytes) -> Answering:
         """What the next forward settles is put back if a later shard fails."""
-        if self._settling is not None:
-            raise Unacceptable("a step is being settled already")
-        settling = self.shard.settling(self._step(step_of(asked.step)))
+        step = self._step(step_of(asked.step))
+        if self._settling is not None:  # a server that has lost its rows says nothing more of a step
+            self._settle_with(RuntimeError("the server has begun another step"))
+        settling = self.shard.settling(step)
         settling.__enter__()
         self._settling = settling
         return Answering(Nothing())
@@ -170,17 +171,21 @@ class ServedLayers:
     def settled(self, asked: StepSettled, _: TensorBytes) -> Answering:
         if self._settling is None:
             raise Unacceptable("no step is being settled")
-        settling, self._settling = self._settling, None
-        if asked.raised:
-            error = RuntimeError("a later shard failed")
-            try:
-                settling.__exit__(type(error), error, None)
-            except RuntimeError as raised:
-                if raised is not error:
-                    raise
-        else:
-            settling.__exit__(None, None, None)
+        self._settle_with(RuntimeError("a later shard failed") if asked.raised else None)
         return Answering(Nothing())
+
+    def _settle_with(self, error: RuntimeError | None) -> None:
+        """End the step that is being settled, well or not."""
+        settling, self._settling = self._settling, None
+        assert settling is not None
+        if error is None:
+            settling.__exit__(None, None, None)
+            return
+        try:
+            settling.__exit__(type(error), error, None)
+        except RuntimeError as raised:
+            if raised is not error:
+                raise
 
     # --- rows and states ---
 

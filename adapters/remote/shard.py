@@ -19,7 +19,7 @@ from torch import Tensor
 from adapters.layout import RowSpec, TensorSpec, torch_dtype
 from adapters.models.shard import Forward, Kept, NamedTensors, OutputHead, Step
 from adapters.remote import messages
-from adapters.remote.channel import ConnectionBroken
+from adapters.remote.crossing import asked_tensors, expected_of, given, import_rows, import_runs
 from adapters.remote.messages import (
     Commit,
     CopyRows,
@@ -38,13 +38,12 @@ from adapters.remote.messages import (
     Settle,
     SlotPlace,
     StepSettled,
-    Unacceptable,
     WireMessage,
     told,
     with_logits,
 )
 from adapters.remote.peer import Peer
-from adapters.remote.tensors import TensorBytes, bytes_of, described, unpacked
+from adapters.remote.tensors import TensorBytes, bytes_of, described
 from effects.ports import RowsLost
 
 
@@ -239,7 +238,7 @@ class RemoteShard:
     def _step(self, op: Op, step: Step, given: NamedTensors, expected: tuple[Described, ...]) -> TensorBytes:
         began = time.perf_counter_ns()
         message = messages.RunStep(told(step), described(given))
-        done, found = self._asked(op, message, Forwarded, given, expected)
+        done, found = asked_tensors(self.peer, op, message, Forwarded, sent=given, expected=expected)
         self.peer.spent(time.perf_counter_ns() - began, done.ns)
         self._memory = done.memory or self._memory
         return found
@@ -283,17 +282,17 @@ class RemoteShard:
         return self._taken(Op.EXPORT_ROWS, RowSpan(slot, start, stop), specs)
 
     def import_rows(self, slot: int, start: int, rows: NamedTensors) -> None:
-        self.peer.import_rows(slot, start, rows)
+        import_rows(self.peer, slot, start, rows)
 
     def import_runs(self, slot: int, runs: Sequence[tuple[int, Tensor]], keep: Sequence[object]) -> None:
         """Those that fail are told of as a commit is."""
-        self.peer.import_runs(slot, self.row_spec, runs, keep)
+        import_runs(self.peer, slot, self.row_spec, runs, keep)
 
     def export_state(self, slot: int) -> NamedTensors:
         return self._taken(Op.EXPORT_STATE, OneSlot(slot), self.state_specs)
 
     def import_state(self, slot: int, state: NamedTensors) -> None:
-        tensors, lent, sent = self.peer.given(state)
+        tensors, lent, sent = given(self.peer.lender, state)
         self.peer.ask(Op.IMPORT_STATE, ImportState(slot, tensors, lent), Nothing, list(sent.values()))
 
     def keep_state(self, slot: int, place: int) -> None:
@@ -303,30 +302,9 @@ class RemoteShard:
         self.peer.ask(Op.LOAD_STATE, SlotPlace(slot, place), Nothing)
 
     def _taken(self, op: Op, message: WireMessage, specs: Sequence[TensorSpec]) -> NamedTensors:
-        expected = tuple(Described(one.name, one.dtype, one.shape) for one in specs)  # type: ignore[arg-type]
         with self.peer.lock:
-            _, found = self._asked(op, message, Exported, {}, expected)
+            _, found = asked_tensors(self.peer, op, message, Exported, sent={}, expected=expected_of(specs))
             return {name: tensor.clone() for name, tensor in found.views().items()}
-
-    def _asked(
-        self,
-        op: Op,
-        message: WireMessage,
-        kind: type[messages.T],
-        given: NamedTensors,
-        expected: tuple[Described, ...],
-    ) -> tuple[messages.T, TensorBytes]:
-        """What came is to be read before anything else is asked. Anything but what is expected, in that order, is a
-        violation, and the daemon is not believed any more.
-        """
-        done, frame = self.peer.ask(op, message, kind, list(given.values()))
-        try:
-            found = unpacked(done.tensors, frame.payload)  # type: ignore[attr-defined]
-        except Unacceptable as error:
-            raise self.peer.lose(ConnectionBroken(str(error))) from error
-        if found.tensors != expected:
-            raise self.peer.lose(ConnectionBroken("it answered with other tensors than were asked for"))
-        return done, found
 
     # --- memory ---
 

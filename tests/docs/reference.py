@@ -57,7 +57,7 @@ ENDPOINTS = {  # a line for each path
     "/apply-template": "the prompt that the chat template makes of messages",
     "/v1/models": "what is served, in OpenAI's and Anthropic's shape, with `meta` as llama.cpp has it",
     "/v1/models/{model:path}": "one of its names",
-    "/health": "200 while requests are taken, 503 while the model loads or the server stops; needs no key",
+    "/health": "200 while requests are taken, 503 while the model loads, stops, or lacks a shard; needs no key",
     "/props": "all that the server tells of itself",
     "/slots": "what each slot holds; `?fail_on_no_slot=1`: 503 where none is free",
     "/events": "what `/props` shows, as it changes: server-sent events",

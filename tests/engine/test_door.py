@@ -13,14 +13,24 @@ from attrs import evolve
 from cattrs import Converter
 
 from effects.all import Launch
-from effects.job import Job
+from effects.job import Job, Report
 from effects.ports import ANSWER_STAGES, PROMPT_STAGES, QUEUE_STAGES, Closed, Door, Message, Stage, Status, Ticket
+from effects.scope import Selection
 from effects.stream import EmitTokens, ReportProgress
+from engine.door import described
 from engine.meter import STAGES
 from states.life import Done, New, State
 from tests.engine.play import SETTINGS, ScriptedDevice, engine
 from tests.http.fake_door import FakeDoor, digest_script
 
+SHARDS = {
+    "memory": {
+        "shards": [
+            {"layers": [0, 3], "device": "cpu", "remote": False},
+            {"layers": [3, 10], "device": "tcp://10.0.0.2:7461", "remote": True},
+        ]
+    }
+}
 STRICT = Converter(forbid_extra_keys=True)
 JOB = Job(prompt=tuple(range(100)), max_tokens=5)
 Shut: TypeAlias = Callable[[], Awaitable[object]]  # what shutting down does to a door
@@ -146,3 +156,12 @@ def test_every_state_that_a_request_can_be_seen_in_has_its_own_stage() -> None:
     assert STAGES.keys() == {*get_args(State)} - {New, Done}
     assert sorted(STAGES.values()) == sorted(get_args(Stage))
     assert {*QUEUE_STAGES, *PROMPT_STAGES, *ANSWER_STAGES} < {*get_args(Stage)}
+
+
+def test_the_log_names_what_each_shard_has_adopted_and_what_was_selected() -> None:
+    report = Report(200, 128, "disk", cache=Selection("full", "end", 0, 192, 128))
+    assert described(report, SHARDS) == (
+        "full shared=0 selected=192 kept=128 (end); 128 of 200 prompt tokens restored (disk); "
+        "adopted by 0-2@cpu local=128, 3-9@tcp://10.0.0.2:7461 remote=128"
+    )
+    assert "adopted" not in described(evolve(report, restored_tokens=0), SHARDS)

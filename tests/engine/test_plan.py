@@ -19,7 +19,7 @@ from engine.begin import load_target
 from engine.folders import model_folder
 from engine.machine import Placement, choose_device, choose_devices, free_memory, host_rows, planned
 from engine.options import Options
-from engine.plan import Where, layer_ranges, read_devices, read_weights
+from engine.plan import Where, layer_ranges, read_devices, read_listen, read_weights
 from engine.refusal import Refusal
 from engine.storing import disk_folder
 from engine.target import Target
@@ -307,3 +307,23 @@ async def test_split_and_single_honour_every_field_of_the_options(tmp_path: Path
     placed |= {"experts"}  # refused on a CPU
     assert changed | EDGE | placed | {"kv_cache_dir"} == fields, "a new option is said to be the edge's, or tried here"
     assert read["single"] & fields == read["split"] & fields == fields - EDGE, "none is read by one of them alone"
+
+
+@pytest.mark.parametrize("before", ["", "tcp://"])
+@pytest.mark.parametrize(
+    ("said", "address"),
+    [
+        ("127.0.0.1:7461", ("127.0.0.1", 7461)),
+        ("0.0.0.0:0", ("0.0.0.0", 0)),  # noqa: S104 - it is only read
+        ("[::1]:7461", ("::1", 7461)),
+        ("gpu-2.lan:65535", ("gpu-2.lan", 65535)),
+    ],
+)
+def test_a_shard_listens_where_it_is_told_to(before: str, said: str, address: tuple[str, int]) -> None:
+    assert read_listen(f"{before}{said}") == address
+
+
+@pytest.mark.parametrize("said", ["", "127.0.0.1", ":7461", "7461", "here:65536", "http://here:1", "::1:7461", "a b:1"])
+def test_a_shard_listens_nowhere_else(said: str) -> None:
+    with pytest.raises(ValueError, match=r"^Must be HOST:PORT or tcp://HOST:PORT, such as 127\.0\.0\.1:7461"):
+        read_listen(said)

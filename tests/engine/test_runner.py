@@ -8,6 +8,7 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import pytest
+from anyio.lowlevel import checkpoint
 from attrs import evolve
 
 from effects.all import Ask, Launch
@@ -17,6 +18,7 @@ from effects.job import Job
 from effects.lookup import FindPrefix, PrefixMissed
 from effects.ports import MOST_RECENT, Perform, RowsLost
 from effects.prefill import RunPrefill
+from effects.snapshot import SaveSnapshot, SnapshotSaved
 from effects.stream import EmitTokens, ReportProgress
 from engine.runner import Envelope
 from states.events import ForRequest
@@ -121,10 +123,38 @@ async def test_lost_rows_are_computed_again_and_the_client_never_notices(dying: 
 async def test_rows_that_are_lost_twice_fail_their_requests_and_nobody_believes_the_slots() -> None:
     async with engine(device=Dying(3, 6)) as running:
         _, closed = await collect(running.door.submit(LONG))
-        assert (closed.finish, closed.detail) == ("failed", "the rows of its slot were lost a second time")
+        assert (closed.finish, closed.detail) == ("lost", "the rows of its slot were lost a second time")
         tokens, closed = await collect(running.door.submit(LONG))
     assert tokens == expected(LONG)
     assert closed.report.restored_tokens == 0
+
+
+async def test_a_shard_that_cannot_be_had_fails_requests_as_lost_and_says_which(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    gone = RowsLost((), "shard tcp://10.0.0.2:7461: Connection refused")
+    device = ScriptedDevice(fails=lambda ask: gone if isinstance(ask.effect, RunPrefill) else None)
+    async with engine(device=device) as running:
+        _, closed = await collect(running.door.submit(LONG))
+    assert (closed.finish, closed.detail) == ("lost", f"RowsLost: {gone}")
+    assert [record.exc_info for record in caplog.records if "Connection refused" in record.getMessage()] == [None]
+
+
+async def test_rows_that_are_lost_while_they_are_kept_are_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """And nobody's failure: the answer is complete, and what follows from the loss is told."""
+
+    async def dying(*_: object) -> SnapshotSaved:
+        await checkpoint()
+        raise RowsLost((SlotId(0),), "shard ipc+cpu:0: its process was ended by SIGKILL")
+
+    keeping = evolve(SETTINGS, store=True, min_tokens=16, keep_decoded=True)
+    perform = {FindPrefix: lambda *_: PrefixMissed("empty_store"), SaveSnapshot: dying}
+    async with engine(keeping, perform=perform) as running:
+        tokens, closed = await collect(running.door.submit(LONG))
+    assert (tokens, closed.finish) == (expected(LONG), "length")
+    (said,) = [record for record in caplog.records if "SIGKILL" in record.getMessage()]
+    assert said.exc_info is None
+    assert "Traceback" not in caplog.text
 
 
 async def test_a_full_queue_refuses_and_the_others_finish() -> None:

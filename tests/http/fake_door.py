@@ -117,6 +117,7 @@ class FakeDoor:
     hang_after: int | None = None  # tokens; the engine never says anything again
     state: Literal["ready", "draining"] = "ready"
     troubles: Mapping[str, str] = field(factory=dict)
+    outages: Mapping[str, str] = field(factory=dict)
     tickets: list[FakeTicket] = field(factory=list)
     waiting: int = 0
     busy: int = 0
@@ -180,7 +181,8 @@ class FakeDoor:
             slots_busy=self.busy,
             queue=self.waiting,
             queue_full=self._full,
-            troubles=self.troubles,
+            troubles={**self.troubles, **self.outages},
+            outages=self.outages,
             props={"model": "fake"},
         )
 

@@ -446,6 +446,38 @@ async def test_health_tells_of_a_thread_in_trouble(folder: Path) -> None:
         assert (response.status_code, response.json()) == (200, {"status": "degraded", "troubles": site.door.troubles})
 
 
+async def test_health_and_requests_say_that_a_shard_is_gone(folder: Path) -> None:
+    async with served(folder) as site:
+        site.door.outages = {"shard tcp://10.0.0.2:7461": "Connection refused"}
+        said = (
+            "A part of the model is out of reach, so nothing can be answered now: "
+            "shard tcp://10.0.0.2:7461: Connection refused."
+        )
+        health = await site.client.get("/health")
+        assert (health.status_code, health.headers["retry-after"]) == (503, "1")
+        assert health.json() == {
+            "status": "unavailable",
+            "troubles": site.door.outages,
+            "error": {"message": said, "type": "unavailable_error", "param": None, "code": 503},
+        }
+        site.door.fail_after, site.door.failure = 0, "lost"
+        response = await site.chat()
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+        assert response.json()["error"] == {
+            "message": said,
+            "type": "unavailable_error",
+            "param": None,
+            "code": "shard_lost",
+        }
+        site.door.outages = {}  # it is there again meanwhile
+        again = await site.chat()
+        assert (again.status_code, "retry-after" in again.headers) == (503, True)
+        site.door.reset()
+        site.say("ok")
+        assert (await site.chat()).status_code == 200
+        assert (await site.client.get("/health")).json() == {"status": "ok"}
+
+
 async def test_small_answers_are_not_held_up_in_the_socket(shared: Site) -> None:
     for _ in range(500):
         start = time.monotonic()

@@ -23,6 +23,7 @@ from adapters.models.synthetic import RandomWeights
 from adapters.remote import shared
 from adapters.remote.channel import Channel, ConnectionBroken, Shared, WireFrame
 from adapters.remote.daemon import Daemon
+from adapters.remote.dial import Dial
 from adapters.remote.draft_messages import LoadDraft
 from adapters.remote.drafter_messages import LoadDrafter
 from adapters.remote.expected import Deadlines, ExpectedModel
@@ -39,7 +40,7 @@ SECRET, VERSION = b"a secret of tests", "0.0.0"
 LIMIT = 1 << 24
 BUCKETS = (4, 8, 16, 32)  # of a drafter, so that prompts of tests are of several chunks
 FACTS = Facts("weights", "config", 5, "cpu", "boot", 1, 1 << 30)
-QUICK = Deadlines(hello=100, prove=100, load=100, step=100)  # nothing here takes a second where nothing else runs
+QUICK = Deadlines(prove=100, load=100, step=100)  # nothing here takes a second where nothing else runs
 
 
 @define(eq=False)
@@ -97,6 +98,7 @@ class Threads:
     name: str = "thread:0"
     meddle: Callable[[Channel], Channel] = lambda channel: channel
     lender: Lender | None = None
+    hello_s: float = 100
     opened: int = 0
     ends: list[Channel] = field(factory=list[Channel])
     threads: list[threading.Thread] = field(factory=list[threading.Thread])
@@ -245,8 +247,13 @@ def peer_of(dial, deadlines: Deadlines = QUICK, secret: bytes = SECRET, version:
     return Peer(dial, secret, version, ExpectedModel("weights", "config"), deadlines)
 
 
-def remote(dial: Threads, layers: range, peer: Peer | None = None, **how) -> RemoteShard:
-    config = dial.served.config
+def remote(
+    dial: Threads | Dial, layers: range, peer: Peer | None = None, config: DenseConfig | None = None, **how
+) -> RemoteShard:
+    """config: of the model, where the dial does not say."""
+    if config is None:
+        assert isinstance(dial, Threads)
+        config = dial.served.config
     peer = peer or peer_of(dial)
     peer.connect()
     given = {"slots": 3, "capacity": 512, "buckets": shards.BUCKETS, "aux_layers": (0, 2, 4)}

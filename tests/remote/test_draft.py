@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import NoReturn
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from adapters.models.dflash.draft import DFlashDraft
 from adapters.models.dflash.projection import FeatureProjection
 from adapters.models.shard import Segment, Step
 from adapters.remote.draft import RemoteDraft
-from adapters.remote.draft_messages import LoadDraft
+from adapters.remote.draft_messages import DraftRound, LoadDraft
 from adapters.remote.drafting import RemoteDrafting
 from adapters.remote.expected import DRAFT_DEADLINES
 from adapters.remote.messages import Nothing, Op, SlotPlace
@@ -221,14 +222,28 @@ def test_what_the_new_one_has_not_followed_is_not_taken_for_context(apart: Elsew
     assert apart.drafting.propose([asking(0, ROWS + 4, Sampling(), 3)])[0].size == 3
 
 
-def test_one_that_fails_at_what_it_is_asked_is_had_anew(apart: Elsewhere) -> None:
+def test_one_that_fails_at_what_it_is_asked_is_had_anew(apart: Elsewhere, monkeypatch: pytest.MonkeyPatch) -> None:
     """And no exception of it is anybody's here."""
+
+    def failing(*_: object) -> NoReturn:
+        raise RuntimeError("a kernel failed")
+
+    with monkeypatch.context() as patched:
+        patched.setitem(ServedDraft.ops, Op.DRAFT_ROUND, (DraftRound, failing))
+        follow(apart.draft, 0, 0, 64)
+        assert apart.drafting.propose([asking(0, 64, Sampling(), 3)])[0].size == 0
+    assert apart.back.wait(100)
+    assert "draft_round: a kernel failed" in apart.draft.peer.error
+
+
+def test_one_that_refuses_what_it_is_asked_proposes_nothing_to_it_and_stays(apart: Elsewhere) -> None:
     follow(apart.draft, 0, 0, 64)
     odd = asking(0, 64, Sampling(), 3)
     odd.state.tokens[-1] = TARGET.vocab_size + 5
     assert apart.drafting.propose([odd])[0].size == 0
-    assert apart.back.wait(100)
-    assert "draft_round: token 216 is not in 0..210" in apart.draft.peer.error
+    assert (apart.heard, apart.dial.opened) == ([], 1)
+    follow(apart.draft, 0, 0, 64)
+    assert apart.drafting.propose([asking(0, 64, Sampling(), 3)])[0].size == 3
 
 
 @pytest.mark.parametrize(

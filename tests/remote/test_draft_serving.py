@@ -11,7 +11,7 @@ from attrs import define, evolve
 
 from adapters.remote.draft import RemoteDraft
 from adapters.remote.messages import Op
-from effects.job import Job
+from effects.job import Job, Sampling
 from effects.scope import Scope
 from engine.begin import load_target
 from engine.options import Options
@@ -75,6 +75,18 @@ def proposed(heard: Sequence[Heard]) -> list[int]:
 
 def reasons(heard: Sequence[Heard]) -> list[str]:
     return [one.closed.report.speculation for one in heard if one.closed is not None]
+
+
+@pytest.mark.timeout(600)
+async def test_no_seed_that_a_request_may_have_ends_the_draft(serving: DraftedTarget) -> None:
+    """Half of all seeds that are drawn where a request has none are 2**62 and more."""
+    for seed, top_k in (((1 << 62) + 1, 0), ((1 << 63) - 1, 1 << 31)):
+        sampling = Sampling(temperature=0.8, seed=seed, top_k=top_k)
+        heard = await answers(serving.target, [evolve(job, sampling=sampling) for job in serving.jobs], rates=FLAT)
+        assert all(proposed(heard))
+        assert not any(reasons(heard))
+    assert serving.draft.state == "loaded"
+    assert (serving.draft.peer.restarts, serving.draft.peer.error) == (0, "")
 
 
 @pytest.mark.timeout(600)

@@ -195,11 +195,10 @@ def test_a_run_that_is_lent_and_refused_is_a_loss(lending: Lending) -> None:
         step(far, (0, 64, 1), kept=[1])
     assert len(told) == 1
     assert "import_runs: rows" in told[0]
-    with pytest.raises(RowsLost, match="import_runs: rows"):
-        far.peer.heard()
+    far.peer.heard()  # nothing that was posted is left
     chunk(far, 0, 0, 64)
     assert all(same_bits(one, rows[name]) for name, one in far.export_rows(0, 0, 64).items())
-    assert far.peer.restarts == 1
+    assert far.peer.restarts == 0, "the process is the same"
 
 
 def test_a_run_that_is_never_put_meets_the_deadline_of_what_is_asked_next(lending: Lending) -> None:

@@ -145,7 +145,10 @@ def test_all_slots_are_lost_where_nobody_listens() -> None:
 
 WRONG = {
     "another secret": (lambda: Threads(RandomModel(DENSE), secret=b"another secret"), "the secret is another one"),
-    "another version": (lambda: Threads(RandomModel(DENSE), version="9"), "this is Rekindle 9, and the server 0.0.0"),
+    "another version": (
+        lambda: Threads(RandomModel(DENSE), version="9"),
+        "it is Rekindle 9, and this 0.0.0: both must be the same",
+    ),
     "other weights": (
         lambda: Threads(with_facts(RandomModel(DENSE), weights="odd")),
         "its weights are odd",
@@ -192,7 +195,10 @@ def test_a_server_does_not_believe_a_daemon_that_only_listens() -> None:
     def answering() -> None:
         end = Channel(theirs)
         with suppress(ConnectionBroken):
-            for body in (b'{"nonce":"' + b"0" * 64 + b'"}', b'{"proof":"' + b"0" * 64 + b'","facts":' + FACTS + b"}"):
+            for body in (
+                b'{"nonce":"' + b"0" * 64 + b'"}',
+                b'{"proof":"' + b"0" * 64 + b'","rekindle":"0.0.0","facts":' + FACTS + b"}",
+            ):
                 head = end.receive(20).head
                 end.send(head.op, head.request, body, flags=REPLY, seconds=20)
 
@@ -353,6 +359,22 @@ def test_a_commit_that_fails_is_a_loss() -> None:
     with pytest.raises(RowsLost, match="commit: 1 rows at bucket 5"):
         far.export_rows(0, 0, 64)
     assert len(told) == 1
+    chunk(far, 0, 0, 64)
+    assert far.peer.restarts == 0, "a refusal ends no process"
+    far.close()
+
+
+def test_a_step_whose_end_was_never_told_holds_no_later_one_up() -> None:
+    """A server that has lost its rows in the middle of a step says nothing more of it."""
+    far = remote(Threads(RandomModel(HYBRID)), range(3))
+    far.peer.lost_to(lambda _: None)
+    with pytest.raises(RowsLost), far.settling(Step((Segment(0, 0, 4),), 4, rows_only=True)):
+        raise RowsLost((), "of another shard")
+    for _ in range(2):
+        with far.settling(Step((Segment(0, 0, 64),), 64, rows_only=True)):
+            chunk(far, 0, 0, 64)
+    far.peer.heard()
+    assert not far.peer.error
     far.close()
 
 

@@ -119,7 +119,7 @@ class Client:
             case "length":
                 assert len(self.tokens) == job.max_tokens
                 assert not stopped
-            case "failed":
+            case "failed" | "lost":
                 assert failures
             case "queue_full":
                 assert not self.tokens

@@ -184,7 +184,7 @@ def test_a_request_whose_slot_is_lost_once_is_answered_as_if_nothing_had_been_an
             ends[end] = ends.get(end, 0) + 1
     assert {finish for losses, finish in ends if losses < 2} <= {"length", "stop", "queue_full"}
     assert ends.get((1, "length"), 0) + ends.get((1, "stop"), 0) > 10
-    assert ends.get((2, "failed"), 0) > 2
+    assert ends.get((2, "lost"), 0) > 2
 
 
 @pytest.mark.parametrize("slots", [2, 3])

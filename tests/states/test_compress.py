@@ -178,7 +178,7 @@ def test_who_loses_its_slot_meanwhile_waits_for_another_and_for_the_last_time() 
     seat, prompt = shortened(PFLASH).early
     then = compress.lost(Releasing(seat, evolve(prompt, heard=())), SlotEmptied(), knowing(PFLASH))
     assert isinstance(then.state, Parking)
-    assert then.effects[0].finish == "failed"
+    assert then.effects[0].finish == "lost"
 
 
 def test_the_gate_is_told_of_in_the_report() -> None:

@@ -115,7 +115,7 @@ def test_the_client_is_told_what_was_decided() -> None:
     hold = answering(STORE, job=a_job(scope=AUTO, boundaries=(1, 9)), shared=14)
     cache = a_report(hold, STORE).cache
     assert cache == Selection("auto:30", "boundary", 14, 9, 8)
-    assert str(cache) == "auto:30 shared=14 boundary=9 kept=8 (boundary)"
+    assert str(cache) == "auto:30 shared=14 selected=9 kept=8 (boundary)"
 
 
 # Checkpoints.

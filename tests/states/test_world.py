@@ -446,7 +446,7 @@ def test_slots_that_are_lost_are_empty_and_their_requests_wait_for_one_again() -
     closing = outs[0]
     assert isinstance(closing, Ask)
     assert isinstance(closing.effect, CloseStream)
-    assert (closing.effect.finish, closing.effect.detail) == ("failed", TWICE)
+    assert (closing.effect.finish, closing.effect.detail) == ("lost", TWICE)
     world, _ = advance(world, ForRequest(ONE, PrefillAdvanced(8)))
     assert (world.requests, world.slots.slots[HERE].tokens) == ({}, ()), "what comes in after a loss is not believed"
 
