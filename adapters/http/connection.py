@@ -2,6 +2,7 @@
 
 uvicorn waits for ever for a request's head, and for the rest of a body that nobody wants. Here
 * a head must be complete within `header_timeout_s`, the first one and every later one;
+* what a connection owes the server is in a ledger (`debts.py`), so that one that owes something can make room;
 * what still comes of a body when its answer is out is thrown away, so much of it and so long, and then the connection
   ends. Closed at once, with bytes unread, it would be reset, and a client that is still sending might never see why;
 * an application can drop a connection whose client does not read (`scope[ABORT]`), and one that is closed is gone
@@ -19,21 +20,36 @@ import h11
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from adapters.http.debts import INSTALMENT, Debt, DebtLedger
+
 ABORT = "rekindle.abort"  # in a scope, where the server can: drops the connection without waiting for its client
 STOPPING = "rekindle.stopping"  # in a scope: an event that is set when the server stops, for answers without an end
 DRAIN_BYTES = 64 << 20  # thrown away of one body: twice what --max-body is by default
 CLOSE_S = 60.0  # that a client may take for the last of its answer
 
 
+def plain_error(status: str, kind: str, code: str, message: str, *more: str) -> bytes:
+    """A whole answer that is an error, for where no application can be asked for one. more: headers of it."""
+    body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}})
+    lines = f"HTTP/1.1 {status}", "content-type: application/json", "connection: close", *more
+    return "\r\n".join((*lines, f"content-length: {len(body)}", "", body)).encode()
+
+
+LATE = "The rest of the body did not come while other connections waited for room."
+LATE_BODY = plain_error("408 Request Timeout", "invalid_request_error", "body_timeout", LATE, "retry-after: 1")
+
+
 class Protocol(H11Protocol):
     header_timeout_s: float = 10
     drain_s: float = 10
     stopping: anyio.Event
+    ledger: DebtLedger[Protocol]
     timer: TimerHandle | None = None  # for a head, for the end of a body, or for the end of the connection
     heads: bool = False  # it is a head that the timer is for
     drained: int | None = None  # bytes of a body that nobody wants; None: somebody does
     half_closed: bool = False
-    since: float = 0  # when it last began to wait for a request
+    read_paused: bool = False  # the server does not read what comes: it is its own turn
+    unpaid: int = 0  # bytes of a body that came since its debt was renewed; of an answer, bytes that were unread then
     wire: Transport
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -52,15 +68,70 @@ class Protocol(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
-        self.wire, self.since = transport, self.loop.time()
+        self.wire = transport
         super().connection_made(cast("Transport", Closing(self)))
         self._await_head()
+        self.ledger.add(self, Debt.HEAD, self.loop.time())
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self.ledger.remove(self)
         super().connection_lost(exc)
 
+    # -- what it owes
+
+    def record_debt(self) -> None:
+        self.ledger.record(self, self._debt(), self.loop.time())
+
+    def _debt(self) -> Debt | None:
+        if self.half_closed or self.drained is not None or self.wire.is_closing():
+            return Debt.CLOSING
+        if self.flow.write_paused:
+            return Debt.READING
+        if self.waiting:
+            return Debt.HEAD if self.heads else Debt.REQUEST
+        if self.conn.their_state is h11.SEND_BODY and not self.read_paused:
+            return Debt.BODY
+        return None
+
+    def pays(self) -> bool:
+        """Has its client read an instalment of the answer since this was asked last?"""
+        left, before = self.wire.get_write_buffer_size(), self.unpaid
+        if not self.flow.write_paused or left > before - INSTALMENT:
+            return False
+        self.unpaid = left
+        return True
+
+    def evict(self) -> None:
+        """Make room for another connection, at once. A client that is sending a body is told."""
+        if self._debt() is Debt.BODY and not self.cycle.response_started:
+            self.wire.write(LATE_BODY)
+        self.ledger.remove(self)
+        self.wire.abort()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.unpaid = self.wire.get_write_buffer_size()
+        self.record_debt()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.unpaid = 0
+        self.record_debt()
+
+    # -- what comes
+
     def data_received(self, data: bytes) -> None:
+        self._take(data)
+        self.record_debt()
+        if not self.flow.write_paused:
+            self.unpaid += len(data)
+            if self.unpaid >= INSTALMENT:
+                self.unpaid = 0
+                if self._debt() is Debt.BODY:
+                    self.ledger.renew(self, self.loop.time())
+
+    def _take(self, data: bytes) -> None:
         if self.drained is not None:
             self.drained += len(data)
             if self.drained > DRAIN_BYTES:
@@ -81,8 +152,11 @@ class Protocol(H11Protocol):
             self._await_head()  # the beginning of a further request
 
     def on_response_complete(self) -> None:
-        self.since = self.loop.time()
         super().on_response_complete()
+        self._go_on()
+        self.record_debt()
+
+    def _go_on(self) -> None:
         if self.half_closed or self.wire.is_closing():
             return
         if self.conn.their_state is h11.SEND_BODY and self.waiting:
@@ -113,6 +187,7 @@ class Protocol(H11Protocol):
         else:
             self.wire.close()
             self._start_timer(CLOSE_S)
+        self.record_debt()
 
     def _drain(self) -> None:
         self.drained = self.drained or 0
@@ -166,6 +241,16 @@ class Closing:
 
     def close(self) -> None:
         self._protocol.close()
+
+    def pause_reading(self) -> None:
+        self._protocol.read_paused = True
+        self._protocol.wire.pause_reading()
+        self._protocol.record_debt()
+
+    def resume_reading(self) -> None:
+        self._protocol.read_paused = False
+        self._protocol.wire.resume_reading()
+        self._protocol.record_debt()
 
     def is_closing(self) -> bool:
         return self._protocol.half_closed or self._protocol.wire.is_closing()

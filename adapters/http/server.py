@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from adapters.http.accept import Acceptor
 from adapters.http.address import BACKLOG, bind
 from adapters.http.connection import Protocol
+from adapters.http.debts import DebtLedger
 from adapters.http.guard import MAX_HEAD_BYTES
 
 
@@ -60,7 +61,8 @@ async def serve(
     """
     listener = bind(host, port)
     stopping = anyio.Event()
-    limits = {"header_timeout_s": header_timeout_s, "drain_s": drain_s, "stopping": stopping}
+    ledger = DebtLedger[Protocol]()
+    limits = {"header_timeout_s": header_timeout_s, "drain_s": drain_s, "stopping": stopping, "ledger": ledger}
     config = uvicorn.Config(
         app,
         loop="none",
@@ -77,7 +79,7 @@ async def serve(
         backlog=BACKLOG,
     )
     server = Server(config)
-    server.listener, server.max_connections = listener, max_connections
+    server.listener, server.max_connections, server.ledger = listener, max_connections, ledger
     bound_host, bound_port = listener.getsockname()[:2]
     serving = Serving(bound_host, bound_port, server, stopping)
     server.tell = lambda: on_listening(serving)
@@ -95,6 +97,7 @@ class Server(uvicorn.Server):
 
     listener: socket.socket
     max_connections: int
+    ledger: DebtLedger[Protocol]
     tell: Callable[[], None]
 
     @contextmanager
@@ -110,8 +113,7 @@ class Server(uvicorn.Server):
         def make() -> Protocol:
             return made(self.config, self.server_state, self.lifespan.state, loop)
 
-        connections = cast("set[Protocol]", self.server_state.connections)
-        acceptor = Acceptor(self.listener, make, connections, self.max_connections)
+        acceptor = Acceptor(self.listener, make, self.ledger, self.max_connections)
         acceptor.start()
         self.servers = [acceptor]  # type: ignore[list-item]
         self.started = True
