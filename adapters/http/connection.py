@@ -5,6 +5,8 @@ uvicorn waits for ever for a request's head, and for the rest of a body that nob
 * what a connection owes the server is in a ledger (`debts.py`), so that one that owes something can make room;
 * what still comes of a body when its answer is out is thrown away, so much of it and so long, and then the connection
   ends. Closed at once, with bytes unread, it would be reset, and a client that is still sending might never see why;
+* requests that a client has sent ahead of their answers (pipelining) begin one in a turn of the loop, all connections
+  together, so that a client that sends many of them delays itself;
 * an application can drop a connection whose client does not read (`scope[ABORT]`), and one that is closed is gone
   within a time, read or not.
 """
@@ -12,11 +14,14 @@ uvicorn waits for ever for a request's head, and for the rest of a body that nob
 from __future__ import annotations
 
 import json
-from asyncio import TimerHandle, Transport
+from asyncio import TimerHandle, Transport, get_running_loop
+from collections import deque
+from collections.abc import Callable
 from typing import Any, cast
 
 import anyio
 import h11
+from attrs import define, field
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -39,15 +44,38 @@ LATE = "The rest of the body did not come while other connections waited for roo
 LATE_BODY = plain_error("408 Request Timeout", "invalid_request_error", "body_timeout", LATE, "retry-after: 1")
 
 
+@define(eq=False)
+class Turns:
+    """Calls that are made one in each turn of the event loop, in the order in which they were put in."""
+
+    _line: deque[Callable[[], None]] = field(factory=deque)
+
+    def put(self, call: Callable[[], None]) -> None:
+        self._line.append(call)
+        if len(self._line) == 1:
+            get_running_loop().call_soon(self._run)
+
+    def _run(self) -> None:
+        try:
+            self._line[0]()
+        finally:
+            self._line.popleft()
+            if self._line:
+                get_running_loop().call_soon(self._run)
+
+
 class Protocol(H11Protocol):
     header_timeout_s: float = 10
     drain_s: float = 10
     stopping: anyio.Event
     ledger: DebtLedger[Protocol]
+    turns: Turns
     timer: TimerHandle | None = None  # for a head, for the end of a body, or for the end of the connection
     heads: bool = False  # it is a head that the timer is for
     drained: int | None = None  # bytes of a body that nobody wants; None: somebody does
     half_closed: bool = False
+    ending: bool = False  # an answer ends at this moment
+    queued: bool = False  # its next request is there, and waits for its turn
     read_paused: bool = False  # the server does not read what comes: it is its own turn
     unpaid: int = 0  # bytes of a body that came since its debt was renewed; of an answer, bytes that were unread then
     wire: Transport
@@ -152,12 +180,33 @@ class Protocol(H11Protocol):
             self._await_head()  # the beginning of a further request
 
     def on_response_complete(self) -> None:
+        self.ending = True
         super().on_response_complete()
+        self.ending = False
         self._go_on()
-        self.record_debt()
+
+    def handle_events(self) -> None:
+        if self.ending and self.conn.trailing_data[0]:
+            self.queued = True
+            self.flow.pause_reading()
+            self.turns.put(self._next_request)
+        else:
+            super().handle_events()
+
+    def _next_request(self) -> None:
+        self.queued = False
+        if not self.half_closed and not self.wire.is_closing():
+            self.flow.resume_reading()
+            super().handle_events()
+            self._go_on()
 
     def _go_on(self) -> None:
-        if self.half_closed or self.wire.is_closing():
+        """An answer has ended, or the request behind it begins."""
+        self._wait_for_client()
+        self.record_debt()
+
+    def _wait_for_client(self) -> None:
+        if self.half_closed or self.wire.is_closing() or self.queued:
             return
         if self.conn.their_state is h11.SEND_BODY and self.waiting:
             self._drain()

@@ -15,9 +15,11 @@ from starlette.types import ASGIApp
 
 from adapters.http.accept import Acceptor
 from adapters.http.address import BACKLOG, bind
-from adapters.http.connection import Protocol
+from adapters.http.connection import Protocol, Turns
 from adapters.http.debts import DebtLedger
 from adapters.http.guard import MAX_HEAD_BYTES
+
+MOST_CONNECTIONS = 4096  # 30 KB each while they wait for their client: 120 MB
 
 
 @define(eq=False)
@@ -50,7 +52,7 @@ async def serve(
     header_timeout_s: float = 10,
     drain_s: float = 10,
     keep_alive_s: float = 75,
-    max_connections: int = 1024,
+    max_connections: int = MOST_CONNECTIONS,
     grace_s: float | None = None,
 ) -> None:
     """Serve until `Serving.stop` is called. Port 0 takes a free one. Signals are left to the caller.
@@ -62,11 +64,12 @@ async def serve(
     listener = bind(host, port)
     stopping = anyio.Event()
     ledger = DebtLedger[Protocol]()
-    limits = {"header_timeout_s": header_timeout_s, "drain_s": drain_s, "stopping": stopping, "ledger": ledger}
+    limits = {"header_timeout_s": header_timeout_s, "drain_s": drain_s, "stopping": stopping}
+    shared = {"ledger": ledger, "turns": Turns()}
     config = uvicorn.Config(
         app,
         loop="none",
-        http=type("LimitedProtocol", (Protocol,), limits),
+        http=type("LimitedProtocol", (Protocol,), {**limits, **shared}),
         ws="none",
         lifespan="on",
         log_config=None,
