@@ -26,8 +26,10 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from adapters.http.debts import INSTALMENT, Debt, DebtLedger
+from adapters.http.framing import StrictReceiveBuffer
 
 ABORT = "rekindle.abort"  # in a scope, where the server can: drops the connection without waiting for its client
+ANNOUNCED = "rekindle.announced"  # in a scope: how many bytes the chunks of its body have announced so far
 STOPPING = "rekindle.stopping"  # in a scope: an event that is set when the server stops, for answers without an end
 DRAIN_BYTES = 64 << 20  # thrown away of one body: twice what --max-body is by default
 CLOSE_S = 60.0  # that a client may take for the last of its answer
@@ -77,15 +79,20 @@ class Protocol(H11Protocol):
     ending: bool = False  # an answer ends at this moment
     queued: bool = False  # its next request is there, and waits for its turn
     read_paused: bool = False  # the server does not read what comes: it is its own turn
+    announcing: object = None  # the request whose chunks are counted
+    announced: int = 0
     unpaid: int = 0  # bytes of a body that came since its debt was renewed; of an answer, bytes that were unread then
     wire: Transport
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         inner: Any = self.app
+        self.conn._receive_buffer = StrictReceiveBuffer(self._announce)  # noqa: SLF001 - h11 has no option for it
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             scope[ABORT], scope[STOPPING] = self.wire.abort, self.stopping
+            cycle = self.cycle
+            scope[ANNOUNCED] = lambda: self.announced if self.cycle is cycle else 0
             await inner(scope, receive, send)
 
         self.app = app
@@ -148,6 +155,14 @@ class Protocol(H11Protocol):
         self.record_debt()
 
     # -- what comes
+
+    def _announce(self, size: int) -> None:
+        """A chunk of so many bytes begins. Whoever reads the body is woken, whether or not a byte of it is there."""
+        if self.announcing is not self.cycle:
+            self.announcing = self.cycle
+            self.announced = 0
+        self.announced += size
+        self.cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         self._take(data)

@@ -71,9 +71,9 @@ class DebtLedger(Generic[C]):
         if (debt := self._debts.pop(connection, None)) is not None:
             del self._lines[debt][connection]
 
-    def count(self, debt: Debt) -> int:
-        """Return how many connections have this debt."""
-        return len(self._lines[debt])
+    def knows(self, connection: C) -> bool:
+        """Return whether the connection is open."""
+        return connection in self._debts
 
     def oldest(self) -> tuple[C, float] | None:
         """Return the connection that goes first, and when its debt began. None: every one is being answered."""

@@ -1,7 +1,7 @@
 """What others wait while a crowd holds connections to a server: each kind of crowd, and honest clients beside it.
 
     python -m tests.campaign.connections [--kinds "post heads" silent ...] [--connections 2000] [--seconds 10]
-                                         [--rate 2000] [--keys] [--json]
+                                         [--rate 500] [--keys] [--json]
 
 An honest client opens a connection, asks one thing (`GET /health`, or `POST /tokenize` with a body), and reads the
 answer. Exit status 1 if one waited longer than 1 s, the median was over 50 ms, or one was not answered with 200.
@@ -35,7 +35,7 @@ PATIENCE_S = 30.0  # of an honest client
 PAUSE_S = 0.02  # between two of them
 GATHERING_S = 1.0  # until the crowd is there
 KEY = "a key of the honest"
-SUITE_COUNT, SUITE_RATE, SUITE_TRIES = 1200, 1500, 6
+SUITE_COUNT, SUITE_RATE, SUITE_TRIES = 1200, 300, 6
 
 
 @define
@@ -136,7 +136,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--connections", type=int, default=2000)
     parser.add_argument("--seconds", type=float, default=10, help="of honest clients, for each kind")
-    parser.add_argument("--rate", type=float, default=2000, help="connections that a crowd opens a second, at most")
+    parser.add_argument("--rate", type=float, default=500, help="connections that are opened anew a second, at most")
     parser.add_argument("--keys", action="store_true", help="the server has a key, which crowds do not know")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args(words)

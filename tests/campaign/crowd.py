@@ -2,8 +2,8 @@
 
     python -m tests.campaign.crowd KIND PORT COUNT RATE
 
-It keeps COUNT connections open, opens one anew where the server closes it, at most RATE a second in all, and ends when
-its standard input does. Then it prints how many connections it has opened. All traffic goes to 127.0.0.1.
+It opens COUNT connections at once, opens one anew where the server closes it, at most RATE a second, and ends when its
+standard input does. Then it prints how many connections it has opened. All traffic goes to 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GET = b"GET /metrics HTTP/1.1\r\n" + HOST + b"\r\n"
 STREAM = json.dumps({"prompt": "x = 1\n", "stream": True, "max_tokens": 400}).encode()
 TRICKLE_S = 0.5  # between two bytes of a slow body
 DROPPING = 4  # threads that open and drop
-BURST = 200  # connections that are opened at once, before the rate counts
+DROPPED = 10  # times the rate: so many connections they open
 LONGEST_S = 120.0  # however long its parent runs
 
 
@@ -75,7 +75,7 @@ class Crowd:
         began = trickled = time.monotonic()
         while not ended():
             now = time.monotonic()
-            allowed = int((now - began) * self.rate + BURST) - self.opened
+            allowed = int((now - began) * self.rate) + self.count - self.opened
             for _ in range(min(allowed, self.count - len(self._open))):
                 self._begin()
             if self.manner.trickles and now - trickled > TRICKLE_S:
@@ -134,7 +134,7 @@ def drop(port: int, rate: float, ended: Callable[[], bool]) -> int:
     def run(place: int) -> None:
         began = time.monotonic()
         while not ended():
-            if counts[place] * DROPPING > (time.monotonic() - began) * rate + BURST:
+            if counts[place] * DROPPING > (time.monotonic() - began) * rate * DROPPED:
                 time.sleep(0.001)
                 continue
             with suppress(OSError):
