@@ -57,7 +57,7 @@ PAUSE_S = 5.0
 @define(eq=False)
 class Peer:
     """Everything is asked by one thread at a time. pause_s: after it could not be had again, everybody is told at once
-    for so long. error: the last one. restarts: times that it was had anew.
+    for so long. error: why it is gone, while it is. restarts: times that it was had anew.
 
     hops, hop_ns: of forwards, the time that was not computing there. waits: whoever asks when it is gone waits until it
     is had anew; else that is for somebody who calls `again`.
@@ -280,7 +280,7 @@ class Peer:
         except (ConnectionBroken, OSError, ValueError, RuntimeError) as error:
             self._refused_until = time.monotonic() + self.pause_s
             raise RowsLost((), self._gone(error)) from error  # what there was is lost already
-        self._channel, self._opening = channel, None
+        self._channel, self._opening, self.error = channel, None, ""
         self.restarts += 1
         log.warning("shard %s is there again after %.1f s", self.dial.name, time.monotonic() - began)
         return channel
