@@ -47,7 +47,7 @@ LATE_BODY = plain_error("408 Request Timeout", "invalid_request_error", "body_ti
 
 
 @define(eq=False)
-class Turns:
+class PacedCalls:
     """Calls that are made one in each turn of the event loop, in the order in which they were put in."""
 
     _line: deque[Callable[[], None]] = field(factory=deque)
@@ -71,7 +71,7 @@ class Protocol(H11Protocol):
     drain_s: float = 10
     stopping: anyio.Event
     ledger: DebtLedger[Protocol]
-    turns: Turns
+    turns: PacedCalls
     timer: TimerHandle | None = None  # for a head, for the end of a body, or for the end of the connection
     heads: bool = False  # it is a head that the timer is for
     drained: int | None = None  # bytes of a body that nobody wants; None: somebody does

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 from adapters.http.accept import Acceptor
 from adapters.http.address import BACKLOG, bind
-from adapters.http.connection import Protocol, Turns
+from adapters.http.connection import Protocol, PacedCalls
 from adapters.http.debts import DebtLedger
 from adapters.http.guard import MAX_HEAD_BYTES
 
@@ -65,7 +65,7 @@ async def serve(
     stopping = anyio.Event()
     ledger = DebtLedger[Protocol]()
     limits = {"header_timeout_s": header_timeout_s, "drain_s": drain_s, "stopping": stopping}
-    shared = {"ledger": ledger, "turns": Turns()}
+    shared = {"ledger": ledger, "turns": PacedCalls()}
     config = uvicorn.Config(
         app,
         loop="none",

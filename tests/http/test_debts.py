@@ -12,7 +12,7 @@ import anyio
 import anyio.abc
 import pytest
 
-from adapters.http.connection import Turns
+from adapters.http.connection import PacedCalls
 from adapters.http.debts import INSTALMENT, Debt, DebtLedger
 from tests.campaign.crowd import MANNERS, Manner
 from tests.http.conftest import Site, chat, served
@@ -178,7 +178,7 @@ async def test_clients_that_open_and_drop_leave_nothing_behind(narrow: Site) -> 
 
 
 async def test_calls_that_wait_for_their_turn_are_made_one_in_a_turn_of_the_loop() -> None:
-    turns, made = Turns(), list[int]()
+    turns, made = PacedCalls(), list[int]()
     for number in range(3):
         turns.put(lambda number=number: made.append(number))
     seen = []
