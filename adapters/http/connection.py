@@ -25,6 +25,7 @@ from attrs import define, field
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from adapters.http import debts
 from adapters.http.debts import INSTALMENT, Debt, DebtLedger
 from adapters.http.framing import StrictReceiveBuffer
 
@@ -74,6 +75,7 @@ class Protocol(H11Protocol):
     turns: PacedCalls
     timer: TimerHandle | None = None  # for a head, for the end of a body, or for the end of the connection
     heads: bool = False  # it is a head that the timer is for
+    reads: bool = False  # it is for the reading of an answer that is written
     drained: int | None = None  # bytes of a body that nobody wants; None: somebody does
     half_closed: bool = False
     ending: bool = False  # an answer ends at this moment
@@ -117,6 +119,8 @@ class Protocol(H11Protocol):
 
     def record_debt(self) -> None:
         self.ledger.record(self, self._debt(), self.loop.time())
+        if (oldest := self.ledger.beyond(Debt.BODY, debts.MOST_BODIES)) is not None:
+            oldest.evict()
 
     def _debt(self) -> Debt | None:
         if self.half_closed or self.drained is not None or self.wire.is_closing():
@@ -152,6 +156,8 @@ class Protocol(H11Protocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         self.unpaid = 0
+        if self.reads:
+            self._stop_timer()
         self.record_debt()
 
     # -- what comes
@@ -225,6 +231,8 @@ class Protocol(H11Protocol):
             return
         if self.conn.their_state is h11.SEND_BODY and self.waiting:
             self._drain()
+        elif self.flow.write_paused and self.waiting:
+            self._await_reading()
         elif self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
             self._await_head()
 
@@ -261,6 +269,18 @@ class Protocol(H11Protocol):
         self._start_timer(self.header_timeout_s)
         self.heads = True
 
+    def _await_reading(self) -> None:
+        """Of an answer that is written as a whole. Who writes one piece by piece watches the time itself."""
+        self._stop_timer()
+        self.timer = self.loop.call_later(CLOSE_S, self._check_reading)
+        self.reads = True
+
+    def _check_reading(self) -> None:
+        if self.pays():
+            self._await_reading()
+        else:
+            self.wire.abort()
+
     def _head_came(self) -> None:
         if self.heads:
             self._stop_timer()
@@ -270,7 +290,7 @@ class Protocol(H11Protocol):
         self.timer = self.loop.call_later(seconds, self.wire.abort)
 
     def _stop_timer(self) -> None:
-        self.heads = False
+        self.heads = self.reads = False
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None

@@ -9,6 +9,8 @@ each other, and neither the idle connections of a client library nor clients tha
 counts from the beginning of the debt, or from the last `INSTALMENT` of it that was paid: an upload that goes on is
 younger than one that stands still.
 
+Of bodies, which take memory, there is a limit to how many are owed at a time (`MOST_BODIES`).
+
 Each debt also has a limit in seconds, room or not: see `docs/RELIABILITY.md`.
 """
 
@@ -20,6 +22,7 @@ from typing import Generic, TypeVar
 from attrs import define, field
 
 INSTALMENT = 1 << 16  # bytes of a body, or of an answer, that make its connection young again
+MOST_BODIES = 2048  # 160 KiB of memory each, where 64 KiB of it have come and no more comes: 320 MiB
 
 C = TypeVar("C")
 
@@ -74,6 +77,11 @@ class DebtLedger(Generic[C]):
     def knows(self, connection: C) -> bool:
         """Return whether the connection is open."""
         return connection in self._debts
+
+    def beyond(self, debt: Debt, most: int) -> C | None:
+        """Return the oldest connection with this debt, if more than `most` have it."""
+        line = self._lines[debt]
+        return next(iter(line)) if len(line) > most else None
 
     def oldest(self) -> tuple[C, float] | None:
         """Return the connection that goes first, and when its debt began. None: every one is being answered."""

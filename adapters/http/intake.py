@@ -6,9 +6,9 @@ beyond the limit, so bodies that are all half there never wait for each other; a
 too slowly to be worth its room loses it.
 
 The arithmetic: `ROOM` bodies of the largest size and the one that goes on, 160 MiB at the default `--max-body` of 32.
-The first `SMALL` bytes of each need no room, so that ordinary requests never wait here: 256 MiB, if each of 4,096
-connections sends as much. What has come from a connection that is not read is 0.4 MiB at most, in asyncio and h11; at
-most `LINE` of them wait: 100 MiB.
+The first `SMALL` bytes of each need no room, so that ordinary requests never wait here: 128 MiB, if each of the 2,048
+connections that may owe a body (`debts.py`) has sent as much. What has come from a connection that is not read is 0.4
+MiB at most, in asyncio and h11; at most `LINE` of them wait: 100 MiB.
 """
 
 from __future__ import annotations

@@ -127,6 +127,15 @@ async def test_of_connections_that_owe_a_body_the_oldest_go_and_are_told(narrow:
             assert len(narrow.serving.connections) == PLACES
 
 
+async def test_only_so_many_bodies_are_owed_at_a_time(narrow: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("adapters.http.debts.MOST_BODIES", 3)
+    async with AsyncExitStack() as stack:
+        with anyio.fail_after(60):
+            streams = await opened(stack, narrow, 5, OWES_A_BODY)
+            assert [status(await answer(stream)) for stream in streams[:2]] == [408, 408]
+            await until(lambda: len(narrow.serving.connections) == 3)
+
+
 async def test_an_idle_connection_is_not_closed_for_those_that_hold_bodies(narrow: Site) -> None:
     async with await connect(narrow) as kept, AsyncExitStack() as stack:
         with anyio.fail_after(60):
