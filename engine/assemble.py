@@ -68,7 +68,7 @@ async def engine(
     """
     metrics = Metrics()
     metrics.watch_damage(lambda: live().get("damaged", {}))
-    meter, misses = Meter(metrics.stage), Misses({} if transfer is None else transfer.lookup.diverged)
+    meter, misses = Meter(metrics.stage), Misses({} if transfer is None else transfer.lookup.diverged, settings)
 
     def observe(envelope: Envelope, outs: tuple[Out, ...], before: World, after: World) -> None:
         meter.observe(envelope, outs, before, after)

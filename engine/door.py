@@ -8,14 +8,15 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import anyio
-from attrs import asdict, define, field
+from attrs import asdict, define, evolve, field
 
 from effects.ids import RequestId
 from effects.job import Job, Report
 from effects.ports import Activity, CancelReason, Closed, Divergence, Message, Status, Takes
 from effects.scope import parse
 from effects.stream import CloseStream, EmitTokens, ReportProgress
-from engine.meter import STAGES, Meter
+from engine.meter import Meter, stage_of
+from engine.misses import miss_of
 from engine.prefill_log import PrefillLog
 from engine.runner import Runner
 from engine.showing import Past, kv_pages, running, slot_status
@@ -111,9 +112,11 @@ class EngineDoor:
     def close_stream(self, request: RequestId, effect: CloseStream) -> None:
         self.prefill.ended(request)
         diverged = self.missed(request, effect.report)
-        closed = Closed(effect.finish, effect.report, effect.detail, self.meter.closed(request), diverged)
-        if effect.report.cache.scope:
-            log.info("request %d: %s", request, described(effect.report, self.live()), extra={"request": request})
+        miss = miss_of(effect.report, diverged, self.runner.world.settings)
+        report = evolve(effect.report, miss=miss)
+        closed = Closed(effect.finish, report, effect.detail, self.meter.closed(request), diverged)
+        if report.cache.scope:
+            log.info("request %d: %s", request, described(report, self.live()), extra={"request": request})
         self._tickets.pop(request).put(closed)
         self.past.closed(request, closed)
         self.closed(closed)
@@ -144,7 +147,7 @@ class EngineDoor:
                 "kv_pages": kv_pages(world),
                 "rates_ns": asdict(world.rates),
                 "runtime": {"draft_residency": residency.shown(world.models, world.settings, held(live))},
-                "requests": dict(Counter(STAGES[type(state)] for state in world.requests.values())),
+                "requests": dict(Counter(stage_of(state, world) for state in world.requests.values())),
             },
         )
 

@@ -9,6 +9,7 @@ from attrs import define, field
 
 from effects.ids import RequestId
 from effects.ports import MOST_RECENT, Stage
+from effects.residency import LoadModel, UnloadModel
 from engine.runner import Envelope
 from states import life
 from states.world import Out, World
@@ -30,6 +31,29 @@ STAGES: Mapping[type[life.State], Stage] = {
     life.Yielding: "Yielding",
 }
 """What is told of each state that a request can be seen in; `New` and `Done` are left within the fold."""
+BEHIND: Mapping[type[life.State], tuple[LoadModel | UnloadModel, Stage]] = {
+    life.Fetching: (LoadModel("drafter"), "Compressing"),
+    life.Releasing: (UnloadModel("drafter"), "Prefilling"),
+    life.Unparking: (LoadModel("draft"), "Prefilling"),
+}
+"""States in which weights are to be moved: the move, and what it is for."""
+
+
+def stage_of(state: life.State, world: World) -> Stage:
+    """Return the stage that is told of a request in this state.
+
+    A move of weights waits for its lane as other work does, and often there is nothing to move. Until the lane carries
+    such a move out, the request waits for the work behind it, and that is what is told.
+    """
+    if type(state) not in BEHIND:
+        return STAGES[type(state)]
+    move, behind = BEHIND[type(state)]
+    running = [ask.effect for lane in world.lanes.values() for ask in lane.running]
+    if any(type(one) is type(move) and one.name == move.name for one in running):
+        return STAGES[type(state)]
+    if isinstance(state, life.Unparking) and state.seat.valid >= state.prompt.target:
+        return "Speculating"
+    return behind
 
 
 @define
@@ -46,8 +70,8 @@ class Meter:
         """One event moves others, too: who is admitted by another's leaving, who was only waiting for a model."""
         self._now_ns = envelope.at_ns
         for request, state in after.requests.items():
-            if before.requests.get(request) is not state:
-                self.enter(request, STAGES[type(state)])
+            if before.requests.get(request) is not state or type(state) in BEHIND:
+                self.enter(request, stage_of(state, after))
         for request in before.requests:
             if request not in after.requests:
                 self.enter(request, None)

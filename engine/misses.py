@@ -16,8 +16,11 @@ from effects.job import Report
 from effects.ports import DIVERGED, Divergence
 from effects.prefill import OpenSlot
 from states.sequences import alike, whole_blocks
+from states.settings import Settings
 from states.slots import resident, whose
 from states.world import Out, World
+
+ABSENT = frozenset(("empty_store", "nothing_shared_on_device", "too_short"))  # said of what a tier has not got
 
 
 @define
@@ -25,6 +28,7 @@ class Misses:
     """stored: what lookups have found, by request; taken from there when it is told."""
 
     stored: MutableMapping[RequestId, Divergence]
+    settings: Settings
     _slots: dict[RequestId, Divergence | None] = field(factory=dict[RequestId, "Divergence | None"])  # of live requests
 
     def observe(self, outs: tuple[Out, ...], before: World) -> None:
@@ -37,10 +41,39 @@ class Misses:
     def told(self, request: RequestId, report: Report) -> Divergence | None:
         """At its end. What was found short of the rows that were restored in the end is no miss."""
         found = [self._slots.pop(request, None), self.stored.pop(request, None)]
-        if report.compression is not None and not report.compression.why_not:
+        if is_compressed(report):
             return None  # places are those of another prompt
+        if has_all(report, self.settings):
+            return None
         there = [one for one in found if one is not None and one.at >= report.restored_tokens]
         return max(there, key=lambda one: one.at, default=None)
+
+
+def is_compressed(report: Report) -> bool:
+    return report.compression is not None and not report.compression.why_not
+
+
+def has_all(report: Report, settings: Settings) -> bool:
+    """Were all rows there that can be restored of such a prompt, and any? Its last token is always computed."""
+    return 0 < report.restored_tokens >= whole_blocks(settings, report.prompt_tokens - 1)
+
+
+def miss_of(report: Report, diverged: Divergence | None, settings: Settings) -> str:
+    """Return why not more of a prompt was restored; nothing, where nothing was missed.
+
+    The core tells what the last tier said that was asked. What that has not got is no miss where another tier had it,
+    and neither is what the prompt goes on with behind everything that is kept.
+    """
+    reason, _, number = report.miss.partition(":")
+    if is_compressed(report):
+        return report.miss
+    if has_all(report, settings):
+        return ""
+    if reason in ABSENT and diverged is not None:
+        return f"diverged_at:{diverged.at}"
+    if report.restored_tokens and (reason in ABSENT or (number and int(number) <= report.restored_tokens)):
+        return "" if diverged is None else f"diverged_at:{diverged.at}"
+    return report.miss
 
 
 def in_slots(opening: OpenSlot, world: World) -> Divergence | None:

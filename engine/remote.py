@@ -135,7 +135,7 @@ def placement(parts: Sequence[Shard]) -> str:
 
 
 def shown(part: Shard) -> Mapping[str, Any]:
-    """For /props. error: what the last loss of it was."""
+    """For /props. error: why it is gone, while it is."""
     remote = part.peer if isinstance(part, RemoteShard) else None
     return {
         "layers": [part.layers.start, part.layers.stop],

@@ -59,7 +59,7 @@ from engine.watch_shards import ShardWatch
 
 log = logging.getLogger("rekindle")
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
-FILES = 4096  # descriptors: 1,024 connections, and the files of cache and checkpoint
+FILES = 8192  # descriptors: 4,096 connections, and the files of cache and checkpoint
 RESPONSES, TURNS, FROZEN = "responses", "turns", "frozen"  # folders in that of the cache
 LATE_S = 0.8  # after the grace period, for everything to be closed
 WRITING_S = 0.2  # what has been answered is still being written: let it, for a moment

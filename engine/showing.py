@@ -11,14 +11,14 @@ from attrs import define, evolve, field
 
 from effects.ids import RequestId
 from effects.ports import MOST_RECENT, MOST_RUNNING, Closed, PastRequest, RequestStatus, SlotStatus, Stage, Totals
-from engine.meter import STAGES, Meter
+from engine.meter import Meter, stage_of
 from states import life, pages
 from states.slots import Slot
 from states.world import World
 
 
 def slot_status(number: int, slot: Slot, world: World) -> SlotStatus:
-    state = None if slot.holder is None else STAGES[type(world.requests[slot.holder])]
+    state = None if slot.holder is None else stage_of(world.requests[slot.holder], world)
     busy = slot.holder is not None
     return SlotStatus(id=number, is_processing=busy, request=slot.holder, state=state, kept_tokens=len(slot.tokens))
 
@@ -40,11 +40,15 @@ def running(world: World, meter: Meter, now_ns: int) -> tuple[RequestStatus, ...
     waiting = (one for one in world.requests.items() if isinstance(one[1], life.Waiting))
     shown = [*islice(seated, MOST_RUNNING)]
     shown += islice(waiting, MOST_RUNNING - len(shown))
-    return tuple(request_status(request, state, meter.stages_ms(request, now_ns)) for request, state in shown)
+    return tuple(
+        request_status(request, state, stage_of(state, world), meter.stages_ms(request, now_ns))
+        for request, state in shown
+    )
 
 
-def request_status(request: RequestId, state: life.State, stages_ms: Mapping[Stage, float]) -> RequestStatus:
-    stage = STAGES[type(state)]
+def request_status(
+    request: RequestId, state: life.State, stage: Stage, stages_ms: Mapping[Stage, float]
+) -> RequestStatus:
     if isinstance(state, life.Waiting):
         return RequestStatus(request, stage, stages_ms, len(state.prompt.tokens), 0, 0, "none")
     assert not isinstance(state, life.New | life.Done), "left within the fold"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import socket
 
-BACKLOG = 2048  # connections that the kernel keeps for us; it may keep fewer
+# Connections that the kernel keeps for us; it keeps no more than net.core.somaxconn, 4,096 by default. A client that
+# finds the line full tries again after 1 s at the earliest.
+BACKLOG = 8192
 
 
 def bind(host: str, port: int) -> socket.socket:

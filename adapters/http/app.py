@@ -49,7 +49,7 @@ from adapters.http.page.events import Listener, Watch
 from adapters.http.prompts import rendered
 from adapters.http.recollection import Recollection
 from adapters.http.reply import Reply
-from adapters.http.retry import Turnover
+from adapters.http.retry import Preparing, Turnover
 from adapters.http.run import Ended
 from adapters.http.sampling import default_settings
 from adapters.http.shape import new_id
@@ -127,11 +127,13 @@ class Edge:
     turnover: Turnover = field(factory=Turnover)
     missed: MissLog = field(factory=MissLog)
     sessions: Sessions = field(factory=Sessions)
+    preparing: Preparing = field(init=False)
     intake: Intake = field(init=False)
     kept: KeptResponses = field(init=False)
     watch: Watch = field(init=False)
 
     def __attrs_post_init__(self) -> None:
+        self.preparing = Preparing(self.options.max_jobs)
         self.kept = KeptResponses(self.archive, self.options)
         self.watch = Watch(self._told, self.options)
         self.intake = Intake(ROOM * self.options.max_body, self.options.retry_after_s)
@@ -160,7 +162,8 @@ class Edge:
 
     async def generate(self, api: Api, request: Request) -> Reply:
         async with self._ready(request) as fields:
-            asked = await api.read(fields, self.options, self.text, self._asker(request))
+            with self.preparing.one(self._retry_after):
+                asked = await api.read(fields, self.options, self.text, self._asker(request))
         # its body takes no room any more while it waits in another line
         asked = await self._held(asked, request)
         owner = request.scope.get(CALLER, "")
@@ -215,9 +218,12 @@ class Edge:
         if takes == "draining":
             raise unavailable(SHUTTING_DOWN, self.options.retry_after_s)
         if takes == "queue_full":
-            raise queue_full(self.turnover.retry_after(self.door.status()))
+            raise queue_full(self._retry_after())
         async with self._reading(request) as fields:
             yield fields
+
+    def _retry_after(self) -> int:
+        return self.turnover.retry_after(self.door.status())
 
     def _reading(self, request: Request) -> AbstractAsyncContextManager[Fields]:
         return reading(request, self.options, self.intake)

@@ -14,6 +14,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from adapters.http.census import censuses
+from adapters.http.connection import ANNOUNCED
 from adapters.http.errors import ApiError, invalid
 from adapters.http.fields import Fields
 from adapters.http.intake import CLOSE, SMALL, Body, Intake, too_slow
@@ -82,11 +83,12 @@ async def read_bytes(request: Request, options: EdgeOptions, intake: Intake, bod
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > options.max_body:
         raise too_large
+    announced = request.scope.get(ANNOUNCED, int)
     raw = bytearray()
     try:
         with body.scope:
-            async for part in request.stream():
-                if len(raw) + len(part) > options.max_body:
+            async for part in parts(request):
+                if max(len(raw) + len(part), announced()) > options.max_body:
                     raise too_large
                 await intake.grow(body, len(part))
                 raw += part
@@ -96,6 +98,17 @@ async def read_bytes(request: Request, options: EdgeOptions, intake: Intake, bod
         raise too_slow(body, options.body_timeout_s)
     intake.arrived(body)
     return raw
+
+
+async def parts(request: Request) -> AsyncIterator[bytes]:
+    """As `Request.stream`, but empty parts are told, too: more was announced, and nothing of it has come."""
+    more = True
+    while more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        more = message.get("more_body", False)
+        yield message.get("body", b"")
 
 
 def parse(raw: bytes | bytearray) -> Any:

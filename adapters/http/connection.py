@@ -2,8 +2,11 @@
 
 uvicorn waits for ever for a request's head, and for the rest of a body that nobody wants. Here
 * a head must be complete within `header_timeout_s`, the first one and every later one;
+* what a connection owes the server is in a ledger (`debts.py`), so that one that owes something can make room;
 * what still comes of a body when its answer is out is thrown away, so much of it and so long, and then the connection
   ends. Closed at once, with bytes unread, it would be reset, and a client that is still sending might never see why;
+* requests that a client has sent ahead of their answers (pipelining) begin one in a turn of the loop, all connections
+  together, so that a client that sends many of them delays itself;
 * an application can drop a connection whose client does not read (`scope[ABORT]`), and one that is closed is gone
   within a time, read or not.
 """
@@ -11,37 +14,87 @@ uvicorn waits for ever for a request's head, and for the rest of a body that nob
 from __future__ import annotations
 
 import json
-from asyncio import TimerHandle, Transport
+from asyncio import TimerHandle, Transport, get_running_loop
+from collections import deque
+from collections.abc import Callable
 from typing import Any, cast
 
 import anyio
 import h11
+from attrs import define, field
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from adapters.http import debts
+from adapters.http.debts import INSTALMENT, Debt, DebtLedger
+from adapters.http.framing import StrictReceiveBuffer
+
 ABORT = "rekindle.abort"  # in a scope, where the server can: drops the connection without waiting for its client
+ANNOUNCED = "rekindle.announced"  # in a scope: how many bytes the chunks of its body have announced so far
 STOPPING = "rekindle.stopping"  # in a scope: an event that is set when the server stops, for answers without an end
 DRAIN_BYTES = 64 << 20  # thrown away of one body: twice what --max-body is by default
 CLOSE_S = 60.0  # that a client may take for the last of its answer
+
+
+def plain_error(status: str, kind: str, code: str, message: str, *more: str) -> bytes:
+    """A whole answer that is an error, for where no application can be asked for one. more: headers of it."""
+    body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}})
+    lines = f"HTTP/1.1 {status}", "content-type: application/json", "connection: close", *more
+    return "\r\n".join((*lines, f"content-length: {len(body)}", "", body)).encode()
+
+
+LATE = "The rest of the body did not come while other connections waited for room."
+LATE_BODY = plain_error("408 Request Timeout", "invalid_request_error", "body_timeout", LATE, "retry-after: 1")
+
+
+@define(eq=False)
+class PacedCalls:
+    """Calls that are made one in each turn of the event loop, in the order in which they were put in."""
+
+    _line: deque[Callable[[], None]] = field(factory=deque)
+
+    def put(self, call: Callable[[], None]) -> None:
+        self._line.append(call)
+        if len(self._line) == 1:
+            get_running_loop().call_soon(self._run)
+
+    def _run(self) -> None:
+        try:
+            self._line[0]()
+        finally:
+            self._line.popleft()
+            if self._line:
+                get_running_loop().call_soon(self._run)
 
 
 class Protocol(H11Protocol):
     header_timeout_s: float = 10
     drain_s: float = 10
     stopping: anyio.Event
+    ledger: DebtLedger[Protocol]
+    turns: PacedCalls
     timer: TimerHandle | None = None  # for a head, for the end of a body, or for the end of the connection
     heads: bool = False  # it is a head that the timer is for
+    reads: bool = False  # it is for the reading of an answer that is written
     drained: int | None = None  # bytes of a body that nobody wants; None: somebody does
     half_closed: bool = False
-    since: float = 0  # when it last began to wait for a request
+    ending: bool = False  # an answer ends at this moment
+    queued: bool = False  # its next request is there, and waits for its turn
+    read_paused: bool = False  # the server does not read what comes: it is its own turn
+    announcing: object = None  # the request whose chunks are counted
+    announced: int = 0
+    unpaid: int = 0  # bytes of a body that came since its debt was renewed; of an answer, bytes that were unread then
     wire: Transport
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         inner: Any = self.app
+        self.conn._receive_buffer = StrictReceiveBuffer(self._announce)  # noqa: SLF001 - h11 has no option for it
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             scope[ABORT], scope[STOPPING] = self.wire.abort, self.stopping
+            cycle = self.cycle
+            scope[ANNOUNCED] = lambda: self.announced if self.cycle is cycle else 0
             await inner(scope, receive, send)
 
         self.app = app
@@ -52,15 +105,82 @@ class Protocol(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
-        self.wire, self.since = transport, self.loop.time()
+        self.wire = transport
         super().connection_made(cast("Transport", Closing(self)))
         self._await_head()
+        self.ledger.add(self, Debt.HEAD, self.loop.time())
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self.ledger.remove(self)
         super().connection_lost(exc)
 
+    # -- what it owes
+
+    def record_debt(self) -> None:
+        self.ledger.record(self, self._debt(), self.loop.time())
+        if (oldest := self.ledger.beyond(Debt.BODY, debts.MOST_BODIES)) is not None:
+            oldest.evict()
+
+    def _debt(self) -> Debt | None:
+        if self.half_closed or self.drained is not None or self.wire.is_closing():
+            return Debt.CLOSING
+        if self.flow.write_paused:
+            return Debt.READING
+        if self.waiting:
+            return Debt.HEAD if self.heads else Debt.REQUEST
+        if self.conn.their_state is h11.SEND_BODY and not self.read_paused:
+            return Debt.BODY
+        return None
+
+    def pays(self) -> bool:
+        """Has its client read an instalment of the answer since this was asked last?"""
+        left, before = self.wire.get_write_buffer_size(), self.unpaid
+        if not self.flow.write_paused or left > before - INSTALMENT:
+            return False
+        self.unpaid = left
+        return True
+
+    def evict(self) -> None:
+        """Make room for another connection, at once. A client that is sending a body is told."""
+        if self._debt() is Debt.BODY and not self.cycle.response_started:
+            self.wire.write(LATE_BODY)
+        self.ledger.remove(self)
+        self.wire.abort()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.unpaid = self.wire.get_write_buffer_size()
+        self.record_debt()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.unpaid = 0
+        if self.reads:
+            self._stop_timer()
+        self.record_debt()
+
+    # -- what comes
+
+    def _announce(self, size: int) -> None:
+        """A chunk of so many bytes begins. Whoever reads the body is woken, whether or not a byte of it is there."""
+        if self.announcing is not self.cycle:
+            self.announcing = self.cycle
+            self.announced = 0
+        self.announced += size
+        self.cycle.message_event.set()
+
     def data_received(self, data: bytes) -> None:
+        self._take(data)
+        self.record_debt()
+        if not self.flow.write_paused:
+            self.unpaid += len(data)
+            if self.unpaid >= INSTALMENT:
+                self.unpaid = 0
+                if self._debt() is Debt.BODY:
+                    self.ledger.renew(self, self.loop.time())
+
+    def _take(self, data: bytes) -> None:
         if self.drained is not None:
             self.drained += len(data)
             if self.drained > DRAIN_BYTES:
@@ -81,12 +201,38 @@ class Protocol(H11Protocol):
             self._await_head()  # the beginning of a further request
 
     def on_response_complete(self) -> None:
-        self.since = self.loop.time()
+        self.ending = True
         super().on_response_complete()
-        if self.half_closed or self.wire.is_closing():
+        self.ending = False
+        self._go_on()
+
+    def handle_events(self) -> None:
+        if self.ending and self.conn.trailing_data[0]:
+            self.queued = True
+            self.flow.pause_reading()
+            self.turns.put(self._next_request)
+        else:
+            super().handle_events()
+
+    def _next_request(self) -> None:
+        self.queued = False
+        if not self.half_closed and not self.wire.is_closing():
+            self.flow.resume_reading()
+            super().handle_events()
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """An answer has ended, or the request behind it begins."""
+        self._wait_for_client()
+        self.record_debt()
+
+    def _wait_for_client(self) -> None:
+        if self.half_closed or self.wire.is_closing() or self.queued:
             return
         if self.conn.their_state is h11.SEND_BODY and self.waiting:
             self._drain()
+        elif self.flow.write_paused and self.waiting:
+            self._await_reading()
         elif self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
             self._await_head()
 
@@ -113,6 +259,7 @@ class Protocol(H11Protocol):
         else:
             self.wire.close()
             self._start_timer(CLOSE_S)
+        self.record_debt()
 
     def _drain(self) -> None:
         self.drained = self.drained or 0
@@ -121,6 +268,18 @@ class Protocol(H11Protocol):
     def _await_head(self) -> None:
         self._start_timer(self.header_timeout_s)
         self.heads = True
+
+    def _await_reading(self) -> None:
+        """Of an answer that is written as a whole. Who writes one piece by piece watches the time itself."""
+        self._stop_timer()
+        self.timer = self.loop.call_later(CLOSE_S, self._check_reading)
+        self.reads = True
+
+    def _check_reading(self) -> None:
+        if self.pays():
+            self._await_reading()
+        else:
+            self.wire.abort()
 
     def _head_came(self) -> None:
         if self.heads:
@@ -131,7 +290,7 @@ class Protocol(H11Protocol):
         self.timer = self.loop.call_later(seconds, self.wire.abort)
 
     def _stop_timer(self) -> None:
-        self.heads = False
+        self.heads = self.reads = False
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
@@ -166,6 +325,16 @@ class Closing:
 
     def close(self) -> None:
         self._protocol.close()
+
+    def pause_reading(self) -> None:
+        self._protocol.read_paused = True
+        self._protocol.wire.pause_reading()
+        self._protocol.record_debt()
+
+    def resume_reading(self) -> None:
+        self._protocol.read_paused = False
+        self._protocol.wire.resume_reading()
+        self._protocol.record_debt()
 
     def is_closing(self) -> bool:
         return self._protocol.half_closed or self._protocol.wire.is_closing()

@@ -6,8 +6,9 @@ beyond the limit, so bodies that are all half there never wait for each other; a
 too slowly to be worth its room loses it.
 
 The arithmetic: `ROOM` bodies of the largest size and the one that goes on, 160 MiB at the default `--max-body` of 32.
-The first `SMALL` bytes of each need no room, so that ordinary requests never wait here: 64 MiB, if each of 1,024
-connections sends as much. What has come from a connection that is not read is 0.4 MiB at most, in asyncio and h11.
+The first `SMALL` bytes of each need no room, so that ordinary requests never wait here: 128 MiB, if each of the 2,048
+connections that may owe a body (`debts.py`) has sent as much. What has come from a connection that is not read is 0.4
+MiB at most, in asyncio and h11; at most `LINE` of them wait: 100 MiB.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ ROOM = 4  # of the largest bodies
 SMALL = 1 << 16
 PIECE = 1 << 18  # bytes that must come ...
 STALL_S = 1.0  # ... within this, where others wait for the room
+LINE = 256  # bodies that may wait
 WAIT_S = 10.0  # that a body may wait, in all
 LOOK_S = 0.1  # how often the first in the line looks for one that stalls
 CLOSE = {"connection": "close"}  # what else comes of the body is not read
@@ -87,6 +89,8 @@ class Intake:
         if body is self._beyond or (not self.line and self._fits(body)):
             self._take(body)
             return
+        if len(self.line) >= LINE:
+            raise self._no_room()
         body.waits = admitted = anyio.Event()
         self.line.append(body)
         self._admit()
@@ -115,9 +119,12 @@ class Intake:
                 self.line.remove(body)
                 body.waits = None
         if not admitted.is_set():
-            error = unavailable("Too many large bodies at a time. Try again in a moment.", self.retry_after_s)
-            error.headers = {**error.headers, **CLOSE}
-            raise error
+            raise self._no_room()
+
+    def _no_room(self) -> ApiError:
+        error = unavailable("Too many large bodies at a time. Try again in a moment.", self.retry_after_s)
+        error.headers = {**error.headers, **CLOSE}
+        return error
 
     def _fits(self, body: Body) -> bool:
         return self.held + body.wants() <= self.most

@@ -9,7 +9,7 @@ import anyio
 
 from adapters.http.api import Asked
 from adapters.http.controls import Controls
-from adapters.http.errors import ApiError, far_too_long, invalid, left
+from adapters.http.errors import ApiError, far_too_long, invalid, left, unavailable
 from adapters.http.fields import Fields
 from adapters.http.options import EdgeOptions
 from adapters.http.turn_memory import AskedTurn, OwnTurns
@@ -17,7 +17,7 @@ from adapters.text.answer.reader import NONE
 from adapters.text.conversation import Conversation
 from adapters.text.pieces import size_of
 from adapters.text.stabilize import stabilized
-from adapters.text.template import Rendered, TemplateFailed, TemplateRefused
+from adapters.text.template import Rendered, TemplateFailed, TemplateLate, TemplateRefused
 from adapters.text.text import ChatPrompt, Text
 from adapters.text.tokenizer import GaveUp, Gone, TooLong
 
@@ -52,7 +52,7 @@ async def chat_prompt(
     turns: OwnTurns,
     path: str = "$.messages",
 ) -> ChatPrompt:
-    """Raises ApiError 400 where the conversation is too long or the template refuses it, 500 where it fails.
+    """Raises ApiError 400 where the conversation is too long, or the template refuses it or fails with it.
 
     turns: what the caller's answers were made of.  path: of the messages in the body.
     """
@@ -121,10 +121,12 @@ async def told(work: Awaitable[T], path: str) -> T:
     except TemplateRefused as error:
         message = f"the model's chat template refuses them: {error}"[:500]
         raise invalid(path, message, "template_refused") from error
+    except TemplateLate as error:
+        raise unavailable(f"The server is too busy: {error}"[:500], 1) from error
     except TemplateFailed as error:
-        no_retry = {"x-should-retry": "false"}
-        message = f"The checkpoint's chat template failed: {error}"[:500]
-        raise ApiError(500, message, "template_error", code="template_error", headers=no_retry) from error
+        no_retry = {"x-should-retry": "false"}  # it would fail again
+        message = f"{path}: the checkpoint's chat template failed with this conversation: {error}"[:500]
+        raise ApiError(400, message, "template_error", path, "template_error", headers=no_retry) from error
 
 
 def refuse_values(conversation: Conversation, path: str) -> None:

@@ -1,11 +1,14 @@
-"""When to come again: told to whoever found the queue full."""
+"""Whoever finds the queue full, or too many before it on their way there, is told when to come again."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from attrs import define
 
+from adapters.http.errors import queue_full
 from effects.ports import QUEUE_STAGES, Closed, Status
 
 MOST_S = 60  # OpenAI's clients do not believe more, and come again after half a second
@@ -29,3 +32,24 @@ class Turnover:
 
     def retry_after(self, status: Status) -> int:
         return retry_after(status.queue, len(status.slots), self.seconds or 0)
+
+
+@define
+class Preparing:
+    """Requests whose prompt is being made of their body. More of them than slots and queue hold (`most`) could not all
+    be put in, and tokenizing those would keep everybody else waiting.
+    """
+
+    most: int
+    count: int = 0
+
+    @contextmanager
+    def one(self, retry_after: Callable[[], int]) -> Iterator[None]:
+        """Raises ApiError 429 where there are too many."""
+        if self.count >= self.most:
+            raise queue_full(retry_after())
+        self.count += 1
+        try:
+            yield
+        finally:
+            self.count -= 1

@@ -15,8 +15,11 @@ from starlette.types import ASGIApp
 
 from adapters.http.accept import Acceptor
 from adapters.http.address import BACKLOG, bind
-from adapters.http.connection import Protocol
+from adapters.http.connection import PacedCalls, Protocol
+from adapters.http.debts import DebtLedger
 from adapters.http.guard import MAX_HEAD_BYTES
+
+MOST_CONNECTIONS = 4096  # 10 KiB each while they wait for a request, 25 KiB with one: 100 MiB
 
 
 @define(eq=False)
@@ -49,7 +52,7 @@ async def serve(
     header_timeout_s: float = 10,
     drain_s: float = 10,
     keep_alive_s: float = 75,
-    max_connections: int = 1024,
+    max_connections: int = MOST_CONNECTIONS,
     grace_s: float | None = None,
 ) -> None:
     """Serve until `Serving.stop` is called. Port 0 takes a free one. Signals are left to the caller.
@@ -60,11 +63,13 @@ async def serve(
     """
     listener = bind(host, port)
     stopping = anyio.Event()
+    ledger = DebtLedger[Protocol]()
     limits = {"header_timeout_s": header_timeout_s, "drain_s": drain_s, "stopping": stopping}
+    shared = {"ledger": ledger, "turns": PacedCalls()}
     config = uvicorn.Config(
         app,
         loop="none",
-        http=type("LimitedProtocol", (Protocol,), limits),
+        http=type("LimitedProtocol", (Protocol,), {**limits, **shared}),
         ws="none",
         lifespan="on",
         log_config=None,
@@ -77,7 +82,7 @@ async def serve(
         backlog=BACKLOG,
     )
     server = Server(config)
-    server.listener, server.max_connections = listener, max_connections
+    server.listener, server.max_connections, server.ledger = listener, max_connections, ledger
     bound_host, bound_port = listener.getsockname()[:2]
     serving = Serving(bound_host, bound_port, server, stopping)
     server.tell = lambda: on_listening(serving)
@@ -95,6 +100,7 @@ class Server(uvicorn.Server):
 
     listener: socket.socket
     max_connections: int
+    ledger: DebtLedger[Protocol]
     tell: Callable[[], None]
 
     @contextmanager
@@ -110,8 +116,7 @@ class Server(uvicorn.Server):
         def make() -> Protocol:
             return made(self.config, self.server_state, self.lifespan.state, loop)
 
-        connections = cast("set[Protocol]", self.server_state.connections)
-        acceptor = Acceptor(self.listener, make, connections, self.max_connections)
+        acceptor = Acceptor(self.listener, make, self.ledger, self.max_connections)
         acceptor.start()
         self.servers = [acceptor]  # type: ignore[list-item]
         self.started = True

@@ -50,8 +50,8 @@ PAUSE_SHARE = 50  # times as long as a try took: a port where nobody listens say
 @define(eq=False)
 class Peer:
     """Everything is asked by one thread at a time. pause_s: after it could not be had again, everybody is told at once
-    for so long, or less where it took no time to find that out. error: the last one. gone: why it is not there now;
-    empty while it is. restarts: times that it was had anew.
+    for so long, or less where it took no time to find that out. error, gone: why it is not there now; empty while it is.
+    restarts: times that it was had anew.
 
     hops, hop_ns: of forwards, the time that was not computing there. waits: whoever asks when it is gone waits until it
     is had anew; else that is for somebody who calls `again`.
@@ -272,8 +272,9 @@ class Peer:
             now = time.monotonic()
             self._refused_until = now + min(self.pause_s, PAUSE_SHARE * (now - began))
             raise RowsLost((), self._gone(error)) from error  # what there was is lost already
-        self._channel, self._opening = channel, None
-        self.gone = ""
+        self._channel = channel
+        self._opening = None
+        self.error = self.gone = ""
         self.restarts += 1
         log.warning("shard %s is there again after %.1f s", self.dial.name, time.monotonic() - began)
         return channel

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from attrs import define, field, frozen
 
 from adapters.checkpoint.errors import CheckpointError
-from adapters.text.worker import Confined, WorkFailed
+from adapters.text.worker import Confined, WorkFailed, WorkLate
 from effects.ids import Tokens
 
 MAX_OWN_CHARS = 1 << 16  # in a prompt that says one word: a system prompt of its own takes a few thousand
@@ -48,7 +48,11 @@ class TemplateRefused(Exception):
 
 
 class TemplateFailed(Exception):
-    """The template took too long, wrote too much, or broke: the checkpoint's to mend."""
+    """The template took too long, wrote nothing or too much, or broke: it would do so again with this conversation."""
+
+
+class TemplateLate(TemplateFailed):
+    """The template did not end, and had not used up its processor time: the machine is too busy."""
 
 
 @define(eq=False)
@@ -89,22 +93,27 @@ class ChatTemplate:
         asked = {"messages": list(messages), "add_generation_prompt": generate, **variables}
         try:
             reply = await self._confined.ask(asked)
+        except WorkLate as failure:
+            raise TemplateLate(f"the chat template {failure}") from None
         except WorkFailed as failure:
             raise TemplateFailed(f"the chat template {failure}") from None
         if reply.get("error") == "refused":
             raise TemplateRefused(reply["message"])
         if "error" in reply:
             raise TemplateFailed(reply["message"])
+        if not reply["ok"]:
+            raise TemplateFailed("the chat template wrote nothing")
         return self._split(reply["ok"])
 
-    async def check(self) -> None:
-        """Render a small conversation. Raises CheckpointError if the template cannot even do that."""
+    async def check(self) -> Rendered:
+        """Return a small conversation, rendered. Raises CheckpointError if the template cannot even do that."""
         try:
             rendered = await self.render([{"role": "user", "content": "Hello"}])
         except (TemplateFailed, TemplateRefused) as error:
             raise CheckpointError(f"the chat template does not work: {error}") from error
         if (length := len(text_of(rendered))) > MAX_OWN_CHARS:
             raise CheckpointError(f"the chat template adds {length} characters to a word; accepted: {MAX_OWN_CHARS}")
+        return rendered
 
     async def aclose(self) -> None:
         """End the worker. The next render starts another."""

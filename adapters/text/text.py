@@ -19,7 +19,7 @@ from adapters.text.cuts import cuts_of
 from adapters.text.grammar import Grammars
 from adapters.text.recall import AnswerOpening, Recall, recaller
 from adapters.text.template import ChatTemplate, Control, Rendered, Spliced, TemplateFailed, TemplateRefused, text_of
-from adapters.text.tokenizer import Gone, Tokenizer
+from adapters.text.tokenizer import Gone, Tokenizer, TokenizerPanicked
 from effects.ids import Tokens
 from effects.job import Sampling
 
@@ -84,7 +84,12 @@ class Text:
         """
         if self.template is None:
             return ("the checkpoint has no chat template: only completions are served",)
-        await self.template.check()
+        try:
+            tokens = await self.tokenizer.encode_rendered(await self.template.check())
+        except TokenizerPanicked as error:
+            raise CheckpointError(f"what the chat template writes cannot be tokenized: {error}") from error
+        if not tokens:
+            raise CheckpointError("the chat template does not work: the tokenizer has no token for what it wrote")
         self.openings = await find_openings(self.template, self.tokenizer)
         self.parts = await reads_only_parts(self.template)
         self.one_system = not await takes_systems(self.template, self.parts)
@@ -121,6 +126,8 @@ class Text:
         if recalled is not None and recalled.known:
             written, remembered = await anyio.to_thread.run_sync(again.spliced, rendered, recalled)
         tokens = await self.tokenizer.encode_rendered(written, most, gone)
+        if not tokens:
+            raise TemplateFailed("the tokenizer has no token for what the chat template wrote")
         cuts, tail = await anyio.to_thread.run_sync(cuts_of, conversation, written, tokens, self.tokenizer)
         answered = recalled is not None and conversation.generate and not conversation.continues
         lead = again.lead(tokens) if answered else None

@@ -105,7 +105,7 @@ class Tokenizer:
     async def encode_rendered(self, rendered: Spliced, most: int | None = None, gone: Gone | None = None) -> Tokens:
         """Encode a rendered conversation, in the same way. most: of the whole."""
         texts = [trimmed(rendered, place) for place, piece in enumerate(rendered) if isinstance(piece, str)]
-        encoded = iter(await self._encode(texts, False, most, gone, opens=isinstance(rendered[0], str)))
+        encoded = iter(await self._encode(texts, False, most, gone, opens=isinstance(next(iter(rendered), None), str)))
         tokens: list[int] = []
         for piece in rendered:
             match piece:

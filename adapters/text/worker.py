@@ -30,6 +30,10 @@ class WorkFailed(Exception):
     """It was not done. The message lacks its subject: "did not end within 30 s"."""
 
 
+class WorkLate(WorkFailed):
+    """It might have been done on a machine that is less busy."""
+
+
 @define(eq=False)
 class Confined:
     """Answers one question after the other. The process starts with the first of them and after a kill.
@@ -75,7 +79,7 @@ class Confined:
                 reply = await worker.ask(frame, self.most)
             answered = True
         except TimeoutError:
-            raise WorkFailed(f"did not end within {seconds} s") from None
+            raise WorkLate(f"did not end within {seconds} s") from None
         except (anyio.EndOfStream, anyio.IncompleteRead, anyio.BrokenResourceError, anyio.ClosedResourceError):
             if await worker.ended() == -signal.SIGPROF:  # `aclose` may have ended it, too
                 raise WorkFailed(f"took more than {self.seconds} s of processor time") from None

@@ -11,7 +11,7 @@ from attrs import frozen
 from engine.human import counted, size
 
 Verdict: TypeAlias = Literal["well", "warning", "fault"]
-FILES = 4096  # descriptors that a server asks for
+FILES = 8192  # descriptors that a server asks for
 SCARCE = 1 << 30  # bytes of memory that should be there for anything to be loaded
 SLOW = 100e6  # bytes a second: a block of a 4B model, 9 MB, takes 0.1 s then, as its 64 tokens do at 700 a second
 
@@ -70,7 +70,7 @@ def files(hard: int | None) -> Finding:
     """None: as many as anybody wants."""
     if hard is not None and hard < FILES:
         remedy = f"`ulimit -Hn {FILES}`, or nofile in /etc/security/limits.conf; with systemd LimitNOFILE={FILES}"
-        return Finding("limits", "warning", f"{hard} open files, so fewer connections than 1,024", remedy)
+        return Finding("limits", "warning", f"{hard} open files, so fewer connections than 4,096", remedy)
     return Finding("limits", "well", f"{'any number of' if hard is None else f'{hard:,}'} open files")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.campaign import decoders, folders, logs, site, stores
+from tests.campaign import connections, decoders, folders, logs, site, stores
 from tests.campaign.case import Kind
 
 STORE = (
@@ -28,6 +28,7 @@ DECODERS = (
 )
 SERVER = (
     Kind("attacks", site.attacks, 40, deadline_s=90, few=12),
+    Kind("crowds", connections.crowds, 4, deadline_s=240, together=20, few=2),
     Kind("bodies", site.bodies, 60),
     Kind("served", site.served, 20, deadline_s=90, together=100, few=8),
 )

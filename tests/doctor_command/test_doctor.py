@@ -40,7 +40,7 @@ DISK = DiskFacts("/kv", free=100 * GIB, kept=GIB, write=1e9, read=1e9)
         (findings.memory(32 * GIB, 1 << 20, None), "warning", ["1.0 MiB", "smaller model"]),
         (findings.files(None), "well", ["any number"]),
         (findings.files(20_000), "well", ["20,000"]),
-        (findings.files(1024), "warning", ["1024", "ulimit -Hn 4096", "LimitNOFILE"]),
+        (findings.files(1024), "warning", ["1024", "ulimit -Hn 8192", "LimitNOFILE"]),
         (findings.device("cpu: AVX2", cuda=False, driver=False), "well", ["cpu: AVX2"]),
         (findings.device("cuda:0: H100", cuda=True, driver=True), "well", ["H100"]),
         (findings.device("cpu: AVX2", cuda=False, driver=True), "warning", ["NVIDIA", "built for CUDA"]),

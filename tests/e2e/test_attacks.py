@@ -33,10 +33,20 @@ ADDED = json.loads((demo.FOLDER / "tokenizer.json").read_text())["added_tokens"]
     ("files", "said"),
     [
         ({"tokenizer_config": {"chat_template": "{{ raise_exception('first\nsecond') }}"}}, "first second"),
+        ({"tokenizer_config": {"chat_template": '{{ "" }}'}}, "wrote nothing"),
+        ({"tokenizer_config": {"chat_template": ""}}, "wrote nothing"),
+        ({"tokenizer_config": {"chat_template": "{% if %}"}}, "the chat template does not work"),
         ({"tokenizer": {"added_tokens": [5]}}, "tokenizer.json"),
         ({"tokenizer": {"added_tokens": [*ADDED, {**ADDED[0], "id": 9999, "content": "<|far|>"}]}}, "vocab_size"),
     ],
-    ids=["a template that fails", "a tokenizer of the wrong shape", "ids that the model does not have"],
+    ids=[
+        "a template that fails",
+        "a template that writes nothing",
+        "an empty template",
+        "a template that is none",
+        "a tokenizer of the wrong shape",
+        "ids that the model does not have",
+    ],
 )
 def test_a_checkpoint_whose_text_cannot_be_served_is_one_line(tmp_path: Path, files: dict[str, Any], said: str) -> None:
     folder = checkpoint(tmp_path / "broken", **files)

@@ -138,7 +138,7 @@ async def engine(
         tasks.start_soon(carry_out)
 
     runner = Runner(begin(settings), Executors({MAIN: submit}, perform, notify), tick, 64)
-    door = EngineDoor(runner, meter, {}, dict, closed.append, Misses({}).told)
+    door = EngineDoor(runner, meter, {}, dict, closed.append, Misses({}, settings).told)
     notify |= {EmitTokens: (door.emit,), ReportProgress: (door.emit,), CloseStream: (door.close_stream,)}
 
     def watch(envelope: Any, outs: Any, before: Any, after: Any) -> None:

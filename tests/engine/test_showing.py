@@ -14,9 +14,10 @@ from effects.job import Job
 from effects.ports import MOST_RECENT, MOST_RUNNING, Activity
 from effects.residency import ModelLoaded
 from engine.door import EngineDoor
-from engine.meter import STAGES, Meter
+from engine.meter import STAGES, Meter, stage_of
 from engine.runner import Envelope
 from engine.showing import running as named
+from engine.showing import slot_status
 from states.events import ForRequest, Submitted
 from states.life import Waiting
 from states.residency import Resolved
@@ -165,3 +166,18 @@ def test_time_is_spent_where_a_request_is_also_when_anothers_event_took_it_there
     assert stages == [["Unparking"], ["Unparking", "Unparking"], ["Prefilling", "Prefilling"]]
     assert meter.stages_ms(one, 9_000_000) == {"Unparking": 2, "Prefilling": 7}
     assert meter.stages_ms(other, 9_000_000) == {"Unparking": 1, "Prefilling": 7}
+
+
+def test_a_request_that_waits_for_the_lane_moves_no_weights() -> None:
+    """One prefills, another has asked for a draft that is there already: what it waits for is the lane."""
+    world, meter = begin(evolve(SETTINGS, block=4)), Meter()
+    one, other = RequestId(1), RequestId(2)
+    job = Job(prompt=PROMPT, max_tokens=5)
+    for seq, event in enumerate([ForRequest(one, Submitted(job)), ForRequest(other, Submitted(job))]):
+        before = world
+        world, outs = advance(before, event)
+        meter.observe(Envelope(seq, 1_000_000 * seq, event), outs, before, world)
+    assert [STAGES[type(state)] for state in world.requests.values()] == ["Prefilling", "Unparking"]
+    assert [stage_of(state, world) for state in world.requests.values()] == ["Prefilling", "Prefilling"]
+    assert meter.stages_ms(other, 9_000_000) == {"Prefilling": 8}
+    assert [slot_status(place, slot, world).state for place, slot in enumerate(world.slots.slots)] == ["Prefilling"] * 2

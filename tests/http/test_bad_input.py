@@ -337,20 +337,46 @@ async def test_a_checkpoint_without_a_template_serves_completions_only(tmp_path:
         assert (await site.complete("x", max_tokens=1)).status_code == 200
 
 
-async def test_a_template_may_refuse_fail_or_hang_and_the_server_goes_on(tmp_path: Any) -> None:
-    source = """{%- set text = messages[0].content %}
+BROKEN_TEMPLATE = """{%- set text = messages[0].content %}
     {%- if text == 'no' %}{{ raise_exception('roles must alternate') }}{% endif %}
     {%- if text == 'bug' %}{{ messages.nothing.at_all }}{% endif %}
     {%- if text == 'hang' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}
-    {{- text }}"""
-    async with served(checkpoint(tmp_path, source)) as site:
-        refused, bug, hang = [await site.chat(text) for text in ("no", "bug", "hang")]
+    {%- if text == 'huge' %}{% for a in range(99999) %}{{ 'x' * 9999 }}{% endfor %}{% endif %}
+    {%- if text == 'hoard' %}{{ ('x' * 30000000000) | length }}{% endif %}
+    {%- if text != 'nothing' %}{{ text }}{% endif %}"""
+
+
+async def test_a_template_may_refuse_fail_or_hang_and_the_server_goes_on(tmp_path: Any) -> None:
+    async with served(checkpoint(tmp_path, BROKEN_TEMPLATE)) as site:
+        refused = await site.chat("no")
         assert refused.status_code == 400
         assert "roles must alternate" in refused.json()["error"]["message"]
-        assert [response.status_code for response in (bug, hang)] == [500, 500]
-        assert bug.json()["error"]["type"] == hang.json()["error"]["type"] == "template_error"
-        assert hang.headers["x-should-retry"] == "false"
+        for text in ("bug", "hang", "huge", "hoard", "nothing"):
+            response = await site.chat(text)
+            assert (text, response.status_code) == (text, 400)
+            error = response.json()["error"]
+            assert (error["type"], error["code"], error["param"]) == ("template_error", "template_error", "$.messages")
+            assert response.headers["x-should-retry"] == "false"
         assert (await site.chat("fine", max_tokens=1)).status_code == 200
+
+
+async def test_a_template_that_writes_nothing_for_a_long_conversation_is_told_in_every_api(tmp_path: Any) -> None:
+    source = "{% if messages|length < 4 %}{% for m in messages %}{{ m.content }}{% endfor %}{% endif %}"
+    said = [{"role": role, "content": "Hello"} for role in ("user", "assistant") * 2] + [
+        {"role": "user", "content": "x"}
+    ]
+    async with served(checkpoint(tmp_path, source)) as site:
+        assert (await site.chat(max_tokens=1)).status_code == 200
+        for path, body in (
+            (PATH, {"messages": said}),
+            ("/apply-template", {"messages": said}),
+            ("/v1/messages", {"messages": said, "max_tokens": 5}),
+            ("/v1/messages/count_tokens", {"messages": said}),
+            ("/v1/responses", {"input": said}),
+        ):
+            response = await site.client.post(path, json=body)
+            assert (path, response.status_code) == (path, 400)
+            assert "wrote nothing" in response.json()["error"]["message"]
 
 
 def checkpoint(folder: Any, template: str | None) -> Any:

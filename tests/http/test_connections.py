@@ -164,18 +164,42 @@ async def test_where_every_connection_is_being_answered_the_next_is_told(
         assert (await site.chat(max_tokens=1)).status_code == 200
 
 
+@pytest.mark.parametrize("closing", [True, False], ids=["to be closed", "kept alive"])
 async def test_an_answer_that_is_not_taken_does_not_keep_its_connection(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, closing: bool
 ) -> None:
-    """All of it is in the server's buffer, and the client asked to be closed after it."""
+    """All of it is in the server's buffer, whether or not the client asked to be closed after it."""
     monkeypatch.setattr("adapters.http.connection.CLOSE_S", 0.3)
     async with served(folder, max_ctx=1 << 20, door={"per_step": 1000}) as site, await connect(site) as stream:
         request = raw_post(chat(logprobs=True, top_logprobs=20, max_tokens=4000))
-        await stream.send(request.replace(b"Host:", b"Connection: close\r\nHost:"))
+        await stream.send(request.replace(b"Host:", b"Connection: close\r\nHost:") if closing else request)
         connections = site.serving.connections
         await until(lambda: connections and next(iter(connections)).cycle)
         await until(lambda: not connections, seconds=20)
         assert site.serving.connections == set()
+
+
+async def test_an_answer_that_is_taken_slowly_keeps_its_connection(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("adapters.http.connection.CLOSE_S", 1.5)
+    async with served(folder, max_ctx=1 << 20, door={"per_step": 1000}) as site, await connect(site) as stream:
+        await stream.send(raw_post(chat(logprobs=True, top_logprobs=20, max_tokens=12_000)))
+        received = bytearray()
+        with anyio.fail_after(60):
+            while len(received) < length(received):
+                received += await stream.receive(1 << 18)
+                await anyio.sleep(0.1)
+        assert len(received) == length(received) > 8 << 20, "more than the sockets hold"
+
+
+def length(received: bytearray) -> int:
+    """Of the whole answer, as its head says; one byte more than there is where that is not there yet."""
+    top, end, _ = bytes(received[:4000]).partition(b"\r\n\r\n")
+    if not end:
+        return len(received) + 1
+    (declared,) = [line for line in top.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+    return len(top) + 4 + int(declared.partition(b":")[2])
 
 
 async def test_a_stop_does_not_wait_for_bodies_that_nobody_wants(folder: Path) -> None:

@@ -315,3 +315,14 @@ async def test_a_template_that_writes_a_book_of_its_own_is_a_broken_checkpoint(m
     template = make("{{ '" + "x" * 900_000 + "' }}{{ messages[0].content }}")
     with pytest.raises(CheckpointError, match="adds 900005 characters"):
         await template.check()
+
+
+NOTHING = ['{{ "" }}', "", "{# nothing #}", "{% if messages|length > 9 %}x{% endif %}", "{% set a = 1 -%}\n"]
+
+
+@pytest.mark.parametrize("source", NOTHING)
+async def test_a_template_that_writes_nothing_does_not_work(make: Make, source: str) -> None:
+    with pytest.raises(CheckpointError, match="the chat template does not work: the chat template wrote nothing"):
+        await make(source).check()
+    with pytest.raises(TemplateFailed, match="wrote nothing"):
+        await rendered(make(source))

@@ -21,7 +21,7 @@ from adapters.http.options import EdgeOptions
 from adapters.http.reply import STREAM_HEADERS
 
 EVERY_S = 0.25  # a look takes 1 ms with 64 requests running: 0.4 % of one core
-MOST_LISTENERS = 32  # pages: of 1,024 connections, and a task each
+MOST_LISTENERS = 32  # pages: of 4,096 connections, and a task each
 COMMENT = b": nothing new\n\n"
 
 
