@@ -16,6 +16,7 @@ from adapters.http.errors import ApiError
 from adapters.http.options import EdgeOptions
 from adapters.http.run import Ended, Progress, Said
 from adapters.http.shape import event
+from adapters.http.tools import sent_name
 from adapters.text.answer.pieces import together
 from adapters.text.tokenizer import Tokenizer
 
@@ -69,7 +70,8 @@ class MessageShape:
             case "reasoning":
                 return {"type": "thinking", "thinking": "", "signature": ""}
             case "call":
-                return {"type": "tool_use", "id": block.call, "name": block.name, "input": {}}
+                name = sent_name(self.asked.reader.tools, block.name)
+                return {"type": "tool_use", "id": block.call, "name": name, "input": {}}
 
     def progress(self, progress: Progress, elapsed_ms: float) -> Iterable[bytes]:
         yield named({**PING, "prompt_progress": figures.prompt_progress(progress, elapsed_ms)})

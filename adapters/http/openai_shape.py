@@ -17,6 +17,7 @@ from adapters.http.errors import ApiError
 from adapters.http.options import EdgeOptions
 from adapters.http.run import Ended, PickedToken, Progress, Said
 from adapters.http.shape import COMMENT, DONE, event
+from adapters.http.tools import sent_name
 from adapters.text.answer.pieces import (
     AnswerPiece,
     ArgumentsPiece,
@@ -28,6 +29,7 @@ from adapters.text.answer.pieces import (
     reasoning_of,
     together,
 )
+from adapters.text.conversation import FunctionTool
 from adapters.text.tokenizer import Tokenizer
 from effects.decode import Logprob
 
@@ -114,14 +116,14 @@ def named(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
     return {"id": token, "token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
 
 
-def delta_of(piece: AnswerPiece) -> dict[str, Any]:
+def delta_of(piece: AnswerPiece, tools: Mapping[str, FunctionTool]) -> dict[str, Any]:
     match piece:
         case TextPiece(text):
             return {"content": text}
         case ReasoningPiece(text):
             return {"reasoning_content": text}
         case CallBegun(place, id_, name):
-            function = {"name": name, "arguments": ""}
+            function = {"name": sent_name(tools, name), "arguments": ""}
             return {"tool_calls": [{"index": place, "id": id_, "type": "function", "function": function}]}
         case ArgumentsPiece(place, text):
             return {"tool_calls": [{"index": place, "function": {"arguments": text}}]}
@@ -139,7 +141,8 @@ class ChatShape(OpenAiShape):
             yield self.chunk([{**self.silence(index), "delta": {"role": "assistant", "content": ""}}])
 
     def said(self, said: Said) -> Iterable[bytes]:
-        deltas = [delta for delta in map(delta_of, together(said.pieces)) if delta]
+        tools = self.asked.reader.tools
+        deltas = [delta for piece in together(said.pieces) if (delta := delta_of(piece, tools))]
         for place, delta in enumerate(deltas or [{}]):
             picks = self.logprobs(said.picks) if place == 0 else {}
             if delta or picks:
@@ -156,8 +159,9 @@ class ChatShape(OpenAiShape):
         if calls:
             message["content"] = said.text or None
             message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                {"id": call.id, "type": "function", "function": {"name": name, "arguments": call.arguments}}
                 for call in calls
+                for name in (sent_name(self.asked.reader.tools, call.name),)
             ]
         logprobs = self.logprobs(said.picks) or {"logprobs": None}
         return {"index": ended.index, "message": message, **logprobs, "finish_reason": finish_of(ended)}

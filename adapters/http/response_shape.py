@@ -18,6 +18,7 @@ from adapters.http.options import EdgeOptions
 from adapters.http.response_items import custom_input, sealed
 from adapters.http.run import Ended, Progress, Said
 from adapters.http.shape import event
+from adapters.http.tools import sent_name
 from adapters.text.answer.pieces import together
 from adapters.text.tokenizer import Tokenizer
 
@@ -204,8 +205,11 @@ class ResponseShape:
         return "custom" if block.name in self.asked.echo["offered"].customs else block.kind
 
     def called(self, block: Block) -> dict[str, Any]:
-        namespace, name = self.asked.echo["offered"].namespaces.get(block.name, (None, block.name))
+        namespace, name = self.asked.echo["offered"].namespaces.get(block.name, (None, self.sent_name(block)))
         return {"call_id": block.call, "name": name, **({} if namespace is None else {"namespace": namespace})}
+
+    def sent_name(self, block: Block) -> str:
+        return sent_name(self.asked.reader.tools, block.name)
 
     def item_id(self, block: Block) -> str:
         """Names the response and the place in it, so that an item can be found by its id alone."""

@@ -18,9 +18,10 @@ from adapters.http.controls import Controls, Words, read_controls, read_model, r
 from adapters.http.errors import invalid
 from adapters.http.fields import Fields
 from adapters.http.fields import shown as shown_value
+from adapters.http.history import newest_user_turn
 from adapters.http.options import EdgeOptions
 from adapters.http.prompts import asked, chat_prompt, check_template, unparsed
-from adapters.http.response_items import Turns, spelled
+from adapters.http.response_items import Turns, speaker_of, spelled
 from adapters.http.response_shape import ResponseShape, place_of
 from adapters.http.tools import (
     MAX_TOOLS,
@@ -31,6 +32,7 @@ from adapters.http.tools import (
     read_allowed,
     read_function,
     read_name,
+    tool_name,
 )
 from adapters.http.unsupported import MISSING, Missing
 from adapters.text.conversation import Conversation, FunctionTool, ToolChoice, thinking
@@ -132,7 +134,8 @@ def read_conversation(
     fields: Fields, earlier: Sequence[bytes], find: References, skipped: Skipped
 ) -> tuple[Conversation, Offered]:
     """Raises ApiError naming the item and part that is wrong."""
-    turns = Turns(find)
+    turns = Turns(find, skipped)
+    skipped.changes.note(*fields.mended)
     if instructions := fields.text("instructions"):
         turns.instruct(instructions)
     where = fields.at("previous_response_id")
@@ -143,14 +146,17 @@ def read_conversation(
             raise invalid(where, "what is kept of it is damaged; send the whole conversation") from None
         for value in (*kept.items, *kept.output):
             turns.add(Fields.of(value, where))
-    for place, value in enumerate(read_input(fields)):
-        turns.add(Fields.of(value, f"{fields.at('input')}[{place}]"))
+    listed = read_input(fields)
+    newest = newest_user_turn([speaker_of(value) for value in listed])
+    for place, value in enumerate(listed):
+        turns.add(Fields.of(value, f"{fields.at('input')}[{place}]"), newest=place == newest)
     messages = turns.all()
     if not messages:
         raise invalid(fields.at("input"), "must have at least one message")
     if messages[-1].calls:
         raise invalid(fields.at("input"), "ends with a call: the output of each must follow")
     offered = read_tools(fields, skipped)
+    skipped.changes.note_names(tool.sent_as for tool in offered.tools)
     choice, parallel = read_choice(fields, offered.tools), fields.flag("parallel_tool_calls", True)
     return Conversation(messages, offered.tools, choice, parallel, read_reasoning(fields)), offered
 
@@ -202,15 +208,15 @@ class Offered:
         if kind == "function":
             function = read_function(tool)
         elif kind == "custom":
-            function = FunctionTool(read_name(tool), tool.text("description"), CUSTOM)
+            function = evolve(read_function(tool), parameters=CUSTOM, strict=False)
         elif kind is None:
             raise tool.wrong("type", "a string, such as 'function'")
         else:
             skipped.note(kind)
             return
         if namespace is not None:
-            name = spelled(namespace, function.name)
-            self.namespaces[name] = (namespace, function.name)
+            name = tool_name(spelled(tool_name(namespace), function.name))
+            self.namespaces[name] = (namespace, function.sent_as or function.name)
             function = evolve(function, name=name)
         if kind == "custom":
             self.customs.add(function.name)
@@ -224,7 +230,8 @@ def read_tools(fields: Fields, skipped: Skipped) -> Offered:
         if tool.text("type") != "namespace":
             offered.add(tool, skipped)
             continue
-        namespace = read_name(tool)
+        read_name(tool)
+        namespace = tool.data["name"]
         for inner in each(tool, "tools"):
             offered.add(inner, skipped, namespace)
     check_tools(offered.tools, fields.at("tools"))

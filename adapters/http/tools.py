@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 
 import msgspec
 from attrs import define, field
 
+from adapters.http.changes import Changes
 from adapters.http.errors import invalid
 from adapters.http.fields import Fields, shown
 from adapters.text.conversation import FunctionTool, ToolChoice
@@ -18,23 +20,47 @@ CHOICES = ("none", "auto", "required")
 ENCODER = msgspec.json.Encoder()  # 31 MiB of schemas in 30 ms, and the interpreter is held so long
 KIND = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+OTHERS = re.compile(r"[^A-Za-z0-9_.:-]")
+MOST_SENT = 1024  # characters of a tool's name as a client may send it
+MOST_KEPT = 120  # characters of such a name that its mapped name keeps: 8 less than a name may have
 
 
 def read_name(function: Fields, name: str = "name") -> str:
-    found = function.text(name, 128)
-    if found is None or not NAME.fullmatch(found):
-        raise function.wrong(name, "1 to 128 letters, digits or any of _ . : -")
-    return found
+    """Return the name that the model knows a tool by. Raises ApiError where there is none."""
+    found = function.text(name, MOST_SENT)
+    if not found:
+        raise function.wrong(name, "1 to 128 letters, digits or any of _ . : - (others are mapped to such a name)")
+    return tool_name(found)
+
+
+def tool_name(sent: str) -> str:
+    """Map a client's name of a tool to one that the forms of calls allow.
+
+    A name that is allowed stays. Any other one depends on nothing but itself, so prompts stay the same from request to
+    request: `/` and the like become `_`, and a digest of six digits keeps two names apart.
+    """
+    if NAME.fullmatch(sent):
+        return sent
+    digest = blake2b(sent.encode(errors="surrogatepass"), digest_size=3).hexdigest()
+    return f"{OTHERS.sub('_', sent[:MOST_KEPT])}_{digest}"
+
+
+def sent_name(tools: Mapping[str, FunctionTool], name: str) -> str:
+    """Map a name back to what its client calls the tool. tools: by the names that the model knows."""
+    tool = tools.get(name)
+    return name if tool is None or tool.sent_as is None else tool.sent_as
 
 
 def read_function(function: Fields, parameters: str = "parameters") -> FunctionTool:
     """parameters: what the API calls the schema of the arguments."""
-    schema = function.within(parameters)
+    schema, name = function.within(parameters), read_name(function)
+    sent = function.data["name"]
     return FunctionTool(
-        read_name(function),
+        name,
         function.text("description"),
         None if schema is None else schema.data,
         function.flag("strict"),
+        None if sent == name else sent,
     )
 
 
@@ -107,10 +133,12 @@ class Skipped:
     """
 
     kinds: dict[str, None] = field(factory=dict)
+    changes: Changes = field(factory=Changes)  # of the rest of the request
 
     def note(self, kind: str) -> None:
         self.kinds[kind if KIND.fullmatch(kind) else "unknown"] = None
 
     @property
     def headers(self) -> Mapping[str, str]:
-        return {"x-rekindle-tools-left-out": " ".join(self.kinds)} if self.kinds else {}
+        left_out = {"x-rekindle-tools-left-out": " ".join(self.kinds)} if self.kinds else {}
+        return {**left_out, **self.changes.headers}

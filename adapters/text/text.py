@@ -14,7 +14,7 @@ from adapters.checkpoint.text_files import TextFiles
 from adapters.text.answer.detect import detect_calls, detect_reasoning, opened
 from adapters.text.answer.reader import NONE, AnswerReader
 from adapters.text.boundaries import Openings, find_openings
-from adapters.text.conversation import ChatMessage, Conversation, MovedText, templated
+from adapters.text.conversation import ChatMessage, Conversation, MovedText, templated, with_object_arguments
 from adapters.text.cuts import cuts_of
 from adapters.text.grammar import Grammars
 from adapters.text.recall import AnswerOpening, Recall, recaller
@@ -133,11 +133,24 @@ class Text:
         assert self.template is not None
         variables = templated(conversation, self.template.wants_argument_text, self.parts, self.one_system)
         generate = conversation.generate and not conversation.continues
-        rendered = await self.template.render(variables.pop("messages"), generate=generate, **variables)
+        rendered = await self._written(variables.pop("messages"), generate, variables)
         if not conversation.continues:
             return rendered
         last = conversation.messages[-1]
         return cut_behind(rendered, (last.content or last.reasoning).strip())
+
+    async def _written(
+        self, messages: Sequence[Mapping[str, Any]], generate: bool, variables: Mapping[str, Any]
+    ) -> Rendered:
+        """Render the messages, and once more with objects for arguments that are none where the template fails."""
+        assert self.template is not None
+        try:
+            return await self.template.render(messages, generate=generate, **variables)
+        except (TemplateFailed, TemplateRefused):
+            again = with_object_arguments(messages)
+            if again is None:
+                raise
+        return await self.template.render(again, generate=generate, **variables)
 
     def reader(self, conversation: Conversation, rendered: Rendered) -> AnswerReader:
         """How to read what follows this prompt."""
