@@ -12,12 +12,24 @@ from typing import Any
 
 import pytest
 from attrs import frozen
+from hypothesis import given
+from hypothesis import strategies as st
 
+from adapters.http import chat
+from adapters.http import messages as messages_api
+from adapters.http.archive import Archive, Shelf
+from adapters.http.fields import Fields
 from adapters.http.history import LOST_RESULT, Speaker, newest_user_turn
 from adapters.http.mending import without_depth, without_halves
-from adapters.http.tools import tool_name
+from adapters.http.options import EdgeOptions
+from adapters.http.responses import References
+from adapters.http.responses import read_conversation as read_response
+from adapters.http.tools import Skipped, tool_name
+from adapters.text.conversation import Conversation, templated
+from adapters.text.text import Text
 from tests.http.conftest import Site, served
 from tests.http.sse import chunks
+from tests.http.test_fuzzed_requests import JUNK, WORDS_OF_OTHERS, changed, places
 from tests.text import small
 
 HEADER = "x-rekindle-request-changed"
@@ -94,7 +106,7 @@ def in_history(chat: Any, message: Any, item: Any) -> dict[str, list[Any]]:
 
 def everywhere(*messages: Any) -> dict[str, list[Any]]:
     """Messages that all APIs write alike."""
-    return dict.fromkeys(COUNTERS, list(messages))
+    return {api: list(messages) for api in COUNTERS}
 
 
 @frozen
@@ -532,6 +544,69 @@ def test_which_turn_is_the_users_newest(speakers: list[Speaker], prefilled: bool
     assert newest_user_turn(speakers, prefilled=prefilled) == place
 
 
+WHOLE: dict[str, list[Any]] = {
+    CHAT: [
+        user(IMAGES[0]),
+        {**assistant([{"type": "text", "text": "So."}], tool_calls=[chat_call()]), "reasoning_content": "Hm."},
+        chat_result([{"type": "text", "text": "Sun."}], name="look"),
+        {"role": "system", "content": "Be brief.", "name": "rules"},
+        assistant("Yes.", function_call={"name": "look", "arguments": "{}"}),
+        AND,
+    ],
+    MESSAGES: [
+        user([*IMAGES[1], {**FOUND, "cache_control": {"type": "ephemeral"}}]),
+        assistant([{"type": "thinking", "thinking": "Hm.", "signature": "x"}, {"type": "text", "text": "So."}, use()]),
+        user([result([{"type": "text", "text": "Sun."}, CHUNKED], is_error=True), {"type": "text", "text": "Well?"}]),
+        {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
+        assistant([{"type": "server_tool_use", "id": "1"}, {"type": "redacted_thinking", "data": "x"}]),
+        AND,
+    ],
+    RESPONSES: [
+        {**user(IMAGES[2]), "type": "message"},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}], "encrypted_content": "aGk="},
+        {**assistant([{"type": "output_text", "text": "So."}]), "type": "message"},
+        {**item_call(), "namespace": "n"},
+        item_result([{"type": "input_text", "text": "Sun."}]),
+        {"type": "custom_tool_call", "call_id": "2", "name": "sh", "input": "ls"},
+        {"type": "custom_tool_call_output", "call_id": "2", "output": "a"},
+        AND,
+    ],
+}
+
+
+def read_chat(messages: list[Any], text: Text) -> Conversation:
+    return chat.read_conversation(Fields({"messages": messages}), text)
+
+
+def read_messages(messages: list[Any], _: Text) -> Conversation:
+    return messages_api.read_messages(Fields({"messages": messages}), Skipped())
+
+
+def read_items(messages: list[Any], _: Text) -> Conversation:
+    find = References(Shelf(Archive()), EdgeOptions("small", 4096, 500))
+    return read_response(Fields({"input": messages}), [], find, Skipped())[0]
+
+
+READERS = {CHAT: read_chat, MESSAGES: read_messages, RESPONSES: read_items}
+
+
+@pytest.fixture(scope="module")
+def text(folder: Path) -> Text:
+    return Text.load(folder)
+
+
+@pytest.mark.parametrize("api", READERS)
+@given(data=st.data())
+def test_nothing_inside_of_earlier_messages_is_refused(text: Text, api: str, data: st.DataObject) -> None:
+    """An item of the Responses API needs a type that says what it is: that is the one field left out."""
+    found = [path for path in places(WHOLE[api][:-1]) if len(path) > 1 and (api != RESPONSES or path[1:] != ("type",))]
+    path = data.draw(st.sampled_from(found))
+    junk = data.draw(JUNK | WORDS_OF_OTHERS)
+    conversation = READERS[api](changed({"all": WHOLE[api]}, ("all", *path), junk)["all"], text)
+    assert conversation.messages[-1].content == "And?"
+    json.dumps(templated(conversation, argument_text=False))
+
+
 # -- names of tools
 
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}}
@@ -610,7 +685,8 @@ async def test_allowed_tools_and_namespaces_have_the_clients_names(site: Site) -
 
 
 async def test_the_next_turn_with_a_mapped_name_goes_on_from_the_last(site: Site) -> None:
-    spoken = site.say(SAID)
+    (tokens,) = site.text.tokenizer.encode_now([SAID], controls=True)
+    spoken = site.say_tokens([*tokens])
     asked = {"messages": [HI], "tools": TOOLS[CHAT]}
     message = (await site.post(CHAT, asked)).json()["choices"][0]["message"]
     (call,) = message["tool_calls"]
