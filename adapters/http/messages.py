@@ -91,6 +91,8 @@ def read_messages(fields: Fields, skipped: Skipped) -> Conversation:
     history = History(skipped.changes)
     history.changes.note(*fields.mended)
     newest = newest_user_turn([speaker_of(value) for value in listed], prefilled=True)
+    if newest is not None and holds_earlier_turn(listed[newest]):
+        newest = None
     for place, value in enumerate(listed):
         said = Fields.of(value, f"{fields.at('messages')}[{place}]")
         messages += [read_user(said)] if place == newest else read_message(said, history)
@@ -116,6 +118,18 @@ def speaker_of(value: Any) -> Speaker:
         return "assistant" if role == "assistant" else "system"
     blocks = content if isinstance(content, list) else ()
     return "tool" if any(isinstance(one, dict) and one.get("type") == "tool_result" for one in blocks) else "user"
+
+
+def holds_earlier_turn(value: Any) -> bool:
+    """Tell whether a user's message begins with a turn that was refused before.
+
+    Claude Code joins such a turn with the next one: an image stands between two texts then, where one turn has all its
+    images in front of its text or behind it.
+    """
+    content = value.get("content") if isinstance(value, dict) else None
+    blocks = content if isinstance(content, list) else ()
+    texts = [isinstance(block, dict) and block.get("type") == "text" for block in blocks]
+    return bool(texts) and texts[0] and texts[-1] and not all(texts)
 
 
 def read_user(message: Fields) -> ChatMessage:

@@ -213,6 +213,11 @@ CASES = {
         (NOTE, "And?"),
         "image",
     ),
+    "an image that was refused, joined with the next question": Case(
+        {MESSAGES: [user([{"type": "text", "text": "Look."}, *IMAGES[1], {"type": "text", "text": "And?"}])]},
+        ("Look.", NOTE, "And?"),
+        "image",
+    ),
     "a document that is text, in a result": Case(in_results(*DOCUMENTS), ("a.txt\nWords of a file.",)),
     "a document that is text, now": Case(
         {CHAT: [user(DOCUMENTS[0])], MESSAGES: [user(DOCUMENTS[1])], RESPONSES: [user(DOCUMENTS[2])]},
