@@ -325,6 +325,28 @@ async def test_a_long_prefill_is_full_of_pings(folder: Any) -> None:
             assert isinstance(await stream.get_final_message(), Message)
 
 
+async def test_a_very_long_prefill_has_events_that_clients_count(folder: Any) -> None:
+    """Claude Code sees no pings, and ends a stream without anything else after five minutes."""
+    body = asked(messages=[{"role": "user", "content": "Hello, world! " * 30}])
+    async with served(folder, door={"chunk_s": 0.03}, keepalive_s=0.01, sign_of_life_s=0.05) as slow:
+        slow.say("Hello there.")
+        events = await frames(slow, body)
+        before = [data for _, data in events[: [name for name, _ in events].index("content_block_start")]]
+        life = [data for data in before if data["type"] == "message_delta"]
+        assert life
+        assert all(data["delta"]["stop_reason"] is None for data in life)
+        assert [data["type"] for data in before].count("ping") > 2 * len(life)
+        client = anthropic.AsyncAnthropic(base_url=str(slow.client.base_url), api_key="any")
+        async with (
+            client,
+            client.messages.stream(**asked(messages=[{"role": "user", "content": "Well! " * 60}])) as stream,
+        ):
+            final = await stream.get_final_message()
+        assert [block.to_dict() for block in final.content] == [{"type": "text", "text": "Hello there."}]
+        assert final.stop_reason == "end_turn"
+        assert final.usage.output_tokens > 0
+
+
 # -- readers, by table
 
 
