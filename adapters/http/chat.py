@@ -14,7 +14,7 @@ from adapters.http.fields import Fields, shown
 from adapters.http.history import (
     MOST_NAME,
     UNNAMED_CALL,
-    History,
+    ResentHistory,
     Speaker,
     document_text,
     newest_user_turn,
@@ -81,7 +81,7 @@ def read_chat_controls(fields: Fields, options: EdgeOptions, text: Text) -> Cont
 def read_conversation(fields: Fields, text: Text, skipped: Skipped | None = None) -> Conversation:
     """Raises ApiError naming the message and part that is wrong. skipped: hears what was changed."""
     check_template(text)
-    history = History() if skipped is None else History(skipped.changes)
+    history = ResentHistory() if skipped is None else ResentHistory(skipped.changes)
     history.changes.note(*fields.mended)
     listed = fields.items("messages", MAX_MESSAGES)
     if not listed:
@@ -134,7 +134,7 @@ def read_user(message: Fields) -> ChatMessage:
     return ChatMessage("user", content, name=message.text("name", MOST_NAME))
 
 
-def read_message(message: Fields, history: History) -> ChatMessage:
+def read_message(message: Fields, history: ResentHistory) -> ChatMessage:
     """Read any other message, as far as it can be."""
     role, data = history.read_role(message.data.get("role"), HISTORY_ROLES), message.data
     content, name = data.get("content"), data.get("name")

@@ -66,7 +66,7 @@ def newest_user_turn(speakers: Sequence[Speaker], *, prefilled: bool = False) ->
 
 
 @define
-class History:
+class ResentHistory:
     """Reads one conversation, message after message, without refusing anything.
 
     It knows the ids of all calls so far, and by `_open` those of the latest calls that no result has answered yet, with

@@ -13,7 +13,7 @@ from adapters.http.controls import Controls, Words, read_controls, read_model, r
 from adapters.http.dialect import ANTHROPIC
 from adapters.http.errors import invalid
 from adapters.http.fields import Fields
-from adapters.http.history import UNNAMED_CALL, History, Speaker, document_text, fields_of, newest_user_turn
+from adapters.http.history import UNNAMED_CALL, ResentHistory, Speaker, document_text, fields_of, newest_user_turn
 from adapters.http.messages_shape import MessageShape
 from adapters.http.options import EdgeOptions
 from adapters.http.prompts import asked, chat_prompt, check_template, unparsed
@@ -88,7 +88,7 @@ def read_messages(fields: Fields, skipped: Skipped) -> Conversation:
     messages: list[ChatMessage] = []
     if fields.has("system"):
         messages.append(spoken("system", blocks_of(fields, "system"), partial(read_block, accepted=("text",))))
-    history = History(skipped.changes)
+    history = ResentHistory(skipped.changes)
     history.changes.note(*fields.mended)
     newest = newest_user_turn([speaker_of(value) for value in listed], prefilled=True)
     if newest is not None and holds_earlier_turn(listed[newest]):
@@ -142,7 +142,7 @@ def read_user(message: Fields) -> ChatMessage:
     return spoken("user", blocks, partial(read_block, accepted=("text", "tool_result")))
 
 
-def read_message(message: Fields, history: History) -> list[ChatMessage]:
+def read_message(message: Fields, history: ResentHistory) -> list[ChatMessage]:
     """Read any other message, as far as it can be.
 
     One of theirs may be several of ours: the results of tools are messages of their own.
@@ -182,7 +182,7 @@ def spoken(role: Literal["system", "user"], blocks: Sequence[Fields], text_of: C
     return ChatMessage(role, "\n".join(texts), cuts=tuple(cuts))
 
 
-def read_assistant(blocks: Sequence[Fields], history: History) -> ChatMessage:
+def read_assistant(blocks: Sequence[Fields], history: ResentHistory) -> ChatMessage:
     texts: list[str] = []
     thoughts: list[str] = []
     called: list[ToolCall] = []
@@ -206,11 +206,11 @@ def read_assistant(blocks: Sequence[Fields], history: History) -> ChatMessage:
     return ChatMessage("assistant", "".join(texts), "".join(thoughts), tuple(called))
 
 
-def read_old(history: History, block: Fields) -> str:
+def read_old(history: ResentHistory, block: Fields) -> str:
     return history.read_part(block.data)
 
 
-def read_result(block: Fields, history: History) -> ChatMessage:
+def read_result(block: Fields, history: ResentHistory) -> ChatMessage:
     content = block.data.get("content")
     parts = history.parts_of(content) if content is not None else ()
     texts = [history.read_part(part) for part in parts if part.get("type") != "tool_reference"]

@@ -15,7 +15,7 @@ from attrs import Factory, define, evolve, field
 
 from adapters.http.errors import invalid
 from adapters.http.fields import Fields
-from adapters.http.history import UNNAMED_CALL, History, Speaker, document_text
+from adapters.http.history import UNNAMED_CALL, ResentHistory, Speaker, document_text
 from adapters.http.tools import Skipped, tool_name
 from adapters.text.conversation import ChatMessage, Role, ToolCall
 
@@ -43,7 +43,7 @@ class Turns:
 
     find: Callable[[str], Mapping[str, Any] | None]
     skipped: Skipped = field(factory=Skipped)
-    _history: History = field(default=Factory(lambda self: History(self.skipped.changes), takes_self=True))
+    _history: ResentHistory = field(default=Factory(lambda self: ResentHistory(self.skipped.changes), takes_self=True))
     _messages: list[ChatMessage] = field(factory=list)
     # of the answer that goes on with the next item, in parts, as there may be tens of thousands of them:
     _texts: list[str] = field(factory=list)
@@ -146,7 +146,7 @@ def spelled(namespace: str, name: str) -> str:
     return f"{namespace.removesuffix('__')}__{name}"
 
 
-def read_reasoning(item: Fields, history: History) -> str:
+def read_reasoning(item: Fields, history: ResentHistory) -> str:
     """What was thought itself, else what was sealed of it by this server, else its summary."""
     content, sealed, summary = (item.data.get(name) for name in ("content", "encrypted_content", "summary"))
     if content and (thought := history.read_text(content, "")):

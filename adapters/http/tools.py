@@ -39,7 +39,7 @@ def tool_name(sent: str) -> str:
     A name that is allowed stays. Any other one depends on nothing but itself, so prompts stay the same from request to
     request: `/` and the like become `_`, and a digest of six digits keeps two names apart.
     """
-    if NAME.fullmatch(sent):
+    if not sent or NAME.fullmatch(sent):
         return sent
     digest = blake2b(sent.encode(errors="surrogatepass"), digest_size=3).hexdigest()
     return f"{OTHERS.sub('_', sent[:MOST_KEPT])}_{digest}"

@@ -110,7 +110,7 @@ def everywhere(*messages: Any) -> dict[str, list[Any]]:
 
 
 @frozen
-class Case:
+class HistoryCase:
     """bodies: the conversation, by API.  says: what the prompt holds.  changed: what the header says."""
 
     bodies: dict[str, list[Any]]
@@ -175,22 +175,24 @@ for _ in range(80):
 MANGLED = tool_name("fs/read file")
 
 CASES = {
-    "an image in a result": Case(in_results(*IMAGES), (f"a.png:\n{NOTE}",), "image"),
-    "an image in an earlier message": Case(in_history(*IMAGES), (f"a.png:\n{NOTE}",), "image"),
-    "a file in a result": Case(in_results(*FILES), (PDF_NOTE,), "file"),
-    "a file in an earlier message": Case(in_history(*FILES), (PDF_NOTE,), "file"),
-    "audio in a result": Case(in_results(*SOUNDS), (SOUND_NOTE,), "audio"),
-    "audio in an earlier message": Case(in_history(*SOUNDS), (SOUND_NOTE,), "audio"),
-    "an unknown block in a result": Case(in_results(*UNKNOWN), ("[hologram block left out: ",), "block"),
-    "an unknown block in an earlier message": Case(in_history(*UNKNOWN), ("[hologram block left out: ",), "block"),
-    "an unknown block with text": Case(in_results(*UNKNOWN_TEXT), ("Roses are red.",), "block"),
-    "an image by its address": Case(in_results(*LINKS), ("text only; https://example.com/a.png]",), "image"),
-    "an image without anything": Case(
+    "an image in a result": HistoryCase(in_results(*IMAGES), (f"a.png:\n{NOTE}",), "image"),
+    "an image in an earlier message": HistoryCase(in_history(*IMAGES), (f"a.png:\n{NOTE}",), "image"),
+    "a file in a result": HistoryCase(in_results(*FILES), (PDF_NOTE,), "file"),
+    "a file in an earlier message": HistoryCase(in_history(*FILES), (PDF_NOTE,), "file"),
+    "audio in a result": HistoryCase(in_results(*SOUNDS), (SOUND_NOTE,), "audio"),
+    "audio in an earlier message": HistoryCase(in_history(*SOUNDS), (SOUND_NOTE,), "audio"),
+    "an unknown block in a result": HistoryCase(in_results(*UNKNOWN), ("[hologram block left out: ",), "block"),
+    "an unknown block in an earlier message": HistoryCase(
+        in_history(*UNKNOWN), ("[hologram block left out: ",), "block"
+    ),
+    "an unknown block with text": HistoryCase(in_results(*UNKNOWN_TEXT), ("Roses are red.",), "block"),
+    "an image by its address": HistoryCase(in_results(*LINKS), ("text only; https://example.com/a.png]",), "image"),
+    "an image without anything": HistoryCase(
         in_results([{"type": "image_url"}], [{"type": "image"}], [{"type": "input_image"}]),
         ("[image left out: this model reads text only]",),
         "image",
     ),
-    "an image in the assistant's message": Case(
+    "an image in the assistant's message": HistoryCase(
         {
             CHAT: [HI, assistant(IMAGES[0]), AND],
             MESSAGES: [HI, assistant(IMAGES[1]), AND],
@@ -199,7 +201,7 @@ CASES = {
         (NOTE,),
         "image",
     ),
-    "an image that an agent sends behind a result": Case(
+    "an image that an agent sends behind a result": HistoryCase(
         {
             CHAT: [HI, chat_calls(), chat_result("Seen."), user(IMAGES[0])],
             MESSAGES: [HI, assistant([use()]), user([result("Seen."), *IMAGES[1]])],
@@ -208,27 +210,27 @@ CASES = {
         ("Seen.", NOTE),
         "image",
     ),
-    "an image that was refused, and then a question": Case(
+    "an image that was refused, and then a question": HistoryCase(
         {CHAT: [user(IMAGES[0]), AND], MESSAGES: [user(IMAGES[1]), AND], RESPONSES: [user(IMAGES[2]), AND]},
         (NOTE, "And?"),
         "image",
     ),
-    "an image that was refused, joined with the next question": Case(
+    "an image that was refused, joined with the next question": HistoryCase(
         {MESSAGES: [user([{"type": "text", "text": "Look."}, *IMAGES[1], {"type": "text", "text": "And?"}])]},
         ("Look.", NOTE, "And?"),
         "image",
     ),
-    "a document that is text, in a result": Case(in_results(*DOCUMENTS), ("a.txt\nWords of a file.",)),
-    "a document that is text, now": Case(
+    "a document that is text, in a result": HistoryCase(in_results(*DOCUMENTS), ("a.txt\nWords of a file.",)),
+    "a document that is text, now": HistoryCase(
         {CHAT: [user(DOCUMENTS[0])], MESSAGES: [user(DOCUMENTS[1])], RESPONSES: [user(DOCUMENTS[2])]},
         ("a.txt\nWords of a file.",),
     ),
-    "a search result": Case(in_results([FOUND], [FOUND], [FOUND]), ("Found\nnotes/1\nWords of a page.",)),
-    "a document in parts": Case(in_results([CHUNKED], [CHUNKED], [CHUNKED]), ("Words in parts.",)),
-    "a search result and a document, now": Case(
+    "a search result": HistoryCase(in_results([FOUND], [FOUND], [FOUND]), ("Found\nnotes/1\nWords of a page.",)),
+    "a document in parts": HistoryCase(in_results([CHUNKED], [CHUNKED], [CHUNKED]), ("Words in parts.",)),
+    "a search result and a document, now": HistoryCase(
         {MESSAGES: [user([FOUND, CHUNKED])]}, ("Found\nnotes/1\nWords of a page.\nWords in parts.",)
     ),
-    "a result whose call is gone": Case(
+    "a result whose call is gone": HistoryCase(
         {
             CHAT: [HI, chat_result("It rains.", "gone"), AND],
             MESSAGES: [HI, user([result("It rains.", "gone"), {"type": "text", "text": "And?"}])],
@@ -237,7 +239,7 @@ CASES = {
         (LOST, "And?"),
         "result-without-call",
     ),
-    "a result that is all there is": Case(
+    "a result that is all there is": HistoryCase(
         {
             CHAT: [chat_result("It rains.", "gone")],
             MESSAGES: [user([result("It rains.", "gone")])],
@@ -246,7 +248,7 @@ CASES = {
         (LOST,),
         "result-without-call",
     ),
-    "a result before its call": Case(
+    "a result before its call": HistoryCase(
         {
             CHAT: [HI, chat_result("It rains."), chat_calls(), AND],
             MESSAGES: [user([result("It rains.")]), assistant([use()]), AND],
@@ -255,7 +257,7 @@ CASES = {
         (LOST,),
         "result-without-call",
     ),
-    "a result without an id behind a single call": Case(
+    "a result without an id behind a single call": HistoryCase(
         {
             CHAT: [HI, chat_calls(), {"role": "tool", "content": "It rains."}],
             MESSAGES: [HI, assistant([use()]), user([{"type": "tool_result", "content": "It rains."}])],
@@ -264,7 +266,7 @@ CASES = {
         ("<tool_response>\nIt rains.\n</tool_response>",),
         "result-without-id",
     ),
-    "results without an id behind two calls, one of them answered": Case(
+    "results without an id behind two calls, one of them answered": HistoryCase(
         {
             CHAT: [
                 HI,
@@ -288,7 +290,7 @@ CASES = {
         ("<tool_response>\nIt rains.\n</tool_response>",),
         "result-without-id",
     ),
-    "a result without an id behind two calls": Case(
+    "a result without an id behind two calls": HistoryCase(
         {
             CHAT: [HI, chat_calls(chat_call(), chat_call("c2")), {"role": "tool", "content": "It rains."}],
             MESSAGES: [
@@ -306,7 +308,7 @@ CASES = {
         (LOST,),
         "result-without-call",
     ),
-    "a result that names its tool and no id": Case(
+    "a result that names its tool and no id": HistoryCase(
         {
             CHAT: [
                 HI,
@@ -317,7 +319,7 @@ CASES = {
         ("<tool_response>\nIt rains.\n</tool_response>",),
         "result-without-id",
     ),
-    "functions as they were once called": Case(
+    "functions as they were once called": HistoryCase(
         {
             CHAT: [
                 HI,
@@ -328,7 +330,7 @@ CASES = {
         ('{"name": "look", "arguments": {"a": 1}}', "<tool_response>\nIt rains.\n</tool_response>"),
         "result-without-id",
     ),
-    "a result of nothing": Case(
+    "a result of nothing": HistoryCase(
         {
             CHAT: [HI, chat_calls(), {"role": "tool", "tool_call_id": "c1"}],
             RESPONSES: [HI, item_call(), {"type": "function_call_output", "call_id": "c1"}],
@@ -336,7 +338,7 @@ CASES = {
         ("<tool_response>\n\n</tool_response>",),
         "content",
     ),
-    "a result that is an object": Case(
+    "a result that is an object": HistoryCase(
         {
             CHAT: [HI, chat_calls(), chat_result({"type": "text", "text": "It rains."})],
             MESSAGES: [HI, assistant([use()]), user([result({"type": "text", "text": "It rains."})])],
@@ -344,12 +346,12 @@ CASES = {
         },
         ("<tool_response>\nIt rains.\n</tool_response>",),
     ),
-    "a result of bare values": Case(
+    "a result of bare values": HistoryCase(
         in_results(["It rains.", 5], ["It rains.", 5], ["It rains.", 5]),
         ("It rains.\n5",),
         "content",
     ),
-    "calls of the same id": Case(
+    "calls of the same id": HistoryCase(
         {
             CHAT: [HI, chat_calls(), chat_result("Sun."), chat_calls(), chat_result("It rains."), AND],
             MESSAGES: [
@@ -362,7 +364,7 @@ CASES = {
         },
         ("<tool_response>\nIt rains.\n</tool_response>",),
     ),
-    "arguments that are no JSON": Case(
+    "arguments that are no JSON": HistoryCase(
         {
             CHAT: [HI, chat_calls(chat_call(arguments='{"a": ')), chat_result("Sun.")],
             MESSAGES: [HI, assistant([use(given='{"a": ')]), user([result("Sun.")])],
@@ -370,7 +372,7 @@ CASES = {
         },
         ('"arguments": {"a": }', "<tool_response>\nSun.\n</tool_response>"),
     ),
-    "arguments that are no text": Case(
+    "arguments that are no text": HistoryCase(
         {
             CHAT: [HI, chat_calls(chat_call(arguments=[1])), chat_result("Sun.")],
             MESSAGES: [HI, assistant([use(given=[1])]), user([result("Sun.")])],
@@ -378,7 +380,7 @@ CASES = {
         },
         ('"arguments": {"input": [1]}}',),
     ),
-    "a call without an id": Case(
+    "a call without an id": HistoryCase(
         {
             CHAT: [HI, chat_calls(chat_call(None)), {"role": "tool", "content": "Sun."}],
             MESSAGES: [HI, assistant([use(None)]), user([result("Sun.", None)])],
@@ -387,7 +389,7 @@ CASES = {
         ('{"name": "look"', "<tool_response>\nSun.\n</tool_response>"),
         "result-without-id",
     ),
-    "a call without a name": Case(
+    "a call without a name": HistoryCase(
         {
             CHAT: [HI, chat_calls(chat_call(name=None)), chat_result("Sun.")],
             MESSAGES: [HI, assistant([use(name=None)]), user([result("Sun.")])],
@@ -396,7 +398,7 @@ CASES = {
         ("[tool call left out: it names no tool]", f"{LOST_RESULT}\nSun."),
         "call-left-out result-without-call",
     ),
-    "a call of a name that no form allows": Case(
+    "a call of a name that no form allows": HistoryCase(
         {
             CHAT: [HI, chat_calls(chat_call(name="fs/read file")), chat_result("Sun.")],
             MESSAGES: [HI, assistant([use(name="fs/read file")]), user([result("Sun.")])],
@@ -405,34 +407,36 @@ CASES = {
         (f'{{"name": "{MANGLED}"',),
         "tool-name",
     ),
-    "input that is nested beyond measure": Case(
+    "input that is nested beyond measure": HistoryCase(
         {MESSAGES: [HI, assistant([use(given=DEEP)]), user([result("Sun.")])]},
         (f'"arguments": {json.dumps(DEEP)}}}',),
         "deep-nesting",
     ),
-    "an unknown item that is nested beyond measure": Case(
+    "an unknown item that is nested beyond measure": HistoryCase(
         {RESPONSES: [HI, {"type": "web_search_call", "action": DEEP}, AND]},
         ("And?",),
         "deep-nesting",
     ),
-    "half a surrogate pair": Case(everywhere(user("a \ud83d b")), ("a \ufffd b",), "half-character"),
-    "the other half in a result": Case(
+    "half a surrogate pair": HistoryCase(everywhere(user("a \ud83d b")), ("a \ufffd b",), "half-character"),
+    "the other half in a result": HistoryCase(
         in_results(*("\ude00c \ud83d\ude00 \\ud83d" for _ in COUNTERS)),
         ("\ufffdc 😀 \\ud83d",),
         "half-character",
     ),
-    "an unknown role": Case(
+    "an unknown role": HistoryCase(
         everywhere({"role": "critic", "content": "Bad."}, assistant("Oh."), AND), ("Bad.",), "role"
     ),
-    "an earlier message of nothing": Case(
+    "an earlier message of nothing": HistoryCase(
         everywhere(user(None), assistant("Oh."), {"role": "system"}, AND), ("Oh.", "And?"), "content"
     ),
-    "empty messages": Case(everywhere(user(""), assistant([]), user([]), assistant(""), AND), ("And?",)),
-    "an earlier message that is no text": Case(everywhere(user(5), assistant("Oh."), AND), ("user\n5",), "content"),
-    "a part without its text": Case(
+    "empty messages": HistoryCase(everywhere(user(""), assistant([]), user([]), assistant(""), AND), ("And?",)),
+    "an earlier message that is no text": HistoryCase(
+        everywhere(user(5), assistant("Oh."), AND), ("user\n5",), "content"
+    ),
+    "a part without its text": HistoryCase(
         everywhere(user([{"type": "text"}, {"text": "So."}]), assistant("Oh."), AND), ("\nSo.",), "content"
     ),
-    "thinking without text, or that nobody can read": Case(
+    "thinking without text, or that nobody can read": HistoryCase(
         {
             CHAT: [HI, assistant("Oh.", reasoning_content=["Hm."]), AND],
             MESSAGES: [HI, assistant([{"type": "redacted_thinking"}, {"type": "text", "text": "Oh."}]), AND],
@@ -440,20 +444,20 @@ CASES = {
         },
         ("assistant\nOh.",),
     ),
-    "a thinking block without thinking": Case(
+    "a thinking block without thinking": HistoryCase(
         {MESSAGES: [HI, assistant([{"type": "thinking", "signature": 5}, {"type": "text", "text": "Oh."}]), AND]},
         ("assistant\nOh.",),
         "content",
     ),
-    "reasoning that is a text": Case(
+    "reasoning that is a text": HistoryCase(
         {RESPONSES: [HI, {"type": "reasoning", "content": "Hm."}, assistant("Oh."), AND]}, ("assistant\nOh.",)
     ),
-    "an image that was generated": Case(
+    "an image that was generated": HistoryCase(
         {RESPONSES: [HI, {"type": "image_generation_call", "result": PNG}, AND]},
         ("assistant\n[image_generation_call block left out: this model reads text only]",),
         "block",
     ),
-    "cache_control of any kind": Case(
+    "cache_control of any kind": HistoryCase(
         {
             CHAT: [user([{"type": "text", "text": "Hi", "cache_control": 5}]), assistant("Oh."), AND],
             MESSAGES: [
@@ -464,10 +468,10 @@ CASES = {
         },
         ("Hi", "Oh."),
     ),
-    "names of any kind": Case(
+    "names of any kind": HistoryCase(
         {CHAT: [{**HI, "name": 5}, assistant("Oh.", name="x" * 500), {**AND, "name": "eve"}]}, ("Hi", "Oh.")
     ),
-    "a tool of another type": Case(
+    "a tool of another type": HistoryCase(
         {
             CHAT: [
                 HI,

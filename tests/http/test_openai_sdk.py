@@ -137,9 +137,9 @@ async def test_a_tool_loop(site: Site, sdk: openai.AsyncOpenAI) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "$.tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "$.tools[0].function.name"),
         ({"temperature": 5}, "$.temperature"),
-        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "nobody"}]}, "$.messages[0].tool_call_id"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "$.messages[0].content[0].type"),
         ({"response_format": {"type": "json_schema"}}, "$.response_format.schema"),
     ],
 )
