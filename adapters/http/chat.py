@@ -12,7 +12,7 @@ from adapters.http.errors import invalid
 from adapters.http.fields import Fields, shown
 from adapters.http.openai_shape import ChatShape
 from adapters.http.options import EdgeOptions
-from adapters.http.prompts import asked, chat_prompt, check_template, unparsed
+from adapters.http.prompts import asked, chat_prompt, check_template, template_headers
 from adapters.http.tools import (
     CHOICES,
     MAX_TOOLS,
@@ -25,6 +25,7 @@ from adapters.http.tools import (
 )
 from adapters.http.unsupported import MISSING_IN_CHAT
 from adapters.text.conversation import ChatMessage, Conversation, FunctionTool, Role, ToolCall, ToolChoice, thinking
+from adapters.text.efforts import EFFORTS
 from adapters.text.text import Text
 from effects.ids import Tokens
 
@@ -37,7 +38,6 @@ ROLES: dict[str, Role] = {
     "assistant": "assistant",
     "tool": "tool",
 }
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 TEMPLATE_FLAGS = ("enable_thinking", "thinking", "preserve_thinking")
 NOT_TEXT = ("image_url", "input_image", "image", "input_audio", "audio", "file", "input_file", "video_url", "video")
 WORDS = Words(MISSING_IN_CHAT)
@@ -49,7 +49,7 @@ async def read(fields: Fields, options: EdgeOptions, text: Text, asker: Asker) -
     # there may be tens of thousands of messages
     conversation = await anyio.to_thread.run_sync(read_conversation, fields, text)
     prompt = await chat_prompt(conversation, fields, text, options, asker.gone, turns=turns)
-    return asked(controls, prompt, [fields.at("messages")], unparsed(conversation, text), turns)
+    return asked(controls, prompt, [fields.at("messages")], template_headers(conversation, text), turns)
 
 
 def read_chat_controls(fields: Fields, options: EdgeOptions, text: Text) -> Controls:

@@ -15,16 +15,16 @@ from adapters.http.errors import invalid
 from adapters.http.fields import Fields
 from adapters.http.messages_shape import MessageShape
 from adapters.http.options import EdgeOptions
-from adapters.http.prompts import asked, chat_prompt, check_template, unparsed
+from adapters.http.prompts import asked, chat_prompt, check_template, template_headers
 from adapters.http.tools import MAX_TOOLS, Skipped, check_tools, named, needs_tools, read_function, read_name
 from adapters.http.unsupported import Missing
 from adapters.text.conversation import ChatMessage, Conversation, FunctionTool, ToolCall, ToolChoice, thinking
+from adapters.text.efforts import EFFORTS
 from adapters.text.text import Text
 from effects.ids import Tokens
 
 LEAST_BUDGET = 1024  # tokens, Anthropic's
 ROLES = ("user", "assistant", "system")
-EFFORTS = ("low", "medium", "high", "xhigh", "max")
 THINKING = ("enabled", "adaptive", "disabled", "between_tools")
 DISPLAYS = ("summarized", "omitted")
 CHOICES = ("auto", "any", "tool", "none")
@@ -48,7 +48,7 @@ async def read(fields: Fields, options: EdgeOptions, text: Text, asker: Asker) -
     conversation = await read_whole(fields, text, skipped)
     turns = asker.turns(controls.salt)
     prompt = await chat_prompt(conversation, fields, text, options, asker.gone, turns=turns)
-    headers = {**skipped.headers, **unparsed(conversation, text)}
+    headers = {**skipped.headers, **template_headers(conversation, text)}
     return asked(controls, prompt, [fields.at("messages")], headers, turns)
 
 

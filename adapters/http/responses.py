@@ -19,7 +19,7 @@ from adapters.http.errors import invalid
 from adapters.http.fields import Fields
 from adapters.http.fields import shown as shown_value
 from adapters.http.options import EdgeOptions
-from adapters.http.prompts import asked, chat_prompt, check_template, unparsed
+from adapters.http.prompts import asked, chat_prompt, check_template, template_headers
 from adapters.http.response_items import Turns, spelled
 from adapters.http.response_shape import ResponseShape, place_of
 from adapters.http.tools import (
@@ -34,6 +34,7 @@ from adapters.http.tools import (
 )
 from adapters.http.unsupported import MISSING, Missing
 from adapters.text.conversation import Conversation, FunctionTool, ToolChoice, thinking
+from adapters.text.efforts import EFFORTS
 from adapters.text.text import Text
 from effects.ids import Tokens
 
@@ -42,7 +43,6 @@ MAX_ITEMS = 1 << 16
 MAX_METADATA = 16
 MAX_SHOWN = 4 << 20  # bytes of a request that every response, and some events of its stream, say again: 10 ms for each
 CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}  # of a custom tool
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 SUMMARIES = ("auto", "concise", "detailed")
 SEALED = "reasoning.encrypted_content"
 INCLUDED = (
@@ -77,7 +77,7 @@ async def read(shelf: Shelf, fields: Fields, options: EdgeOptions, text: Text, a
         echo["items"] = msgspec.Raw(written)
     turns = asker.turns(controls.salt)
     prompt = await chat_prompt(conversation, fields, text, options, asker.gone, turns=turns, path=fields.at("input"))
-    headers = {**skipped.headers, **unparsed(conversation, text)}
+    headers = {**skipped.headers, **template_headers(conversation, text)}
     return asked(controls, prompt, [fields.at("input")], headers, turns, echo=echo)
 
 
