@@ -93,7 +93,7 @@ def read_messages(fields: Fields, skipped: Skipped) -> Conversation:
         where = f"{fields.at('messages')}[{len(listed) - 1}].content"
         raise invalid(where, "ends with a tool_use: the tool_result of each must follow in a user's message")
     tools = read_tools(fields, skipped)
-    choice, parallel = read_choice(fields, tools)
+    choice, parallel = read_choice(fields, tools, skipped)
     continues = last.role == "assistant"
     return Conversation(messages, tools, choice, parallel, read_thinking(fields), continues=continues)
 
@@ -206,7 +206,7 @@ def read_tools(fields: Fields, skipped: Skipped) -> tuple[FunctionTool, ...]:
         tool = Fields.of(value, f"{fields.at('tools')}[{place}]")
         kind = tool.text("type")
         if kind is not None and kind != "custom":
-            skipped.note(kind)
+            skipped.note(kind, tool.text("name"))
             continue
         if tool.within("input_schema") is None:
             raise tool.wrong("input_schema", "an object: a JSON schema")
@@ -214,13 +214,15 @@ def read_tools(fields: Fields, skipped: Skipped) -> tuple[FunctionTool, ...]:
     return check_tools(tools, fields.at("tools"))
 
 
-def read_choice(fields: Fields, tools: Sequence[FunctionTool]) -> tuple[ToolChoice, bool]:
+def read_choice(fields: Fields, tools: Sequence[FunctionTool], skipped: Skipped) -> tuple[ToolChoice, bool]:
     """What is to be called, and whether several may be at once."""
     given = fields.within("tool_choice")
     if given is None:
         return ToolChoice(), True
     kind = given.choice("type", CHOICES)
     parallel = not given.flag("disable_parallel_tool_use")
+    if (fallback := skipped.fallback(given.data, tools)) is not None:
+        return fallback, parallel
     match kind:
         case "tool":
             return named(read_name(given), tools, given.at("name")), parallel

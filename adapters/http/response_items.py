@@ -15,7 +15,16 @@ from attrs import define, field
 
 from adapters.http.errors import invalid
 from adapters.http.fields import Fields
-from adapters.http.tools import read_name
+from adapters.http.told_items import (
+    COMPACTIONS,
+    SUMMARY,
+    TOLD_CALLS,
+    TOLD_OUTPUTS,
+    opened_summary,
+    told_call,
+    told_output,
+)
+from adapters.http.tools import Skipped, read_name
 from adapters.text.conversation import ChatMessage, Role, ToolCall
 
 ROLES: dict[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -24,24 +33,27 @@ NOT_TEXT = ("input_image", "input_file", "input_audio", "computer_screenshot")
 NOT_TEXT_ITEMS = ("image_generation_call", "computer_call", "computer_call_output")
 # What other servers' tools leave in a conversation, and what steers them: nothing that a model here could read.
 UNSEEN = (
-    *("web_search_call", "file_search_call", "code_interpreter_call", "local_shell_call", "local_shell_call_output"),
-    *("shell_call", "shell_call_output", "apply_patch_call", "apply_patch_call_output", "mcp_list_tools", "mcp_call"),
-    *("mcp_approval_request", "mcp_approval_response", "compaction", "compaction_trigger", "additional_tools"),
+    *("web_search_call", "file_search_call", "code_interpreter_call", "mcp_list_tools", "mcp_call"),
+    *("mcp_approval_request", "mcp_approval_response", "additional_tools"),
     *("tool_search_call", "tool_search_output", "program", "program_output", "configuration_update"),
 )
 CALLS = ("function_call", "custom_tool_call")
 RESULTS = ("function_call_output", "custom_tool_call_output")
-MADE = ("message", "reasoning", *CALLS)  # items of a response
+TRIGGER = "compaction_trigger"  # what follows it is a summary of all before it
+MADE = ("message", "reasoning", *CALLS, "compaction")  # items of a response
 KNOWN = ("message", *CALLS, *RESULTS, "reasoning", "item_reference")
 
 
 @define(eq=False)
 class Turns:
-    """Items in, messages out. find: an item of an earlier response, by its id."""
+    """Items in, messages out. find: an item of an earlier response, by its id.  skipped: what was left out."""
 
     find: Callable[[str], Mapping[str, Any] | None]
+    skipped: Skipped = field(factory=Skipped)
     _messages: list[ChatMessage] = field(factory=list)
     _called: set[str] = field(factory=set)  # ids of all calls
+    _told: set[str] = field(factory=set)  # ids of the calls that are text
+    _triggered: bool = False  # the next summary replaces all that is no user's
     # of the answer that goes on with the next item, in parts, as there may be tens of thousands of them:
     _texts: list[str] = field(factory=list)
     _thoughts: list[str] = field(factory=list)
@@ -73,8 +85,20 @@ class Turns:
             self._result(item)
         elif kind in NOT_TEXT_ITEMS:
             raise invalid(item.at("type"), f"{kind!r} items are not supported: this server's model reads text only")
-        elif kind not in UNSEEN:
+        elif kind in TOLD_CALLS:
+            self._told.add(item.text("call_id", 256) or "")
+            self._tell(told_call(item))
+        elif kind in TOLD_OUTPUTS:
+            self._close()
+            self._messages.append(ChatMessage("user", told_output(item)))
+        elif kind == TRIGGER:
+            self._triggered = True
+        elif kind in COMPACTIONS:
+            self._summary(item)
+        elif not isinstance(kind, str):
             raise item.wrong("type", "one of " + ", ".join(map(repr, KNOWN)))
+        elif kind not in UNSEEN:
+            self.skipped.pass_over(kind)
 
     def all(self) -> list[ChatMessage]:
         self._close()
@@ -91,8 +115,29 @@ class Turns:
             self._close()
             self._messages.append(ChatMessage(ROLES[role], read_parts(item, "content", "\n")))
 
+    def _tell(self, text: str) -> None:
+        """Add a line of its own to what the assistant says."""
+        self._texts.append("\n" * bool(self._texts and not self._texts[-1].endswith("\n")) + text + "\n")
+        self._answering = True
+
+    def _summary(self, item: Fields) -> None:
+        """Read a summary that this server made. Nobody but its own server can read another one."""
+        text = opened_summary(item.text("encrypted_content") or "")
+        if text is None:
+            self.skipped.pass_over(str(item.data["type"]))
+            return
+        self._close()
+        if self._triggered:
+            self._messages = [message for message in self._messages if message.role in ("system", "user")]
+        self._triggered = False
+        self._messages.append(ChatMessage("user", SUMMARY + text))
+
     def _result(self, item: Fields) -> None:
         call = item.text("call_id", 256)
+        if call is not None and call in self._told:
+            self._close()
+            self._messages.append(ChatMessage("user", "[output of the call]\n" + read_parts(item, "output", "\n")))
+            return
         if call is None or call not in self._called:
             raise item.wrong("call_id", "the call_id of a call before it")
         self._close()

@@ -132,7 +132,7 @@ def read_conversation(
     fields: Fields, earlier: Sequence[bytes], find: References, skipped: Skipped
 ) -> tuple[Conversation, Offered]:
     """Raises ApiError naming the item and part that is wrong."""
-    turns = Turns(find)
+    turns = Turns(find, skipped)
     if instructions := fields.text("instructions"):
         turns.instruct(instructions)
     where = fields.at("previous_response_id")
@@ -151,7 +151,7 @@ def read_conversation(
     if messages[-1].calls:
         raise invalid(fields.at("input"), "ends with a call: the output of each must follow")
     offered = read_tools(fields, skipped)
-    choice, parallel = read_choice(fields, offered.tools), fields.flag("parallel_tool_calls", True)
+    choice, parallel = read_choice(fields, offered.tools, skipped), fields.flag("parallel_tool_calls", True)
     return Conversation(messages, offered.tools, choice, parallel, read_reasoning(fields)), offered
 
 
@@ -206,7 +206,7 @@ class Offered:
         elif kind is None:
             raise tool.wrong("type", "a string, such as 'function'")
         else:
-            skipped.note(kind)
+            skipped.note(kind, tool.text("name"))
             return
         if namespace is not None:
             name = spelled(namespace, function.name)
@@ -236,7 +236,9 @@ def each(fields: Fields, name: str) -> Iterator[Fields]:
         yield Fields.of(value, f"{fields.at(name)}[{place}]")
 
 
-def read_choice(fields: Fields, tools: Sequence[FunctionTool]) -> ToolChoice:
+def read_choice(fields: Fields, tools: Sequence[FunctionTool], skipped: Skipped) -> ToolChoice:
+    if (fallback := skipped.fallback(fields.data.get("tool_choice"), tools)) is not None:
+        return fallback
     if (plain := plain_choice(fields, tools)) is not None:
         return plain
     asked, path = fields.data["tool_choice"], fields.at("tool_choice")
