@@ -20,6 +20,7 @@ from adapters.http.told_items import (
     SUMMARY,
     TOLD_CALLS,
     TOLD_OUTPUTS,
+    TRIGGER,
     opened_summary,
     told_call,
     told_output,
@@ -39,7 +40,6 @@ UNSEEN = (
 )
 CALLS = ("function_call", "custom_tool_call")
 RESULTS = ("function_call_output", "custom_tool_call_output")
-TRIGGER = "compaction_trigger"  # what follows it is a summary of all before it
 MADE = ("message", "reasoning", *CALLS, "compaction")  # items of a response
 KNOWN = ("message", *CALLS, *RESULTS, "reasoning", "item_reference")
 
@@ -85,7 +85,12 @@ class Turns:
             self._result(item)
         elif kind in NOT_TEXT_ITEMS:
             raise invalid(item.at("type"), f"{kind!r} items are not supported: this server's model reads text only")
-        elif kind in TOLD_CALLS:
+        else:
+            self._add_other(item, kind)
+
+    def _add_other(self, item: Fields, kind: Any) -> None:
+        """Items that chat templates have no form for."""
+        if kind in TOLD_CALLS:
             self._told.add(item.text("call_id", 256) or "")
             self._tell(told_call(item))
         elif kind in TOLD_OUTPUTS:

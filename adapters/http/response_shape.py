@@ -18,11 +18,18 @@ from adapters.http.options import EdgeOptions
 from adapters.http.response_items import custom_input, sealed
 from adapters.http.run import Ended, Progress, Said
 from adapters.http.shape import event
-from adapters.text.answer.pieces import together
+from adapters.http.told_items import sealed_summary
+from adapters.text.answer.pieces import TextPiece, together
 from adapters.text.tokenizer import Tokenizer
 
-ItemKind: TypeAlias = Literal["text", "reasoning", "call", "custom"]
-PREFIXES: Mapping[ItemKind, str] = {"text": "msg_", "reasoning": "rs_", "call": "fc_", "custom": "ctc_"}
+ItemKind: TypeAlias = Literal["text", "reasoning", "call", "custom", "compaction"]
+PREFIXES: Mapping[ItemKind, str] = {
+    "text": "msg_",
+    "reasoning": "rs_",
+    "call": "fc_",
+    "custom": "ctc_",
+    "compaction": "cmp_",
+}
 STREAMS: Mapping[
     ItemKind, tuple[str, str]
 ] = {  # how events of its text are called, and what in the last one is all of it
@@ -31,7 +38,8 @@ STREAMS: Mapping[
     "call": ("response.function_call_arguments", "arguments"),
     "custom": ("response.custom_tool_call_input", "input"),
 }
-ITEM = re.compile(r"(?:msg|rs|fc|ctc)_([0-9a-f]{24})([0-9a-f]{4})")
+ITEM = re.compile(r"(?:msg|rs|fc|ctc|cmp)_([0-9a-f]{24})([0-9a-f]{4})")
+NO_SUMMARY = "(nothing was said)"
 CODES = {"queue_full": "rate_limit_exceeded", "context_length_exceeded": "context_length_exceeded"}
 
 
@@ -70,8 +78,8 @@ class ResponseShape:
         yield self.event("response.in_progress", response=self.response())
 
     def ended(self, ended: Ended) -> Iterable[bytes]:
-        for one in self.blocks.close():
-            yield from self.events(one, cut=ended.closed.finish == "length")
+        for one in self.rest():
+            yield from self.events(one, cut=self.is_cut(ended))
 
     def closing(self, ended: Sequence[Ended]) -> Iterable[bytes]:
         final = self.final(ended[0])
@@ -88,6 +96,9 @@ class ResponseShape:
 
     def events(self, one: BlockEvent, cut: bool = False) -> Iterator[bytes]:
         block, kind = one.block, self.kind(one.block)
+        if kind == "compaction":
+            yield from self.summary_events(one)
+            return
         item = {"item_id": self.item_id(block), "output_index": block.place}
         part = {**item, "content_index": 0}
         stream, whole = STREAMS[kind]
@@ -113,6 +124,14 @@ class ResponseShape:
                 done = self.item(block, "incomplete" if cut else "completed")
                 yield self.event("response.output_item.done", output_index=block.place, item=done)
 
+    def summary_events(self, one: BlockEvent) -> Iterator[bytes]:
+        """A summary has no parts: it begins and is done."""
+        place = {"output_index": one.block.place}
+        if isinstance(one, BlockBegun):
+            yield self.event("response.output_item.added", **place, item=self.item(one.block, None))
+        elif isinstance(one, BlockEnded):
+            yield self.event("response.output_item.done", **place, item=self.item(one.block, "completed"))
+
     def event(self, kind: str, **more: Any) -> bytes:
         number, self.number = self.number, self.number + 1
         return event({"type": kind, "sequence_number": number, **more}, kind)
@@ -123,11 +142,29 @@ class ResponseShape:
         for one in said.values():
             for piece in one.pieces:
                 list(self.blocks.push(piece))
-        list(self.blocks.close())
+        list(self.rest())
         return self.final(ended[0])
 
+    def rest(self) -> Iterator[BlockEvent]:
+        """End what is open. A summary is there in any case: who asked for one waits for it."""
+        if self.compacting and not any(
+            block.kind == "text" for block in (self.blocks.open, *self.blocks.done) if block
+        ):
+            yield from self.blocks.close()
+            thought = "\n".join(block.text for block in self.blocks.done)
+            yield from self.blocks.push(TextPiece(thought or NO_SUMMARY))
+        yield from self.blocks.close()
+
+    @property
+    def compacting(self) -> bool:
+        return bool(self.asked.echo.get("compacting"))
+
+    def is_cut(self, ended: Ended) -> bool:
+        """A summary that was cut off is one all the same: agents take no other end of it."""
+        return ended.closed.finish == "length" and not self.compacting
+
     def final(self, ended: Ended) -> dict[str, Any]:
-        cut = ended.closed.finish == "length"
+        cut = self.is_cut(ended)
         self.status = "incomplete" if cut else "completed"
         usage = figures.usage([ended])
         final = {
@@ -191,6 +228,9 @@ class ResponseShape:
             case "call":
                 arguments = "" if status is None else block.text
                 return {"type": "function_call", **named, **self.called(block), "arguments": arguments}
+            case "compaction":
+                summary = "" if status is None else sealed_summary(block.text)
+                return {"type": "compaction", "id": named["id"], "encrypted_content": summary}
             case "custom":
                 given = "" if status is None else custom_input(block.text)
                 return {"type": "custom_tool_call", **named, **self.called(block), "input": given}
@@ -201,6 +241,8 @@ class ResponseShape:
         return {"type": "reasoning_text", "text": text}
 
     def kind(self, block: Block) -> ItemKind:
+        if self.compacting and block.kind == "text":
+            return "compaction"
         return "custom" if block.name in self.asked.echo["offered"].customs else block.kind
 
     def called(self, block: Block) -> dict[str, Any]:

@@ -14,14 +14,16 @@ from adapters.http.api import Api, Asked, Asker, Counter
 from adapters.http.archive import ENCODER, Shelf
 from adapters.http.archive import read as read_kept
 from adapters.http.body import parsers
+from adapters.http.compaction import INSTRUCTION, CompactionShape, is_triggered, retained, summarizing, triggered
 from adapters.http.controls import Controls, Words, read_controls, read_model, read_salt
 from adapters.http.errors import invalid
 from adapters.http.fields import Fields
 from adapters.http.fields import shown as shown_value
 from adapters.http.options import EdgeOptions
 from adapters.http.prompts import asked, chat_prompt, check_template, template_headers
+from adapters.http.references import References
 from adapters.http.response_items import Turns, spelled
-from adapters.http.response_shape import ResponseShape, place_of
+from adapters.http.response_shape import ResponseShape
 from adapters.http.tools import (
     MAX_TOOLS,
     Skipped,
@@ -33,7 +35,7 @@ from adapters.http.tools import (
     read_name,
 )
 from adapters.http.unsupported import MISSING, Missing
-from adapters.text.conversation import Conversation, FunctionTool, ToolChoice, thinking
+from adapters.text.conversation import ChatMessage, Conversation, FunctionTool, ToolChoice, thinking
 from adapters.text.efforts import EFFORTS
 from adapters.text.text import Text
 from effects.ids import Tokens
@@ -78,7 +80,22 @@ async def read(shelf: Shelf, fields: Fields, options: EdgeOptions, text: Text, a
     turns = asker.turns(controls.salt)
     prompt = await chat_prompt(conversation, fields, text, options, asker.gone, turns=turns, path=fields.at("input"))
     headers = {**skipped.headers, **template_headers(conversation, text)}
-    return asked(controls, prompt, [fields.at("input")], headers, turns, echo=echo)
+    found = asked(controls, prompt, [fields.at("input")], headers, turns, echo=echo)
+    return summarizing(found, options) if is_triggered(read_input(fields)) else found
+
+
+async def read_compaction(shelf: Shelf, fields: Fields, options: EdgeOptions, text: Text, asker: Asker) -> Asked:
+    """Read a request for a summary: the same fields, less those that are about how an answer is given."""
+    found = await read(shelf, triggered(fields, read_input(fields)), options, text, asker)
+    earlier = read_previous(fields, shelf, options)
+    users = await anyio.to_thread.run_sync(said_by_users, fields, earlier, options, limiter=parsers())
+    return evolve(found, echo={**found.echo, "retained": users})
+
+
+def said_by_users(fields: Fields, earlier: Sequence[bytes], options: EdgeOptions) -> list[Mapping[str, Any]]:
+    """A quarter of the context at most, at four bytes a token."""
+    kept = [item for raw in earlier for item in read_kept(raw, options).items]
+    return retained([*kept, *read_input(fields)], options.max_ctx)
 
 
 async def count(shelf: Shelf, fields: Fields, options: EdgeOptions, text: Text, asker: Asker) -> Tokens:
@@ -148,42 +165,13 @@ def read_conversation(
     messages = turns.all()
     if not messages:
         raise invalid(fields.at("input"), "must have at least one message")
+    if is_triggered(read_input(fields)):
+        messages.append(ChatMessage("user", INSTRUCTION))
     if messages[-1].calls:
         raise invalid(fields.at("input"), "ends with a call: the output of each must follow")
     offered = read_tools(fields, skipped)
     choice, parallel = read_choice(fields, offered.tools, skipped), fields.flag("parallel_tool_calls", True)
     return Conversation(messages, offered.tools, choice, parallel, read_reasoning(fields)), offered
-
-
-@define
-class References:
-    """Items of earlier responses by their ids. left: bytes of such responses that one request may have read.
-
-    Each time that an item is named counts: thousands of its ids fit into a small body.
-    """
-
-    shelf: Shelf
-    options: EdgeOptions
-    left: int = field(init=False)
-    outputs: dict[str, Sequence[Any]] = field(factory=dict)
-
-    def __attrs_post_init__(self) -> None:
-        self.left = self.options.max_body
-
-    def __call__(self, item: str) -> Mapping[str, Any] | None:
-        response, place = place_of(item)
-        if response not in self.outputs:
-            raw = self.shelf.find(response) or b""
-            self.left -= len(raw)
-            try:
-                self.outputs[response] = read_kept(raw, self.options).output if raw and self.left >= 0 else ()
-            except ValueError:
-                self.outputs[response] = ()
-        output = self.outputs[response]
-        if place >= len(output) or not isinstance(output[place], dict):
-            return None
-        self.left -= len(ENCODER.encode(output[place]))
-        return output[place] if self.left >= 0 else None
 
 
 @define
@@ -325,6 +313,10 @@ def shown(fields: Fields, controls: Controls) -> dict[str, Any]:
 def responses(shelf: Shelf) -> Api:
     """As one caller may use it."""
     return Api(PATH, "resp_", partial(read, shelf), partial(ResponseShape, shelf))
+
+
+def compactions(shelf: Shelf) -> Api:
+    return Api(f"{PATH}/compact", "resp_", partial(read_compaction, shelf), partial(CompactionShape, shelf))
 
 
 def response_tokens(shelf: Shelf) -> Counter:

@@ -19,6 +19,7 @@ TOLD_CALLS = ("local_shell_call", "shell_call", "apply_patch_call")
 TOLD_OUTPUTS = ("local_shell_call_output", "shell_call_output", "apply_patch_call_output")
 # Codex calls the item `compaction_summary` as well, and `context_compaction` where it made the summary itself.
 COMPACTIONS = ("compaction", "compaction_summary", "context_compaction")
+TRIGGER = "compaction_trigger"  # what follows it is a summary of all before it
 SEAL = "rekindle-summary-1\n"  # tells our summaries from those that other servers have encrypted
 SUMMARY = "[summary of the conversation so far]\n"
 

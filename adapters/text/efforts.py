@@ -46,10 +46,15 @@ def nearest(level: str, accepted: list[str]) -> str | None:
     return min(levels, key=lambda one: (abs(EFFORTS.index(one) - place), EFFORTS.index(one)), default=None)
 
 
+def asked_and_served(conversation: Conversation, efforts: Mapping[str, str | None]) -> tuple[str | None, str | None]:
+    """Return the level that the request asks for, and what the template is told."""
+    asked: str | None = conversation.variables.get(VARIABLE)
+    return asked, None if asked is None else efforts.get(asked, asked)
+
+
 def with_accepted_effort(conversation: Conversation, efforts: Mapping[str, str | None]) -> Conversation:
     """Return the conversation with the level that its template accepts."""
-    asked = conversation.variables.get(VARIABLE)
-    served = efforts.get(asked, asked)
+    asked, served = asked_and_served(conversation, efforts)
     if served == asked:
         return conversation
     rest = {name: value for name, value in conversation.variables.items() if name != VARIABLE}
@@ -58,6 +63,5 @@ def with_accepted_effort(conversation: Conversation, efforts: Mapping[str, str |
 
 def replaced_effort(conversation: Conversation, efforts: Mapping[str, str | None]) -> str:
     """Return what a header says of a level that is served as another one; empty where there is none."""
-    asked = conversation.variables.get(VARIABLE)
-    served = efforts.get(asked, asked)
+    asked, served = asked_and_served(conversation, efforts)
     return "" if served == asked else f"{served or 'default'}; the chat template does not accept {asked}"
