@@ -57,7 +57,7 @@ def read_chat_controls(fields: Fields, options: EdgeOptions, text: Text) -> Cont
     wanted = fields.flag("logprobs")
     if top is not None and not wanted:
         raise invalid(fields.at("top_logprobs"), "needs `logprobs: true`")
-    controls = read_controls(fields, WORDS, options, text.tokenizer.end_tokens, (top or 0) if wanted else -1)
+    controls = read_controls(fields, WORDS, options, text.tokenizer, (top or 0) if wanted else -1)
     modalities = fields.items("modalities", 8)
     if modalities is not None and modalities != ["text"]:
         raise fields.wrong("modalities", '["text"]; this server answers with text only')

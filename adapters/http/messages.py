@@ -66,11 +66,10 @@ async def read_whole(fields: Fields, text: Text, skipped: Skipped) -> Conversati
 def read_message_controls(fields: Fields, options: EdgeOptions, text: Text) -> Controls:
     fields.items("stop_sequences", 1 << 16)  # a lone string is none
     fields.integer("max_tokens", 0)
-    fields.choice("service_tier", ("auto", "standard_only"))
     metadata = fields.within("metadata")
     if metadata is not None:
         metadata.text("user_id")
-    return read_controls(fields, WORDS, options, text.tokenizer.end_tokens)
+    return read_controls(fields, WORDS, options, text.tokenizer)
 
 
 def read_messages(fields: Fields, skipped: Skipped) -> Conversation:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from attrs import define, field
@@ -51,7 +51,8 @@ class OpenAiShape(ABC):
     def head(self, kind: str) -> dict[str, Any]:
         """What every OpenAI object carries."""
         named = {"id": self.id, "object": kind, "created": self.created, "model": self.controls.model}
-        return {**named, "system_fingerprint": "fp_rekindle"}
+        tier = {"service_tier": "default"} if self.controls.tier else {}
+        return {**named, "system_fingerprint": "fp_rekindle", **tier}
 
     def chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         usage = {"usage": None} if self.controls.include_usage else {}
@@ -106,6 +107,12 @@ class OpenAiShape(ABC):
 def finish_of(ended: Ended) -> str:
     """An answer that was cut off in the middle of a call is cut off first of all: nobody should make that call."""
     return "tool_calls" if ended.called and ended.closed.finish == "stop" and not ended.broken else ended.closed.finish
+
+
+def likelihood(said: Said | None) -> float:
+    """Return the mean logprob of the tokens of an answer; 0 where it has none."""
+    picks = () if said is None else said.picks
+    return sum(pick.logprob[0] for pick in picks) / len(picks) if picks else 0.0
 
 
 def named(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
@@ -177,18 +184,55 @@ class ChatShape(OpenAiShape):
 
 @define(eq=False)
 class CompletionShape(OpenAiShape):
-    """`offsets`: where each choice's next logprob stands in its text."""
+    """`offsets`: where each choice's next logprob stands in its text.
+
+    waiting: what each choice has said in a stream that begins with the prompt's logprobs. They are known when the
+    answer is complete, so it comes as a whole then.
+    """
 
     chunk_kind = "text_completion"
     whole_kind = "text_completion"
     offsets: dict[int, int] = field(factory=dict)
+    waiting: dict[int, Said] = field(factory=dict)
+
+    @property
+    def waits(self) -> bool:
+        return self.controls.echo and self.controls.sampling.logprobs >= 0
 
     def opening(self) -> Iterable[bytes]:
-        for index in range(len(self.asked.prompts) * self.controls.choices if self.controls.echo else 0):
-            yield self.chunk([{**self.silence(index), "text": self.echoed(index)}])
+        if self.controls.echo and not self.waits:
+            for index in range(len(self.asked.prompts) * self.controls.choices):
+                yield self.chunk([{**self.silence(index), "text": self.echoed(index)}])
 
     def said(self, said: Said) -> Iterable[bytes]:
+        if self.waits:
+            before = self.waiting.get(said.index, Said(said.index, ()))
+            self.waiting[said.index] = Said(said.index, before.pieces + said.pieces, before.picks + said.picks)
+            return
         yield self.chunk([{**self.silence(said.index), "text": said.text, "logprobs": self.logprobs(said)}])
+
+    def ended(self, ended: Ended) -> Iterable[bytes]:
+        if self.waits:
+            said = self.waiting.pop(ended.index, Said(ended.index, ()))
+            yield self.chunk([{**self.choice(said, ended), "finish_reason": None}])
+        yield from super().ended(ended)
+
+    def whole(self, said: Mapping[int, Said], ended: Sequence[Ended]) -> dict[str, Any]:
+        answer = super().whole(said, ended)
+        best = self.asked.echo.get("best")
+        if best is not None:
+            answer["choices"] = [*self.best(answer["choices"], said, best)]
+        return answer
+
+    def best(self, choices: Sequence[dict[str, Any]], said: Mapping[int, Said], count: int) -> Iterator[dict[str, Any]]:
+        """Choose so many answers to each prompt: those with the highest logprob per token, the best one first."""
+        each, index = self.controls.choices, 0
+        for first in range(0, len(choices), each):
+            ranked = sorted(choices[first : first + each], key=lambda one: -likelihood(said.get(one["index"])))
+            for choice in ranked[:count]:
+                hidden = {} if self.asked.echo["logprobs"] else {"logprobs": None}
+                yield {**choice, "index": index, **hidden}
+                index += 1
 
     def silence(self, index: int) -> dict[str, Any]:
         return {"index": index, "text": "", "logprobs": None, "finish_reason": None}

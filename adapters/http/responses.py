@@ -45,7 +45,8 @@ MAX_ITEMS = 1 << 16
 MAX_METADATA = 16
 MAX_SHOWN = 4 << 20  # bytes of a request that every response, and some events of its stream, say again: 10 ms for each
 CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}  # of a custom tool
-SUMMARIES = ("auto", "concise", "detailed")
+SUMMARIES = ("auto", "concise", "detailed", "none")
+NAMES = ("user", "prompt_cache_key", "safety_identifier")  # OpenAI says them again, and never says null
 SEALED = "reasoning.encrypted_content"
 INCLUDED = (
     *("file_search_call.results", "web_search_call.results", "web_search_call.action.sources", SEALED),
@@ -67,7 +68,7 @@ WORDS = Words(
 
 
 async def read(shelf: Shelf, fields: Fields, options: EdgeOptions, text: Text, asker: Asker) -> Asked:
-    controls, skipped = read_controls(fields, WORDS, options, text.tokenizer.end_tokens), Skipped()
+    controls, skipped = read_controls(fields, WORDS, options, text.tokenizer), Skipped()
     echo = {
         "shown": shown(fields, controls),
         "sealed": SEALED in read_include(fields),
@@ -298,9 +299,7 @@ def shown(fields: Fields, controls: Controls) -> dict[str, Any]:
         "top_logprobs": 0,
         "top_p": controls.sampling.top_p,
         "truncation": fields.choice("truncation", ("auto", "disabled")) or "disabled",
-        "user": fields.text("user"),
-        "prompt_cache_key": fields.text("prompt_cache_key"),
-        "safety_identifier": fields.text("safety_identifier"),
+        **{name: value for name in NAMES if (value := fields.text(name)) is not None},
         "service_tier": "default",
         "background": False,
     }

@@ -64,6 +64,12 @@ async def test_a_response_is_given(site: Site, client: openai.AsyncOpenAI) -> No
     assert again.usage.input_tokens_details.cached_tokens == (len(prompt) - 1) // 4 * 4
 
 
+async def test_a_response_says_only_what_it_was_told_of_its_user(site: Site) -> None:
+    body = (await site.post(PATH, asked(user=None, reasoning={"summary": "none"}, service_tier="flex"))).json()
+    assert not {"user", "prompt_cache_key", "safety_identifier"} & body.keys()
+    assert (body["reasoning"]["summary"], body["service_tier"]) == ("none", "default")
+
+
 async def test_a_tool_loop_by_response_ids(site: Site, client: openai.AsyncOpenAI) -> None:
     site.say(CALL)
     response = await client.responses.create(**asked(tools=[ADD]))
