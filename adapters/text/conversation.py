@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias
 from attrs import evolve, field, frozen
 
 from adapters.bounded_json import TEXTS
+from effects.grammar import Grammar
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 
@@ -50,12 +51,16 @@ class ChatMessage:
 
 @frozen
 class FunctionTool:
-    """`parameters`: a JSON schema.  strict: arguments are to keep to it."""
+    """`parameters`: a JSON schema.  strict: arguments are to keep to it.
+
+    input_grammar: of a custom tool, which is called with text: its only argument, `input`, is to keep to that.
+    """
 
     name: str
     description: str | None = None
     parameters: Mapping[str, Any] | None = None
     strict: bool = False
+    input_grammar: Grammar | None = None
 
     def written(self) -> dict[str, Any]:
         function: dict[str, Any] = {"name": self.name}
