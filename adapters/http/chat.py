@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import anyio
 
 from adapters.http.api import Api, Asked, Asker, Counter
+from adapters.http.chat_shape import ChatShape
 from adapters.http.controls import Controls, Words, read_controls, read_salt
+from adapters.http.custom_tools import INPUT, custom_arguments, read_custom
 from adapters.http.errors import invalid
 from adapters.http.fields import Fields, shown
-from adapters.http.openai_shape import ChatShape
+from adapters.http.legacy_functions import (
+    is_legacy,
+    read_function_call,
+    read_function_choice,
+    read_function_result,
+    read_functions,
+)
 from adapters.http.options import EdgeOptions
 from adapters.http.prompts import asked, chat_prompt, check_template, template_headers
 from adapters.http.tools import (
+    CALLED,
     CHOICES,
     MAX_TOOLS,
     check_tools,
@@ -37,6 +47,7 @@ ROLES: dict[str, Role] = {
     "user": "user",
     "assistant": "assistant",
     "tool": "tool",
+    "function": "tool",
 }
 TEMPLATE_FLAGS = ("enable_thinking", "thinking", "preserve_thinking")
 NOT_TEXT = ("image_url", "input_image", "image", "input_audio", "audio", "file", "input_file", "video_url", "video")
@@ -49,7 +60,8 @@ async def read(fields: Fields, options: EdgeOptions, text: Text, asker: Asker) -
     # there may be tens of thousands of messages
     conversation = await anyio.to_thread.run_sync(read_conversation, fields, text)
     prompt = await chat_prompt(conversation, fields, text, options, asker.gone, turns=turns)
-    return asked(controls, prompt, [fields.at("messages")], template_headers(conversation, text), turns)
+    echo = {"customs": read_customs(conversation.tools), "legacy": is_legacy(fields)}
+    return asked(controls, prompt, [fields.at("messages")], template_headers(conversation, text), turns, echo=echo)
 
 
 def read_chat_controls(fields: Fields, options: EdgeOptions, text: Text) -> Controls:
@@ -79,7 +91,7 @@ def read_conversation(fields: Fields, text: Text) -> Conversation:
         messages,
         tools,
         read_choice(fields, tools),
-        fields.flag("parallel_tool_calls", True),
+        fields.flag("parallel_tool_calls", True) and not is_legacy(fields),
         read_variables(fields),
         fields.flag("add_generation_prompt", True),
         read_continuation(fields, messages[-1]),
@@ -104,6 +116,8 @@ def read_message(message: Fields, calls: set[str]) -> ChatMessage:
     role = message.choice("role", ROLES)
     if role is None:
         raise message.wrong("role", "one of " + ", ".join(map(repr, ROLES)))
+    if role == "function":
+        return read_function_result(message, calls)
     content, reasoning = read_content(message), ""
     made: tuple[ToolCall, ...] = ()
     if role == "assistant":
@@ -145,47 +159,60 @@ def read_calls(message: Fields, calls: set[str]) -> tuple[ToolCall, ...]:
     read = []
     for place, value in enumerate(message.items("tool_calls", MAX_TOOLS) or []):
         call = Fields.of(value, f"{message.at('tool_calls')}[{place}]")
-        call.choice("type", ("function",))
-        id_, function = call.text("id", 256), call.within("function")
+        kind = call.choice("type", CALLED) or "function"
+        id_, function = call.text("id", 256), call.within(kind)
         if id_ is None:
             raise call.wrong("id", "a string")
         if function is None:
-            raise call.wrong("function", "an object")
+            raise call.wrong(kind, "an object")
         calls.add(id_)
-        read.append(ToolCall(id_, read_name(function), function.text("arguments") or "{}"))
-    return tuple(read)
+        if kind == "custom":
+            arguments = custom_arguments(function.text("input") or "")
+        else:
+            arguments = function.text("arguments") or "{}"
+        read.append(ToolCall(id_, read_name(function), arguments))
+    legacy = read_function_call(message, calls)
+    return tuple(read) if legacy is None else (*read, legacy)
 
 
 def read_tools(fields: Fields) -> tuple[FunctionTool, ...]:
-    tools = []
+    tools = [*read_functions(fields)]
     for place, value in enumerate(fields.items("tools", MAX_TOOLS) or []):
         tool = Fields.of(value, f"{fields.at('tools')}[{place}]")
-        if tool.choice("type", ("function",)) is None:
-            raise tool.wrong("type", "'function'")
-        function = tool.within("function")
+        kind = tool.choice("type", CALLED)
+        if kind is None:
+            raise tool.wrong("type", "'function' or 'custom'")
+        function = tool.within(kind)
         if function is None:
-            raise tool.wrong("function", "an object")
-        tools.append(read_function(function))
-    return check_tools(tools, fields.at("tools"))
+            raise tool.wrong(kind, "an object")
+        tools.append(read_custom(function) if kind == "custom" else read_function(function))
+    return check_tools(tools, fields.at("functions" if is_legacy(fields) else "tools"))
+
+
+def read_customs(tools: Sequence[FunctionTool]) -> frozenset[str]:
+    """Return the names of those that are called with text."""
+    return frozenset(tool.name for tool in tools if tool.parameters is INPUT)
 
 
 def read_choice(fields: Fields, tools: tuple[FunctionTool, ...]) -> ToolChoice:
+    if not fields.has("tool_choice") and (legacy := read_function_choice(fields, tools)) is not None:
+        return legacy
     if (plain := plain_choice(fields, tools)) is not None:
         return plain
     asked, path = fields.data["tool_choice"], fields.at("tool_choice")
     match asked:
-        case {"type": "function"}:
-            function = Fields(asked, path).within("function")
+        case {"type": "function" | "custom" as kind}:
+            function = Fields(asked, path).within(kind)
             if function is None:
-                raise invalid(f"{path}.function", "must be an object, not null")
-            return named(read_name(function), tools, f"{path}.function.name")
+                raise invalid(f"{path}.{kind}", "must be an object, not null")
+            return named(read_name(function), tools, f"{path}.{kind}.name")
         case {"type": "allowed_tools"}:
             allowed = Fields(asked, path).within("allowed_tools")
             if allowed is None:
                 raise invalid(f"{path}.allowed_tools", "must be an object, not null")
-            return read_allowed(allowed, tools, "function")
+            return read_allowed(allowed, tools, within=True)
     accepted = ", ".join(map(repr, CHOICES))
-    raise fields.wrong("tool_choice", f"one of {accepted} or an object of type 'function' or 'allowed_tools'")
+    raise fields.wrong("tool_choice", f"one of {accepted} or an object of type 'function', 'custom' or 'allowed_tools'")
 
 
 def read_variables(fields: Fields) -> dict[str, Any]:

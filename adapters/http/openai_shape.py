@@ -15,19 +15,8 @@ from adapters.http.controls import Controls
 from adapters.http.dialect import openai_error
 from adapters.http.errors import ApiError
 from adapters.http.options import EdgeOptions
-from adapters.http.run import Ended, PickedToken, Progress, Said
+from adapters.http.run import Ended, Progress, Said
 from adapters.http.shape import COMMENT, DONE, event
-from adapters.text.answer.pieces import (
-    AnswerPiece,
-    ArgumentsPiece,
-    CallBegun,
-    CallEnded,
-    ReasoningPiece,
-    TextPiece,
-    calls_of,
-    reasoning_of,
-    together,
-)
 from adapters.text.tokenizer import Tokenizer
 from effects.decode import Logprob
 
@@ -67,7 +56,7 @@ class OpenAiShape(ABC):
         yield self.chunk([self.silence(0)])
 
     def ended(self, ended: Ended) -> Iterable[bytes]:
-        choice = {**self.silence(ended.index), "finish_reason": finish_of(ended)}
+        choice = {**self.silence(ended.index), "finish_reason": self.finish(ended)}
         told = figures.rekindle(ended, self.options)
         yield self.chunk([choice], timings=figures.timings(ended), rekindle=told)
 
@@ -88,6 +77,9 @@ class OpenAiShape(ABC):
             "timings": figures.timings(ended[0]),
             "rekindle": figures.rekindle_all(ended, self.options),
         }
+
+    def finish(self, ended: Ended) -> str:
+        return finish_of(ended)
 
     @abstractmethod
     def opening(self) -> Iterable[bytes]: ...
@@ -119,67 +111,6 @@ def named(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
     """A token with its logprob."""
     raw = tokenizer.piece(token)
     return {"id": token, "token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
-
-
-def delta_of(piece: AnswerPiece) -> dict[str, Any]:
-    match piece:
-        case TextPiece(text):
-            return {"content": text}
-        case ReasoningPiece(text):
-            return {"reasoning_content": text}
-        case CallBegun(place, id_, name):
-            function = {"name": name, "arguments": ""}
-            return {"tool_calls": [{"index": place, "id": id_, "type": "function", "function": function}]}
-        case ArgumentsPiece(place, text):
-            return {"tool_calls": [{"index": place, "function": {"arguments": text}}]}
-        case CallEnded():
-            return {}
-
-
-@define(eq=False)
-class ChatShape(OpenAiShape):
-    chunk_kind = "chat.completion.chunk"
-    whole_kind = "chat.completion"
-
-    def opening(self) -> Iterable[bytes]:
-        for index in range(self.controls.choices):
-            yield self.chunk([{**self.silence(index), "delta": {"role": "assistant", "content": ""}}])
-
-    def said(self, said: Said) -> Iterable[bytes]:
-        deltas = [delta for delta in map(delta_of, together(said.pieces)) if delta]
-        for place, delta in enumerate(deltas or [{}]):
-            picks = self.logprobs(said.picks) if place == 0 else {}
-            if delta or picks:
-                yield self.chunk([{**self.silence(said.index), "delta": delta, **picks}])
-
-    def silence(self, index: int) -> dict[str, Any]:
-        return {"index": index, "delta": {}, "finish_reason": None}
-
-    def choice(self, said: Said, ended: Ended) -> dict[str, Any]:
-        reasoning, calls = reasoning_of(said.pieces), calls_of(said.pieces)
-        message: dict[str, Any] = {"role": "assistant", "content": said.text, "refusal": None}
-        if reasoning:
-            message["reasoning_content"] = reasoning
-        if calls:
-            message["content"] = said.text or None
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in calls
-            ]
-        logprobs = self.logprobs(said.picks) or {"logprobs": None}
-        return {"index": ended.index, "message": message, **logprobs, "finish_reason": finish_of(ended)}
-
-    def logprobs(self, picks: Sequence[PickedToken]) -> dict[str, Any]:
-        if not picks:
-            return {}
-        content = [
-            {
-                **named(self.tokenizer, pick.token, pick.logprob[0]),
-                "top_logprobs": [named(self.tokenizer, *alternative) for alternative in pick.logprob[1]],
-            }
-            for pick in picks
-        ]
-        return {"logprobs": {"content": content, "refusal": None}}
 
 
 @define(eq=False)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from attrs import define, field
 
+from adapters.http.custom_tools import custom_arguments
 from adapters.http.errors import invalid
 from adapters.http.fields import Fields
 from adapters.http.told_items import (
@@ -165,21 +165,6 @@ def read_call(item: Fields) -> ToolCall:
     namespace = item.text("namespace", 128)
     name = read_name(item)
     return ToolCall(id_, name if namespace is None else spelled(namespace, name), arguments)
-
-
-def custom_arguments(text: str) -> str:
-    """What a custom tool is called with is text; the model knows functions only, so it is one of their arguments."""
-    return json.dumps({"input": text}, ensure_ascii=False)
-
-
-def custom_input(arguments: str) -> str:
-    """The text again; all of it, where it is nothing else."""
-    try:
-        given = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    text = given.get("input") if isinstance(given, dict) else None
-    return text if isinstance(text, str) else arguments
 
 
 def spelled(namespace: str, name: str) -> str:

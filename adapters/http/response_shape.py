@@ -13,9 +13,10 @@ from adapters.http import figures
 from adapters.http.api import Asked
 from adapters.http.archive import ArchivedResponse, Shelf
 from adapters.http.blocks import Block, BlockBegun, BlockEnded, BlockEvent, BlockMore, Blocks
+from adapters.http.custom_tools import custom_input
 from adapters.http.errors import ApiError
 from adapters.http.options import EdgeOptions
-from adapters.http.response_items import custom_input, sealed
+from adapters.http.response_items import sealed
 from adapters.http.run import Ended, Progress, Said
 from adapters.http.shape import event
 from adapters.http.told_items import sealed_summary

@@ -16,6 +16,7 @@ from adapters.http.archive import read as read_kept
 from adapters.http.body import parsers
 from adapters.http.compaction import INSTRUCTION, CompactionShape, is_triggered, retained, summarizing, triggered
 from adapters.http.controls import Controls, Words, read_controls, read_model, read_salt
+from adapters.http.custom_tools import read_custom
 from adapters.http.errors import invalid
 from adapters.http.fields import Fields
 from adapters.http.fields import shown as shown_value
@@ -44,7 +45,6 @@ PATH = "/v1/responses"
 MAX_ITEMS = 1 << 16
 MAX_METADATA = 16
 MAX_SHOWN = 4 << 20  # bytes of a request that every response, and some events of its stream, say again: 10 ms for each
-CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}  # of a custom tool
 SUMMARIES = ("auto", "concise", "detailed", "none")
 NAMES = ("user", "prompt_cache_key", "safety_identifier")  # OpenAI says them again, and never says null
 SEALED = "reasoning.encrypted_content"
@@ -191,7 +191,7 @@ class Offered:
         if kind == "function":
             function = read_function(tool)
         elif kind == "custom":
-            function = FunctionTool(read_name(tool), tool.text("description"), CUSTOM)
+            function = read_custom(tool)
         elif kind is None:
             raise tool.wrong("type", "a string, such as 'function'")
         else:

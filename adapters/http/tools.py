@@ -15,6 +15,7 @@ from adapters.text.conversation import FunctionTool, ToolChoice
 
 MAX_TOOLS = 512
 MAX_TOOL_BYTES = 1 << 20
+CALLED = ("function", "custom")  # types of tools that the model is offered
 CHOICES = ("none", "auto", "required")
 ENCODER = msgspec.json.Encoder()  # 31 MiB of schemas in 30 ms, and the interpreter is held so long
 MAX_KINDS = 32  # of items that a header names
@@ -59,8 +60,8 @@ def named(name: str, tools: Sequence[FunctionTool], path: str) -> ToolChoice:
     return ToolChoice("function", name)
 
 
-def read_allowed(allowed: Fields, tools: Sequence[FunctionTool], within: str = "") -> ToolChoice:
-    """OpenAI's `allowed_tools`. within: what of an entry has the function's name; "": the entry itself.
+def read_allowed(allowed: Fields, tools: Sequence[FunctionTool], within: bool = False) -> ToolChoice:
+    """OpenAI's `allowed_tools`. within: an entry has the name in an object that is called like its type.
 
     Entries of other types name tools that are not offered to the model anyway.
     """
@@ -72,11 +73,12 @@ def read_allowed(allowed: Fields, tools: Sequence[FunctionTool], within: str = "
     names = []
     for place, value in enumerate(listed):
         entry = Fields.of(value, f"{allowed.at('tools')}[{place}]")
-        if entry.data.get("type") != "function":
+        kind = entry.data.get("type")
+        if kind not in CALLED:
             continue
-        function = entry.within(within) if within else entry
+        function = entry.within(kind) if within else entry
         if function is None:
-            raise entry.wrong(within, "an object")
+            raise entry.wrong(kind, "an object")
         names.append(named(read_name(function), tools, function.at("name")).name)
     if not any(names):
         raise invalid(allowed.at("tools"), "names none of the functions in `tools`")

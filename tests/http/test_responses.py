@@ -14,10 +14,11 @@ import pytest
 
 from adapters.http import archive, responses
 from adapters.http.archive import Archive, ArchivedResponse, Shelf
+from adapters.http.custom_tools import custom_arguments, custom_input
 from adapters.http.errors import ApiError
 from adapters.http.fields import Fields
 from adapters.http.options import EdgeOptions
-from adapters.http.response_items import custom_arguments, custom_input, opened, sealed
+from adapters.http.response_items import opened, sealed
 from adapters.http.responses import References, read_conversation
 from adapters.http.tools import Skipped
 from adapters.text.conversation import ChatMessage, ToolCall, ToolChoice
