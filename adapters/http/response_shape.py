@@ -19,8 +19,9 @@ from adapters.http.options import EdgeOptions
 from adapters.http.response_items import sealed
 from adapters.http.run import Ended, Progress, Said
 from adapters.http.shape import event
+from adapters.http.text_logprobs import TextLogprobs
 from adapters.http.told_items import sealed_summary
-from adapters.text.answer.pieces import TextPiece, together
+from adapters.text.answer.pieces import AnswerPiece, TextPiece, together
 from adapters.text.tokenizer import Tokenizer
 
 ItemKind: TypeAlias = Literal["text", "reasoning", "call", "custom", "compaction"]
@@ -57,6 +58,11 @@ class ResponseShape:
     blocks: Blocks = field(factory=Blocks, init=False)
     number: int = field(default=0, init=False)
     status: str = field(default="in_progress", init=False)
+    logprobs: dict[int, list[dict[str, Any]]] = field(factory=dict, init=False)  # of each text, by its place
+    picks: TextLogprobs = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.picks = TextLogprobs(self.tokenizer)
 
     # -- a stream
 
@@ -65,9 +71,27 @@ class ResponseShape:
         yield self.event("response.in_progress", response=self.response())
 
     def said(self, said: Said) -> Iterable[bytes]:
-        for piece in together(said.pieces):
+        for piece, logprobs in self.with_logprobs(said):
             for one in self.blocks.push(piece):
-                yield from self.events(one)
+                yield from self.events(one, logprobs=logprobs)
+
+    def with_logprobs(self, said: Said) -> Iterator[tuple[AnswerPiece, list[dict[str, Any]]]]:
+        """Give each piece with what is told of its tokens, where that was asked for."""
+        pieces = together(said.pieces)
+        texts = [place for place, piece in enumerate(pieces) if isinstance(piece, TextPiece)]
+        self.picks.hear(said.picks)
+        for place, piece in enumerate(pieces):
+            logprobs = self.picks.take(piece, last=texts[-1:] == [place])
+            if logprobs:
+                self.logprobs.setdefault(self.text_place(), []).extend(logprobs)
+            yield piece, logprobs
+
+    def text_place(self) -> int:
+        """Where the block of text is that a piece of text goes to."""
+        block = self.blocks.open
+        if block is not None and block.kind == "text":
+            return block.place
+        return len(self.blocks.done) + (block is not None)
 
     def progress(self, progress: Progress, elapsed_ms: float) -> Iterable[bytes]:
         """Of the response only what it is: what was asked grows with the prompt, and so does the number of these."""
@@ -95,7 +119,7 @@ class ResponseShape:
         self.keep(final)
         yield self.event("response.failed", response=final)
 
-    def events(self, one: BlockEvent, cut: bool = False) -> Iterator[bytes]:
+    def events(self, one: BlockEvent, cut: bool = False, logprobs: Sequence[Mapping[str, Any]] = ()) -> Iterator[bytes]:
         block, kind = one.block, self.kind(one.block)
         if kind == "compaction":
             yield from self.summary_events(one)
@@ -104,22 +128,22 @@ class ResponseShape:
         part = {**item, "content_index": 0}
         stream, whole = STREAMS[kind]
         where: dict[str, Any] = item if block.kind == "call" else part
-        if kind == "text":
-            where = {**where, "logprobs": []}
+        told: dict[str, Any] = {"logprobs": logprobs} if kind == "text" else {}
+        every: dict[str, Any] = {"logprobs": self.logprobs.get(block.place, [])} if kind == "text" else {}
         match one:
             case BlockBegun():
                 yield self.event("response.output_item.added", output_index=block.place, item=self.item(block, None))
                 if block.kind != "call":
                     yield self.event("response.content_part.added", **part, part=self.part(block, ""))
             case BlockMore(_, text) if kind != "custom":
-                yield self.event(f"{stream}.delta", **where, delta=text)
+                yield self.event(f"{stream}.delta", **where, **told, delta=text)
             case BlockEnded():
                 text = block.text
                 if kind == "custom":  # what it is, is known only now: it came as JSON
                     text = custom_input(text)
                     yield self.event(f"{stream}.delta", **where, delta=text)
                 called = {"name": self.called(block)["name"]} if kind == "call" else {}
-                yield self.event(f"{stream}.done", **where, **{whole: text}, **called)
+                yield self.event(f"{stream}.done", **where, **every, **{whole: text}, **called)
                 if block.kind != "call":
                     yield self.event("response.content_part.done", **part, part=self.part(block, block.text))
                 done = self.item(block, "incomplete" if cut else "completed")
@@ -141,7 +165,7 @@ class ResponseShape:
 
     def whole(self, said: Mapping[int, Said], ended: Sequence[Ended]) -> dict[str, Any]:
         for one in said.values():
-            for piece in one.pieces:
+            for piece, _ in self.with_logprobs(one):
                 list(self.blocks.push(piece))
         list(self.rest())
         return self.final(ended[0])
@@ -238,7 +262,8 @@ class ResponseShape:
 
     def part(self, block: Block, text: str) -> dict[str, Any]:
         if block.kind == "text":
-            return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+            logprobs = self.logprobs.get(block.place, []) if text else []
+            return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
         return {"type": "reasoning_text", "text": text}
 
     def kind(self, block: Block) -> ItemKind:

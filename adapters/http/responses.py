@@ -48,10 +48,12 @@ MAX_SHOWN = 4 << 20  # bytes of a request that every response, and some events o
 SUMMARIES = ("auto", "concise", "detailed", "none")
 NAMES = ("user", "prompt_cache_key", "safety_identifier")  # OpenAI says them again, and never says null
 SEALED = "reasoning.encrypted_content"
+LOGPROBS = "message.output_text.logprobs"
+MAX_LOGPROBS = 20
 INCLUDED = (
     *("file_search_call.results", "web_search_call.results", "web_search_call.action.sources", SEALED),
     *("message.input_image.image_url", "computer_call_output.output.image_url", "code_interpreter_call.outputs"),
-    "message.output_text.logprobs",
+    LOGPROBS,
 )
 WORDS = Words(
     {
@@ -59,7 +61,6 @@ WORDS = Words(
         "background": Missing("is not supported by this server: an answer ends with its connection"),
         "conversation": Missing("is not supported by this server; use `previous_response_id`"),
         "prompt": Missing("is not supported: this server keeps no prompts; send `input`"),
-        "top_logprobs": Missing("is not supported in this API yet; chat completions have it", (0,)),
     },
     max_tokens=("max_output_tokens",),
     choices="",
@@ -68,10 +69,12 @@ WORDS = Words(
 
 
 async def read(shelf: Shelf, fields: Fields, options: EdgeOptions, text: Text, asker: Asker) -> Asked:
-    controls, skipped = read_controls(fields, WORDS, options, text.tokenizer), Skipped()
+    top, included = fields.integer("top_logprobs", 0, MAX_LOGPROBS) or 0, read_include(fields)
+    logprobs = top if top or LOGPROBS in included else -1
+    controls, skipped = read_controls(fields, WORDS, options, text.tokenizer, logprobs), Skipped()
     echo = {
         "shown": shown(fields, controls),
-        "sealed": SEALED in read_include(fields),
+        "sealed": SEALED in included,
         "store": fields.flag("store", True),
     }
     conversation, echo["offered"] = await read_whole(shelf, fields, options, text, skipped)
@@ -296,7 +299,7 @@ def shown(fields: Fields, controls: Controls) -> dict[str, Any]:
         "text": read_format(fields),
         "tool_choice": fields.data.get("tool_choice") or "auto",
         "tools": fields.items("tools", MAX_TOOLS) or [],
-        "top_logprobs": 0,
+        "top_logprobs": max(0, controls.sampling.logprobs),
         "top_p": controls.sampling.top_p,
         "truncation": fields.choice("truncation", ("auto", "disabled")) or "disabled",
         **{name: value for name in NAMES if (value := fields.text(name)) is not None},

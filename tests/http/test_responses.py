@@ -71,6 +71,43 @@ async def test_a_response_says_only_what_it_was_told_of_its_user(site: Site) -> 
     assert (body["reasoning"]["summary"], body["service_tier"]) == ("none", "default")
 
 
+INCLUDED: Any = ["message.output_text.logprobs"]
+
+
+@pytest.mark.parametrize("per_step", [1, 3, 100])
+@pytest.mark.parametrize(
+    "said", ["Hello \u00e4 \U0001f600.", f"{CALL}\nSo, there.", "<think>\nHm.\n</think>\n\nYes: <tool_x"]
+)
+async def test_logprobs_are_of_the_tokens_of_the_text(
+    site: Site, client: openai.AsyncOpenAI, said: str, per_step: int
+) -> None:
+    site.say(said)
+    site.door.per_step = per_step
+    whole = await client.responses.create(**asked(tools=[ADD], include=INCLUDED, top_logprobs=2))
+    assert whole.top_logprobs == 2
+    told = []
+    for item in whole.output:
+        if item.type == "message":
+            (part,) = item.content
+            assert part.type == "output_text"
+            assert part.logprobs is not None
+            assert b"".join(bytes(one.bytes) for one in part.logprobs).decode().strip() == part.text
+            assert {len(one.top_logprobs) for one in part.logprobs} == {2}
+            told.append([one.to_dict() for one in part.logprobs])
+    assert told
+    events = await frames(site, asked(tools=[ADD], include=INCLUDED, top_logprobs=2))
+    streamed: dict[int, list[Any]] = {}
+    for event in events:
+        if event["type"] == "response.output_text.delta":
+            streamed.setdefault(event["output_index"], []).extend(event["logprobs"])
+        if event["type"] == "response.output_text.done":
+            assert event["logprobs"] == streamed[event["output_index"]]
+    assert [*streamed.values()] == told
+    without = await client.responses.create(**asked(tools=[ADD]))
+    assert site.door.tickets[-1].job.sampling.logprobs == -1
+    assert without.output_text == whole.output_text
+
+
 async def test_a_tool_loop_by_response_ids(site: Site, client: openai.AsyncOpenAI) -> None:
     site.say(CALL)
     response = await client.responses.create(**asked(tools=[ADD]))
@@ -449,7 +486,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"background": True}, "$.background", "not supported"),
     ({"conversation": "conv_1"}, "$.conversation", "use `previous_response_id`"),
     ({"prompt": {"id": "pmpt_1"}}, "$.prompt", "not supported"),
-    ({"top_logprobs": 5}, "$.top_logprobs", "not supported"),
+    ({"top_logprobs": 21}, "$.top_logprobs", "from 0 to 20"),
     ({"include": ["everything"]}, "$.include[0]", "one of"),
     ({"include": "all"}, "$.include", "an array"),
     ({"metadata": {"a": 5}}, "$.metadata.a", "a string"),
