@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import anyio
 
 from adapters.http.api import Api, Asked, Asker, Counter
+from adapters.http.chat_shape import ChatShape
 from adapters.http.controls import Controls, Words, read_controls, read_salt
+from adapters.http.custom_tools import INPUT, read_custom
 from adapters.http.errors import invalid
 from adapters.http.fields import Fields, shown
 from adapters.http.history import (
@@ -20,10 +22,11 @@ from adapters.http.history import (
     newest_user_turn,
     speaker_name,
 )
-from adapters.http.openai_shape import ChatShape
+from adapters.http.legacy_functions import is_legacy, read_function_choice, read_functions
 from adapters.http.options import EdgeOptions
-from adapters.http.prompts import asked, chat_prompt, check_template, unparsed
+from adapters.http.prompts import asked, chat_prompt, check_template, template_headers
 from adapters.http.tools import (
+    CALLED,
     CHOICES,
     MAX_TOOLS,
     Skipped,
@@ -36,6 +39,7 @@ from adapters.http.tools import (
 )
 from adapters.http.unsupported import MISSING_IN_CHAT
 from adapters.text.conversation import ChatMessage, Conversation, FunctionTool, Role, ToolChoice, thinking
+from adapters.text.efforts import EFFORTS
 from adapters.text.text import Text
 from effects.ids import Tokens
 
@@ -47,9 +51,8 @@ ROLES: dict[str, Role] = {
     "user": "user",
     "assistant": "assistant",
     "tool": "tool",
+    "function": "tool",
 }
-HISTORY_ROLES: dict[str, Role] = {**ROLES, "function": "tool"}  # of messages before the newest turn
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 TEMPLATE_FLAGS = ("enable_thinking", "thinking", "preserve_thinking")
 NOT_TEXT = ("image_url", "input_image", "image", "input_audio", "audio", "file", "input_file", "video_url", "video")
 WORDS = Words(MISSING_IN_CHAT)
@@ -62,8 +65,9 @@ async def read(fields: Fields, options: EdgeOptions, text: Text, asker: Asker) -
     skipped = Skipped()
     conversation = await anyio.to_thread.run_sync(read_conversation, fields, text, skipped)
     prompt = await chat_prompt(conversation, fields, text, options, asker.gone, turns=turns)
-    headers = {**skipped.headers, **unparsed(conversation, text)}
-    return asked(controls, prompt, [fields.at("messages")], headers, turns)
+    echo = {"customs": read_customs(conversation.tools), "legacy": is_legacy(fields)}
+    headers = {**skipped.headers, **template_headers(conversation, text)}
+    return asked(controls, prompt, [fields.at("messages")], headers, turns, echo=echo)
 
 
 def read_chat_controls(fields: Fields, options: EdgeOptions, text: Text) -> Controls:
@@ -71,7 +75,7 @@ def read_chat_controls(fields: Fields, options: EdgeOptions, text: Text) -> Cont
     wanted = fields.flag("logprobs")
     if top is not None and not wanted:
         raise invalid(fields.at("top_logprobs"), "needs `logprobs: true`")
-    controls = read_controls(fields, WORDS, options, text.tokenizer.end_tokens, (top or 0) if wanted else -1)
+    controls = read_controls(fields, WORDS, options, text.tokenizer, (top or 0) if wanted else -1)
     modalities = fields.items("modalities", 8)
     if modalities is not None and modalities != ["text"]:
         raise fields.wrong("modalities", '["text"]; this server answers with text only')
@@ -97,7 +101,7 @@ def read_conversation(fields: Fields, text: Text, skipped: Skipped | None = None
         messages,
         tools,
         read_choice(fields, tools),
-        fields.flag("parallel_tool_calls", True),
+        fields.flag("parallel_tool_calls", True) and not is_legacy(fields),
         read_variables(fields),
         fields.flag("add_generation_prompt", True),
         read_continuation(fields, messages[-1]),
@@ -120,7 +124,7 @@ def read_continuation(fields: Fields, last: ChatMessage) -> bool:
 def speaker_of(value: Any) -> Speaker:
     """Return who sends a message that nobody has looked into yet. What cannot be told is read as a user's."""
     role = value.get("role") if isinstance(value, dict) else None
-    return HISTORY_ROLES.get(role, "user") if isinstance(role, str) else "user"
+    return ROLES.get(role, "user") if isinstance(role, str) else "user"
 
 
 def read_user(message: Fields) -> ChatMessage:
@@ -136,7 +140,7 @@ def read_user(message: Fields) -> ChatMessage:
 
 def read_message(message: Fields, history: ResentHistory) -> ChatMessage:
     """Read any other message, as far as it can be."""
-    role, data = history.read_role(message.data.get("role"), HISTORY_ROLES), message.data
+    role, data = history.read_role(message.data.get("role"), ROLES), message.data
     content, name = data.get("content"), data.get("name")
     if role == "tool":
         return history.read_result(data.get("tool_call_id"), history.read_text(content, "\n"), name)
@@ -194,35 +198,43 @@ def calls_of(message: Mapping[str, Any]) -> Iterator[tuple[Any, Any, Any]]:
 
 
 def read_tools(fields: Fields) -> tuple[FunctionTool, ...]:
-    tools = []
+    tools = [*read_functions(fields)]
     for place, value in enumerate(fields.items("tools", MAX_TOOLS) or []):
         tool = Fields.of(value, f"{fields.at('tools')}[{place}]")
-        if tool.choice("type", ("function",)) is None:
-            raise tool.wrong("type", "'function'")
-        function = tool.within("function")
+        kind = tool.choice("type", CALLED)
+        if kind is None:
+            raise tool.wrong("type", "'function' or 'custom'")
+        function = tool.within(kind)
         if function is None:
-            raise tool.wrong("function", "an object")
-        tools.append(read_function(function))
-    return check_tools(tools, fields.at("tools"))
+            raise tool.wrong(kind, "an object")
+        tools.append(read_custom(function) if kind == "custom" else read_function(function))
+    return check_tools(tools, fields.at("functions" if is_legacy(fields) else "tools"))
+
+
+def read_customs(tools: Sequence[FunctionTool]) -> frozenset[str]:
+    """Return the names of those that are called with text."""
+    return frozenset(tool.name for tool in tools if tool.parameters is INPUT)
 
 
 def read_choice(fields: Fields, tools: tuple[FunctionTool, ...]) -> ToolChoice:
+    if not fields.has("tool_choice") and (legacy := read_function_choice(fields, tools)) is not None:
+        return legacy
     if (plain := plain_choice(fields, tools)) is not None:
         return plain
     asked, path = fields.data["tool_choice"], fields.at("tool_choice")
     match asked:
-        case {"type": "function"}:
-            function = Fields(asked, path).within("function")
+        case {"type": "function" | "custom" as kind}:
+            function = Fields(asked, path).within(kind)
             if function is None:
-                raise invalid(f"{path}.function", "must be an object, not null")
-            return named(read_name(function), tools, f"{path}.function.name")
+                raise invalid(f"{path}.{kind}", "must be an object, not null")
+            return named(read_name(function), tools, f"{path}.{kind}.name")
         case {"type": "allowed_tools"}:
             allowed = Fields(asked, path).within("allowed_tools")
             if allowed is None:
                 raise invalid(f"{path}.allowed_tools", "must be an object, not null")
-            return read_allowed(allowed, tools, "function")
+            return read_allowed(allowed, tools, within=True)
     accepted = ", ".join(map(repr, CHOICES))
-    raise fields.wrong("tool_choice", f"one of {accepted} or an object of type 'function' or 'allowed_tools'")
+    raise fields.wrong("tool_choice", f"one of {accepted} or an object of type 'function', 'custom' or 'allowed_tools'")
 
 
 def read_variables(fields: Fields) -> dict[str, Any]:

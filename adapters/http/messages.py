@@ -16,10 +16,11 @@ from adapters.http.fields import Fields
 from adapters.http.history import UNNAMED_CALL, ResentHistory, Speaker, document_text, fields_of, newest_user_turn
 from adapters.http.messages_shape import MessageShape
 from adapters.http.options import EdgeOptions
-from adapters.http.prompts import asked, chat_prompt, check_template, unparsed
+from adapters.http.prompts import asked, chat_prompt, check_template, template_headers
 from adapters.http.tools import MAX_TOOLS, Skipped, check_tools, named, needs_tools, read_function, read_name
 from adapters.http.unsupported import Missing
 from adapters.text.conversation import ChatMessage, Conversation, FunctionTool, ToolCall, ToolChoice, thinking
+from adapters.text.efforts import EFFORTS
 from adapters.text.text import Text
 from effects.ids import Tokens
 
@@ -31,7 +32,6 @@ HISTORY_ROLES: dict[str, Speaker] = {
     "system": "system",
     "developer": "system",
 }
-EFFORTS = ("low", "medium", "high", "xhigh", "max")
 THINKING = ("enabled", "adaptive", "disabled", "between_tools")
 DISPLAYS = ("summarized", "omitted")
 CHOICES = ("auto", "any", "tool", "none")
@@ -55,7 +55,7 @@ async def read(fields: Fields, options: EdgeOptions, text: Text, asker: Asker) -
     conversation = await read_whole(fields, text, skipped)
     turns = asker.turns(controls.salt)
     prompt = await chat_prompt(conversation, fields, text, options, asker.gone, turns=turns)
-    headers = {**skipped.headers, **unparsed(conversation, text)}
+    headers = {**skipped.headers, **template_headers(conversation, text)}
     return asked(controls, prompt, [fields.at("messages")], headers, turns)
 
 
@@ -73,11 +73,10 @@ async def read_whole(fields: Fields, text: Text, skipped: Skipped) -> Conversati
 def read_message_controls(fields: Fields, options: EdgeOptions, text: Text) -> Controls:
     fields.items("stop_sequences", 1 << 16)  # a lone string is none
     fields.integer("max_tokens", 0)
-    fields.choice("service_tier", ("auto", "standard_only"))
     metadata = fields.within("metadata")
     if metadata is not None:
         metadata.text("user_id")
-    return read_controls(fields, WORDS, options, text.tokenizer.end_tokens)
+    return read_controls(fields, WORDS, options, text.tokenizer)
 
 
 def read_messages(fields: Fields, skipped: Skipped) -> Conversation:
@@ -105,7 +104,7 @@ def read_messages(fields: Fields, skipped: Skipped) -> Conversation:
         raise invalid(where, "ends with a tool_use: the tool_result of each must follow in a user's message")
     tools = read_tools(fields, skipped)
     history.changes.note_names(tool.sent_as for tool in tools)
-    choice, parallel = read_choice(fields, tools)
+    choice, parallel = read_choice(fields, tools, skipped)
     continues = last.role == "assistant"
     return Conversation(messages, tools, choice, parallel, read_thinking(fields), continues=continues)
 
@@ -253,7 +252,7 @@ def read_tools(fields: Fields, skipped: Skipped) -> tuple[FunctionTool, ...]:
         tool = Fields.of(value, f"{fields.at('tools')}[{place}]")
         kind = tool.text("type")
         if kind is not None and kind != "custom":
-            skipped.note(kind)
+            skipped.note(kind, tool.text("name"))
             continue
         if tool.within("input_schema") is None:
             raise tool.wrong("input_schema", "an object: a JSON schema")
@@ -261,13 +260,15 @@ def read_tools(fields: Fields, skipped: Skipped) -> tuple[FunctionTool, ...]:
     return check_tools(tools, fields.at("tools"))
 
 
-def read_choice(fields: Fields, tools: Sequence[FunctionTool]) -> tuple[ToolChoice, bool]:
+def read_choice(fields: Fields, tools: Sequence[FunctionTool], skipped: Skipped) -> tuple[ToolChoice, bool]:
     """What is to be called, and whether several may be at once."""
     given = fields.within("tool_choice")
     if given is None:
         return ToolChoice(), True
     kind = given.choice("type", CHOICES)
     parallel = not given.flag("disable_parallel_tool_use")
+    if (fallback := skipped.fallback(given.data, tools)) is not None:
+        return fallback, parallel
     match kind:
         case "tool":
             return named(read_name(given), tools, given.at("name")), parallel

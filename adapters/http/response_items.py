@@ -13,9 +13,20 @@ from typing import Any
 
 from attrs import Factory, define, evolve, field
 
+from adapters.http.custom_tools import custom_arguments
 from adapters.http.errors import invalid
 from adapters.http.fields import Fields
 from adapters.http.history import UNNAMED_CALL, ResentHistory, Speaker, document_text
+from adapters.http.told_items import (
+    COMPACTIONS,
+    SUMMARY,
+    TOLD_CALLS,
+    TOLD_OUTPUTS,
+    TRIGGER,
+    opened_summary,
+    told_call,
+    told_output,
+)
 from adapters.http.tools import Skipped, tool_name
 from adapters.text.conversation import ChatMessage, Role, ToolCall
 
@@ -26,14 +37,13 @@ NOT_TEXT_ITEMS = ("image_generation_call", "computer_call", "computer_call_outpu
 RESULTS_LEFT_OUT = ("computer_call_output",)
 # What other servers' tools leave in a conversation, and what steers them: nothing that a model here could read.
 UNSEEN = (
-    *("web_search_call", "file_search_call", "code_interpreter_call", "local_shell_call", "local_shell_call_output"),
-    *("shell_call", "shell_call_output", "apply_patch_call", "apply_patch_call_output", "mcp_list_tools", "mcp_call"),
-    *("mcp_approval_request", "mcp_approval_response", "compaction", "compaction_trigger", "additional_tools"),
+    *("web_search_call", "file_search_call", "code_interpreter_call", "mcp_list_tools", "mcp_call"),
+    *("mcp_approval_request", "mcp_approval_response", "additional_tools"),
     *("tool_search_call", "tool_search_output", "program", "program_output", "configuration_update"),
 )
 CALLS = ("function_call", "custom_tool_call")
 RESULTS = ("function_call_output", "custom_tool_call_output")
-MADE = ("message", "reasoning", *CALLS)  # items of a response
+MADE = ("message", "reasoning", *CALLS, "compaction")  # items of a response
 KNOWN = ("message", *CALLS, *RESULTS, "reasoning", "item_reference")
 
 
@@ -45,6 +55,8 @@ class Turns:
     skipped: Skipped = field(factory=Skipped)
     _history: ResentHistory = field(default=Factory(lambda self: ResentHistory(self.skipped.changes), takes_self=True))
     _messages: list[ChatMessage] = field(factory=list)
+    _told: set[str] = field(factory=set)  # ids of the calls that are text
+    _triggered: bool = False  # the next summary replaces all that is no user's
     # of the answer that goes on with the next item, in parts, as there may be tens of thousands of them:
     _texts: list[str] = field(factory=list)
     _thoughts: list[str] = field(factory=list)
@@ -76,8 +88,25 @@ class Turns:
             self._close()
             role: Role = "user" if kind in RESULTS_LEFT_OUT else "assistant"
             self._messages.append(ChatMessage(role, self._history.leave_out(item.data)))
-        elif kind not in UNSEEN:
+        else:
+            self._add_other(item, kind)
+
+    def _add_other(self, item: Fields, kind: Any) -> None:
+        """Items that chat templates have no form for."""
+        if kind in TOLD_CALLS:
+            self._told.add(str(item.data.get("call_id") or ""))
+            self._tell(told_call(item))
+        elif kind in TOLD_OUTPUTS:
+            self._close()
+            self._messages.append(ChatMessage("user", told_output(item)))
+        elif kind == TRIGGER:
+            self._triggered = True
+        elif kind in COMPACTIONS:
+            self._summary(item)
+        elif not isinstance(kind, str):
             raise item.wrong("type", "one of " + ", ".join(map(repr, KNOWN)))
+        elif kind not in UNSEEN:
+            self.skipped.pass_over(kind)
 
     def all(self) -> list[ChatMessage]:
         self._close()
@@ -112,9 +141,31 @@ class Turns:
             self._calls.append(call)
         self._answering = True
 
+    def _tell(self, text: str) -> None:
+        """Add a line of its own to what the assistant says."""
+        self._texts.append("\n" * bool(self._texts and not self._texts[-1].endswith("\n")) + text + "\n")
+        self._answering = True
+
+    def _summary(self, item: Fields) -> None:
+        """Read a summary that this server made. Nobody but its own server can read another one."""
+        text = opened_summary(item.text("encrypted_content") or "")
+        if text is None:
+            self.skipped.pass_over(str(item.data["type"]))
+            return
+        self._close()
+        if self._triggered:
+            self._messages = [message for message in self._messages if message.role in ("system", "user")]
+        self._triggered = False
+        self._messages.append(ChatMessage("user", SUMMARY + text))
+
     def _result(self, item: Fields) -> None:
+        call = item.data.get("call_id")
         text = self._history.read_text(item.data.get("output"), "\n")
-        result = self._history.read_result(item.data.get("call_id"), text, item.data.get("name"))
+        if isinstance(call, str) and call in self._told:
+            self._close()
+            self._messages.append(ChatMessage("user", f"[output of the call]\n{text}"))
+            return
+        result = self._history.read_result(call, text, item.data.get("name"))
         self._close()
         self._messages.append(evolve(result, name=None))
 
@@ -124,21 +175,6 @@ class Turns:
             text, reasoning = "".join(self._texts), "".join(self._thoughts)
             self._messages.append(ChatMessage("assistant", text, reasoning, tuple(self._calls)))
         self._answering, self._texts, self._thoughts, self._calls = False, [], [], []
-
-
-def custom_arguments(text: str) -> str:
-    """What a custom tool is called with is text; the model knows functions only, so it is one of their arguments."""
-    return json.dumps({"input": text}, ensure_ascii=False)
-
-
-def custom_input(arguments: str) -> str:
-    """The text again; all of it, where it is nothing else."""
-    try:
-        given = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    text = given.get("input") if isinstance(given, dict) else None
-    return text if isinstance(text, str) else arguments
 
 
 def spelled(namespace: str, name: str) -> str:

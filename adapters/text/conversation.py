@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias
 from attrs import evolve, field, frozen
 
 from adapters.bounded_json import TEXTS
+from effects.grammar import Grammar
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 
@@ -53,6 +54,7 @@ class FunctionTool:
     """`parameters`: a JSON schema.  strict: arguments are to keep to it.
 
     sent_as: the client's name of it, where `name` is another one, since no form of calls allows the client's.
+    input_grammar: of a custom tool, which is called with text: its only argument, `input`, is to keep to that.
     """
 
     name: str
@@ -60,6 +62,7 @@ class FunctionTool:
     parameters: Mapping[str, Any] | None = None
     strict: bool = False
     sent_as: str | None = None
+    input_grammar: Grammar | None = None
 
     def written(self) -> dict[str, Any]:
         function: dict[str, Any] = {"name": self.name}

@@ -16,6 +16,7 @@ from adapters.text.answer.reader import NONE, AnswerReader
 from adapters.text.boundaries import Openings, find_openings
 from adapters.text.conversation import ChatMessage, Conversation, MovedText, templated, with_object_arguments
 from adapters.text.cuts import cuts_of
+from adapters.text.efforts import find_efforts, with_accepted_effort
 from adapters.text.grammar import Grammars
 from adapters.text.recall import AnswerOpening, Recall, recaller
 from adapters.text.template import ChatTemplate, Control, Rendered, Spliced, TemplateFailed, TemplateRefused, text_of
@@ -63,6 +64,7 @@ class Text:
     reasoning: str | None = None
     parts: bool = False  # the template reads contents as lists of parts only
     one_system: bool = False  # it knows no system message but the first
+    efforts: Mapping[str, str | None] = field(factory=dict)  # what it is told for each level of reasoning effort
 
     def __attrs_post_init__(self) -> None:
         self.grammars = Grammars(self.tokenizer)
@@ -88,6 +90,7 @@ class Text:
         self.openings = await find_openings(self.template, self.tokenizer)
         self.parts = await reads_only_parts(self.template)
         self.one_system = not await takes_systems(self.template, self.parts)
+        self.efforts = await find_efforts(self.template, self.parts)
         self.calls = self.calls or await detect_calls(self.template)
         self.reasoning = self.reasoning or detect_reasoning(self.template)
         messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}]
@@ -131,6 +134,7 @@ class Text:
 
     async def rendered(self, conversation: Conversation) -> Rendered:
         assert self.template is not None
+        conversation = with_accepted_effort(conversation, self.efforts)
         variables = templated(conversation, self.template.wants_argument_text, self.parts, self.one_system)
         generate = conversation.generate and not conversation.continues
         rendered = await self._written(variables.pop("messages"), generate, variables)

@@ -103,7 +103,7 @@ def read_message_request(fields: Fields, text: Text) -> Conversation:
 
 
 def read_response_request(fields: Fields, text: Text) -> Conversation:
-    shown(fields, read_controls(fields, WORDS, OPTIONS, text.tokenizer.end_tokens))
+    shown(fields, read_controls(fields, WORDS, OPTIONS, text.tokenizer))
     return read_conversation(fields, [], References(Shelf(Archive()), OPTIONS), Skipped())[0]
 
 

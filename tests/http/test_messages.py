@@ -369,7 +369,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"top_k": "many"}, "$.top_k", "an integer"),
     ({"metadata": {"user_id": 5}}, "$.metadata.user_id", "a string"),
     ({"metadata": 5}, "$.metadata", "an object"),
-    ({"service_tier": "best"}, "$.service_tier", "one of"),
+    ({"service_tier": 5}, "$.service_tier", "a string"),
     ({"stream": "yes"}, "$.stream", "true or false"),
     ({"mcp_servers": [{"url": "x"}]}, "$.mcp_servers", "not supported"),
     ({"container": {"skills": []}}, "$.container", "not supported"),

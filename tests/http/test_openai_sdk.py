@@ -54,6 +54,7 @@ async def test_what_openais_clients_send_beside_is_taken(site: Site, sdk: openai
         top_logprobs=2,
     )
     assert [choice.message.content for choice in answer.choices] == ["Hello", "Hello"]
+    assert answer.service_tier == "default"
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None
     assert logprobs.content is not None
