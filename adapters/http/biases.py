@@ -52,7 +52,8 @@ def read_biases(fields: Fields, options: EdgeOptions, tokenizer: Tokenizer) -> t
 
 def asked_biases(fields: Fields) -> Iterator[Bias]:
     """Raises ApiError where they have another shape."""
-    given, path = fields.data.get("logit_bias"), fields.at("logit_bias")
+    path = fields.at("logit_bias")
+    given = fields.read("logit_bias", lambda value: isinstance(value, dict | list), ACCEPTED)
     if isinstance(given, list):
         for pair in given:
             if not (isinstance(pair, list) and len(pair) == 2 and (type(pair[0]) is int or isinstance(pair[0], str))):

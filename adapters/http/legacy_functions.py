@@ -13,6 +13,11 @@ from adapters.http.tools import MAX_TOOLS, named, read_function, read_name
 from adapters.text.conversation import FunctionTool, ToolChoice
 
 CHOICES = ("none", "auto")
+FUNCTION_CHOICE = "'none', 'auto' or an object with the name of a function"
+
+
+def is_choice(value: object) -> bool:
+    return isinstance(value, dict) or value in CHOICES
 
 
 def is_legacy(fields: Fields) -> bool:
@@ -29,15 +34,12 @@ def read_functions(fields: Fields) -> Iterator[FunctionTool]:
 
 def read_function_choice(fields: Fields, tools: Sequence[FunctionTool]) -> ToolChoice | None:
     """Read `function_call` of a request; None: there is none."""
-    match fields.data.get("function_call"):
+    match fields.read("function_call", is_choice, FUNCTION_CHOICE):
         case None:
             return None
         case "auto":
             return ToolChoice()
         case "none":
             return ToolChoice("none")
-        case {"name": _}:
-            asked = fields.within("function_call")
-            assert asked is not None
-            return named(read_name(asked), tools, asked.at("name"))
-    raise fields.wrong("function_call", "'none', 'auto' or an object with the name of a function")
+    asked = Fields(fields.data["function_call"], fields.at("function_call"))
+    return named(read_name(asked), tools, asked.at("name"))

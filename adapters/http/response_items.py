@@ -148,7 +148,8 @@ class Turns:
 
     def _summary(self, item: Fields) -> None:
         """Read a summary that this server made. Nobody but its own server can read another one."""
-        text = opened_summary(item.text("encrypted_content") or "")
+        sealed = item.data.get("encrypted_content")
+        text = opened_summary(sealed) if isinstance(sealed, str) else None
         if text is None:
             self.skipped.pass_over(str(item.data["type"]))
             return

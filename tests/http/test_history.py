@@ -578,6 +578,13 @@ WHOLE: dict[str, list[Any]] = {
         item_result([{"type": "input_text", "text": "Sun."}]),
         {"type": "custom_tool_call", "call_id": "2", "name": "sh", "input": "ls"},
         {"type": "custom_tool_call_output", "call_id": "2", "output": "a"},
+        {"type": "local_shell_call", "call_id": "3", "action": {"type": "exec", "command": ["ls"]}},
+        {"type": "local_shell_call_output", "call_id": "3", "output": "a"},
+        {"type": "shell_call", "call_id": "4", "action": {"commands": ["ls"]}},
+        {"type": "shell_call_output", "call_id": "4", "output": [{"stdout": "a", "outcome": {"exit_code": 0}}]},
+        {"type": "apply_patch_call", "call_id": "5", "operation": {"type": "update_file", "path": "a", "diff": "+b"}},
+        {"type": "apply_patch_call_output", "call_id": "5", "status": "completed", "output": "a"},
+        {"type": "compaction", "encrypted_content": "aGk="},
         AND,
     ],
 }

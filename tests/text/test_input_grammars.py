@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from adapters.text.answer.held import answer_grammar
+from adapters.text.answer.input_rules import bare_terminal, quoted_input
 from adapters.text.answer.pieces import blocks
 from adapters.text.answer.quoted_rules import quoted_expression, quoted_rules
 from adapters.text.answer.reader import AnswerReader
@@ -127,6 +129,41 @@ def test_an_input_keeps_to_its_grammar(
             (found,) = blocks([*parser.push(call), *parser.finish()])
             assert isinstance(found, ToolCall)
             assert json.loads(found.arguments)["input"] == text
+
+
+PARTS = st.sampled_from(
+    [
+        *(
+            "start: ",
+            "a: ",
+            '"x"',
+            '"\\n"',
+            "/[^a]+/",
+            "/a",
+            "a",
+            "B",
+            "(",
+            ")",
+            "[",
+            "|",
+            "*",
+            "~2",
+            "{1,}",
+            "\n",
+            "->",
+        ),
+        *("..", "%import common.LF", "%ignore ", "%lark {", "// x", "# y", "?", "!", ":", ".3", '"', "\\", "i", "é"),
+    ]
+)
+
+
+@given(parts=st.lists(PARTS | st.text(max_size=3), max_size=12))
+def test_whatever_a_client_calls_a_grammar_is_read_or_refused(parts: list[str]) -> None:
+    for source in ("".join(parts), "start: " + " ".join(parts)):
+        for grammar in (Grammar("lark", source), Grammar("regex", source)):
+            for write in (bare_terminal, quoted_input):
+                with suppress(GrammarRefused):
+                    write(grammar)
 
 
 EXPRESSIONS = (
