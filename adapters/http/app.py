@@ -312,6 +312,7 @@ class Edge:
             "chat_template": template.source if template is not None else None,
             "tool_parser": self.text.calls,
             "reasoning_parser": self.text.reasoning,
+            "reasoning_efforts": dict(self.text.efforts),
             "eos_tokens": list(self.text.tokenizer.end_tokens),
             "build_info": f"rekindle {options.version}",
             "numerics": dict(options.numerics),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any, NoReturn
 
 import anyio
 import msgspec
+from attrs import evolve
 from starlette.requests import ClientDisconnect, Request
 
 from adapters.http.census import censuses
@@ -18,6 +19,7 @@ from adapters.http.connection import ANNOUNCED
 from adapters.http.errors import ApiError, invalid
 from adapters.http.fields import Fields
 from adapters.http.intake import CLOSE, SMALL, Body, Intake, too_slow
+from adapters.http.mending import DEEP_NESTING, HALF_CHARACTER, without_depth, without_halves
 from adapters.http.options import EdgeOptions
 
 MAX_DEPTH = 64
@@ -27,6 +29,7 @@ INLINE_BYTES = SMALL  # larger bodies are counted, then parsed in a worker threa
 EXPLAINED = 4 << 20  # bytes: of a larger body that is not JSON only the place is told, as the parser that says more
 # holds the interpreter for as long as it takes: 25 ms for these, 0.2 s for 31 MiB of wide characters
 PART = 1 << 20  # characters
+MOST_MENDED = 4 << 20  # bytes of a body in which nesting is repaired: its texts and brackets take 0.6 s at most
 PARSERS = 1  # such bodies at a time: parsing holds the interpreter
 WHOLE = frozenset((int, bool))  # kinds of which every value is right
 BOM = b"\xef\xbb\xbf"
@@ -38,13 +41,34 @@ async def reading(request: Request, options: EdgeOptions, intake: Intake) -> Asy
     """The body as a JSON object; it takes room in the intake meanwhile. Raises ApiError 400, 408, 413, 415 or 503."""
     check_headers(request)
     with intake.body(options.body_timeout_s) as body:
-        yield Fields.of(await parsed(await read_bytes(request, options, intake, body), options), "$")
+        value, mended = await parsed(await read_bytes(request, options, intake, body), options)
+        yield evolve(Fields.of(value, "$"), mended=mended)
 
 
-async def parsed(raw: bytearray, options: EdgeOptions) -> Any:
+async def parsed(raw: bytearray, options: EdgeOptions) -> tuple[Any, tuple[str, ...]]:
+    """Return the body's value, and what was repaired in it."""
     if len(raw) < INLINE_BYTES:
-        return parse(raw)
-    return await anyio.to_thread.run_sync(parse_large, raw, options, limiter=parsers())
+        return parse_mended(raw, parse)
+    large = partial(parse_large, options=options)
+    return await anyio.to_thread.run_sync(parse_mended, raw, large, limiter=parsers())
+
+
+def parse_mended(raw: bytearray, parse: Callable[[bytes | bytearray], Any]) -> tuple[Any, tuple[str, ...]]:
+    """Parse a body, and repair it where it is refused and can be repaired. Raises ApiError as `parse` does."""
+    try:
+        return parse(raw), ()
+    except ApiError:
+        mended: bytes | bytearray = raw
+        kinds = list[str]()
+        if (whole := without_halves(mended)) is not None:
+            mended = whole
+            kinds.append(HALF_CHARACTER)
+        if len(raw) <= MOST_MENDED and (flat := without_depth(mended, MAX_DEPTH)) is not None:
+            mended = flat
+            kinds.append(DEEP_NESTING)
+        if not kinds:
+            raise
+    return parse(mended), tuple(kinds)
 
 
 @cache
@@ -52,7 +76,7 @@ def parsers() -> anyio.CapacityLimiter:
     return anyio.CapacityLimiter(PARSERS)
 
 
-def parse_large(raw: bytearray, options: EdgeOptions) -> Any:
+def parse_large(raw: bytes | bytearray, options: EdgeOptions) -> Any:
     """As `parse`, for a body that would take much time and memory if it held millions of small values."""
     most = min(MAX_VALUES, MAX_CONTAINERS + options.max_prompts * options.max_ctx)
     for found in censuses(raw):

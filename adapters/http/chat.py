@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import anyio
 
 from adapters.http.api import Api, Asked, Asker, Counter
+from adapters.http.chat_shape import ChatShape
 from adapters.http.controls import Controls, Words, read_controls, read_salt
+from adapters.http.custom_tools import INPUT, read_custom
 from adapters.http.errors import invalid
 from adapters.http.fields import Fields, shown
-from adapters.http.openai_shape import ChatShape
+from adapters.http.history import (
+    MOST_NAME,
+    UNNAMED_CALL,
+    ResentHistory,
+    Speaker,
+    document_text,
+    newest_user_turn,
+    speaker_name,
+)
+from adapters.http.legacy_functions import is_legacy, read_function_choice, read_functions
 from adapters.http.options import EdgeOptions
-from adapters.http.prompts import asked, chat_prompt, check_template, unparsed
+from adapters.http.prompts import asked, chat_prompt, check_template, template_headers
 from adapters.http.tools import (
+    CALLED,
     CHOICES,
     MAX_TOOLS,
+    Skipped,
     check_tools,
     named,
     plain_choice,
@@ -24,7 +38,8 @@ from adapters.http.tools import (
     read_name,
 )
 from adapters.http.unsupported import MISSING_IN_CHAT
-from adapters.text.conversation import ChatMessage, Conversation, FunctionTool, Role, ToolCall, ToolChoice, thinking
+from adapters.text.conversation import ChatMessage, Conversation, FunctionTool, Role, ToolChoice, thinking
+from adapters.text.efforts import EFFORTS
 from adapters.text.text import Text
 from effects.ids import Tokens
 
@@ -36,8 +51,8 @@ ROLES: dict[str, Role] = {
     "user": "user",
     "assistant": "assistant",
     "tool": "tool",
+    "function": "tool",
 }
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 TEMPLATE_FLAGS = ("enable_thinking", "thinking", "preserve_thinking")
 NOT_TEXT = ("image_url", "input_image", "image", "input_audio", "audio", "file", "input_file", "video_url", "video")
 WORDS = Words(MISSING_IN_CHAT)
@@ -47,9 +62,12 @@ async def read(fields: Fields, options: EdgeOptions, text: Text, asker: Asker) -
     controls = read_chat_controls(fields, options, text)
     turns = asker.turns(controls.salt)
     # there may be tens of thousands of messages
-    conversation = await anyio.to_thread.run_sync(read_conversation, fields, text)
+    skipped = Skipped()
+    conversation = await anyio.to_thread.run_sync(read_conversation, fields, text, skipped)
     prompt = await chat_prompt(conversation, fields, text, options, asker.gone, turns=turns)
-    return asked(controls, prompt, [fields.at("messages")], unparsed(conversation, text), turns)
+    echo = {"customs": read_customs(conversation.tools), "legacy": is_legacy(fields)}
+    headers = {**skipped.headers, **template_headers(conversation, text)}
+    return asked(controls, prompt, [fields.at("messages")], headers, turns, echo=echo)
 
 
 def read_chat_controls(fields: Fields, options: EdgeOptions, text: Text) -> Controls:
@@ -57,29 +75,33 @@ def read_chat_controls(fields: Fields, options: EdgeOptions, text: Text) -> Cont
     wanted = fields.flag("logprobs")
     if top is not None and not wanted:
         raise invalid(fields.at("top_logprobs"), "needs `logprobs: true`")
-    controls = read_controls(fields, WORDS, options, text.tokenizer.end_tokens, (top or 0) if wanted else -1)
+    controls = read_controls(fields, WORDS, options, text.tokenizer, (top or 0) if wanted else -1)
     modalities = fields.items("modalities", 8)
     if modalities is not None and modalities != ["text"]:
         raise fields.wrong("modalities", '["text"]; this server answers with text only')
     return controls
 
 
-def read_conversation(fields: Fields, text: Text) -> Conversation:
-    """Raises ApiError naming the message and part that is wrong."""
+def read_conversation(fields: Fields, text: Text, skipped: Skipped | None = None) -> Conversation:
+    """Raises ApiError naming the message and part that is wrong. skipped: hears what was changed."""
     check_template(text)
+    history = ResentHistory() if skipped is None else ResentHistory(skipped.changes)
+    history.changes.note(*fields.mended)
     listed = fields.items("messages", MAX_MESSAGES)
     if not listed:
         raise invalid(fields.at("messages"), "must be an array of at least one message")
+    newest = newest_user_turn([speaker_of(value) for value in listed])
     messages: list[ChatMessage] = []
-    calls: set[str] = set()
     for place, value in enumerate(listed):
-        messages.append(read_message(Fields.of(value, f"{fields.at('messages')}[{place}]"), calls))
+        message = Fields.of(value, f"{fields.at('messages')}[{place}]")
+        messages.append(read_user(message) if place == newest else read_message(message, history))
     tools = read_tools(fields)
+    history.changes.note_names(tool.sent_as for tool in tools)
     return Conversation(
         messages,
         tools,
         read_choice(fields, tools),
-        fields.flag("parallel_tool_calls", True),
+        fields.flag("parallel_tool_calls", True) and not is_legacy(fields),
         read_variables(fields),
         fields.flag("add_generation_prompt", True),
         read_continuation(fields, messages[-1]),
@@ -99,25 +121,39 @@ def read_continuation(fields: Fields, last: ChatMessage) -> bool:
     return True
 
 
-def read_message(message: Fields, calls: set[str]) -> ChatMessage:
-    """`calls`: ids of the tool calls so far; an assistant's message adds to them, a tool's must name one."""
+def speaker_of(value: Any) -> Speaker:
+    """Return who sends a message that nobody has looked into yet. What cannot be told is read as a user's."""
+    role = value.get("role") if isinstance(value, dict) else None
+    return ROLES.get(role, "user") if isinstance(role, str) else "user"
+
+
+def read_user(message: Fields) -> ChatMessage:
+    """Read the newest turn of the user, strictly."""
     role = message.choice("role", ROLES)
     if role is None:
         raise message.wrong("role", "one of " + ", ".join(map(repr, ROLES)))
-    content, reasoning = read_content(message), ""
-    made: tuple[ToolCall, ...] = ()
-    if role == "assistant":
-        spelling = message.given("reasoning_content", "reasoning")
-        reasoning = message.text(spelling) or ""
-        made = read_calls(message, calls)
-        if content is None:
-            content = message.text("refusal") or ""
+    content = read_content(message)
     if content is None:
         raise message.wrong("content", "a string or an array of text parts")
-    answers = message.text("tool_call_id", 256) if role == "tool" else None
-    if role == "tool" and answers not in calls:
-        raise message.wrong("tool_call_id", "the id of a tool call of an assistant's message before it")
-    return ChatMessage(ROLES[role], content, reasoning, made, answers, message.text("name", 128))
+    return ChatMessage("user", content, name=message.text("name", MOST_NAME))
+
+
+def read_message(message: Fields, history: ResentHistory) -> ChatMessage:
+    """Read any other message, as far as it can be."""
+    role, data = history.read_role(message.data.get("role"), ROLES), message.data
+    content, name = data.get("content"), data.get("name")
+    if role == "tool":
+        return history.read_result(data.get("tool_call_id"), history.read_text(content, "\n"), name)
+    history.begin_message()
+    if role != "assistant":
+        return ChatMessage(role, history.read_text(content, "\n"), name=speaker_name(name))
+    said = content if content is not None else data.get("refusal") or ""
+    calls = [history.read_call(*call) for call in calls_of(data)]
+    texts = [history.read_text(said, "\n"), *(UNNAMED_CALL for call in calls if call is None)]
+    made = tuple(call for call in calls if call is not None)
+    reasoning = data.get(message.given("reasoning_content", "reasoning"))
+    thought = reasoning if isinstance(reasoning, str) else ""
+    return ChatMessage("assistant", "\n".join(filter(None, texts)), thought, made, name=speaker_name(name))
 
 
 def read_content(message: Fields) -> str | None:
@@ -130,6 +166,9 @@ def read_content(message: Fields) -> str | None:
     for place, value in enumerate(content):
         part = Fields.of(value, f"{message.at('content')}[{place}]")
         kind = part.data.get("type")
+        if (text := document_text(part.data)) is not None:
+            texts.append(text)
+            continue
         if isinstance(kind, str) and kind in NOT_TEXT:
             raise invalid(part.at("type"), f"{kind!r} parts are not supported: this server's model reads text only")
         if kind not in ("text", "refusal"):
@@ -141,51 +180,61 @@ def read_content(message: Fields) -> str | None:
     return "\n".join(texts)
 
 
-def read_calls(message: Fields, calls: set[str]) -> tuple[ToolCall, ...]:
-    read = []
-    for place, value in enumerate(message.items("tool_calls", MAX_TOOLS) or []):
-        call = Fields.of(value, f"{message.at('tool_calls')}[{place}]")
-        call.choice("type", ("function",))
-        id_, function = call.text("id", 256), call.within("function")
-        if id_ is None:
-            raise call.wrong("id", "a string")
-        if function is None:
-            raise call.wrong("function", "an object")
-        calls.add(id_)
-        read.append(ToolCall(id_, read_name(function), function.text("arguments") or "{}"))
-    return tuple(read)
+def calls_of(message: Mapping[str, Any]) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield id, name and arguments of a message's calls: of functions, of custom tools, or in the legacy form."""
+    listed = message.get("tool_calls")
+    for value in listed if isinstance(listed, list) else ():
+        call = value if isinstance(value, dict) else {}
+        function, custom = call.get("function"), call.get("custom")
+        if isinstance(custom, dict):
+            yield call.get("id"), custom.get("name"), {"input": custom.get("input")}
+        elif isinstance(function, dict):
+            yield call.get("id"), function.get("name"), function.get("arguments")
+        else:
+            yield None, None, None
+    legacy = message.get("function_call")
+    if isinstance(legacy, dict) and not listed:
+        yield None, legacy.get("name"), legacy.get("arguments")
 
 
 def read_tools(fields: Fields) -> tuple[FunctionTool, ...]:
-    tools = []
+    tools = [*read_functions(fields)]
     for place, value in enumerate(fields.items("tools", MAX_TOOLS) or []):
         tool = Fields.of(value, f"{fields.at('tools')}[{place}]")
-        if tool.choice("type", ("function",)) is None:
-            raise tool.wrong("type", "'function'")
-        function = tool.within("function")
+        kind = tool.choice("type", CALLED)
+        if kind is None:
+            raise tool.wrong("type", "'function' or 'custom'")
+        function = tool.within(kind)
         if function is None:
-            raise tool.wrong("function", "an object")
-        tools.append(read_function(function))
-    return check_tools(tools, fields.at("tools"))
+            raise tool.wrong(kind, "an object")
+        tools.append(read_custom(function) if kind == "custom" else read_function(function))
+    return check_tools(tools, fields.at("functions" if is_legacy(fields) else "tools"))
+
+
+def read_customs(tools: Sequence[FunctionTool]) -> frozenset[str]:
+    """Return the names of those that are called with text."""
+    return frozenset(tool.name for tool in tools if tool.parameters is INPUT)
 
 
 def read_choice(fields: Fields, tools: tuple[FunctionTool, ...]) -> ToolChoice:
+    if not fields.has("tool_choice") and (legacy := read_function_choice(fields, tools)) is not None:
+        return legacy
     if (plain := plain_choice(fields, tools)) is not None:
         return plain
     asked, path = fields.data["tool_choice"], fields.at("tool_choice")
     match asked:
-        case {"type": "function"}:
-            function = Fields(asked, path).within("function")
+        case {"type": "function" | "custom" as kind}:
+            function = Fields(asked, path).within(kind)
             if function is None:
-                raise invalid(f"{path}.function", "must be an object, not null")
-            return named(read_name(function), tools, f"{path}.function.name")
+                raise invalid(f"{path}.{kind}", "must be an object, not null")
+            return named(read_name(function), tools, f"{path}.{kind}.name")
         case {"type": "allowed_tools"}:
             allowed = Fields(asked, path).within("allowed_tools")
             if allowed is None:
                 raise invalid(f"{path}.allowed_tools", "must be an object, not null")
-            return read_allowed(allowed, tools, "function")
+            return read_allowed(allowed, tools, within=True)
     accepted = ", ".join(map(repr, CHOICES))
-    raise fields.wrong("tool_choice", f"one of {accepted} or an object of type 'function' or 'allowed_tools'")
+    raise fields.wrong("tool_choice", f"one of {accepted} or an object of type 'function', 'custom' or 'allowed_tools'")
 
 
 def read_variables(fields: Fields) -> dict[str, Any]:

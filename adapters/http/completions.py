@@ -24,22 +24,29 @@ KINDS = "a string, an array of strings, an array of token ids, or an array of ar
 
 async def read(fields: Fields, options: EdgeOptions, text: Text, asker: Asker) -> Asked:
     controls = read_completion_controls(fields, options, text)
-    return Asked(controls, *await read_prompts(fields, options, text, asker.gone))
+    controls, echo = read_best_of(fields, controls, options)
+    return Asked(controls, *await read_prompts(fields, options, text, asker.gone), echo=echo)
 
 
 def read_completion_controls(fields: Fields, options: EdgeOptions, text: Text) -> Controls:
-    best_of = fields.integer("best_of", 1)
-    if best_of is not None and best_of > 1:
-        raise invalid(fields.at("best_of"), "above 1 is not supported; use `n`", "unsupported_parameter")
     logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
-    ends = text.tokenizer.end_tokens
-    controls = read_controls(fields, WORDS, options, ends, -1 if logprobs is None else logprobs)
-    if not fields.flag("echo"):
-        return controls
-    if controls.stream and logprobs is not None:
-        message = "with `logprobs` cannot be streamed: those of the prompt come as a whole"
-        raise invalid(fields.at("echo"), message, "unsupported_parameter")
-    return evolve(controls, echo=True)
+    controls = read_controls(fields, WORDS, options, text.tokenizer, -1 if logprobs is None else logprobs)
+    return evolve(controls, echo=fields.flag("echo"))
+
+
+def read_best_of(fields: Fields, controls: Controls, options: EdgeOptions) -> tuple[Controls, dict[str, Any]]:
+    """Return controls that generate `best_of` answers to a prompt, and what the shape needs to give the `n` best."""
+    best_of = fields.integer("best_of", 1, options.max_choices)
+    if best_of is None or best_of == controls.choices:
+        return controls, {}
+    if best_of < controls.choices:
+        raise invalid(fields.at("best_of"), f"must be at least `n`, which is {controls.choices}, not {best_of}")
+    if controls.stream:
+        message = "above `n` cannot be streamed: which answers are the best is known when all are complete"
+        raise invalid(fields.at("best_of"), message, "unsupported_parameter")
+    echo = {"best": controls.choices, "logprobs": controls.sampling.logprobs >= 0}
+    sampling = evolve(controls.sampling, logprobs=max(0, controls.sampling.logprobs))
+    return evolve(controls, choices=best_of, sampling=sampling), echo
 
 
 async def read_prompts(fields: Fields, options: EdgeOptions, text: Text, gone: Gone) -> tuple[list[Tokens], list[str]]:

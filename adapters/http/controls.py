@@ -31,6 +31,7 @@ from adapters.http.unsupported import Missing, refuse_missing
 from adapters.text.answer.reader import PLAIN, AnswerReader
 from adapters.text.boundaries import Openings
 from adapters.text.conversation import ChatMessage
+from adapters.text.tokenizer import Tokenizer
 from effects.compression import remaining, tokens_in
 from effects.ids import Tokens
 from effects.job import Job, Sampling
@@ -64,6 +65,7 @@ class Controls:
     echo: bool = False  # the prompt is part of the answer, with its logprobs where any are asked for
     one_off: bool | None = None  # nobody will go on from it; None: the request does not say
     compression: AskedCompression = field(factory=AskedCompression)
+    tier: bool = False  # the request names a service tier, so the answer does, too: there is one
 
 
 @frozen
@@ -104,16 +106,16 @@ class Words:
 
 
 def read_controls(
-    fields: Fields, words: Words, options: EdgeOptions, end_tokens: Tokens, logprobs: int = -1
+    fields: Fields, words: Words, options: EdgeOptions, tokenizer: Tokenizer, logprobs: int = -1
 ) -> Controls:
     """Raises ApiError for the first field that is wrong."""
     model = read_model(fields, options)
     refuse_missing(fields, words.missing)
     stream_options = fields.within("stream_options")
-    extra_ends = () if fields.flag("ignore_eos") else end_tokens
+    extra_ends = () if fields.flag("ignore_eos") else tokenizer.end_tokens
     return Controls(
         model=model,
-        sampling=evolve(read_sampling(fields, options), logprobs=logprobs),
+        sampling=evolve(read_sampling(fields, options, tokenizer), logprobs=logprobs),
         choices=(words.choices and fields.integer(words.choices, 1, options.max_choices)) or 1,
         stops=read_stops(fields, words.stops),
         stop_tokens=tuple(
@@ -130,6 +132,7 @@ def read_controls(
         form=read_form(fields, words.formats),
         one_off=fields.flag("one_off") if fields.has("one_off") else None,
         compression=read_compression(fields, options.compression),
+        tier=fields.text("service_tier") is not None,
     )
 
 

@@ -17,10 +17,14 @@ from adapters.http.errors import ApiError, invalid
 
 @frozen
 class Fields:
-    """A JSON object and where it stands in the body."""
+    """A JSON object and where it stands in the body.
+
+    mended: kinds of faults that were repaired in the body (`mending.py`); only the whole body has any.
+    """
 
     data: Mapping[str, Any]
     path: str = "$"
+    mended: tuple[str, ...] = ()
 
     @staticmethod
     def of(value: Any, path: str) -> Fields:

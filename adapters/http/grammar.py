@@ -12,6 +12,7 @@ import msgspec
 from attrs import evolve
 
 from adapters.http.api import Asked
+from adapters.http.custom_tools import not_held, with_grammars, without_grammars
 from adapters.http.errors import ApiError, invalid, unavailable
 from adapters.http.form import Form
 from adapters.http.options import EdgeOptions
@@ -41,6 +42,11 @@ async def held(asked: Asked, text: Text, options: EdgeOptions, gone: Gone) -> As
     except TooManyGrammars:
         raise unavailable("Too many grammars at a time. Try again in a moment.", options.retry_after_s) from None
     except GrammarRefused as refused:
+        if names := with_grammars(asked.reader):  # as hints: their grammars are in the tools' descriptions, too
+            headers = {**asked.headers, **not_held(names, str(refused))}
+            return await held(
+                evolve(asked, reader=without_grammars(asked.reader), headers=headers), text, options, gone
+            )
         if form is None:
             raise invalid("$.tools", f"cannot be held to: {refused}", "unsupported_parameter") from None
         raise cannot(form, refused) from None

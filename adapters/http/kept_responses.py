@@ -20,7 +20,7 @@ from adapters.http.guard import CALLER
 from adapters.http.options import EdgeOptions
 from adapters.http.reply import Reply
 from adapters.http.response_shape import ResponseShape
-from adapters.http.responses import PATH, response_tokens, responses
+from adapters.http.responses import PATH, compactions, response_tokens, responses
 
 Generate: TypeAlias = Callable[[Api, Request], Awaitable[Reply]]
 Count: TypeAlias = Callable[[Counter, Request], Awaitable[JSONResponse]]
@@ -45,11 +45,15 @@ class KeptResponses:
             self.running[reply.shape.id] = reply
             return reply
 
+        async def compact(request: Request) -> Reply:
+            return await generate(compactions(self.shelf(request)), request)
+
         async def tokens(request: Request) -> JSONResponse:
             return await count(response_tokens(self.shelf(request)), request)
 
         return [
             Route(PATH, respond, methods=["POST"]),
+            Route(f"{PATH}/compact", compact, methods=["POST"]),
             Route(f"{PATH}/input_tokens", tokens, methods=["POST"]),
             Route(ONE, self.show, methods=["GET"]),
             Route(ONE, self.delete, methods=["DELETE"]),

@@ -42,7 +42,7 @@ WORDS = Words(REFUSED, max_tokens=("n_predict", "max_tokens"), choices="", least
 
 async def read(fields: Fields, options: EdgeOptions, text: Text, asker: Asker) -> Asked:
     probs = fields.integer("n_probs", 0, MAX_PROBS)
-    controls = read_controls(fields, WORDS, options, text.tokenizer.end_tokens, probs or -1)
+    controls = read_controls(fields, WORDS, options, text.tokenizer, probs or -1)
     prompt, path = fields.data.get("prompt"), fields.at("prompt")
     several = isinstance(prompt, list) and int not in set(map(type, prompt))
     listed = [plain(one) for one in (prompt if isinstance(prompt, list) and several else [prompt])]

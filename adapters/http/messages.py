@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import anyio
@@ -13,18 +13,25 @@ from adapters.http.controls import Controls, Words, read_controls, read_model, r
 from adapters.http.dialect import ANTHROPIC
 from adapters.http.errors import invalid
 from adapters.http.fields import Fields
+from adapters.http.history import UNNAMED_CALL, ResentHistory, Speaker, document_text, fields_of, newest_user_turn
 from adapters.http.messages_shape import MessageShape
 from adapters.http.options import EdgeOptions
-from adapters.http.prompts import asked, chat_prompt, check_template, unparsed
+from adapters.http.prompts import asked, chat_prompt, check_template, template_headers
 from adapters.http.tools import MAX_TOOLS, Skipped, check_tools, named, needs_tools, read_function, read_name
 from adapters.http.unsupported import Missing
 from adapters.text.conversation import ChatMessage, Conversation, FunctionTool, ToolCall, ToolChoice, thinking
+from adapters.text.efforts import EFFORTS
 from adapters.text.text import Text
 from effects.ids import Tokens
 
 LEAST_BUDGET = 1024  # tokens, Anthropic's
 ROLES = ("user", "assistant", "system")
-EFFORTS = ("low", "medium", "high", "xhigh", "max")
+HISTORY_ROLES: dict[str, Speaker] = {
+    "user": "user",
+    "assistant": "assistant",
+    "system": "system",
+    "developer": "system",
+}
 THINKING = ("enabled", "adaptive", "disabled", "between_tools")
 DISPLAYS = ("summarized", "omitted")
 CHOICES = ("auto", "any", "tool", "none")
@@ -48,7 +55,7 @@ async def read(fields: Fields, options: EdgeOptions, text: Text, asker: Asker) -
     conversation = await read_whole(fields, text, skipped)
     turns = asker.turns(controls.salt)
     prompt = await chat_prompt(conversation, fields, text, options, asker.gone, turns=turns)
-    headers = {**skipped.headers, **unparsed(conversation, text)}
+    headers = {**skipped.headers, **template_headers(conversation, text)}
     return asked(controls, prompt, [fields.at("messages")], headers, turns)
 
 
@@ -66,11 +73,10 @@ async def read_whole(fields: Fields, text: Text, skipped: Skipped) -> Conversati
 def read_message_controls(fields: Fields, options: EdgeOptions, text: Text) -> Controls:
     fields.items("stop_sequences", 1 << 16)  # a lone string is none
     fields.integer("max_tokens", 0)
-    fields.choice("service_tier", ("auto", "standard_only"))
     metadata = fields.within("metadata")
     if metadata is not None:
         metadata.text("user_id")
-    return read_controls(fields, WORDS, options, text.tokenizer.end_tokens)
+    return read_controls(fields, WORDS, options, text.tokenizer)
 
 
 def read_messages(fields: Fields, skipped: Skipped) -> Conversation:
@@ -80,11 +86,15 @@ def read_messages(fields: Fields, skipped: Skipped) -> Conversation:
         raise invalid(fields.at("messages"), "must be an array of at least one message")
     messages: list[ChatMessage] = []
     if fields.has("system"):
-        messages.append(spoken("system", blocks_of(fields, "system")))
-    calls: set[str] = set()
+        messages.append(spoken("system", blocks_of(fields, "system"), partial(read_block, accepted=("text",))))
+    history = ResentHistory(skipped.changes)
+    history.changes.note(*fields.mended)
+    newest = newest_user_turn([speaker_of(value) for value in listed], prefilled=True)
+    if newest is not None and holds_earlier_turn(listed[newest]):
+        newest = None
     for place, value in enumerate(listed):
         said = Fields.of(value, f"{fields.at('messages')}[{place}]")
-        messages += read_message(said, calls)
+        messages += [read_user(said)] if place == newest else read_message(said, history)
     last = messages[-1]
     if last.role == "assistant" and len(messages) > 1 and not (last.content.strip() or last.reasoning or last.calls):
         messages.pop()  # it opens an answer, as is done anyway
@@ -93,84 +103,118 @@ def read_messages(fields: Fields, skipped: Skipped) -> Conversation:
         where = f"{fields.at('messages')}[{len(listed) - 1}].content"
         raise invalid(where, "ends with a tool_use: the tool_result of each must follow in a user's message")
     tools = read_tools(fields, skipped)
-    choice, parallel = read_choice(fields, tools)
+    history.changes.note_names(tool.sent_as for tool in tools)
+    choice, parallel = read_choice(fields, tools, skipped)
     continues = last.role == "assistant"
     return Conversation(messages, tools, choice, parallel, read_thinking(fields), continues=continues)
 
 
-def read_message(message: Fields, calls: set[str]) -> list[ChatMessage]:
-    """One of theirs may be several of ours: the results of tools are messages of their own.
+def speaker_of(value: Any) -> Speaker:
+    """Return who sends a message that nobody has looked into yet: a tool, where it has a tool's result."""
+    message = value if isinstance(value, dict) else {}
+    role, content = message.get("role"), message.get("content")
+    if role in ("assistant", "system"):
+        return "assistant" if role == "assistant" else "system"
+    blocks = content if isinstance(content, list) else ()
+    return "tool" if any(isinstance(one, dict) and one.get("type") == "tool_result" for one in blocks) else "user"
 
-    calls: ids of the tool calls so far; an assistant's message adds to them, a result must name one.
+
+def holds_earlier_turn(value: Any) -> bool:
+    """Tell whether a user's message begins with a turn that was refused before.
+
+    Claude Code joins such a turn with the next one: an image stands between two texts then, where one turn has all its
+    images in front of its text or behind it.
     """
-    role = message.choice("role", ROLES)
-    if role is None:
+    content = value.get("content") if isinstance(value, dict) else None
+    blocks = content if isinstance(content, list) else ()
+    texts = [isinstance(block, dict) and block.get("type") == "text" for block in blocks]
+    return bool(texts) and texts[0] and texts[-1] and not all(texts)
+
+
+def read_user(message: Fields) -> ChatMessage:
+    """Read the newest turn of the user, strictly."""
+    if message.choice("role", ROLES) is None:
         raise message.wrong("role", "one of " + ", ".join(map(repr, ROLES)))
+    blocks = blocks_of(message, "content")
+    for block in blocks:
+        block.within("cache_control")
+    return spoken("user", blocks, partial(read_block, accepted=("text", "tool_result")))
+
+
+def read_message(message: Fields, history: ResentHistory) -> list[ChatMessage]:
+    """Read any other message, as far as it can be.
+
+    One of theirs may be several of ours: the results of tools are messages of their own.
+    """
+    role = history.read_role(message.data.get("role"), HISTORY_ROLES)
+    content = message.data.get("content")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else history.parts_of(content)
+    blocks = fields_of(parts, message.at("content"))
     if role == "assistant":
-        return [read_assistant(message, calls)]
+        return [read_assistant(blocks, history)]
+    if not any(block.data.get("type") == "tool_result" for block in blocks):
+        history.begin_message()
     if role == "system":
-        return [spoken("system", blocks_of(message, "content"))]
+        return [spoken("system", blocks, partial(read_old, history))]
     found: list[ChatMessage] = []
     texts: list[Fields] = []
-    for block in blocks_of(message, "content"):
+    for block in blocks:
         if block.data.get("type") == "tool_result":
             if texts:
-                found.append(spoken("user", texts))
+                found.append(spoken("user", texts, partial(read_old, history)))
             texts = []
-            found.append(read_result(block, calls))
+            found.append(read_result(block, history))
         else:
             texts.append(block)
-    return [*found, spoken("user", texts)] if texts or not found else found
+    return [*found, spoken("user", texts, partial(read_old, history))] if texts or not found else found
 
 
-def spoken(role: Literal["system", "user"], blocks: Sequence[Fields]) -> ChatMessage:
+def spoken(role: Literal["system", "user"], blocks: Sequence[Fields], text_of: Callable[[Fields], str]) -> ChatMessage:
     """Blocks of text. Where the last one ends, the next message opens: only those before it are cuts."""
-    accepted = ("text", "tool_result") if role == "user" else ("text",)
     texts, cuts, size = [], [], 0
     for block in blocks:
-        texts.append(read_block(block, accepted))
+        texts.append(text_of(block))
         size += len(texts[-1])
-        if block.within("cache_control") is not None and block is not blocks[-1]:
+        if isinstance(block.data.get("cache_control"), dict) and block is not blocks[-1]:
             cuts.append(size)
         size += 1
     return ChatMessage(role, "\n".join(texts), cuts=tuple(cuts))
 
 
-def read_assistant(message: Fields, calls: set[str]) -> ChatMessage:
+def read_assistant(blocks: Sequence[Fields], history: ResentHistory) -> ChatMessage:
     texts: list[str] = []
     thoughts: list[str] = []
     called: list[ToolCall] = []
-    for block in blocks_of(message, "content"):
+    history.begin_message()
+    for block in blocks:
         match block.data.get("type"):
             case "thinking":
-                block.text("signature")
-                thoughts.append(required(block, "thinking"))
+                thoughts.append(history.read_part(block.data))
             case "tool_use":
-                called.append(read_call(block))
-                calls.add(called[-1].id)
+                call = history.read_call(*(block.data.get(name) for name in ("id", "name", "input")))
+                if call is None:
+                    texts.append(UNNAMED_CALL)
+                else:
+                    called.append(call)
             case "redacted_thinking":
-                required(block, "data")
-            case kind if kind not in UNSEEN:
-                texts.append(read_block(block, ("text", "thinking", "redacted_thinking", "tool_use")))
+                pass  # nobody but who wrote it can read it
+            case str(kind) if kind in UNSEEN:
+                pass
+            case _:
+                texts.append(history.read_part(block.data))
     return ChatMessage("assistant", "".join(texts), "".join(thoughts), tuple(called))
 
 
-def read_call(block: Fields) -> ToolCall:
-    given = block.within("input")
-    if given is None:
-        raise block.wrong("input", "an object")
-    arguments = json.dumps(given.data, ensure_ascii=False)
-    return ToolCall(required(block, "id"), read_name(block), arguments)
+def read_old(history: ResentHistory, block: Fields) -> str:
+    return history.read_part(block.data)
 
 
-def read_result(block: Fields, calls: set[str]) -> ChatMessage:
-    call = block.text("tool_use_id", 256)
-    if call is None or call not in calls:
-        raise block.wrong("tool_use_id", "the id of a tool_use of an assistant's message before it")
-    failed = block.flag("is_error")
-    parts = blocks_of(block, "content") if block.has("content") else ()
-    texts = [read_block(part, ("text",)) for part in parts if part.data.get("type") != "tool_reference"]
-    return ChatMessage("tool", "\n".join(texts) or ("error" if failed else ""), answers=call)
+def read_result(block: Fields, history: ResentHistory) -> ChatMessage:
+    content = block.data.get("content")
+    parts = history.parts_of(content) if content is not None else ()
+    texts = [history.read_part(part) for part in parts if part.get("type") != "tool_reference"]
+    text = "\n".join(texts) or ("error" if block.data.get("is_error") is True else "")
+    return history.read_result(block.data.get("tool_use_id"), text)
 
 
 def blocks_of(fields: Fields, name: str) -> Sequence[Fields]:
@@ -185,6 +229,8 @@ def blocks_of(fields: Fields, name: str) -> Sequence[Fields]:
 def read_block(block: Fields, accepted: Sequence[str]) -> str:
     """A block of text. accepted: what may stand there besides."""
     kind = block.data.get("type")
+    if (text := document_text(block.data)) is not None:
+        return text
     if kind in NOT_TEXT:
         raise invalid(block.at("type"), f"{kind!r} blocks are not supported: this server's model reads text only")
     if kind != "text":
@@ -206,7 +252,7 @@ def read_tools(fields: Fields, skipped: Skipped) -> tuple[FunctionTool, ...]:
         tool = Fields.of(value, f"{fields.at('tools')}[{place}]")
         kind = tool.text("type")
         if kind is not None and kind != "custom":
-            skipped.note(kind)
+            skipped.note(kind, tool.text("name"))
             continue
         if tool.within("input_schema") is None:
             raise tool.wrong("input_schema", "an object: a JSON schema")
@@ -214,13 +260,15 @@ def read_tools(fields: Fields, skipped: Skipped) -> tuple[FunctionTool, ...]:
     return check_tools(tools, fields.at("tools"))
 
 
-def read_choice(fields: Fields, tools: Sequence[FunctionTool]) -> tuple[ToolChoice, bool]:
+def read_choice(fields: Fields, tools: Sequence[FunctionTool], skipped: Skipped) -> tuple[ToolChoice, bool]:
     """What is to be called, and whether several may be at once."""
     given = fields.within("tool_choice")
     if given is None:
         return ToolChoice(), True
     kind = given.choice("type", CHOICES)
     parallel = not given.flag("disable_parallel_tool_use")
+    if (fallback := skipped.fallback(given.data, tools)) is not None:
+        return fallback, parallel
     match kind:
         case "tool":
             return named(read_name(given), tools, given.at("name")), parallel

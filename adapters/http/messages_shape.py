@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,10 +17,16 @@ from adapters.http.errors import ApiError
 from adapters.http.options import EdgeOptions
 from adapters.http.run import Ended, Progress, Said
 from adapters.http.shape import event
+from adapters.http.tools import sent_name
 from adapters.text.answer.pieces import together
 from adapters.text.tokenizer import Tokenizer
 
 PING = {"type": "ping"}
+NOTHING_NEW = {
+    "type": "message_delta",
+    "delta": {"stop_reason": None, "stop_sequence": None},
+    "usage": {"output_tokens": 0},
+}
 DELTAS = {  # of a kind of block: how its delta is called, and what in it is the text
     "text": ("text_delta", "text"),
     "reasoning": ("thinking_delta", "thinking"),
@@ -29,21 +36,29 @@ DELTAS = {  # of a kind of block: how its delta is called, and what in it is the
 
 @define(eq=False)
 class MessageShape:
-    """A message has one choice."""
+    """A message has one choice.
+
+    Clients do not see pings: Anthropic's SDK drops them. Claude Code ends a stream that says nothing else for 300 s and
+    asks again. So every `sign_of_life_s` of silence there is a `message_delta` that changes nothing, which Anthropic's
+    protocol allows at any time.
+    """
 
     id: str
     asked: Asked
     options: EdgeOptions
     tokenizer: Tokenizer
     blocks: Blocks = field(factory=Blocks, init=False)
+    _spoke: float = field(factory=time.monotonic, init=False)  # when the last event was sent that clients count
 
     def opening(self) -> Iterable[bytes]:
         """What was cached is not known yet: the last event but one says it."""
         usage = {**usage_of(len(self.asked.prompts[0])), "output_tokens": 0}
         yield named({"type": "message_start", "message": self.message([], None, None, usage)})
         yield named(PING)
+        self._spoke = time.monotonic()
 
     def said(self, said: Said) -> Iterable[bytes]:
+        self._spoke = time.monotonic()
         for piece in together(said.pieces):
             for one in self.blocks.push(piece):
                 yield from map(named, self.events(one))
@@ -69,13 +84,17 @@ class MessageShape:
             case "reasoning":
                 return {"type": "thinking", "thinking": "", "signature": ""}
             case "call":
-                return {"type": "tool_use", "id": block.call, "name": block.name, "input": {}}
+                name = sent_name(self.asked.reader.tools, block.name)
+                return {"type": "tool_use", "id": block.call, "name": name, "input": {}}
 
     def progress(self, progress: Progress, elapsed_ms: float) -> Iterable[bytes]:
         yield named({**PING, "prompt_progress": figures.prompt_progress(progress, elapsed_ms)})
 
     def heartbeat(self) -> Iterable[bytes]:
         yield named(PING)
+        if time.monotonic() - self._spoke >= self.options.sign_of_life_s:
+            self._spoke = time.monotonic()
+            yield named(NOTHING_NEW)
 
     def ended(self, ended: Ended) -> Iterable[bytes]:
         for one in self.blocks.close():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from attrs import define, field
@@ -15,19 +15,8 @@ from adapters.http.controls import Controls
 from adapters.http.dialect import openai_error
 from adapters.http.errors import ApiError
 from adapters.http.options import EdgeOptions
-from adapters.http.run import Ended, PickedToken, Progress, Said
+from adapters.http.run import Ended, Progress, Said
 from adapters.http.shape import COMMENT, DONE, event
-from adapters.text.answer.pieces import (
-    AnswerPiece,
-    ArgumentsPiece,
-    CallBegun,
-    CallEnded,
-    ReasoningPiece,
-    TextPiece,
-    calls_of,
-    reasoning_of,
-    together,
-)
 from adapters.text.tokenizer import Tokenizer
 from effects.decode import Logprob
 
@@ -51,7 +40,8 @@ class OpenAiShape(ABC):
     def head(self, kind: str) -> dict[str, Any]:
         """What every OpenAI object carries."""
         named = {"id": self.id, "object": kind, "created": self.created, "model": self.controls.model}
-        return {**named, "system_fingerprint": "fp_rekindle"}
+        tier = {"service_tier": "default"} if self.controls.tier else {}
+        return {**named, "system_fingerprint": "fp_rekindle", **tier}
 
     def chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         usage = {"usage": None} if self.controls.include_usage else {}
@@ -66,7 +56,7 @@ class OpenAiShape(ABC):
         yield self.chunk([self.silence(0)])
 
     def ended(self, ended: Ended) -> Iterable[bytes]:
-        choice = {**self.silence(ended.index), "finish_reason": finish_of(ended)}
+        choice = {**self.silence(ended.index), "finish_reason": self.finish(ended)}
         told = figures.rekindle(ended, self.options)
         yield self.chunk([choice], timings=figures.timings(ended), rekindle=told)
 
@@ -88,6 +78,9 @@ class OpenAiShape(ABC):
             "rekindle": figures.rekindle_all(ended, self.options),
         }
 
+    def finish(self, ended: Ended) -> str:
+        return finish_of(ended)
+
     @abstractmethod
     def opening(self) -> Iterable[bytes]: ...
 
@@ -108,87 +101,69 @@ def finish_of(ended: Ended) -> str:
     return "tool_calls" if ended.called and ended.closed.finish == "stop" and not ended.broken else ended.closed.finish
 
 
+def likelihood(said: Said | None) -> float:
+    """Return the mean logprob of the tokens of an answer; 0 where it has none."""
+    picks = () if said is None else said.picks
+    return sum(pick.logprob[0] for pick in picks) / len(picks) if picks else 0.0
+
+
 def named(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
     """A token with its logprob."""
     raw = tokenizer.piece(token)
     return {"id": token, "token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
 
 
-def delta_of(piece: AnswerPiece) -> dict[str, Any]:
-    match piece:
-        case TextPiece(text):
-            return {"content": text}
-        case ReasoningPiece(text):
-            return {"reasoning_content": text}
-        case CallBegun(place, id_, name):
-            function = {"name": name, "arguments": ""}
-            return {"tool_calls": [{"index": place, "id": id_, "type": "function", "function": function}]}
-        case ArgumentsPiece(place, text):
-            return {"tool_calls": [{"index": place, "function": {"arguments": text}}]}
-        case CallEnded():
-            return {}
-
-
-@define(eq=False)
-class ChatShape(OpenAiShape):
-    chunk_kind = "chat.completion.chunk"
-    whole_kind = "chat.completion"
-
-    def opening(self) -> Iterable[bytes]:
-        for index in range(self.controls.choices):
-            yield self.chunk([{**self.silence(index), "delta": {"role": "assistant", "content": ""}}])
-
-    def said(self, said: Said) -> Iterable[bytes]:
-        deltas = [delta for delta in map(delta_of, together(said.pieces)) if delta]
-        for place, delta in enumerate(deltas or [{}]):
-            picks = self.logprobs(said.picks) if place == 0 else {}
-            if delta or picks:
-                yield self.chunk([{**self.silence(said.index), "delta": delta, **picks}])
-
-    def silence(self, index: int) -> dict[str, Any]:
-        return {"index": index, "delta": {}, "finish_reason": None}
-
-    def choice(self, said: Said, ended: Ended) -> dict[str, Any]:
-        reasoning, calls = reasoning_of(said.pieces), calls_of(said.pieces)
-        message: dict[str, Any] = {"role": "assistant", "content": said.text, "refusal": None}
-        if reasoning:
-            message["reasoning_content"] = reasoning
-        if calls:
-            message["content"] = said.text or None
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in calls
-            ]
-        logprobs = self.logprobs(said.picks) or {"logprobs": None}
-        return {"index": ended.index, "message": message, **logprobs, "finish_reason": finish_of(ended)}
-
-    def logprobs(self, picks: Sequence[PickedToken]) -> dict[str, Any]:
-        if not picks:
-            return {}
-        content = [
-            {
-                **named(self.tokenizer, pick.token, pick.logprob[0]),
-                "top_logprobs": [named(self.tokenizer, *alternative) for alternative in pick.logprob[1]],
-            }
-            for pick in picks
-        ]
-        return {"logprobs": {"content": content, "refusal": None}}
-
-
 @define(eq=False)
 class CompletionShape(OpenAiShape):
-    """`offsets`: where each choice's next logprob stands in its text."""
+    """`offsets`: where each choice's next logprob stands in its text.
+
+    waiting: what each choice has said in a stream that begins with the prompt's logprobs. They are known when the
+    answer is complete, so it comes as a whole then.
+    """
 
     chunk_kind = "text_completion"
     whole_kind = "text_completion"
     offsets: dict[int, int] = field(factory=dict)
+    waiting: dict[int, Said] = field(factory=dict)
+
+    @property
+    def waits(self) -> bool:
+        return self.controls.echo and self.controls.sampling.logprobs >= 0
 
     def opening(self) -> Iterable[bytes]:
-        for index in range(len(self.asked.prompts) * self.controls.choices if self.controls.echo else 0):
-            yield self.chunk([{**self.silence(index), "text": self.echoed(index)}])
+        if self.controls.echo and not self.waits:
+            for index in range(len(self.asked.prompts) * self.controls.choices):
+                yield self.chunk([{**self.silence(index), "text": self.echoed(index)}])
 
     def said(self, said: Said) -> Iterable[bytes]:
+        if self.waits:
+            before = self.waiting.get(said.index, Said(said.index, ()))
+            self.waiting[said.index] = Said(said.index, before.pieces + said.pieces, before.picks + said.picks)
+            return
         yield self.chunk([{**self.silence(said.index), "text": said.text, "logprobs": self.logprobs(said)}])
+
+    def ended(self, ended: Ended) -> Iterable[bytes]:
+        if self.waits:
+            said = self.waiting.pop(ended.index, Said(ended.index, ()))
+            yield self.chunk([{**self.choice(said, ended), "finish_reason": None}])
+        yield from super().ended(ended)
+
+    def whole(self, said: Mapping[int, Said], ended: Sequence[Ended]) -> dict[str, Any]:
+        answer = super().whole(said, ended)
+        best = self.asked.echo.get("best")
+        if best is not None:
+            answer["choices"] = [*self.best(answer["choices"], said, best)]
+        return answer
+
+    def best(self, choices: Sequence[dict[str, Any]], said: Mapping[int, Said], count: int) -> Iterator[dict[str, Any]]:
+        """Choose so many answers to each prompt: those with the highest logprob per token, the best one first."""
+        each, index = self.controls.choices, 0
+        for first in range(0, len(choices), each):
+            ranked = sorted(choices[first : first + each], key=lambda one: -likelihood(said.get(one["index"])))
+            for choice in ranked[:count]:
+                hidden = {} if self.asked.echo["logprobs"] else {"logprobs": None}
+                yield {**choice, "index": index, **hidden}
+                index += 1
 
     def silence(self, index: int) -> dict[str, Any]:
         return {"index": index, "text": "", "logprobs": None, "finish_reason": None}

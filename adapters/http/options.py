@@ -27,6 +27,8 @@ class EdgeOptions:
     allowed_hosts: names besides the loopback ones that a Host header may have; `*` accepts any, `0.0.0.0` or `::` any
     IP address.
     allowed_origins: `scheme://host[:port]` of pages that may call from a browser; `*`: any page.
+    keepalive_s: seconds of silence before a stream says that the server is alive.  sign_of_life_s: seconds of nothing
+    but pings before a stream of Messages has an event that clients count.
     retry_after_s: what a server that is not ready says.
     """
 
@@ -55,6 +57,7 @@ class EdgeOptions:
     request_timeout_s: float | None = 600
     write_timeout_s: float = 60
     keepalive_s: float = 5
+    sign_of_life_s: float = 120
     retry_after_s: int = 1
 
     @property

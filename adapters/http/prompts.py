@@ -15,6 +15,7 @@ from adapters.http.options import EdgeOptions
 from adapters.http.turn_memory import AskedTurn, OwnTurns
 from adapters.text.answer.reader import NONE
 from adapters.text.conversation import Conversation
+from adapters.text.efforts import replaced_effort
 from adapters.text.pieces import size_of
 from adapters.text.stabilize import stabilized
 from adapters.text.template import Rendered, TemplateFailed, TemplateLate, TemplateRefused
@@ -33,6 +34,12 @@ MOST_VALUES = 1 << 18
 def unparsed(conversation: Conversation, text: Text) -> Mapping[str, str]:
     """Headers: that calls come back as text must not come as a surprise."""
     return UNPARSED if conversation.callable and text.calls in (None, NONE) else {}
+
+
+def template_headers(conversation: Conversation, text: Text) -> Mapping[str, str]:
+    """Return headers that say what this checkpoint's template cannot do of what the request asks for."""
+    effort = replaced_effort(conversation, text.efforts)
+    return {**unparsed(conversation, text), **({"x-rekindle-reasoning-effort": effort} if effort else {})}
 
 
 def check_template(text: Text) -> None:

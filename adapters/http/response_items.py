@@ -11,37 +11,52 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from attrs import define, field
+from attrs import Factory, define, evolve, field
 
+from adapters.http.custom_tools import custom_arguments
 from adapters.http.errors import invalid
 from adapters.http.fields import Fields
-from adapters.http.tools import read_name
+from adapters.http.history import UNNAMED_CALL, ResentHistory, Speaker, document_text
+from adapters.http.told_items import (
+    COMPACTIONS,
+    SUMMARY,
+    TOLD_CALLS,
+    TOLD_OUTPUTS,
+    TRIGGER,
+    opened_summary,
+    told_call,
+    told_output,
+)
+from adapters.http.tools import Skipped, tool_name
 from adapters.text.conversation import ChatMessage, Role, ToolCall
 
 ROLES: dict[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 NOT_TEXT = ("input_image", "input_file", "input_audio", "computer_screenshot")
 NOT_TEXT_ITEMS = ("image_generation_call", "computer_call", "computer_call_output")
+RESULTS_LEFT_OUT = ("computer_call_output",)
 # What other servers' tools leave in a conversation, and what steers them: nothing that a model here could read.
 UNSEEN = (
-    *("web_search_call", "file_search_call", "code_interpreter_call", "local_shell_call", "local_shell_call_output"),
-    *("shell_call", "shell_call_output", "apply_patch_call", "apply_patch_call_output", "mcp_list_tools", "mcp_call"),
-    *("mcp_approval_request", "mcp_approval_response", "compaction", "compaction_trigger", "additional_tools"),
+    *("web_search_call", "file_search_call", "code_interpreter_call", "mcp_list_tools", "mcp_call"),
+    *("mcp_approval_request", "mcp_approval_response", "additional_tools"),
     *("tool_search_call", "tool_search_output", "program", "program_output", "configuration_update"),
 )
 CALLS = ("function_call", "custom_tool_call")
 RESULTS = ("function_call_output", "custom_tool_call_output")
-MADE = ("message", "reasoning", *CALLS)  # items of a response
+MADE = ("message", "reasoning", *CALLS, "compaction")  # items of a response
 KNOWN = ("message", *CALLS, *RESULTS, "reasoning", "item_reference")
 
 
 @define(eq=False)
 class Turns:
-    """Items in, messages out. find: an item of an earlier response, by its id."""
+    """Items in, messages out. find: an item of an earlier response, by its id.  skipped: what was left out."""
 
     find: Callable[[str], Mapping[str, Any] | None]
+    skipped: Skipped = field(factory=Skipped)
+    _history: ResentHistory = field(default=Factory(lambda self: ResentHistory(self.skipped.changes), takes_self=True))
     _messages: list[ChatMessage] = field(factory=list)
-    _called: set[str] = field(factory=set)  # ids of all calls
+    _told: set[str] = field(factory=set)  # ids of the calls that are text
+    _triggered: bool = False  # the next summary replaces all that is no user's
     # of the answer that goes on with the next item, in parts, as there may be tens of thousands of them:
     _texts: list[str] = field(factory=list)
     _thoughts: list[str] = field(factory=list)
@@ -51,8 +66,8 @@ class Turns:
     def instruct(self, text: str) -> None:
         self._messages.append(ChatMessage("system", text))
 
-    def add(self, item: Fields) -> None:
-        """Raises ApiError naming what is wrong."""
+    def add(self, item: Fields, *, newest: bool = False) -> None:
+        """Raises ApiError naming what is wrong. newest: it is what the user has just sent, which is read strictly."""
         kind = item.data.get("type") or ("message" if item.has("role") else None)
         if kind == "item_reference" or (kind is None and item.has("id")):
             name = required(item, "id")
@@ -61,42 +76,99 @@ class Turns:
                 raise invalid(item.at("id"), f"there is no item {name[:80]!r} here; send the item itself")
             self.add(Fields(found, item.path))
         elif kind == "message":
-            self._message(item)
+            self._message(item, newest)
         elif kind == "reasoning":
-            self._thoughts.append(read_reasoning(item))
+            self._thoughts.append(read_reasoning(item, self._history))
             self._answering = True
         elif kind in CALLS:
-            self._calls.append(read_call(item))
-            self._called.add(self._calls[-1].id)
-            self._answering = True
+            self._call(item)
         elif kind in RESULTS:
             self._result(item)
         elif kind in NOT_TEXT_ITEMS:
-            raise invalid(item.at("type"), f"{kind!r} items are not supported: this server's model reads text only")
-        elif kind not in UNSEEN:
+            self._close()
+            role: Role = "user" if kind in RESULTS_LEFT_OUT else "assistant"
+            self._messages.append(ChatMessage(role, self._history.leave_out(item.data)))
+        else:
+            self._add_other(item, kind)
+
+    def _add_other(self, item: Fields, kind: Any) -> None:
+        """Items that chat templates have no form for."""
+        if kind in TOLD_CALLS:
+            self._told.add(str(item.data.get("call_id") or ""))
+            self._tell(told_call(item))
+        elif kind in TOLD_OUTPUTS:
+            self._close()
+            self._messages.append(ChatMessage("user", told_output(item)))
+        elif kind == TRIGGER:
+            self._triggered = True
+        elif kind in COMPACTIONS:
+            self._summary(item)
+        elif not isinstance(kind, str):
             raise item.wrong("type", "one of " + ", ".join(map(repr, KNOWN)))
+        elif kind not in UNSEEN:
+            self.skipped.pass_over(kind)
 
     def all(self) -> list[ChatMessage]:
         self._close()
         return self._messages
 
-    def _message(self, item: Fields) -> None:
-        role = item.choice("role", ROLES)
-        if role is None:
+    def _message(self, item: Fields, newest: bool) -> None:
+        if newest and item.choice("role", ROLES) is None:
             raise item.wrong("role", "one of " + ", ".join(map(repr, ROLES)))
+        role = self._history.read_role(item.data.get("role"), ROLES)
         if role == "assistant":
-            self._texts.append(read_parts(item, "content", ""))
+            self._texts.append(self._history.read_text(item.data.get("content"), ""))
             self._answering = True
+            return
+        self._close()
+        self._history.begin_message()
+        content = item.data.get("content")
+        text = read_parts(item, "content", "\n") if newest else self._history.read_text(content, "\n")
+        self._messages.append(ChatMessage(role, text))
+
+    def _call(self, item: Fields) -> None:
+        name, namespace = item.data.get("name"), item.data.get("namespace")
+        if isinstance(name, str) and name and isinstance(namespace, str):
+            name = spelled(tool_name(namespace), tool_name(name))
+        given: Any = item.data.get("arguments")
+        if item.data.get("type") == "custom_tool_call":
+            text = item.data.get("input")
+            given = custom_arguments(text if isinstance(text, str) else json.dumps(text, ensure_ascii=False))
+        call = self._history.read_call(item.data.get("call_id"), name, given)
+        if call is None:
+            self._texts.append(UNNAMED_CALL)
         else:
-            self._close()
-            self._messages.append(ChatMessage(ROLES[role], read_parts(item, "content", "\n")))
+            self._calls.append(call)
+        self._answering = True
+
+    def _tell(self, text: str) -> None:
+        """Add a line of its own to what the assistant says."""
+        self._texts.append("\n" * bool(self._texts and not self._texts[-1].endswith("\n")) + text + "\n")
+        self._answering = True
+
+    def _summary(self, item: Fields) -> None:
+        """Read a summary that this server made. Nobody but its own server can read another one."""
+        sealed = item.data.get("encrypted_content")
+        text = opened_summary(sealed) if isinstance(sealed, str) else None
+        if text is None:
+            self.skipped.pass_over(str(item.data["type"]))
+            return
+        self._close()
+        if self._triggered:
+            self._messages = [message for message in self._messages if message.role in ("system", "user")]
+        self._triggered = False
+        self._messages.append(ChatMessage("user", SUMMARY + text))
 
     def _result(self, item: Fields) -> None:
-        call = item.text("call_id", 256)
-        if call is None or call not in self._called:
-            raise item.wrong("call_id", "the call_id of a call before it")
+        call = item.data.get("call_id")
+        text = self._history.read_text(item.data.get("output"), "\n")
+        if isinstance(call, str) and call in self._told:
+            self._close()
+            self._messages.append(ChatMessage("user", f"[output of the call]\n{text}"))
+            return
+        result = self._history.read_result(call, text, item.data.get("name"))
         self._close()
-        self._messages.append(ChatMessage("tool", read_parts(item, "output", "\n"), answers=call))
+        self._messages.append(evolve(result, name=None))
 
     def _close(self) -> None:
         """The answer is over."""
@@ -106,43 +178,34 @@ class Turns:
         self._answering, self._texts, self._thoughts, self._calls = False, [], [], []
 
 
-def read_call(item: Fields) -> ToolCall:
-    id_ = required(item, "call_id")
-    if item.data.get("type") == "custom_tool_call":
-        arguments = custom_arguments(required(item, "input"))
-    else:
-        arguments = required(item, "arguments") or "{}"
-    namespace = item.text("namespace", 128)
-    name = read_name(item)
-    return ToolCall(id_, name if namespace is None else spelled(namespace, name), arguments)
-
-
-def custom_arguments(text: str) -> str:
-    """What a custom tool is called with is text; the model knows functions only, so it is one of their arguments."""
-    return json.dumps({"input": text}, ensure_ascii=False)
-
-
-def custom_input(arguments: str) -> str:
-    """The text again; all of it, where it is nothing else."""
-    try:
-        given = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    text = given.get("input") if isinstance(given, dict) else None
-    return text if isinstance(text, str) else arguments
-
-
 def spelled(namespace: str, name: str) -> str:
     """A function of a namespace as the model is told of it, which knows no namespaces."""
     return f"{namespace.removesuffix('__')}__{name}"
 
 
-def read_reasoning(item: Fields) -> str:
+def read_reasoning(item: Fields, history: ResentHistory) -> str:
     """What was thought itself, else what was sealed of it by this server, else its summary."""
-    texts = [read_part(part) for part in parts_of(item, "content")]
-    sealed = item.text("encrypted_content")
-    summary = [read_part(part) for part in parts_of(item, "summary")]
-    return "".join(texts) or opened(sealed or "") or "\n".join(summary)
+    content, sealed, summary = (item.data.get(name) for name in ("content", "encrypted_content", "summary"))
+    if content and (thought := history.read_text(content, "")):
+        return thought
+    if isinstance(sealed, str) and (thought := opened(sealed)):
+        return thought
+    return history.read_text(summary, "\n") if summary else ""
+
+
+def speaker_of(value: Any) -> Speaker:
+    """Return who sends an item that nobody has looked into yet. Items that nobody reads are passed over as a system's
+    messages are.
+    """
+    item = value if isinstance(value, dict) else {"type": "message"}
+    kind, role = item.get("type") or "message", item.get("role")
+    if kind == "message":
+        return ROLES.get(role, "user") if isinstance(role, str) else "user"
+    if not isinstance(kind, str):
+        return "system"
+    if kind.endswith("_output"):
+        return "tool"
+    return "assistant" if kind in ("reasoning", "item_reference") or kind.endswith("_call") else "system"
 
 
 def sealed(text: str) -> str:
@@ -176,6 +239,8 @@ def parts_of(item: Fields, name: str) -> list[Fields]:
 
 def read_part(part: Fields) -> str:
     kind = part.data.get("type")
+    if (text := document_text(part.data)) is not None:
+        return text
     if kind in NOT_TEXT:
         raise invalid(part.at("type"), f"{kind!r} parts are not supported: this server's model reads text only")
     if kind == "refusal":

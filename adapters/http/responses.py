@@ -14,14 +14,18 @@ from adapters.http.api import Api, Asked, Asker, Counter
 from adapters.http.archive import ENCODER, Shelf
 from adapters.http.archive import read as read_kept
 from adapters.http.body import parsers
+from adapters.http.compaction import INSTRUCTION, CompactionShape, is_triggered, retained, summarizing, triggered
 from adapters.http.controls import Controls, Words, read_controls, read_model, read_salt
+from adapters.http.custom_tools import read_custom
 from adapters.http.errors import invalid
 from adapters.http.fields import Fields
 from adapters.http.fields import shown as shown_value
+from adapters.http.history import newest_user_turn
 from adapters.http.options import EdgeOptions
-from adapters.http.prompts import asked, chat_prompt, check_template, unparsed
-from adapters.http.response_items import Turns, spelled
-from adapters.http.response_shape import ResponseShape, place_of
+from adapters.http.prompts import asked, chat_prompt, check_template, template_headers
+from adapters.http.references import References
+from adapters.http.response_items import Turns, speaker_of, spelled
+from adapters.http.response_shape import ResponseShape
 from adapters.http.tools import (
     MAX_TOOLS,
     Skipped,
@@ -31,9 +35,11 @@ from adapters.http.tools import (
     read_allowed,
     read_function,
     read_name,
+    tool_name,
 )
 from adapters.http.unsupported import MISSING, Missing
-from adapters.text.conversation import Conversation, FunctionTool, ToolChoice, thinking
+from adapters.text.conversation import ChatMessage, Conversation, FunctionTool, ToolChoice, thinking
+from adapters.text.efforts import EFFORTS
 from adapters.text.text import Text
 from effects.ids import Tokens
 
@@ -41,14 +47,15 @@ PATH = "/v1/responses"
 MAX_ITEMS = 1 << 16
 MAX_METADATA = 16
 MAX_SHOWN = 4 << 20  # bytes of a request that every response, and some events of its stream, say again: 10 ms for each
-CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}  # of a custom tool
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-SUMMARIES = ("auto", "concise", "detailed")
+SUMMARIES = ("auto", "concise", "detailed", "none")
+NAMES = ("user", "prompt_cache_key", "safety_identifier")  # OpenAI says them again, and never says null
 SEALED = "reasoning.encrypted_content"
+LOGPROBS = "message.output_text.logprobs"
+MAX_LOGPROBS = 20
 INCLUDED = (
     *("file_search_call.results", "web_search_call.results", "web_search_call.action.sources", SEALED),
     *("message.input_image.image_url", "computer_call_output.output.image_url", "code_interpreter_call.outputs"),
-    "message.output_text.logprobs",
+    LOGPROBS,
 )
 WORDS = Words(
     {
@@ -56,7 +63,6 @@ WORDS = Words(
         "background": Missing("is not supported by this server: an answer ends with its connection"),
         "conversation": Missing("is not supported by this server; use `previous_response_id`"),
         "prompt": Missing("is not supported: this server keeps no prompts; send `input`"),
-        "top_logprobs": Missing("is not supported in this API yet; chat completions have it", (0,)),
     },
     max_tokens=("max_output_tokens",),
     choices="",
@@ -65,10 +71,12 @@ WORDS = Words(
 
 
 async def read(shelf: Shelf, fields: Fields, options: EdgeOptions, text: Text, asker: Asker) -> Asked:
-    controls, skipped = read_controls(fields, WORDS, options, text.tokenizer.end_tokens), Skipped()
+    top, included = fields.integer("top_logprobs", 0, MAX_LOGPROBS) or 0, read_include(fields)
+    logprobs = top if top or LOGPROBS in included else -1
+    controls, skipped = read_controls(fields, WORDS, options, text.tokenizer, logprobs), Skipped()
     echo = {
         "shown": shown(fields, controls),
-        "sealed": SEALED in read_include(fields),
+        "sealed": SEALED in included,
         "store": fields.flag("store", True),
     }
     conversation, echo["offered"] = await read_whole(shelf, fields, options, text, skipped)
@@ -77,8 +85,23 @@ async def read(shelf: Shelf, fields: Fields, options: EdgeOptions, text: Text, a
         echo["items"] = msgspec.Raw(written)
     turns = asker.turns(controls.salt)
     prompt = await chat_prompt(conversation, fields, text, options, asker.gone, turns=turns, path=fields.at("input"))
-    headers = {**skipped.headers, **unparsed(conversation, text)}
-    return asked(controls, prompt, [fields.at("input")], headers, turns, echo=echo)
+    headers = {**skipped.headers, **template_headers(conversation, text)}
+    found = asked(controls, prompt, [fields.at("input")], headers, turns, echo=echo)
+    return summarizing(found, options) if is_triggered(read_input(fields)) else found
+
+
+async def read_compaction(shelf: Shelf, fields: Fields, options: EdgeOptions, text: Text, asker: Asker) -> Asked:
+    """Read a request for a summary: the same fields, less those that are about how an answer is given."""
+    found = await read(shelf, triggered(fields, read_input(fields)), options, text, asker)
+    earlier = read_previous(fields, shelf, options)
+    users = await anyio.to_thread.run_sync(said_by_users, fields, earlier, options, limiter=parsers())
+    return evolve(found, echo={**found.echo, "retained": users})
+
+
+def said_by_users(fields: Fields, earlier: Sequence[bytes], options: EdgeOptions) -> list[Mapping[str, Any]]:
+    """A quarter of the context at most, at four bytes a token."""
+    kept = [item for raw in earlier for item in read_kept(raw, options).items]
+    return retained([*kept, *read_input(fields)], options.max_ctx)
 
 
 async def count(shelf: Shelf, fields: Fields, options: EdgeOptions, text: Text, asker: Asker) -> Tokens:
@@ -132,7 +155,8 @@ def read_conversation(
     fields: Fields, earlier: Sequence[bytes], find: References, skipped: Skipped
 ) -> tuple[Conversation, Offered]:
     """Raises ApiError naming the item and part that is wrong."""
-    turns = Turns(find)
+    turns = Turns(find, skipped)
+    skipped.changes.note(*fields.mended)
     if instructions := fields.text("instructions"):
         turns.instruct(instructions)
     where = fields.at("previous_response_id")
@@ -143,47 +167,21 @@ def read_conversation(
             raise invalid(where, "what is kept of it is damaged; send the whole conversation") from None
         for value in (*kept.items, *kept.output):
             turns.add(Fields.of(value, where))
-    for place, value in enumerate(read_input(fields)):
-        turns.add(Fields.of(value, f"{fields.at('input')}[{place}]"))
+    listed = read_input(fields)
+    newest = newest_user_turn([speaker_of(value) for value in listed])
+    for place, value in enumerate(listed):
+        turns.add(Fields.of(value, f"{fields.at('input')}[{place}]"), newest=place == newest)
     messages = turns.all()
     if not messages:
         raise invalid(fields.at("input"), "must have at least one message")
+    if is_triggered(read_input(fields)):
+        messages.append(ChatMessage("user", INSTRUCTION))
     if messages[-1].calls:
         raise invalid(fields.at("input"), "ends with a call: the output of each must follow")
     offered = read_tools(fields, skipped)
-    choice, parallel = read_choice(fields, offered.tools), fields.flag("parallel_tool_calls", True)
+    skipped.changes.note_names(tool.sent_as for tool in offered.tools)
+    choice, parallel = read_choice(fields, offered.tools, skipped), fields.flag("parallel_tool_calls", True)
     return Conversation(messages, offered.tools, choice, parallel, read_reasoning(fields)), offered
-
-
-@define
-class References:
-    """Items of earlier responses by their ids. left: bytes of such responses that one request may have read.
-
-    Each time that an item is named counts: thousands of its ids fit into a small body.
-    """
-
-    shelf: Shelf
-    options: EdgeOptions
-    left: int = field(init=False)
-    outputs: dict[str, Sequence[Any]] = field(factory=dict)
-
-    def __attrs_post_init__(self) -> None:
-        self.left = self.options.max_body
-
-    def __call__(self, item: str) -> Mapping[str, Any] | None:
-        response, place = place_of(item)
-        if response not in self.outputs:
-            raw = self.shelf.find(response) or b""
-            self.left -= len(raw)
-            try:
-                self.outputs[response] = read_kept(raw, self.options).output if raw and self.left >= 0 else ()
-            except ValueError:
-                self.outputs[response] = ()
-        output = self.outputs[response]
-        if place >= len(output) or not isinstance(output[place], dict):
-            return None
-        self.left -= len(ENCODER.encode(output[place]))
-        return output[place] if self.left >= 0 else None
 
 
 @define
@@ -202,15 +200,15 @@ class Offered:
         if kind == "function":
             function = read_function(tool)
         elif kind == "custom":
-            function = FunctionTool(read_name(tool), tool.text("description"), CUSTOM)
+            function = read_custom(tool)
         elif kind is None:
             raise tool.wrong("type", "a string, such as 'function'")
         else:
-            skipped.note(kind)
+            skipped.note(kind, tool.text("name"))
             return
         if namespace is not None:
-            name = spelled(namespace, function.name)
-            self.namespaces[name] = (namespace, function.name)
+            name = tool_name(spelled(tool_name(namespace), function.name))
+            self.namespaces[name] = (namespace, function.sent_as or function.name)
             function = evolve(function, name=name)
         if kind == "custom":
             self.customs.add(function.name)
@@ -224,7 +222,8 @@ def read_tools(fields: Fields, skipped: Skipped) -> Offered:
         if tool.text("type") != "namespace":
             offered.add(tool, skipped)
             continue
-        namespace = read_name(tool)
+        read_name(tool)
+        namespace = tool.data["name"]
         for inner in each(tool, "tools"):
             offered.add(inner, skipped, namespace)
     check_tools(offered.tools, fields.at("tools"))
@@ -236,7 +235,9 @@ def each(fields: Fields, name: str) -> Iterator[Fields]:
         yield Fields.of(value, f"{fields.at(name)}[{place}]")
 
 
-def read_choice(fields: Fields, tools: Sequence[FunctionTool]) -> ToolChoice:
+def read_choice(fields: Fields, tools: Sequence[FunctionTool], skipped: Skipped) -> ToolChoice:
+    if (fallback := skipped.fallback(fields.data.get("tool_choice"), tools)) is not None:
+        return fallback
     if (plain := plain_choice(fields, tools)) is not None:
         return plain
     asked, path = fields.data["tool_choice"], fields.at("tool_choice")
@@ -305,12 +306,10 @@ def shown(fields: Fields, controls: Controls) -> dict[str, Any]:
         "text": read_format(fields),
         "tool_choice": fields.data.get("tool_choice") or "auto",
         "tools": fields.items("tools", MAX_TOOLS) or [],
-        "top_logprobs": 0,
+        "top_logprobs": max(0, controls.sampling.logprobs),
         "top_p": controls.sampling.top_p,
         "truncation": fields.choice("truncation", ("auto", "disabled")) or "disabled",
-        "user": fields.text("user"),
-        "prompt_cache_key": fields.text("prompt_cache_key"),
-        "safety_identifier": fields.text("safety_identifier"),
+        **{name: value for name in NAMES if (value := fields.text(name)) is not None},
         "service_tier": "default",
         "background": False,
     }
@@ -323,6 +322,10 @@ def shown(fields: Fields, controls: Controls) -> dict[str, Any]:
 def responses(shelf: Shelf) -> Api:
     """As one caller may use it."""
     return Api(PATH, "resp_", partial(read, shelf), partial(ResponseShape, shelf))
+
+
+def compactions(shelf: Shelf) -> Api:
+    return Api(f"{PATH}/compact", "resp_", partial(read_compaction, shelf), partial(CompactionShape, shelf))
 
 
 def response_tokens(shelf: Shelf) -> Counter:

@@ -12,7 +12,7 @@ from attrs import define, evolve, field, frozen
 
 from adapters.http.controls import Planned
 from adapters.http.options import EdgeOptions
-from adapters.text.answer.pieces import AnswerPiece, text_of
+from adapters.text.answer.pieces import AnswerPiece, TextPiece, text_of
 from adapters.text.answer.reader import AnswerParser
 from adapters.text.detokenize import TextStream
 from adapters.text.explain import Explained, explain
@@ -51,10 +51,13 @@ class Said:
 
 @frozen
 class PickedToken:
-    """A token that was picked, with its logprob and alternatives."""
+    """A token that was picked, with its logprob and alternatives. said: it is of the answer's text, not of reasoning,
+    a call or what marks these.
+    """
 
     token: int
     logprob: Logprob
+    said: bool = False
 
 
 @frozen
@@ -187,6 +190,7 @@ class Follower:
     closed: Closed | None = None
     overdue: Closed | None = None
     picks: list[PickedToken] = field(factory=list)
+    undecided: list[PickedToken] = field(factory=list)  # nothing has come of them yet: they may begin a call
     said: list[AnswerPiece] = field(factory=list)
     made: list[int] = field(factory=list)  # the tokens that it was made of
 
@@ -217,10 +221,12 @@ class Follower:
             self.tokens += 1
             self.made.append(token)
             thought = self.parser.thinking
-            pieces += self.parser.push(self.text.push(token))
+            new = self.parser.push(self.text.push(token))
+            pieces += new
             self.reasoning += thought or self.parser.thinking
             if message.logprobs and (token not in self.text.hidden or self.one.job.prompt_logprobs >= 0):
-                self.picks.append(PickedToken(token, message.logprobs[place]))
+                self.undecided.append(PickedToken(token, message.logprobs[place]))
+                self.decide(new, thought or self.parser.thinking)
             if self.complete:
                 self.ticket.cancel("stop_string")
         self.said += pieces
@@ -232,7 +238,22 @@ class Follower:
         self.broken = self.text.stopped is not None and self.parser.calling
         tail += self.parser.finish()
         self.said += tail
+        self.decide(tail, False)
+        self.picks += self.undecided
+        self.undecided = []
         return tail
+
+    def decide(self, pieces: Sequence[AnswerPiece], thinking: bool) -> None:
+        """Tell the tokens of the text from others, once something has come of them."""
+        if not self.undecided or not (pieces or thinking):
+            return
+        text = 0 if thinking else sum(len(piece.text.encode()) for piece in pieces if isinstance(piece, TextPiece))
+        at = len(self.undecided)
+        while at and text > 0:  # those in front of the text closed a call, or opened nothing
+            at -= 1
+            text -= len(self.text.tokenizer.piece(self.undecided[at].token))
+        self.picks += [*self.undecided[:at], *(evolve(pick, said=True) for pick in self.undecided[at:])]
+        self.undecided = []
 
     @property
     def complete(self) -> bool:

@@ -12,17 +12,18 @@ from typing import Any
 
 from attrs import evolve
 
+from adapters.http.biases import read_biases
 from adapters.http.errors import invalid
-from adapters.http.fields import Fields, shown
+from adapters.http.fields import Fields
 from adapters.http.options import EdgeOptions
+from adapters.text.tokenizer import Tokenizer
 from effects.job import Sampling
 
-MAX_BIASES = 1024
 MIN_PENALTY = 1e-3  # logits are divided by it, and float32 ends at 3e38
 SEEDS = 1 << 63
 
 
-def read_sampling(fields: Fields, options: EdgeOptions) -> Sampling:
+def read_sampling(fields: Fields, options: EdgeOptions, tokenizer: Tokenizer) -> Sampling:
     penalty = fields.given("repetition_penalty", "repeat_penalty")
     given: dict[str, Any] = {
         "temperature": fields.number("temperature", 0, 2),
@@ -40,7 +41,7 @@ def read_sampling(fields: Fields, options: EdgeOptions) -> Sampling:
     sampling = evolve(
         options.sampling,
         **{name: value for name, value in given.items() if value is not None},
-        logit_bias=read_biases(fields, options),
+        logit_bias=read_biases(fields, options, tokenizer),
         seed=read_seed(fields),
     )
     check_window(fields, sampling)
@@ -60,31 +61,6 @@ def check_window(fields: Fields, sampling: Sampling) -> None:
     if last not in (None, -1) and not none:
         message = f"must be -1, not {last}: penalties count every token on this server"
         raise invalid(fields.at("repeat_last_n"), message, "unsupported_parameter")
-
-
-def read_biases(fields: Fields, options: EdgeOptions) -> tuple[tuple[int, float], ...]:
-    """An object of token ids, or, as llama.cpp has it too, an array of pairs."""
-    pairs = fields.data.get("logit_bias")
-    if isinstance(pairs, list):
-        path = fields.at("logit_bias")
-        if not all(isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is int for pair in pairs):
-            raise invalid(path, "must be an object of token ids, or an array of pairs of a token id and a number")
-        biases: Fields | None = Fields.of({str(token): bias for token, bias in pairs}, path)
-    else:
-        biases = fields.within("logit_bias")
-    if biases is None:
-        return ()
-    if len(biases.data) > MAX_BIASES:
-        raise invalid(biases.path, f"must have at most {MAX_BIASES} entries, not {len(biases.data)}")
-    read: dict[int, float] = {}
-    for name in biases.data:
-        if not (name.isascii() and name.isdecimal() and len(name) < 12 and int(name) < options.vocab):
-            raise invalid(biases.path, f"the key {shown(name)} is not a token id from 0 to {options.vocab - 1}")
-        bias = biases.number(name, -100, 100)
-        if bias is None:
-            raise biases.wrong(name, "a number in [-100, 100]")
-        read[int(name)] = bias
-    return tuple(sorted(read.items()))
 
 
 def default_settings(options: EdgeOptions) -> Mapping[str, Any]:

@@ -73,8 +73,6 @@ MISSING: Mapping[str, Missing] = {
 MISSING_IN_CHAT: Mapping[str, Missing] = {
     **MISSING,
     "echo": Missing("is not supported; /v1/completions has it"),
-    "functions": Missing("is not supported; use `tools`", ()),
-    "function_call": Missing("is not supported; use `tool_choice`", ()),
     "audio": Missing("is not supported: this server answers with text only", ()),
     "chat_template": Missing("may not come with a request; the checkpoint's own is used", ()),
 }

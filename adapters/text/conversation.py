@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias
 from attrs import evolve, field, frozen
 
 from adapters.bounded_json import TEXTS
+from effects.grammar import Grammar
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 
@@ -50,12 +51,18 @@ class ChatMessage:
 
 @frozen
 class FunctionTool:
-    """`parameters`: a JSON schema.  strict: arguments are to keep to it."""
+    """`parameters`: a JSON schema.  strict: arguments are to keep to it.
+
+    sent_as: the client's name of it, where `name` is another one, since no form of calls allows the client's.
+    input_grammar: of a custom tool, which is called with text: its only argument, `input`, is to keep to that.
+    """
 
     name: str
     description: str | None = None
     parameters: Mapping[str, Any] | None = None
     strict: bool = False
+    sent_as: str | None = None
+    input_grammar: Grammar | None = None
 
     def written(self) -> dict[str, Any]:
         function: dict[str, Any] = {"name": self.name}
@@ -169,6 +176,24 @@ def templated(
     if conversation.callable:
         told["tools"] = [tool.written() for tool in conversation.tools]
     return told
+
+
+def with_object_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]] | None:
+    """Messages as a template is told of them, with an object for all arguments that are none; None: all are objects.
+
+    For templates that go through the members of arguments and fail where there are none.
+    """
+    changed, found = list[Mapping[str, Any]](), False
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls", ()):
+            function = call["function"]
+            given = parsed(function["arguments"]) if isinstance(function["arguments"], str) else function["arguments"]
+            if not isinstance(given, dict):
+                given, found = {"input": given}, True
+            calls.append({**call, "function": {**function, "arguments": given}})
+        changed.append({**message, "tool_calls": calls} if calls else message)
+    return changed if found else None
 
 
 def templated_message(

@@ -5,7 +5,10 @@ whole conversation at every turn, and a date costs what every session begins wit
 what is for it goes, word for word, behind the last message, or behind the user's first one if it stays as it is for a
 whole session. Should it change all the same (a session is resumed the next day), the new text goes behind what is the
 last message then and stays there, as the old one stays where it was: a prompt only grows. A rule knows one shape in one
-place: whole lines of the system prompt, or a tool's description, and never what a user wrote.
+place: whole lines of the system prompt, a tool's description or a whole system message, and never what a user wrote.
+
+Some agents put a long system message that is the same in every session behind the user's first question. So a new
+session would read it again. It goes in front of the question, to the system messages that open the conversation.
 """
 
 from __future__ import annotations
@@ -32,17 +35,19 @@ Before: TypeAlias = "Callable[[Sequence[ChatMessage]], tuple[MovedText, ...] | N
 class Rule:
     """One shape of one agent.
 
-    where: the first line of a system message, any of its lines, or a tool's description.
+    where: the first line of a system message, any of its lines, a tool's description, or the beginning of a system
+    message behind the user's first one and before any answer.
     mark: text that the shape begins with; nothing is tried without it.
     shape: whole lines, or what its group `part` has; every repetition in it is bounded and has one way to match.
     goes: nowhere, behind the last message, or behind the user's first one, to stay. Of several, the last one holds.
+    A whole message goes to the front, in front of the user's first one.
     """
 
     name: str
-    where: Literal["first line", "lines", "tool"]
+    where: Literal["first line", "lines", "tool", "message"]
     mark: str
     shape: re.Pattern[str]
-    goes: Literal["nowhere", "last", "first"]
+    goes: Literal["nowhere", "last", "first", "front"]
     tries: int = MOST_TRIES
 
 
@@ -142,7 +147,24 @@ RULES = (
         re.compile(rf"claude-settings(?P<part>-{UUID})(?=\.json)"),
         "nowhere",
     ),
+    # 6 KB behind the first question, with the same agents and skills in every session of a project
+    Rule(
+        "claude-agent-types",
+        "message",
+        "Available agent types for the Agent tool:",
+        re.compile(r"Available agent types for the Agent tool:\n- "),
+        "front",
+    ),
+    Rule(
+        "claude-skills",
+        "message",
+        "The following skills are available for use with the Skill tool:",
+        re.compile(r"The following skills are available for use with the Skill tool:\n\n?- "),
+        "front",
+    ),
 )
+LINE_RULES = tuple(rule for rule in RULES if rule.where != "message")
+MESSAGE_RULES = tuple(rule for rule in RULES if rule.where == "message")
 
 
 def stabilized(conversation: Conversation, before: Before = lambda _: None) -> Conversation:
@@ -151,11 +173,11 @@ def stabilized(conversation: Conversation, before: Before = lambda _: None) -> C
     The conversation says which rules applied.
     """
     leading = list(takewhile(lambda message: message.role == "system", conversation.messages))
-    rest = list(conversation.messages[len(leading) :])
+    front, rest, applied = without_constant(conversation.messages[len(leading) :])
     places = {"nowhere": 0, "first": first_of_user(rest), "last": last_answered(rest)}
-    tools, applied, said = conversation.tools, list[str](), {"nowhere": dict[str, str](), "first": {}, "last": {}}
+    tools, said = conversation.tools, {"nowhere": dict[str, str](), "first": {}, "last": {}}
     readable = bool(rest) and sum(len(message.content) for message in leading) <= MOST_TEXT
-    for rule in RULES:
+    for rule in LINE_RULES:
         if rule.where == "tool":
             changed = [without_part(rule, tool) for tool in tools]
             if any(map(lambda one, other: one is not other, changed, tools)):
@@ -167,7 +189,7 @@ def stabilized(conversation: Conversation, before: Before = lambda _: None) -> C
                 said[rule.goes][rule.name] = text
     if not applied:
         return conversation
-    leading = [message for message in leading if message.content]
+    leading = [*(message for message in leading if message.content), *front]
     unmoved = [*leading, *rest]
     first, last, stay, tail = places["first"], places["last"], tuple[MovedText, ...](), False
     if said["first"] and first is not None and last is not None:
@@ -186,6 +208,29 @@ def stabilized(conversation: Conversation, before: Before = lambda _: None) -> C
         moved=stay if size_of(stay) <= MOST_MOVED else None,
         unmoved=unmoved,
     )
+
+
+def without_constant(messages: Sequence[ChatMessage]) -> tuple[list[ChatMessage], list[ChatMessage], list[str]]:
+    """Return the messages that go to the front, the others, and the rules by which they do.
+
+    messages: those behind the opening system messages.
+    """
+    front, rest, applied = list[ChatMessage](), list[ChatMessage](), list[str]()
+    for place, message in enumerate(messages):
+        if message.role == "assistant":
+            rest += messages[place:]
+            break
+        rule = next((rule for rule in MESSAGE_RULES if is_constant(rule, message)), None)
+        if rule is None:
+            rest.append(message)
+        else:
+            front.append(message)
+            applied += [rule.name] if rule.name not in applied else []
+    return front, rest, applied
+
+
+def is_constant(rule: Rule, message: ChatMessage) -> bool:
+    return message.role == "system" and rule.shape.match(message.content) is not None
 
 
 def staying(

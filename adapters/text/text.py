@@ -14,8 +14,9 @@ from adapters.checkpoint.text_files import TextFiles
 from adapters.text.answer.detect import detect_calls, detect_reasoning, opened
 from adapters.text.answer.reader import NONE, AnswerReader
 from adapters.text.boundaries import Openings, find_openings
-from adapters.text.conversation import ChatMessage, Conversation, MovedText, templated
+from adapters.text.conversation import ChatMessage, Conversation, MovedText, templated, with_object_arguments
 from adapters.text.cuts import cuts_of
+from adapters.text.efforts import find_efforts, with_accepted_effort
 from adapters.text.grammar import Grammars
 from adapters.text.recall import AnswerOpening, Recall, recaller
 from adapters.text.template import ChatTemplate, Control, Rendered, Spliced, TemplateFailed, TemplateRefused, text_of
@@ -63,6 +64,7 @@ class Text:
     reasoning: str | None = None
     parts: bool = False  # the template reads contents as lists of parts only
     one_system: bool = False  # it knows no system message but the first
+    efforts: Mapping[str, str | None] = field(factory=dict)  # what it is told for each level of reasoning effort
 
     def __attrs_post_init__(self) -> None:
         self.grammars = Grammars(self.tokenizer)
@@ -93,6 +95,7 @@ class Text:
         self.openings = await find_openings(self.template, self.tokenizer)
         self.parts = await reads_only_parts(self.template)
         self.one_system = not await takes_systems(self.template, self.parts)
+        self.efforts = await find_efforts(self.template, self.parts)
         self.calls = self.calls or await detect_calls(self.template)
         self.reasoning = self.reasoning or detect_reasoning(self.template)
         messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}]
@@ -138,13 +141,27 @@ class Text:
 
     async def rendered(self, conversation: Conversation) -> Rendered:
         assert self.template is not None
+        conversation = with_accepted_effort(conversation, self.efforts)
         variables = templated(conversation, self.template.wants_argument_text, self.parts, self.one_system)
         generate = conversation.generate and not conversation.continues
-        rendered = await self.template.render(variables.pop("messages"), generate=generate, **variables)
+        rendered = await self._written(variables.pop("messages"), generate, variables)
         if not conversation.continues:
             return rendered
         last = conversation.messages[-1]
         return cut_behind(rendered, (last.content or last.reasoning).strip())
+
+    async def _written(
+        self, messages: Sequence[Mapping[str, Any]], generate: bool, variables: Mapping[str, Any]
+    ) -> Rendered:
+        """Render the messages, and once more with objects for arguments that are none where the template fails."""
+        assert self.template is not None
+        try:
+            return await self.template.render(messages, generate=generate, **variables)
+        except (TemplateFailed, TemplateRefused):
+            again = with_object_arguments(messages)
+            if again is None:
+                raise
+        return await self.template.render(again, generate=generate, **variables)
 
     def reader(self, conversation: Conversation, rendered: Rendered) -> AnswerReader:
         """How to read what follows this prompt."""

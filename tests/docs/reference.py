@@ -48,6 +48,7 @@ ENDPOINTS = {  # a line for each path
     "/v1/messages": "Anthropic's messages",
     "/v1/messages/count_tokens": "counts what the same request would have as its prompt",
     "/v1/responses": "OpenAI's responses",
+    "/v1/responses/compact": "a summary of a conversation, which later requests send in its place",
     "/v1/responses/input_tokens": "counts what the same request would have as its prompt",
     "/v1/responses/{id}": "a response that is kept: shown, deleted",
     "/v1/responses/{id}/cancel": "ends one that is in progress",

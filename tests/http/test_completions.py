@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from effects.decode import Logprob
+from effects.job import Job
+from tests.http import fake_door
 from tests.http.conftest import Site, served
 from tests.http.sse import chunks, text_of
 
@@ -110,11 +113,12 @@ async def test_the_context_is_exactly_as_long_as_it_is(shared: Site) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"echo": True, "logprobs": 0, "stream": True}, "$.echo"),
         ({"echo": 1}, "$.echo"),
         ({"max_tokens": -2}, "$.max_tokens"),
         ({"suffix": "end"}, "$.suffix"),
-        ({"best_of": 2}, "$.best_of"),
+        ({"best_of": 2, "stream": True}, "$.best_of"),
+        ({"best_of": 1, "n": 2}, "$.best_of"),
+        ({"best_of": 1000}, "$.best_of"),
         ({"logprobs": 21}, "$.logprobs"),
         ({"logprobs": True}, "$.logprobs"),
     ],
@@ -176,6 +180,43 @@ async def test_an_echo_without_logprobs_can_be_streamed(site: Site) -> None:
     found = await chunks(site, "/v1/completions", {"prompt": ["The fox", "A dog"], "echo": True, "n": 2})
     assert [text_of(found, index) for index in range(4)] == ["The fox jumps"] * 2 + ["A dog jumps"] * 2
     assert site.door.tickets[0].job.prompt_logprobs == -1
+
+
+@pytest.mark.parametrize("many", [False, True])
+async def test_a_stream_with_the_prompts_logprobs_is_as_the_whole_answer(site: Site, many: bool) -> None:
+    site.say(" jumps over")
+    prompt = ["The fox", "A dog"] if many else "The fox"
+    body = {"prompt": prompt, "echo": True, "logprobs": 1, "n": 2, "max_tokens": 4}
+    whole = (await site.complete(**body)).json()["choices"]
+    found = await chunks(site, PATH, body)
+    for index, choice in enumerate(whole):
+        assert text_of(found, index) == choice["text"]
+        told = [
+            one["logprobs"] for chunk in found for one in chunk["choices"] if one["index"] == index and one["logprobs"]
+        ]
+        assert told == [choice["logprobs"]]
+        ends = [one["finish_reason"] for chunk in found for one in chunk["choices"] if one["index"] == index]
+        assert ends[-1] == choice["finish_reason"]
+        assert set(ends[:-1]) == {None}
+
+
+async def test_the_likeliest_answers_are_chosen(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    def likelier_with_its_seed(job: Job, tokens: list[int]) -> tuple[Logprob, ...]:
+        return tuple((-1.0 / (1 + job.sampling.seed % 5), ()) for _ in tokens)
+
+    monkeypatch.setattr(fake_door, "logprobs", likelier_with_its_seed)
+    body = (await site.complete(["a", "b"], n=2, best_of=4, seed=10, max_tokens=3)).json()
+    assert [ticket.job.sampling.seed for ticket in site.door.tickets] == [10, 11, 12, 13] * 2
+    alone = (await site.complete(["a", "b"], seed=13, max_tokens=3)).json()["choices"]
+    second = (await site.complete(["a", "b"], seed=12, max_tokens=3)).json()["choices"]
+    texts = [choice["text"] for choice in body["choices"]]
+    assert texts == [alone[0]["text"], second[0]["text"], alone[1]["text"], second[1]["text"]]
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+    assert {choice["logprobs"] for choice in body["choices"]} == {None}
+    assert body["usage"]["completion_tokens"] == 24
+    told = (await site.complete("a", best_of=2, logprobs=0, max_tokens=3)).json()["choices"]
+    assert len(told) == 1
+    assert len(told[0]["logprobs"]["tokens"]) == 3
 
 
 async def test_a_salt_is_hashed_and_keeps_prompts_apart(site: Site) -> None:

@@ -12,12 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adapters.http.archive import Archive, Shelf
+from adapters.http.chat import read_chat_controls
+from adapters.http.chat import read_conversation as read_conversation_of_chat
 from adapters.http.controls import read_controls
 from adapters.http.errors import ApiError
 from adapters.http.fields import Fields
 from adapters.http.messages import read_message_controls, read_messages
 from adapters.http.options import EdgeOptions
 from adapters.http.responses import WORDS, References, read_conversation, shown
+from adapters.http.told_items import sealed_summary
 from adapters.http.tools import Skipped
 from adapters.text.conversation import Conversation, templated
 from adapters.text.text import Text
@@ -58,11 +61,23 @@ RESPONSES = {
         {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
         {"type": "function_call", "call_id": "1", "name": "add", "namespace": "n", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "2"}]},
+        {"type": "local_shell_call", "call_id": "2", "action": {"type": "exec", "command": ["ls"]}},
+        {"type": "shell_call_output", "call_id": "2", "output": [{"stdout": "a", "outcome": {"exit_code": 1}}]},
+        {"type": "apply_patch_call", "call_id": "3", "operation": {"type": "update_file", "path": "a", "diff": "+"}},
+        {"type": "apply_patch_call_output", "call_id": "3", "status": "failed", "output": "no"},
+        {"type": "compaction", "encrypted_content": sealed_summary("They said hi.")},
     ],
     "tools": [
         {"type": "function", "name": "add", "parameters": SCHEMA, "strict": True},
         {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "add", "parameters": SCHEMA}]},
+        {
+            "type": "custom",
+            "name": "edit",
+            "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "x"+'},
+        },
+        {"type": "web_search", "name": "search"},
     ],
+    "logit_bias": [["x", -1], [5, False]],
     "tool_choice": {"type": "function", "name": "add"},
     "reasoning": {"effort": "low", "summary": "auto"},
     "text": {"format": {"type": "text"}, "verbosity": "low"},
@@ -71,6 +86,43 @@ RESPONSES = {
     "parallel_tool_calls": True,
     "truncation": "auto",
     "max_output_tokens": 5,
+}
+FUNCTION = {"name": "add", "arguments": "{}"}
+CHAT = {
+    "model": "small",
+    "messages": [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "1", "type": "function", "function": FUNCTION},
+                {"id": "2", "type": "custom", "custom": {"name": "edit", "input": "x"}},
+            ],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "2"},
+        {"role": "tool", "tool_call_id": "2", "content": "done"},
+        {"role": "assistant", "content": "Well.", "function_call": FUNCTION},
+        {"role": "function", "name": "add", "content": "3"},
+    ],
+    "tools": [
+        {"type": "function", "function": {"name": "add", "parameters": SCHEMA}},
+        {
+            "type": "custom",
+            "custom": {
+                "name": "edit",
+                "format": {"type": "grammar", "grammar": {"syntax": "regex", "definition": "x+"}},
+            },
+        },
+    ],
+    "functions": [],
+    "function_call": "auto",
+    "reasoning_effort": "max",
+    "logit_bias": {"x": 1, "5": -1},
+    "service_tier": "flex",
+    "top_logprobs": 2,
+    "logprobs": True,
 }
 JUNK = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
@@ -103,7 +155,7 @@ def read_message_request(fields: Fields, text: Text) -> Conversation:
 
 
 def read_response_request(fields: Fields, text: Text) -> Conversation:
-    shown(fields, read_controls(fields, WORDS, OPTIONS, text.tokenizer.end_tokens))
+    shown(fields, read_controls(fields, WORDS, OPTIONS, text.tokenizer))
     return read_conversation(fields, [], References(Shelf(Archive()), OPTIONS), Skipped())[0]
 
 
@@ -112,7 +164,16 @@ def text(folder: Any) -> Text:
     return Text.load(folder)
 
 
-READERS = {"messages": (MESSAGES, read_message_request), "responses": (RESPONSES, read_response_request)}
+def read_chat_request(fields: Fields, text: Text) -> Conversation:
+    read_chat_controls(fields, OPTIONS, text)
+    return read_conversation_of_chat(fields, text)
+
+
+READERS = {
+    "chat": (CHAT, read_chat_request),
+    "messages": (MESSAGES, read_message_request),
+    "responses": (RESPONSES, read_response_request),
+}
 
 
 @pytest.mark.parametrize(("body", "read"), READERS.values(), ids=READERS)

@@ -90,6 +90,19 @@ async def test_biases_are_an_object_or_pairs(site: Site) -> None:
         assert answer["generation_settings"]["logit_bias"] == [{"token": 3, "bias": 1.5}, {"token": 7, "bias": -100}]
 
 
+@pytest.mark.parametrize("path", ["/completion", "/v1/completions", "/v1/chat/completions"])
+async def test_a_bias_of_a_text_is_that_of_its_tokens(site: Site, path: str) -> None:
+    (word,) = site.text.tokenizer.encode_now(["fox 5"])
+    wanted = tuple(sorted([(token, -100.0) for token in word if token != 3] + [(3, 2.0)]))
+    for biases in ([["fox 5", False], [3, 2]], {"fox 5": -100, "3": 2}):
+        body = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "logit_bias": biases}
+        assert (await site.post(path, body)).status_code == 200
+        assert site.door.tickets[-1].job.sampling.logit_bias == wanted
+    (digit,) = site.text.tokenizer.encode_now(["5"])
+    await ask(site, "x", n_predict=1, logit_bias=[["5", 1]])
+    assert site.door.tickets[-1].job.sampling.logit_bias == tuple((token, 1.0) for token in digit)
+
+
 async def test_control_tokens_in_a_prompt_are_parsed_unless_told_not_to(site: Site) -> None:
     await ask(site, "<|im_start|>user", n_predict=1)
     await ask(site, "<|im_start|>user", n_predict=1, parse_special=False)
@@ -139,7 +152,7 @@ async def test_nothing_may_be_predicted_and_nothing_shared(site: Site) -> None:
         ({"prompt": {"prompt_string": 1}}, "$.prompt", "must be a string"),
         ({"prompt": "x", "response_fields": "content"}, "$.response_fields", "must be an array"),
         ({"prompt": "x", "response_fields": [1]}, "$.response_fields", "an array of strings"),
-        ({"prompt": "x", "logit_bias": [["i", 1]]}, "$.logit_bias", "pairs"),
+        ({"prompt": "x", "logit_bias": [["i"]]}, "$.logit_bias", "pairs"),
         ({"prompt": "x", "logit_bias": [[1, 1000]]}, "$.logit_bias.1", "[-100, 100]"),
         ({"prompt": "x", "n_probs": 21}, "$.n_probs", "from 0 to 20"),
         ({"prompt": "x", "n_predict": -2}, "$.n_predict", ">= -1"),

@@ -325,6 +325,28 @@ async def test_a_long_prefill_is_full_of_pings(folder: Any) -> None:
             assert isinstance(await stream.get_final_message(), Message)
 
 
+async def test_a_very_long_prefill_has_events_that_clients_count(folder: Any) -> None:
+    """Claude Code sees no pings, and ends a stream without anything else after five minutes."""
+    body = asked(messages=[{"role": "user", "content": "Hello, world! " * 30}])
+    async with served(folder, door={"chunk_s": 0.03}, keepalive_s=0.01, sign_of_life_s=0.05) as slow:
+        slow.say("Hello there.")
+        events = await frames(slow, body)
+        before = [data for _, data in events[: [name for name, _ in events].index("content_block_start")]]
+        life = [data for data in before if data["type"] == "message_delta"]
+        assert life
+        assert all(data["delta"]["stop_reason"] is None for data in life)
+        assert [data["type"] for data in before].count("ping") > 2 * len(life)
+        client = anthropic.AsyncAnthropic(base_url=str(slow.client.base_url), api_key="any")
+        async with (
+            client,
+            client.messages.stream(**asked(messages=[{"role": "user", "content": "Well! " * 60}])) as stream,
+        ):
+            final = await stream.get_final_message()
+        assert [block.to_dict() for block in final.content] == [{"type": "text", "text": "Hello there."}]
+        assert final.stop_reason == "end_turn"
+        assert final.usage.output_tokens > 0
+
+
 # -- readers, by table
 
 
@@ -347,7 +369,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"top_k": "many"}, "$.top_k", "an integer"),
     ({"metadata": {"user_id": 5}}, "$.metadata.user_id", "a string"),
     ({"metadata": 5}, "$.metadata", "an object"),
-    ({"service_tier": "best"}, "$.service_tier", "one of"),
+    ({"service_tier": 5}, "$.service_tier", "a string"),
     ({"stream": "yes"}, "$.stream", "true or false"),
     ({"mcp_servers": [{"url": "x"}]}, "$.mcp_servers", "not supported"),
     ({"container": {"skills": []}}, "$.container", "not supported"),
@@ -379,22 +401,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
         for kind in ("image", "document")
     ],
     ({"messages": block(type="tool_use", id="1", name="f", input={})}, "$.messages[0].content[0].type", "one of"),
-    (
-        {"messages": block(type="tool_result", tool_use_id="x")},
-        "$.messages[0].content[0].tool_use_id",
-        "id of a tool_use",
-    ),
-    ({"messages": said({**USE, "input": "{}"})}, "$.messages[1].content[0].input", "an object"),
-    ({"messages": said({**USE, "name": "a b"})}, "$.messages[1].content[0].name", "letters"),
-    ({"messages": said({**USE, "id": None})}, "$.messages[1].content[0].id", "a string"),
-    ({"messages": said({"type": "thinking"})}, "$.messages[1].content[0].thinking", "a string"),
-    ({"messages": said({"type": "redacted_thinking"})}, "$.messages[1].content[0].data", "a string"),
     ({"messages": said(USE)[:-1]}, "$.messages[1].content", "ends with a tool_use"),
-    (
-        {"messages": [*said(USE)[:-1], *block(type="tool_result", tool_use_id="1", content=[{"type": "image"}])]},
-        "$.messages[2].content[0].content[0].type",
-        "reads text only",
-    ),
     ({"tools": {}}, "$.tools", "an array"),
     ({"tools": [{"name": "f"}]}, "$.tools[0].input_schema", "a JSON schema"),
     ({"tools": [{"input_schema": {}}]}, "$.tools[0].name", "letters"),

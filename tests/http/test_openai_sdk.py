@@ -54,6 +54,7 @@ async def test_what_openais_clients_send_beside_is_taken(site: Site, sdk: openai
         top_logprobs=2,
     )
     assert [choice.message.content for choice in answer.choices] == ["Hello", "Hello"]
+    assert answer.service_tier == "default"
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None
     assert logprobs.content is not None
@@ -137,9 +138,9 @@ async def test_a_tool_loop(site: Site, sdk: openai.AsyncOpenAI) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "$.tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "$.tools[0].function.name"),
         ({"temperature": 5}, "$.temperature"),
-        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "nobody"}]}, "$.messages[0].tool_call_id"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "$.messages[0].content[0].type"),
         ({"response_format": {"type": "json_schema"}}, "$.response_format.schema"),
     ],
 )

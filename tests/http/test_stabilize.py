@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -155,3 +156,29 @@ async def test_a_session_that_is_resumed_with_another_status_goes_on_from_where_
         other = Resumed(path)
         await other.turn(site, "A  shapes.py", "Hello")
         assert other.whole.count("gitStatus: ") == 1
+
+
+AGENTS = "Available agent types for the Agent tool:\n- mine: Finds things.\n\n" + "Rules of our own. " * 20
+
+
+def shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two prompts begin with alike."""
+    return next(place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
+
+
+async def test_a_new_session_reads_nothing_of_a_constant_message_again(site: Site) -> None:
+    """It stands behind the first question, as the agent sends it, and the question is another one in each session."""
+    prompts = {}
+    for stabilize in ("known", "off"):
+        found = []
+        for question in ("Hello", "Why is it so?"):
+            constant = {"role": "system", "content": AGENTS}
+            messages = [{"role": "user", "content": question}, constant]
+            body = {"system": "You help.", "messages": messages, "max_tokens": 1, "stabilize": stabilize}
+            assert (await site.post("/v1/messages", body)).status_code == 200
+            found.append(site.door.tickets[-1].job.prompt)
+        prompts[stabilize] = found
+    again = {name: len(second) - shared(first, second) for name, (first, second) in prompts.items()}
+    (message,) = site.text.tokenizer.encode_now([AGENTS])
+    assert again["known"] + len(message) <= again["off"]
+    assert read(site).index("Why is it so?") < read(site).index("Rules of our own.")

@@ -94,6 +94,48 @@ def test_a_captured_shape_goes_where_it_costs_little(rule: str, sent: str, syste
     assert stabilized(told) == evolve(told, stabilized=told.stabilized)
 
 
+AGENTS = ChatMessage("system", "Available agent types for the Agent tool:\n- mine: Finds things.\n\nUse several.")
+SKILLS = ChatMessage("system", "The following skills are available for use with the Skill tool:\n\n- mine: Does it.")
+LATER = ChatMessage("system", "Mind the gap.")
+HELLO, HI, WHY = TURN
+
+
+@pytest.mark.parametrize(
+    ("rules", "sent", "told"),
+    [
+        (("claude-agent-types",), [HELLO, AGENTS], [AGENTS, HELLO]),
+        (("claude-skills",), [HELLO, LATER, SKILLS], [SKILLS, HELLO, LATER]),
+        (("claude-agent-types", "claude-skills"), [HELLO, AGENTS, SKILLS], [AGENTS, SKILLS, HELLO]),
+        (("claude-agent-types",), [HELLO, AGENTS, HI, WHY], [AGENTS, HELLO, HI, WHY]),
+        ((), [HELLO, HI, AGENTS, WHY], [HELLO, HI, AGENTS, WHY]),
+        ((), [evolve(AGENTS, role="user"), WHY], [evolve(AGENTS, role="user"), WHY]),
+        ((), [HELLO, LATER, HI, WHY], [HELLO, LATER, HI, WHY]),
+        ((), [HELLO, evolve(AGENTS, content=f"So: {AGENTS.content}")], None),
+    ],
+)
+@pytest.mark.parametrize("system", ["", YOU])
+def test_a_message_that_is_the_same_in_all_sessions_goes_in_front_of_the_first_question(
+    system: str, rules: tuple[str, ...], sent: list[ChatMessage], told: list[ChatMessage] | None
+) -> None:
+    opening = [ChatMessage("system", system)] if system else []
+    found = stabilized(Conversation([*opening, *sent]))
+    assert (found.stabilized, list(found.messages)) == (rules, [*opening, *(sent if told is None else told)])
+    assert list(found.lasting) == list(found.messages)
+    assert stabilized(found) == found
+
+
+def test_what_stays_behind_the_first_question_stays_there_beside_such_a_message() -> None:
+    found = stabilized(asked(f"{YOU}\n\n{GIT}", HELLO, AGENTS, HI, WHY))
+    assert found.stabilized == ("claude-agent-types", "claude-git-status")
+    assert [message.content for message in found.messages] == [
+        YOU,
+        AGENTS.content,
+        f"Hello\n\n{GIT}",
+        "Hi.",
+        "Why?",
+    ]
+
+
 def test_a_tools_description_keeps_all_but_the_random_part() -> None:
     tools = (FunctionTool("Bash", SETTINGS.format(UUID)), FunctionTool("Read", "Reads a file."), FunctionTool("List"))
     told = stabilized(evolve(asked(YOU), tools=tools))

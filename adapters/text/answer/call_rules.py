@@ -8,13 +8,13 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from attrs import define, field, frozen
 
+from adapters.text.answer.quoted_rules import expression
 from adapters.text.answer.values import (
     ANY,
     ANY_TEXT,
     PYTHON,
     WORD,
     Rules,
-    expression,
     json_arguments,
     python_arguments,
     without,

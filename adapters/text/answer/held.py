@@ -35,7 +35,7 @@ def answer_grammar(reader: AnswerReader, form: Grammar | None, controls: Contain
 
 def held(reader: AnswerReader) -> bool:
     """Do calls keep to anything?"""
-    choice, strict = reader.choice, any(tool.strict for tool in reader.tools.values())
+    choice, strict = reader.choice, any(tool.strict or tool.input_grammar for tool in reader.tools.values())
     return choice.kind in {"required", "function"} or bool(choice.allowed) or strict
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 from attrs import define, field
 
+from adapters.text.answer.input_rules import bare_rules, bare_terminal, quoted_input
+from adapters.text.answer.quoted_rules import expression
 from adapters.text.answer.xml_calls import MOST_READ, property_of, resolved, types_of
 from adapters.text.conversation import FunctionTool
 from adapters.text.grammar import GrammarRefused, json_grammar
@@ -77,12 +79,6 @@ class Rules:
         return [name + rule for rule, name in self._made.items()]
 
 
-def expression(source: str) -> str:
-    """As a terminal."""
-    escaped = re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], source, flags=re.DOTALL)
-    return f"/{escaped}/"
-
-
 def without(terminal: str, never: str) -> str:
     """never: what no such text begins with."""
     return f"{terminal} & ~{expression(f'({never}){ANY}')}"
@@ -95,12 +91,18 @@ def content(form: Grammar) -> str:
 
 def json_arguments(tool: FunctionTool, _: Rules) -> str:
     """They keep to their schema where the client says `strict`."""
+    if tool.input_grammar is not None:
+        return f'"{{\\"input\\": \\"" {quoted_input(tool.input_grammar)} "\\"}}}}"'
     held = json_grammar(tool.parameters if tool.strict and tool.parameters else {"type": "object"})
     return f'{content(held)} "}}"'
 
 
 def xml_arguments(tool: FunctionTool, rules: Rules) -> str:
     """Parameters in the schema's order, those that it requires in any case."""
+    if tool.input_grammar is not None:
+        alone = bare_terminal(tool.input_grammar)
+        held = f"{bare_rules(tool.input_grammar)} {CLOSED}" if alone is None else rules.value(alone)
+        return rf'"<parameter=input>\n" {held} {NEXT} "</function>"'
     schema, parts = tool.parameters or {}, list[str]()
     for key, needed in arguments(tool, XML_KEY):
         part = f"{json.dumps(f'<parameter={key}>' + chr(10))} {xml_value(tool, property_of(schema, key), rules)} {NEXT}"
@@ -192,6 +194,8 @@ def searched(pattern: str) -> str:
 
 def python_arguments(tool: FunctionTool, rules: Rules) -> str:
     """`key=value` in the schema's order, those that it requires in any case."""
+    if tool.input_grammar is not None:
+        return f'"input=\\"" {quoted_input(tool.input_grammar)} "\\")"'
     schema = tool.parameters or {}
     found = [
         (f"{json.dumps(key + '=')} ({python_value(tool, property_of(schema, key))})", needed)

@@ -1,0 +1,155 @@
+"""Rules for a text inside a JSON string, made of rules for the bare text.
+
+A custom tool's grammar says what its input is. Most models write calls as JSON, so what is generated is that input with
+quotation marks, backslashes and control characters escaped. The grammar library holds JSON schemas that way, and no
+rules in Lark. So every terminal is rewritten: a character that JSON escapes becomes its escape, and a class of
+characters becomes the rest of the class and the escapes of those in it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+
+from adapters.text.grammar import MOST_SOURCE, GrammarRefused
+
+ESCAPED = (*map(chr, range(32)), '"', "\\")  # what JSON writes in another way
+PLAIN = (*(char for char in map(chr, range(32, 128)) if char not in ESCAPED), "é", "中", "😀")
+UNESCAPED = r'[^"\\\x00-\x1f]'
+COMMON = {  # terminals of Lark's own library that have such characters in them
+    "LF": r'"\n"',
+    "CR": r'"\r"',
+    "NEWLINE": r"/(\r?\n)+/",
+    "WS": r"/[ \t\f\r\n]+/",
+    "WS_INLINE": r"/[ \t]+/",
+    "ESCAPED_STRING": r'/"(\\.|[^"\\\n])*"/',
+}
+STRING = r'"(?:\\.|[^"\\\n])*"'
+LARK = re.compile(
+    rf"(?P<range>{STRING}\s*\.\.\s*{STRING})|(?P<text>{STRING}i?)|(?P<comment>//[^\n]*|\#[^\n]*)"
+    r"|(?P<regex>/(?:\\.|[^/\\\n])+/[a-z]*)"
+    r"|(?P<import>%import\s+common\.(?P<name>\w+)(?:\s*->\s*(?P<alias>\w+))?)|(?P<nested>%(?:json|lark|regex)\b)",
+)
+ATOM = re.compile(
+    r"(?P<unicode>\\[pP](?:\{[^}]*\}|.))|(?P<escape>\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.))"
+    r"|(?P<class>\[\^?\]?(?:\\.|[^\]\\])*\])"
+    r"|(?P<group>\(\?(?::|P?<\w+>)?)|(?P<char>.)",
+    re.DOTALL,
+)
+GROUPS = re.compile(r"\(\?(?::|P?<\w+>)")
+ANCHORS = (r"\b", r"\B", r"\A", r"\Z", r"\z")
+SET_OPERATORS = ("[", "&&", "--", "~~", "||")  # within classes
+META = frozenset("()|*+?{}^$")
+
+
+def quoted_rules(source: str) -> str:
+    """Return Lark's rules for what JSON makes of a text that keeps to these. Raises GrammarRefused."""
+    found: list[str] = []
+    at = 0
+    for match in LARK.finditer(source):
+        found += [source[at : match.start()], quoted_part(match)]
+        at = match.end()
+    return "".join([*found, source[at:]])
+
+
+def quoted_part(match: re.Match[str]) -> str:
+    whole = match[0]
+    match match.lastgroup if match.lastgroup not in ("name", "alias") else "import":
+        case "text":
+            return quoted_text(whole)
+        case "range":
+            first, last = (re.escape(plain(one)) for one in re.findall(STRING, whole))
+            return expression(quoted_expression(f"[{first}-{last}]"))
+        case "regex":
+            body, _, flags = whole[1:].rpartition("/")
+            quoted = quoted_expression(body, flags)
+            if quoted not in (body, f"(?i:{body})"):
+                raise GrammarRefused(f"{whole[:60]} cannot be told from what follows it inside a JSON string")
+            return expression(quoted)
+        case "import":
+            known = COMMON.get(match["name"])
+            return whole if known is None else f"{match['alias'] or match['name']}: {quoted_rules(known)}"
+        case "nested":
+            raise GrammarRefused(f"{whole} is not supported in a custom tool's grammar where calls are JSON")
+    return whole
+
+
+def plain(literal: str) -> str:
+    """Return the text of a literal of Lark's."""
+    try:
+        return str(json.loads(re.sub(r"\\x([0-9a-fA-F]{2})", r"\\u00\1", literal)))
+    except ValueError:
+        raise GrammarRefused(f"{literal[:60]} is not a literal") from None
+
+
+def quoted_text(literal: str) -> str:
+    flag = "i" if literal.endswith("i") else ""
+    text = plain(literal.removesuffix("i"))
+    if flag and any(char in ESCAPED for char in text):
+        raise GrammarRefused(f"{literal[:60]} cannot be escaped where case does not matter")
+    return json.dumps(json.dumps(text, ensure_ascii=False)[1:-1], ensure_ascii=False) + flag
+
+
+def expression(source: str) -> str:
+    """Return an expression as a terminal."""
+    escaped = re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], source, flags=re.DOTALL)
+    return f"/{escaped}/"
+
+
+def quoted_expression(source: str, flags: str = "") -> str:
+    """Return an expression for what JSON makes of a text that this one matches."""
+    if set(flags) - set("islu"):
+        raise GrammarRefused(f"the flags {flags!r} of an expression are not supported in a custom tool's grammar")
+    how = (re.IGNORECASE if "i" in flags else 0) | (re.DOTALL if "s" in flags else 0)
+    parts: list[str] = []
+    size = 0
+    for atom in quoted_atoms(source, how):
+        parts.append(atom)
+        size += len(atom)
+        if size > MOST_SOURCE:
+            raise GrammarRefused(f"has more than {MOST_SOURCE} characters inside a JSON string")
+    body = "".join(parts)
+    return f"(?i:{body})" if "i" in flags else body
+
+
+def quoted_atoms(source: str, flags: int) -> Iterator[str]:
+    for match in ATOM.finditer(source):
+        atom, kind = match[0], match.lastgroup
+        if kind == "unicode" and re.fullmatch(r"\\p\{?[LN].*", atom):
+            yield atom  # letters and digits: none is escaped
+        elif kind == "unicode" or atom == "[" or (kind == "group" and not GROUPS.fullmatch(atom)):
+            raise GrammarRefused(f"{atom[:60]} is not supported in a custom tool's expression")
+        elif kind == "group" or atom in META or (kind == "char" and atom != "." and atom not in ESCAPED):
+            yield atom
+        elif atom == r"\/":
+            yield "/"
+        else:
+            yield quoted_class(atom, flags)
+
+
+def quoted_class(atom: str, flags: int) -> str:
+    """Return what matches any of the characters that an atom stands for, as JSON writes them."""
+    inner = re.sub(r"\\.", "", atom[1:], flags=re.DOTALL)
+    if atom in ANCHORS or any(operator in inner for operator in SET_OPERATORS):
+        raise GrammarRefused(f"{atom[:60]} is not supported in a custom tool's expression")
+    try:
+        known = re.compile(re.escape(atom) if len(atom) == 1 and atom != "." else atom, flags)
+    except re.error as error:
+        raise GrammarRefused(f"{atom[:60]} is no expression: {error}") from None
+    escapes = escapes_of([json.dumps(char)[2:-1] for char in ESCAPED if known.fullmatch(char)])
+    if not escapes:
+        return atom
+    if any(map(known.fullmatch, PLAIN)):
+        rest = UNESCAPED if atom == "." else f"[{atom}&&{UNESCAPED}]"
+        escapes.insert(0, rest)
+    return f"(?:{'|'.join(escapes)})"
+
+
+def escapes_of(escapes: Sequence[str]) -> list[str]:
+    """Return expressions for escapes: of one character, and of a number such as `u001f`; without the backslash."""
+    found: list[str] = []
+    if short := "".join(re.escape(one) for one in escapes if len(one) == 1):
+        found.append(rf"\\[{short}]" if len(escapes) > 1 else rf"\\{short}")
+    numbers = {half: "".join(one[-1] for one in escapes if one.startswith(f"u00{half}")) for half in "01"}
+    return found + [rf"\\u00{half}[{digits}]" for half, digits in numbers.items() if digits]

@@ -1,0 +1,67 @@
+"""Levels of reasoning effort: one list for all APIs, and which of them a checkpoint's chat template accepts.
+
+Templates do not say what they accept, so each level is rendered once at start. A level that the template refuses is
+served as the nearest one that it accepts; the answer's header says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import evolve
+
+from adapters.text.conversation import ChatMessage, Conversation, templated, thinking
+from adapters.text.template import ChatTemplate, TemplateFailed, TemplateRefused
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # ascending; `none`: the model does not think
+VARIABLE = "reasoning_effort"
+
+
+async def find_efforts(template: ChatTemplate, parts: bool) -> Mapping[str, str | None]:
+    """Return what the template is told for each level; None: its own default. parts: see `templated`."""
+    accepted = [level for level in EFFORTS if await renders(template, thinking(level), parts)]
+    return {level: nearest(level, accepted) for level in EFFORTS}
+
+
+async def renders(template: ChatTemplate, variables: Mapping[str, Any], parts: bool) -> bool:
+    conversation = Conversation((ChatMessage("user", "Hello"),), variables=variables)
+    told = templated(conversation, template.wants_argument_text, parts)
+    try:
+        await template.render(told.pop("messages"), **told)
+    except (TemplateRefused, TemplateFailed):
+        return False
+    return True
+
+
+def nearest(level: str, accepted: list[str]) -> str | None:
+    """Return the nearest accepted level, the lower one of two that are equally near.
+
+    A model that is asked to think is never told `none`, and the other way round.
+    """
+    if level in accepted:
+        return level
+    levels = [one for one in accepted if (one == "none") == (level == "none")]
+    place = EFFORTS.index(level)
+    return min(levels, key=lambda one: (abs(EFFORTS.index(one) - place), EFFORTS.index(one)), default=None)
+
+
+def asked_and_served(conversation: Conversation, efforts: Mapping[str, str | None]) -> tuple[str | None, str | None]:
+    """Return the level that the request asks for, and what the template is told."""
+    asked: str | None = conversation.variables.get(VARIABLE)
+    return asked, None if asked is None else efforts.get(asked, asked)
+
+
+def with_accepted_effort(conversation: Conversation, efforts: Mapping[str, str | None]) -> Conversation:
+    """Return the conversation with the level that its template accepts."""
+    asked, served = asked_and_served(conversation, efforts)
+    if served == asked:
+        return conversation
+    rest = {name: value for name, value in conversation.variables.items() if name != VARIABLE}
+    return evolve(conversation, variables=rest if served is None else {**rest, VARIABLE: served})
+
+
+def replaced_effort(conversation: Conversation, efforts: Mapping[str, str | None]) -> str:
+    """Return what a header says of a level that is served as another one; empty where there is none."""
+    asked, served = asked_and_served(conversation, efforts)
+    return "" if served == asked else f"{served or 'default'}; the chat template does not accept {asked}"
