@@ -14,7 +14,7 @@ from attrs import evolve
 from adapters.text.answer.held import answer_grammar
 from adapters.text.answer.pieces import blocks
 from adapters.text.answer.reader import AnswerReader
-from adapters.text.answer.xml_calls import MOST_READ, types_of
+from adapters.text.answer.schema_types import MOST_READ, types_of
 from adapters.text.conversation import FunctionTool, ToolCall, ToolChoice
 from adapters.text.grammar import GrammarRefused, Grammars, json_grammar
 from adapters.text.tokenizer import Tokenizer

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 from attrs import define, field, frozen
 
-from adapters.text.answer.form import SPACE
-from adapters.text.answer.incoming import Incoming, Parsing
+from adapters.text.answer.incoming import SPACE, Incoming, Parsing
 from adapters.text.answer.pieces import AnswerPiece, ReasoningPiece
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from attrs import define, field
 
-from adapters.text.answer.xml_calls import MOST_READ, property_of, resolved, types_of
+from adapters.text.answer.schema_types import MOST_READ, property_of, resolved, types_of
 from adapters.text.conversation import FunctionTool
 from adapters.text.grammar import GrammarRefused, json_grammar
 from effects.grammar import Grammar
@@ -24,7 +24,7 @@ DEFINITIONS = ("$defs", "definitions")
 SAYS_NOTHING = {"title", "description", "default", "examples", "deprecated", "$schema", "$id", "$comment"}
 OF_ARGUMENTS = {"type", "properties", "required", "additionalProperties", *DEFINITIONS}
 OF_TEXT = {"type", "pattern", "minLength", "maxLength"}
-# Where a value in tags ends for who reads it (`XmlCalls.closes`): no value has that in it.
+# Where a value in tags ends for who reads it (`XmlCalls.ends_value`): no value has that in it.
 TAGS = rf"{ANY}</parameter>\s*(<parameter=|</function>|</tool_call>)"
 XML_KEY = re.compile(r"[^<>\s]{1,128}")
 WORD = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
