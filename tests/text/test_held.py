@@ -236,8 +236,9 @@ def check_reading(reader: AnswerReader, text: str) -> None:
     """Who reads it finds the calls that were asked for, and what is strict as its schema says."""
     parser = reader.start()
     pieces = [*parser.push(text), *parser.finish()]
-    assert reader.kept(parser.called) is not False
-    for block in blocks(pieces):
+    said = blocks(pieces)
+    assert reader.kept([block.name for block in said if isinstance(block, ToolCall)]) is not False
+    for block in said:
         if isinstance(block, ToolCall) and (tool := reader.tools[block.name]).strict:
             jsonschema.validate(json.loads(block.arguments), tool.parameters)
 

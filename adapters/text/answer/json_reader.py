@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from attrs import define
@@ -22,14 +22,14 @@ from adapters.text.answer.certain_json import CLOSING, JsonWriter
 from adapters.text.answer.incoming import MAX_DEPTH, SPACE, BrokenCall, Incoming, Parsing
 from adapters.text.answer.schema_types import properties_of, property_of, types_of
 
-PLAIN = re.compile(r"[^\"'\\<\x00-\x1f]*")
+PLAIN = re.compile(r"[^\"'\\<\x00-\x1f]+")
 BARE = re.compile(r"[A-Za-z0-9+\-._]*")
 BARE_KEY = re.compile(r"[A-Za-z0-9_$\-]*")
 NUMBER = re.compile(r"([+-]?)(0|[1-9]\d*|(?=\.\d))(?:\.(\d*))?([eE][+-]?\d+)?")
 WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
 ESCAPES = frozenset('"\\/bfnrt')
 VALUE_STARTS = frozenset("\"'[{-0123456789tfnTFN")
-BEHIND_A_CALL = frozenset(",<]}`;")  # what may follow the arguments of a call in its object
+BEHIND_ARGUMENTS = frozenset(",<]}`;{")  # what may follow them in the object of their call
 END_TAG = "</tool_call>"
 
 
@@ -143,13 +143,13 @@ class JsonReader:
         incoming.at += 1
         writer.begin_string()
         while True:
-            found = PLAIN.match(incoming.text, incoming.at)
-            assert found is not None
-            incoming.at = found.end()
-            writer.value(found[0])
             char = yield from incoming.peek()
             if not char:
                 raise BrokenCall
+            if found := PLAIN.match(incoming.text, incoming.at):
+                incoming.at = found.end()
+                writer.value(found[0])
+                continue
             if char == "\\":
                 yield from self._escape()
             elif char == quote and (strict or (yield from incoming.look(self._ends_string()))):
@@ -193,7 +193,7 @@ class JsonReader:
             incoming.at += 1
             self.writer.value("\\\\")
             return
-        number = int(written[2:], 16)
+        number = ord(json.loads(f'"{written}"'))
         if 0xD800 <= number < 0xDC00:
             pair = yield from incoming.ahead(12)
             if re.fullmatch(r"\\u[0-9a-fA-F]{4}\\u[dD][c-fC-F][0-9a-fA-F]{2}", pair):
@@ -215,21 +215,23 @@ class JsonReader:
         if not char:
             return True
         if not closers:
-            return not self.enclosed or char in BEHIND_A_CALL or char == "{"
+            return not self.enclosed or char in BEHIND_ARGUMENTS
+        return (yield from self._goes_on_behind_string(char, closers))
+
+    def _goes_on_behind_string(self, char: str, closers: Sequence[str]) -> Parsing[bool]:
+        """Does this character go on with the container, or does the end of the call break it off?"""
+        incoming = self.incoming
         if char == "<":
             return (yield from incoming.follows(END_TAG))
         if char in "\"'" and len(closers) == 1:  # a comma is missing, if a declared member follows
             return (yield from self._is_key()) in properties_of(self.schema)
-        if char != ",":
-            return char in "]}"
-        incoming.at += 1
-        yield from incoming.matched(SPACE)
-        char = yield from incoming.peek()
-        if not char or char in "]}":
-            return True
-        if closers[-1] == "]":
-            return char in VALUE_STARTS
-        return (yield from self._is_key()) is not None
+        if char == ",":
+            incoming.at += 1
+            yield from incoming.matched(SPACE)
+            char = yield from incoming.peek()
+            if char and char not in "]}":
+                return char in VALUE_STARTS if closers[-1] == "]" else (yield from self._is_key()) is not None
+        return not char or char in "]}"
 
     def _is_key(self) -> Parsing[str | None]:
         """The key that comes next; None: it is none. What the end of all text cuts off may have become one."""
@@ -288,4 +290,3 @@ def finish(parsing: Parsing[None]) -> None:
 
 def refuse_constant(name: str) -> None:
     raise ValueError(name)
-

@@ -25,7 +25,7 @@ class PythonicCalls(CallForm):
     openers = ("<|python_start|>[", "<|python_tag|>[", "[")
     controls = ("<|python_start|>", "<|python_end|>", "<|python_tag|>")
     marks = openers[:2]
-    closers = (")]",)
+    closers = ("]",)
 
     def opens(self, opener: str, at_line: bool) -> bool:
         return opener != "[" or at_line

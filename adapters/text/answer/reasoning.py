@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from attrs import define, field, frozen
 
-from adapters.text.answer.incoming import SPACE, Incoming, Parsing
-from adapters.text.answer.pieces import AnswerPiece, ReasoningPiece
+from adapters.text.answer.form import CallForm
+from adapters.text.answer.incoming import SPACE, BrokenCall, Incoming, Parsing
+from adapters.text.answer.pieces import AnswerPiece, ReasoningPiece, TextPiece
 
 
 @frozen
@@ -20,12 +21,18 @@ class ReasoningTags:
 class Thinking:
     """Reasoning at the beginning of an answer; white space inside its tags and behind them belongs to them.
 
-    opened: by the template already.  say: takes all that is no reasoning.
+    Some models call a function in their reasoning and end there. So a call in it is held back until it is known: where
+    the reasoning ends later, the call was a part of it; where it never ends, a complete call is one.
+
+    opened: by the template already.  say: takes all that is no reasoning.  form: a new reader of calls; None: there are
+    none.  unclosed: what `say` took at the end stood in reasoning that never ended.
     """
 
     tags: ReasoningTags
     opened: bool
     say: Callable[[str], None]
+    form: Callable[[], CallForm] | None = None
+    unclosed: bool = field(default=False, init=False)
     said: list[AnswerPiece] = field(factory=list, init=False)
     active: bool = field(init=False)
     _space: str = field(default="", init=False)
@@ -57,10 +64,11 @@ class Thinking:
         if again or self.opened:
             self.active = True
             yield from incoming.matched(SPACE)
-            closed = yield from incoming.until((self.tags.closing,), self._think)
+            yield from self._thoughts()
             self.active = False
-            if closed:
-                yield from incoming.matched(SPACE)
+            if self.unclosed:
+                return
+            yield from incoming.matched(SPACE)
         elif space:
             self.say(space)
         while True:
@@ -69,6 +77,38 @@ class Thinking:
                 self.say(rest)
             if not (yield from incoming.more()):
                 return
+
+    def _thoughts(self) -> Parsing[None]:
+        """Up to the closing tag, or the end of all text."""
+        incoming, form = self._incoming, self.form() if self.form is not None else None
+        marks = form.marks if form is not None else ()
+        while word := (yield from incoming.until((self.tags.closing, *marks), self._think)):
+            if word == self.tags.closing:
+                return
+            incoming.at -= len(word)
+            if (yield from incoming.look(self._calls())):
+                self.unclosed = True
+                self.say(incoming.rest)
+                return
+            incoming.at += len(word)
+            self._think(word)
+
+    def _calls(self) -> Parsing[bool]:
+        """Do a complete call and the end of all text follow, without the end of the reasoning?"""
+        assert self.form is not None
+        form, written = self.form(), list[str]()
+
+        def take(text: str) -> None:
+            written.append(text)
+            if any(isinstance(piece, TextPiece) for piece in form.push(text)) and not form.calls:
+                raise BrokenCall
+
+        try:
+            if (yield from self._incoming.until((self.tags.closing,), take)):
+                return False
+        except BrokenCall:
+            return False
+        return form.calls > 0 and any(closer in "".join(written) for closer in form.closers)
 
     def _think(self, text: str) -> None:
         if body := text.rstrip():

@@ -224,27 +224,29 @@ class XmlCalls(CallForm):
 
     def ends_value(self, word: str, at_line: bool) -> Parsing[bool]:
         """word: the tag that comes next.  at_line: it stands at the beginning of a line."""
-        incoming = self.incoming
-        if word in PARAMETERS:
-            key = yield from self.parameter()
-            declared = properties_of(self.schema(self._name))
-            return key is not None and self.is_next(key) and (at_line or key in declared)
+        if word in CLOSERS:
+            return (yield from self.closers_end_value())
         if word in OPENERS:
-            return (yield from incoming.look(self.opens_call())) and not (yield from self.value_goes_on(nested=True))
+            opens = yield from self.incoming.look(self.opens_call())
+            return opens and not (yield from self.value_goes_on(nested=True))
+        key = yield from self.parameter()
+        declared = properties_of(self.schema(self._name))
+        return key is not None and self.is_next(key) and (at_line or key in declared)
+
+    def closers_end_value(self) -> Parsing[bool]:
+        incoming = self.incoming
         closed = yield from self.closing_tags()
         if closed >= CALL_CLOSERS:
             if not self.parallel:  # the answer ends with its only call
                 return True
             yield from incoming.matched(SPACE)
-        if not (yield from incoming.peek()):
+        if not (yield from incoming.peek()) or (yield from incoming.look(self.opens_call())):
             return True
         key = yield from incoming.look(self.parameter())
-        if key is not None and (closed == {"</parameter>"} or self.is_next(key)):
-            return True
-        if (yield from incoming.look(self.opens_call())):
-            return True
         if closed == {"</parameter>"}:
-            return False
+            return key is not None
+        if key is not None and self.is_next(key):
+            return True
         return not (yield from self.value_goes_on(nested=False))
 
     def opens_call(self) -> Parsing[bool]:
