@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -95,7 +96,7 @@ class JsonCalls(CallForm):
                 yield from self.reader(writer=JsonWriter(parts.append)).value()
             return "".join(parts)
         if char in {'"', "'"}:  # an object written out as a string
-            written = repaired((yield from self.reader().text()))
+            written = repaired(json.loads((yield from self.reader().plain_string())))
             if written is None or not written.lstrip().startswith("{"):
                 raise BrokenCall
         elif (yield from incoming.matched(SCALAR)) in {"null", "None"}:
@@ -123,13 +124,16 @@ class JsonCalls(CallForm):
         self.attempt()
         yield from self.incoming.matched(SPACE)
         while (yield from self.incoming.look(self.another_member())):
-            yield from self.incoming.follows(",")
+            yield from self.another_member()
             if (yield from self.key()) not in OTHERS:
                 raise BrokenCall
             yield from self.reader().text(MAX_NAME_WRITTEN)
             yield from self.incoming.matched(SPACE)
 
     def another_member(self) -> Parsing[bool]:
+        """In the object of the call, or in the one around it."""
+        yield from self.incoming.follows("}")
+        yield from self.incoming.matched(SPACE)
         if not (yield from self.incoming.follows(",")):
             return False
         yield from self.incoming.matched(SPACE)

@@ -79,14 +79,15 @@ class JsonReader:
                 writer.close_container(space)
                 return
             writer.hold(space)
-            key = yield from self.key()
-            written = json.dumps(key, ensure_ascii=False)
+            written = yield from self.key()
             before = yield from incoming.matched(SPACE)
             if not (yield from incoming.follows(":")):
                 raise BrokenCall
             behind = yield from incoming.matched(SPACE)
             writer.hold(f"{written}{before}:{behind}")
-            types = types_of(property_of(self.schema, key), self.schema) if outermost else frozenset[str]()
+            types = (
+                types_of(property_of(self.schema, json.loads(written)), self.schema) if outermost else frozenset[str]()
+            )
             yield from self.value(types)
             first = False
 
@@ -111,28 +112,33 @@ class JsonReader:
             first = False
 
     def key(self) -> Parsing[str]:
-        """Takes a key, in quotes of either kind or in none, and gives its value."""
+        """Takes a key, in quotes of either kind or in none, and gives it as JSON."""
         char = yield from self.incoming.peek()
         if char and char in "\"'":
-            return (yield from self.text())
+            return (yield from self.plain_string())
         bare = yield from self.incoming.matched(BARE_KEY)
         if not bare:
             raise BrokenCall
-        return bare
+        return json.dumps(bare)
 
-    def text(self, most: int | None = None) -> Parsing[str]:
-        """Takes a string up to its first quote, and gives its value. BrokenCall: beyond `most` characters."""
-        parts = list[str]()
+    def text(self, most: int) -> Parsing[str]:
+        """Takes a string, and gives its value. BrokenCall: beyond `most` characters."""
+        value: str = json.loads((yield from self.plain_string(most)))
+        return value
+
+    def plain_string(self, most: int | None = None) -> Parsing[str]:
+        """Takes a string up to its first quote, and gives it as JSON."""
+        parts, size = list[str](), 0
 
         def take(text: str) -> None:
+            nonlocal size
             parts.append(text)
-            if most is not None and sum(map(len, parts)) > most + 2:
+            size += len(text)
+            if most is not None and size > most + 2:
                 raise BrokenCall
 
-        reader = JsonReader(self.incoming, JsonWriter(take), {})
-        yield from reader._string(strict=True)
-        value: str = json.loads("".join(parts))
-        return value
+        yield from JsonReader(self.incoming, JsonWriter(take), {})._string(strict=True)
+        return "".join(parts)
 
     def _string(self, strict: bool = False) -> Parsing[None]:
         """strict: the first quote ends it."""
@@ -224,7 +230,8 @@ class JsonReader:
         if char == "<":
             return (yield from incoming.follows(END_TAG))
         if char in "\"'" and len(closers) == 1:  # a comma is missing, if a declared member follows
-            return (yield from self._is_key()) in properties_of(self.schema)
+            key = yield from self._is_key()
+            return bool(key) and json.loads(key) in properties_of(self.schema)
         if char == ",":
             incoming.at += 1
             yield from incoming.matched(SPACE)

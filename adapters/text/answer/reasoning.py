@@ -96,11 +96,12 @@ class Thinking:
     def _calls(self) -> Parsing[bool]:
         """Do a complete call and the end of all text follow, without the end of the reasoning?"""
         assert self.form is not None
-        form, written = self.form(), list[str]()
+        form, written, said = self.form(), list[str](), list[AnswerPiece]()
 
         def take(text: str) -> None:
             written.append(text)
-            if any(isinstance(piece, TextPiece) for piece in form.push(text)) and not form.calls:
+            said.extend(form.push(text))
+            if said and isinstance(said[0], TextPiece):
                 raise BrokenCall
 
         try:

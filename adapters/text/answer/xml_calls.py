@@ -107,11 +107,15 @@ class XmlCalls(CallForm):
         return key if key is None or "</function>" not in closed or self.is_next(key) else None
 
     def closing_tags(self) -> Parsing[set[str]]:
-        """Takes those that come next, each once, and the beginning of one at the end of all text."""
-        incoming, found = self.incoming, set[str]()
+        """Takes those that come next, each once, and the beginning of one at the end of all text.
+
+        Two that close a call may stand in the wrong order; `</parameter>` behind them closes something else.
+        """
+        incoming, found, wanted = self.incoming, set[str](), CLOSERS
         yield from incoming.matched(SPACE)
-        while tag := (yield from self.follows_one_of(tuple(tag for tag in CLOSERS if tag not in found))):
+        while tag := (yield from self.follows_one_of(wanted)):
             found.add(tag)
+            wanted = tuple(tag for tag in CLOSERS[1:] if tag not in found)
             if found >= CALL_CLOSERS:
                 return found
             yield from incoming.matched(SPACE)
@@ -215,10 +219,15 @@ class XmlCalls(CallForm):
             at_line = not last.strip() and (at_line or len(last) < len(text))
             say(text)
 
+        depth = 0  # calls within the value
         while word := (yield from incoming.until((*CLOSERS, *OPENERS, *PARAMETERS), said, LEAST_TAG)):
             incoming.at -= len(word)
-            if (yield from incoming.look(self.ends_value(word, at_line))):
+            if not depth and (yield from incoming.look(self.ends_value(word, at_line))):
                 return
+            if word in OPENERS[1:]:
+                depth += yield from incoming.look(self.opens_call())
+            elif word == "</function>" and depth:
+                depth -= 1
             incoming.at += len(word)
             said(word)
 
