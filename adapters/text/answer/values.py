@@ -25,7 +25,7 @@ SAYS_NOTHING = {"title", "description", "default", "examples", "deprecated", "$s
 OF_ARGUMENTS = {"type", "properties", "required", "additionalProperties", *DEFINITIONS}
 OF_TEXT = {"type", "pattern", "minLength", "maxLength"}
 # Where a value in tags ends for who reads it (`XmlCalls.ends_value`): no value has that in it.
-TAGS = rf"{ANY}</parameter>\s*(<parameter=|</function>|</tool_call>)"
+TAGS = rf"{ANY}(</parameter>\s*(</function>|</tool_call>)|<parameter(=| name=))"
 XML_KEY = re.compile(r"[^<>\s]{1,128}")
 WORD = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 # Python's literals, by the JSON types that they are read as; strings with the escapes that both languages have.
