@@ -103,7 +103,7 @@ async def ask_responses(site: Site, streamed: bool, stop: str | None) -> Answere
 
 @frozen
 class Api:
-    """ended: what it says of an answer without calls, and of one with calls.  stopped: of one that a stop string ended."""
+    """ended: what it says of an answer without calls, and of one with calls.  stopped: of one with a stop string."""
 
     ask: Callable[[Site, bool, str | None], Awaitable[Answered]]
     ended: tuple[str, str]

@@ -9,6 +9,7 @@ import itertools
 import json
 import random
 import re
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -299,7 +300,7 @@ def told(said: Sequence[AnswerBlock]) -> Expected:
     return [(one.name, json.loads(one.arguments)) if isinstance(one, ToolCall) else one for one in said]
 
 
-@pytest.mark.parametrize(("form", "name"), CASES, ids=lambda value: str(value))
+@pytest.mark.parametrize(("form", "name"), CASES, ids=str)
 def test_a_call_that_is_written_badly_has_its_obvious_reading_or_is_text(form: str, name: str) -> None:
     text, expected = {"qwen-xml": XML, "hermes": HERMES}[form][name]
     reader = evolve(READER, calls=form)
@@ -354,7 +355,7 @@ def arguments(chance: random.Random, name: str) -> dict[str, Any]:
         "content": lambda: words(chance) + chance.choice(["", "\n", ' "', "'", "\\n", "<b>", "3.0", "{}", "é"]),
         "items": lambda: [words(chance), 1, None, {"a": True}],
         "n": lambda: chance.randrange(-9, 99),
-        "ratio": lambda: chance.random(),
+        "ratio": chance.random,
         "sure": lambda: chance.random() < 0.5,
         "deep": lambda: {"a": {"b": words(chance)}, "c": []},
     }
@@ -374,7 +375,17 @@ def as_hermes(name: str, values: dict[str, Any]) -> list[str]:
     return ["<tool_call>\n", *re.split(r'(?<=["{}\[\],:])|(?=["{}\[\],:])', body), "\n</tool_call>"]
 
 
-FORMS = {"qwen-xml": as_xml, "hermes": as_hermes}
+def as_llama(name: str, values: dict[str, Any]) -> list[str]:
+    body = json.dumps({"name": name, "parameters": values}, ensure_ascii=False)
+    return re.split(r'(?<=["{}\[\],:])|(?=["{}\[\],:])', body)
+
+
+def as_python(name: str, values: dict[str, Any]) -> list[str]:
+    written = ", ".join(f"{key}={value!r}" for key, value in values.items())
+    return re.split(r"""(?<=["'{}()\[\],:=])|(?=["'{}()\[\],:=])""", f"[{name}({written})]")
+
+
+FORMS = {"qwen-xml": as_xml, "hermes": as_hermes, "llama3-json": as_llama, "pythonic": as_python}
 
 
 def broken(chance: random.Random, parts: list[str]) -> str:
@@ -441,6 +452,7 @@ def test_whatever_is_wrong_with_a_call_it_has_valid_arguments_and_nothing_is_los
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("form", FORMS)
 def test_whatever_is_wrong_with_a_call_for_long(form: str) -> None:
     for seed in range(40_000):
@@ -468,6 +480,31 @@ def check_broken(chance: random.Random, form: str) -> None:
     assert read(list(text), reader) == whole, repr(text)
     cuts = sorted(chance.sample(range(len(text) + 1), min(3, len(text))))
     assert read([text[one:other] for one, other in itertools.pairwise([0, *cuts, len(text)])], reader) == whole
+
+
+WRITING = "<tool_call><function=write><parameter=path>a"
+NAMING = '<tool_call>{"name": "write", "arguments": {"path": "'
+REPEATED = [
+    *(("qwen-xml", before, unit) for before in ("", "<think>") for unit in (WRITING, "<function=write> ")),
+    *(("qwen-xml", WRITING, unit) for unit in ("</function> x ", "</parameter></function> <function=", "<parameter=n")),
+    *(("hermes", before, NAMING) for before in ("", "<think>")),
+    *(("hermes", NAMING, unit) for unit in ('a" b" ', 'a", "', "</tool_call> x", "\\", '"}')),
+    *(("hermes", "", unit) for unit in ('\n{"type": "', "\n```", "\n[", "<tool_call>{", '\n{"type": "a", ')),
+]
+
+
+@pytest.mark.parametrize(("form", "before", "unit"), REPEATED)
+def test_text_made_of_tags_takes_no_quadratic_time(form: str, before: str, unit: str) -> None:
+    def seconds(size: int) -> float:
+        text = before + unit * (size // len(unit))
+        parser = evolve(READER, calls=form).start(lambda: "call0")
+        start = time.thread_time()
+        for at in range(0, len(text), 16):
+            parser.push(text[at : at + 16])
+        parser.finish()
+        return time.thread_time() - start
+
+    assert seconds(40_000) < 40 * max(seconds(4_000), 0.01)
 
 
 # --- JSON
@@ -508,7 +545,6 @@ def test_what_is_no_number_and_no_constant_is_not_guessed(word: str) -> None:
 
 def test_a_string_is_passed_on_while_it_comes_and_its_quote_when_it_is_certain() -> None:
     parser = evolve(READER, calls="hermes").start(lambda: "call0")
-    said = []
-    for part in ("<tool_call>" + named('{"path": "a.py')[:-1], '"', ", ", '"n": ', "3", "}"):
-        said.append("".join(getattr(piece, "text", "") for piece in parser.push(part)))
+    parts = ("<tool_call>" + named('{"path": "a.py')[:-1], '"', ", ", '"n": ', "3", "}")
+    said = ["".join(getattr(piece, "text", "") for piece in parser.push(part)) for part in parts]
     assert said == ['{"path": "a.py', "", "", '"', "", ', "n": 3}']

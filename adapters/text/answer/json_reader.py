@@ -53,7 +53,7 @@ class JsonReader:
                 raise BrokenCall
             yield from (self._object() if char == "{" else self._array())
         elif char and char in "\"'":
-            yield from self._string()
+            yield from self.string()
         else:
             word = yield from self.incoming.matched(BARE)
             self.writer.value(scalar(word, types))
@@ -137,11 +137,11 @@ class JsonReader:
             if most is not None and size > most + 2:
                 raise BrokenCall
 
-        yield from JsonReader(self.incoming, JsonWriter(take), {})._string(strict=True)
+        yield from JsonReader(self.incoming, JsonWriter(take), {}).string(strict=True)
         return "".join(parts)
 
-    def _string(self, strict: bool = False) -> Parsing[None]:
-        """strict: the first quote ends it."""
+    def string(self, strict: bool = False) -> Parsing[None]:
+        """Takes a string, and passes it on while it comes. strict: the first quote ends it."""
         incoming, writer = self.incoming, self.writer
         quote = yield from incoming.peek()
         if not quote or quote not in "\"'":

@@ -10,6 +10,8 @@ from adapters.text.answer.form import CallForm
 from adapters.text.answer.incoming import SPACE, BrokenCall, Incoming, Parsing
 from adapters.text.answer.pieces import AnswerPiece, ReasoningPiece, TextPiece
 
+MOST_LOOKS = 16  # through all text, for a call in it
+
 
 @frozen
 class ReasoningTags:
@@ -35,6 +37,7 @@ class Thinking:
     unclosed: bool = field(default=False, init=False)
     said: list[AnswerPiece] = field(factory=list, init=False)
     active: bool = field(init=False)
+    _looked: int = field(default=0, init=False)  # how often all text was looked through
     _space: str = field(default="", init=False)
     _incoming: Incoming = field(factory=Incoming, init=False)
     _parsing: Parsing[None] = field(init=False)
@@ -85,6 +88,9 @@ class Thinking:
         while word := (yield from incoming.until((self.tags.closing, *marks), self._think)):
             if word == self.tags.closing:
                 return
+            if self._looked >= MOST_LOOKS:
+                self._think(word)
+                continue
             incoming.at -= len(word)
             if (yield from incoming.look(self._calls())):
                 self.unclosed = True
@@ -105,11 +111,15 @@ class Thinking:
                 raise BrokenCall
 
         try:
-            if (yield from self._incoming.until((self.tags.closing,), take)):
-                return False
+            closed = yield from self._incoming.until((self.tags.closing,), take)
         except BrokenCall:
             return False
-        return form.calls > 0 and any(closer in "".join(written) for closer in form.closers)
+        if closed:
+            self._looked = MOST_LOOKS  # the reasoning ends, whatever else stands in it
+            return False
+        complete = any(closer in "".join(written) for closer in form.closers)
+        self._looked += 1 if complete else MOST_LOOKS  # no call that begins later is complete, either
+        return complete and form.calls > 0
 
     def _think(self, text: str) -> None:
         if body := text.rstrip():

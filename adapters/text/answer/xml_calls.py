@@ -34,6 +34,7 @@ OPENERS = ("<tool_call>", "<function=", "<function name=")
 CLOSERS = ("</parameter>", "</function>", "</tool_call>")
 CALL_CLOSERS = frozenset(CLOSERS[1:])
 PARAMETERS = ("<parameter=", "<parameter name=")
+MOST_LOOKS = 16  # through all text, so that text made of nothing but calls takes no quadratic time
 LEAST_TAG = 3  # characters of a tag at the end of all text that are taken for it
 
 
@@ -49,6 +50,7 @@ class XmlCalls(CallForm):
     closers = ("</function>", "</tool_call>")
     _name: str = field(default="", init=False)  # of the call that is read
     _given: set[str] = field(factory=set, init=False)  # its parameters so far
+    _looked: int = field(default=0, init=False)  # how often all text was looked through for the end of a value
     _ending: str = field(default="", init=False)  # a line break that ends the value, unless more of it comes
 
     def call(self) -> Parsing[None]:
@@ -236,8 +238,12 @@ class XmlCalls(CallForm):
         if word in CLOSERS:
             return (yield from self.closers_end_value())
         if word in OPENERS:
-            opens = yield from self.incoming.look(self.opens_call())
-            return opens and not (yield from self.value_goes_on(nested=True))
+            if not (yield from self.incoming.look(self.opens_call())):
+                return False
+            if self._looked < MOST_LOOKS and (yield from self.value_goes_on(nested=True)):
+                return False
+            self._looked += 1
+            return True
         key = yield from self.parameter()
         declared = properties_of(self.schema(self._name))
         return key is not None and self.is_next(key) and (at_line or key in declared)
