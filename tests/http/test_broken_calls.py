@@ -17,7 +17,7 @@ FUNCTION = {"name": "write", "parameters": SCHEMA}
 
 
 @frozen
-class Answered:
+class WireAnswer:
     """calls: names and arguments, as they were written.  ended: why, in the API's own word."""
 
     text: str
@@ -33,7 +33,7 @@ async def events(site: Site, path: str, body: dict[str, Any]) -> list[dict[str, 
     return [json.loads(event) for event in found if event.startswith("{")]
 
 
-async def ask_chat(site: Site, streamed: bool, stop: str | None) -> Answered:
+async def ask_chat(site: Site, streamed: bool, stop: str | None) -> WireAnswer:
     tools = [{"type": "function", "function": FUNCTION}]
     body = {"messages": [{"role": "user", "content": "Hi"}], "tools": tools, "stop": stop}
     if not streamed:
@@ -41,7 +41,7 @@ async def ask_chat(site: Site, streamed: bool, stop: str | None) -> Answered:
         message = choice["message"]
         made = [(one["function"]["name"], one["function"]["arguments"]) for one in message.get("tool_calls", [])]
         thought = message.get("reasoning_content", "")
-        return Answered(message["content"] or "", made, choice["finish_reason"], None, thought)
+        return WireAnswer(message["content"] or "", made, choice["finish_reason"], None, thought)
     text, thought, ended, calls = "", "", "", list[list[str]]()
     for chunk in await events(site, "/v1/chat/completions", body):
         for choice in chunk["choices"]:
@@ -52,10 +52,10 @@ async def ask_chat(site: Site, streamed: bool, stop: str | None) -> Answered:
                 if "id" in call:
                     calls.append([call["function"]["name"], ""])
                 calls[call["index"]][1] += call["function"]["arguments"]
-    return Answered(text, [(name, arguments) for name, arguments in calls], ended, None, thought)
+    return WireAnswer(text, [(name, arguments) for name, arguments in calls], ended, None, thought)
 
 
-async def ask_messages(site: Site, streamed: bool, stop: str | None) -> Answered:
+async def ask_messages(site: Site, streamed: bool, stop: str | None) -> WireAnswer:
     tools = [{"name": "write", "input_schema": SCHEMA}]
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "tools": tools, "max_tokens": 500}
     body |= {"stop_sequences": [stop]} if stop else {}
@@ -65,7 +65,7 @@ async def ask_messages(site: Site, streamed: bool, stop: str | None) -> Answered
         made = [(one["name"], json.dumps(one["input"])) for one in blocks if one["type"] == "tool_use"]
         text = "".join(one["text"] for one in blocks if one["type"] == "text")
         thought = "".join(one["thinking"] for one in blocks if one["type"] == "thinking")
-        return Answered(text, made, message["stop_reason"], message["stop_sequence"], thought)
+        return WireAnswer(text, made, message["stop_reason"], message["stop_sequence"], thought)
     text, thought, calls, last = "", "", list[list[str]](), dict[str, Any]()
     for event in await events(site, "/v1/messages", body):
         if event["type"] == "content_block_start" and event["content_block"]["type"] == "tool_use":
@@ -78,10 +78,10 @@ async def ask_messages(site: Site, streamed: bool, stop: str | None) -> Answered
         elif event["type"] == "message_delta":
             last = event["delta"]
     made = [(name, json.dumps(json.loads(arguments))) for name, arguments in calls]
-    return Answered(text, made, last["stop_reason"], last["stop_sequence"], thought)
+    return WireAnswer(text, made, last["stop_reason"], last["stop_sequence"], thought)
 
 
-async def ask_responses(site: Site, streamed: bool, stop: str | None) -> Answered:
+async def ask_responses(site: Site, streamed: bool, stop: str | None) -> WireAnswer:
     assert stop is None, "it has no stop strings"
     body: dict[str, Any] = {"input": "Hi", "tools": [{"type": "function", **FUNCTION}]}
     if streamed:
@@ -98,22 +98,22 @@ async def ask_responses(site: Site, streamed: bool, stop: str | None) -> Answere
     parts = [part for one in items if one["type"] in {"message", "reasoning"} for part in one["content"]]
     text = "".join(part["text"] for part in parts if part["type"] == "output_text")
     thought = "".join(part["text"] for part in parts if part["type"] == "reasoning_text")
-    return Answered(text, made, response["status"], None, thought)
+    return WireAnswer(text, made, response["status"], None, thought)
 
 
 @frozen
-class Api:
+class AskedApi:
     """ended: what it says of an answer without calls, and of one with calls.  stopped: of one with a stop string."""
 
-    ask: Callable[[Site, bool, str | None], Awaitable[Answered]]
+    ask: Callable[[Site, bool, str | None], Awaitable[WireAnswer]]
     ended: tuple[str, str]
     stopped: str
 
 
 APIS = {
-    "chat": Api(ask_chat, ("stop", "tool_calls"), "stop"),
-    "messages": Api(ask_messages, ("end_turn", "tool_use"), "stop_sequence"),
-    "responses": Api(ask_responses, ("completed", "completed"), "completed"),
+    "chat": AskedApi(ask_chat, ("stop", "tool_calls"), "stop"),
+    "messages": AskedApi(ask_messages, ("end_turn", "tool_use"), "stop_sequence"),
+    "responses": AskedApi(ask_responses, ("completed", "completed"), "completed"),
 }
 XML = "<tool_call>\n<function=write>\n<parameter=path>\na.py\n</parameter>\n</function>\n</tool_call>"
 HERMES = '<tool_call>\n{"name": "write", "arguments": {"path": "a.py"}}\n</tool_call>'
@@ -186,4 +186,4 @@ async def test_an_answer_that_is_cut_off_in_a_call_says_so_and_has_valid_argumen
         (choice,) = response.json()["choices"]
         assert choice["finish_reason"] == "length"
         for call in choice["message"].get("tool_calls", []):
-            assert "a.py\n<".startswith(json.loads(call["function"]["arguments"])["path"])
+            assert "a.py\n</".startswith(json.loads(call["function"]["arguments"])["path"])

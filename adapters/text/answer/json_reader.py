@@ -193,7 +193,7 @@ class JsonReader:
         raise BrokenCall
 
     def _code(self, written: str) -> Parsing[None]:
-        """`\\uXXXX`. Half of a surrogate pair becomes U+FFFD."""
+        """`\\u` and four digits. Half of a surrogate pair becomes U+FFFD."""
         incoming = self.incoming
         if not re.fullmatch(r"\\u[0-9a-fA-F]{4}", written):
             incoming.at += 1
@@ -231,7 +231,7 @@ class JsonReader:
             return (yield from incoming.follows(END_TAG))
         if char in "\"'" and len(closers) == 1:  # a comma is missing, if a declared member follows
             key = yield from self._is_key()
-            return bool(key) and json.loads(key) in properties_of(self.schema)
+            return json.loads(key) in properties_of(self.schema) if key else False
         if char == ",":
             incoming.at += 1
             yield from incoming.matched(SPACE)

@@ -113,7 +113,8 @@ class XmlCalls(CallForm):
 
         Two that close a call may stand in the wrong order; `</parameter>` behind them closes something else.
         """
-        incoming, found, wanted = self.incoming, set[str](), CLOSERS
+        incoming, found = self.incoming, set[str]()
+        wanted: tuple[str, ...] = CLOSERS
         yield from incoming.matched(SPACE)
         while tag := (yield from self.follows_one_of(wanted)):
             found.add(tag)
