@@ -29,6 +29,7 @@ from adapters.text.answer.schema_types import properties_of, property_of, requir
 
 INSIDE = re.compile(r"[^<>\n]*")
 NAMED = re.compile(r"name\s*=")
+CUT_TAG = re.compile(r"<parameter(=| name=)[^<>\n]*|<function(=| name=)[^<>\n]{0,128}")
 QUOTED = re.compile(r"""\s*(["']?)(.*?)\1\s*""", re.DOTALL)
 OPENERS = ("<tool_call>", "<function=", "<function name=")
 CLOSERS = ("</parameter>", "</function>", "</tool_call>")
@@ -131,6 +132,14 @@ class XmlCalls(CallForm):
         """Does all text end in the middle of such a tag?"""
         rest = self.incoming.rest
         return self.incoming.ended and len(rest) >= LEAST_TAG and any(tag.startswith(rest) for tag in tags)
+
+    def is_cut_tag(self) -> bool:
+        """Does all text end in the middle of a tag?"""
+        if not self.incoming.ended:
+            return False
+        rest = self.incoming.rest.removeprefix("<tool_call>").lstrip()
+        tags = (*CLOSERS, *PARAMETERS, *OPENERS)
+        return CUT_TAG.fullmatch(rest) is not None or any(tag.startswith(rest) for tag in tags)
 
     def parameter(self) -> Parsing[str | None]:
         """Takes the tag of a parameter, and gives its key; None: there is none that can be understood.
@@ -259,6 +268,8 @@ class XmlCalls(CallForm):
         if not (yield from incoming.peek()) or (yield from incoming.look(self.opens_call())):
             return True
         key = yield from incoming.look(self.parameter())
+        if self.is_cut_tag():
+            return True
         if closed == {"</parameter>"}:
             return key is not None
         if key is not None and self.is_next(key):
