@@ -306,6 +306,7 @@ def test_a_call_that_is_written_badly_has_its_obvious_reading_or_is_text(form: s
     reader = evolve(READER, calls=form)
     whole = read([text], reader)
     assert told(blocks(whole)) == expected
+    assert repr(told(blocks(whole))) == repr(expected), "3.0 equals 3, and is no integer"
     assert read(list(text), reader) == whole
     for cut in range(len(text)):
         assert read([text[:cut], text[cut:]], reader) == whole
