@@ -100,7 +100,8 @@ class MessageShape:
         for one in self.blocks.close():
             yield from map(named, self.events(one))
         told = {"timings": figures.timings(ended), "rekindle": figures.rekindle(ended, self.options)}
-        delta = {"stop_reason": self.reason(ended), "stop_sequence": ended.stop, "stop_details": None}
+        reason = self.reason(ended)
+        delta = {"stop_reason": reason, "stop_sequence": stop_of(ended, reason), "stop_details": None}
         yield named({"type": "message_delta", "delta": delta, "usage": used(ended), **told})
 
     def closing(self, ended: Sequence[Ended]) -> Iterable[bytes]:  # noqa: ARG002 - it was one
@@ -118,12 +119,10 @@ class MessageShape:
         content = [self.block(block) for block in self.blocks.done]
         told = {"timings": figures.timings(one), "rekindle": figures.rekindle(one, self.options)}
         reason = self.reason(one)
-        if reason == "tool_use" and not any(block["type"] == "tool_use" for block in content):
-            reason = "end_turn"  # what was called is no object, so it is text, and there is nothing to be answered
-        return {**self.message(content, reason, one.stop, used(one)), **told}
+        return {**self.message(content, reason, stop_of(one, reason), used(one)), **told}
 
     def block(self, block: Block) -> dict[str, Any]:
-        """Complete. A call that was cut off has no input: what there is of it is shown as text."""
+        """Complete. The arguments of a call are a JSON object, even where the answer was cut off in them."""
         opened = self.opened(block)
         match block.kind:
             case "text":
@@ -131,13 +130,7 @@ class MessageShape:
             case "reasoning":
                 return {**opened, "thinking": block.text, "signature": self.id}
             case "call":
-                try:
-                    given = json.loads(block.text or "{}")
-                except (ValueError, RecursionError):
-                    given = None
-                if not isinstance(given, dict):
-                    return {"type": "text", "text": f"{block.name} {block.text}"}
-                return {**opened, "input": given}
+                return {**opened, "input": json.loads(block.text)}
 
     def message(
         self, content: Sequence[Any], reason: str | None, stop: str | None, usage: Mapping[str, Any]
@@ -159,9 +152,14 @@ class MessageShape:
             asked = self.asked.controls.max_tokens
             cut = asked is None or asked > ended.planned.job.max_tokens
             return "model_context_window_exceeded" if cut else "max_tokens"
-        if ended.stop is not None:
-            return "stop_sequence"
-        return "tool_use" if ended.called else "end_turn"
+        if ended.called:
+            return "tool_use"
+        return "end_turn" if ended.stop is None else "stop_sequence"
+
+
+def stop_of(ended: Ended, reason: str) -> str | None:
+    """The stop string that ended the answer, where that is why it ended."""
+    return ended.stop if reason == "stop_sequence" else None
 
 
 def named(data: Mapping[str, Any]) -> bytes:

@@ -98,7 +98,7 @@ class OpenAiShape(ABC):
 
 def finish_of(ended: Ended) -> str:
     """An answer that was cut off in the middle of a call is cut off first of all: nobody should make that call."""
-    return "tool_calls" if ended.called and ended.closed.finish == "stop" and not ended.broken else ended.closed.finish
+    return "tool_calls" if ended.called and ended.closed.finish == "stop" else ended.closed.finish
 
 
 def likelihood(said: Said | None) -> float:

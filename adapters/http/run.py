@@ -12,10 +12,11 @@ from attrs import define, evolve, field, frozen
 
 from adapters.http.controls import Planned
 from adapters.http.options import EdgeOptions
-from adapters.text.answer.pieces import AnswerPiece, TextPiece, text_of
+from adapters.text.answer.pieces import AnswerPiece, CallBegun, TextPiece, text_of
 from adapters.text.answer.reader import AnswerParser
 from adapters.text.detokenize import TextStream
 from adapters.text.explain import Explained, explain
+from adapters.text.stops import StopStrings
 from adapters.text.tokenizer import Tokenizer
 from effects.decode import Logprob
 from effects.ids import RequestId
@@ -65,7 +66,7 @@ class Ended:
     """A choice is complete. `tokens`: those that count, up to the one that completed a stop string.
 
     stop: the stop string that ended it.  reasoning: how many tokens were.  called: the functions, in their order.
-    broken: the stop string stands in the last call's arguments.  explained: why no more of the prompt was there.
+    explained: why no more of the prompt was there.
     """
 
     planned: Planned
@@ -74,7 +75,6 @@ class Ended:
     stop: str | None = None
     reasoning: int = 0
     called: tuple[str, ...] = ()
-    broken: bool = False
     explained: Explained | None = None
 
     @property
@@ -170,8 +170,8 @@ def running(door: Door, planned: Sequence[Planned], tokenizer: Tokenizer, option
 def follower(one: Planned, ticket: Ticket, tokenizer: Tokenizer) -> Follower:
     controls = tokenizer.controls
     shown = frozenset(controls[name].id for name in one.reader.controls if name in controls)
-    text = TextStream(tokenizer, one.stops, frozenset(one.job.stop_tokens), shown)
-    return Follower(one, ticket, text, one.reader.start())
+    text = TextStream(tokenizer, frozenset(one.job.stop_tokens), shown)
+    return Follower(one, ticket, text, one.reader.start(), StopStrings(one.stops))
 
 
 @define(eq=False)
@@ -184,9 +184,9 @@ class Follower:
     ticket: Ticket
     text: TextStream
     parser: AnswerParser
+    stops: StopStrings
     tokens: int = 0
     reasoning: int = 0
-    broken: bool = False
     closed: Closed | None = None
     overdue: Closed | None = None
     picks: list[PickedToken] = field(factory=list)
@@ -221,7 +221,7 @@ class Follower:
             self.tokens += 1
             self.made.append(token)
             thought = self.parser.thinking
-            new = self.parser.push(self.text.push(token))
+            new = self.stops.push(self.parser.push(self.text.push(token)))
             pieces += new
             self.reasoning += thought or self.parser.thinking
             if message.logprobs and (token not in self.text.hidden or self.one.job.prompt_logprobs >= 0):
@@ -234,9 +234,8 @@ class Follower:
 
     def rest(self) -> list[AnswerPiece]:
         """What was held back."""
-        tail = self.parser.push(self.text.finish())
-        self.broken = self.text.stopped is not None and self.parser.calling
-        tail += self.parser.finish()
+        tail = self.stops.push([*self.parser.push(self.text.finish()), *self.parser.finish()])
+        tail += self.stops.finish()
         self.said += tail
         self.decide(tail, False)
         self.picks += self.undecided
@@ -257,7 +256,7 @@ class Follower:
 
     @property
     def complete(self) -> bool:
-        return self.text.stopped is not None or self.parser.closed
+        return self.stops.stopped is not None or self.parser.closed
 
     def taken(self) -> tuple[PickedToken, ...]:
         picks, self.picks = tuple(self.picks), []
@@ -268,7 +267,8 @@ class Follower:
             closed = evolve(closed, finish="stop")
         if self.one.silent and closed.finish == "stop":
             closed = evolve(closed, finish="length")
-        if self.one.turn is not None and self.text.stopped is None and closed.finish in ("stop", "length"):
+        if self.one.turn is not None and self.stops.stopped is None and closed.finish in ("stop", "length"):
             self.one.turn.keep(self.one.job, tuple(self.made), self.said)
-        said = self.tokens, self.text.stopped, self.reasoning, tuple(self.parser.called), self.broken
+        called = tuple(piece.name for piece in self.said if isinstance(piece, CallBegun))
+        said = self.tokens, self.stops.stopped, self.reasoning, called
         return Ended(self.one, closed, *said)

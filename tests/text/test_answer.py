@@ -69,14 +69,17 @@ HERMES: list[tuple[str, list[AnswerBlock]]] = [
     ('<tool_call>{"name": "functions.run"}</tool_call>', [call(0, "functions.run")]),
     ('<tool_call>{"name": "get", "arguments": null}</tool_call>', [call(0, "get")]),
     ('<tool_call>{"name": "get", "arguments": "{\\"n\\": 1}"}</tool_call>', [call(0, "get", '{"n": 1}')]),
-    ('<tool_call>{"name": "a_new_one", "arguments": {}}</tool_call>', [call(0, "a_new_one")]),
+    (
+        '<tool_call>{"name": "a_new_one", "arguments": {}}</tool_call>',
+        [SAID('<tool_call>{"name": "a_new_one", "arguments": {}}</tool_call>')],
+    ),
     # a brace too few, too many, and an end that is missing
     ('<tool_call>{"name": "get", "arguments": {"n": 1}</tool_call>', [call(0, "get", '{"n": 1}')]),
     ('<tool_call>{"name": "get", "arguments": {"n": 1}}}</tool_call>', [call(0, "get", '{"n": 1}')]),
     ('<tool_call>{"name": "get", "arguments": {"n": 1}}', [call(0, "get", '{"n": 1}')]),
-    # cut off: as far as it went
-    ('<tool_call>{"name": "get", "arguments": {"city": "Bo', [call(0, "get", '{"city": "Bo')]),
-    ('<tool_call>{"name": "get", "arguments": {"city": "B\\', [call(0, "get", '{"city": "B\\')]),
+    # cut off: as far as it went, and closed
+    ('<tool_call>{"name": "get", "arguments": {"city": "Bo', [call(0, "get", '{"city": "Bo"}')]),
+    ('<tool_call>{"name": "get", "arguments": {"city": "B\\', [call(0, "get", '{"city": "B"}')]),
     ('<tool_call>{"name": "get", "argum', [SAID('<tool_call>{"name": "get", "argum')]),
     # no calls at all
     ("<tool_call>", [SAID("<tool_call>")]),
@@ -90,14 +93,18 @@ HERMES: list[tuple[str, list[AnswerBlock]]] = [
     ('<tool_call>\n{"name": "' + "x" * 129, [SAID('<tool_call>\n{"name": "' + "x" * 129)]),
     # broken, and one that is not
     ('x\n<tool_call>no<tool_call>{"name": "get"}</tool_call>', [SAID("x\n<tool_call>no"), call(0, "get")]),
-    # broken after it has begun: it ends there, and the rest is text
+    # broken before anything of the arguments is certain: text; after that, it ends there, and the rest is text
     (
         '<tool_call>{"name": "get", "arguments": {"n": ]}}</tool_call> so',
-        [call(0, "get", '{"n": '), SAID("]}}</tool_call> so")],
+        [SAID('<tool_call>{"name": "get", "arguments": {"n": ]}}</tool_call> so')],
     ),
     (
         '<tool_call>{"name": "get", "arguments": {"n": 1</tool_call> so',
-        [call(0, "get", '{"n": 1'), SAID("so")],
+        [call(0, "get", '{"n": 1}'), SAID("so")],
+    ),
+    (
+        '<tool_call>{"name": "get", "arguments": {"city": "Bonn", "n": ]}}</tool_call> so',
+        [call(0, "get", '{"city": "Bonn"}'), SAID(', "n": ]}}</tool_call> so')],
     ),
     ('<tool_call>{"name": "get", "arguments": {}, "x": 1}', [call(0, "get"), SAID(', "x": 1}')]),
     # reasoning
@@ -127,17 +134,17 @@ XML: list[tuple[str, list[AnswerBlock]]] = [
         '<function=get><parameter=city>\n</parameter> of </par <b>"\\\n</parameter>\n</function> y',
         [call(0, "get", '{"city": "</parameter> of </par <b>\\"\\\\"}'), SAID("y")],
     ),
-    ("<function=get><parameter=city>\ncut \n\n", [call(0, "get", '{"city": "cut \\n')]),
+    ("<function=get><parameter=city>\ncut \n\n", [call(0, "get", '{"city": "cut \\n"}')]),
     ("<tool_call>\n<function=", [SAID("<tool_call>\n<function=")]),
     ("<function=>x", [SAID("<function=>x")]),
     ("<function=a b></function>", [SAID("<function=a b></function>")]),
     ("<tool_call>{}", [SAID("<tool_call>{}")]),
-    ("<function=get><parameter=city>a</parameter></func", [call(0, "get", '{"city": "a</parameter></func')]),
-    ("<function=get>what", [call(0, "get", "{"), SAID("what")]),
+    ("<function=get><parameter=city>a</parameter></func", [call(0, "get", '{"city": "a"}')]),
+    ("<function=get>what", [SAID("<function=get>what")]),
 ]
 VALUES = [
-    ("n", "5", 5), ("n", "five", "five"), ("n", "5.0", 5.0), ("n", "5.5", "5.5"), ("ratio", "1e3", 1000.0),
-    ("ratio", "None", None), ("ratio", "NaN", "NaN"), ("tags", '["a", 1]', ["a", 1]), ("tags", "['a']", "['a']"),
+    ("n", "5", 5), ("n", "five", "five"), ("n", "5.0", 5), ("n", "5.5", "5.5"), ("ratio", "1e3", 1000.0),
+    ("ratio", "None", None), ("ratio", "NaN", "NaN"), ("tags", '["a", 1]', ["a", 1]), ("tags", "['a']", ["a"]),
     ("deep", '{"a": {"b": null}}', {"a": {"b": None}}), ("sure", "True", True), ("sure", "false", False),
     ("sure", "1", "1"), ("unit", "5", "5"), ("city", "true", "true"), ("maybe", "null", None), ("maybe", "7", "7"),
     ("unknown", "7", "7"), ("city", '"quoted"', '"quoted"'), ("tags", "[" * 70 + "]" * 70, None),

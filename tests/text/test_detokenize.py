@@ -6,11 +6,14 @@ import itertools
 import time
 
 import pytest
+from attrs import define
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from adapters.text.answer.pieces import ArgumentsPiece, CallBegun, CallEnded, ReasoningPiece, TextPiece, text_of
 from adapters.text.detokenize import TextStream
 from adapters.text.spelling import BYTES
+from adapters.text.stops import StopStrings
 from adapters.text.tokenizer import Tokenizer
 
 LETTERS = {byte: char for char, byte in BYTES.items()}
@@ -27,8 +30,26 @@ UNFINISHED = [
 UTF8 = st.binary(max_size=12) | st.text(max_size=6).map(str.encode) | st.sampled_from(UNFINISHED)
 
 
+@define
+class StoppedText:
+    """An answer that is nothing but text, up to a stop string."""
+
+    text: TextStream
+    stops: StopStrings
+
+    @staticmethod
+    def of(tokenizer: Tokenizer, stops: tuple[str, ...]) -> StoppedText:
+        return StoppedText(TextStream(tokenizer), StopStrings(stops))
+
+    def push(self, token: int) -> str:
+        return text_of(self.stops.push([TextPiece(self.text.push(token))]))
+
+    def finish(self) -> str:
+        return text_of([*self.stops.push([TextPiece(self.text.finish())]), *self.stops.finish()])
+
+
 def stream(tokenizer: Tokenizer, tokens: list[int], stops: tuple[str, ...] = ()) -> list[str]:
-    text = TextStream(tokenizer, stops)
+    text = StoppedText.of(tokenizer, stops)
     return [text.push(token) for token in tokens] + [text.finish()]
 
 
@@ -93,11 +114,11 @@ def bytes_to_tokens(tokenizer: Tokenizer, raw: bytes) -> list[int]:
 @settings(max_examples=200, deadline=None)
 @given(text=st.text("ab<", max_size=20), stop=st.text("ab<", min_size=1, max_size=5))
 def test_no_more_is_held_back_than_what_may_begin_a_stop_string(tokenizer: Tokenizer, text: str, stop: str) -> None:
-    stream = TextStream(tokenizer, (stop,))
+    stream = StoppedText.of(tokenizer, (stop,))
     shown = ""
     for count, token in enumerate(bytes_to_tokens(tokenizer, text.encode()), 1):
         shown += stream.push(token)
-        if stream.stopped:
+        if stream.stops.stopped:
             return
         held = text[len(shown) : count]
         assert held == max((stop[:n] for n in range(len(stop)) if text[:count].endswith(stop[:n])), key=len)
@@ -105,13 +126,13 @@ def test_no_more_is_held_back_than_what_may_begin_a_stop_string(tokenizer: Token
 
 def test_the_token_that_completes_a_stop_string_is_known(tokenizer: Tokenizer) -> None:
     tokens = bytes_to_tokens(tokenizer, b"one END two")
-    text = TextStream(tokenizer, ("END",))
+    text = StoppedText.of(tokenizer, ("END",))
     pieces = []
     for token in tokens:
         pieces.append(text.push(token))
-        if text.stopped:
+        if text.stops.stopped:
             break
-    assert (len(pieces), "".join(pieces), text.stopped) == (len("one END"), "one ", "END")
+    assert (len(pieces), "".join(pieces), text.stops.stopped) == (len("one END"), "one ", "END")
     assert text.finish() == ""
 
 
@@ -137,7 +158,7 @@ def test_a_token_costs_the_same_however_long_the_text_is(tokenizer: Tokenizer, s
     tokens = bytes_to_tokens(tokenizer, (b"a" * 200 + b"c") * 100)
 
     def seconds(repeats: int) -> float:
-        text = TextStream(tokenizer, stops)
+        text = StoppedText.of(tokenizer, stops)
         start = time.thread_time()
         for token in tokens * repeats:
             text.push(token)
@@ -145,3 +166,13 @@ def test_a_token_costs_the_same_however_long_the_text_is(tokenizer: Tokenizer, s
 
     seconds(1)
     assert min(seconds(8) for _ in range(3)) < 4 * min(seconds(1) for _ in range(3))
+
+
+def test_stop_strings_are_looked_for_in_the_text_of_an_answer_alone() -> None:
+    """Not in reasoning, not in arguments, and not across them."""
+    call = [CallBegun(0, "call0", "get"), ArgumentsPiece(0, '{"a": "STOP"}'), CallEnded(0)]
+    pieces = [ReasoningPiece("a STOP"), TextPiece("b ST"), *call, TextPiece("OP c STOP d"), ReasoningPiece("e")]
+    stops = StopStrings(("STOP",))
+    said = [*stops.push(pieces), *stops.finish()]
+    assert said == [ReasoningPiece("a STOP"), TextPiece("b "), TextPiece("ST"), *call, TextPiece("OP c ")]
+    assert stops.stopped == "STOP"

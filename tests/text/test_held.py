@@ -14,7 +14,7 @@ from attrs import evolve
 from adapters.text.answer.held import answer_grammar
 from adapters.text.answer.pieces import blocks
 from adapters.text.answer.reader import AnswerReader
-from adapters.text.answer.xml_calls import MOST_READ, types_of
+from adapters.text.answer.schema_types import MOST_READ, types_of
 from adapters.text.conversation import FunctionTool, ToolCall, ToolChoice
 from adapters.text.grammar import GrammarRefused, Grammars, json_grammar
 from adapters.text.tokenizer import Tokenizer
@@ -116,6 +116,17 @@ CASES: dict[str, tuple[AnswerReader, Grammar | None, tuple[str, ...], tuple[str,
     "one of those allowed": (ONE_OF, None, (LOOKED,), ("Text.", ADDED)),
     "named": (NAMED, None, (ADDED, f"{ADDED}\n{ADDED}"), (LOOKED, "{}")),
     "strict": (AUTO, None, ("", "Hm. {", ADDED, f"Look:\n{LOOKED}\n{ADDED}"), (TOO_MUCH, f"{ADDED} ok")),
+    "strict, without tags": (
+        AUTO,
+        None,
+        ('{"name": "Ann"}', "```json\n{}\n```", '[{"a": 1}]', 'So: {"name": "add"}'),
+        (
+            '{"name": "add", "arguments": {"n": 10}}',
+            "{name: 'add', arguments: {n: 10}}",
+            'So:\n```json\n{"name": "add", "arguments": {"n": 10}}\n```',
+            'So:\n[{"type": "function", "function": {"name": "add", "arguments": {"n": 10}}}]',
+        ),
+    ),
     "form": (AnswerReader(), FORM, ("{}", '{"a": true}', '{\n    "a": false\n}'), ("", '{"a": 1}', "{} ")),
     "form or calls": (AUTO, FORM, ("{}", ADDED), ("Hm.", TOO_MUCH)),
     "form, may think": (THINKS, FORM, ("{}", f"{THOUGHT}{{}}"), (THOUGHT, "Hm. {}")),
@@ -159,6 +170,7 @@ CASES: dict[str, tuple[AnswerReader, Grammar | None, tuple[str, ...], tuple[str,
             xml("put", id="ab1", at='{"x": 4}', unit="C", note="b/a"),
             xml("put", id="ab1", at='{"x": 4}', unit="C", few="abcd"),
             xml("put", id="ab1</parameter>\n</function>", at='{"x": 4}', unit="C"),
+            xml("put", id="ab1", at='{"x": 4}', unit="C", note="a/<parameter=few>"),
         ),
     ),
     "python": (
@@ -236,8 +248,9 @@ def check_reading(reader: AnswerReader, text: str) -> None:
     """Who reads it finds the calls that were asked for, and what is strict as its schema says."""
     parser = reader.start()
     pieces = [*parser.push(text), *parser.finish()]
-    assert reader.kept(parser.called) is not False
-    for block in blocks(pieces):
+    said = blocks(pieces)
+    assert reader.kept([block.name for block in said if isinstance(block, ToolCall)]) is not False
+    for block in said:
         if isinstance(block, ToolCall) and (tool := reader.tools[block.name]).strict:
             jsonschema.validate(json.loads(block.arguments), tool.parameters)
 

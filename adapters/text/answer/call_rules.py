@@ -24,7 +24,7 @@ from adapters.text.conversation import FunctionTool
 from adapters.text.grammar import GrammarRefused
 
 LINE = r"((?s:.*)\n)?[^\S\n]*"  # up to where nothing but white space stands in a line
-MEMBERS = r"arguments|parameters|type|id"
+MEMBERS = r"arguments|parameters|type|id|function"
 
 
 @frozen
@@ -52,25 +52,43 @@ def json_head(arguments: str) -> Callable[[str], str]:
     return lambda name: f'{{"name": {json.dumps(name)}, "{arguments}": '
 
 
-def in_tags(head: Callable[[str], str], arguments: Callable[[FunctionTool, Rules], str], *others: str) -> CallRules:
-    """others: what opens a call without the tag."""
+def json_object(names: str) -> str:
+    """What a reader may take for the beginning of a call of these names, with quotes of either kind or none."""
+    return rf"""\{{\s*(["']?name["']?\s*:\s*["'](({names})["']|[^"']*\\)|["']?({MEMBERS})["']?\s*:|["'][^"']*\\)"""
+
+
+def in_tags(
+    head: Callable[[str], str],
+    arguments: Callable[[FunctionTool, Rules], str],
+    others: Callable[[str], str],
+) -> CallRules:
+    """others: what opens a call of these names without the tag."""
     opened, closed = ("<tool_call>", "\n"), ("\n", "</tool_call>")
-    openers = "|".join(("<tool_call>", *others))
-    return CallRules(opened, (*closed, "\n", *opened), closed, head, arguments, lambda _: f"{ANY}({openers})")
+
+    def seems(names: str) -> str:
+        return f"({ANY}<tool_call>|{others(names)})"
+
+    return CallRules(opened, (*closed, "\n", *opened), closed, head, arguments, seems)
 
 
 CALL_RULES: Mapping[str, CallRules] = {
-    "hermes": in_tags(json_head("arguments"), json_arguments),
-    "qwen-xml": in_tags(lambda name: f"<function={name}>\n", xml_arguments, "<function="),
+    "hermes": in_tags(
+        json_head("arguments"),
+        json_arguments,
+        lambda names: rf"{LINE}(```[A-Za-z_]*\s*)?(\[\s*)?{json_object(names)}",
+    ),
+    "qwen-xml": in_tags(
+        lambda name: f"<function={name}>\n",
+        xml_arguments,
+        lambda _: f"{ANY}<function(=| name=)",
+    ),
     "llama3-json": CallRules(
         (),
         None,
         (),
         json_head("parameters"),
         json_arguments,
-        lambda names: (
-            rf'({LINE}|{ANY}<\|python_tag\|>\s*)\{{\s*"(name"\s*:\s*"(({names})"|[^"]*\\)|({MEMBERS})"|[^"]*\\)'
-        ),
+        lambda names: rf"({LINE}|{ANY}<\|python_tag\|>\s*){json_object(names)}",
         LINE,
         ("<|python_tag|>", ""),
     ),

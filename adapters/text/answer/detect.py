@@ -37,7 +37,10 @@ async def detect_calls(template: ChatTemplate) -> str:
     for name in CALL_FORMS:
         reader = AnswerReader(name, {TOOL.name: TOOL}, reasoning=reasoning, thinking=opened(asked, reasoning))
         parser = reader.start(lambda: CALL.id)
-        said = blocks([*parser.push(answer(asked, called, reader.controls)), *parser.finish()])
+        written = answer(asked, called, reader.controls)
+        if not any(closer in written for closer in CALL_FORMS[name].closers):
+            continue  # some forms read calls without their tags, and no template writes those
+        said = blocks([*parser.push(written), *parser.finish()])
         calls = [block for block in said if isinstance(block, ToolCall)]
         rest = [block for block in said if not isinstance(block, ToolCall) and block.text.strip()]
         if [(call.name, parsed(call.arguments)) for call in calls] == [

@@ -1,28 +1,30 @@
 """What all forms of tool calls share: text around them, calls as they begin and end, and what to do with broken ones.
 
-A form is a class that says what opens a call and how one is read. As long as a call has not begun for the client,
-what turns out to be none is text, word for word. Once it has, its name is right and its arguments are passed on as they
-come; where they break off, the call ends and whatever follows is text. So nothing is lost, said twice or withdrawn.
+A form is a class that says what opens a call and how one is read. Two rules hold for every form, and this class keeps
+them. Only a declared function is called. The arguments of a call are a JSON object, wherever the answer breaks off.
+
+As long as a call has not begun for the client, what turns out to be none is text, word for word. A call begins with
+the first part of its arguments that is certain. From then on arguments are passed on as they come, through a
+`JsonWriter` that holds back what is not certain and can close the rest at any point. Where they break off, the call
+ends and whatever follows is text. So nothing is lost, said twice or withdrawn.
 
 White space beside a call is part of how calls are written, not of the text: the template writes it again.
 """
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from attrs import define, field
 
+from adapters.text.answer.certain_json import JsonWriter
 from adapters.text.answer.incoming import BrokenCall, Incoming, Parsing
 from adapters.text.answer.pieces import AnswerPiece, ArgumentsPiece, CallBegun, CallEnded, TextPiece
 from adapters.text.conversation import FunctionTool
 
-NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 MAX_NAME = 128
-SPACE = re.compile(r"\s*")
 
 
 @define(eq=False)
@@ -35,6 +37,8 @@ class CallForm(ABC):
 
     openers: ClassVar[tuple[str, ...]]
     controls: ClassVar[tuple[str, ...]] = ()  # special tokens that are part of the form
+    marks: ClassVar[tuple[str, ...]] = ()  # openers that stand for nothing else, in reasoning too
+    closers: ClassVar[tuple[str, ...]] = ()  # a complete call has one of them
 
     tools: Mapping[str, FunctionTool]
     new_id: Callable[[], str]
@@ -43,6 +47,7 @@ class CallForm(ABC):
     said: list[AnswerPiece] = field(factory=list, init=False)
     called: list[str] = field(factory=list, init=False)
     ended: int = field(default=0, init=False)
+    writer: JsonWriter | None = field(default=None, init=False)  # of the call that comes
     _opener: str = field(default="", init=False)  # text again, if what it opens is none
     _space: str = field(default="", init=False)  # text if more text follows, and nothing if a call does
     _fresh: bool = field(default=False, init=False)  # nothing was said since a call
@@ -101,9 +106,10 @@ class CallForm(ABC):
             try:
                 yield from self.call()
             except BrokenCall:
-                if self.incoming.mark is not None and self.calls == self.ended:
+                if self.incoming.mark is not None:
                     self.incoming.at = self.incoming.mark
-                    self.text(self._opener)
+                    if self.calls == self.ended:
+                        self.text(self._opener)
             self.end()
             self.incoming.mark, self._calling = None, False
 
@@ -127,8 +133,8 @@ class CallForm(ABC):
         self._space += text[len(body) :]
 
     def begin(self, name: str) -> None:
-        """From now on it is a call. Raises BrokenCall for a name that is none."""
-        if self.full or not NAME.fullmatch(name):
+        """From now on it is a call. Raises BrokenCall for a name that is not declared."""
+        if self.full or name not in self.tools:
             raise BrokenCall
         self.incoming.mark = None
         self.said.append(CallBegun(self.calls, self.new_id(), name))
@@ -139,8 +145,30 @@ class CallForm(ABC):
         if text:
             self.said.append(ArgumentsPiece(self.calls - 1, text))
 
+    def stream(self, name: str) -> JsonWriter:
+        """The writer of a call's arguments. The call begins with the first text that is certain.
+
+        If the arguments break, whatever was taken since the last certain text comes again.
+        """
+
+        def say(text: str) -> None:
+            if self.calls == self.ended:
+                self.begin(name)
+            self.arguments(text)
+            self.incoming.mark = self.incoming.at
+
+        self.writer = JsonWriter(say)
+        return self.writer
+
+    def schema(self, name: str) -> Mapping[str, Any]:
+        return self.tools[name].parameters or {}
+
     def end(self) -> None:
+        """The call that has begun, if one has, is complete, or breaks off here."""
         if self.calls > self.ended:
+            if self.writer is not None:
+                self.writer.finish()
             self.said.append(CallEnded(self.ended))
             self.ended += 1
             self._fresh = self._line = True
+        self.writer = None

@@ -6,7 +6,6 @@ the text and never on where the text was cut, so any cut gives the same answer.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Generator, Sequence
 from typing import TypeAlias, TypeVar
@@ -16,9 +15,7 @@ from attrs import define
 T = TypeVar("T")
 Parsing: TypeAlias = Generator[None, None, T]
 
-PLAIN = re.compile(r'[^"\\]*')
-BARE = re.compile(r"[\s0-9A-Za-z+\-.,:]*")  # what JSON has outside its strings, brackets aside
-CLOSING = {"{": "}", "[": "]"}
+SPACE = re.compile(r"\s*")
 MAX_DEPTH = 64
 
 
@@ -85,10 +82,10 @@ class Incoming:
                 break
         return taken
 
-    def until(self, words: Sequence[str], say: Callable[[str], None]) -> Parsing[str]:
+    def until(self, words: Sequence[str], say: Callable[[str], None], cut: int | None = None) -> Parsing[str]:
         """Says what comes before the first of these words, as soon as that is certain, and takes the word.
 
-        At the end it gives "".
+        At the end it gives "". cut: the beginning of a word at the end is not said if it has so many characters.
 
         No word may begin with another one.
         """
@@ -103,80 +100,30 @@ class Incoming:
                 self.at = found.end()
                 return found[0]
             if not (yield from self.more()):
+                if cut is not None and len(self.text) - self.at >= cut:
+                    return ""
                 self.at, said = len(self.text), self.rest
                 if said:
                     say(said)
                 return ""
 
-    def json_string(self, most: int | None = None) -> Parsing[str]:
-        """Takes a JSON string, and gives it as it was written. BrokenCall: there is none, or it does not end."""
-        if not (yield from self.follows('"')):
-            raise BrokenCall
-        parts, size = ['"'], 0
-        while True:
-            parts.append((yield from self.matched(PLAIN, most)))
-            size += len(parts[-1])
-            if most is not None and size > most:
-                raise BrokenCall
-            char = yield from self.peek()
-            if not char:
-                raise BrokenCall
-            self.at += 1
-            parts.append(char)
-            if char == '"':
-                return "".join(parts)
-            if not (yield from self.peek()):
-                raise BrokenCall
-            parts.append(self.text[self.at])
-            self.at += 1
+    def ahead(self, size: int) -> Parsing[str]:
+        """The next characters, which are not taken; fewer than `size` only at the end."""
+        while len(self.text) - self.at < size:
+            if not (yield from self.more()):
+                break
+        return self.text[self.at : self.at + size]
 
-    def json_container(self, say: Callable[[str], None]) -> Parsing[None]:
-        """Takes a JSON object or array, and says it as it was written while it comes.
-
-        It is delimited, not checked: brackets and strings must be in order. BrokenCall, with all that was taken said:
-        they are not, or it does not end.
-        """
-        open_: list[str] = []
-        while True:
-            char = yield from self.peek()
-            if char == '"':
-                yield from self._string_as_it_comes(say)
-            elif char in CLOSING and char and len(open_) < MAX_DEPTH:
-                open_.append(CLOSING[char])
-                self.at += 1
-                say(char)
-            elif open_ and char == open_[-1]:
-                open_.pop()
-                self.at += 1
-                say(char)
-            else:
-                bare = yield from self.matched(BARE)
-                if not bare:
-                    raise BrokenCall
-                say(bare)
-            if not open_:
-                return
-
-    def _string_as_it_comes(self, say: Callable[[str], None]) -> Parsing[None]:
-        self.at += 1
-        said = '"'
-        while (char := (yield from self.peek())) and char != '"':
-            if char == "\\":
-                self.at += 1
-                escaped = yield from self.peek()
-                said += char + escaped
-                self.at += len(escaped)
-            else:
-                found = PLAIN.match(self.text, self.at)
-                assert found is not None
-                self.at = found.end()
-                said += found[0]
-            say(said)
-            said = ""
-        say(said + char)
-        self.at += len(char)
-        if not char:
-            raise BrokenCall
+    def look(self, parsing: Parsing[T]) -> Parsing[T]:
+        """Runs a parsing and gives what it gives; what it took comes again."""
+        marked, self.mark = self.mark, self.at if self.mark is None else self.mark
+        behind = self.at - self.mark
+        found = yield from parsing
+        assert self.mark is not None
+        self.at = self.mark + behind
+        if marked is None:
+            self.mark = None
+        return found
 
 
 def held(text: str, words: Sequence[str]) -> int:
@@ -186,13 +133,3 @@ def held(text: str, words: Sequence[str]) -> int:
         if any(word.startswith(text[-size:]) for word in words):
             return size
     return 0
-
-
-def string_value(written: str) -> str:
-    """A JSON string's value. Raises BrokenCall."""
-    try:
-        value: str = json.loads(written, strict=False)
-        value.encode()  # a lone surrogate could not be sent on
-    except ValueError:
-        raise BrokenCall from None
-    return value

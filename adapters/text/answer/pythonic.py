@@ -11,8 +11,8 @@ import math
 import re
 from typing import Any
 
-from adapters.text.answer.form import MAX_NAME, SPACE, CallForm
-from adapters.text.answer.incoming import MAX_DEPTH, BrokenCall, Parsing
+from adapters.text.answer.form import MAX_NAME, CallForm
+from adapters.text.answer.incoming import MAX_DEPTH, SPACE, BrokenCall, Parsing
 
 WORD = re.compile(r"[A-Za-z0-9_.\-]*")
 NUMBER = re.compile(r"[0-9.eE+\-_]*")
@@ -24,6 +24,8 @@ CONSTANTS = {"True": True, "False": False, "None": None, "true": True, "false": 
 class PythonicCalls(CallForm):
     openers = ("<|python_start|>[", "<|python_tag|>[", "[")
     controls = ("<|python_start|>", "<|python_end|>", "<|python_tag|>")
+    marks = openers[:2]
+    closers = ("]",)
 
     def opens(self, opener: str, at_line: bool) -> bool:
         return opener != "[" or at_line

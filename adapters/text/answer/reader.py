@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from attrs import define, field, frozen
 
 from adapters.text.answer.form import CallForm
 from adapters.text.answer.json_calls import HermesCalls, LlamaJsonCalls
-from adapters.text.answer.pieces import AnswerPiece, TextPiece
+from adapters.text.answer.pieces import AnswerPiece, ReasoningPiece, TextPiece
 from adapters.text.answer.pythonic import PythonicCalls
 from adapters.text.answer.reasoning import ReasoningTags, Thinking
 from adapters.text.answer.xml_calls import XmlCalls
@@ -68,8 +69,11 @@ class AnswerReader:
         """For one answer."""
         form = CALL_FORMS.get(self.calls) if self.tools else None
         tags = REASONING.get(self.reasoning)
-        calls = form(self.tools, new_id, self.parallel) if form is not None else None
-        return AnswerParser(calls, tags, self.thinking)
+        if form is None:
+            return AnswerParser(None, tags, self.thinking)
+        new_form = partial(form, self.tools, new_id, self.parallel)
+        probe = partial(form, self.tools, lambda: "")
+        return AnswerParser(new_form(), tags, self.thinking, probe)
 
 
 @define(eq=False)
@@ -79,12 +83,13 @@ class AnswerParser:
     calls: CallForm | None = None
     tags: ReasoningTags | None = None
     opened: bool = False
+    probe: Callable[[], CallForm] | None = None  # a reader of calls for what may be reasoning
     _thinking: Thinking | None = field(default=None, init=False)
     _said: list[AnswerPiece] = field(factory=list, init=False)
 
     def __attrs_post_init__(self) -> None:
         if self.tags is not None:
-            self._thinking = Thinking(self.tags, self.opened, self._answer)
+            self._thinking = Thinking(self.tags, self.opened, self._answer, self.probe)
 
     @property
     def thinking(self) -> bool:
@@ -95,16 +100,6 @@ class AnswerParser:
     def closed(self) -> bool:
         """Nothing that follows is looked at."""
         return self.calls is not None and self.calls.closed
-
-    @property
-    def calling(self) -> bool:
-        """Is it a call that comes?"""
-        return self.calls is not None and self.calls.calls > self.calls.ended
-
-    @property
-    def called(self) -> Sequence[str]:
-        """Whose calls have begun."""
-        return self.calls.called if self.calls is not None else ()
 
     def push(self, text: str) -> list[AnswerPiece]:
         if not text:
@@ -120,6 +115,8 @@ class AnswerParser:
             self._said[:0] = self._thinking.finish()
         if self.calls is not None:
             self._said += self.calls.finish()
+        if self._thinking is not None and self._thinking.unclosed:
+            self._said = [ReasoningPiece(one.text) if isinstance(one, TextPiece) else one for one in self._said]
         return self._taken()
 
     def _answer(self, text: str) -> None:

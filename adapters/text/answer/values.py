@@ -15,7 +15,7 @@ from attrs import define, field
 
 from adapters.text.answer.input_rules import bare_rules, bare_terminal, quoted_input
 from adapters.text.answer.quoted_rules import expression
-from adapters.text.answer.xml_calls import MOST_READ, property_of, resolved, types_of
+from adapters.text.answer.schema_types import MOST_READ, property_of, resolved, types_of
 from adapters.text.conversation import FunctionTool
 from adapters.text.grammar import GrammarRefused, json_grammar
 from effects.grammar import Grammar
@@ -26,8 +26,8 @@ DEFINITIONS = ("$defs", "definitions")
 SAYS_NOTHING = {"title", "description", "default", "examples", "deprecated", "$schema", "$id", "$comment"}
 OF_ARGUMENTS = {"type", "properties", "required", "additionalProperties", *DEFINITIONS}
 OF_TEXT = {"type", "pattern", "minLength", "maxLength"}
-# Where a value in tags ends for who reads it (`XmlCalls.closes`): no value has that in it.
-TAGS = rf"{ANY}</parameter>\s*(<parameter=|</function>|</tool_call>)"
+# Where a value in tags ends for who reads it (`XmlCalls.ends_value`): no value has that in it.
+TAGS = rf"{ANY}(</parameter>\s*(</function>|</tool_call>)|<parameter(=| name=))"
 XML_KEY = re.compile(r"[^<>\s]{1,128}")
 WORD = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 # Python's literals, by the JSON types that they are read as; strings with the escapes that both languages have.
