@@ -35,6 +35,7 @@ def read_function(function: Fields, parameters: str = "parameters") -> FunctionT
         function.text("description"),
         None if schema is None else schema.data,
         function.flag("strict"),
+        function.at(parameters),
     )
 
 

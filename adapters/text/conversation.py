@@ -50,12 +50,13 @@ class ChatMessage:
 
 @frozen
 class FunctionTool:
-    """`parameters`: a JSON schema.  strict: arguments are to keep to it."""
+    """`parameters`: a JSON schema.  strict: arguments are to keep to it.  path: of the schema, in the request."""
 
     name: str
     description: str | None = None
     parameters: Mapping[str, Any] | None = None
     strict: bool = False
+    path: str = field(default="$.tools", eq=False)
 
     def written(self) -> dict[str, Any]:
         function: dict[str, Any] = {"name": self.name}

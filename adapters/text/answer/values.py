@@ -94,7 +94,7 @@ def content(form: Grammar) -> str:
 
 
 def json_arguments(tool: FunctionTool, _: Rules) -> str:
-    """They keep to their schema where the client says `strict`."""
+    """They keep to their schema where the tool is to be held to it."""
     held = json_grammar(tool.parameters if tool.strict and tool.parameters else {"type": "object"})
     return f'{content(held)} "}}"'
 
@@ -118,7 +118,7 @@ def xml_value(tool: FunctionTool, schema: object, rules: Rules) -> str:
     """With the tag behind it. Who reads it takes it for text wherever it may be text."""
     root = tool.parameters or {}
     types = types_of(schema, root)
-    if types and "string" not in types:
+    if types and "string" not in types and (tool.strict or types <= set(LITERALS)):
         return f"{typed(tool, schema, types)} {CLOSED}"
     if tool.strict:
         return f"({' | '.join(dict.fromkeys(texts(schema, root, rules)))})"
@@ -218,7 +218,7 @@ def python_value(tool: FunctionTool, schema: object) -> str:
 
 
 def typed(tool: FunctionTool, schema: object, types: Collection[str]) -> str:
-    """As JSON: all that a schema says where the client says `strict`, else what type it is."""
+    """As JSON: all that a schema says where the tool is to be held to it, else what type it is."""
     if not tool.strict or not isinstance(schema, Mapping):
         return content(json_grammar({"type": sorted(types)}))
     root = tool.parameters or {}
