@@ -9,6 +9,9 @@ An object stays open where closing it would contradict another part of the schem
   refers to it: each part would forbid what the others ask for;
 * it stands beside a combination whose members have properties of their own;
 * it requires a key that it does not list.
+
+An integer without a limit gets one of 18 digits on that side: what more digits say is read by few clients, and a small
+model writes them without end.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ READ_BY_PEOPLE = frozenset(
     {"title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "$comment"}
 )
 SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
+LARGEST = 10**18 - 1  # below 2**63, and 16 digits are as many as llama.cpp writes
 COMBINED = ("allOf", "anyOf", "oneOf")
 SCHEMA_LISTS = (*COMBINED, "prefixItems", "items")
 SCHEMAS = ("items", "additionalProperties", "additionalItems")
@@ -84,7 +88,21 @@ def closed(schema: Any, place: str, open_places: frozenset[str], joined: bool) -
             found[keyword] = made[0] if made else held
     if not joined and place not in open_places and may_close(schema):
         found["additionalProperties"] = False
-    return found
+    return bounded(found)
+
+
+def bounded(schema: dict[str, Any]) -> dict[str, Any]:
+    """Where only integers are asked for, and no multiples: those cost much to compile over a large range."""
+    named = schema.get("type")
+    kinds = set(named) if isinstance(named, list) and all(isinstance(kind, str) for kind in named) else {named}
+    if "integer" not in kinds or "number" in kinds or {"multipleOf", "enum", "const"} & set(schema):
+        return schema
+    lowest = [schema[word] for word in ("minimum", "exclusiveMinimum") if word in schema]
+    highest = [schema[word] for word in ("maximum", "exclusiveMaximum") if word in schema]
+    if not all(type(limit) in (int, float) and abs(limit) < LARGEST for limit in (*lowest, *highest)):
+        return schema
+    limits = {**({} if lowest else {"minimum": -LARGEST}), **({} if highest else {"maximum": LARGEST})}
+    return {**schema, **limits}
 
 
 def may_close(schema: Mapping[str, Any]) -> bool:

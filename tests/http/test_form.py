@@ -9,12 +9,13 @@ import anyio
 import pytest
 
 from adapters.http.form import MOST_TEXT
+from adapters.text.closed_schema import closed_schema
 from effects.grammar import Grammar
 from tests.http.conftest import Site, chat
 from tests.http.sse import stream
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-CLOSED = {**SCHEMA, "additionalProperties": False}
+CLOSED = closed_schema(SCHEMA)
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": SCHEMA, "strict": True}}
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -51,7 +52,7 @@ async def test_a_schema_by_every_name(site: Site, path: str, fields: dict[str, A
     if path == COMPLETIONS:  # in chat the model may think first
         assert schema_of(held(site)) == CLOSED
     else:
-        assert json.dumps(SCHEMA["properties"], separators=(",", ":")) in held(site).source
+        assert json.dumps(CLOSED["properties"], separators=(",", ":")) in held(site).source
 
 
 OTHERS: list[tuple[dict[str, Any], Grammar]] = [

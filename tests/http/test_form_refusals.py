@@ -77,7 +77,10 @@ def form(schema: Any, strict: bool) -> dict[str, Any]:
 
 
 def chat_form(schema: Any, strict: bool) -> tuple[str, dict[str, Any]]:
-    said = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **({"strict": True} if strict else {})}}
+    said = {
+        "type": "json_schema",
+        "json_schema": {"name": "x", "schema": schema, **({"strict": True} if strict else {})},
+    }
     return "/v1/chat/completions", {**TALK, "response_format": said}
 
 
@@ -160,9 +163,7 @@ async def test_with_strict_the_keyword_and_its_path_are_named(shared: Site, api:
 
 @pytest.mark.parametrize("api", [*FORMS, *TOOLS, *LENIENT])
 @pytest.mark.parametrize("name", CANNOT_BE_HELD)
-async def test_without_strict_it_is_left_to_the_model_and_the_header_says_so(
-    shared: Site, api: str, name: str
-) -> None:
+async def test_without_strict_it_is_left_to_the_model_and_the_header_says_so(shared: Site, api: str, name: str) -> None:
     how, base = {**FORMS, **TOOLS, **LENIENT}[api]
     said, keyword = CANNOT_BE_HELD[name]
     response = await ask(shared, how, said, strict=False)

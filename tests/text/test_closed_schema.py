@@ -58,10 +58,37 @@ def test_an_object_has_no_properties_but_those_that_it_lists(name: str) -> None:
 
 
 def test_what_only_people_read_is_left_out_and_the_original_stays_as_it_is() -> None:
-    schema = {"title": "X", "properties": {"a": {"description": "d", "default": 3, "type": "integer"}}}
-    assert closed_schema(schema) == {"properties": {"a": {"type": "integer"}}, "additionalProperties": False}
+    schema = {"title": "X", "properties": {"a": {"description": "d", "default": True, "type": "boolean"}}}
+    assert closed_schema(schema) == {"properties": {"a": {"type": "boolean"}}, "additionalProperties": False}
     assert schema["title"] == "X"
     assert "additionalProperties" not in schema
+
+
+LARGEST = 10**18 - 1
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "integer"}, (0, LARGEST, -LARGEST), (LARGEST + 1, -LARGEST - 1)),
+        ({"type": ["integer", "null"]}, (0, None), (LARGEST + 1,)),
+        ({"type": "integer", "minimum": 3}, (3, LARGEST), (2, LARGEST + 1)),
+        ({"type": "integer", "exclusiveMaximum": 3}, (2, -LARGEST), (3, -LARGEST - 1)),
+        ({"type": "integer", "minimum": 10**19}, (10**19,), (5,)),
+        ({"type": "integer", "multipleOf": 3}, (3 * LARGEST,), (1,)),
+        ({"type": "number"}, (10**19, 0.5), ("x",)),
+    ],
+    ids=str,
+)
+def test_an_integer_without_a_limit_has_at_most_eighteen_digits(
+    schema: dict[str, Any], good: tuple[Any, ...], bad: tuple[Any, ...]
+) -> None:
+    found = closed_schema(schema)
+    for value in good:
+        jsonschema.validate(value, found)
+    for value in bad:
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(value, found)
 
 
 @pytest.mark.parametrize(

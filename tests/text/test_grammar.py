@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import jsonschema
 import numpy as np
 import pytest
@@ -133,7 +134,7 @@ async def test_of_grammars_that_took_long_to_compile_fewer_are_kept_and_held(
     assert await grammars.admit(Grammar("regex", "d1"), stays) is costly[1], "what is there costs nothing more"
     grammars.match(Grammar("regex", "d1"))
     costly.clear()
-    await anyio.sleep(0)  # the event loop lets go of what it has just handed over
+    await anyio.lowlevel.checkpoint()  # the event loop lets go of what it has just handed over
     gc.collect()
     assert [grammars._find(Grammar("regex", f"d{number}")) for number in range(2)] == [None] * 2  # noqa: SLF001
     assert await grammars.admit(Grammar("regex", "d2"), stays)
@@ -193,19 +194,20 @@ async def test_every_api_key_has_a_share_of_the_line_and_keys_take_turns(grammar
         await anyio.wait_all_tasks_blocked()
     assert set(refused) <= {"greedy", "key5"}, "the line is as long as it may be with four of them"
     first = served[:keys]
-    assert len(set(first)) == keys, f"one of each key before the second of any, and who has nothing in the line is let in"
+    assert len(set(first)) == keys, (
+        "one of each key before the second of any, and who has nothing in the line is let in"
+    )
 
 
 async def test_who_is_cancelled_in_the_line_leaves_it_and_keeps_nobody_waiting(grammars: Grammars) -> None:
     for step in range(3):
-        async with anyio.create_task_group() as tasks:
-            async with grammars.line.turn(""):
-                with anyio.move_on_after(0):
-                    await grammars.admit(Grammar("regex", f"x{step}"), stays)
-                tasks.start_soon(grammars.admit, Grammar("regex", f"y{step}"), stays)
-                await anyio.wait_all_tasks_blocked()
-                if step:  # called and cancelled in the same moment
-                    tasks.cancel_scope.cancel()
+        async with anyio.create_task_group() as tasks, grammars.line.turn(""):
+            with anyio.move_on_after(0):
+                await grammars.admit(Grammar("regex", f"x{step}"), stays)
+            tasks.start_soon(grammars.admit, Grammar("regex", f"y{step}"), stays)
+            await anyio.wait_all_tasks_blocked()
+            if step:  # called and cancelled in the same moment
+                tasks.cancel_scope.cancel()
         assert grammars.line.waiting == 0
         with anyio.fail_after(20):
             await grammars.admit(Grammar("regex", f"z{step}"), stays)
