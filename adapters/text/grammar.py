@@ -7,7 +7,6 @@ passes there costs no more here. Steps are bounded by the library's own limits.
 
 from __future__ import annotations
 
-import re
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -18,12 +17,12 @@ from weakref import WeakValueDictionary
 
 import anyio
 import msgspec
-import numpy as np
 from attrs import define, field, frozen
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from numpy.typing import NDArray
 
 from adapters.text.grammar_line import GrammarLine, TooManyGrammars
+from adapters.text.grammar_matching import GrammarMatching, one_line
+from adapters.text.json_keys import QuotedTokens
 from adapters.text.tokenizer import GaveUp, Gone, Tokenizer
 from adapters.text.worker import Confined, WorkFailed
 from effects.grammar import Grammar
@@ -60,8 +59,6 @@ LAYOUT = {"whitespace_pattern": r" |\n[ \t]{0,40}"}
 
 
 TOO_DEEP = "it is nested too deeply"
-# `   2 | x: "a" %json {...}`, and the line below it that points into it
-QUOTED = re.compile(r"\s*[0-9]+ \| | {8,}\^+\s*$")
 
 
 class GrammarRefused(ValueError):
@@ -129,6 +126,7 @@ class Grammars:
     tokenizer: Tokenizer
     _trial: Confined = field(init=False)
     _vocabulary: LLTokenizer | None = field(default=None, init=False)
+    _quoted: QuotedTokens | None = field(default=None, init=False)
     _kept: OrderedDict[str, Compiled] = field(factory=OrderedDict, init=False)
     _used: WeakValueDictionary[str, Compiled] = field(factory=WeakValueDictionary, init=False)
     _lock: Lock = field(factory=Lock, init=False)  # never held for long: the event loop waits for it
@@ -199,7 +197,10 @@ class Grammars:
 
     def match(self, grammar: Grammar) -> GrammarMatching:
         """For a new answer. Raises GrammarRefused, a ValueError for the device."""
-        return self._matching(self._made(grammar).matcher)
+        found = self._matching(self._made(grammar).matcher)
+        if grammar.kind == "json_schema" or "%json" in grammar.source:
+            found.quoted = self._read_quoted()
+        return found
 
     async def aclose(self) -> None:
         await self._trial.aclose()
@@ -244,61 +245,19 @@ class Grammars:
                 self._vocabulary = LLTokenizer(vocabulary, eos_token=list(self.tokenizer.end_tokens))
             return self._vocabulary
 
+    def _read_quoted(self) -> QuotedTokens:
+        with self._reading:
+            if self._quoted is None:
+                controls = frozenset(control.id for control in self.tokenizer.controls.values())
+                self._quoted = QuotedTokens(self.tokenizer.piece, self.tokenizer.size, controls)
+            return self._quoted
+
     def _setup(self) -> dict[str, Any]:
         vocabulary = Vocabulary(self.tokenizer)
         tokens = [token.hex() for token in vocabulary.tokens]
         ends = list(self.tokenizer.end_tokens)
         told = {"tokens": tokens, "special": vocabulary.special_token_ids, "ends": ends}
         return {**told, "limits": LIMITS, "layout": LAYOUT}
-
-
-@define(eq=False)
-class GrammarMatching:
-    """One answer's way through its grammar (`adapters.device.constraint.Matching`).
-
-    _base stands behind the answer so far, _ahead behind `_path` after that: a step's rows are asked for one after the
-    other along what is agreed to, so each mask is one token away from the last one.
-    """
-
-    _base: LLMatcher
-    _ends: frozenset[int]
-    _size: int
-    _path: Tokens = ()
-    _ahead: LLMatcher | None = None
-
-    def mask(self, path: Tokens) -> NDArray[np.uint8] | str:
-        found = np.zeros(4 * -(-self._size // 32), dtype=np.uint8)
-        if path and path[-1] in self._ends:
-            found.fill(255)  # nothing is asked there
-            return found
-        matcher = self._at(path)
-        if not matcher.is_error():
-            matcher.unsafe_compute_mask_ptr(found.ctypes.data, len(found))
-        if matcher.is_error():
-            return one_line(matcher.get_error())
-        return found if found.any() else "the grammar has no continuation"
-
-    def fitting(self, path: Tokens) -> int:
-        """An end token counts wherever it stands: whether it may is the mask's to say."""
-        end = next((at for at, token in enumerate(path) if token in self._ends), len(path))
-        count = self._base.validate_tokens(list(path[:end]))
-        return min(len(path), count + 1) if count == end else count
-
-    def append(self, tokens: Sequence[int]) -> None:
-        said = tuple(token for token in tokens if token not in self._ends)
-        if self._ahead is not None and self._path == said[: len(self._path)]:
-            self._base, said = self._ahead, said[len(self._path) :]
-        self._path, self._ahead = (), None
-        self._base.consume_tokens(list(said))
-
-    def _at(self, path: Tokens) -> LLMatcher:
-        if not path:
-            return self._base
-        if self._ahead is None or self._path != path[: len(self._path)]:
-            self._path, self._ahead = (), self._base.deep_copy()
-        self._ahead.consume_tokens(list(path[len(self._path) :]))
-        self._path = path
-        return self._ahead
 
 
 def json_grammar(schema: Mapping[str, Any]) -> Grammar:
@@ -330,9 +289,3 @@ def fitted_schema(told: Mapping[str, Any]) -> FittedSchema:
     if "error" in told:
         return FittedSchema(None, (("", one_line(told["error"])),))
     return FittedSchema(told["schema"], tuple((path, one_line(why)) for path, why in told["left_out"]))
-
-
-def one_line(message: str) -> str:
-    """What the library says, without the lines of the grammar that it quotes: most of it was written here."""
-    lines = [line for line in message.replace("<non-verbose/>", "").splitlines() if not QUOTED.match(line)]
-    return " ".join(" ".join(lines).split())[:300]
