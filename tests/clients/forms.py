@@ -23,7 +23,7 @@ SEEDS = 10
 MODES = ("TOOLS", "TOOLS_STRICT", "JSON_SCHEMA")
 
 
-class Kind(enum.StrEnum):
+class Species(enum.StrEnum):
     CAT = "cat"
     DOG = "dog"
 
@@ -39,9 +39,9 @@ class Pet(BaseModel):
     name: str = Field(description="What it is called", max_length=20)
     age: int = Field(ge=0, le=30)
     tame: bool
-    kind: Kind
+    kind: Species
     home: Home | None = None
-    tags: list[Kind] = Field(default_factory=list, max_length=2)
+    tags: list[Species] = Field(default_factory=list, max_length=2)
 
 
 def main() -> int:
