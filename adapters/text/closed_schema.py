@@ -30,10 +30,32 @@ SCHEMAS = ("items", "additionalProperties", "additionalItems")
 SPEAKS_OF_OTHERS = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref"})
 
 
-def closed_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy that allows no properties but those that it lists. Raises RecursionError where it is too deep."""
+def closed_schema(schema: Mapping[str, Any], *, bound: bool = True) -> dict[str, Any]:
+    """Return a copy that allows no properties but those that it lists. Raises RecursionError where it is too deep.
+
+    bound: limit integers as well. Each takes some of what the lexer of a grammar may cost.
+    """
     found: dict[str, Any] = closed(schema, "#", frozenset(joined_references(schema, joined=False)), joined=False)
-    return found
+    return bounded_integers(found) if bound else found
+
+
+def bounded_integers(schema: Any) -> Any:
+    if not isinstance(schema, Mapping):
+        return schema
+    found = dict[str, Any]()
+    for keyword, held in schema.items():
+        made = [bounded_integers(part) for _, part in parts_of(keyword, held)]
+        found[keyword] = with_parts(keyword, held, made)
+    return bounded(found)
+
+
+def with_parts(keyword: str, held: Any, parts: list[Any]) -> Any:
+    """What a keyword holds, with other schemas in it."""
+    if keyword in SCHEMAS_BY_NAME and isinstance(held, Mapping):
+        return dict(zip(held, parts, strict=True))
+    if keyword in SCHEMA_LISTS and isinstance(held, list):
+        return parts
+    return parts[0] if parts else held
 
 
 def parts_of(keyword: str, held: Any) -> Iterator[tuple[str, Any]]:
@@ -80,15 +102,10 @@ def closed(schema: Any, place: str, open_places: frozenset[str], joined: bool) -
             continue
         together = holds_together(schema, keyword, joined)
         made = [closed(part, place + steps, open_places, together) for steps, part in parts_of(keyword, held)]
-        if keyword in SCHEMAS_BY_NAME and isinstance(held, Mapping):
-            found[keyword] = dict(zip(held, made, strict=True))
-        elif keyword in SCHEMA_LISTS and isinstance(held, list):
-            found[keyword] = made
-        else:
-            found[keyword] = made[0] if made else held
+        found[keyword] = with_parts(keyword, held, made)
     if not joined and place not in open_places and may_close(schema):
         found["additionalProperties"] = False
-    return bounded(found)
+    return found
 
 
 def bounded(schema: dict[str, Any]) -> dict[str, Any]:

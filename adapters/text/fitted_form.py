@@ -32,6 +32,7 @@ from adapters.text.tokenizer import Gone
 from effects.grammar import Grammar
 
 TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
+MOST_BOUNDED = 64  # tools whose integers are limited: 300 with two each are more than a lexer may cost, 100 are not
 SHARES = (0.5, 0.25, 0.0)  # of the tools
 MALFORMED = re.compile(r"Invalid type|[Ii]nvalid multiple of|must be (a|an) |Expected ")
 
@@ -172,7 +173,7 @@ class FormFitting:
 
     def closed(self, schema: Mapping[str, Any], path: str, *, strict: bool) -> Mapping[str, Any] | None:
         try:
-            found = closed_schema(schema)
+            found = closed_schema(schema, bound=len(self.reader.tools) <= MOST_BOUNDED)
             json.dumps(found)
         except RecursionError:
             if strict:
