@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import select
 import sys
 from typing import NoReturn
 
 from engine.libraries import leave, opening
+
+INTERRUPTED = 130  # as shells tell of SIGINT
+READER_LEFT = 141  # as shells tell of SIGPIPE, which ends other tools there: `rekindle cache ls | head`
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -15,9 +20,37 @@ def main(argv: list[str] | None = None) -> int:
         with opening(words):
             from engine.commands import carry_out  # noqa: PLC0415 - meanwhile
 
-            return carry_out(words)
+            status = carry_out(words)
+        print(end="", flush=True)  # what is left to be written may be all that there is
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # rich ends the process itself then
+            return READER_LEFT
+        raise
+    except BrokenPipeError:
+        if not drop_output():  # it was another pipe that broke
+            raise
+        return READER_LEFT
+    return status
+
+
+def drop_output() -> bool:
+    """Whatever is still written to a pipe that nobody reads goes nowhere. Returns whether there is such a pipe."""
+    broken = [descriptor for descriptor in (1, 2) if is_broken(descriptor)]
+    if broken:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for descriptor in broken:
+            os.dup2(nowhere, descriptor)
+        os.close(nowhere)
+    return bool(broken)
+
+
+def is_broken(descriptor: int) -> bool:
+    """Is that a pipe whose other end is closed?"""
+    watched = select.poll()
+    watched.register(descriptor, 0)
+    return any(event & select.POLLERR for _, event in watched.poll(0))
 
 
 def command() -> NoReturn:

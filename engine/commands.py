@@ -134,7 +134,10 @@ def models(
     json_
         Print JSON, and nothing else, on standard output.
     """
-    from engine.inventory import run  # noqa: PLC0415
+    from engine.progress import told_if_slow  # noqa: PLC0415
+
+    with told_if_slow("importing libraries"):
+        from engine.inventory import run  # noqa: PLC0415
 
     return run(options.serving, as_json=json_)
 
@@ -149,6 +152,9 @@ def replay(
     quiet: Quiet = False,
 ) -> int:
     """Feed a recorded trace through the engine again and compare every decision. Exit status 0 only if identical.
+
+    Exit status 1 at the first difference, 2 if the file is no trace, 3 if the trace has no end, as a killed server
+    leaves it, and everything in it agrees.
 
     `rekindle replay today.jsonl.zst`
 
@@ -170,7 +176,7 @@ def replay(
         Do not tell how far it has got.
     """
     from engine.progress import quietly  # noqa: PLC0415
-    from engine.replay import Diverged, replay_file, world_json  # noqa: PLC0415
+    from engine.replay import CUT_SHORT, CutShort, Diverged, replay_file, world_json  # noqa: PLC0415
     from engine.trace import BadTrace  # noqa: PLC0415
 
     try:
@@ -185,7 +191,7 @@ def replay(
         raise Refusal(str(error)) from error
     except Diverged as error:
         print(error, file=sys.stderr)
-        return 1
+        return CUT_SHORT if isinstance(error, CutShort) else 1
     if until is not None:
         print(json.dumps(world_json(done.world), indent=2))
     else:
@@ -252,7 +258,10 @@ def doctor(
     json_
         Print JSON, and nothing else, on standard output.
     """
-    from engine.doctor.run import run  # noqa: PLC0415
+    from engine.progress import told_if_slow  # noqa: PLC0415
+
+    with told_if_slow("importing libraries"):
+        from engine.doctor.run import run  # noqa: PLC0415
 
     return run(Options(device=device, kv_cache_dir=kv_cache_dir), as_json=json_)
 

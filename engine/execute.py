@@ -33,7 +33,7 @@ from engine.configuration import checked
 from engine.options import Options
 from engine.progress import progress
 from engine.refusal import Refusal
-from engine.replay import Diverged, Replay, show
+from engine.replay import Diverged, Replay, show, until_cut
 from engine.runner import Envelope
 from engine.target import Mismatched
 from engine.trace import LINE_LIMIT, BadTrace, Header, Line, read_sized
@@ -244,7 +244,7 @@ async def execute(path: Path, model: str | None, until: int | None = None) -> tu
         execution = Execution(target.executor, header.settings.chunk, header.settings.stateful, remembered, ahead)
         target.executor.proposed_to(remembered)
         target.executor.matched_by(Grammars(Tokenizer.load(target.folder)).match)
-        for line in shown(ahead):
+        for line in until_cut(shown(ahead)):
             envelope = line.record
             if not isinstance(envelope, Envelope):
                 run.feed(line.number, envelope)

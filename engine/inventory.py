@@ -34,7 +34,7 @@ from engine.human import size
 from engine.machine import choose_devices, planned
 from engine.needs import fit_of, needs
 from engine.options import Options
-from engine.progress import progress
+from engine.progress import progress, told_if_slow
 from engine.refusal import Refusal
 
 
@@ -70,7 +70,9 @@ class Listed:
 def run(options: Options, *, as_json: bool) -> int:
     """options: what would be served with, but for the model. Raises Refusal."""
     shipped = [LocalModel(name, path) for name, path in demo.FOLDERS.items()]
-    models, found = [*shipped, *local_models(os.environ)], list[Listed]()
+    with told_if_slow("looking for models"):
+        models = [*shipped, *local_models(os.environ)]
+    found = list[Listed]()
     with progress("models read", len(models)) as step:
         for model in models:
             found.append(listed(model, options))

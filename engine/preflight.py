@@ -1,4 +1,4 @@
-"""What can be seen to be wrong before torch is imported, which takes most of a start's time. Nothing is changed."""
+"""What can be seen to be wrong before torch is imported, which takes most of a start's time. Nothing stays changed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import fcntl
 import logging
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from attrs import evolve
@@ -143,16 +145,33 @@ def check_cache(path: Path) -> None:
 
 
 def check_parent(path: Path) -> None:
-    """It will be made, with what is missing above it."""
+    """It will be made, with what is missing above it: made for a moment, since rights alone do not say (`/proc`)."""
     above = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
     if not above.is_dir():
         raise FolderUnusable(f"{path}: {above} is not a folder")
-    check_writable(above)
+    missing = [one for one in reversed((path.absolute(), *path.absolute().parents)) if not os.path.lexists(one)]
+    made = list[Path]()
+    try:
+        for folder in missing:
+            folder.mkdir(mode=0o700)
+            made.append(folder)
+        check_writable(path)
+    except OSError as error:
+        raise FolderUnusable(f"{path}: cannot be made: {(error.strerror or str(error)).lower()}") from error
+    finally:
+        for folder in reversed(made):
+            with suppress(OSError):  # somebody else has put something into it
+                folder.rmdir()
 
 
 def check_writable(folder: Path) -> None:
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise FolderUnusable(f"{folder}: nothing can be made in it: permission denied")
+    """A file is made for a moment: rights alone do not say."""
+    try:
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise FolderUnusable(f"{folder}: nothing can be made in it: {why}") from error
 
 
 def check_unlocked(path: Path) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 
 FIRST_S, EVERY_S, REFRESH_S = 1.0, 5.0, 0.1  # until anything is shown, between lines, and of a bar
@@ -24,6 +25,30 @@ def quietly(quiet: bool) -> Iterator[None]:
         yield
     finally:
         QUIET.reset(before)
+
+
+@contextmanager
+def told_if_slow(what: str, first_s: float = FIRST_S) -> Iterator[None]:
+    """Say what takes so long inside, where there are no steps to be counted: after a second, and again every five."""
+    done = threading.Event()
+
+    def tell() -> None:
+        began, wait = time.monotonic(), first_s
+        while not done.wait(wait):
+            wait = EVERY_S
+            with suppress(OSError, ValueError):  # nobody reads it
+                print(f"{what} ({time.monotonic() - began:.0f} s)", file=sys.stderr, flush=True)
+
+    if QUIET.get():
+        yield
+        return
+    teller = threading.Thread(target=tell, name="progress", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        done.set()
+        teller.join()
 
 
 @contextmanager

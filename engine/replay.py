@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from attrs import define, field
 
 from engine.progress import progress
 from engine.runner import Envelope
-from engine.trace import UNREADABLE, Digest, Header, Record, converter, digest, read
+from engine.trace import UNREADABLE, Digest, Header, LineCutShort, Record, converter, digest, read
 from states.machine import IllegalEvent
 from states.world import Out, World, advance, begin
+
+T = TypeVar("T")
+CUT_SHORT = 3  # exit status: of a trace that has no end, and agrees as far as it goes
 
 
 class Diverged(Exception):
     """The same events no longer lead to the same decisions. The message shows event, expected and actual."""
+
+
+class CutShort(Diverged):
+    """The trace has no end: its server was killed, or still runs. Everything that is in it agrees."""
 
 
 @define
@@ -71,9 +79,14 @@ class Replay:
         self.ended = recorded.last
 
     def finish(self) -> None:
-        if not self.ended:
-            missing = f"; {show(self.expected[0])} was never recorded" if self.expected else ""
-            raise Diverged(f"the trace was cut short after event {self.events - 1}{missing}")
+        """At the end of the trace. Raises CutShort where it is no end."""
+        if self.ended:
+            return
+        missing = " What came of the last event was not recorded to its end." if self.expected else ""
+        raise CutShort(
+            f"the trace was cut short after event {self.events - 1}: its server was killed, or it still runs.\n"
+            f"  replayed: {self.events} events, and everything that was recorded of them agrees.{missing}"
+        )
 
     def summary(self, executed: int | None) -> str:
         """executed: how many tokens were computed again; None: none were asked for."""
@@ -93,11 +106,17 @@ def show(value: object, width: int = 600) -> str:
     return text if len(text) <= width else f"{text[: width // 2]} ... {text[-width // 2 :]}"
 
 
+def until_cut(records: Iterable[T]) -> Iterator[T]:
+    """All but a last one that is half there: whoever reads these finds no end behind them."""
+    with suppress(LineCutShort):
+        yield from records
+
+
 def replay(header: Header, records: Iterable[tuple[int, Record]], until: int | None = None) -> Replay:
     """Replay all, or up to and including event `until`; raises Diverged."""
     run = Replay.of(header)
     with progress("replayed lines") as step:
-        for number, record in records:
+        for number, record in until_cut(records):
             if until is not None and isinstance(record, Envelope) and record.seq > until:
                 return run
             run.feed(number, record)

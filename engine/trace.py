@@ -9,7 +9,9 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import queue
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache
@@ -81,6 +83,10 @@ class BadTrace(Exception):
     """The file is not a trace that this version can read; the message names the line."""
 
 
+class LineCutShort(BadTrace):
+    """The last line has no end: the server was killed while it was written, or writes it now."""
+
+
 @cache  # made when it is first wanted: a server that records nothing need not wait for it
 def converter() -> Converter:
     # No list of everything that is wrong: a line of millions of wrong tokens would become as many exceptions.
@@ -128,15 +134,26 @@ def digest(world: World) -> str:
 
 
 def opened(path: Path, mode: str) -> IO[Any]:
-    """A text file, or one inside zstd; reading goes across frames and never past what a line may hold."""
+    """A text file, or one inside zstd; reading goes across frames and never past what a line may hold. What is written
+    is for its owner only: prompts are in it.
+    """
+    raw = open(path, mode + "b", opener=for_owner if mode == "w" else None)  # noqa: SIM115 - Path has no opener
     if path.suffix != ".zst":
-        return path.open(mode + "t", encoding="utf-8", newline="\n")
-    raw = path.open(mode + "b")
+        return io.TextIOWrapper(raw, encoding="utf-8", newline="\n")
     if mode == "w":
         packed = zstandard.ZstdCompressor(level=3, write_checksum=True).stream_writer(raw)
         return io.TextIOWrapper(packed, encoding="utf-8", newline="\n")
     unpacked = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(raw, read_across_frames=True)
     return io.TextIOWrapper(unpacked, encoding="utf-8", newline="\n")
+
+
+def for_owner(path: str, flags: int) -> int:
+    """Open a file that nobody else may read, even where it was there before and others could."""
+    descriptor = os.open(path, flags, 0o600)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        with suppress(OSError):  # another's file, or a file system without rights
+            os.fchmod(descriptor, 0o600)
+    return descriptor
 
 
 @define
@@ -267,9 +284,10 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
         with opened(path, "r") as file:
             while line := file.readline(LINE_LIMIT):
                 number += 1
+                if not line.endswith("\n") and len(line) >= LINE_LIMIT:
+                    raise BadTrace(f"{path}: line {number} is longer than a line may be")
                 if not line.endswith("\n"):
-                    what = "is longer than a line may be" if len(line) >= LINE_LIMIT else "was cut short"
-                    raise BadTrace(f"{path}: line {number} {what}")
+                    raise LineCutShort(f"{path}: line {number} was cut short")
                 yield number, line
     except OSError as error:
         where = f" after line {number}" if number else ""

@@ -205,7 +205,7 @@ class Edge:
             return self.door.takes() == "draining" or await request.is_disconnected()
 
         try:
-            return await held(asked, self.text, self.options, gone)
+            return await held(asked, self.text, self.options, gone, request.scope.get(CALLER, ""))
         except GaveUp:
             if self.door.takes() != "draining":
                 raise left() from None

@@ -7,21 +7,15 @@ to the model in the tool's description, and the answer is held to it.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping, Sequence
-
-from attrs import evolve
 
 from adapters.http.errors import invalid
 from adapters.http.fields import Fields
 from adapters.http.tools import read_name
-from adapters.text.answer.reader import AnswerReader
 from adapters.text.conversation import FunctionTool
 from adapters.text.grammar import MOST_SOURCE
 from effects.grammar import Grammar
 
 INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-PLACES = re.compile(r"^(\d+\(\d+\):\s*)+")  # in rules that the client has not written
 SYNTAXES = ("lark", "regex")
 
 
@@ -33,7 +27,14 @@ def read_custom(tool: Fields) -> FunctionTool:
         kind = "Lark grammar" if grammar.kind == "lark" else "regular expression"
         description = f"{description or ''}\n\nThe input must match this {kind}:\n{grammar.source}".strip()
     name, sent = read_name(tool), tool.data["name"]
-    return FunctionTool(name, description, INPUT, sent_as=None if sent == name else sent, input_grammar=grammar)
+    return FunctionTool(
+        name,
+        description,
+        INPUT,
+        sent_as=None if sent == name else sent,
+        input_grammar=grammar,
+        path=tool.at("format"),
+    )
 
 
 def read_input_grammar(tool: Fields) -> Grammar | None:
@@ -63,19 +64,3 @@ def custom_input(arguments: str) -> str:
         return arguments
     text = given.get("input") if isinstance(given, dict) else None
     return text if isinstance(text, str) else arguments
-
-
-def with_grammars(reader: AnswerReader) -> Sequence[str]:
-    """Return the names of the tools whose input is held to a grammar."""
-    return [tool.name for tool in reader.tools.values() if tool.input_grammar is not None]
-
-
-def without_grammars(reader: AnswerReader) -> AnswerReader:
-    """Return a reader of answers whose custom tools are called with any text."""
-    return evolve(reader, tools={name: evolve(tool, input_grammar=None) for name, tool in reader.tools.items()})
-
-
-def not_held(names: Sequence[str], why: str) -> Mapping[str, str]:
-    """Return the header that says whose grammars are left to the model."""
-    reason = PLACES.sub("", why).partition("(at ")[0].encode("ascii", "replace").decode()
-    return {"x-rekindle-grammars-not-held": f"{' '.join(names)}; {reason[:120].strip()}"}

@@ -40,11 +40,16 @@ STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")  # keys of vL
 
 @frozen
 class Form:
-    """The form of an answer, and where in the body it is asked for. translate: its rules may be GBNF still."""
+    """The form of an answer, and where in the body it is asked for. translate: its rules may be GBNF still.
+
+    schema: what the grammar is made of, if it is a JSON schema.  strict: nothing of it may be left to the model.
+    """
 
     grammar: Grammar
     path: str
     translate: bool = False
+    schema: Mapping[str, Any] | None = None
+    strict: bool = False
 
 
 def read_form(fields: Fields, formats: Sequence[Sequence[str]]) -> Form | None:
@@ -78,11 +83,10 @@ def read_format(answer: Fields | None) -> Form | None:
     schema = holder.within("schema")
     if schema is None and kind == "json_schema":
         raise holder.wrong("schema", "an object, the JSON schema")
-    # what the schema says beyond what can be held is passed over only where the client does not mind
-    lenient = holder.has("strict") and not holder.flag("strict")
+    strict = holder.flag("strict")
     if schema is None:
         return Form(json_grammar(ANY_OBJECT), answer.path)
-    return Form(schema_grammar(schema.data, schema.path, lenient=lenient), schema.path)
+    return schema_form(schema.data, schema.path, strict=strict)
 
 
 def read_others(fields: Fields) -> list[Form]:
@@ -103,9 +107,9 @@ def read_named(fields: Fields, name: str, kind: str) -> Form | None:
         case "json_object", True:
             grammar = json_grammar(ANY_OBJECT)
         case "json", dict():
-            grammar = schema_grammar(value, path)
+            return schema_form(value, path)
         case "json", str():
-            grammar = schema_grammar(parsed(value, path), path)
+            return schema_form(parsed(value, path), path)
         case "regex", str():
             grammar = Grammar("regex", value)
         case "choice", [_, *_] if len(value) <= MOST_CHOICES and all(isinstance(one, str) and one for one in value):
@@ -130,8 +134,8 @@ def parsed(text: str, path: str) -> dict[str, Any]:
     return found
 
 
-def schema_grammar(schema: Mapping[str, Any], path: str, *, lenient: bool = False) -> Grammar:
+def schema_form(schema: Mapping[str, Any], path: str, *, strict: bool = False) -> Form:
     try:
-        return json_grammar(schema, lenient=lenient)
+        return Form(json_grammar(schema), path, schema=schema, strict=strict)
     except GrammarRefused as refused:
         raise invalid(path, str(refused)) from None

@@ -4,73 +4,77 @@ opens the answer; then tried.
 
 from __future__ import annotations
 
-import json
-from typing import Any
+from collections.abc import Mapping, Sequence
+from urllib.parse import quote
 
-import anyio
-import msgspec
 from attrs import evolve
 
 from adapters.http.api import Asked
-from adapters.http.custom_tools import not_held, with_grammars, without_grammars
 from adapters.http.errors import ApiError, invalid, unavailable
-from adapters.http.form import Form
 from adapters.http.options import EdgeOptions
-from adapters.text.answer.held import answer_grammar
-from adapters.text.grammar import GrammarRefused, TooManyGrammars
+from adapters.text.fitted_form import AskedForm, FormFitting, SchemaRefused
+from adapters.text.grammar import GrammarRefused, check_length
+from adapters.text.grammar_line import TooManyGrammars
 from adapters.text.text import Text
 from adapters.text.tokenizer import Gone
 
+NOT_HELD = "x-rekindle-not-held"
+MOST_TOLD = 16  # paths in a header
+MOST_PATH = 200  # characters of one
+# What the compiler of schemas says, in words that a client can use.
+PLAINER: Mapping[str, str] = {
+    "Unimplemented keys": "this keyword cannot be held",
+    "oneOf constraints": "its members do not exclude each other; `anyOf` can be held",
+    "look-around": "look-ahead and look-behind in patterns cannot be held",
+    "lookarounds": "word boundaries, and anchors inside of patterns, cannot be held",
+    "backreferences": "back-references in patterns cannot be held",
+    "Default retriever": "only references into the same schema are followed",
+    "Pointer '": "the reference leads nowhere",
+    "Unsatisfiable schema": "no value keeps to it",
+}
 
-async def held(asked: Asked, text: Text, options: EdgeOptions, gone: Gone) -> Asked:
+
+async def held(asked: Asked, text: Text, options: EdgeOptions, gone: Gone, owner: str = "") -> Asked:
     """With the grammar of the whole answer, tried. Such an answer ends with its grammar, `ignore_eos` or not.
 
-    Raises ApiError for one that cannot be used; GaveUp.
+    owner: a name for the API key. Raises ApiError for a form that cannot be held; GaveUp.
     """
     form = asked.controls.form
     if form is None and not asked.reader.tools:
         return asked
     try:
-        rules = None if form is None else form.grammar
+        if form is not None and form.schema is None:
+            check_length(form.grammar.source)
         if form is not None and form.translate:
-            rules = await text.grammars.rules(form.grammar.source, gone)
-        # a request's tools have a mebibyte of schemas
-        grammar = await anyio.to_thread.run_sync(answer_grammar, asked.reader, rules, text.tokenizer.controls)
-        if grammar is None:
-            return asked
-        compiled = await text.grammars.admit(grammar, gone)
+            rules = await text.grammars.rules(form.grammar.source, gone, owner)
+            form = evolve(form, grammar=rules)
+        given = None if form is None else AskedForm(form.grammar, form.path, form.schema, form.strict)
+        found = await FormFitting(asked.reader, given, text.grammars, gone, owner).fit()
     except TooManyGrammars:
         raise unavailable("Too many grammars at a time. Try again in a moment.", options.retry_after_s) from None
+    except SchemaRefused as refused:
+        raise cannot(refused.path, str(refused)) from None
     except GrammarRefused as refused:
-        if names := with_grammars(asked.reader):  # as hints: their grammars are in the tools' descriptions, too
-            headers = {**asked.headers, **not_held(names, str(refused))}
-            return await held(
-                evolve(asked, reader=without_grammars(asked.reader), headers=headers), text, options, gone
-            )
-        if form is None:
-            raise invalid("$.tools", f"cannot be held to: {refused}", "unsupported_parameter") from None
-        raise cannot(form, refused) from None
-    sampling = evolve(asked.controls.sampling, grammar=grammar)
+        assert form is not None
+        raise cannot(form.path, str(refused)) from None
+    asked = evolve(asked, headers={**asked.headers, **not_held(found.left_out)})
+    if found.grammar is None:
+        return asked
+    sampling = evolve(asked.controls.sampling, grammar=found.grammar)
     ends = tuple(dict.fromkeys((*text.tokenizer.end_tokens, *asked.controls.stop_tokens)))
-    return evolve(asked, controls=evolve(asked.controls, sampling=sampling, stop_tokens=ends), compiled=compiled)
+    controls = evolve(asked.controls, sampling=sampling, stop_tokens=ends)
+    return evolve(asked, controls=controls, compiled=found.compiled)
 
 
-def cannot(form: Form, refused: GrammarRefused) -> ApiError:
-    """With the place of what is refused, where the message names keywords of a schema."""
-    path, message = form.path, str(refused)
-    if form.grammar.kind == "json_schema" and "Unimplemented keys" in message:
-        found = place(msgspec.json.decode(form.grammar.source), message)
-        path = f"{path}{found}" if found else path
-    return invalid(path, f"cannot be held to: {message}", "unsupported_parameter")
+def cannot(path: str, why: str) -> ApiError:
+    plainer = next((words for said, words in PLAINER.items() if said in why), why)
+    return invalid(path, f"cannot be held to: {plainer}", "unsupported_parameter")
 
 
-def place(schema: Any, message: str) -> str:
-    """The path of the first keyword that the message names."""
-    items = schema.items() if isinstance(schema, dict) else enumerate(schema) if isinstance(schema, list) else ()
-    for key, value in items:
-        here = f".{key}" if isinstance(key, str) else f"[{key}]"
-        if isinstance(key, str) and json.dumps(key) in message:
-            return here
-        if found := place(value, message):
-            return here + found
-    return ""
+def not_held(paths: Sequence[str]) -> Mapping[str, str]:
+    """The header that says what is left to the model: JSON paths with a space between them."""
+    if not paths:
+        return {}
+    told = [quote(path, safe="$.[]_-/")[:MOST_PATH] for path in paths[:MOST_TOLD]]
+    more = [f"+{len(paths) - MOST_TOLD}"] if len(paths) > MOST_TOLD else []
+    return {NOT_HELD: " ".join([*told, *more])}

@@ -63,7 +63,8 @@ def read_function(function: Fields, parameters: str = "parameters") -> FunctionT
         function.text("description"),
         None if schema is None else schema.data,
         function.flag("strict"),
-        None if sent == name else sent,
+        sent_as=None if sent == name else sent,
+        path=function.at(parameters),
     )
 
 

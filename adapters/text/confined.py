@@ -4,7 +4,8 @@ only jinja2 or llguidance.
 Frames in both directions: four bytes of length (big endian), then JSON. The first frame is the set-up with `max_bytes`
 and `seconds`, answered by `{"ok": ""}` or an error. With `{"template", "controls", "variables", "nonce", "max_chars"}`
 every later frame holds the variables of one render; with `{"tokens", "special", "ends", "limits"}` it is a grammar,
-or `{"rules"}`, in GBNF or Lark, to be answered as Lark.
+or `{"rules"}`, in GBNF or Lark, to be answered as Lark, or `{"schemas"}`, a list of them, to be answered as JSON: what
+`fit_schema.py` makes of each.
 They are answered by `{"ok": text}` or `{"error": kind, "message": text}` with kind `refused` (the template's own
 raise_exception, a grammar that cannot be used) or `failed`.
 
@@ -19,6 +20,7 @@ text: it errs on the safe side, and `Text.check` warns at start.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -180,18 +182,28 @@ class GrammarTrial:
                 return []  # only what is forced would be tokenized, and nothing is answered here
 
         self.limits = llguidance.LLParserLimits(**setup["limits"])
+        self.layout: dict[str, Any] = setup.get("layout", {})
+        self.fitting = load_beside("fit_schema")  # before time is limited
         self.matcher = llguidance.LLMatcher
         vocabulary: Any = Vocabulary()
         self.tokenizer = llguidance.LLTokenizer(vocabulary, eos_token=setup["ends"])
 
-    def render(self, asked: str | dict[str, str]) -> str:
-        """Nothing, if the grammar can be used; with `rules`, these as Lark has them."""
+    def render(self, asked: str | dict[str, Any]) -> str:
+        """Nothing, if the grammar can be used; with `rules`, these as Lark has them; with `schemas`, what fits."""
+        if isinstance(asked, dict) and "schemas" in asked:
+            return json.dumps(self.fitting.fitted(asked["schemas"], self.complaint))
         if isinstance(asked, dict):
             return self.translated(asked["rules"])
         found = self.matcher(self.tokenizer, asked, log_level=0, limits=self.limits)
         if found.is_error():
             raise Refused(found.get_error())
         return ""
+
+    def complaint(self, schema: dict[str, Any]) -> str:
+        """What is wrong with a schema, or nothing."""
+        source = self.matcher.grammar_from_json_schema(json.dumps({**schema, "x-guidance": self.layout}))
+        found = self.matcher(self.tokenizer, source, log_level=0, limits=self.limits)
+        return str(found.get_error()) if found.is_error() else ""
 
     @staticmethod
     def translated(rules: str) -> str:
@@ -202,6 +214,16 @@ class GrammarTrial:
             return any_to_lark(rules)
         except Exception as error:  # noqa: BLE001 - the library raises plain ones
             raise Refused(f"it must be a grammar in GBNF or Lark: {' '.join(str(error).split())[:200]}") from None
+
+
+def load_beside(name: str) -> Any:
+    """A module that lies beside this file. This process knows no packages of ours."""
+    found = importlib.util.spec_from_file_location(name, os.path.join(os.path.dirname(__file__), f"{name}.py"))  # noqa: PTH118, PTH120 - one less import
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
 
 
 def answer(work: Any) -> dict[str, str]:

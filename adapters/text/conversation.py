@@ -51,10 +51,11 @@ class ChatMessage:
 
 @frozen
 class FunctionTool:
-    """`parameters`: a JSON schema.  strict: arguments are to keep to it.
+    """A function that the model may call.
 
-    sent_as: the client's name of it, where `name` is another one, since no form of calls allows the client's.
-    input_grammar: of a custom tool, which is called with text: its only argument, `input`, is to keep to that.
+    parameters: the JSON schema of its arguments.  strict: arguments are held to it.  sent_as: the client's name for it,
+    where `name` is another one because no form of calls allows the client's.  input_grammar: of a custom tool, which is
+    called with text: its only argument, `input`, is held to it.  path: of the schema or grammar in the request.
     """
 
     name: str
@@ -63,6 +64,7 @@ class FunctionTool:
     strict: bool = False
     sent_as: str | None = None
     input_grammar: Grammar | None = None
+    path: str = field(default="$.tools", eq=False)
 
     def written(self) -> dict[str, Any]:
         function: dict[str, Any] = {"name": self.name}

@@ -17,26 +17,28 @@ from weakref import WeakValueDictionary
 
 import anyio
 import msgspec
-import numpy as np
 from attrs import define, field, frozen
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from numpy.typing import NDArray
 
+from adapters.text.grammar_line import GrammarLine, TooManyGrammars
+from adapters.text.grammar_matching import GrammarMatching, one_line
+from adapters.text.json_keys import QuotedTokens
 from adapters.text.tokenizer import GaveUp, Gone, Tokenizer
 from adapters.text.worker import Confined, WorkFailed
 from effects.grammar import Grammar
 from effects.ids import Tokens
 
-MOST_SOURCE = 1 << 16  # characters; agents' tools take some thousand
+MOST_SOURCE = 1 << 16  # characters of what a client writes
+MOST_COMPOSED = 1 << 20  # of a whole answer's: 300 tools of eight arguments each take 270,000 to 360,000
 KEPT = 16  # compiled ones, besides those of requests that are not answered yet
 # What compiling leaves behind has been up to 75 MB for a second of it ({"multipleOf": 999983}), and the library tells
 # nobody how much it is. So it is by their seconds that compiled ones are held: 0.3 GB kept, 1.2 GB with what is in use.
 KEPT_SECONDS = 4.0
 HELD_SECONDS = 16.0
+SHARE_SECONDS = HELD_SECONDS / 4  # of one API key
 SECONDS = 2  # of processor time to compile one; 30 tools with six arguments each take 0.02
 MAX_BYTES = 1 << 30  # of the process that tries: it has the vocabulary, and compiling takes 40 MB a second at most
-MAX_REPLY = 1 << 20  # rules in another notation
-MOST_WAITING = 32  # grammars that wait to be compiled: a minute, if each takes all it may
+MAX_REPLY = 1 << 22  # rules in another notation, or the schemas of a request's tools
 WRITTEN = 4096  # texts whose tokens are remembered; property names, mostly
 # States of a lexer take 1 to 2 kB, so that those which answers come to take at most 20 MB of a grammar. A step of 0.2
 # million units of fuel takes about 15 ms.
@@ -56,23 +58,34 @@ LIMITS: dict[str, Any] = {
 LAYOUT = {"whitespace_pattern": r" |\n[ \t]{0,40}"}
 
 
+TOO_DEEP = "it is nested too deeply"
+
+
 class GrammarRefused(ValueError):
     """It cannot be used: the client's to mend. One line."""
 
 
-class TooManyGrammars(Exception):
-    """They come faster than they can be compiled."""
+@frozen
+class FittedSchema:
+    """A schema as far as it can be held.
+
+    left_out: what cannot, as paths in it with the reason.  schema: None where all of it costs too much to be held.
+    """
+
+    schema: Mapping[str, Any] | None
+    left_out: tuple[tuple[str, str], ...]
 
 
 @frozen(eq=False)
 class Compiled:
     """A grammar that can be matched, for as long as somebody has this: an answer that waits for its turn, say.
 
-    seconds: of processor time to compile it.
+    seconds: of processor time to compile it.  owner: a name for the API key that it was compiled for first.
     """
 
     matcher: LLMatcher
     seconds: float
+    owner: str = ""
 
 
 @define(eq=False)
@@ -113,51 +126,67 @@ class Grammars:
     tokenizer: Tokenizer
     _trial: Confined = field(init=False)
     _vocabulary: LLTokenizer | None = field(default=None, init=False)
+    _quoted: QuotedTokens | None = field(default=None, init=False)
     _kept: OrderedDict[str, Compiled] = field(factory=OrderedDict, init=False)
     _used: WeakValueDictionary[str, Compiled] = field(factory=WeakValueDictionary, init=False)
     _lock: Lock = field(factory=Lock, init=False)  # never held for long: the event loop waits for it
     _reading: Lock = field(factory=Lock, init=False)
-    _turn: anyio.Lock = field(factory=anyio.Lock, init=False)  # one core at most
+    line: GrammarLine = field(factory=GrammarLine, init=False)  # one core at most
+    fitted: OrderedDict[str, tuple[Grammar | None, tuple[str, ...]]] = field(factory=OrderedDict, init=False)
 
     def __attrs_post_init__(self) -> None:
         self._trial = Confined(self._setup, SECONDS, MAX_BYTES, MAX_REPLY)
 
-    async def admit(self, grammar: Grammar, gone: Gone) -> Compiled:
+    async def admit(self, grammar: Grammar, gone: Gone, owner: str = "") -> Compiled:
         """While somebody has what this gives, it can be matched at once.
 
-        gone: who leaves in the line is not waited for. Raises GrammarRefused, TooManyGrammars or GaveUp.
+        gone: who leaves in the line is not waited for.  owner: a name for the API key. Raises GrammarRefused,
+        TooManyGrammars or GaveUp.
         """
         if not self.tokenizer.end_tokens:
             raise GrammarRefused("this model has no end token, so an answer could not end with its grammar")
-        if len(grammar.source) > MOST_SOURCE:
-            raise GrammarRefused(f"must have at most {MOST_SOURCE} characters, not {len(grammar.source)}")
+        if len(grammar.source) > MOST_COMPOSED:
+            raise GrammarRefused(f"must have at most {MOST_COMPOSED} characters, not {len(grammar.source)}")
         if (found := self._find(grammar)) is not None:
             return found
-        async with self._line(gone):
+        async with self._line(gone, owner):
             if (found := self._find(grammar)) is None:  # the one before may have wanted the same
-                if self._held() > HELD_SECONDS:
+                if self._held() > HELD_SECONDS or (owner and self._held(owner) > SHARE_SECONDS):
                     raise TooManyGrammars
                 await self._try(definition(grammar), "compiling it")
-                found = await anyio.to_thread.run_sync(self._made, grammar)
+                found = await anyio.to_thread.run_sync(self._made, grammar, owner)
         return found
 
-    async def rules(self, source: str, gone: Gone) -> Grammar:
+    async def rules(self, source: str, gone: Gone, owner: str = "") -> Grammar:
         """Of GBNF, as llama.cpp has it, or Lark's rules. Raises as `admit` does."""
-        if len(source) > MOST_SOURCE:
-            raise GrammarRefused(f"must have at most {MOST_SOURCE} characters, not {len(source)}")
-        async with self._line(gone):
+        check_length(source)
+        async with self._line(gone, owner):
             return Grammar("lark", await self._try({"rules": source}, "reading it"))
 
+    async def fit(self, schemas: Sequence[Mapping[str, Any]], gone: Gone, owner: str = "") -> list[FittedSchema]:
+        """Leave out of each schema what cannot be held. Raises TooManyGrammars or GaveUp."""
+        async with self._line(gone, owner):
+            try:
+                reply = await self._try({"schemas": schemas}, "looking at it")
+            except GrammarRefused as refused:
+                return [FittedSchema(None, (("", str(refused)),))] * len(schemas)
+        return [fitted_schema(one) for one in msgspec.json.decode(reply)]
+
+    def remember_fitted(self, name: str, grammar: Grammar | None, left_out: tuple[str, ...]) -> None:
+        """What became of a form that was asked for (`fitted_form.py`), for the next turn that asks for the same."""
+        self.fitted[name] = grammar, left_out
+        self.fitted.move_to_end(name)
+        while len(self.fitted) > KEPT:
+            self.fitted.popitem(last=False)
+
     @asynccontextmanager
-    async def _line(self, gone: Gone) -> AsyncIterator[None]:
-        if self._turn.statistics().tasks_waiting >= MOST_WAITING:
-            raise TooManyGrammars
-        async with self._turn:
+    async def _line(self, gone: Gone, owner: str) -> AsyncIterator[None]:
+        async with self.line.turn(owner):
             if await gone():
                 raise GaveUp
             yield
 
-    async def _try(self, asked: str | Mapping[str, str], what: str) -> str:
+    async def _try(self, asked: str | Mapping[str, Any], what: str) -> str:
         try:
             reply = await self._trial.ask(asked)
         except WorkFailed as failure:
@@ -168,7 +197,10 @@ class Grammars:
 
     def match(self, grammar: Grammar) -> GrammarMatching:
         """For a new answer. Raises GrammarRefused, a ValueError for the device."""
-        return self._matching(self._made(grammar).matcher)
+        found = self._matching(self._made(grammar).matcher)
+        if grammar.kind == "json_schema" or "%json" in grammar.source:
+            found.quoted = self._read_quoted()
+        return found
 
     async def aclose(self) -> None:
         await self._trial.aclose()
@@ -177,13 +209,13 @@ class Grammars:
         with self._lock:
             return self._used.get(grammar.digest)
 
-    def _held(self) -> float:
-        """Seconds that went into all that there are."""
+    def _held(self, owner: str | None = None) -> float:
+        """Seconds that went into all that there are, or into those of one API key."""
         with self._lock:
-            return sum(one.seconds for one in self._used.values())
+            return sum(one.seconds for one in self._used.values() if owner in {None, one.owner})
 
-    def _made(self, grammar: Grammar) -> Compiled:
-        compiled = self._find(grammar) or self._compile(grammar)
+    def _made(self, grammar: Grammar, owner: str = "") -> Compiled:
+        compiled = self._find(grammar) or self._compile(grammar, owner)
         with self._lock:
             self._used[grammar.digest] = self._kept[grammar.digest] = compiled
             self._kept.move_to_end(grammar.digest)
@@ -191,7 +223,7 @@ class Grammars:
                 self._kept.popitem(last=False)
         return compiled
 
-    def _compile(self, grammar: Grammar) -> Compiled:
+    def _compile(self, grammar: Grammar, owner: str) -> Compiled:
         vocabulary, begun = self._read(), time.thread_time()
         compiled = LLMatcher(vocabulary, definition(grammar), log_level=0, limits=LLParserLimits(**LIMITS))
         if compiled.is_error():
@@ -200,7 +232,7 @@ class Grammars:
         if isinstance(first, str):
             why = "or none comes to an end" if first == "NoExtensionBias" else first
             raise GrammarRefused(f"no text keeps to it, {why}")
-        return Compiled(compiled, time.thread_time() - begun)
+        return Compiled(compiled, time.thread_time() - begun, owner)
 
     def _matching(self, compiled: LLMatcher) -> GrammarMatching:
         return GrammarMatching(compiled.deep_copy(), frozenset(self.tokenizer.end_tokens), self.tokenizer.size)
@@ -213,69 +245,33 @@ class Grammars:
                 self._vocabulary = LLTokenizer(vocabulary, eos_token=list(self.tokenizer.end_tokens))
             return self._vocabulary
 
+    def _read_quoted(self) -> QuotedTokens:
+        with self._reading:
+            if self._quoted is None:
+                controls = frozenset(control.id for control in self.tokenizer.controls.values())
+                self._quoted = QuotedTokens(self.tokenizer.piece, self.tokenizer.size, controls)
+            return self._quoted
+
     def _setup(self) -> dict[str, Any]:
         vocabulary = Vocabulary(self.tokenizer)
         tokens = [token.hex() for token in vocabulary.tokens]
         ends = list(self.tokenizer.end_tokens)
-        return {"tokens": tokens, "special": vocabulary.special_token_ids, "ends": ends, "limits": LIMITS}
+        told = {"tokens": tokens, "special": vocabulary.special_token_ids, "ends": ends}
+        return {**told, "limits": LIMITS, "layout": LAYOUT}
 
 
-@define(eq=False)
-class GrammarMatching:
-    """One answer's way through its grammar (`adapters.device.constraint.Matching`).
-
-    _base stands behind the answer so far, _ahead behind `_path` after that: a step's rows are asked for one after the
-    other along what is agreed to, so each mask is one token away from the last one.
-    """
-
-    _base: LLMatcher
-    _ends: frozenset[int]
-    _size: int
-    _path: Tokens = ()
-    _ahead: LLMatcher | None = None
-
-    def mask(self, path: Tokens) -> NDArray[np.uint8] | str:
-        found = np.zeros(4 * -(-self._size // 32), dtype=np.uint8)
-        if path and path[-1] in self._ends:
-            found.fill(255)  # nothing is asked there
-            return found
-        matcher = self._at(path)
-        if not matcher.is_error():
-            matcher.unsafe_compute_mask_ptr(found.ctypes.data, len(found))
-        if matcher.is_error():
-            return one_line(matcher.get_error())
-        return found if found.any() else "the grammar has no continuation"
-
-    def fitting(self, path: Tokens) -> int:
-        """An end token counts wherever it stands: whether it may is the mask's to say."""
-        end = next((at for at, token in enumerate(path) if token in self._ends), len(path))
-        count = self._base.validate_tokens(list(path[:end]))
-        return min(len(path), count + 1) if count == end else count
-
-    def append(self, tokens: Sequence[int]) -> None:
-        said = tuple(token for token in tokens if token not in self._ends)
-        if self._ahead is not None and self._path == said[: len(self._path)]:
-            self._base, said = self._ahead, said[len(self._path) :]
-        self._path, self._ahead = (), None
-        self._base.consume_tokens(list(said))
-
-    def _at(self, path: Tokens) -> LLMatcher:
-        if not path:
-            return self._base
-        if self._ahead is None or self._path != path[: len(self._path)]:
-            self._path, self._ahead = (), self._base.deep_copy()
-        self._ahead.consume_tokens(list(path[len(self._path) :]))
-        self._path = path
-        return self._ahead
-
-
-def json_grammar(schema: Mapping[str, Any], *, lenient: bool = False) -> Grammar:
-    """lenient: keywords that cannot be held are passed over. Raises GrammarRefused."""
-    guidance = {**LAYOUT, **({"lenient": True} if lenient else {})}
+def json_grammar(schema: Mapping[str, Any]) -> Grammar:
+    """Raises GrammarRefused where it is nested too deeply."""
     try:
-        return Grammar("json_schema", msgspec.json.encode({**schema, "x-guidance": guidance}).decode())
+        return Grammar("json_schema", msgspec.json.encode({**schema, "x-guidance": LAYOUT}).decode())
     except RecursionError:
-        raise GrammarRefused("it is nested too deeply") from None
+        raise GrammarRefused(TOO_DEEP) from None
+
+
+def check_length(source: str) -> None:
+    """Raises GrammarRefused for more than a client may write."""
+    if len(source) > MOST_SOURCE:
+        raise GrammarRefused(f"must have at most {MOST_SOURCE} characters, not {len(source)}")
 
 
 def definition(grammar: Grammar) -> str:
@@ -289,5 +285,7 @@ def definition(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_lark(grammar.source)
 
 
-def one_line(message: str) -> str:
-    return " ".join(message.replace("<non-verbose/>", "").split())[:300]
+def fitted_schema(told: Mapping[str, Any]) -> FittedSchema:
+    if "error" in told:
+        return FittedSchema(None, (("", one_line(told["error"])),))
+    return FittedSchema(told["schema"], tuple((path, one_line(why)) for path, why in told["left_out"]))

@@ -12,6 +12,7 @@ from rich.text import Text as Line
 from engine.doctor.examine import examined
 from engine.doctor.findings import Finding, Verdict
 from engine.options import Options
+from engine.progress import told_if_slow
 
 STYLES: dict[Verdict, str] = {"well": "green", "warning": "yellow", "fault": "red"}
 WIDE = 13  # columns of what a finding is about
@@ -20,7 +21,8 @@ WIDE = 13  # columns of what a finding is about
 def run(options: Options, *, as_json: bool) -> int:
     """Raises Refusal."""
     out, found = Console(), list[Finding]()
-    with Console(stderr=True).status("examining"):
+    watched = Console(stderr=True)
+    with watched.status("examining") if watched.is_terminal else told_if_slow("examining"):
         for finding in examined(options, os.environ):
             found.append(finding)
             if not as_json:

@@ -15,7 +15,7 @@ from attrs import define, frozen
 from engine.human import counted, size
 from engine.progress import progress
 from engine.refusal import Refusal
-from engine.replay import Diverged, Replay
+from engine.replay import CUT_SHORT, CutShort, Diverged, Replay, until_cut
 from engine.runner import Envelope
 from engine.timeline.collect import Timeline
 from engine.timeline.columns import MOST_TEXT, compressed
@@ -70,7 +70,7 @@ def collected(path: Path, first: int = 0, until: int | None = None) -> Viewed:
     viewed, run = Viewed(header, Timeline(first)), Replay.of(header)
     try:
         with progress("lines of the trace") as step:
-            for number, record in records:
+            for number, record in until_cut(records):
                 if isinstance(record, Envelope):
                     if until is not None and record.seq > until:
                         return viewed
@@ -82,7 +82,7 @@ def collected(path: Path, first: int = 0, until: int | None = None) -> Viewed:
                 step()
         run.finish()
     except Diverged as error:
-        viewed.trouble, viewed.status = str(error), 1
+        viewed.trouble, viewed.status = str(error), CUT_SHORT if isinstance(error, CutShort) else 1
     except BadTrace as error:
         viewed.trouble, viewed.status = str(error), 2
     return viewed

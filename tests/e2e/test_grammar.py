@@ -8,6 +8,7 @@ from typing import Any
 
 import jsonschema
 
+from adapters.text.closed_schema import closed_schema
 from engine.__main__ import main
 from tests.e2e.prepared import serving
 from tests.schemas import schema_of
@@ -28,6 +29,51 @@ TOOL: dict[str, Any] = {
         },
     },
 }
+# As instructor sends it for a pydantic model: nothing says `strict` or `additionalProperties`.
+PET: dict[str, Any] = {
+    "$defs": {
+        "Home": {
+            "properties": {
+                "street": {"maxLength": 20, "title": "Street", "type": "string"},
+                "number": {"type": "integer"},
+            },
+            "required": ["street", "number"],
+            "title": "Home",
+            "type": "object",
+        }
+    },
+    "properties": {
+        "name": {"description": "Its name", "maxLength": 20, "type": "string"},
+        "age": {"maximum": 30, "minimum": 0, "type": "integer"},
+        "tame": {"type": "boolean"},
+        "home": {"anyOf": [{"$ref": "#/$defs/Home"}, {"type": "null"}], "default": None},
+    },
+    "required": ["name", "age", "tame"],
+    "title": "Pet",
+    "type": "object",
+}
+
+
+def test_what_instructor_asks_for_is_held_in_both_of_its_modes() -> None:
+    tool = {"type": "function", "function": {"name": "Pet", "parameters": PET}}
+    named = {"type": "function", "function": {"name": "Pet"}}
+    form = {"type": "json_schema", "json_schema": {"name": "Pet", "schema": PET}}
+    with serving() as server:
+        for seed in range(4):
+            how = {"seed": seed, "max_tokens": 300, "temperature": 1.0}
+            called = server.chat("Tom is three.", tools=[tool], tool_choice=named, parallel_tool_calls=False, **how)
+            (call,) = called.json()["choices"][0]["message"]["tool_calls"]
+            said = server.chat("Tom is three.", response_format=form, **how).json()["choices"][0]["message"]["content"]
+            for written in (call["function"]["arguments"], said):
+                found = json.loads(written, object_pairs_hook=no_key_twice)
+                jsonschema.validate(found, closed_schema(PET))
+        assert server.stop() == 0
+
+
+def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    assert len(found) == len(pairs), f"a key twice: {pairs}"
+    return found
 
 
 def test_answers_keep_to_their_form_with_and_without_a_draft_and_replay(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from cyclopts import App
 import engine
 from engine.__main__ import main
 from engine.commands import app
+from tests.cache_command.test_cache import FIRST, fill
+from tests.engine.stories import GOLDEN
 from tests.importing import importing
 
 ROOT = Path(__file__).parents[2]
@@ -145,3 +147,36 @@ def test_colours_are_for_terminals_that_want_them(capsys: pytest.CaptureFixture[
     assert COLOUR.search(on_a_terminal())
     assert not COLOUR.search(on_a_terminal(NO_COLOR="1"))
     assert "\x1b" not in shown((), capsys)
+
+
+ANSWERED = (
+    *("models", "models --json", "cache ls CACHE", "cache ls CACHE --json", "replay TRACE", "replay TRACE --until 5"),
+    *("doctor --json", "diagram", "--help"),
+)
+
+
+@pytest.mark.parametrize("line", ANSWERED)
+def test_a_reader_that_leaves_ends_a_command_as_it_ends_other_tools(line: str, tmp_path: Path) -> None:
+    """`| head`: no traceback, and the exit status that shells tell of SIGPIPE."""
+    if "CACHE" in line:
+        fill(tmp_path / "kv", FIRST)
+    words = line.replace("CACHE", str(tmp_path / "kv")).replace("TRACE", str(GOLDEN / "a_full_house.jsonl")).split()
+    ours, theirs = os.pipe()
+    os.close(ours)
+    unbuffered = {"PYTHONUNBUFFERED": "1"} if "--json" in words else {}  # then the first line finds the pipe broken
+    environment = {**os.environ, **importing(ROOT), "HOME": str(tmp_path), **unbuffered}
+    command = [sys.executable, "-m", "engine", *words]
+    done = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    os.close(theirs)
+    assert done.returncode == 141, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Broken" not in done.stderr
+
+
+def test_another_pipe_that_breaks_is_no_reader_that_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: list[str]) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("engine.commands.carry_out", broken)
+    with pytest.raises(BrokenPipeError):
+        main(["models"])

@@ -144,6 +144,7 @@ def test_a_cache_folder_that_cannot_be_used_is_told_and_none_is_made(tmp_path: P
     shared.chmod(0o777)
     assert "others may write there" in said(kv_cache_dir=shared)
     prepared(Options(kv_cache_dir=tmp_path / "new" / "kv"))
+    assert not (tmp_path / "new").exists(), "what was made to try it is gone again"
     shared.chmod(0o700)
     prepared(Options(kv_cache_dir=shared))
     assert not (tmp_path / "new").exists()
@@ -202,3 +203,11 @@ def test_a_device_for_no_draft_is_refused() -> None:
     assert said(draft="none", draft_device="cpu") == (
         "--draft-device cpu is for a draft, and --draft none asks for none"
     )
+
+
+@pytest.mark.parametrize("path", ["/proc/kv", "/proc", "/sys/kv", "LONG"])
+def test_a_cache_folder_is_tried_before_anything_is_loaded(path: str, tmp_path: Path) -> None:
+    """Rights alone do not say: root may write everywhere, but not in a file system of the kernel's."""
+    where = str(tmp_path / ("x" * 300)) if path == "LONG" else path
+    assert said(kv_cache_dir=Path(where)).startswith(f"--kv-cache-dir {where}: ")
+    assert not list(tmp_path.iterdir())

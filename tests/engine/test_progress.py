@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from effects.ids import RequestId
 from effects.stream import ReportProgress
 from engine.__main__ import main
 from engine.prefill_log import PrefillLog
-from engine.progress import progress, quietly
+from engine.progress import progress, quietly, told_if_slow
 from tests.cache_command.test_cache import FIRST, fill
 from tests.engine.stories import GOLDEN
 
@@ -29,6 +30,18 @@ def test_lines_come_seconds_apart_and_short_work_is_silent(capsys: pytest.Captur
     shown = capsys.readouterr()
     assert shown.err.splitlines() == ["more things: 16 of 1,000", "more things: 96 of 1,000"]
     assert shown.out == ""
+
+
+def test_what_has_no_steps_is_told_when_it_takes_long(capsys: pytest.CaptureFixture[str]) -> None:
+    with told_if_slow("importing", 0.05):
+        time.sleep(0.3)
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", "importing (0 s)\n")
+    with told_if_slow("importing"):
+        pass
+    with quietly(True), told_if_slow("importing", 0.0):
+        time.sleep(0.05)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

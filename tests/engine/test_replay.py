@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tracemalloc
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from effects.ids import RequestId
 from effects.job import Job, Sampling
 from engine.__main__ import main
 from engine.redact import Redactor
-from engine.replay import Diverged, replay_file, world_json
+from engine.replay import CutShort, Diverged, replay_file, world_json
 from engine.runner import Envelope
 from engine.trace import BadTrace, Digest, Recorder, converter, digest, encode, read
 from states.events import Cancelled, ForRequest, Submitted
@@ -100,6 +101,41 @@ async def test_the_last_part_of_a_trace_cannot_go_unnoticed(tmp_path: Path) -> N
         path.write_text("".join(lines[:kept]))
         with pytest.raises(Diverged, match="cut short"):
             replay_file(path)
+
+
+@pytest.mark.parametrize("name", ["run.jsonl", "run.jsonl.zst"])
+async def test_a_killed_servers_trace_agrees_as_far_as_it_goes(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Wherever it was cut: it is no difference, and the exit status is another."""
+    path = tmp_path / name
+    await record(path)
+    whole = path.read_bytes()
+    for share in (0.5, 0.8, 0.99):
+        path.write_bytes(whole[: int(share * len(whole))])
+        with pytest.raises(CutShort) as cut:
+            replay_file(path)
+        assert main(["replay", str(path)]) == 3
+        told = capsys.readouterr().err
+        assert str(cut.value) in told
+        events = re.search(r"after event (\d+): its server was killed.*\n  replayed: (\d+) events, and every", told)
+        assert events is not None
+        assert int(events[2]) == int(events[1]) + 1 > 5
+    text = STORIES["a_full_house"]().splitlines(keepends=True)
+    changed = tmp_path / "changed.jsonl"
+    changed.write_text("".join([*text[:4], *text[5:9]]))
+    assert main(["replay", str(changed)]) == 1, "a difference before the cut is a difference"
+
+
+@pytest.mark.parametrize("name", ["run.jsonl", "run.jsonl.zst"])
+async def test_a_trace_is_its_owners_alone(tmp_path: Path, name: str) -> None:
+    """Also where a file was there that others could read. Prompts are in it."""
+    path = tmp_path / name
+    for before in (None, 0o644):
+        if before is not None:
+            path.chmod(before)
+        await record(path)
+        assert path.stat().st_mode & 0o777 == 0o600
 
 
 async def test_every_missing_or_doubled_line_is_noticed(tmp_path: Path) -> None:

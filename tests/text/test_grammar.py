@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import jsonschema
 import numpy as np
 import pytest
@@ -21,16 +22,15 @@ from adapters.text.grammar import (
     LIMITS,
     MAX_BYTES,
     MOST_SOURCE,
-    MOST_WAITING,
     Compiled,
     GrammarMatching,
     GrammarRefused,
     Grammars,
-    TooManyGrammars,
     Vocabulary,
     definition,
     json_grammar,
 )
+from adapters.text.grammar_line import MOST_WAITING, SHARE, TooManyGrammars
 from adapters.text.tokenizer import GaveUp, Tokenizer
 from adapters.text.worker import Confined
 from effects.grammar import Grammar
@@ -134,6 +134,7 @@ async def test_of_grammars_that_took_long_to_compile_fewer_are_kept_and_held(
     assert await grammars.admit(Grammar("regex", "d1"), stays) is costly[1], "what is there costs nothing more"
     grammars.match(Grammar("regex", "d1"))
     costly.clear()
+    await anyio.lowlevel.checkpoint()  # the event loop lets go of what it has just handed over
     gc.collect()
     assert [grammars._find(Grammar("regex", f"d{number}")) for number in range(2)] == [None] * 2  # noqa: SLF001
     assert await grammars.admit(Grammar("regex", "d2"), stays)
@@ -168,6 +169,57 @@ async def test_who_leaves_in_the_line_costs_nothing_and_the_line_ends(grammars: 
             tasks.start_soon(ask, number)
     assert (len(found), len(refused)) == (MOST_WAITING + 1, 2)
     assert len(set(map(id, found))) == MOST_WAITING // 2 + 1, "two want the same, and it is made once"
+
+
+@pytest.mark.parametrize("keys", [1, 2, 6])
+async def test_every_api_key_has_a_share_of_the_line_and_keys_take_turns(grammars: Grammars, keys: int) -> None:
+    served: list[str] = []
+    refused: list[str] = []
+
+    async def ask(owner: str, number: int) -> None:
+        try:
+            await grammars.admit(Grammar("regex", f"{owner}{number}"), stays, owner)
+            served.append(owner)
+        except TooManyGrammars:
+            refused.append(owner)
+
+    async with anyio.create_task_group() as tasks, grammars.line.turn("other"):
+        for number in range(2 * MOST_WAITING):
+            tasks.start_soon(ask, "greedy", number)
+        await anyio.wait_all_tasks_blocked()
+        assert (grammars.line.waiting, len(refused)) == (SHARE, 2 * MOST_WAITING - SHARE)
+        for key in range(1, keys):
+            for number in range(SHARE if key % 2 else 1):
+                tasks.start_soon(ask, f"key{key}", number)
+        await anyio.wait_all_tasks_blocked()
+    assert set(refused) <= {"greedy", "key5"}, "the line is as long as it may be with four of them"
+    first = served[:keys]
+    assert len(set(first)) == keys, (
+        "one of each key before the second of any, and who has nothing in the line is let in"
+    )
+
+
+async def test_who_is_cancelled_in_the_line_leaves_it_and_keeps_nobody_waiting(grammars: Grammars) -> None:
+    for step in range(3):
+        async with anyio.create_task_group() as tasks, grammars.line.turn(""):
+            with anyio.move_on_after(0):
+                await grammars.admit(Grammar("regex", f"x{step}"), stays)
+            tasks.start_soon(grammars.admit, Grammar("regex", f"y{step}"), stays)
+            await anyio.wait_all_tasks_blocked()
+            if step:  # called and cancelled in the same moment
+                tasks.cancel_scope.cancel()
+        assert grammars.line.waiting == 0
+        with anyio.fail_after(20):
+            await grammars.admit(Grammar("regex", f"z{step}"), stays)
+
+
+async def test_a_key_has_a_share_of_what_is_held(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar, "SHARE_SECONDS", 0.0)
+    mine = await grammars.admit(Grammar("regex", "s0"), stays, "mine")
+    with pytest.raises(TooManyGrammars):
+        await grammars.admit(Grammar("regex", "s1"), stays, "mine")
+    assert await grammars.admit(Grammar("regex", "s1"), stays, "theirs")
+    assert mine.owner == "mine"
 
 
 async def test_rules_are_read_beside_the_server(grammars: Grammars) -> None:

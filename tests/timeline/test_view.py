@@ -276,9 +276,9 @@ def test_a_trace_that_was_cut_short_is_shown_to_there(tmp_path: Path, capsys: py
     path = copied(tmp_path, "a_full_house")
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:-4]))
-    assert main(["replay", str(path)]) == 1
+    assert main(["replay", str(path)]) == 3
     replayed = capsys.readouterr().err
-    assert main(["trace", "view", str(path)]) == 1
+    assert main(["trace", "view", str(path)]) == 3
     shown = capsys.readouterr()
     assert shown.err == replayed
     data = data_of(path.with_suffix(".html").read_text())
@@ -287,7 +287,7 @@ def test_a_trace_that_was_cut_short_is_shown_to_there(tmp_path: Path, capsys: py
     assert -1 in data["bars"]["took"], "who was there at the end is shown to it"
 
 
-@pytest.mark.parametrize("damage", ["{bad\n", '{"is":"Nonsense"}\n', '{"is":"Digest"'])
+@pytest.mark.parametrize("damage", ["{bad\n", '{"is":"Nonsense"}\n', '{"is":"Digest"}\n'])
 def test_a_damaged_trace_is_shown_up_to_the_damage(
     damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -149,10 +149,11 @@ class Calls:
         free = f"FREE: {without(ANY_TEXT, seems)}"
         if written.start and written.start[0] in self.controls:
             return ["body: FREE calls?", free]
-        ahead = without(expression(written.ahead), seems)
-        opened = [self._made.until(ahead, "".join(written.start) + written.head(tool.name)) for tool in self.tools]
+        # once, by a name: it has the names of all tools in it, and every tool's rule needs it
+        ahead = f"AHEAD: {without(expression(written.ahead), seems)}"
+        opened = [self._made.until("AHEAD", "".join(written.start) + written.head(tool.name)) for tool in self.tools]
         ways = [f"{text} rest{number} more" for number, text in enumerate(opened)]
-        return [" | ".join(["body: FREE", *ways]) + self.wrapped("FREE "), free]
+        return [" | ".join(["body: FREE", *ways]) + self.wrapped("FREE "), free, ahead]
 
     def wrapped(self, ahead: str = "") -> str:
         """One more way: between tokens that may stand around calls."""

@@ -7,15 +7,16 @@ from collections.abc import Container
 
 from adapters.text.answer.call_rules import CALL_RULES, Calls, tag
 from adapters.text.answer.reader import REASONING, AnswerReader
-from adapters.text.answer.values import ANY_TEXT, content
+from adapters.text.answer.values import ANY_TEXT, Rules, content
+from adapters.text.conversation import FunctionTool
 from effects.grammar import Grammar
 
 
 def answer_grammar(reader: AnswerReader, form: Grammar | None, controls: Container[str]) -> Grammar | None:
     """None: anything may be answered. controls: what the tokenizer knows as tokens of their own.
 
-    Rules that a client wrote are of the whole answer. A required call leaves no room for anything else. Raises
-    GrammarRefused.
+    Tools whose `strict` is set are held to their schema: `settle.py` decides which. Rules that a client wrote are of
+    the whole answer. A required call leaves no room for anything else. Raises GrammarRefused.
     """
     if form is not None and form.kind == "lark":
         return form
@@ -24,7 +25,7 @@ def answer_grammar(reader: AnswerReader, form: Grammar | None, controls: Contain
         if form is None or reader.reasoning not in REASONING:
             return form
         body = [f"body: {content(form)}"]
-    elif reader.choice.kind in {"required", "function"}:
+    elif must_call(reader):
         body = ["body: calls", *calls.rules]
     elif form is not None:
         body = [f"body: {content(form)} | calls", *calls.rules]
@@ -33,10 +34,21 @@ def answer_grammar(reader: AnswerReader, form: Grammar | None, controls: Contain
     return Grammar("lark", "\n".join([*thoughts(reader, controls), *body]))
 
 
+def must_call(reader: AnswerReader) -> bool:
+    return reader.choice.kind in {"required", "function"}
+
+
 def held(reader: AnswerReader) -> bool:
     """Do calls keep to anything?"""
-    choice, strict = reader.choice, any(tool.strict or tool.input_grammar for tool in reader.tools.values())
-    return choice.kind in {"required", "function"} or bool(choice.allowed) or strict
+    strict = any(tool.strict or tool.input_grammar for tool in reader.tools.values())
+    return must_call(reader) or bool(reader.choice.allowed) or strict
+
+
+def check_arguments(reader: AnswerReader, tool: FunctionTool) -> None:
+    """Raises GrammarRefused where the form of calls cannot hold what the tool's schema says."""
+    written = CALL_RULES.get(reader.calls)
+    if written is not None and written.named.fullmatch(tool.name):
+        written.arguments(tool, Rules())
 
 
 def calls_of(reader: AnswerReader, controls: Container[str]) -> Calls | None:

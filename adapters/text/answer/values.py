@@ -90,7 +90,7 @@ def content(form: Grammar) -> str:
 
 
 def json_arguments(tool: FunctionTool, _: Rules) -> str:
-    """They keep to their schema where the client says `strict`."""
+    """They keep to their schema where the tool is to be held to it, and the input of a custom tool to its grammar."""
     if tool.input_grammar is not None:
         return f'"{{\\"input\\": \\"" {quoted_input(tool.input_grammar)} "\\"}}}}"'
     held = json_grammar(tool.parameters if tool.strict and tool.parameters else {"type": "object"})
@@ -120,7 +120,7 @@ def xml_value(tool: FunctionTool, schema: object, rules: Rules) -> str:
     """With the tag behind it. Who reads it takes it for text wherever it may be text."""
     root = tool.parameters or {}
     types = types_of(schema, root)
-    if types and "string" not in types:
+    if types and "string" not in types and (tool.strict or types <= set(LITERALS)):
         return f"{typed(tool, schema, types)} {CLOSED}"
     if tool.strict:
         return f"({' | '.join(dict.fromkeys(texts(schema, root, rules)))})"
@@ -222,7 +222,7 @@ def python_value(tool: FunctionTool, schema: object) -> str:
 
 
 def typed(tool: FunctionTool, schema: object, types: Collection[str]) -> str:
-    """As JSON: all that a schema says where the client says `strict`, else what type it is."""
+    """As JSON: all that a schema says where the tool is to be held to it, else what type it is."""
     if not tool.strict or not isinstance(schema, Mapping):
         return content(json_grammar({"type": sorted(types)}))
     root = tool.parameters or {}
