@@ -20,7 +20,7 @@ MAX_TOOL_BYTES = 1 << 20
 CALLED = ("function", "custom")  # types of tools that the model is offered
 CHOICES = ("none", "auto", "required")
 ENCODER = msgspec.json.Encoder()  # 31 MiB of schemas in 30 ms, and the interpreter is held so long
-MAX_KINDS = 32  # of items that a header names
+MAX_KINDS = 32  # of tools, and of items, that a header names
 KIND = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 OTHERS = re.compile(r"[^A-Za-z0-9_.:-]")
@@ -172,8 +172,8 @@ class Skipped:
             case "required" | {"type": "any"} if not offered:
                 return "required"
             case {"type": "allowed_tools", "tools": [*listed]}:
-                named = {one["name"] for one in listed if isinstance(one, dict) and isinstance(one.get("name"), str)}
-                return "" if named else "allowed_tools"
+                kinds = {one["type"] for one in listed if isinstance(one, dict) and isinstance(one.get("type"), str)}
+                return "allowed_tools" if kinds and not kinds & set(CALLED) else ""
             case {"type": "function" | "custom" | "tool", "name": str(name)}:
                 return name if name in self.names and name not in offered else ""
             case {"type": str(kind)}:
@@ -184,7 +184,7 @@ class Skipped:
     @property
     def headers(self) -> Mapping[str, str]:
         told = {
-            "x-rekindle-tools-left-out": " ".join(self.kinds),
+            "x-rekindle-tools-left-out": " ".join([*self.kinds][:MAX_KINDS]),
             "x-rekindle-items-left-out": " ".join(self.items),
             "x-rekindle-tool-choice": self.choice and f"auto; {self.choice} is left out",
         }

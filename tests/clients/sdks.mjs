@@ -49,6 +49,15 @@ await attempt("openai chat: runTools", async () => {
   const runner = openai.chat.completions.runTools({ model, messages, tools: [{ type: "function", function: add }] });
   assert.equal(await runner.finalContent(), answer);
 });
+await attempt("openai chat: custom tool", async () => {
+  const custom = [{ type: "custom", custom: { name: "add", description: "Adds." } }];
+  const got = await openai.chat.completions.create({ model, messages, tools: custom });
+  const { message } = got.choices[0];
+  assert.deepEqual(message.tool_calls[0].custom, { name: "add", input: '{"a": 1, "b": 2}' });
+  const result = { role: "tool", tool_call_id: message.tool_calls[0].id, content: "3" };
+  const last = await openai.chat.completions.create({ model, messages: [...messages, message, result], tools: custom });
+  assert.equal(last.choices[0].message.content, answer);
+});
 await attempt("openai chat: error", () =>
   assert.rejects(openai.chat.completions.create({ model, messages: [] }), { status: 400, param: "$.messages" }));
 await attempt("openai chat: cancelled", async () =>
@@ -70,7 +79,13 @@ await attempt("openai responses: stream helper, tools, goes on by its id", async
   assert.equal(last.output_text, answer);
 });
 await attempt("openai responses: error", () =>
-  assert.rejects(openai.responses.create({ model, input: [{ type: "poem" }] }), { status: 400, param: "$.input[0].type" }));
+  assert.rejects(openai.responses.create({ model, input: [{ role: "poem", content: "" }] }), { status: 400, param: "$.input[0].role" }));
+await attempt("openai responses: compacted, goes on from the summary", async () => {
+  const got = await openai.responses.compact({ model, input: [...messages, { role: "assistant", content: answer }] });
+  assert.deepEqual(got.output.map((item) => item.type), ["message", "compaction"]);
+  const last = await openai.responses.create({ model, input: [...got.output, ...messages] });
+  assert.equal(last.output_text, answer);
+});
 await attempt("openai responses: cancelled", async () =>
   three(await openai.responses.create({ model, input: many[0].content, stream: true })));
 

@@ -36,6 +36,7 @@ CONVERSATIONS = [
     "/v1/responses/{id}/cancel",
     "/v1/responses/{id}/input_items",
     "/v1/responses/input_tokens",
+    "/v1/responses/compact",
 ]
 
 

@@ -111,6 +111,9 @@ async def test_items_of_unknown_types_are_passed_over_with_a_header(site: Site, 
 def test_the_header_names_only_so_many_kinds() -> None:
     _, skipped = messages_of(*({"type": f"kind{number}"} for number in range(1000)))
     assert len(skipped.headers["x-rekindle-items-left-out"].split()) == 32
+    for number in range(500):
+        skipped.note(f"kind{number}")
+    assert len(skipped.headers["x-rekindle-tools-left-out"].split()) == 32
 
 
 def test_what_a_text_call_gave_may_come_as_a_functions_output() -> None:
@@ -150,6 +153,11 @@ CHOICES: list[tuple[list[dict[str, Any]], Any, str]] = [
     (
         [{"type": "web_search"}, ADD],
         {"type": "allowed_tools", "mode": "required", "tools": [{"type": "web_search"}]},
+        "allowed_tools",
+    ),
+    (
+        [{"type": "mcp", "server_label": "x"}, ADD],
+        {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp", "server_label": "x", "name": "look"}]},
         "allowed_tools",
     ),
 ]
