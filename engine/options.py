@@ -143,9 +143,9 @@ class Options(ModelOption):
     """Proposals of such a tree."""
 
     draft_residency: Annotated[Residency, flag(DRAFT, converter=residency)] = "auto"
-    """Where the weights of a draft and of a drafter are while no request needs them. persistent: on the device.
-    request-scoped: a draft's are parked in host memory, or given back on the CPU; a drafter's are released. auto: on the
-    device, unless its memory is short."""
+    """Where a draft's and a drafter's weights are while no request needs them. persistent: on the device.
+    request-scoped: a draft's are parked in host memory, or given back on the CPU; a drafter's are released.
+    auto: on the device, unless its memory is short."""
 
     lazy_draft: Annotated[bool, flag(DRAFT, negative="")] = False
     """Short for --draft-residency request-scoped."""

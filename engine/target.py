@@ -234,8 +234,7 @@ def load_over(
     warm_up(shard, draft, BATCH_ROWS)
     step(startup.MEASURE)
     how = {"plan": plan, "numerics": numerics, "named": named, "kept": kept, "fit": fit}
-    decided = decide(options, executor, shard, draft, scores, **how)
-    settings = counted(decided, hosted)
+    settings = counted(decide(options, executor, shard, draft, scores, **how), hosted)
     if settings.beside_rows:
         executor.read_beside(DeviceLane(lane.device, beside="prompts"))
     drafter, settings = add_drafter(scores, options, executor, lane, drafting=drafting, settings=settings, kept=kept)

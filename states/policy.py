@@ -60,8 +60,8 @@ def shorten(settings: Settings, prompt: Prompt) -> Decision:
 def compress(known: Known, prompt: Prompt, missing: int) -> Decision:
     """The PFlash gate: `auto` looks at the tokens that are still missing, and at what they would cost.
 
-    A conversation whose messages can be frozen has a gate of its own. Any other prompt goes through this gate, also where
-    freezing is on: it continues nothing, so there is no prefix that compressing it would lose.
+    A conversation whose messages can be frozen has a gate of its own. Any other prompt goes through this gate, also
+    where freezing is on: it continues nothing, so there is no prefix that compressing it would lose.
     """
     if freezes(prompt.job):
         return freeze(known, prompt, missing)

@@ -7,14 +7,14 @@ from typing import Any, cast
 
 import pytest
 import torch
-from attrs import define, evolve, frozen
+from attrs import define, evolve
 
 from adapters.device.compressing import Compressor
 from engine.begin import load_target
 from engine.draft import short_of_memory
 from engine.drafter import load_if_kept
 from engine.options import Options
-from states.residency import Policy, Resolved
+from states.residency import After, Policy, Resolved
 from states.settings import Settings
 
 GIB = 1 << 30
@@ -78,18 +78,12 @@ class FullDevice:
         raise torch.OutOfMemoryError("no room")
 
 
-@frozen
-class Case:
-    policy: Policy
-    drafter: Any
-
-
-def settings_of(case: Case) -> Settings:
-    return Settings(residency=Resolved(case.policy, drafter=case.drafter))
+def settings_of(policy: Policy, drafter: After) -> Settings:
+    return Settings(residency=Resolved(policy, drafter=drafter))
 
 
 def test_auto_releases_a_drafter_that_finds_no_room_after_all() -> None:
-    settings, full = settings_of(Case("auto", "keep")), FullDevice()
+    settings, full = settings_of("auto", "keep"), FullDevice()
     found = load_if_kept(cast("Compressor", full), settings)
     assert found == evolve(settings, residency=Resolved("auto", drafter="release"))
     assert full.asked == 1
@@ -97,10 +91,10 @@ def test_auto_releases_a_drafter_that_finds_no_room_after_all() -> None:
 
 def test_a_persistent_drafter_that_finds_no_room_is_an_error() -> None:
     with pytest.raises(torch.OutOfMemoryError):
-        load_if_kept(cast("Compressor", FullDevice()), settings_of(Case("persistent", "keep")))
+        load_if_kept(cast("Compressor", FullDevice()), settings_of("persistent", "keep"))
 
 
 def test_a_drafter_that_is_released_is_not_read_at_the_start() -> None:
-    settings, full = settings_of(Case("request-scoped", "release")), FullDevice()
+    settings, full = settings_of("request-scoped", "release"), FullDevice()
     assert load_if_kept(cast("Compressor", full), settings) == settings
     assert full.asked == 0
