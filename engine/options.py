@@ -222,8 +222,9 @@ class Options(ModelOption):
     host_cache_budget: Annotated[int, flag(CACHE, converter=whole, validator=Number(gte=0, lte=1 << 30))] = 512
     """MiB of memory for prompts that have left the device."""
 
-    kv_cache_codec: Annotated[Literal["auto", "zstd", "store"], flag(CACHE)] = "auto"
-    """zstd: smaller files. store: quicker ones. auto: whichever was restored sooner at start."""
+    kv_cache_codec: Annotated[Literal["zstd", "store", "auto"], flag(CACHE)] = "zstd"
+    """zstd: smaller files. store: files as large as their content, for disks that are quicker than decoding. auto:
+    whichever was restored sooner at the folder's first start, which is kept there."""
 
     kv_cache_min_tokens: Annotated[int, flag(CACHE, converter=whole, validator=Number(gte=0, lte=1 << 21))] = 512
     """Less than this many tokens are not kept."""
