@@ -26,9 +26,7 @@ from states.rates import ALONE, SLOWEST, Rates, factor, prefill_time
 
 log = logging.getLogger("rekindle")
 
-SLOWLY = (
-    "files that zstd compressed take %.2f times as long to restore as plain ones: --kv-cache-codec store writes these"
-)
+SLOWLY = "zstd files take %.2f times as long to restore as plain ones, which --kv-cache-codec store would write"
 VERSION = 3
 MOST_NS = 10**9  # a second for one token's rows
 PASSES = 2  # over each codec's samples, in turn: the quicker one counts, as whatever else goes on makes it slower
