@@ -13,7 +13,19 @@ from typing import Any
 
 import pytest
 
-from tests.clients.shapes import IMAGE, MORE, SESSIONS, SHORTER, SUMMARY, ClientSession
+from tests.clients.shapes import (
+    DATA_URL,
+    IMAGE,
+    MORE,
+    SESSIONS,
+    SHORTER,
+    SUMMARY,
+    URL_PART,
+    ClientSession,
+    Item,
+    codex_says,
+    text,
+)
 from tests.http.conftest import Site, served
 from tests.text import small
 
@@ -90,3 +102,34 @@ async def test_a_picture_is_told_as_left_out_and_the_rest_is_read(
     assert SUMMARY in last
     assert "image left out" not in last
     assert last.rindex("<tool_response>") < last.rindex("4")
+
+
+def typed_picture(session: ClientSession) -> Item:
+    """A picture that the user shows, as the client writes it."""
+    if session.path == "/v1/responses":
+        shown = codex_says("user", "What is this?", number=7)
+        return {**shown, "content": [{"type": "input_image", "image_url": DATA_URL}, *shown["content"]]}
+    source = {"type": "base64", "data": IMAGE, "media_type": "image/png"}
+    part = {"type": "image", "source": source} if session.path.startswith("/v1/messages") else URL_PART
+    return {"role": "user", "content": [part, text("What is this?")]}
+
+
+@pytest.mark.parametrize("session", SESSIONS, ids=IDS)
+async def test_a_picture_that_the_user_shows_is_refused_once_and_the_next_turn_goes_on(
+    session: ClientSession, model: Path, tmp_path: Path
+) -> None:
+    for folder in ("responses", "turns"):
+        (tmp_path / folder).mkdir(mode=0o700)
+    name = "input" if session.path == "/v1/responses" else "messages"
+    said, shown = session.bodies[-1][name], typed_picture(session)
+    answered, more = session.bodies[1][name][-2:]
+    async with running(model, tmp_path) as site:
+        body = {**session.bodies[-1], name: [*said, answered, shown]}
+        refused = await site.post(session.path, body, headers={**session.headers})
+        assert refused.status_code == 400
+        assert "text only" in refused.text
+        body = {**session.bodies[-1], name: [*said, answered, shown, more]}
+        prompt, answer = await asked(site, session, body)
+    assert answer.strip() == "It is done."
+    assert prompt.count("image left out") == 1
+    assert "What is this?" in prompt
