@@ -36,7 +36,8 @@ def main() -> None:
     parser.add_argument("--tokens", default="8000", help="of prompts")
     parser.add_argument("--keep", type=float, default=0.1)
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--residency", choices=("auto", "persistent"), default="persistent", help="of the drafter")
+    policies = ("auto", "persistent", "request-scoped")
+    parser.add_argument("--residency", choices=policies, default="persistent", help="of the drafter")
     parser.add_argument("--json", type=Path, help="write the raw figures there")
     how = parser.parse_args()
     lengths = [int(one) for one in how.tokens.split(",")]

@@ -279,12 +279,15 @@ def built(
     return found.build(kernels, copies if head is None else head, device=device, dtype=room.dtype, **how)
 
 
-def short_of_memory(device: torch.device) -> bool:
-    """With everything loaded: does the device have less than a twentieth of its memory left? A CPU can page."""
+def short_of_memory(device: torch.device, coming: int = 0) -> bool:
+    """Return whether less than a twentieth of the device's memory is left once everything is loaded. A CPU can page.
+
+    coming: bytes of what is still to be loaded.
+    """
     if device.type != "cuda":
         return False
     free, total = torch.cuda.mem_get_info(device)
-    return free * 20 < total
+    return (free - coming) * 20 < total
 
 
 def proposals(draft: DraftModel | None, shard: Pipeline) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -33,15 +34,19 @@ from effects.ids import LaneId, ModelName, RequestId
 from effects.pflash import CompressPrompt
 from effects.ports import RowsLost
 from effects.residency import LoadModel, UnloadModel
+from engine.draft import short_of_memory
 from engine.identity import identity
 from engine.kept import Kept
 from engine.machine import Placement, boot_id, choose_device, chunk_of, prove
+from engine.needs import far, weights
 from engine.options import Options
 from engine.refusal import Refusal
 from states.settings import Settings
 
 Move: TypeAlias = Callable[[RequestId, Any], Outcome]
 Movers: TypeAlias = Mapping[ModelName, tuple[Move, Move]]  # what brings a model in, and what sends it away
+
+log = logging.getLogger("rekindle")
 
 BESIDE = LaneId(1)  # of a drafter on a device of its own
 CUDA_CHUNK = 4096  # rows at once on a GPU: so narrow a model is done with fewer before the host has asked for more
@@ -155,8 +160,7 @@ def add_drafter(
     if found is None:
         return None, settings
     compressor, named = build(found, options, kept)
-    if settings.residency.drafter == "keep":
-        compressor.scorer.weights.unpark()
+    settings = load_if_kept(compressor, settings)
     if found.peer is None and on(lane, found.device):
         executor.handle(CompressPrompt, compressor.compress)
         moved: Movers = {} if drafting is None else {"draft": (drafting.unpark, drafting.park)}
@@ -165,6 +169,37 @@ def add_drafter(
     beside = DrafterLane(compressor, DeviceLane(found.device))
     settings = evolve(settings, drafter=found.limit, drafter_lane=BESIDE)
     return Drafter(found, compressor, beside.lane, beside, named), settings
+
+
+def cannot_stay(found: FoundDrafter) -> bool:
+    """Return whether its device is short of memory once its weights are there. The target and the draft are loaded.
+
+    A device of another process says only how much is free, so there the weights have to fit into that.
+    """
+    config, dtype = found.checkpoint.config, resolve_dtype("auto", found.checkpoint)
+    size = weights(config, dtype, found.device, range(config.num_layers))
+    if found.peer is None:
+        return short_of_memory(found.device, size)
+    place = Placement(range(config.num_layers), found.device, found.peer)
+    return place.computes.type == "cuda" and size > far(place)
+
+
+def load_if_kept(compressor: Compressor, settings: Settings) -> Settings:
+    """Read the weights where they are to stay between requests.
+
+    Where there is no room for them after all, `auto` releases them after each use. `persistent` was asked for, so it
+    raises torch.OutOfMemoryError.
+    """
+    if settings.residency.drafter != "keep":
+        return settings
+    try:
+        compressor.scorer.weights.unpark()
+    except torch.OutOfMemoryError:
+        if settings.residency.policy != "auto":
+            raise
+        log.warning("the drafter is released after each use: its device has no room to keep it")
+        return evolve(settings, residency=evolve(settings.residency, drafter="release"))
+    return settings
 
 
 def on(lane: DeviceLane, device: torch.device) -> bool:

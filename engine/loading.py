@@ -15,7 +15,7 @@ import torch
 from attrs import asdict, evolve, fields, frozen
 
 from adapters.models.pipeline import Pipeline
-from adapters.store.codec import Fixed, quicker
+from adapters.store.codec import SLOW, Fixed, compared, quicker
 from adapters.store.disk import Disk
 from adapters.store.store import Store
 from adapters.transfer.rehearsal import Load, Rehearsal
@@ -26,7 +26,8 @@ from states.rates import ALONE, SLOWEST, Rates, factor, prefill_time
 
 log = logging.getLogger("rekindle")
 
-VERSION = 2
+SLOWLY = "zstd files take %.2f times as long to restore as plain ones, which --kv-cache-codec store would write"
+VERSION = 3
 MOST_NS = 10**9  # a second for one token's rows
 PASSES = 2  # over each codec's samples, in turn: the quicker one counts, as whatever else goes on makes it slower
 SLOW_NS = 50_000_000  # of a chunk: where computing takes so long, nobody waits to see what loading does to it
@@ -36,8 +37,8 @@ SLOW_NS = 50_000_000  # of a chunk: where computing takes so long, nobody waits 
 class Loading:
     """Nanoseconds to load one token's rows, and how much longer both sides take beside each other, as in `Rates`.
 
-    single: of disk, where one run is all that is on its way; 0: no files of the store's own were there to tell. codec:
-    what files that are written `auto` are restored sooner from.
+    single: of disk, where one run is all that is on its way; 0: no files of the store's own were there to tell. zstd:
+    how long files that zstd compressed take against plain ones, in thousandths; 0: that was not measured.
     """
 
     host: int = 0
@@ -45,10 +46,10 @@ class Loading:
     prefill_beside: int = 0
     load_beside: int = 0
     single: int = 0
-    codec: Fixed = "store"
+    zstd: int = 0
 
     def added(self, rates: Rates) -> Rates:
-        return evolve(rates, **asdict(self, filter=lambda field, _: field.name not in {"single", "codec"}))
+        return evolve(rates, **asdict(self, filter=lambda field, _: field.name not in {"single", "zstd"}))
 
     def today(self, single: int) -> Loading:
         """What it would be where one run takes so long: several at once do, in the same proportion."""
@@ -63,9 +64,9 @@ class Loading:
         value = json.loads(text)
         if not isinstance(value, dict) or value.pop("version", None) != VERSION:
             raise ValueError("not what this version keeps of loading times")
-        if set(value) != {field.name for field in fields(cls)} or value["codec"] not in ("store", "zstd"):
+        if set(value) != {field.name for field in fields(cls)}:
             raise ValueError("missing or unknown fields")
-        times = value["host"], value["disk"], value["single"]
+        times = value["host"], value["disk"], value["single"], value["zstd"]
         factors = value["prefill_beside"], value["load_beside"]
         if not all(type(number) is int for number in (*times, *factors)):
             raise ValueError("a time that is no whole number")
@@ -103,7 +104,9 @@ def with_loading(rates: Rates, store: Store[Disk], shard: Pipeline, *, chunk: in
         log.warning("how fast rows can be loaded is not known: %s", error)
         return rates
     if store.disk is not None:
-        store.disk.chooser.quicker = found.codec
+        store.disk.choose(quicker(found.zstd))
+        if store.disk.chooser.codec == "zstd" and found.zstd > SLOW:
+            log.info(SLOWLY, found.zstd / 1000)
     log.debug("loading: %s, known after %.0f ms", asdict(found), 1e3 * (time.perf_counter() - started))
     return found.added(rates)
 
@@ -133,8 +136,9 @@ def known(kept: Kept, key: str, rehearsal: Rehearsal, compute: Callable[[], None
             loads |= {one: stack.enter_context(rehearsal.samples(disk, one)) for one in wanted(disk, own)}
         passes = [{codec: rehearsal.alone(some) for codec, some in loads.items()} for _ in range(PASSES)]
         times = {codec: min(one[codec] for one in passes) for codec in loads}
-        codec: Fixed = quicker(times["store"], times["zstd"]) if len(times) > 1 else next(iter(times), "store")
-        found = Loading(host, now or times.get(codec, 0), single=single, codec=codec)
+        ratio = compared(times.get("store", 0), times.get("zstd", 0))
+        codec: Fixed = "store" if disk is None else disk.written_by(quicker(ratio))
+        found = Loading(host, now or times.get(codec, 0), single=single, zstd=ratio)
         if compute is not None:
             alone = quickest(compute)
             load_ns, compute_ns = rehearsal.beside(own or loads.get(codec) or rehearsal.copies(), compute)
@@ -145,8 +149,7 @@ def known(kept: Kept, key: str, rehearsal: Rehearsal, compute: Callable[[], None
 
 
 def wanted(disk: Disk, own: Sequence[Load]) -> list[Fixed]:
-    """The codecs to try: both where one has to be chosen, none where there are files enough."""
-    codec = disk.chooser.codec
-    if codec == "auto":
+    """The codecs to try: both where zstd is to be compared with plain files, none where there are files enough."""
+    if disk.chooser.codec != "store":
         return ["store", "zstd"]
-    return [] if own else [codec]
+    return [] if own else ["store"]

@@ -143,8 +143,9 @@ class Options(ModelOption):
     """Proposals of such a tree."""
 
     draft_residency: Annotated[Residency, flag(DRAFT, converter=residency)] = "auto"
-    """Where a draft's weights are while no request needs them. persistent: on the device. request-scoped: parked in
-    host memory, or given back on the CPU. auto: on the device, unless its memory is short."""
+    """Where a draft's and a drafter's weights are while no request needs them. persistent: on the device.
+    request-scoped: a draft's are parked in host memory, or given back on the CPU; a drafter's are released.
+    auto: on the device, unless its memory is short."""
 
     lazy_draft: Annotated[bool, flag(DRAFT, negative="")] = False
     """Short for --draft-residency request-scoped."""
@@ -221,8 +222,9 @@ class Options(ModelOption):
     host_cache_budget: Annotated[int, flag(CACHE, converter=whole, validator=Number(gte=0, lte=1 << 30))] = 512
     """MiB of memory for prompts that have left the device."""
 
-    kv_cache_codec: Annotated[Literal["auto", "zstd", "store"], flag(CACHE)] = "auto"
-    """zstd: smaller files. store: quicker ones. auto: whichever was restored sooner at start."""
+    kv_cache_codec: Annotated[Literal["zstd", "store", "auto"], flag(CACHE)] = "zstd"
+    """zstd: smaller files. store: files as large as their content, for disks that are quicker than decoding. auto:
+    whichever was restored sooner at the folder's first start, which is kept there."""
 
     kv_cache_min_tokens: Annotated[int, flag(CACHE, converter=whole, validator=Number(gte=0, lte=1 << 21))] = 512
     """Less than this many tokens are not kept."""

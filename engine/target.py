@@ -33,7 +33,7 @@ from effects.scope import Scope
 from engine import startup
 from engine.catalog import served_name
 from engine.draft import BATCH_ROWS, find_draft, proposals, provable, short_of_memory, widths
-from engine.drafter import Drafter, add_drafter, find_drafter, pflash
+from engine.drafter import Drafter, FoundDrafter, add_drafter, cannot_stay, find_drafter, pflash
 from engine.drafting import add_draft, beside_last, sent_away
 from engine.experts import counted, first_places
 from engine.fit import Fit
@@ -248,8 +248,8 @@ def load_over(
     step(startup.WARM_UP)
     warm_up(shard, draft, BATCH_ROWS)
     step(startup.MEASURE)
-    decided = decide(options, executor, shard, draft, plan=plan, numerics=numerics, named=named, kept=kept, fit=fit)
-    settings = counted(decided, hosted)
+    how = {"plan": plan, "numerics": numerics, "named": named, "kept": kept, "fit": fit}
+    settings = counted(decide(options, executor, shard, draft, scores, **how), hosted)
     if settings.beside_rows:
         executor.read_beside(DeviceLane(lane.device, beside="prompts"))
     drafter, settings = add_drafter(scores, options, executor, lane, drafting=drafting, settings=settings, kept=kept)
@@ -285,6 +285,7 @@ def decide(
     executor: DeviceExecutor,
     shard: Pipeline,
     draft: DraftModel | None,
+    scores: FoundDrafter | None,
     *,
     plan: Sequence[Placement],
     numerics: Numerics,
@@ -300,9 +301,12 @@ def decide(
         why = "each node of a tree would need a state of its own in this model's recurrent layers" if stateful else ""
         log.warning("--ddtree: %s; chains are proposed", why or "a prediction head says one token after the other")
     tree = options.ddtree_budget if options.ddtree and branches else 0
-    low_memory, has_drafter = short_of_memory(shard.device), bool(options.drafter)
     residency, message = resolved(
-        options.residency, has_draft=has_draft, has_drafter=has_drafter, low_memory=low_memory
+        options.residency,
+        has_draft=has_draft,
+        has_drafter=scores is not None,
+        low_memory=short_of_memory(shard.device),
+        drafter_low_memory=scores is not None and cannot_stay(scores),
     )
     if message:
         log.warning(message)

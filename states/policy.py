@@ -60,15 +60,14 @@ def shorten(settings: Settings, prompt: Prompt) -> Decision:
 def compress(known: Known, prompt: Prompt, missing: int) -> Decision:
     """The PFlash gate: `auto` looks at the tokens that are still missing, and at what they would cost.
 
-    Where messages are frozen later, a conversation's first prompt stays as it is: its next turn begins with it.
+    A conversation whose messages can be frozen has a gate of its own. Any other prompt goes through this gate, also
+    where freezing is on: it continues nothing, so there is no prefix that compressing it would lose.
     """
     if freezes(prompt.job):
         return freeze(known, prompt, missing)
     allowed, asked = shorten(known.settings, prompt), prompt.job.compression
     if not allowed.go or not fits(known.settings, prompt):
         return Decision(allowed.go, "does_not_fit" if allowed.go else allowed.reason)
-    if asked.freeze and asked.parts and not prompt.job.one_off:
-        return Decision(False, "first_turn")
     if asked.mode == "always":
         return Decision(True, "always")
     if missing < asked.threshold:

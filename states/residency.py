@@ -22,36 +22,49 @@ IDLE: Mapping[After, Place] = {"keep": "loaded", "park": "parked", "release": "r
 
 
 def resolve(policy: Policy, use: Use, *, low_memory: bool, has_draft: bool) -> After:
-    """The one rule for both models: a draft is parked, since the next request wants it; a drafter is released.
+    """Return what becomes of a model's weights when no request needs them. The one rule for both models.
 
-    `auto` keeps a draft unless memory is said to be low, and never the drafter: it stands idle through all decoding.
+    A draft is parked, since the next request wants it. A drafter is released, since few requests are compressed.
+    `auto` keeps both unless memory is short.
+
+    low_memory: memory is short on the device of this model. has_draft: a draft was asked for.
     """
     if policy == "persistent":
         return "keep"
+    if policy == "auto" and not low_memory:
+        return "keep"
     if use == "drafter":
         return "release"
-    if policy == "request-scoped":
-        return "park"
-    return "park" if low_memory and has_draft else "keep"
+    return "park" if has_draft or policy == "request-scoped" else "keep"
 
 
 @frozen
 class Resolved:
-    """The policy, and what it comes to here."""
+    """The policy, and what it comes to here. A server always resolves it; the defaults are of settings made by hand."""
 
     policy: Policy = "auto"
     draft: After = "keep"
     drafter: After = "release"
 
 
-def resolved(policy: Policy, *, has_draft: bool, has_drafter: bool, low_memory: bool = False) -> tuple[Resolved, str]:
-    """The outcome for both uses, and a message for the log where the policy had to be given up."""
+def resolved(
+    policy: Policy,
+    *,
+    has_draft: bool,
+    has_drafter: bool,
+    low_memory: bool = False,
+    drafter_low_memory: bool = False,
+) -> tuple[Resolved, str]:
+    """Return the outcome for both uses, and a message for the log where the policy had to be given up.
+
+    low_memory: memory is short on the draft's device. drafter_low_memory: the drafter's device cannot keep it.
+    """
     message = ""
     if policy == "request-scoped" and not (has_draft or has_drafter):
         message = "draft residency request-scoped: there is neither a draft nor a drafter; it is auto instead"
-        policy, low_memory = "auto", False
+        policy, low_memory, drafter_low_memory = "auto", False, False
     draft = resolve(policy, "draft", low_memory=low_memory, has_draft=has_draft)
-    drafter = resolve(policy, "drafter", low_memory=low_memory, has_draft=has_draft)
+    drafter = resolve(policy, "drafter", low_memory=drafter_low_memory, has_draft=has_draft)
     return Resolved(policy, draft, drafter), message
 
 

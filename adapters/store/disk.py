@@ -17,7 +17,8 @@ from aiofiles.threadpool import wrap
 from attrs import define, field
 
 from adapters.store import journal
-from adapters.store.codec import DECODERS, Chooser
+from adapters.store.choice import ChoiceFile
+from adapters.store.codec import DECODERS, Chooser, Fixed
 from adapters.store.described import entry_in, entry_of, no_collection
 from adapters.store.folder import LOCK, Folder
 from adapters.store.format import MOST_HANDLE, Layout, Newer, Outdated, encode, file_name, parse_name
@@ -67,12 +68,15 @@ class Disk:
     _upkeep: Upkeep = field(init=False)
     _journal: JournalFile = field(init=False)
     _recent: RecentFile = field(init=False)
+    _choice: ChoiceFile = field(init=False)
+    _chosen: Fixed | None = None  # by `auto`, at an earlier start
 
     def __attrs_post_init__(self) -> None:
         self.writer = Watched("store-writer", self._work, died=self._give_up, restarts=RESTARTS)
         self._upkeep = Upkeep(self.folder, self.lock)
         self._journal = JournalFile(self.index, self._upkeep)
         self._recent = RecentFile(self.recents, self.index.origin, self._upkeep)
+        self._choice = ChoiceFile(self._upkeep)
 
     # --- start and end ---
 
@@ -90,6 +94,7 @@ class Disk:
     def _load(self, listing: dict[str, int]) -> None:
         kept = self._journal.read(listing)
         listing.pop(LOCK, None)
+        self._chosen = self._choice.read(listing)
         there = [entry for entry in kept.entries.values() if listing.get(self.name(entry)) == entry.size]
         for entry in self.index.fill(there):
             del listing[self.name(entry)]  # known, and not looked at: what follows is about the others
@@ -180,6 +185,17 @@ class Disk:
         buffer = memory.take(self.layout.size(entry.kind, entry.length))
         file = RunFile(self.folder, self.name(entry), expected, self._readers, then=lambda: then(buffer))
         return file, buffer
+
+    def written_by(self, measured: Fixed) -> Fixed:
+        """Return the codec of files that are written from now on. measured: what `auto` would choose now."""
+        return self._chosen or measured if self.chooser.codec == "auto" else self.chooser.codec
+
+    def choose(self, measured: Fixed) -> None:
+        """Settle what `auto` writes: as an earlier start chose, or else as was measured now, which is kept."""
+        self.chooser.quicker = self.written_by(measured)
+        if self.chooser.codec == "auto" and self._chosen is None:
+            self._choice.write(measured)
+            self._chosen = measured
 
     def read_past_cache(self, name: str, expected: Expected, target: memoryview) -> None:
         """A file as `read` reads it, but from the disk itself, and for nobody. Raises Damaged, OSError."""

@@ -10,18 +10,19 @@ from adapters.store.folder import LOCK, TEMPORARY
 from adapters.store.format import parse_name
 
 QUARANTINE = "damaged-"
-What: TypeAlias = Literal["lock", "journal", "run", "recent", "temporary", "aside", "stranger"]
+CHOICE = "auto-codec"  # what `auto` chose: `adapters/store/choice.py`
+What: TypeAlias = Literal["lock", "journal", "run", "recent", "codec", "temporary", "aside", "stranger"]
 
 
 def what(name: str) -> What:
-    fixed: dict[str, What] = {LOCK: "lock", journal.NAME: "journal"}
+    fixed: dict[str, What] = {LOCK: "lock", journal.NAME: "journal", CHOICE: "codec"}
     if name in fixed:
         return fixed[name]
     if parse_name(name) is not None:
         return "run"
     if is_recent(name):
         return "recent"
-    if name.startswith(TEMPORARY) and what(name.removeprefix(TEMPORARY)) in {"run", "recent", "journal"}:
+    if name.startswith(TEMPORARY) and what(name.removeprefix(TEMPORARY)) in {"run", "recent", "journal", "codec"}:
         return "temporary"
     aside = name.startswith(QUARANTINE) and what(name.removeprefix(QUARANTINE)) == "run"
     return "aside" if aside else "stranger"

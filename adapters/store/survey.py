@@ -103,7 +103,7 @@ def survey(folder: Folder) -> Survey:
     with no_collection():
         for name in sorted(found.sizes):
             match what(name):
-                case "lock" | "journal":
+                case "lock" | "journal" | "codec":
                     pass
                 case "aside":
                     found.aside.append(name)

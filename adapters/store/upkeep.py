@@ -15,7 +15,7 @@ from adapters.store.names import QUARANTINE, what
 
 log = logging.getLogger("rekindle.store")
 
-KINDS = ("run", "journal", "recent")  # of files, as they are labelled where damage is counted
+KINDS = ("run", "journal", "recent", "codec")  # of files, as they are labelled where damage is counted
 MOST_QUARANTINED = 8  # files that are kept for people to look at
 
 

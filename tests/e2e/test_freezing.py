@@ -46,12 +46,23 @@ def turn(server: Running, messages: list[dict[str, str]], number: int, **fields:
     return {**told, "sent": answer["usage"]["prompt_tokens"]}
 
 
+def test_a_cold_prompt_that_continues_nothing_is_compressed_as_a_whole(server: Running) -> None:
+    """With freezing on, it goes through the same gate as without, and the turn behind it is served all the same."""
+    messages = [{"role": "system", "content": "You are brief."}]
+    always = {"compression": {"mode": "always", "keep_ratio": 0.5}}
+    first = turn(server, messages, 0, **always)["compression"]
+    assert first["why"] is None
+    assert first["kept_tokens"] < first["original_tokens"]
+    second = turn(server, messages, 1, **always)["compression"]
+    assert second["why"] in {None, "too_few_aged", "nothing_aged"}, "it continues, so messages are what is frozen"
+
+
 def test_a_conversation_goes_on_beyond_the_context_and_is_found_again(server: Running, recorded: Path) -> None:
     messages = [{"role": "system", "content": "You are a patient listener."}]
     turns = [turn(server, messages, number) for number in range(8)]
     assert turns[-1]["sent"] > 2 * CONTEXT
     whys = [one["compression"]["why"] for one in turns]
-    assert whys[:2] == ["first_turn", "too_few_aged"]
+    assert whys[:2] == ["below_threshold", "too_few_aged"]
     frozen = [one for one in turns if one["compression"]["time_ms"]]
     assert 1 <= len(frozen) <= 4, "several messages at once, and not in every turn"
     for before, after in pairwise(turns):

@@ -167,7 +167,7 @@ def test_a_miss_explains_itself_in_a_slot_and_after_a_restart(tmp_path: Path) ->
 def test_whatever_a_start_finds_damaged_is_counted_by_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a home of its own. Of the proofs the draft's: another outcome of the target's has other files."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    words = ("--kv-cache-dir", str(tmp_path / "kv"))
+    words = ("--kv-cache-dir", str(tmp_path / "kv"), "--kv-cache-codec", "auto")
     with serving(*words) as server:
         ask(server)
         server.complete(PROMPT[::-1], **ASKED, prefix_cache={"scope": "auto"})  # recent prompts are compared, so kept
@@ -180,6 +180,7 @@ def test_whatever_a_start_finds_damaged_is_counted_by_kind(tmp_path: Path, monke
         "rates": list(tmp_path.glob("rekindle/rates/*.json")),
         "journal": [tmp_path / "kv" / "journal"],
         "recent": list(tmp_path.glob("kv/recent-*")),
+        "codec": [tmp_path / "kv" / "auto-codec"],
         "run": [file],
     }
     for files in harmed.values():

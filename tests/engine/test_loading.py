@@ -32,7 +32,7 @@ from states import rates as world_rates
 from states.rates import Rates, prefilled, restored
 from states.settings import Settings
 
-FOUND = Loading(host=900, disk=2_000, prefill_beside=1100, load_beside=1500, single=4_000, codec="zstd")
+FOUND = Loading(host=900, disk=2_000, prefill_beside=1100, load_beside=1500, single=4_000, zstd=800)
 CHUNK = 64
 
 
@@ -57,7 +57,7 @@ HOSTILE = {
     "deep": b"[" * 4000,
     "a list": b"[]",
     "a number": b"7",
-    "another version": json.dumps({**GOOD, "version": 1}).encode(),
+    "another version": json.dumps({**GOOD, "version": 2}).encode(),
     "no version": json.dumps({name: value for name, value in GOOD.items() if name != "version"}).encode(),
     "a field too many": json.dumps({**GOOD, "path": "/etc/passwd"}).encode(),
     "a field too few": json.dumps({name: value for name, value in GOOD.items() if name != "disk"}).encode(),
@@ -69,8 +69,8 @@ HOSTILE = {
     "not finite": json.dumps({**GOOD, "disk": float("inf")}).encode(),
     "true": json.dumps({**GOOD, "disk": True}).encode(),
     "words": json.dumps({**GOOD, "host": "7"}).encode(),
-    "a list of codecs": json.dumps({**GOOD, "codec": ["zstd"]}).encode(),
-    "a codec of its own": json.dumps({**GOOD, "codec": "gzip"}).encode(),
+    "a list of ratios": json.dumps({**GOOD, "zstd": [800]}).encode(),
+    "an endless ratio": json.dumps({**GOOD, "zstd": 10**12}).encode(),
     "quicker beside than alone": json.dumps({**GOOD, "load_beside": 999}).encode(),
     "endlessly slow beside": json.dumps({**GOOD, "prefill_beside": 10**9}).encode(),
     "many digits": FOUND.to_json().replace("2000", "2" * 3900).encode(),
@@ -138,7 +138,10 @@ def test_a_folder_without_files_is_measured_once_and_then_remembered(
     assert min(first.host, first.disk) > 0
     assert min(first.prefill_beside, first.load_beside) >= 1000
     assert first.prefill == (1000,)
-    assert {file.name for file in (tmp_path / "kv").iterdir()} <= {"LOCK", "journal"}, "samples do not stay"
+    assert {file.name for file in (tmp_path / "kv").iterdir()} <= {"LOCK", "journal", "auto-codec"}, (
+        "samples do not stay"
+    )
+    (tmp_path / "kv" / "auto-codec").unlink()
     (file,) = (tmp_path / "rates").iterdir()
     file.write_text(FOUND.to_json())
     store = opened()
@@ -208,6 +211,61 @@ def test_files_of_its_own_are_measured_where_nothing_was_kept(
         monkeypatch.setattr(Rehearsal, "single", lambda *these: read(*these) and first.single)
         monkeypatch.setattr(Rehearsal, "alone", never)
         assert known(mine, "a", rehearsal, None) == first.today(first.single)
+    assert store.close()
+
+
+def test_auto_writes_what_it_chose_at_its_first_start_whatever_is_measured_later(
+    tmp_path: Path, shard: Pipeline, opened: Callable[..., Store]
+) -> None:
+    """The fault: it was measured anew, and chose otherwise from start to start by a few hundredths."""
+    chosen = []
+    for number, ratio in enumerate((800, 1100, 950)):
+        store = opened(codec="auto")
+        mine = Kept(tmp_path / str(number))
+        mine.remember(key(store, shard, CHUNK), evolve(FOUND, zstd=ratio).to_json())
+        with_loading(Rates(prefill=(1000,)), store, shard, chunk=CHUNK, kept=mine)
+        assert store.disk is not None
+        chosen.append(store.disk.chooser.chosen)
+        assert store.close()
+    assert chosen == ["zstd", "zstd", "zstd"]
+    assert (tmp_path / "kv" / "auto-codec").read_text() == "zstd\n"
+
+
+@pytest.mark.parametrize(
+    ("codec", "ratio", "said"),
+    [("zstd", 1201, True), ("zstd", 1200, False), ("zstd", 0, False), ("store", 1500, False), ("auto", 1500, False)],
+)
+def test_a_slow_zstd_is_told_with_the_option_that_helps(
+    tmp_path: Path,
+    shard: Pipeline,
+    opened: Callable[..., Store],
+    caplog: pytest.LogCaptureFixture,
+    *,
+    codec: str,
+    ratio: int,
+    said: bool,
+) -> None:
+    store, mine = opened(codec=codec), Kept(tmp_path)
+    mine.remember(key(store, shard, CHUNK), evolve(FOUND, zstd=ratio).to_json())
+    with caplog.at_level("INFO", logger="rekindle"):
+        with_loading(Rates(prefill=(1000,)), store, shard, chunk=CHUNK, kept=mine)
+    lines = [one.getMessage() for one in caplog.records if "--kv-cache-codec" in one.getMessage()]
+    assert bool(lines) == said
+    assert not said or "1.20 times" in lines[0]
+    assert store.disk is not None
+    assert store.disk.chooser.chosen == ("store" if codec == "auto" else codec)
+    assert store.close()
+
+
+def test_zstd_is_compared_with_plain_files_at_the_first_start(
+    tmp_path: Path, shard: Pipeline, opened: Callable[..., Store]
+) -> None:
+    store, mine = opened(codec="zstd"), Kept(tmp_path)
+    with_loading(Rates(prefill=(1000,)), store, shard, chunk=CHUNK, kept=mine)
+    found = mine.recalled(key(store, shard, CHUNK), Loading.from_json)
+    assert found is not None
+    assert found.zstd > 0
+    assert not (tmp_path / "kv" / "auto-codec").exists(), "nothing was chosen"
     assert store.close()
 
 

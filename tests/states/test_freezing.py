@@ -67,7 +67,10 @@ def known_to(first: bool, second: bool = False) -> tuple[PromptPart, ...]:
         (evolve(PFLASH, max_context=20), {"mode": "auto", "threshold": 99}, {}, (True, "does_not_fit")),
         (evolve(PFLASH, max_context=20), {"least": 11}, {}, (True, "does_not_fit")),
         # what is no conversation that goes on is for the other gate
-        (PFLASH, {"continues": False}, {}, (False, "first_turn")),
+        (PFLASH, {"continues": False}, {}, (True, "always")),
+        (PFLASH, {"continues": False, "mode": "auto", "threshold": 21}, {}, (False, "below_threshold")),
+        (PFLASH, {"continues": False, "mode": "auto", "threshold": 20}, {}, (True, "long")),
+        (PFLASH, {"continues": False, "tools": True}, {}, (False, "tools")),
         (PFLASH, {"continues": False, "parts": ()}, {}, (True, "always")),
         (evolve(PFLASH, max_context=20), {"continues": False}, {}, (True, "does_not_fit")),
         (PFLASH, {"freeze": False}, {}, (False, "continues")),

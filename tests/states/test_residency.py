@@ -41,7 +41,8 @@ NO, YES = False, True
         ("auto", "draft", NO, YES, "keep"),
         ("auto", "draft", YES, YES, "park"),
         ("auto", "draft", YES, NO, "keep"),
-        ("auto", "drafter", NO, YES, "release"),
+        ("auto", "drafter", NO, YES, "keep"),
+        ("auto", "drafter", NO, NO, "keep"),
         ("auto", "drafter", YES, YES, "release"),
         ("auto", "drafter", YES, NO, "release"),
     ],
@@ -53,7 +54,7 @@ def test_resolve(policy: Policy, use: Use, low_memory: bool, has_draft: bool, af
 @pytest.mark.parametrize(
     ("policy", "has_draft", "has_drafter", "outcome"),
     [
-        ("auto", YES, YES, Resolved("auto", "keep", "release")),
+        ("auto", YES, YES, Resolved("auto", "keep", "keep")),
         ("persistent", YES, NO, Resolved("persistent", "keep", "keep")),
         ("request-scoped", YES, NO, Resolved("request-scoped", "park", "release")),
         ("request-scoped", NO, YES, Resolved("request-scoped", "park", "release")),
@@ -66,8 +67,9 @@ def test_a_policy_comes_to_something_for_both_models(
 
 
 def test_request_scoped_without_a_model_to_send_away_is_auto_and_says_so() -> None:
-    outcome, message = resolved("request-scoped", has_draft=False, has_drafter=False, low_memory=True)
-    assert outcome == Resolved("auto", "keep", "release")
+    short = {"low_memory": True, "drafter_low_memory": True}
+    outcome, message = resolved("request-scoped", has_draft=False, has_drafter=False, **short)
+    assert outcome == Resolved("auto", "keep", "keep")
     assert "request-scoped" in message
     assert "auto" in message
 
@@ -75,6 +77,20 @@ def test_request_scoped_without_a_model_to_send_away_is_auto_and_says_so() -> No
 def test_a_hint_of_low_memory_parks_the_draft_of_auto() -> None:
     assert resolved("auto", has_draft=True, has_drafter=False, low_memory=True)[0].draft == "park"
     assert resolved("persistent", has_draft=True, has_drafter=False, low_memory=True)[0].draft == "keep"
+
+
+@pytest.mark.parametrize(
+    ("short", "outcome"),
+    [
+        ({"low_memory": True}, Resolved("auto", "park", "keep")),
+        ({"drafter_low_memory": True}, Resolved("auto", "keep", "release")),
+        ({"low_memory": True, "drafter_low_memory": True}, Resolved("auto", "park", "release")),
+    ],
+)
+def test_auto_sends_away_the_model_whose_own_device_is_short_of_memory(
+    short: dict[str, bool], outcome: Resolved
+) -> None:
+    assert resolved("auto", has_draft=True, has_drafter=True, **short)[0] == outcome
 
 
 @pytest.mark.parametrize(("after", "place"), [("keep", "loaded"), ("park", "parked"), ("release", "released")])

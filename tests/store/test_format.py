@@ -18,7 +18,7 @@ from attrs import evolve
 
 from adapters.store import seekable
 from adapters.store.blocks import chain, checkpoint_key, pack, root
-from adapters.store.codec import Chooser, quicker
+from adapters.store.codec import Chooser, compared, quicker
 from adapters.store.described import read_head
 from adapters.store.folder import Folder
 from adapters.store.format import (
@@ -288,7 +288,15 @@ def test_links_and_pipes_are_not_read(private: Path) -> None:
     [(0, 0, "store"), (0, 5, "store"), (100, 0, "store"), (100, 95, "store"), (100, 89, "zstd"), (100, 200, "store")],
 )
 def test_the_codec_is_what_restores_sooner(store: int, zstd: int, better: str) -> None:
-    assert quicker(store, zstd) == better
+    assert quicker(compared(store, zstd)) == better
+
+
+@pytest.mark.parametrize(
+    ("store", "zstd", "ratio"),
+    [(0, 5, 0), (5, 0, 0), (100, 100, 1000), (100, 120, 1200), (1_000_000, 1, 1), (3, 4, 1333)],
+)
+def test_codecs_are_compared_in_thousandths(store: int, zstd: int, ratio: int) -> None:
+    assert compared(store, zstd) == ratio
 
 
 def test_auto_is_what_was_measured_and_a_codec_that_was_asked_for_stays() -> None:

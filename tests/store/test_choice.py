@@ -1,0 +1,73 @@
+"""What `auto` chose stays in the folder, and is hostile input there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adapters.store.codec import Fixed
+from adapters.store.names import CHOICE, what
+from engine.options import Options
+from tests.store.kit import disk_store
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "kv"
+
+
+def settle(path: Path, measured: Fixed, codec: str = "auto") -> tuple[str, int]:
+    """What one start writes its files with, and how many damaged choices it found."""
+    store = disk_store(path, codec=codec)
+    assert store.disk is not None
+    store.disk.choose(measured)
+    found: Any = store.disk.chooser.chosen, store.disk.damaged["codec"]
+    assert store.close()
+    return found
+
+
+def test_zstd_is_the_default() -> None:
+    assert Options().kv_cache_codec == "zstd"
+
+
+@pytest.mark.parametrize("first", ["zstd", "store"])
+def test_the_first_choice_stays(path: Path, first: Fixed) -> None:
+    other: Fixed = "store" if first == "zstd" else "zstd"
+    assert settle(path, first) == (first, 0)
+    assert settle(path, other) == (first, 0)
+    (path / CHOICE).unlink()
+    assert settle(path, other) == (other, 0), "without the file it is chosen anew"
+
+
+@pytest.mark.parametrize("codec", ["zstd", "store"])
+def test_a_codec_that_was_asked_for_is_no_choice(path: Path, codec: str) -> None:
+    other: Fixed = "store" if codec == "zstd" else "zstd"
+    assert settle(path, other, codec) == (codec, 0)
+    assert not (path / CHOICE).exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"gzip\n", b"zstd", b"\xff\x00", b"zstd\n" * 1000])
+def test_a_damaged_choice_is_counted_and_made_again(path: Path, content: bytes) -> None:
+    settle(path, "zstd")
+    (path / CHOICE).write_bytes(content)
+    assert settle(path, "store") == ("store", 1)
+    assert (path / CHOICE).read_bytes() == b"store\n"
+    assert settle(path, "zstd") == ("store", 0)
+
+
+def test_something_else_in_its_place_is_as_if_it_was_gone(path: Path) -> None:
+    settle(path, "zstd")
+    (path / CHOICE).unlink()
+    (path / CHOICE).mkdir()
+    assert settle(path, "store") == ("store", 0)
+    (path / CHOICE).rmdir()
+    os.mkfifo(path / CHOICE)
+    assert settle(path, "zstd") == ("zstd", 0)
+
+
+@pytest.mark.parametrize(("name", "kind"), [(CHOICE, "codec"), (".new-" + CHOICE, "temporary"), ("codec", "stranger")])
+def test_its_name_is_known(name: str, kind: str) -> None:
+    assert what(name) == kind
