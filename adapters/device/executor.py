@@ -331,6 +331,7 @@ class DeviceExecutor:
             return state
         if (odd := misfit(self._shard, self._chunk, state, effect)) is not None:
             return odd
+        self._checkpoints.held(request, effect)
         state.ahead, started, stop = 0, time.perf_counter_ns(), effect.start
         if effect.logprobs >= 0:
             return told(self._shard, self._buckets, state, effect)
