@@ -66,6 +66,8 @@ async def engine(
     threads: whose troubles are told with the engine's own.  drafter: of compressions.  freeze: keeps what messages
     were frozen to.
     """
+    if paranoid:
+        executor.row_watch.begin()
     metrics = Metrics()
     metrics.watch_damage(lambda: live().get("damaged", {}))
     meter, misses = Meter(metrics.stage), Misses({} if transfer is None else transfer.lookup.diverged)

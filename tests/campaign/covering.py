@@ -50,6 +50,7 @@ POOL_PAGES = {"tight": 5, "wide": 11}
 ROW_KIB = {"demo": 5.0, "demo-hybrid": 1.0, "llama": 1.5, "qwen2": 1.5, "qwen3_moe": 1.5, "qwen3_next": 0.5}
 
 Told: TypeAlias = dict[str, Any]
+Spans: TypeAlias = tuple[tuple[int, int], ...]
 
 
 @define
@@ -234,12 +235,20 @@ def said(answer: Told) -> list[Any]:
     return found
 
 
-def shortened(answer: Told) -> list[tuple[int, int]] | None:
-    """The spans of the prompt that were served; None where all of it was."""
-    told = (answer.get("rekindle") or {}).get("compression") or {}
-    if told.get("why") is not None or not told.get("spans"):
+def shortened(answer: Told) -> list[Spans | None]:
+    """Of every choice, the spans of its prompt that were served; None where all of it was.
+
+    Choices of one request are jobs of their own: where a drafter's process is killed, one may be shortened alone.
+    """
+    about = answer["rekindle"]
+    jobs = about.get("jobs") or [about]
+    return [spans_of(job.get("compression") or {}) for job in jobs]
+
+
+def spans_of(told: Told) -> Spans | None:
+    if told.get("why") is not None or not told.get("spans") or told["kept_tokens"] == told["original_tokens"]:
         return None
-    return None if told["kept_tokens"] == told["original_tokens"] else [(one[0], one[1]) for one in told["spans"]]
+    return tuple((start, stop) for start, stop in told["spans"])
 
 
 @define
@@ -247,11 +256,22 @@ class Plain:
     """The plain server of a kind, and what it has said."""
 
     server: Running
+    _known: dict[tuple[str, str, Spans | None], list[Any]] = field(factory=dict[Any, "list[Any]"])
 
     def right(self, request: Request, answer: Told) -> list[Any]:
         """What the answer should have been."""
+        found = shortened(answer)
+        return [self.served(request, spans)[number] for number, spans in enumerate(found)]
+
+    def served(self, request: Request, spans: Spans | None) -> list[Any]:
+        """All choices of a request of whose prompt these spans are served."""
+        key = request.path, request.body, spans
+        if key not in self._known:
+            self._known[key] = self.fresh(request, spans)
+        return self._known[key]
+
+    def fresh(self, request: Request, spans: Spans | None) -> list[Any]:
         fields = {name: value for name, value in request.fields.items() if name not in {"compression", "prefix_cache"}}
-        spans = shortened(answer)
         if spans is None:
             return said(self.asked(request.path, fields))
         sent = fields.pop("prompt", None) or self.tokens(fields)
@@ -332,24 +352,17 @@ def run(row: Arrangement, models: Models, folder: Path, *, requests: int, seed: 
 
 
 def compare(row: Arrangement, models: Models, found: Row, answers: Sequence[tuple[Request, Told]]) -> None:
-    known = dict[str, list[Any]]()
     how = ("--slots", "1", "--draft", "none", "--host-cache-budget", "0", "--prefill-compression", "off")
     with serving(*told_to(row, models), *how) as server:
         plain = Plain(server)
         for request, answer in answers:
-            spans = shortened(answer)
-            key = f"{request.path} {request.body} {spans}"
-            if key not in known:
-                known[key] = plain.right(request, answer)
-            ours = said(answer)
+            ours, right = said(answer), plain.right(request, answer)
             found.answers += 1
-            found.shortened += spans is not None
+            found.shortened += any(spans is not None for spans in shortened(answer))
             found.restored += answer["rekindle"]["restored_tokens"] > 0
-            if ours != known[key]:
+            if ours != right:
                 found.differing += 1
-                found.examples.append(
-                    {"asked": request.fields, "came": ours, "right": known[key], **answer["rekindle"]}
-                )
+                found.examples.append({"asked": request.fields, "came": ours, "right": right, **answer["rekindle"]})
 
 
 def covering(seed: int, rows: Sequence[int] | None, requests: int, limit_s: float = float("inf")) -> Iterator[Row]:
