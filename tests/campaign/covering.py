@@ -2,11 +2,11 @@
 
     python -m tests.campaign.covering [--seed 0] [--rows 0-35] [--requests 40] [--limit SECONDS] [--json FILE]
 
-Each row is a server that is started as it says and has three clients at once: they share prompts, edit them, leave, ask
-for several answers, for forms and for penalties. It is killed (`kill -9`) in the middle and started again on what it has
-kept; shards in processes of their own are killed, too. Every answer is compared, with the log-probabilities of its
-tokens, with that of a plain server: one slot, no cache, no draft, nothing compressed. Where the answer says that parts
-of its prompt were left out, the plain server is asked with what was kept.
+Each row is a server that is started as it says and has three clients at once. They share prompts, edit them, leave, ask
+for several answers, for forms and for penalties. The server is killed (`kill -9`) in the middle and started again on
+what it has kept; shards in processes of their own are killed, too. Every answer is compared, with the log-probabilities
+of its tokens, with that of a plain server: one slot, no cache, no draft, nothing compressed. Where the answer says that
+parts of its prompt were left out, the plain server is asked with what was kept.
 """
 
 from __future__ import annotations

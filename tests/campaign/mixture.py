@@ -81,21 +81,16 @@ def chatting(random: Random) -> tuple[str, dict[str, Any]]:
 
 def special(random: Random, path: str) -> dict[str, Any]:
     """At most one of what takes a way of its own through the engine."""
-    kind = random.randrange(12)
-    if kind == 0:
-        return {"n": 2, "temperature": 0.9, "seed": random.randrange(4)}
-    if kind == 1:
-        return {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4}
-    if kind == 2:
-        return {"logit_bias": {"500": 4, "17": -100}}
-    if kind == 3:
-        return {"guided_regex": "[a-z]{3,9}( [0-9]{2,4}){1,3}", "ignore_eos": False}
-    if kind == 4:
-        schema = {"type": "object", "properties": {"a": {"enum": ["x", "yes"]}}, "required": ["a"]}
-        form = {"name": "f", "schema": {**schema, "additionalProperties": False}, "strict": True}
-        return {"response_format": {"type": "json_schema", "json_schema": form}, "ignore_eos": False}
-    if kind == 5 and path == PLAIN:
-        return {"echo": True, "max_tokens": 4}
-    if kind == 6:
-        return {"speculation": "off"} if random.random() < 0.5 else {"one_off": True}
-    return {}
+    schema = {"type": "object", "properties": {"a": {"enum": ["x", "yes"]}}, "required": ["a"]}
+    form = {"name": "f", "schema": {**schema, "additionalProperties": False}, "strict": True}
+    kinds: list[dict[str, Any]] = [
+        {"n": 2, "temperature": 0.9, "seed": random.randrange(4)},
+        {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4},
+        {"logit_bias": {"500": 4, "17": -100}},
+        {"guided_regex": "[a-z]{3,9}( [0-9]{2,4}){1,3}", "ignore_eos": False},
+        {"response_format": {"type": "json_schema", "json_schema": form}, "ignore_eos": False},
+        {"echo": True, "max_tokens": 4} if path == PLAIN else {},
+        {"speculation": "off"},
+        {"one_off": True},
+    ]
+    return random.choice(kinds) if random.random() < 0.6 else {}
