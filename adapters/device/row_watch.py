@@ -76,9 +76,12 @@ class RowWatch:
         self, slots: Mapping[int, SlotState | DeviceFailed], asks: Iterable[Ask]
     ) -> Iterator[tuple[int, SlotState]]:
         for ask in asks if self._on else ():
-            state = slots.get(ask.effect.slot) if isinstance(ask.effect, RunPrefill | RunDecode) else None
+            effect = ask.effect
+            if not isinstance(effect, RunPrefill | RunDecode):
+                continue
+            state = slots.get(effect.slot)
             if isinstance(state, SlotState) and state.request == ask.request:
-                yield ask.effect.slot, state
+                yield effect.slot, state
 
     def _learn(self, slot: int, valid: int) -> None:
         known = self._sums.get(slot, _none())[:valid]
