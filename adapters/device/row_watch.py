@@ -30,16 +30,17 @@ log = logging.getLogger("rekindle.device")
 
 @define(eq=False)
 class RowWatch:
-    """Every call is on a lane, and none does anything before `begin`."""
+    """Every call is on a lane, and none but `switch` does anything while it is off."""
 
     shard: Shard
     _on: bool = False
     _sums: dict[int, Tensor] = field(factory=dict[int, Tensor])  # of a slot's rows, from the first on
     _next: dict[int, int] = field(factory=dict[int, int])  # the row that a slot's next window begins with
 
-    def begin(self) -> None:
-        """From now on rows are watched; before the first launch."""
-        self._on = True
+    def switch(self, *, on: bool) -> None:
+        """Watch rows from now on, or stop that; before the first launch."""
+        self._on = on
+        self._sums.clear()
 
     def opening(self, effect: OpenSlot, origin: object) -> None:
         """Compare what a slot is about to be opened with, where it is now. Raises RowsLost."""

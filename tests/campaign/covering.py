@@ -35,7 +35,7 @@ from benchmarks.report import machine, table
 from engine.secret import VARIABLE
 from tests.campaign.arrangements import Arrangement, arrangements
 from tests.campaign.case import quiet
-from tests.campaign.mixture import PLAIN, Request, drawn
+from tests.campaign.mixture import PLAIN, MixedRequest, drawn
 from tests.e2e.prepared import serving
 from tests.e2e.server import Running
 from tests.e2e.test_families import DRAFT, FAMILIES, HIDDEN, LAYERS, VOCAB
@@ -156,12 +156,12 @@ def daemon_of(row: Arrangement, models: Models) -> Iterator[str]:
 
 
 @define
-class Client:
+class CoveringClient:
     """One that asks for one thing after the other until it is told to stop, or nobody answers any more."""
 
     url: str
-    requests: Sequence[Request]
-    answers: list[tuple[Request, Told]] = field(factory=list[tuple[Request, Told]])
+    requests: Sequence[MixedRequest]
+    answers: list[tuple[MixedRequest, Told]] = field(factory=list[tuple[MixedRequest, Told]])
     refused: list[str] = field(factory=list[str])
     errors: list[BaseException] = field(factory=list[BaseException])
     left: int = 0
@@ -177,7 +177,7 @@ class Client:
         except BaseException as error:  # noqa: BLE001 - told to whoever waits for the thread
             self.errors.append(error)
 
-    def ask(self, client: httpx.Client, request: Request) -> None:
+    def ask(self, client: httpx.Client, request: MixedRequest) -> None:
         if request.leaves is not None:
             with client.stream("POST", request.path, json=request.fields) as stream:
                 for seen, _ in enumerate(stream.iter_lines()):
@@ -192,9 +192,11 @@ class Client:
             self.refused.append(f"{response.status_code} {response.text[:300]}")
 
 
-def live(server: Running, work: Sequence[Sequence[Request]], *, kills: bool, random: Random) -> list[Client]:
+def live(
+    server: Running, work: Sequence[Sequence[MixedRequest]], *, kills: bool, random: Random
+) -> list[CoveringClient]:
     """Clients at once. kills: shards in processes of their own are killed meanwhile."""
-    clients = [Client(server.url, requests) for requests in work]
+    clients = [CoveringClient(server.url, requests) for requests in work]
     threads = [threading.Thread(target=client.run) for client in clients]
     for thread in threads:
         thread.start()
@@ -252,25 +254,25 @@ def spans_of(told: Told) -> Spans | None:
 
 
 @define
-class Plain:
+class PlainServer:
     """The plain server of a kind, and what it has said."""
 
     server: Running
     _known: dict[tuple[str, str, Spans | None], list[Any]] = field(factory=dict[Any, "list[Any]"])
 
-    def right(self, request: Request, answer: Told) -> list[Any]:
+    def right(self, request: MixedRequest, answer: Told) -> list[Any]:
         """What the answer should have been."""
         found = shortened(answer)
         return [self.served(request, spans)[number] for number, spans in enumerate(found)]
 
-    def served(self, request: Request, spans: Spans | None) -> list[Any]:
+    def served(self, request: MixedRequest, spans: Spans | None) -> list[Any]:
         """All choices of a request of whose prompt these spans are served."""
         key = request.path, request.body, spans
         if key not in self._known:
             self._known[key] = self.fresh(request, spans)
         return self._known[key]
 
-    def fresh(self, request: Request, spans: Spans | None) -> list[Any]:
+    def fresh(self, request: MixedRequest, spans: Spans | None) -> list[Any]:
         fields = {name: value for name, value in request.fields.items() if name not in {"compression", "prefix_cache"}}
         if spans is None:
             return said(self.asked(request.path, fields))
@@ -296,7 +298,7 @@ class Plain:
 
 
 @define
-class Row:
+class RowResult:
     """What came of one arrangement."""
 
     row: Arrangement
@@ -318,10 +320,10 @@ class Row:
         return {"row": self.row.number, "chosen": chosen, **counts, **more, "seconds": round(self.seconds)}
 
 
-def run(row: Arrangement, models: Models, folder: Path, *, requests: int, seed: int) -> Row:
-    random, found, began = Random(f"{seed}:{row.number}"), Row(row), time.monotonic()
+def run(row: Arrangement, models: Models, folder: Path, *, requests: int, seed: int) -> RowResult:
+    random, found, began = Random(f"{seed}:{row.number}"), RowResult(row), time.monotonic()
     pool = [drawn(random, compressing=row["compression"] != "off") for _ in range(max(8, requests // 2))]
-    answers, lives = list[tuple[Request, Told]](), 2
+    answers, lives = list[tuple[MixedRequest, Told]](), 2
     with daemon_of(row, models) as daemon:
         words = arranged(row, models, folder, daemon)
         for part in range(lives):
@@ -351,10 +353,10 @@ def run(row: Arrangement, models: Models, folder: Path, *, requests: int, seed: 
     return found
 
 
-def compare(row: Arrangement, models: Models, found: Row, answers: Sequence[tuple[Request, Told]]) -> None:
+def compare(row: Arrangement, models: Models, found: RowResult, answers: Sequence[tuple[MixedRequest, Told]]) -> None:
     how = ("--slots", "1", "--draft", "none", "--host-cache-budget", "0", "--prefill-compression", "off")
     with serving(*told_to(row, models), *how) as server:
-        plain = Plain(server)
+        plain = PlainServer(server)
         for request, answer in answers:
             ours, right = said(answer), plain.right(request, answer)
             found.answers += 1
@@ -365,7 +367,9 @@ def compare(row: Arrangement, models: Models, found: Row, answers: Sequence[tupl
                 found.examples.append({"asked": request.fields, "came": ours, "right": right, **answer["rekindle"]})
 
 
-def covering(seed: int, rows: Sequence[int] | None, requests: int, limit_s: float = float("inf")) -> Iterator[Row]:
+def covering(
+    seed: int, rows: Sequence[int] | None, requests: int, limit_s: float = float("inf")
+) -> Iterator[RowResult]:
     """Each row as it is done. limit_s: no other row begins after so many seconds."""
     began, chosen = time.monotonic(), arrangements(seed)
     with tempfile.TemporaryDirectory(prefix="covering-") as name, ExitStack() as stack:
@@ -379,7 +383,7 @@ def covering(seed: int, rows: Sequence[int] | None, requests: int, limit_s: floa
             try:
                 yield run(row, models, folder, requests=requests, seed=seed)
             except Exception as error:  # noqa: BLE001 - whatever it is, it is counted, and the rest goes on
-                yield Row(row, trouble="".join(traceback.format_exception(error)))
+                yield RowResult(row, trouble="".join(traceback.format_exception(error)))
             shutil.rmtree(folder)
 
 
@@ -391,7 +395,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no row begins")
     parser.add_argument("--json", type=Path, help="write what came of it there, too")
     asked = parser.parse_args()
-    done = list[Row]()
+    done = list[RowResult]()
     for one in covering(asked.seed, numbers(asked.rows), asked.requests, asked.limit):
         done.append(one)
         print(json.dumps(one.shown), one.trouble, flush=True)  # noqa: T201

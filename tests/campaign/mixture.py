@@ -20,7 +20,7 @@ SENTENCES = tuple(f"Line {at} says that {at * 37 % 101} is {'more' if at % 3 els
 
 
 @frozen
-class Request:
+class MixedRequest:
     """What a client asks for. leaves: it closes the stream after so many events; None: it reads the whole answer."""
 
     path: Literal["/v1/chat/completions", "/v1/completions"]
@@ -37,7 +37,7 @@ def document(number: int) -> list[int]:
     return [10 + (37 + number) * at % 3900 for at in range(1, 720)]
 
 
-def drawn(random: Random, *, compressing: bool) -> Request:
+def drawn(random: Random, *, compressing: bool) -> MixedRequest:
     """compressing: the server has a drafter, so some requests say what they want of it."""
     fields: dict[str, Any] = {"max_tokens": random.choice((1, 4, 12, 24, 40)), "ignore_eos": random.random() < 0.7}
     if random.random() < 0.5:
@@ -56,7 +56,7 @@ def drawn(random: Random, *, compressing: bool) -> Request:
     if random.random() < LEAVES:
         leaves = random.choice((1, 2, 9))
         fields |= {"stream": True, "max_tokens": 60}
-    return Request("/v1/chat/completions" if path == CHAT else "/v1/completions", json.dumps(fields), leaves)
+    return MixedRequest("/v1/chat/completions" if path == CHAT else "/v1/completions", json.dumps(fields), leaves)
 
 
 def completing(random: Random) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from tests.campaign.arrangements import OPTIONS, RULES, Arrangement, arrangements, legal, pairs, uncovered
-from tests.campaign.covering import Models, Row, covering, run, said, shortened
+from tests.campaign.covering import Models, RowResult, covering, run, said, shortened
 from tests.campaign.mixture import LEAVES, drawn
 
 SEED = 0
@@ -57,7 +57,7 @@ def chosen(**wanted: tuple[str, ...]) -> Arrangement:
 def test_a_few_requests_in_a_row_of_the_array(row: Arrangement, tmp_path: Path) -> None:
     models = Models(tmp_path / "models")
     models.folder.mkdir()
-    done: Row = run(row, models, tmp_path, requests=12, seed=SEED)
+    done: RowResult = run(row, models, tmp_path, requests=12, seed=SEED)
     assert not done.trouble
     assert done.answers
     assert (done.differing, done.examples) == (0, [])

@@ -35,7 +35,7 @@ Pages: TypeAlias = list[int]
 
 
 @define
-class HeldRows:
+class BelievedRows:
     """What a slot holds: its pages, and what was written to each marked row that is within them."""
 
     pages: Pages = field(factory=list[int])
@@ -57,7 +57,7 @@ class PoolAgainstADictionary(RuleBasedStateMachine):
         shape = (SLOTS, 2, ROWS, 8)
         # Of 1024 floats a head and page, so that all of its memory can be given back.
         self.cache = self.kind(["layers.0", "layers.1"], shape, dtype=torch.float32, device=CPU, pages=POOL)
-        self.slots = [HeldRows() for _ in range(SLOTS)]
+        self.slots = [BelievedRows() for _ in range(SLOTS)]
         self.value = 0
 
     def taken(self, slot: int, pages: Sequence[int]) -> None:
@@ -91,7 +91,7 @@ class PoolAgainstADictionary(RuleBasedStateMachine):
         self.cache.seat(slot, source, keep, pages)
         kept = given.within(keep)
         self.taken(slot, mine)
-        self.slots[slot] = HeldRows(list(pages), rows=kept)
+        self.slots[slot] = BelievedRows(list(pages), rows=kept)
         if data.draw(st.booleans()):
             self.write(slot, keep)
 
