@@ -250,7 +250,6 @@ class DeviceExecutor:
     def _carry_out(self, asks: tuple[Ask, ...], steps: StepsTaken) -> None:
         """What raises may have left anything in the slots it was about: they refuse all work until they are opened."""
         try:
-            self.row_watch.before(self._slots, asks)
             self._carried_out(asks, steps)
             self.row_watch.behind(self._slots, asks)
         except BaseException as error:
@@ -274,8 +273,10 @@ class DeviceExecutor:
         for request, count in Counter(ask.request for ask in asks).items():
             if count > 1:
                 raise ValueError(f"request {request} is in a launch twice")
+        self._grow(decode_steps)
+        # Behind that: pages that one slot is given may be what another one has lost.
+        self.row_watch.before(self._slots, asks)
         if decode_steps:
-            self._grow(decode_steps)
             if not rest:
                 self.decoding.run(decode_steps, steps)
                 return
