@@ -57,6 +57,7 @@ class RunPrefill:
     behind each it is told how far it came.
 
     checkpoint: the model's positional state at `stop` is copied out to be kept, too. A failure to keep it is none here.
+    held: the state at `start`, which the slot has already, is copied out first, in the same way.
     place: the device keeps it there. logprobs: alternatives beside each token that follows one of these rows; -1:
     nobody asked.
     """
@@ -69,3 +70,4 @@ class RunPrefill:
     checkpoint: bool = False
     place: PlaceId | None = None
     logprobs: int = -1
+    held: bool = False

@@ -66,6 +66,7 @@ async def engine(
     threads: whose troubles are told with the engine's own.  drafter: of compressions.  freeze: keeps what messages
     were frozen to.
     """
+    executor.row_watch.switch(on=paranoid)
     metrics = Metrics()
     metrics.watch_damage(lambda: live().get("damaged", {}))
     meter, misses = Meter(metrics.stage), Misses({} if transfer is None else transfer.lookup.diverged, settings)
@@ -96,7 +97,6 @@ async def engine(
         None if recorder is None else recorder.record,
         observe,
     )
-
     heard(executor, transfer, runner, metrics)
 
     def living() -> Mapping[str, Any]:

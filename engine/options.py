@@ -253,7 +253,8 @@ class Options(ModelOption):
     """Keep lengths and digests in the trace instead of tokens. It still replays, but cannot be executed again."""
 
     paranoid: Annotated[bool, flag(TRACE, negative="")] = False
-    """Check the engine's invariants after every event."""
+    """Check the engine's invariants after every event, and before rows are gone on from that they are what they were
+    when they were written. Rows that have changed are logged as an error and computed again."""
 
     def __attrs_post_init__(self) -> None:
         """Raises Refusal where two options contradict each other."""

@@ -24,12 +24,14 @@ import zstandard
 from attrs import define, field, frozen
 from cattrs import BaseValidationError, Converter
 from cattrs.errors import ForbiddenExtraKeysError, StructureHandlerNotFoundError
+from cattrs.gen import make_dict_unstructure_fn, override
 from cattrs.preconf.json import make_converter
 from cattrs.strategies import configure_tagged_union
 
 from adapters import bounded_json
 from adapters.watched import Watched
 from effects.all import Ask, Effect, Launch
+from effects.prefill import RunPrefill
 from engine.redact import Redactor
 from engine.runner import Envelope
 from states.events import Common, Event, Happened
@@ -92,6 +94,9 @@ def converter() -> Converter:
     # No list of everything that is wrong: a line of millions of wrong tokens would become as many exceptions.
     built = make_converter(forbid_extra_keys=True, detailed_validation=False)
     built.register_structure_hook_func(is_literal, one_of)
+    # A field that is younger than the version of the format: it is written only where it says something.
+    late = make_dict_unstructure_fn(RunPrefill, built, held=override(omit_if_default=True))
+    built.register_unstructure_hook(RunPrefill, late)
     for union in (Event, Common, Happened, Effect, Record):  # inner unions first: hooks are bound when configured
         configure_tagged_union(union, built, tag_name="is")
     return built

@@ -110,15 +110,20 @@ def verbatim(known: Known, seat: Seat, prompt: Prompt) -> Verbatim:
 def work(settings: Settings, seat: Seat, prompt: Prompt, speculation: Speculation) -> Work:
     if seat.valid < prompt.target:
         return prefill(settings, seat, prompt, speculation)
-    seat = seat.computed(seat.valid)
-    one = next_decode(settings, seat, prompt, speculation, NOTHING)
+    held, seat = scope.held(settings, seat, prompt), seat.computed(seat.valid)
+    one = next_decode(settings, seat, prompt, speculation, NOTHING, checkpoint=held)
     return Then(Speculating(seat, prompt, speculation, NOTHING), one)
 
 
 def prefill(settings: Settings, seat: Seat, prompt: Prompt, speculation: Speculation) -> Then[Prefilling, RunPrefill]:
-    """From now on rows are overwritten, those that are there already included."""
+    """From now on rows are overwritten, those that are there already included. The state that the slot goes on from is
+    kept beyond the device first, where the scope wants it there.
+    """
     seat = seat.computed(seat.valid)
-    return Then(Prefilling(seat, prompt, speculation), chunk(settings, seat, prompt, prompt.target))
+    first_chunk = chunk(settings, seat, prompt, prompt.target)
+    if scope.held(settings, seat, prompt):
+        first_chunk = evolve(first_chunk, held=True)
+    return Then(Prefilling(seat, prompt, speculation), first_chunk)
 
 
 def chunk(settings: Settings, seat: Seat, prompt: Prompt, target: int) -> RunPrefill:

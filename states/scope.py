@@ -95,6 +95,27 @@ def mark(settings: Settings, seat: Seat, prompt: Prompt) -> Mark | None:
     return None if at is None else Mark(at, at in beyond)
 
 
+def held(settings: Settings, seat: Seat, prompt: Prompt) -> bool:
+    """Should the state that the slot has behind its valid rows be kept beyond the device?
+
+    It should where a prefill from nothing would have kept it. The slot may have it from a request whose scope kept
+    nothing, or the store may have lost it since. `full` also keeps the state between where the next turn comes back to
+    and the end of the prompt: without it, whoever sends the same prompt again finds no state to go on from.
+    """
+    before = Seat(seat.slot, seat.valid - settings.block_size)
+    if before.valid < 0 or seat.valid < settings.min_tokens:
+        return False
+    marked = mark(settings, before, prompt)
+    if marked is not None and marked.beyond and marked.at == seat.valid:
+        return True
+    everything = settings.stateful and settings.store and prompt.job.scope.kind == "full"
+    return (
+        everything
+        and prompt.job.prompt_logprobs < 0
+        and seat.valid >= whole_blocks(settings, turning(settings, prompt))
+    )
+
+
 def passed(settings: Settings, prompt: Prompt, before: int, valid: int) -> bool:
     """Has decoding just gone past a position where `full` keeps the positional state, which the slot still has?"""
     if not (settings.stateful and settings.store and settings.interval and settings.keep_decoded):

@@ -57,6 +57,11 @@ class Checkpoints:
         if effect.checkpoint and self.beyond is not None:
             self.beyond(request, effect.slot, effect.stop)
 
+    def held(self, request: RequestId, effect: RunPrefill) -> None:
+        """Keep the state that a prefill goes on from, before its first row overwrites it."""
+        if effect.held and self.beyond is not None:
+            self.beyond(request, effect.slot, effect.start)
+
     def passed(self, request: RequestId, effect: RunDecode) -> None:
         """A decode step that goes on behind where the state is kept."""
         if effect.checkpoint and self.beyond is not None:

@@ -23,6 +23,7 @@ from adapters.device.memory import out_of_memory, ran_out_of_memory
 from adapters.device.prefilling import PromptPiece
 from adapters.device.proposer import Proposer, proposed
 from adapters.device.rounds import RoundsAtOnce, rounds_of
+from adapters.device.row_watch import RowWatch
 from adapters.device.sampling import Draw, NotFinite, picker
 from adapters.device.slots import SlotState, abandoned, unfit
 from adapters.device.tree import kept
@@ -43,7 +44,7 @@ class Decoding:
     """Every call runs on the lane.
 
     slots: what each serves, or why it refuses. serving: the slot's state, if it was opened for this request. abandoned:
-    is a request given up? report: called before outcomes are told.
+    is a request given up? report: called before outcomes are told. watch: compares rows before each step.
     """
 
     shard: Shard
@@ -54,6 +55,7 @@ class Decoding:
     serving: Callable[[int, RequestId], SlotState | DeviceFailed]
     abandoned: Callable[[RequestId], bool]
     report: Callable[[], object]
+    watch: RowWatch
     proposer: Proposer | None = None
     rounds: RoundsAtOnce | None = field(init=False)
     ahead: StepsAhead = field(init=False)
@@ -83,7 +85,9 @@ class Decoding:
 
     def _run_on(self, asks: Sequence[Ask], company: Company) -> Sequence[Ask]:
         """A step of everybody; who has a next one. With a draft all go on or nobody does: what it costs is theirs."""
+        self.watch.before(self.slots, asks)
         outcomes = self.step(asks)
+        self.watch.behind(self.slots, asks)
         onward = list(map(self._onward, asks, outcomes))
         if company.halted() or (self.proposer is not None and None in onward):
             onward = [None] * len(asks)

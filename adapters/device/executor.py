@@ -19,8 +19,6 @@ from functools import partial
 from itertools import takewhile
 from typing import Any, TypeAlias
 
-import anyio
-
 from adapters.device.beside import Lanes
 from adapters.device.buckets import row_counts
 from adapters.device.checkpoints import Checkpoints, KeepState
@@ -31,9 +29,10 @@ from adapters.device.memory import out_of_memory, ran_out_of_memory
 from adapters.device.prefilling import PromptPiece, misfit, piece_of, prefilled
 from adapters.device.prompt_logprobs import told
 from adapters.device.proposer import Proposer
+from adapters.device.row_watch import RowWatch
 from adapters.device.sampling import Sampler
 from adapters.device.slots import SlotState, abandoned, begun, check, clipped, lost_with, unopened
-from adapters.device.underway import Flights, StepsTaken, behind, goes_on
+from adapters.device.underway import Flights, StepsTaken, performed
 from adapters.models.host_experts import HostExperts
 from adapters.models.shard import Shard
 from adapters.watched import Watched
@@ -42,7 +41,7 @@ from effects.decode import RunDecode
 from effects.experts import PlaceExperts
 from effects.ids import DeviceFailed, RequestId, SlotId, Tokens
 from effects.job import Sampling
-from effects.ports import LaunchFailed, Settle, Told
+from effects.ports import Settle
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.stream import Halt
 
@@ -76,10 +75,11 @@ class DeviceExecutor:
         self._buckets = row_counts(buckets, fast=fast)
         self._chunk = max(buckets)
         self._slots: dict[int, SlotState | DeviceFailed] = {}
-        self._checkpoints = Checkpoints(shard)
+        self._checkpoints, self.row_watch = Checkpoints(shard), RowWatch(shard)
         self.decoding = Decoding(
             *(shard, self._buckets, lane, self._slots, self._checkpoints, self.serving, self.abandoned),
             self._report,
+            self.row_watch,
             proposer,
         )
         self._match: Match = no_grammars
@@ -154,23 +154,7 @@ class DeviceExecutor:
 
     async def perform(self, launch: Launch) -> tuple[Outcome, ...]:
         """`submit`, awaited: what came of all its steps. A cancelled caller waits for it all the same."""
-        finished, outcomes, errors = anyio.Event(), dict[RequestId, Outcome](), list[BaseException]()
-
-        def done(told: Sequence[Told] | LaunchFailed) -> None:
-            if isinstance(told, LaunchFailed):
-                errors.append(told.error)
-            else:
-                for request, outcome in told:
-                    outcomes[request] = behind(outcomes[request], outcome) if request in outcomes else outcome
-            if errors or (len(outcomes) == len(launch.asks) and not any(map(goes_on, outcomes.values()))):
-                finished.set()
-
-        self.submit(launch, done)
-        with anyio.CancelScope(shield=True):
-            await finished.wait()
-        for error in errors:
-            raise error
-        return tuple(outcomes[ask.request] for ask in launch.asks)
+        return await performed(self.submit, launch)
 
     def abandon(self, request: RequestId) -> None:
         """What is in flight for it and has not started will not start; what has started finishes."""
@@ -246,10 +230,12 @@ class DeviceExecutor:
             if self.decoding.proposer is not None:
                 self.decoding.proposer.catch_up(source)
             state.context = clipped(origin.context, keep)
+        self.row_watch.opening(effect, origin)
         if effect.pages:
             self._shard.seat(slot, source, keep, effect.pages)
         elif keep and source != slot:
             self._shard.copy_rows(source, slot, keep)
+        self.row_watch.opened(effect)
         if self._shard.state_specs:
             self._checkpoints.open(origin if isinstance(origin, SlotState) else None, effect)
             state.valid, state.ahead = effect.state, keep - effect.state
@@ -265,6 +251,7 @@ class DeviceExecutor:
         """What raises may have left anything in the slots it was about: they refuse all work until they are opened."""
         try:
             self._carried_out(asks, steps)
+            self.row_watch.behind(self._slots, asks)
         except BaseException as error:
             for slot, state in self._slots.items():
                 if isinstance(state, SlotState) and state.request in steps.members:
@@ -286,8 +273,10 @@ class DeviceExecutor:
         for request, count in Counter(ask.request for ask in asks).items():
             if count > 1:
                 raise ValueError(f"request {request} is in a launch twice")
+        self._grow(decode_steps)
+        # Behind that: pages that one slot is given may be what another one has lost.
+        self.row_watch.before(self._slots, asks)
         if decode_steps:
-            self._grow(decode_steps)
             if not rest:
                 self.decoding.run(decode_steps, steps)
                 return
@@ -331,6 +320,7 @@ class DeviceExecutor:
             return state
         if (odd := misfit(self._shard, self._chunk, state, effect)) is not None:
             return odd
+        self._checkpoints.held(request, effect)
         state.ahead, started, stop = 0, time.perf_counter_ns(), effect.start
         if effect.logprobs >= 0:
             return told(self._shard, self._buckets, state, effect)

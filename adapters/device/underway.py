@@ -6,13 +6,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 
+import anyio
 from attrs import define, field
 
 from adapters.device.lane import DeviceLane
 from effects.all import Ask, Launch, Outcome
 from effects.decode import Decoded
 from effects.ids import DeviceFailed, RequestId
-from effects.ports import LaunchFailed, Settle, Told
+from effects.ports import LaunchFailed, Settle, Submit, Told
 from effects.prefill import PrefillAdvanced
 
 
@@ -168,3 +169,24 @@ def goes_on(outcome: Outcome) -> bool:
 def behind(one: Outcome, other: Outcome) -> Outcome:
     """The same of whatever came; a failure is all that is left to be told, and so is how far a prefill came."""
     return both(one, other) if isinstance(one, Decoded) and isinstance(other, Decoded) else other
+
+
+async def performed(submit: Submit, launch: Launch) -> tuple[Outcome, ...]:
+    """Submit a launch, wait for what comes of all its steps, and return that. A cancelled caller waits all the same."""
+    finished, outcomes, errors = anyio.Event(), dict[RequestId, Outcome](), list[BaseException]()
+
+    def done(told: Sequence[Told] | LaunchFailed) -> None:
+        if isinstance(told, LaunchFailed):
+            errors.append(told.error)
+        else:
+            for request, outcome in told:
+                outcomes[request] = behind(outcomes[request], outcome) if request in outcomes else outcome
+        if errors or (len(outcomes) == len(launch.asks) and not any(map(goes_on, outcomes.values()))):
+            finished.set()
+
+    submit(launch, done)
+    with anyio.CancelScope(shield=True):
+        await finished.wait()
+    for error in errors:
+        raise error
+    return tuple(outcomes[ask.request] for ask in launch.asks)

@@ -6,7 +6,8 @@ Either every slot has memory of its own, in one piece, or its rows are in pages 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from adapters.layout import RowSpec, dtype_name
 from adapters.models.host_copy import copy
 from adapters.models.shard import NamedTensors
 from effects.ids import PAGE, Span
+
+Piece: TypeAlias = tuple[int, int]  # a slot, and the number of a run of PAGE rows in it
 
 
 class KvCache:
@@ -44,7 +47,8 @@ class KvCache:
         keys = tuple(f"{name}.{part}" for name in names for part in "kv")
         self.spec = RowSpec(keys, heads, width, dtype_name(dtype))
         self.pages = pages
-        self._holders = dict[int, tuple[int, int]]()  # by page, the slot and which of its pages that is
+        self._pieces = dict[int, Piece]()  # by page, the piece that it permits
+        self._permits = dict[Piece, int]()  # the other way round
         self._counts = [0] * self.slots  # pages of each
         self._make((len(names), 2, *shape), dtype, device)
         # Keys and values of each layer, `[slots, KV, rows, hd]`.
@@ -82,33 +86,64 @@ class KvCache:
             cache[slot, :, start : start + rows.shape[1]] = rows
 
     def seat(self, slot: int, source: int, keep: int, pages: Sequence[int]) -> None:
-        """The slot has these pages from now on, and in them the first `keep` rows of the source."""
+        """Give the slot these pages in place of all that it had, and put the source's first `keep` rows into them.
+
+        The copy comes before memory is given back, so a page may come from the source itself.
+        """
+        self._check_pages(slot, 0, pages)
+        if keep > len(pages) * PAGE:
+            raise ValueError(f"slot {slot} keeps {keep} rows and is given {len(pages)} pages of {PAGE} for them")
+        lost = self._permit(slot, 0, pages)
         if keep and source != slot:
             self.copy(source, slot, 0, keep)
-        self._counts[slot] = 0
-        self.grow(slot, pages)
+        self._give_back(lost)
 
     def grow(self, slot: int, pages: Sequence[int]) -> None:
-        """And these behind them. Whoever had one of them has none of its rows any more: their memory is given back."""
-        for number, page in enumerate(pages, self._counts[slot]):
-            before = self._holders.get(page, (slot, number))
-            if before != (slot, number):
-                self._give_back(*before)
-            self._holders[page] = (slot, number)
-        self._counts[slot] += len(pages)
+        """Give the slot these pages behind those that it has."""
+        self._check_pages(slot, self._counts[slot], pages)
+        self._give_back(self._permit(slot, self._counts[slot], pages))
 
-    def _give_back(self, slot: int, number: int) -> None:
-        """Its rows are zeros then. What of a piece is not whole pages of the system stays."""
+    def _check_pages(self, slot: int, first: int, pages: Sequence[int]) -> None:
+        """Raise ValueError for pages that are not in the pool, that come twice, or that the slot has no rows for."""
+        stop, most = first + len(pages), -(-self.capacity // PAGE)
+        if stop > most:
+            raise ValueError(f"slot {slot} is given {stop} pages; it has rows for {most}")
+        if len(set(pages)) < len(pages) or not all(0 <= page < self.pages for page in pages):
+            raise ValueError(f"pages {tuple(pages)} for slot {slot}: not all are in 0..{self.pages - 1}, each once")
+
+    def _permit(self, slot: int, first: int, pages: Sequence[int]) -> list[Piece]:
+        """Note that these pages permit the slot's pieces from `first` on. Return the pieces whose permit they were.
+
+        A page permits one piece at most, and a piece has one permit at most. A piece that gets another permit loses
+        its old one here; otherwise its memory would be given back when that old page goes to another slot.
+        """
+        given = [(slot, number) for number in range(first, first + len(pages))]
+        for piece in given:
+            self._pieces.pop(self._permits.pop(piece, -1), None)
+        lost = [self._pieces.pop(page) for page in pages if page in self._pieces]
+        for piece in lost:
+            del self._permits[piece]
+        for page, piece in zip(pages, given, strict=True):
+            self._pieces[page], self._permits[piece] = piece, page
+        self._counts[slot] = first + len(pages)
+        return lost
+
+    def _give_back(self, pieces: Iterable[Piece]) -> None:
+        """Return the memory of these pieces to the system: their rows are zeros then.
+
+        Bytes at the ends of a piece that do not fill one of the system's own pages stay.
+        """
         if self._memory is None:
             return
-        rows = self._all[0, 0, slot, 0, number * PAGE : (number + 1) * PAGE]
-        step, size = self._all.stride(3) * rows.itemsize, rows.nbytes
-        for both in self._all[:, :, slot, 0, number * PAGE].flatten(0, 1):
-            begin = both.data_ptr() - self._all.data_ptr()
-            for at in range(begin, begin + step * self.spec.heads, step):
-                start, stop = -(-at // mmap.PAGESIZE) * mmap.PAGESIZE, (at + size) // mmap.PAGESIZE * mmap.PAGESIZE
-                if start < stop:
-                    self._memory.madvise(mmap.MADV_DONTNEED, start, stop - start)
+        for slot, number in pieces:
+            rows = self._all[0, 0, slot, 0, number * PAGE : (number + 1) * PAGE]
+            step, size = self._all.stride(3) * rows.itemsize, rows.nbytes
+            for both in self._all[:, :, slot, 0, number * PAGE].flatten(0, 1):
+                begin = both.data_ptr() - self._all.data_ptr()
+                for at in range(begin, begin + step * self.spec.heads, step):
+                    start, stop = -(-at // mmap.PAGESIZE) * mmap.PAGESIZE, (at + size) // mmap.PAGESIZE * mmap.PAGESIZE
+                    if start < stop:
+                        self._memory.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
     def copy(self, source: int, target: int, start: int, stop: int) -> None:
         for first, last in self.spans(start, stop):
@@ -195,19 +230,22 @@ class PagedKvCache(KvCache):
             start = end
 
     def seat(self, slot: int, source: int, keep: int, pages: Sequence[int]) -> None:
+        self._check_pages(slot, 0, pages)
+        if keep > len(pages) * PAGE:
+            raise ValueError(f"slot {slot} keeps {keep} rows and is given {len(pages)} pages of {PAGE} for them")
         before = self._pages[source][: -(-keep // PAGE)]
-        for old, new in zip(before, pages, strict=False):
-            if old != new:
-                self._all[:, :, new].copy_(self._all[:, :, old])
+        moves = [(old, new) for old, new in zip(before, pages, strict=False) if old != new]
+        read, written = {old for old, _ in moves}, {new for _, new in moves}
+        # A page that is both read and written is read before anything is written.
+        held = {old: self._all[:, :, old].clone() for old in read & written}
+        for old, new in moves:
+            self._all[:, :, new].copy_(held.get(old, self._all[:, :, old]))
         self._counts[slot] = 0
         self.grow(slot, pages)
 
     def grow(self, slot: int, pages: Sequence[int]) -> None:
         first, stop = self._counts[slot], self._counts[slot] + len(pages)
-        if stop > self.table.shape[1]:
-            raise ValueError(f"slot {slot} is given {stop} pages; it has rows for {self.table.shape[1]}")
-        if not all(0 <= page < self.pages for page in pages):
-            raise ValueError(f"pages {tuple(pages)} for slot {slot}: not all are in 0..{self.pages - 1}")
+        self._check_pages(slot, first, pages)
         self._pages[slot][first:stop] = pages
         self.table[slot, first:stop] = torch.tensor(pages, dtype=torch.int32)
         self._counts[slot] = stop

@@ -122,8 +122,10 @@ class Process:
                 self.mixed(asks[:-1], asks[-1].request, piece)
             case RunPrefill(_, start, stop) as chunk:
                 took = self.costs.chunk_ns(start, stop)
+                if chunk.held:
+                    self.checkpoint(asks[0].request, start)
                 self.after(took, partial(self.computed, asks[0].request, chunk, took))
-                self.lane.enter(((chunk.place is not None) + chunk.checkpoint) * self.moved)
+                self.lane.enter(((chunk.place is not None) + chunk.checkpoint + chunk.held) * self.moved)
             case RunDecode():
                 for ask in asks:
                     if isinstance(ask.effect, RunDecode) and ask.effect.checkpoint:

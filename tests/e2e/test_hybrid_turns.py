@@ -147,3 +147,36 @@ def test_over_http_a_turn_computes_no_more_whatever_the_template_writes_behind_a
                 before = prompt - behind
                 messages.append({"role": "assistant", "content": "That is so.", "reasoning_content": "It is long."})
     assert tiers == ["none", *["device"] * 4, "disk", *["device"] * 4]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("kept", "checkpoints"), [(128, 8), (192, 8), (192, 0)])
+def test_a_prompt_whose_state_came_from_a_slot_is_restored_after_a_kill(
+    tmp_path: Path, kept: int, checkpoints: int
+) -> None:
+    """Scope `off` leaves the state at a prompt's end on the device only; `full` finds it there and keeps it.
+
+    The prompts end just before, at and behind `kept`, a multiple of the block size, so that the second request prefills
+    most of a block, one row, or nothing at all.
+    """
+    words = ("--kv-cache-dir", str(tmp_path / "kv"), "--kv-cache-min-tokens", "64", "--host-cache-budget", "0")
+    words = ("demo-hybrid", *words, "--draft", "none", "--paranoid", "--state-checkpoints", str(checkpoints))
+    lengths = kept + 1, kept + 2, kept + 40, kept + 63
+    prompts = [[30 + (7 + number) * at % 900 for at in range(length)] for number, length in enumerate(lengths)]
+    # Where the device has no places for states, a slot's own state is all there is, so answers stay in its block.
+    asked = {"temperature": 0, "max_tokens": 40 if checkpoints else 1, "ignore_eos": True}
+    alone = list[str]()
+    with serving(*words, "--slots", "4") as server:
+        for prompt in prompts:
+            for scope in ("off", "full"):
+                done = server.complete(prompt, **asked, prefix_cache={"scope": scope}).json()
+                alone.append(done["choices"][0]["text"])
+            assert done["rekindle"]["restored_tokens"] == kept, "the slot has it"
+            assert alone[-1] == alone[-2]
+        written(server)
+        kill(server)
+    with serving(*words, "--slots", "4", trusting=True) as server:
+        for prompt, text in zip(prompts, alone[::2], strict=True):
+            done = server.complete(prompt, **asked).json()
+            assert (done["rekindle"]["restored_tokens"], done["rekindle"]["tier"]) == (kept, "disk")
+            assert done["choices"][0]["text"] == text

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from random import Random
+
+import pytest
 
 from effects.ids import PAGE
+from tests.campaign.mixture import EDITS, LENGTHS, document
 from tests.e2e.prepared import serving
 from tests.e2e.server import Running
 
@@ -48,3 +52,38 @@ def test_more_sessions_than_the_pool_has_room_for_get_their_answers_over_http() 
         long = server.complete(HEAD * 2, max_tokens=1)
         assert long.status_code == 400
         assert f"{2 * len(HEAD)} tokens" in long.json()["error"]["message"]
+
+
+def edited(random: Random) -> tuple[list[int], int]:
+    """A prompt of few documents, perhaps with another token somewhere, and how long its answer is."""
+    prompt = document(random.randrange(6))[: random.choice(LENGTHS)]
+    if random.random() < 0.5:
+        at = random.choice(EDITS)
+        prompt[at : at + 1] = [random.choice((11, 500, 3000))] * (at < len(prompt))
+    return prompt, random.choice((4, 12, 24))
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.long)])
+def test_three_clients_share_two_slots_of_a_pool_and_each_gets_its_own_answer(count: int) -> None:
+    """Slots change their pages all the time here: more clients than slots, and prompts that begin alike."""
+    pool = [edited(Random(number)) for number in range(min(count, 150) // 2)]
+
+    def said(server: Running, number: int) -> object:
+        prompt, tokens = pool[number]
+        done = server.complete(prompt, max_tokens=tokens, temperature=0, logprobs=1, ignore_eos=True)
+        return done.raise_for_status().json()["choices"]
+
+    with serving("demo", "--slots", "1", "--draft", "none", "--host-cache-budget", "0") as server:
+        right = [said(server, number) for number in range(len(pool))]
+
+    def client(number: int) -> list[int]:
+        random = Random(number)
+        asked = [random.randrange(len(pool)) for _ in range(-(-count // 3))]
+        return [one for one in asked if said(server, one) != right[one]]
+
+    with (
+        serving("demo", "--slots", "2", "--kv-memory", "64", "--draft", "none") as server,
+        ThreadPoolExecutor(3) as all_,
+    ):
+        assert list(all_.map(client, range(3))) == [[], [], []]

@@ -99,3 +99,43 @@ def test_in_host_memory_a_slot_has_rows_as_long_as_nobody_else_has_the_page() ->
     cache.grow(2, (0,))
     assert not cache.rows(0, 0, 2 * PAGE).any()
     assert bool((cache.rows(1, 0, PAGE + 5) == 1).all())
+
+
+def test_a_slot_that_gets_other_pages_keeps_its_rows_when_its_old_pages_go_to_another() -> None:
+    """A slot's old pages permit nothing any more once it is seated anew."""
+    shape = (2, 2, 2048, 64)
+    cache = KvCache(["layers.0"], shape, dtype=torch.bfloat16, device=torch.device("cpu"), pages=8)
+    cache.seat(0, 0, 0, [0, 1])
+    cache.rows(0, 0, 512).fill_(1)
+    cache.seat(0, 0, 0, [3, 4])
+    cache.rows(0, 0, 512).fill_(2)
+    cache.seat(1, 1, 0, [0, 1])
+    assert cache.rows(0, 0, 512).unique().tolist() == [2]
+
+
+def test_rows_that_are_copied_into_a_slot_outlive_the_pages_that_it_had_in_another_order() -> None:
+    cache = KvCache(["layers.0"], SIZE, dtype=torch.float32, device=torch.device("cpu"), pages=8)
+    cache.seat(0, 0, 0, (0, 1))
+    cache.rows(0, 0, 2 * PAGE).fill_(1)
+    cache.seat(1, 1, 0, (7, 5))
+    cache.seat(1, 0, 2 * PAGE, (5, 7))
+    assert bool((cache.rows(1, 0, 2 * PAGE) == 1).all())
+
+
+@pytest.mark.parametrize("kind", [KvCache, PagedKvCache])
+@pytest.mark.parametrize(
+    ("keep", "pages", "said"),
+    [
+        (0, (0, 1, 2, 3), "slot 0 is given 4 pages; it has rows for 3"),
+        (0, (0, 0), "each once"),
+        (0, (8,), r"not all are in 0\.\.7"),
+        (0, (-1,), r"not all are in 0\.\.7"),
+        (PAGE + 1, (0,), "slot 0 keeps 257 rows and is given 1 pages of 256"),
+    ],
+)
+def test_pages_that_cannot_be_given_are_refused(
+    kind: type[KvCache], keep: int, pages: tuple[int, ...], said: str
+) -> None:
+    cache = kind(["layers.0"], SIZE, dtype=torch.float32, device=torch.device("cpu"), pages=8)
+    with pytest.raises(ValueError, match=said):
+        cache.seat(0, 0, keep, pages)

@@ -9,17 +9,19 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
+from effects.decode import RunDecode
 from effects.ids import SlotId
 from effects.job import Job
 from effects.prefill import RunPrefill
 from effects.scope import Scope, Selection
 from states.life import (
+    Undrafted,
     kept,
     live,
     sequence,
 )
-from states.onward import chunk
-from states.scope import Mark, mark, passed, select
+from states.onward import chunk, prefill, work
+from states.scope import Mark, held, mark, passed, select
 from states.sequences import alike, continued
 from states.settings import Settings
 from tests.states.builders import PROMPT, SHORT, STORE, Flat, a_job, a_report, answering, some
@@ -223,6 +225,48 @@ def test_decoding_keeps_the_state_at_every_interval(changes: dict[str, Any], exp
     for step in (1, 3, 4):
         steps = [(before, before + step) for before in range(20, 110, step)]
         assert [after // 4 * 4 for before, after in steps if passed(settings, prompt, before, after)] == expected
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        (stateful(valid=96), True),  # the end of the prompt
+        (stateful(valid=92), False),  # prefill passes its end later, and keeps it there
+        (stateful(valid=0), False),
+        (stateful(Scope("off"), valid=96), False),
+        (stateful(store=False, valid=96), False),
+        (stateful(stateful=False, valid=96), False),
+        (stateful(min_tokens=97, valid=96), False),
+        (stateful(length=98, boundaries=(1, 30, 95), valid=92), True),  # where the answer opens
+        (stateful(length=98, boundaries=(1, 30, 95), valid=96), True),  # behind that, and all that the slot has
+        (stateful(cold_max=50, boundaries=(1, 30, 90), valid=28, restored=28), True),  # for new sessions
+        (stateful(cold_max=50, boundaries=(1, 30, 90), valid=24, restored=24), False),
+        (stateful(interval=32, valid=64), True),
+        (stateful(interval=32, valid=60), False),
+        (stateful(Scope("fixed", 50), valid=48), True),
+        (stateful(Scope("fixed", 50), valid=96), False),
+        (stateful(AUTO, boundaries=(1, 30, 90), valid=28), False),  # nothing is shared
+        (stateful(AUTO, boundaries=(1, 30, 90), shared=70, valid=28), True),
+    ],
+)
+def test_the_state_that_a_slot_goes_on_from_is_kept_where_a_prefill_would_have_kept_it(
+    case: Case, expected: bool
+) -> None:
+    settings, flat = case
+    seat, prompt = flat.early
+    assert held(settings, seat, prompt) is expected
+    if seat.valid < prompt.target:
+        ask = prefill(settings, seat, prompt, Undrafted("")).effects[0]
+        assert isinstance(ask, RunPrefill)
+        assert ask.held is expected
+
+
+def test_a_prompt_that_a_slot_has_to_its_end_is_kept_by_its_first_decode_step() -> None:
+    for scope, expected in ((FULL, True), (Scope("off"), False)):
+        settings, flat = stateful(scope, length=97, valid=96)
+        ask = work(settings, *flat.early, Undrafted("")).effects[0]
+        assert isinstance(ask, RunDecode)
+        assert (ask.position, ask.checkpoint) == (96, expected)
 
 
 def test_of_a_rewritten_prompt_only_messages_that_stayed_are_cold_boundaries() -> None:
