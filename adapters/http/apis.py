@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import Scope
 
+from adapters.http.access_log import NOTE, refused
 from adapters.http.chat import CHAT, CHAT_TOKENS
 from adapters.http.completions import COMPLETIONS
 from adapters.http.dialect import ANTHROPIC, OPENAI, Dialect
@@ -40,3 +42,9 @@ def dialect_of(scope: Scope) -> Dialect:
 def error_response(scope: Scope, error: ApiError) -> JSONResponse:
     """Of a request that has no answer."""
     return dialect_of(scope).response(error)
+
+
+async def answer_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, ApiError)
+    request.scope[NOTE] = refused(error)
+    return error_response(request.scope, error)

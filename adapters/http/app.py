@@ -19,9 +19,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from adapters.http import chat, controls, models
-from adapters.http.access_log import NOTE, refused
 from adapters.http.api import Api, Asked, Asker, Counter
-from adapters.http.apis import COUNTERS, STATELESS, TEMPLATE, error_response
+from adapters.http.apis import COUNTERS, STATELESS, TEMPLATE, answer_error
 from adapters.http.archive import Archive
 from adapters.http.body import reading
 from adapters.http.compression import Sessions
@@ -346,9 +345,3 @@ class Edge:
         about: dict[str, Any] = {"status": "ok" if state == "ready" else state, "model": self.options.model_id}
         about |= {"version": self.options.version, "endpoints": sorted(route.path for route in self.routes())}
         return JSONResponse(about, headers={"vary": "Accept"})
-
-
-async def answer_error(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, ApiError)
-    request.scope[NOTE] = refused(error)
-    return error_response(request.scope, error)
