@@ -52,8 +52,8 @@ class Peer:
     """Everything is asked by one thread at a time. pause_s: after it could not be had again, everybody is told at once
     for so long, or less where it took no time to find that out. error, gone: why it is not there; empty while it is.
 
-    restarts: times that it was had anew. hops, hop_ns: of forwards, the time that was not computing there. waits: whoever
-    asks when it is gone waits until it is had anew; else that is for somebody who calls `again`.
+    restarts: times that it was had anew. hops, hop_ns: of forwards, the time that was not computing there. waits:
+    whoever asks when it is gone waits until it is had anew; else that is for somebody who calls `again`.
     """
 
     dial: Dial
