@@ -18,10 +18,10 @@ import attrs
 
 from benchmarks.report import machine, raw, table
 from effects.scope import Scope, parse
-from engine.simulation.costs import Costs
-from engine.simulation.logs.read import read_logs
-from engine.simulation.logs.requests import Session
-from engine.simulation.run import Setup, Simulation, fitted
+from engine.tools.simulation.logs.logged_requests import Session
+from engine.tools.simulation.logs.read_log import read_logs
+from engine.tools.simulation.simulate_scope import Setup, Simulation, fitted
+from engine.tools.simulation.simulated_costs import Costs
 from states.settings import Settings
 
 TIMELESS = Costs(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from engine.options import Options
+from engine.settings.options import Options
 
 
 def server_parser(description: str | None) -> argparse.ArgumentParser:

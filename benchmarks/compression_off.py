@@ -14,7 +14,7 @@ from typing import Any
 from effects.compression import Compression
 from effects.job import Job
 from states import policy
-from states.life import begun
+from states.request_states import begun
 from states.settings import Known, Settings
 from tests.e2e.server import serving
 

@@ -19,7 +19,7 @@ import anyio
 import jsonschema
 from attrs import evolve
 
-from adapters.text.grammar import Grammars, json_grammar
+from adapters.text.grammars.grammar import Grammars, json_grammar
 from adapters.text.tokenizer import Tokenizer
 from benchmarks.arguments import options_of, server_parser
 from benchmarks.never_slower import Took, together
@@ -27,9 +27,9 @@ from benchmarks.report import machine, median, raw, table
 from effects.grammar import Grammar
 from effects.job import Job, Sampling
 from effects.scope import Scope
-from engine.assemble import Engine, engine
-from engine.begin import load_target
-from engine.options import Options
+from engine.loading.background_load import load_target
+from engine.serving.wiring import Engine, engine
+from engine.settings.options import Options
 from tests.schemas import schema_of
 
 MOST = 1024  # tokens of an answer

@@ -27,16 +27,16 @@ import torch
 from attrs import define, field
 
 from adapters.device.executor import DeviceExecutor
-from adapters.device.lane import DeviceLane
-from adapters.models.dense import DenseShard
+from adapters.device.lane.lane import DeviceLane
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.shard import BUCKETS
+from adapters.models.families.qwen3 import Qwen3Config
+from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.interface import Kernels
-from adapters.models.kernels.row_form import NAMED, row_dtype
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.qwen3 import Qwen3Config
-from adapters.models.shard import BUCKETS
-from adapters.models.synthetic import RandomWeights
-from adapters.store.format import Layout
-from adapters.store.opening import held_memory, open_store
+from adapters.models.kernels.row_format import NAMED, row_dtype
+from adapters.models.numerics.synthetic import RandomWeights
+from adapters.store.files.file_format import Layout
+from adapters.store.open_store import held_memory, open_store
 from adapters.store.store import Store
 from adapters.transfer.transfer import Transfer, transfer
 from benchmarks.cold import forget, read_raw
@@ -48,7 +48,7 @@ from effects.lookup import FindPrefix, PrefixFound, ReleasePrefix
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
-from engine import measure
+from engine.loading import calibrate_compute
 from states import policy, rates
 from states.rates import Rates
 from states.settings import Settings
@@ -60,7 +60,7 @@ COPIED = 1 << 30  # bytes of the raw copy
 
 def kernels_of(device: torch.device, dtype: torch.dtype) -> Kernels:
     if device.type == "cuda":
-        from adapters.models.kernels.triton_cuda import TritonKernels  # noqa: PLC0415 - needs Triton
+        from adapters.models.kernels.cuda.kernels import TritonKernels  # noqa: PLC0415 - needs Triton
 
         return TritonKernels(device)
     return CpuKernels(dtype)
@@ -266,8 +266,8 @@ def build(given: argparse.Namespace, lane: DeviceLane, folder: Path) -> StoreBen
         slots=1, max_context=config.max_positions, chunk=given.chunk, block_size=BLOCK_SIZE, batch_rows=1, store=True
     )
     for _ in range(3):
-        measure.run_chunk(shard, 0, given.chunk, given.chunk)
-    known = Rates(prefill=measure.prefill(shard, given.chunk, config.max_positions))
+        calibrate_compute.run_chunk(shard, 0, given.chunk, given.chunk)
+    known = Rates(prefill=calibrate_compute.prefill(shard, given.chunk, config.max_positions))
     return StoreBench(shard, lane, executor, store, moving, settings, known)
 
 

@@ -18,12 +18,12 @@ from attrs import define, field
 from torch import Tensor
 
 from adapters.device.executor import DeviceExecutor
-from adapters.device.lane import DeviceLane
-from adapters.models.shard import Forward, Kept, NamedTensors, Step
+from adapters.device.lane.lane import DeviceLane
+from adapters.models.decoder.shard import Forward, Kept, NamedTensors, Step
 from benchmarks.report import machine, median, raw, table
 from effects.job import Job
 from effects.stream import EmitTokens
-from engine.assemble import engine
+from engine.serving.wiring import engine
 from states.settings import Settings
 
 VOCABULARY = 4096

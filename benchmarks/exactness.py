@@ -29,7 +29,7 @@ from typing import Any
 import anyio
 from attrs import define, evolve, field
 
-from adapters.text.text import Text
+from adapters.text.model_text import Text
 from benchmarks.listening import Listening
 from benchmarks.report import machine, raw, table
 from benchmarks.subjects import NAMES
@@ -41,13 +41,13 @@ from effects.ports import Closed
 from effects.scope import Scope
 from effects.stream import EmitTokens
 from engine import __version__
-from engine.assemble import Engine, engine
-from engine.begin import load_target
-from engine.execute import execute
-from engine.folders import model_folder
-from engine.options import Options
-from engine.target import Target
-from engine.trace import VERSION, Header, Recorder
+from engine.core.trace import VERSION, Header, Recorder
+from engine.loading.background_load import load_target
+from engine.loading.load_target import Target
+from engine.serving.re_execute import execute
+from engine.serving.wiring import Engine, engine
+from engine.settings.options import Options
+from engine.settings.paths import model_folder
 from states.rates import Rates
 from states.residency import resolved
 

@@ -15,14 +15,14 @@ from collections.abc import Callable
 
 import torch
 
-from adapters.models.dense import DenseShard
-from adapters.models.dense_config import DenseConfig
-from adapters.models.kernels.experts import ExpertsShape
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.qwen3 import Qwen3Config
-from adapters.models.qwen3_moe import Qwen3MoeConfig
-from adapters.models.shard import BUCKETS, Segment, Step
-from adapters.models.synthetic import RandomWeights
+from adapters.models.decoder.dense_config import DenseConfig
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.shard import BUCKETS, Segment, Step
+from adapters.models.families.qwen3 import Qwen3Config
+from adapters.models.families.qwen3_moe import Qwen3MoeConfig
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.experts_interface import ExpertsShape
+from adapters.models.numerics.synthetic import RandomWeights
 from benchmarks.report import machine, median, raw, table
 
 HIDDEN, LAYERS, ROWS, CAPACITY, SLOTS = 512, 4, 256, 512, 4

@@ -24,14 +24,14 @@ import httpx
 import torch
 
 from adapters import demo
-from adapters.device.buckets import bucket_of
-from adapters.models.shard import Segment, Step
+from adapters.device.lane.buckets import bucket_of
+from adapters.models.decoder.shard import Segment, Step
 from benchmarks.first_requests import SHAPES, checkpoint, listening
 from benchmarks.report import machine, median, raw, table
 from effects.ids import PAGE
-from engine.begin import load_target
-from engine.options import Options
-from engine.target import Target
+from engine.loading.background_load import load_target
+from engine.loading.load_target import Target
+from engine.settings.options import Options
 
 KINDS = ("quiet", "behind", "in a row")
 MOMENT_S = 1.0

@@ -22,17 +22,17 @@ from typing import Any
 import torch
 from attrs import evolve, frozen
 
-from adapters.models.dense import DenseShard
-from adapters.models.host_experts import HostExperts
-from adapters.models.kernels.experts import ExpertsShape
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.host_experts import HostExperts
+from adapters.models.decoder.shard import Segment, Step
+from adapters.models.families.qwen3_moe import Qwen3MoeConfig
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.experts_interface import ExpertsShape
 from adapters.models.kernels.interface import Kernels
-from adapters.models.kernels.reference import ReferenceKernels
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.qwen3_moe import Qwen3MoeConfig
-from adapters.models.shard import Segment, Step
-from adapters.models.synthetic import RandomWeights
+from adapters.models.kernels.reference.kernels import ReferenceKernels
+from adapters.models.numerics.synthetic import RandomWeights
 from benchmarks.report import machine, median, raw, table
-from engine.experts import expert_weights, first_places
+from engine.loading.expert_placement import expert_weights, first_places
 from states.experts import Residents, begin, moved
 
 CONTEXT = 256
@@ -60,7 +60,7 @@ class Setting:
 
 def kernels_for(setting: Setting, device: torch.device) -> Kernels:
     if device.type == "cuda":
-        from adapters.models.kernels.triton_cuda import TritonKernels  # noqa: PLC0415 - needs Triton
+        from adapters.models.kernels.cuda.kernels import TritonKernels  # noqa: PLC0415 - needs Triton
 
         return TritonKernels(device)
     if setting.device.type == "cpu":  # stands for a device: weights that can be copied

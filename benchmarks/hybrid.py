@@ -33,22 +33,22 @@ import httpx
 import torch
 from attrs import evolve, frozen
 
-from adapters.checkpoint.packed import PackedMatrix, StepLayout
-from adapters.checkpoint.weights import Fetch, Shapes, StoredTensor
-from adapters.device.drafting import Drafting
+from adapters.checkpoint.packed_matrix import PackedMatrix, StepLayout
+from adapters.checkpoint.safetensors_folder import Fetch, Shapes, StoredTensor
 from adapters.device.executor import DeviceExecutor
-from adapters.device.lane import DeviceLane
-from adapters.models.checkpoint import DECIDING, Checkpoint
-from adapters.models.dense import DenseShard
-from adapters.models.dflash.checkpoint import DraftCheckpoint, draft_tensors
-from adapters.models.dflash.config import DFlashConfig
-from adapters.models.dflash.draft import DFlashDraft
+from adapters.device.lane.lane import DeviceLane
+from adapters.device.speculation.drafting import Drafting
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.rope import Rotary
+from adapters.models.drafts.dflash.checkpoint import DraftCheckpoint, draft_tensors
+from adapters.models.drafts.dflash.config import DFlashConfig
+from adapters.models.drafts.dflash.draft import DFlashDraft
+from adapters.models.families.qwen3_5 import FAMILY, Qwen35Config
+from adapters.models.kernels.cuda.kernels import TritonKernels
 from adapters.models.kernels.interface import AttentionMask
-from adapters.models.kernels.triton_cuda import TritonKernels
-from adapters.models.pipeline import Pipeline
-from adapters.models.qwen3_5 import FAMILY, Qwen35Config
-from adapters.models.rope import Rotary
-from adapters.models.synthetic import RandomWeights
+from adapters.models.numerics.synthetic import RandomWeights
+from adapters.models.open_checkpoint import DECIDING, Checkpoint
 from benchmarks import speculation_8b as rounds_of
 from benchmarks.cuda_model import DEVICE, DTYPE, bandwidth, seconds
 from benchmarks.cuda_packed import HEAD, HEADS, LAYERS

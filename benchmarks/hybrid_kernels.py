@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from adapters.models.kernels import triton_delta
-from adapters.models.kernels.batch import StateBatch
-from adapters.models.kernels.delta import DeltaShape, DeltaState, DeltaWeights
-from adapters.models.kernels.triton_delta import CudaDelta
-from adapters.models.shard import Segment, Step
+from adapters.models.decoder.shard import Segment, Step
+from adapters.models.kernels.cuda import delta
+from adapters.models.kernels.cuda.delta import CudaDelta
+from adapters.models.kernels.delta_interface import DeltaShape, DeltaState, DeltaWeights
+from adapters.models.kernels.step_batch import StateBatch
 from benchmarks.cuda_model import DEVICE, DTYPE, bandwidth
 
 T = TypeVar("T")
@@ -110,7 +110,7 @@ def measured(layers: int = 16) -> dict[str, Any]:
     speed = max(speeds.values())
     found = [figure(*one, settles=False, speed=speed, layers=layers) for one in DECODE]
     found += [figure(*one, settles=True, speed=speed, layers=4) for one in PREFILL]
-    return {"device": torch.cuda.get_device_name(), "bandwidth": speeds, "tile": triton_delta.TILE, "figures": found}
+    return {"device": torch.cuda.get_device_name(), "bandwidth": speeds, "tile": delta.TILE, "figures": found}
 
 
 def main() -> None:

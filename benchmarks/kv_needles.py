@@ -14,16 +14,16 @@ from typing import Any
 import anyio
 from attrs import frozen
 
-from adapters.text.text import Text
+from adapters.text.model_text import Text
 from benchmarks.exactness import OFF, answered
 from benchmarks.report import machine, raw, table
 from effects.ids import Tokens
 from effects.job import Job, Sampling
-from engine.assemble import engine
-from engine.begin import load_target
-from engine.bench.haystack import Haystack, haystack
-from engine.folders import model_folder
-from engine.options import Options
+from engine.loading.background_load import load_target
+from engine.serving.wiring import engine
+from engine.settings.options import Options
+from engine.settings.paths import model_folder
+from engine.tools.bench.haystack import Haystack, haystack
 
 ANSWER = 24  # tokens
 ROOM = 64  # tokens of the template, and of what is asked

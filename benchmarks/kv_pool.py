@@ -15,19 +15,19 @@ import torch
 from attrs import define, field
 
 from adapters.device.executor import DeviceExecutor
-from adapters.device.lane import DeviceLane
-from adapters.models.dense import DenseShard
-from adapters.models.kernels.triton_cuda import TritonKernels
-from adapters.models.pipeline import Pipeline
-from adapters.models.synthetic import RandomWeights
+from adapters.device.lane.lane import DeviceLane
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.kernels.cuda.kernels import TritonKernels
+from adapters.models.numerics.synthetic import RandomWeights
 from benchmarks.cuda_model import DEVICE, DTYPE, config_8b
 from benchmarks.report import machine, median, raw, table
 from effects.ids import PAGE, Tokens
 from effects.job import Job
 from effects.ports import Closed
 from effects.stream import EmitTokens
-from engine.assemble import engine
-from engine.fit import DeviceNeed, Fit, fitted, pooled
+from engine.loading.memory_fit import DeviceNeed, Fit, fitted, pooled
+from engine.serving.wiring import engine
 from states.settings import Settings
 
 GIB, LAYERS, POSITIONS = 1 << 30, 36, 40960

@@ -22,16 +22,16 @@ import torch
 from attrs import frozen
 
 from adapters import demo
-from adapters.checkpoint.weights import WeightSource
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.dense import DenseShard
-from adapters.models.dense_config import DenseConfig
-from adapters.models.kernels.row_form import NAMED
-from adapters.models.qwen3 import Qwen3Config
-from adapters.models.shard import Segment, Step
-from adapters.models.synthetic import RandomWeights
+from adapters.checkpoint.safetensors_folder import WeightSource
+from adapters.models.decoder.dense_config import DenseConfig
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.shard import Segment, Step
+from adapters.models.families.qwen3 import Qwen3Config
+from adapters.models.kernels.row_format import NAMED
+from adapters.models.numerics.synthetic import RandomWeights
+from adapters.models.open_checkpoint import Checkpoint
 from benchmarks.report import machine, raw, table
-from engine.machine import build_kernels
+from engine.loading.device_survey import build_kernels
 
 DTYPE = torch.bfloat16
 TURNS = 3

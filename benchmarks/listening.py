@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 from attrs import define, field
 
-from adapters.device.proposer import Proposer
-from adapters.device.rounds import RoundAtOnce, RoundsAtOnce, RoundTaken
-from adapters.device.slots import SlotState
-from adapters.models.dflash.draft import DFlashDraft
-from adapters.models.shard import Kept, Step
-from engine.target import Target
+from adapters.device.decode.native_decode import RoundAtOnce, RoundsAtOnce, RoundTaken
+from adapters.device.slots.slots import SlotState
+from adapters.device.speculation.proposer import Proposer
+from adapters.models.decoder.shard import Kept, Step
+from adapters.models.drafts.dflash.draft import DFlashDraft
+from engine.loading.load_target import Target
 
 
 @define(eq=False)

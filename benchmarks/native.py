@@ -16,15 +16,15 @@ from typing import TypeAlias
 
 import torch
 
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.dense import DenseShard
-from adapters.models.kernels.native.compiled import compiled, missing
-from adapters.models.kernels.native.products import NativeProducts
-from adapters.models.kernels.products import NATIVE
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.numerics import Numerics
-from adapters.models.probe import probe
-from adapters.models.shard import Segment, Step
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.shard import Segment, Step
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.cpu.native.library import compiled, missing
+from adapters.models.kernels.cpu.native.products import NativeProducts
+from adapters.models.kernels.product_list import NATIVE
+from adapters.models.numerics.probe import probe
+from adapters.models.numerics.probe_result import Numerics
+from adapters.models.open_checkpoint import Checkpoint
 from benchmarks.report import machine, raw, table
 
 DEMO, CPU = Path(__file__).parents[1] / "adapters" / "demo", torch.device("cpu")

@@ -31,11 +31,11 @@ from benchmarks.subjects import prompts
 from effects.ids import Tokens
 from effects.job import Job
 from effects.scope import Scope
-from engine.assemble import Engine, engine
-from engine.begin import load_target
-from engine.options import Options
-from engine.serve import settle
-from engine.target import Target
+from engine.loading.background_load import load_target
+from engine.loading.load_target import Target
+from engine.serving.serve import settle
+from engine.serving.wiring import Engine, engine
+from engine.settings.options import Options
 
 LONGEST = 256  # tokens of a prompt
 ANSWER = 512  # of a pair

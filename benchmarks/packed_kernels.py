@@ -21,10 +21,10 @@ from typing import Any
 import torch
 import triton
 
-from adapters.checkpoint.packed import Stack, StepLayout
-from adapters.models.kernels.triton_cuda import TritonKernels
-from adapters.models.kernels.triton_packed import CudaStack, CudaSteps, PackedTile, choose_packed_tile, multiply_narrow
-from adapters.models.synthetic import random_matrix
+from adapters.checkpoint.packed_matrix import Stack, StepLayout
+from adapters.models.kernels.cuda.kernels import TritonKernels
+from adapters.models.kernels.cuda.packed import CudaStack, CudaSteps, PackedTile, choose_packed_tile, multiply_narrow
+from adapters.models.numerics.synthetic import random_matrix
 from benchmarks.cuda_model import DEVICE, DTYPE, bandwidth, seconds
 from benchmarks.report import raw, table
 

@@ -12,12 +12,12 @@ import anyio
 import torch
 from attrs import define, field
 
-from adapters.models.shard import Segment, Step
-from adapters.remote.shard import RemoteShard
+from adapters.models.decoder.shard import Segment, Step
+from adapters.remote.client.remote_shard import RemoteShard
 from benchmarks.report import machine, median, raw, table
-from engine.begin import load_target
-from engine.options import Options
-from engine.target import Target
+from engine.loading.background_load import load_target
+from engine.loading.load_target import Target
+from engine.settings.options import Options
 
 PLANS = {"cpu:0": "cpu:0", "cpu:0,cpu:0": "cpu:0,cpu:0", "cpu:0,ipc+cpu:0": "cpu:0,ipc+cpu:0"}
 

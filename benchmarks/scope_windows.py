@@ -18,9 +18,9 @@ from attrs import frozen
 
 from benchmarks.report import machine, raw
 from effects.scope import Scope
-from engine.simulation.costs import Costs
-from engine.simulation.logs.requests import Agent, Request, Session, made_up
-from engine.simulation.run import Setup, Simulation, fitted
+from engine.tools.simulation.logs.logged_requests import Agent, Request, Session, made_up
+from engine.tools.simulation.simulate_scope import Setup, Simulation, fitted
+from engine.tools.simulation.simulated_costs import Costs
 from states.settings import Settings
 
 WINDOWS = (2, 8, 30)

@@ -26,12 +26,12 @@ import anyio
 import torch
 from attrs import define, evolve
 
-from adapters.device.proposer import DraftModel, DraftRequest, Proposer
-from adapters.device.slots import SlotState
-from adapters.device.tree import Tree
-from adapters.models.dflash.draft import DFlashDraft
-from adapters.models.shard import Kept, Step
-from adapters.text.text import Text
+from adapters.device.slots.slots import SlotState
+from adapters.device.speculation.proposal_tree import Tree
+from adapters.device.speculation.proposer import DraftModel, DraftRequest, Proposer
+from adapters.models.decoder.shard import Kept, Step
+from adapters.models.drafts.dflash.draft import DFlashDraft
+from adapters.text.model_text import Text
 from benchmarks.report import machine, median, raw, table
 from benchmarks.subjects import NAMES, prompts
 from effects.all import Ask, Outcome
@@ -42,11 +42,11 @@ from effects.ports import Closed
 from effects.prefill import OpenSlot, RunPrefill
 from effects.scope import Scope
 from effects.stream import EmitTokens
-from engine.assemble import Engine, engine
-from engine.begin import load_target
-from engine.options import Options
-from engine.serve import settle
-from engine.target import Target
+from engine.loading.background_load import load_target
+from engine.loading.load_target import Target
+from engine.serving.serve import settle
+from engine.serving.wiring import Engine, engine
+from engine.settings.options import Options
 from states import launch_prices
 from states.rates import Rates
 

@@ -17,23 +17,23 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from adapters.device.drafting import Drafting
 from adapters.device.executor import DeviceExecutor
-from adapters.device.lane import DeviceLane
-from adapters.device.proposer import DraftRequest, Proposer
-from adapters.device.slots import SlotState
-from adapters.device.tree import Tree, chain
-from adapters.models.dense import DenseShard
-from adapters.models.dflash.checkpoint import draft_tensors
-from adapters.models.dflash.config import DFlashConfig
-from adapters.models.dflash.draft import DFlashDraft
-from adapters.models.draft import BlockRequest as Wanted
+from adapters.device.lane.lane import DeviceLane
+from adapters.device.slots.slots import SlotState
+from adapters.device.speculation.drafting import Drafting
+from adapters.device.speculation.proposal_tree import Tree, chain
+from adapters.device.speculation.proposer import DraftRequest, Proposer
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.rope import Rotary
+from adapters.models.decoder.shard import Kept, Segment, Step
+from adapters.models.drafts.cached_draft import BlockRequest as Wanted
+from adapters.models.drafts.dflash.checkpoint import draft_tensors
+from adapters.models.drafts.dflash.config import DFlashConfig
+from adapters.models.drafts.dflash.draft import DFlashDraft
+from adapters.models.kernels.cuda.kernels import TritonKernels
 from adapters.models.kernels.interface import AttentionMask
-from adapters.models.kernels.triton_cuda import TritonKernels
-from adapters.models.pipeline import Pipeline
-from adapters.models.rope import Rotary
-from adapters.models.shard import Kept, Segment, Step
-from adapters.models.synthetic import RandomWeights
+from adapters.models.numerics.synthetic import RandomWeights
 from benchmarks.cuda_model import DEVICE, DTYPE, config_8b
 from benchmarks.report import median
 from effects.all import Ask, Outcome
@@ -44,7 +44,7 @@ from effects.prefill import OpenSlot, RunPrefill
 from effects.residency import LoadModel, UnloadModel
 from effects.scope import Scope
 from effects.stream import EmitTokens
-from engine.assemble import engine
+from engine.serving.wiring import engine
 from states.residency import Policy, resolved
 from states.settings import Settings
 

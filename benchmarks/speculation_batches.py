@@ -22,20 +22,20 @@ import anyio
 import torch
 from attrs import define
 
-from adapters.device.lane import DeviceLane
-from adapters.device.proposer import DraftRequest
-from adapters.device.tree import Tree
-from adapters.models.pipeline import Pipeline
+from adapters.device.lane.lane import DeviceLane
+from adapters.device.speculation.proposal_tree import Tree
+from adapters.device.speculation.proposer import DraftRequest
+from adapters.models.decoder.pipeline import Pipeline
 from benchmarks.report import machine, median, raw, table
 from benchmarks.speculation_8b import BLOCK, CAPACITY, LAYERS, Forced, Pair, build
 from effects.ids import Tokens
 from effects.job import Job
 from effects.scope import Scope
 from effects.stream import EmitTokens
-from engine.assemble import Engine, engine
-from engine.draft import BATCH_ROWS, widths
-from engine.measure import measured
-from engine.warm_up import warm_up
+from engine.loading.calibrate_compute import measured
+from engine.loading.load_draft import BATCH_ROWS, widths
+from engine.loading.warm_up import warm_up
+from engine.serving.wiring import Engine, engine
 from states.rates import Rates
 from states.settings import Settings
 

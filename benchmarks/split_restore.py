@@ -25,7 +25,7 @@ import anyio
 import httpx
 from attrs import frozen
 
-from adapters.remote.shard import RemoteShard
+from adapters.remote.client.remote_shard import RemoteShard
 from benchmarks.peer import ROOT, listening
 from benchmarks.report import machine, median, raw, table
 from benchmarks.split_serve import settled
@@ -37,9 +37,9 @@ from effects.lookup import FindPrefix, PrefixFound
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
-from engine.begin import load_target
-from engine.options import Options
-from engine.target import Target
+from engine.loading.background_load import load_target
+from engine.loading.load_target import Target
+from engine.settings.options import Options
 
 PLANS = ("cpu:0", "cpu:0,cpu:0", "cpu:0,ipc+cpu:0", "ipc+cpu:0,ipc+cpu:0")
 FIGURES = {

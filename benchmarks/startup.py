@@ -21,8 +21,8 @@ from typing import Any
 
 import httpx
 
-from adapters.http import archive, turn_memory
-from adapters.http.cabinet import signed
+from adapters.http.history import answer_tokens, response_store
+from adapters.http.history.persistent_lru import signed
 from benchmarks.report import machine, median, raw, table
 
 ROOT = Path(__file__).parents[1]
@@ -69,13 +69,13 @@ def once(home: Path, prompts: int = 0) -> tuple[dict[str, Any], list[tuple[str, 
 def fill(kept: Path) -> None:
     """What weeks of answers and of responses leave."""
     numbers = random.Random(0)
-    for place in range(turn_memory.MOST):
+    for place in range(answer_tokens.MOST):
         tokens = tuple(numbers.choices(range(10, 4000), k=ANSWER))
-        record = turn_memory.ENCODER.encode(turn_memory.TurnRecord("", (f"call_{place}",), 3, tokens))
+        record = answer_tokens.ENCODER.encode(answer_tokens.TurnRecord("", (f"call_{place}",), 3, tokens))
         (kept / "turns" / f"turn_{place:032x}").write_bytes(signed(record))
-    for place in range(archive.MOST):
+    for place in range(response_store.MOST):
         name = f"resp_{place:024x}"
-        response = archive.ENCODER.encode({"id": name, "output": "x" * RESPONSE})
+        response = response_store.ENCODER.encode({"id": name, "output": "x" * RESPONSE})
         (kept / "responses" / name).write_bytes(signed(b" \n" + response + b"\n[]"))
 
 

@@ -26,21 +26,21 @@ from attrs import define, evolve, field
 
 from adapters.checkpoint.text_files import TextFiles
 from adapters.device.executor import DeviceExecutor
-from adapters.device.lane import DeviceLane
-from adapters.models.dense import DenseShard
-from adapters.models.shard import Segment, Shard, Step
-from adapters.models.synthetic import RandomWeights
-from adapters.text.grammar import Grammars, json_grammar
+from adapters.device.lane.lane import DeviceLane
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.shard import Segment, Shard, Step
+from adapters.models.numerics.synthetic import RandomWeights
+from adapters.text.grammars.grammar import Grammars, json_grammar
 from adapters.text.tokenizer import Tokenizer
 from benchmarks.report import machine, raw, table
 from effects.ids import Tokens
 from effects.job import Job, Sampling
 from effects.scope import Scope
 from effects.stream import EmitTokens
-from engine.assemble import Engine, engine
-from engine.begin import load_target
-from engine.options import Options
-from states import onward
+from engine.loading.background_load import load_target
+from engine.serving.wiring import Engine, engine
+from engine.settings.options import Options
+from states import phases
 from states.settings import Settings
 
 DEMO = Path(__file__).parents[1] / "adapters" / "demo"
@@ -90,7 +90,7 @@ class Stream:
 
 
 def model_8b() -> StepLoop:
-    from adapters.models.kernels.triton_cuda import TritonKernels  # noqa: PLC0415 - Triton comes with CUDA only
+    from adapters.models.kernels.cuda.kernels import TritonKernels  # noqa: PLC0415 - Triton comes with CUDA only
     from benchmarks.cuda_model import DEVICE, DTYPE, config_8b  # noqa: PLC0415
 
     config, slots, capacity = config_8b(36, 4096), 32, 2560
@@ -128,15 +128,15 @@ async def demo() -> StepLoop:
 @contextmanager
 def way(name: str) -> Iterator[None]:
     """asked: no step is taken without asking. alone: and none begins before what the last one picked was read."""
-    unwatched, runs_ahead = onward.unwatched, DenseShard.runs_ahead
+    unwatched, runs_ahead = phases.unwatched, DenseShard.runs_ahead
     if name == "asked":
-        onward.unwatched = lambda *_: 1
+        phases.unwatched = lambda *_: 1
     if name != "ahead":
         DenseShard.runs_ahead = property(lambda _: False)  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:
-        onward.unwatched = unwatched
+        phases.unwatched = unwatched
         DenseShard.runs_ahead = runs_ahead  # type: ignore[method-assign]
 
 

@@ -26,16 +26,17 @@ import anyio
 import httpx
 import torch
 
-from adapters.layout import RowSpec
-from adapters.store import journal, seekable
-from adapters.store.blocks import chain, pack, root
-from adapters.store.folder import Folder
-from adapters.store.format import Layout, Run, encode, file_name
-from adapters.store.host import HostTier
-from adapters.store.index import Entry
+from adapters.sequence_layout import RowSpec
+from adapters.store import index_journal
+from adapters.store.block_index import Entry
+from adapters.store.block_keys import chain, pack, root
+from adapters.store.files import seekable
+from adapters.store.files.file_format import Layout, Run, encode, file_name
+from adapters.store.files.private_folder import Folder
+from adapters.store.host_tier import HostTier
 from adapters.store.lease import Miss
-from adapters.store.memory import Buffer
-from adapters.store.opening import index, open_disk
+from adapters.store.open_store import index, open_disk
+from adapters.store.slab_memory import Buffer
 from adapters.store.store import Store
 from benchmarks.first_requests import ask, server, wait_until_written
 from benchmarks.report import machine, median, raw, table
@@ -156,13 +157,13 @@ def main() -> int:
         entries = fill(folder, given.entries)
         for _ in range(given.runs):
             if given.served:
-                (folder / journal.NAME).write_bytes(b"".join(journal.snapshot(entries)))
+                (folder / index_journal.NAME).write_bytes(b"".join(index_journal.snapshot(entries)))
                 rows.append(served(folder, entries, Path(name)))
                 forget(folder, entries)
                 continue
-            (folder / journal.NAME).write_bytes(b"".join(journal.snapshot(entries)))
+            (folder / index_journal.NAME).write_bytes(b"".join(index_journal.snapshot(entries)))
             ready, _ = start(folder, known=given.entries)
-            (folder / journal.NAME).unlink()
+            (folder / index_journal.NAME).unlink()
             without, scanned = start(folder, known=given.entries)
             killed(folder)
             after, hit = recover(folder)

@@ -20,14 +20,14 @@ from attrs import define, field
 from benchmarks.report import machine, raw, table
 from effects.ids import RequestId
 from effects.scope import Scope
-from engine.human import size
-from engine.runner import Envelope
-from engine.simulation.costs import Costs
-from engine.simulation.logs.requests import Agent, Request, Session, made_up
-from engine.simulation.process import Process
-from engine.simulation.run import Setup, Simulation, fitted
-from engine.timeline.view import written
-from engine.trace import VERSION, Digest, Header, converter, digest, encode
+from engine.core.event_loop import Envelope
+from engine.core.trace import VERSION, Digest, Header, converter, digest, encode
+from engine.settings.formatting import size
+from engine.tools.simulation.logs.logged_requests import Agent, Request, Session, made_up
+from engine.tools.simulation.simulate_scope import Setup, Simulation, fitted
+from engine.tools.simulation.simulated_costs import Costs
+from engine.tools.simulation.simulated_process import Process
+from engine.tools.timeline.timeline_page import written
 from states.events import Event, ForRequest
 from states.settings import Settings
 from states.world import advance

@@ -7,7 +7,7 @@ import select
 import sys
 from typing import NoReturn
 
-from engine.libraries import leave, opening
+from engine.settings.preload import leave, opening
 
 INTERRUPTED = 130  # as shells tell of SIGINT
 READER_LEFT = 141  # as shells tell of SIGPIPE, which ends other tools there: `rekindle cache ls | head`

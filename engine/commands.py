@@ -11,20 +11,20 @@ import cyclopts
 from cyclopts import App, Parameter
 
 import engine
-from engine import completion as shells
-from engine import logs
-from engine.accepted import Quiet, Shell, known_device
-from engine.bench.commands import bench
 from engine.bytecode import OWN
-from engine.cache.commands import cache
-from engine.chat.wanted import ChatOptions
-from engine.configuration import configuration
-from engine.fit_options import FitOptions
-from engine.launch import shard
-from engine.options import Device, Options
-from engine.refusal import Refusal, told
-from engine.simulation.wanted import Wanted
-from engine.timeline.commands import trace
+from engine.serving.shard_launch import shard
+from engine.settings import completion as shells
+from engine.settings import log_format as logs
+from engine.settings.config_file import configuration
+from engine.settings.fit_options import FitOptions
+from engine.settings.option_types import Quiet, Shell, known_device
+from engine.settings.options import Device, Options
+from engine.settings.user_error import Refusal, told
+from engine.tools.bench.bench_commands import bench
+from engine.tools.cache.cache_commands import cache
+from engine.tools.chat.chat_options import ChatOptions
+from engine.tools.simulation.simulation_options import Wanted
+from engine.tools.timeline.trace_commands import trace
 
 HELP = """A local LLM inference server that starts warm, never changes the answer, and replays everything.
 
@@ -61,25 +61,25 @@ def serve(
         TOML file with the same names: `port = 8080`, `api-key = ["..."]`.
     """
     del config  # read before the command line was
-    from engine import startup  # noqa: PLC0415 - what only a server needs would keep `--help` waiting
-    from engine.ahead import first_gpu, import_beside_torch  # noqa: PLC0415
-    from engine.folders import weight_folders  # noqa: PLC0415
-    from engine.preflight import check_address, prepared  # noqa: PLC0415
+    from engine.settings import start_progress  # noqa: PLC0415 - what only a server needs would keep `--help` waiting
+    from engine.settings.import_order import first_gpu, import_beside_torch  # noqa: PLC0415
+    from engine.settings.paths import weight_folders  # noqa: PLC0415
+    from engine.settings.preflight import check_address, prepared  # noqa: PLC0415
 
     logs.configure(options.log_format, options.log_level)
     options = prepared(options)
     check_address(options)
-    with startup.Steps(options.log_format == "json") as steps:
-        with startup.importing():
-            steps(startup.IMPORT)
+    with start_progress.Steps(options.log_format == "json") as steps:
+        with start_progress.importing():
+            steps(start_progress.IMPORT)
             import_beside_torch(weight_folders(options), first_gpu(options.devices))
-            from engine.reading import begin_text  # noqa: PLC0415 - what it needs has been imported
+            from engine.loading.load_text import begin_text  # noqa: PLC0415 - what it needs has been imported
 
             reading = begin_text(options)
-            from engine.begin import begin  # noqa: PLC0415 - torch takes seconds to import
+            from engine.loading.background_load import begin  # noqa: PLC0415 - torch takes seconds to import
 
             beginning = begin(options, steps)
-            from engine.serve import run  # noqa: PLC0415 - meanwhile
+            from engine.serving.serve import run  # noqa: PLC0415 - meanwhile
         return run(options, steps, beginning, reading)
 
 
@@ -107,7 +107,7 @@ def chat(
     model
         As `rekindle serve` takes it, or as the server calls it; by default the first one that it has.
     """
-    from engine.chat.run import run  # noqa: PLC0415
+    from engine.tools.chat.chat_loop import run  # noqa: PLC0415
 
     return run(model, options)
 
@@ -134,10 +134,10 @@ def models(
     json_
         Print JSON, and nothing else, on standard output.
     """
-    from engine.progress import told_if_slow  # noqa: PLC0415
+    from engine.settings.progress import told_if_slow  # noqa: PLC0415
 
     with told_if_slow("importing libraries"):
-        from engine.inventory import run  # noqa: PLC0415
+        from engine.tools.list_models import run  # noqa: PLC0415
 
     return run(options.serving, as_json=json_)
 
@@ -175,14 +175,14 @@ def replay(
     quiet
         Do not tell how far it has got.
     """
-    from engine.progress import quietly  # noqa: PLC0415
-    from engine.replay import CUT_SHORT, CutShort, Diverged, replay_file, world_json  # noqa: PLC0415
-    from engine.trace import BadTrace  # noqa: PLC0415
+    from engine.core.replay import CUT_SHORT, CutShort, Diverged, replay_file, world_json  # noqa: PLC0415
+    from engine.core.trace import BadTrace  # noqa: PLC0415
+    from engine.settings.progress import quietly  # noqa: PLC0415
 
     try:
         with quietly(quiet):
             if execute:
-                from engine.execute import execute_file  # noqa: PLC0415
+                from engine.serving.re_execute import execute_file  # noqa: PLC0415
 
                 done, tokens = execute_file(file, model, until)
             else:
@@ -222,8 +222,8 @@ def simulate(
     quiet
         Do not tell how far it has got.
     """
-    from engine.progress import quietly  # noqa: PLC0415
-    from engine.simulate import run  # noqa: PLC0415
+    from engine.settings.progress import quietly  # noqa: PLC0415
+    from engine.tools.simulate import run  # noqa: PLC0415
 
     with quietly(quiet):
         return run(logs, wanted)
@@ -258,10 +258,10 @@ def doctor(
     json_
         Print JSON, and nothing else, on standard output.
     """
-    from engine.progress import told_if_slow  # noqa: PLC0415
+    from engine.settings.progress import told_if_slow  # noqa: PLC0415
 
     with told_if_slow("importing libraries"):
-        from engine.doctor.run import run  # noqa: PLC0415
+        from engine.tools.doctor.doctor import run  # noqa: PLC0415
 
     return run(Options(device=device, kv_cache_dir=kv_cache_dir), as_json=json_)
 

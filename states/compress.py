@@ -15,7 +15,11 @@ from effects.residency import ModelLoaded, ModelUnloaded, UnloadModel
 from effects.stream import CloseStream, Finish
 from states import policy
 from states.events import Cancelled, SlotEmptied
-from states.life import (
+from states.lookup import Served, served
+from states.machine import Then, first
+from states.phases import emptied, park, report
+from states.recover import TWICE
+from states.request_states import (
     FINISH,
     Compressing,
     Done,
@@ -28,10 +32,6 @@ from states.life import (
     Yielding,
     continuing,
 )
-from states.lookup import Served, served
-from states.machine import Then, first
-from states.onward import emptied, park, report
-from states.recover import TWICE
 from states.settings import Known, Settings
 
 Refused: TypeAlias = Then[Done, CloseStream]

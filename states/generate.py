@@ -13,9 +13,9 @@ from effects.residency import ModelLoaded, UnloadModel
 from effects.stream import CloseStream, EmitTokens, ReportProgress
 from states import scope
 from states import speculation_control as control
-from states.life import Done, Drafted, Generated, Parking, Prefilling, Seat, Speculating, Undrafted, Unparking
 from states.machine import Then
-from states.onward import NOTHING, Failing, Finished, Work, chunk, fail, fail_emptied, finish, next_decode, work
+from states.phases import NOTHING, Failing, Finished, Work, chunk, fail, fail_emptied, finish, next_decode, work
+from states.request_states import Done, Drafted, Generated, Parking, Prefilling, Seat, Speculating, Undrafted, Unparking
 from states.restore import progress
 from states.settings import Known
 

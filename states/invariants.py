@@ -6,7 +6,8 @@ from collections import Counter
 
 from effects.decode import RunDecode
 from states.lane import held_up
-from states.life import (
+from states.pages import claim, needed, safe
+from states.request_states import (
     Done,
     Draining,
     Held,
@@ -20,7 +21,6 @@ from states.life import (
     Yielding,
     remains,
 )
-from states.pages import claim, needed, safe
 from states.residency import PRESENT
 from states.scope import select
 from states.settings import Settings

@@ -16,8 +16,8 @@ from effects.residency import LoadModel, UnloadModel
 from states import launch_prices, residency
 from states import speculation_control as control
 from states.launch_prices import UNIT, Shape
-from states.life import Drafted, Prefilling, Restoring, Speculating, State
 from states.rates import Rates, span_of
+from states.request_states import Drafted, Prefilling, Restoring, Speculating, State
 from states.residency import Models
 from states.settings import Settings
 from states.speculation_control import NOBODY, Plan

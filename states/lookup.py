@@ -14,9 +14,11 @@ from effects.prefill import OpenSlot, RunPrefill
 from effects.residency import LoadModel
 from effects.restore import RestoreBlocks
 from effects.stream import CloseStream, ReportProgress
-from states import onward, policy
+from states import phases, policy
 from states.events import Admitted, Cancelled, Rejected, Submitted
-from states.life import (
+from states.machine import Then, first
+from states.phases import Onward, chunk, find, opening, report_early, settled
+from states.request_states import (
     FINISH,
     Done,
     Fetching,
@@ -32,8 +34,6 @@ from states.life import (
     begun,
     continuing,
 )
-from states.machine import Then, first
-from states.onward import Onward, chunk, find, opening, report_early, settled
 from states.settings import Known, Settings
 
 Verbatim: TypeAlias = (
@@ -69,7 +69,7 @@ def look(known: Known, seat: Seat, prompt: Prompt) -> Then[LookingUp, FindPrefix
     """For more of it elsewhere, where that is worth asking."""
     if policy.lookup(known.settings, seat, prompt).go:
         return find(known.settings, seat, prompt)
-    return onward.onward(known, seat, prompt)
+    return phases.onward(known, seat, prompt)
 
 
 Found: TypeAlias = (
@@ -95,7 +95,7 @@ def found(state: LookingUp, event: PrefixFound, known: Known) -> Found:
     if compress or load is None:
         if seat.valid < best:
             prompt = evolve(prompt, miss="compression_is_quicker" if compress else "recompute_is_quicker")
-        return first(ReleasePrefix(event.lease), first(opened, onward.onward(known, seat, prompt)))
+        return first(ReleasePrefix(event.lease), first(opened, phases.onward(known, seat, prompt)))
     front, stop = load
     restore = RestoreBlocks(event.lease, seat.slot, front, stop)
     if front <= seat.rows:
@@ -107,7 +107,7 @@ def found(state: LookingUp, event: PrefixFound, known: Known) -> Found:
 def missed(state: LookingUp, event: PrefixMissed, known: Known) -> Onward:
     prompt = without(known.settings, state.seat, state.prompt, event.reason)
     prompt = evolve(prompt, shared=prompt.shared or event.shared, stored=event.length)
-    return onward.onward(known, state.seat, prompt)
+    return phases.onward(known, state.seat, prompt)
 
 
 def served(known: Known, seat: Seat, prompt: Prompt) -> Served:
@@ -124,7 +124,7 @@ def served(known: Known, seat: Seat, prompt: Prompt) -> Served:
 def unanswered(state: LookingUp, event: StoreFailed, known: Known) -> Onward:
     """A failed lookup is a miss."""
     prompt = without(known.settings, state.seat, state.prompt, f"lookup_{event.kind}")
-    return onward.onward(known, state.seat, prompt)
+    return phases.onward(known, state.seat, prompt)
 
 
 def without(settings: Settings, seat: Seat, prompt: Prompt, reason: str) -> Prompt:

@@ -13,13 +13,8 @@ from effects.job import Job, aged, freezes, uncompressed
 from effects.lookup import PrefixFound
 from states import scope
 from states import speculation_control as control
-from states.life import (
-    Prompt,
-    Remains,
-    Seat,
-    usable,
-)
 from states.rates import ALONE, Rates, faded, load_time, prefill_time
+from states.request_states import Prompt, Remains, Seat, usable
 from states.sequences import whole_blocks
 from states.settings import Known, Settings
 

@@ -19,7 +19,9 @@ from effects.residency import ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored
 from effects.stream import Abandon, CloseStream
 from states.events import Cancelled, SlotEmptied
-from states.life import (
+from states.machine import Then
+from states.phases import emptied, park, report, report_early
+from states.request_states import (
     FINISH,
     Draining,
     Open,
@@ -32,8 +34,6 @@ from states.life import (
     Yielding,
     remains,
 )
-from states.machine import Then
-from states.onward import emptied, park, report, report_early
 from states.settings import Known
 
 Lost: TypeAlias = Then[Recovering, Abandon] | Then[Draining, CloseStream, Abandon]

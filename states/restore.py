@@ -10,15 +10,9 @@ from effects.ids import DeviceFailed, StoreFailed
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored
 from effects.stream import Abandon, CloseStream, ReportProgress
-from states.life import (
-    Draining,
-    Prompt,
-    Restoring,
-    Seat,
-    remains,
-)
 from states.machine import Then
-from states.onward import FailEarly, Fill, Onward, chunk, fail_early, failed, fill, onward, trusted, unloaded
+from states.phases import FailEarly, Fill, Onward, chunk, fail_early, failed, fill, onward, trusted, unloaded
+from states.request_states import Draining, Prompt, Restoring, Seat, remains
 from states.sequences import whole_blocks
 from states.settings import Known
 

@@ -10,12 +10,7 @@ from attrs import frozen
 from effects.ids import Tokens
 from effects.job import freezes
 from effects.scope import Selection
-from states.life import (
-    Prompt,
-    Remains,
-    Seat,
-    kept,
-)
+from states.request_states import Prompt, Remains, Seat, kept
 from states.sequences import alike, whole_blocks
 from states.settings import Settings
 

@@ -22,21 +22,12 @@ from effects.all import Ask, Outcome
 from effects.ids import PlaceId, RequestId, SlotId, Tokens
 from effects.job import Job, freezes, uncompressed
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
-from states import pages, places, policy, scope
+from states import checkpoints as places
+from states import pages, policy, scope
+from states.checkpoints import Place
 from states.events import Admitted
-from states.life import (
-    Draining,
-    Held,
-    Prefilling,
-    Remains,
-    State,
-    Waiting,
-    live,
-    remains,
-    sequence,
-)
 from states.pages import Pages
-from states.places import Place
+from states.request_states import Draining, Held, Prefilling, Remains, State, Waiting, live, remains, sequence
 from states.sequences import continued, whole_blocks
 from states.settings import Settings
 

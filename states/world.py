@@ -19,10 +19,11 @@ from effects.restore import BlocksRestored
 from effects.snapshot import SnapshotSaved
 from effects.stream import Abandon, Halt
 from states import experts as placing
-from states import growth, launch_prices, policy, rates, residency
 from states import lane as lanes
+from states import launch_prices, page_growth, policy, rates, residency
 from states import slots as seats
 from states import speculation_control as control
+from states.checkpoints import EMPTY
 from states.events import (
     Admitted,
     Cancelled,
@@ -41,7 +42,9 @@ from states.events import (
 )
 from states.experts import Residents
 from states.lane import Answer, Lane
-from states.life import (
+from states.machine import IllegalEvent, step
+from states.rates import Rates
+from states.request_states import (
     Compressing,
     Done,
     Early,
@@ -54,9 +57,6 @@ from states.life import (
     Waiting,
     Yielding,
 )
-from states.machine import IllegalEvent, step
-from states.places import EMPTY
-from states.rates import Rates
 from states.residency import Models, Residence
 from states.settings import Known, Settings
 from states.slots import Slot, Slots
@@ -296,13 +296,13 @@ class Fold:
             return lane, ()
         ready, held = list[Ask](), list[Ask]()
         for ask in lane.waiting:
-            self.slots, fitting = growth.grown(self.slots, ask, self.requests, self.settings)
+            self.slots, fitting = page_growth.grown(self.slots, ask, self.requests, self.settings)
             if fitting is None:
                 held.append(ask)
             else:
                 ready.append(fitting)
         if held:  # who waits for pages waits for the end of somebody, which a launch that goes on alone would not see
-            ready = [growth.alone(ask, 1) for ask in ready]
+            ready = [page_growth.alone(ask, 1) for ask in ready]
         return lanes.with_asks(lane, tuple(ready), lane.running), tuple(held)
 
     def admit(self) -> None:
@@ -311,4 +311,4 @@ class Fold:
             self.slots, request, admitted = seated
             self.todo.append((request, admitted))
         elif self.settings.pages:
-            self.slots = growth.held_back(self.slots, self.requests, self.settings)
+            self.slots = page_growth.held_back(self.slots, self.requests, self.settings)

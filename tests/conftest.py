@@ -13,8 +13,8 @@ import anyio
 import pytest
 
 import engine  # noqa: F401 - before torch: how its threads wait
-from engine.ahead import COMPILER, TRACED
 from engine.later import import_later
+from engine.settings.import_order import COMPILER, TRACED
 
 # Before torch is imported, here and by what a test starts: threads of several workers that wait for each other on the
 # same cores take longer than one each. Tests of what threads do to numbers say how many they want.

@@ -9,7 +9,7 @@ from threading import Thread
 import anyio
 
 from benchmarks.trace_view import record
-from engine.timeline.view import written
+from engine.tools.timeline.timeline_page import written
 from tests import browser
 from tests.browser import Browser, Page
 from tests.e2e.server import serving

@@ -16,7 +16,7 @@ from attrs import frozen
 from tokenizers import Tokenizer
 
 from adapters.demo import FOLDER
-from adapters.device.selection import Marks, select
+from adapters.device.compression.select_tokens import Marks, select
 from effects.compression import PromptPart
 from training import tasks
 from training.batches import flatten, row_random

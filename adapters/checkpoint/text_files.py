@@ -8,10 +8,10 @@ from typing import Any
 
 from attrs import frozen
 
-from adapters.checkpoint.config import TOKENIZER, open_regular, read_json, read_optional
-from adapters.checkpoint.errors import CheckpointError, shown
+from adapters.checkpoint.checkpoint_error import CheckpointError, shown
+from adapters.checkpoint.config_fields import TOKENIZER, open_regular, read_json, read_optional
+from adapters.checkpoint.gguf.gguf_text import described
 from adapters.checkpoint.gguf.header import is_gguf
-from adapters.checkpoint.gguf.text import described
 
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_ENDS = 1 << 10

@@ -17,9 +17,9 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from adapters.checkpoint.errors import CheckpointError
-from adapters.checkpoint.packed import PackedMatrix, PackedSource, StepLayout
-from adapters.checkpoint.weights import FLOATS, Fetch, StoredTensor, TensorEntry, check_finite
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.checkpoint.packed_matrix import PackedMatrix, PackedSource, StepLayout
+from adapters.checkpoint.safetensors_folder import FLOATS, Fetch, StoredTensor, TensorEntry, check_finite
 
 T = TypeVar("T")
 Place = tuple[Path, int, int]  # bytes of a file

@@ -19,23 +19,23 @@ from functools import partial
 from itertools import takewhile
 from typing import Any, TypeAlias
 
-from adapters.device.beside import Lanes
-from adapters.device.buckets import row_counts
-from adapters.device.checkpoints import Checkpoints, KeepState
-from adapters.device.constraint import Match, no_grammars
-from adapters.device.decoding import Decoding
-from adapters.device.lane import DeviceLane, waker
-from adapters.device.memory import out_of_memory, ran_out_of_memory
-from adapters.device.prefilling import PromptPiece, misfit, piece_of, prefilled
-from adapters.device.prompt_logprobs import told
-from adapters.device.proposer import Proposer
-from adapters.device.row_watch import RowWatch
-from adapters.device.sampling import Sampler
-from adapters.device.slots import SlotState, abandoned, begun, check, clipped, lost_with, unopened
-from adapters.device.underway import Flights, StepsTaken, performed
-from adapters.models.host_experts import HostExperts
-from adapters.models.shard import Shard
-from adapters.watched import Watched
+from adapters.device.decode.decode_step import Decoding
+from adapters.device.decode.prefill import PromptPiece, misfit, piece_of, prefilled
+from adapters.device.decode.prompt_logprobs import told
+from adapters.device.lane.buckets import row_counts
+from adapters.device.lane.lane import DeviceLane, waker
+from adapters.device.lane.out_of_memory import out_of_memory, ran_out_of_memory
+from adapters.device.lane.prompt_lane import Lanes
+from adapters.device.lane.running_batch import Flights, StepsTaken, performed
+from adapters.device.sampling.grammar_mask import Match, no_grammars
+from adapters.device.sampling.sampler import Sampler
+from adapters.device.slots.checkpoints import Checkpoints, KeepState
+from adapters.device.slots.row_watch import RowWatch
+from adapters.device.slots.slots import SlotState, abandoned, begun, check, clipped, lost_with, unopened
+from adapters.device.speculation.proposer import Proposer
+from adapters.models.decoder.host_experts import HostExperts
+from adapters.models.decoder.shard import Shard
+from adapters.watched_thread import Watched
 from effects.all import Ask, Launch, Outcome
 from effects.decode import RunDecode
 from effects.experts import PlaceExperts

@@ -18,13 +18,30 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from adapters.http import chat, controls, models
-from adapters.http.api import Api, Asked, Asker, Counter
-from adapters.http.apis import COUNTERS, STATELESS, TEMPLATE, answer_error
-from adapters.http.archive import Archive
-from adapters.http.body import reading
-from adapters.http.compression import Sessions
-from adapters.http.errors import (
+from adapters.http.answer.answer_shape import new_id
+from adapters.http.answer.cache_misses import MissLog
+from adapters.http.answer.job_stream import Ended
+from adapters.http.answer.reply import Reply
+from adapters.http.apis import openai_chat
+from adapters.http.apis.api import Api, Asked, Asker, Counter
+from adapters.http.apis.openai_stored_responses import KeptResponses
+from adapters.http.apis.registry import COUNTERS, STATELESS, TEMPLATE, answer_error
+from adapters.http.guard import CALLER, Guard
+from adapters.http.history.answer_tokens import TurnMemory
+from adapters.http.history.frozen_messages import FrozenMessages
+from adapters.http.history.history_loader import Recollection
+from adapters.http.history.response_store import Archive
+from adapters.http.page import files
+from adapters.http.page.events import Listener, Watch
+from adapters.http.request import controls
+from adapters.http.request import served_models as models
+from adapters.http.request.answer_grammar import held
+from adapters.http.request.compression import Sessions
+from adapters.http.request.render_prompt import rendered
+from adapters.http.request.sampling_fields import default_settings
+from adapters.http.wire.body_budget import ROOM, Intake
+from adapters.http.wire.edge_options import EdgeOptions
+from adapters.http.wire.errors import (
     SHUTTING_DOWN,
     ApiError,
     invalid,
@@ -35,27 +52,12 @@ from adapters.http.errors import (
     unavailable,
     wrong_method,
 )
-from adapters.http.fields import Fields
-from adapters.http.freezing import FrozenMessages
-from adapters.http.grammar import held
-from adapters.http.guard import CALLER, Guard
-from adapters.http.intake import ROOM, Intake
-from adapters.http.kept_responses import KeptResponses
-from adapters.http.misses import MissLog
-from adapters.http.options import EdgeOptions
-from adapters.http.page import files
-from adapters.http.page.events import Listener, Watch
-from adapters.http.prompts import rendered
-from adapters.http.recollection import Recollection
-from adapters.http.reply import Reply
-from adapters.http.retry import Preparing, Turnover
-from adapters.http.run import Ended
-from adapters.http.sampling import default_settings
-from adapters.http.shape import new_id
-from adapters.http.turn_memory import TurnMemory
+from adapters.http.wire.fields import Fields
+from adapters.http.wire.read_body import reading
+from adapters.http.wire.retry_after import Preparing, Turnover
 from adapters.metrics import Metrics
+from adapters.text.model_text import Text
 from adapters.text.template import text_of
-from adapters.text.text import Text
 from adapters.text.tokenizer import GaveUp, TooLong
 from effects.ports import Door
 
@@ -271,7 +273,7 @@ class Edge:
 
     async def apply_template(self, request: Request) -> JSONResponse:
         async with self._reading(request) as fields:
-            conversation = await anyio.to_thread.run_sync(chat.read_conversation, fields, self.text)
+            conversation = await anyio.to_thread.run_sync(openai_chat.read_conversation, fields, self.text)
             turns = self._asker(request).turns(controls.read_salt(fields))
             return JSONResponse(
                 {"prompt": text_of(await rendered(conversation, fields, self.text, self.options, turns))}

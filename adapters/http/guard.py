@@ -19,13 +19,13 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from adapters.http.access_log import ABOUT, ARRIVED, NOTE, refused
-from adapters.http.apis import error_response, refers
-from adapters.http.errors import ApiError
-from adapters.http.options import EdgeOptions
+from adapters.http.answer.access_log import ABOUT, ARRIVED, NOTE, refused
+from adapters.http.apis.registry import error_response, refers
+from adapters.http.history.history_loader import Recollection
 from adapters.http.page import files
-from adapters.http.paths import canonical
-from adapters.http.recollection import Recollection
+from adapters.http.wire.edge_options import EdgeOptions
+from adapters.http.wire.errors import ApiError
+from adapters.http.wire.paths import canonical
 from adapters.metrics import Metrics
 
 log = logging.getLogger("rekindle.http")

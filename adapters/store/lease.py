@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attrs import field, frozen
 
-from adapters.store.index import Entry
+from adapters.store.block_index import Entry
 from adapters.store.tier import Place
 from effects.ports import Divergence
 

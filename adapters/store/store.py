@@ -11,17 +11,17 @@ from typing import Any, Generic, TypeVar
 
 from attrs import asdict, define, evolve, field, frozen
 
-from adapters.store.blocks import WIDTH, Path, chain, checkpoint_key, pack
-from adapters.store.described import entry_of
-from adapters.store.format import Kind, Layout, Run
-from adapters.store.host import HostTier
-from adapters.store.index import Entry
+from adapters.store.block_index import Entry
+from adapters.store.block_keys import WIDTH, Path, chain, checkpoint_key, pack
+from adapters.store.file_description import entry_of
+from adapters.store.files.file_format import Kind, Layout, Run
+from adapters.store.host_tier import HostTier
 from adapters.store.lease import Lease, Miss, Part
-from adapters.store.memory import Buffer, Memory
-from adapters.store.nearest import nearest
-from adapters.store.recent import Recents
+from adapters.store.nearest_sequence import nearest
+from adapters.store.recent_prompts import Recents
+from adapters.store.slab_memory import Buffer, Memory
 from adapters.store.tier import LowerTier, Note, Place, Tier, Write
-from adapters.watched import Watched
+from adapters.watched_thread import Watched
 from effects.ids import LeaseId, Span, Tokens
 from effects.ports import Divergence
 

@@ -10,11 +10,11 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from attrs import frozen
 
-from adapters.store.format import Run
-from adapters.store.index import Entry, Index
-from adapters.store.memory import Buffer
-from adapters.store.recent import Recent, Recents
-from adapters.watched import Watched
+from adapters.store.block_index import Entry, Index
+from adapters.store.files.file_format import Run
+from adapters.store.recent_prompts import Recent, Recents
+from adapters.store.slab_memory import Buffer
+from adapters.watched_thread import Watched
 
 Place: TypeAlias = Literal["host", "disk"]
 

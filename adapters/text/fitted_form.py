@@ -24,11 +24,11 @@ from typing import Any
 import anyio
 from attrs import define, evolve, field, frozen
 
-from adapters.text.answer.held import answer_grammar, check_arguments, must_call
-from adapters.text.answer.reader import AnswerReader
-from adapters.text.closed_schema import closed_schema
+from adapters.text.answer.answer_parser import AnswerReader
+from adapters.text.answer.whole_answer_grammar import answer_grammar, check_arguments, must_call
 from adapters.text.conversation import FunctionTool
-from adapters.text.grammar import TOO_DEEP, Compiled, FittedSchema, GrammarRefused, Grammars, json_grammar
+from adapters.text.grammars.closed_schema import closed_schema
+from adapters.text.grammars.grammar import TOO_DEEP, Compiled, FittedSchema, GrammarRefused, Grammars, json_grammar
 from adapters.text.tokenizer import Gone
 from effects.grammar import Grammar
 

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 
 from attrs import define, field, frozen
 
-from adapters.checkpoint.errors import CheckpointError
-from adapters.text.worker import Confined, WorkFailed, WorkLate
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.text.confined_worker import Confined, WorkFailed, WorkLate
 from effects.ids import Tokens
 
 MAX_OWN_CHARS = 1 << 16  # in a prompt that says one word: a system prompt of its own takes a few thousand

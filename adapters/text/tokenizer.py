@@ -22,12 +22,12 @@ import anyio
 import tokenizers
 from attrs import define, field
 
-from adapters.checkpoint.errors import CheckpointError
+from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.text_files import TextFiles
-from adapters.text.backend import beside, made
-from adapters.text.pieces import Knowledge, known_with, runs, size_of
-from adapters.text.spelling import Spelling, spelling_of
 from adapters.text.template import Control, Spliced, Verbatim
+from adapters.text.token_pieces import Knowledge, known_with, runs, size_of
+from adapters.text.token_spelling import Spelling, spelling_of
+from adapters.text.tokenizer_backend import beside, made
 from effects.ids import Tokens
 
 # What an expression may trip over.

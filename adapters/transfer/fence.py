@@ -9,9 +9,9 @@ from typing import TypeAlias
 import anyio
 from attrs import define, field
 
-from adapters.device.lane import DeviceLane
-from adapters.device.slots import SlotState
-from adapters.transfer.copy import UNMARKED, Marks, marks
+from adapters.device.lane.lane import DeviceLane
+from adapters.device.slots.slots import SlotState
+from adapters.transfer.copy_rows import UNMARKED, Marks, marks
 from effects.ids import DeviceFailed, RequestId, SlotId, StoreFailed
 from effects.prefill import OpenSlot
 

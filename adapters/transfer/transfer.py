@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 
 from attrs import frozen
 
-from adapters.device.lane import DeviceLane
-from adapters.store.disk import Disk
+from adapters.device.lane.lane import DeviceLane
+from adapters.store.disk_tier import Disk
 from adapters.store.lookup import Lookup
 from adapters.store.store import Store
-from adapters.transfer.copy import RowHolder, StateMover, TargetPart, movers
+from adapters.transfer.copy_rows import RowHolder, StateMover, TargetPart, movers
 from adapters.transfer.fence import Fences, Serving
-from adapters.transfer.restore import Restorer
-from adapters.transfer.save import Saver
+from adapters.transfer.restorer import Restorer
+from adapters.transfer.saver import Saver
 
 
 @frozen(eq=False)

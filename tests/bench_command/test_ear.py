@@ -9,7 +9,7 @@ import time
 import anyio
 from anyio.abc import TaskStatus
 
-from engine.bench.client import Ear
+from engine.tools.bench.load_client import Ear
 
 
 def test_what_came_together_came_at_one_time_however_long_each_is_handled() -> None:

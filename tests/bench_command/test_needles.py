@@ -12,12 +12,12 @@ from xml.etree import ElementTree as ET
 import anyio
 import pytest
 
-from engine import picture
 from engine.__main__ import main
-from engine.bench.haystack import Haystack, Needle, haystack, last, size, some
-from engine.bench.needles import METHODS, read
-from engine.bench.needles import Cell as Question
-from engine.bench.needles_plot import by, draw
+from engine.settings import plot_style
+from engine.tools.bench.haystack import Haystack, Needle, haystack, last, size, some
+from engine.tools.bench.needles import METHODS, read
+from engine.tools.bench.needles import Cell as Question
+from engine.tools.bench.needles_plot import by, draw
 from tests.http.conftest import Site, served
 from tests.text import small
 
@@ -114,7 +114,7 @@ def test_a_picture_has_a_line_for_each_method(tmp_path: Path) -> None:
     questions = [Question(method, 100, 1, depth, 0, depth) for method in METHODS for depth in (0.0, 1.0)]
     questions += [Question(method, 100, 4, None, 0, 0.5) for method in METHODS]
     path = tmp_path / "needles.svg"
-    picture.check(path)
+    plot_style.check(path)
     draw(path, questions, METHODS, "Needles")
     texts = {"".join(one.itertext()).strip() for one in ET.parse(path).iter("{http://www.w3.org/2000/svg}text")}  # noqa: S314 - our own
     assert {*METHODS, "Several needles, % of them found", "One needle, 100 tokens, % found"} <= texts

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from adapters import demo
-from adapters.store import survey
+from adapters.store import survey_folder
 from adapters.store.lease import Miss
 from adapters.text.tokenizer import Tokenizer
 from effects.ids import Tokens
 from engine.__main__ import main
-from engine.cache.gc import Unwanted, gc
+from engine.tools.cache.collect_garbage import Unwanted, gc
 from tests.store.kit import LAYOUT, OTHER, disk_store, files, save, settled
 
 HEAD = tuple(range(100, 164))
@@ -116,8 +116,8 @@ def test_ls_says_what_else_lies_there(path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_sequence_whose_front_was_lost_is_told(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = survey.open_to_look(path)
-    found = survey.survey(folder)
+    folder = survey_folder.open_to_look(path)
+    found = survey_folder.survey(folder)
     folder.close()
     (trunk,) = (one for one in found.kept if one.entry.stop == len(FIRST))
     (path / trunk.name).unlink()

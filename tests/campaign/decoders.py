@@ -14,24 +14,25 @@ from typing import Any
 
 from attrs import asdict
 
-from adapters.http import cabinet
-from adapters.http.archive import Archive, Shelf
-from adapters.http.errors import ApiError
-from adapters.http.fields import Fields
-from adapters.http.options import EdgeOptions
-from adapters.http.responses import References, read_conversation
-from adapters.http.tools import Skipped
-from adapters.models.numerics import Numerics
-from adapters.store import journal, recent, seekable, survey
-from adapters.store.described import read_head
-from adapters.store.folder import Folder
-from adapters.store.format import Newer, Outdated
-from adapters.store.index import Entry
-from adapters.store.recent import Recent, Recents
-from adapters.store.records import framed
-from adapters.store.seekable import Damaged
-from engine.kept import UNFIT, Kept, What, small, written
-from engine.loading import Loading
+from adapters.http.apis.openai_responses import References, read_conversation
+from adapters.http.history import persistent_lru
+from adapters.http.history.response_store import Archive, Shelf
+from adapters.http.request.tool_definitions import Skipped
+from adapters.http.wire.edge_options import EdgeOptions
+from adapters.http.wire.errors import ApiError
+from adapters.http.wire.fields import Fields
+from adapters.models.numerics.probe_result import Numerics
+from adapters.store import index_journal, recent_prompts, survey_folder
+from adapters.store.block_index import Entry
+from adapters.store.file_description import read_head
+from adapters.store.files import seekable
+from adapters.store.files.append_log import framed
+from adapters.store.files.file_format import Newer, Outdated
+from adapters.store.files.private_folder import Folder
+from adapters.store.files.seekable import Damaged
+from adapters.store.recent_prompts import Recent, Recents
+from engine.loading.calibrate_restore import Loading
+from engine.settings.calibration_cache import UNFIT, Kept, What, small, written
 from tests.campaign.case import UNCOUNTED, Case
 from tests.campaign.damage import BYTES, harm, spoilt
 from tests.campaign.hostile import spoilt as spoilt_value
@@ -71,20 +72,20 @@ def journals(_: Path) -> Iterator[Case]:
             numbers[0], start, random.randbytes(16), keys, tokens, numbers[1], random.randbytes(16), *numbers[2:]
         )
         entry.since = since
-        raw = random.choice((journal.came, journal.came, journal.left, journal.found))(entry)
+        raw = random.choice((index_journal.came, index_journal.came, index_journal.left, index_journal.found))(entry)
         if random.random() < 0.2:
             raw = framed(spoilt_bytes(raw[8:], random))
         return raw
 
     def case(random: Random) -> None:
-        raw = harmed(journal.MAGIC + b"".join(record(random) for _ in range(random.randrange(8))), random)
-        kept = journal.read(raw)
+        raw = harmed(index_journal.MAGIC + b"".join(record(random) for _ in range(random.randrange(8))), random)
+        kept = index_journal.read(raw)
         assert kept.records <= len(raw) // 8
         for entry in kept.entries.values():
             assert entry.keys
             assert entry.tokens
-            assert max(entry.handle, entry.used) <= journal.MOST_HANDLE
-        again = journal.read(b"".join(journal.snapshot(kept.entries.values())))
+            assert max(entry.handle, entry.used) <= index_journal.MOST_HANDLE
+        again = index_journal.read(b"".join(index_journal.snapshot(kept.entries.values())))
         assert list(again.entries) == list(kept.entries)
 
     yield case
@@ -98,8 +99,8 @@ def recents(_: Path) -> Iterator[Case]:
             for _ in range(random.randrange(8))
         ]
         held = Recents(most=random.choice((2, 256)), most_bytes=random.choice((40, 1 << 20)))
-        raw = harmed(b"".join(recent.snapshot(some)), random)
-        recent.read(raw, held)
+        raw = harmed(b"".join(recent_prompts.snapshot(some)), random)
+        recent_prompts.read(raw, held)
         assert held.held == sum(len(one.rest) for one in held.all()) <= max(held.most_bytes, 0)
         prompt = tuple(random.randrange(100) for _ in range(10))
         assert 0 <= held.compare(prompt, 5) <= 10
@@ -144,7 +145,7 @@ def seek_tables(path: Path) -> Iterator[Case]:
             with suppress(Damaged, Newer, Outdated):
                 read_head(descriptor, now)
             with suppress(Damaged, Newer, Outdated):
-                survey.check_run(template.name, descriptor)
+                survey_folder.check_run(template.name, descriptor)
 
     yield case
 
@@ -204,7 +205,7 @@ def responses(path: Path) -> Iterator[Case]:
             before = random.choice(("", f"resp_{0:024x}", f"resp_{1:024x}", "../x"))
             whose = random.choice(OWNERS) + " " + before
             body = b"\n".join(line.encode() for line in (whose, *map(text_of, lines)))
-            digest = cabinet.digest(body if random.random() < 0.8 else body[:-1])
+            digest = persistent_lru.digest(body if random.random() < 0.8 else body[:-1])
             found.append(harmed(digest + b"\n" + body, random))
         return found
 

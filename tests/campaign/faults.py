@@ -17,8 +17,8 @@ from typing import BinaryIO
 
 from attrs import define, field, frozen
 
-from adapters.store.folder import Folder
-from adapters.store.names import what
+from adapters.store.file_names import what
+from adapters.store.files.private_folder import Folder
 
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.EROFS)
 SECTOR = 512

@@ -12,14 +12,14 @@ from typing import Any
 import zstandard
 
 from effects.scope import Scope
-from engine.refusal import Refusal
-from engine.replay import Diverged, replay_file
-from engine.simulate import build_setup, simulate
-from engine.simulation.logs.read import Logs, read_logs
-from engine.simulation.run import Setup
-from engine.simulation.wanted import Wanted
-from engine.timeline.view import written
-from engine.trace import BadTrace
+from engine.core.replay import Diverged, replay_file
+from engine.core.trace import BadTrace
+from engine.settings.user_error import Refusal
+from engine.tools.simulate import build_setup, simulate
+from engine.tools.simulation.logs.read_log import Logs, read_logs
+from engine.tools.simulation.simulate_scope import Setup
+from engine.tools.simulation.simulation_options import Wanted
+from engine.tools.timeline.timeline_page import written
 from tests.campaign.case import Case
 from tests.campaign.damage import BYTES
 from tests.campaign.damage import spoilt as damaged

@@ -16,13 +16,13 @@ from random import Random
 from typing import Any
 
 from adapters.metrics import Metrics
-from adapters.store import journal, recent
-from adapters.store.described import entry_named, read_head
-from adapters.store.folder import FolderUnusable
-from adapters.store.format import Layout, parse_name
-from adapters.store.names import QUARANTINE, what
-from adapters.store.recent import Recents
-from adapters.store.seekable import Damaged
+from adapters.store import index_journal, recent_prompts
+from adapters.store.file_description import entry_named, read_head
+from adapters.store.file_names import QUARANTINE, what
+from adapters.store.files.file_format import Layout, parse_name
+from adapters.store.files.private_folder import FolderUnusable
+from adapters.store.files.seekable import Damaged
+from adapters.store.recent_prompts import Recents
 from adapters.store.store import Store
 from effects.ids import Tokens
 from engine.__main__ import main
@@ -83,11 +83,11 @@ def unfit(file: Path, layout: Layout) -> str | None:
     """What a start with this layout will find damaged, of the files that it reads whole. Other things are no files."""
     if not file.is_file() or file.is_symlink():
         return None
-    readable = file.stat().st_size < recent.MOST_FILE
-    if file.name == journal.NAME:
-        return None if readable and journal.read(file.read_bytes()).whole else "journal"
-    if file.name == recent.PREFIX + layout.root("rows").hex():
-        return None if readable and recent.read(file.read_bytes(), Recents()) else "recent"
+    readable = file.stat().st_size < recent_prompts.MOST_FILE
+    if file.name == index_journal.NAME:
+        return None if readable and index_journal.read(file.read_bytes()).whole else "journal"
+    if file.name == recent_prompts.PREFIX + layout.root("rows").hex():
+        return None if readable and recent_prompts.read(file.read_bytes(), Recents()) else "recent"
     return None
 
 

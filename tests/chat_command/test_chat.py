@@ -18,9 +18,9 @@ import pytest
 from rich.console import Console
 
 from engine.__main__ import main
-from engine.chat import peer as peers
-from engine.chat.peer import leaving_cleanly, listed, started
-from engine.refusal import Refusal
+from engine.settings.user_error import Refusal
+from engine.tools.chat import find_server as peers
+from engine.tools.chat.find_server import leaving_cleanly, listed, started
 from tests.bench_command.foreign import Foreign, foreign
 from tests.http.conftest import Site, served
 from tests.text import small

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.chat.talk import Command, Message, TypedTalk, command_of, read_prompt
-from engine.chat.wanted import ChatOptions
-from engine.refusal import Refusal
+from engine.settings.user_error import Refusal
+from engine.tools.chat.chat_options import ChatOptions
+from engine.tools.chat.conversation_file import Command, Message, TypedTalk, command_of, read_prompt
 
 
 def typed(*lines: str) -> str:

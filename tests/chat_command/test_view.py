@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from engine.chat.view import Plain, Rendered, settled, unechoed, view
+from engine.tools.chat.render_answer import Plain, Rendered, settled, unechoed, view
 
 ANSWER = """# Title
 

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 import adapters
 from adapters.checkpoint.text_files import TextFiles
-from adapters.models.checkpoint import Checkpoint
+from adapters.models.open_checkpoint import Checkpoint
 from training.chat_format import TEMPLATE
 from training.export import load
 from training.train import digest

@@ -11,8 +11,8 @@ from transformers import AutoTokenizer, Qwen3_5ForCausalLM
 
 from adapters import demo
 from adapters.checkpoint.text_files import TextFiles
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.mtp.checkpoint import HeadCheckpoint, head_tensors
+from adapters.models.drafts.mtp.checkpoint import HeadCheckpoint, head_tensors
+from adapters.models.open_checkpoint import Checkpoint
 from training.chat_format import TEMPLATE
 from training.export import load_hybrid
 from training.train import digest

@@ -7,14 +7,14 @@ import random
 import torch
 from attrs import define, evolve, field
 
-from adapters.device.buckets import row_counts
 from adapters.device.executor import DeviceExecutor
-from adapters.device.lane import DeviceLane
-from adapters.device.sampling import Draw, Pick, Sampler, pick
-from adapters.models.dense import DenseShard
-from adapters.models.qwen3 import Qwen3Config
-from adapters.models.shard import Segment, Step
-from adapters.models.synthetic import RandomWeights
+from adapters.device.lane.buckets import row_counts
+from adapters.device.lane.lane import DeviceLane
+from adapters.device.sampling.sampler import Draw, Pick, Sampler, pick
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.shard import Segment, Step
+from adapters.models.families.qwen3 import Qwen3Config
+from adapters.models.numerics.synthetic import RandomWeights
 from effects.all import Ask, Launch
 from effects.decode import Decoded, RunDecode
 from effects.ids import RequestId, SlotId
@@ -36,7 +36,7 @@ def qwen3(slots: int = 4, device: str = "cpu", aux_layers: tuple[int, ...] = ())
     if device == "cpu":
         kernels = proven(TINY, torch.float32, 256, buckets).fresh()
         return DenseShard(TINY, RandomWeights(TINY, scale=0.2), kernels, **shape)
-    from adapters.models.kernels.triton_cuda import TritonKernels  # noqa: PLC0415 - Triton comes with CUDA only
+    from adapters.models.kernels.cuda.kernels import TritonKernels  # noqa: PLC0415 - Triton comes with CUDA only
 
     config = evolve(TINY, hidden_size=128, head_dim=64)
     kernels = TritonKernels(torch.device(device))

@@ -9,10 +9,10 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from adapters.checkpoint.errors import CheckpointError
-from adapters.models.draft import BlockRequest, Pick
-from adapters.models.seeded import seeded
-from adapters.models.shard import NamedTensors, Step
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.models.decoder.shard import NamedTensors, Step
+from adapters.models.drafts.cached_draft import BlockRequest, Pick
+from adapters.models.kernels.seeded import seeded
 from tests.device.fake_shard import VOCAB, logits_of, mix, row_of
 
 

@@ -11,9 +11,9 @@ import anyio
 import pytest
 from attrs import evolve
 
-from adapters.device.metronome import Metronome
-from adapters.device.sampling import Picking
-from adapters.device.underway import StepsTaken, goes_on
+from adapters.device.lane.running_batch import StepsTaken, goes_on
+from adapters.device.lane.step_pacer import Metronome
+from adapters.device.sampling.sampler import Picking
 from effects.all import Ask, Launch
 from effects.decode import Decoded
 from effects.grammar import Grammar

@@ -10,15 +10,15 @@ import pytest
 import torch
 from attrs import define, evolve, field
 
-from adapters.device import prefilling
+from adapters.device.decode import prefill
 from adapters.device.executor import DeviceExecutor
-from adapters.device.lane import DeviceLane
-from adapters.device.slots import SlotState
-from adapters.device.underway import StepsTaken, goes_on
-from adapters.models.dense import DenseShard
+from adapters.device.lane.lane import DeviceLane
+from adapters.device.lane.running_batch import StepsTaken, goes_on
+from adapters.device.slots.slots import SlotState
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.kernels.interface import NARROW
-from adapters.models.pipeline import Pipeline
-from adapters.models.synthetic import RandomWeights
+from adapters.models.numerics.synthetic import RandomWeights
 from effects.all import Ask, Launch, Outcome
 from effects.decode import Decoded, RunDecode
 from effects.ids import MAIN, PROMPTS, DeviceFailed, RequestId
@@ -252,7 +252,7 @@ async def test_a_chunk_is_told_of_when_the_device_has_done_it_and_is_at_the_next
         happened.append(("told", members[0][1].stop // CHUNK - 1))
         put(self, members)
 
-    monkeypatch.setattr(prefilling, "mark", marked)
+    monkeypatch.setattr(prefill, "mark", marked)
     monkeypatch.setattr(ToldAhead, "forward", recorded)
     monkeypatch.setattr(StepsTaken, "put", told)
     shard.going.set()
@@ -296,7 +296,7 @@ async def test_a_chunk_that_there_is_no_memory_for_ends_it_behind_those_before_i
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("pages", "span"), [(0, 1), (60, 1), (0, 8), (60, 8)])
 async def test_a_gpu_is_at_both_and_every_answer_is_the_one_alone(pages, span):
-    from adapters.models.kernels.triton_cuda import TritonKernels  # noqa: PLC0415 - Triton comes with CUDA only
+    from adapters.models.kernels.cuda.kernels import TritonKernels  # noqa: PLC0415 - Triton comes with CUDA only
 
     device, buckets = torch.device("cuda", 0), (*BUCKETS, 64, 128, 256)
     config = evolve(TINY, hidden_size=512, head_dim=64, num_layers=6, intermediate_size=1024, max_positions=4096)

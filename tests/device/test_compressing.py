@@ -9,12 +9,12 @@ import anyio
 import pytest
 import torch
 
-from adapters.device.compressing import Compressor, DrafterLane, marks_of
-from adapters.device.lane import DeviceLane
-from adapters.device.selection import Marks
-from adapters.models.scorer import TAIL as QUERIES
-from adapters.models.scorer import Scorer
-from adapters.models.synthetic import RandomWeights
+from adapters.device.compression.score_prompt import Compressor, DrafterLane, marks_of
+from adapters.device.compression.select_tokens import Marks
+from adapters.device.lane.lane import DeviceLane
+from adapters.models.decoder.scorer import TAIL as QUERIES
+from adapters.models.decoder.scorer import Scorer
+from adapters.models.numerics.synthetic import RandomWeights
 from effects.all import Ask, Launch, Outcome
 from effects.compression import PromptPart, tokens_in
 from effects.decode import Decoded
@@ -22,7 +22,7 @@ from effects.ids import DeviceFailed, RequestId
 from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
 from effects.ports import LaunchFailed
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
-from engine.drafter import Drafter
+from engine.loading.load_scorer import Drafter
 from tests.device.driver import BUCKETS, CHUNK, TINY, VOCAB, Driver, drive
 from tests.device.fake_shard import FakeShard
 from tests.models.checkpoints import proven

@@ -13,12 +13,12 @@ import pytest
 import torch
 from attrs import define, evolve, field
 
-from adapters.device.agreement import Member, agree
-from adapters.device.constraint import Mask, forbidden, no_grammars
-from adapters.device.sampling import DeadEnd, Draw, Pick, Sampler, pick
-from adapters.device.slots import SlotState
-from adapters.device.tree import Tree, chain, fitted
-from adapters.text.grammar import Grammars, json_grammar
+from adapters.device.sampling.grammar_mask import Mask, forbidden, no_grammars
+from adapters.device.sampling.sampler import DeadEnd, Draw, Pick, Sampler, pick
+from adapters.device.slots.slots import SlotState
+from adapters.device.speculation.acceptance import Member, agree
+from adapters.device.speculation.proposal_tree import Tree, chain, fitted
+from adapters.text.grammars.grammar import Grammars, json_grammar
 from adapters.text.tokenizer import Tokenizer
 from effects.decode import Decoded
 from effects.grammar import Grammar

@@ -8,8 +8,8 @@ import pytest
 import torch
 from attrs import evolve
 
-from adapters.device.buckets import row_counts
-from adapters.models.shard import Segment, Step
+from adapters.device.lane.buckets import row_counts
+from adapters.models.decoder.shard import Segment, Step
 from effects.all import Ask
 from effects.ids import DeviceFailed, RequestId, SlotId
 from effects.prefill import OpenSlot, PrefillAdvanced

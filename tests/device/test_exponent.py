@@ -8,10 +8,10 @@ from decimal import Decimal, localcontext
 import pytest
 import torch
 
-from adapters.device import exponent
-from adapters.device.exponent import rounded_exp, steady_weights
-from adapters.device.sampling import logprobs_of
-from adapters.models.seeded import seeded
+from adapters.device.sampling import exact_exp
+from adapters.device.sampling.exact_exp import rounded_exp, steady_weights
+from adapters.device.sampling.sampler import logprobs_of
+from adapters.models.kernels.seeded import seeded
 
 BITS = 42
 LEAST = -700.0  # whose exp is not 0 yet
@@ -19,11 +19,11 @@ LEAST = -700.0  # whose exp is not 0 yet
 
 def by_hand(value: float) -> int:
     """In this interpreter's floats: the same operations, one after the other."""
-    value = max(value, exponent.LOWEST)
-    steps = float(round(value * exponent.INVERSE))
-    rest = value - steps * exponent.STEP - steps * exponent.REST
-    series = rest * exponent.SERIES[0]
-    for factor in exponent.SERIES[1:]:
+    value = max(value, exact_exp.LOWEST)
+    steps = float(round(value * exact_exp.INVERSE))
+    rest = value - steps * exact_exp.STEP - steps * exact_exp.REST
+    series = rest * exact_exp.SERIES[0]
+    for factor in exact_exp.SERIES[1:]:
         series = (series + factor) * rest
     with localcontext() as context:
         context.prec = 40

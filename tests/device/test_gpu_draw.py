@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapters.device.extremes import extremes
-from adapters.device.gpu_draw import BLOCK, draw_into, told_of
-from adapters.device.host_draw import drawn
-from adapters.device.penalties import PENDING, GpuPenalties, HostPenalties, changed
-from adapters.device.sampling import _logprobs
+from adapters.device.sampling.argmax import extremes
+from adapters.device.sampling.gpu_draw import BLOCK, draw_into, told_of
+from adapters.device.sampling.host_draw import drawn
+from adapters.device.sampling.logit_penalties import PENDING, GpuPenalties, HostPenalties, changed
+from adapters.device.sampling.sampler import _logprobs
 from effects.job import Sampling
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from adapters.device.metronome import LATE, LONGEST_NS, Metronome
+from adapters.device.lane.step_pacer import LATE, LONGEST_NS, Metronome
 
 CYCLES = 2_000_000  # of a GPU's clock, about a millisecond
 SLACK_NS = 50_000_000  # others may have the device for so long

@@ -12,14 +12,14 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from adapters.device import exponent, host_draw
-from adapters.device.constraint import Mask
-from adapters.device.exponent import steady_log
-from adapters.device.native_draw import found_at_once
-from adapters.device.noise import gumbel_at, key_of, steady_gumbel_at
-from adapters.device.sampling import Draw, NotFinite, Sampler, adjusted, pick, picking
-from adapters.models.kernels.native.compiled import SWITCH, compiled
-from adapters.models.seeded import seeded
+from adapters.device.sampling import exact_exp, host_draw
+from adapters.device.sampling.exact_exp import steady_log
+from adapters.device.sampling.grammar_mask import Mask
+from adapters.device.sampling.native_draw import found_at_once
+from adapters.device.sampling.noise import gumbel_at, key_of, steady_gumbel_at
+from adapters.device.sampling.sampler import Draw, NotFinite, Sampler, adjusted, pick, picking
+from adapters.models.kernels.cpu.native.library import SWITCH, compiled
+from adapters.models.kernels.seeded import seeded
 from effects.ids import Tokens
 from effects.job import Sampling
 
@@ -211,8 +211,8 @@ def test_the_logarithm_is_the_same_operations_in_this_interpreters_floats_and_ri
             series = part * part * (2 / 23)
             for odd in range(21, 1, -2):
                 series = (series + 2 / odd) * (part * part)
-            assert found == ((series * part + power * (256 * exponent.REST)) + (part + part)) + power * (
-                256 * exponent.STEP
+            assert found == ((series * part + power * (256 * exact_exp.REST)) + (part + part)) + power * (
+                256 * exact_exp.STEP
             )
             assert abs(Decimal(value).ln() - Decimal(found)) <= Decimal(2.5 * math.ulp(found))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapters.device.noise import bits_of, gumbel, key_of
+from adapters.device.sampling.noise import bits_of, gumbel, key_of
 
 MASK = 2**64 - 1
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from attrs import define
 
-from adapters.device import drafting
-from adapters.device.draft_context import LateRows
-from adapters.device.drafting import Drafting
-from adapters.device.proposer import DraftRequest
-from adapters.device.tree import Tree, chain, ordered
+from adapters.device.speculation import drafting
+from adapters.device.speculation.draft_context import LateRows
+from adapters.device.speculation.drafting import Drafting
+from adapters.device.speculation.proposal_tree import Tree, chain, ordered
+from adapters.device.speculation.proposer import DraftRequest
 from effects.all import Ask
 from effects.decode import Decoded
 from effects.ids import DeviceFailed, RequestId

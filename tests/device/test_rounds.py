@@ -10,18 +10,18 @@ import pytest
 import torch
 from attrs import define, evolve
 
-from adapters.device.buckets import row_counts
-from adapters.device.drafting import Drafting
 from adapters.device.executor import DeviceExecutor
-from adapters.device.lane import DeviceLane
-from adapters.models.dense import DenseShard
-from adapters.models.dflash.draft import DFlashDraft
-from adapters.models.kernels.native.compiled import compiled
-from adapters.models.kernels.native.rounds import NativeRound
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.pipeline import Pipeline
-from adapters.models.shard import TargetHead
-from adapters.models.synthetic import RandomWeights
+from adapters.device.lane.buckets import row_counts
+from adapters.device.lane.lane import DeviceLane
+from adapters.device.speculation.drafting import Drafting
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.shard import TargetHead
+from adapters.models.drafts.dflash.draft import DFlashDraft
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.cpu.native.library import compiled
+from adapters.models.kernels.cpu.native.native_decode import NativeRound
+from adapters.models.numerics.synthetic import RandomWeights
 from effects.ids import DeviceFailed, RequestId
 from effects.job import Sampling
 from effects.residency import LoadModel, UnloadModel

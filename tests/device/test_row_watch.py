@@ -11,18 +11,18 @@ import anyio
 import pytest
 import torch
 
-from adapters.device.decoding import Decoding
-from adapters.device.row_watch import checksums
-from adapters.models.kv_cache import KvCache
+from adapters.device.decode.decode_step import Decoding
+from adapters.device.slots.row_watch import checksums
+from adapters.models.decoder.kv_cache import KvCache
 from effects.all import Outcome
 from effects.ids import PAGE, Tokens
 from effects.job import Job
 from effects.ports import Closed
 from effects.stream import EmitTokens
-from engine.assemble import Engine, engine
-from engine.begin import load_target
-from engine.options import Options
-from engine.target import Target
+from engine.loading.background_load import load_target
+from engine.loading.load_target import Target
+from engine.serving.wiring import Engine, engine
+from engine.settings.options import Options
 from tests.models.checkpoints import save_qwen3
 
 PROMPT = tuple(10 + 7 * at % 140 for at in range(300))

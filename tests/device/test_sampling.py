@@ -20,9 +20,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from adapters.device.noise import gumbel
-from adapters.device.sampling import Draw, NotFinite, Pick, Sampler, pick
-from adapters.models.seeded import seeded
+from adapters.device.sampling.noise import gumbel
+from adapters.device.sampling.sampler import Draw, NotFinite, Pick, Sampler, pick
+from adapters.models.kernels.seeded import seeded
 from effects.job import Sampling
 
 VOCAB = 300

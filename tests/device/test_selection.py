@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters.device.selection import (
+from adapters.device.compression.select_tokens import (
     ANCHORS,
     GRAM,
     HEAD,

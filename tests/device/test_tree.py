@@ -8,9 +8,9 @@ import random
 
 import pytest
 
-from adapters.device.drafting import cut
-from adapters.device.tree import Tree, best_first, chain, kept
-from adapters.models.shard import Segment
+from adapters.device.speculation.drafting import cut
+from adapters.device.speculation.proposal_tree import Tree, best_first, chain, kept
+from adapters.models.decoder.shard import Segment
 
 
 def ranked_of(rng: random.Random, depth: int, width: int) -> list[list[tuple[int, float]]]:

@@ -13,17 +13,17 @@ import anyio
 from prometheus_client import Metric
 from starlette.routing import Route
 
-from adapters.http import chat, completions, llamacpp, messages, responses
-from adapters.http.api import Api, Asker
+from adapters.http.apis import anthropic_messages, llamacpp, openai_chat, openai_completions, openai_responses
+from adapters.http.apis.api import Api, Asker
 from adapters.http.app import build_app
-from adapters.http.archive import Archive, Shelf
-from adapters.http.controls import Words
-from adapters.http.fields import Fields
-from adapters.http.options import EdgeOptions
+from adapters.http.history.answer_tokens import TurnMemory
+from adapters.http.history.response_store import Archive, Shelf
 from adapters.http.page import files
-from adapters.http.turn_memory import TurnMemory
+from adapters.http.request.controls import Words
+from adapters.http.wire.edge_options import EdgeOptions
+from adapters.http.wire.fields import Fields
 from adapters.metrics import DISK_COUNTERS, Metrics
-from adapters.text.text import Text
+from adapters.text.model_text import Text
 from effects.job import Report
 from effects.ports import Closed
 from engine.commands import app
@@ -70,14 +70,14 @@ MESSAGE = [{"role": "user", "content": "Hello"}]
 NESTED: dict[str, Any] = {"stream_options": {}, "prefix_cache": {}, "compression": {}, "chat_template_kwargs": {}}
 """A small request of each API, in which what has parts is there, since only then its parts are asked for."""
 REQUESTS: tuple[tuple[Api, dict[str, Any], Words], ...] = (
-    (chat.CHAT, {"messages": MESSAGE, **NESTED}, chat.WORDS),
-    (completions.COMPLETIONS, {"prompt": "Hello", **NESTED}, completions.WORDS),
+    (openai_chat.CHAT, {"messages": MESSAGE, **NESTED}, openai_chat.WORDS),
+    (openai_completions.COMPLETIONS, {"prompt": "Hello", **NESTED}, openai_completions.WORDS),
     (llamacpp.LLAMACPP, {"prompt": "Hello", **NESTED}, llamacpp.WORDS),
-    (messages.MESSAGES, {"messages": MESSAGE, "output_config": {}, **NESTED}, messages.WORDS),
+    (anthropic_messages.MESSAGES, {"messages": MESSAGE, "output_config": {}, **NESTED}, anthropic_messages.WORDS),
     (
-        responses.responses(Shelf(Archive(), "")),
+        openai_responses.responses(Shelf(Archive(), "")),
         {"input": "Hello", "reasoning": {}, "text": {}, **NESTED},
-        responses.WORDS,
+        openai_responses.WORDS,
     ),
 )
 

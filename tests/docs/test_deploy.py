@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from engine.configuration import checked
+from engine.settings.config_file import checked
 from tests.docs.reference import every_metric
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from adapters.store.folder import LOCK
+from adapters.store.files.private_folder import LOCK
 from engine.__main__ import main
-from engine.doctor import examine, findings
-from engine.doctor.examine import answers, container_limit, disk_facts, taken
-from engine.doctor.findings import DiskFacts, Finding
+from engine.tools.doctor import examine_machine, findings
+from engine.tools.doctor.examine_machine import answers, container_limit, disk_facts, taken
+from engine.tools.doctor.findings import DiskFacts, Finding
 from tests.bench_command.foreign import foreign
 
 GIB = 1 << 30
@@ -66,7 +66,7 @@ def test_what_is_not_well_comes_with_its_remedy(found: Finding, verdict: str, sa
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(examine, "PROBED", examine.PIECE)
+    monkeypatch.setattr(examine_machine, "PROBED", examine_machine.PIECE)
 
 
 def test_a_disk_is_timed_and_nothing_is_left_on_it(tmp_path: Path, small: None) -> None:
@@ -101,7 +101,7 @@ def test_the_limit_of_a_container_is_read(
     file = tmp_path / "memory.max"
     if text is not None:
         file.write_text(text)
-    monkeypatch.setattr(examine, "LIMITS", (str(tmp_path / "none"), str(file)))
+    monkeypatch.setattr(examine_machine, "LIMITS", (str(tmp_path / "none"), str(file)))
     assert container_limit() == limit
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from adapters import demo
 from engine.__main__ import main
-from engine.replay import replay_file
+from engine.core.replay import replay_file
 from tests.e2e.prepared import refused, serving
 from tests.e2e.server import Running
 

@@ -8,16 +8,16 @@ import pytest
 from attrs import evolve
 
 from adapters.device.executor import DeviceExecutor
-from adapters.text.text import Text
+from adapters.text.model_text import Text
 from benchmarks.exactness import answered, each_batched, each_cold, each_continued, prompts
 from effects.decode import Logprob
 from effects.ids import Tokens
 from effects.job import Job, Sampling
 from effects.stream import EmitTokens
-from engine.assemble import Engine, engine
-from engine.begin import load_target
-from engine.options import Options
-from engine.target import Target
+from engine.loading.background_load import load_target
+from engine.loading.load_target import Target
+from engine.serving.wiring import Engine, engine
+from engine.settings.options import Options
 
 SAMPLINGS = [
     Sampling(),

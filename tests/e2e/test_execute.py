@@ -24,13 +24,13 @@ from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from engine.__main__ import main
-from engine.begin import load_target
-from engine.configuration import checked
-from engine.execute import execute, options_of
-from engine.replay import Diverged
-from engine.runner import Envelope
-from engine.target import Target
-from engine.trace import VERSION, Header, Recorder, converter, encode
+from engine.core.event_loop import Envelope
+from engine.core.replay import Diverged
+from engine.core.trace import VERSION, Header, Recorder, converter, encode
+from engine.loading.background_load import load_target
+from engine.loading.load_target import Target
+from engine.serving.re_execute import execute, options_of
+from engine.settings.config_file import checked
 from states.events import Event, ForRequest, Submitted
 from states.rates import Rates
 from states.settings import Settings
@@ -150,7 +150,9 @@ def test_a_header_of_another_identity_is_refused_before_memory_is_taken(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = list[str]()
-    monkeypatch.setattr("engine.target.provable", lambda *_: made.append("a draft"))  # the next thing that is done
+    monkeypatch.setattr(
+        "engine.loading.load_target.provable", lambda *_: made.append("a draft")
+    )  # the next thing that is done
     file = tmp_path / "other.jsonl"
     golden = Path(__file__).parents[1] / "golden" / "a_full_house.jsonl"
     header, *records = golden.read_text().splitlines(keepends=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine.replay import replay_file
+from engine.core.replay import replay_file
 from tests.e2e.prepared import serving
 from tests.e2e.server import Running
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jsonschema
 
-from adapters.text.closed_schema import closed_schema
+from adapters.text.grammars.closed_schema import closed_schema
 from engine.__main__ import main
 from tests.e2e.prepared import serving
 from tests.schemas import schema_of

@@ -18,10 +18,10 @@ from benchmarks.exactness import answered
 from effects.ids import Tokens
 from effects.job import Job
 from effects.scope import Scope
-from engine.assemble import Engine, engine
-from engine.begin import load_target
-from engine.options import Options
-from engine.target import Target
+from engine.loading.background_load import load_target
+from engine.loading.load_target import Target
+from engine.serving.wiring import Engine, engine
+from engine.settings.options import Options
 from tests.e2e.prepared import serving
 from tests.e2e.server import Running
 from tests.e2e.test_restart import kill, written

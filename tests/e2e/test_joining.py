@@ -11,7 +11,7 @@ import pytest
 
 from effects.all import Launch
 from engine.__main__ import main
-from engine.trace import read
+from engine.core.trace import read
 from tests.e2e.server import Running, serving
 
 

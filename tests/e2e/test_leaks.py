@@ -21,12 +21,12 @@ import anyio
 import httpx
 import pytest
 
-from adapters.http import misses
-from engine.begin import begin
-from engine.options import Options
-from engine.reading import begin_text
-from engine.serve import Gate, listen, serve_model
-from engine.startup import Steps
+from adapters.http.answer import cache_misses
+from engine.loading.background_load import begin
+from engine.loading.load_text import begin_text
+from engine.serving.serve import Gate, listen, serve_model
+from engine.settings.options import Options
+from engine.settings.start_progress import Steps
 from states.speculation_control import UNIT, chain
 from tests.importing import importing
 
@@ -93,7 +93,9 @@ async def ask(client: httpx.AsyncClient) -> None:
 
 @pytest.mark.timeout(300)
 async def test_requests_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(misses, "MOST", WARM)  # the last ones that are shown: as many as there are before it is counted
+    monkeypatch.setattr(
+        cache_misses, "MOST", WARM
+    )  # the last ones that are shown: as many as there are before it is counted
     for width in range(PROPOSALS + 1):  # a table that fills as chances come up, by where the request that is left stops
         for each in range(UNIT + 1):
             chain(width, each)
@@ -122,7 +124,7 @@ def test_what_the_cpu_kernels_prepare_for_shapes_is_bounded() -> None:
     capacity = 128
     script = f"""
 import engine, torch
-from adapters.models.kernels.onednn import product
+from adapters.models.kernels.cpu.onednn import product
 weight = torch.zeros(64, 64)
 with torch.inference_mode():
     for rows in (*range(1, {capacity} + 2), {capacity} + 1, 1):
@@ -143,7 +145,7 @@ def test_threads_share_what_was_freed() -> None:
     """Counted as glibc tells it: arenas, of which each thread would have its own."""
     script = """
 import ctypes, os, re, tempfile, threading
-from adapters.heap import share
+from adapters.process_memory import share
 share()
 met = threading.Barrier(17)
 libc = ctypes.CDLL(None)

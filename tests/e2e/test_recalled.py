@@ -8,8 +8,8 @@ from pathlib import Path
 import anyio
 import pytest
 
-from adapters.http.turn_memory import TurnMemory
-from engine.options import Options
+from adapters.http.history.answer_tokens import TurnMemory
+from engine.settings.options import Options
 from tests.e2e.test_leaks import TALK, served
 
 

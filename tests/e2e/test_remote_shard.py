@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from effects.job import Job
-from engine.begin import load_target
-from engine.options import Options
-from engine.refusal import Refusal
-from engine.secret import VARIABLE
+from engine.loading.background_load import load_target
+from engine.settings.options import Options
+from engine.settings.shard_secret import VARIABLE
+from engine.settings.user_error import Refusal
 from tests.e2e.prepared import refused, serving
 from tests.e2e.test_restart import kill, written
 from tests.e2e.test_speculation import answers, words

@@ -19,13 +19,14 @@ import torch
 from attrs import define, evolve, field
 
 from adapters import demo
-from adapters.device import decoding, executor
-from adapters.device.proposer import DraftRequest, Proposer
-from adapters.device.tree import Tree, chain, ordered
-from adapters.models.dflash.config import DFlashConfig
-from adapters.models.rope import Rotary
-from adapters.text.text import Text
-from adapters.transfer import restore
+from adapters.device import executor
+from adapters.device.decode import decode_step
+from adapters.device.speculation.proposal_tree import Tree, chain, ordered
+from adapters.device.speculation.proposer import DraftRequest, Proposer
+from adapters.models.decoder.rope import Rotary
+from adapters.models.drafts.dflash.config import DFlashConfig
+from adapters.text.model_text import Text
+from adapters.transfer import restorer
 from benchmarks.exactness import prompts
 from effects.decode import Logprob
 from effects.ids import Tokens
@@ -34,12 +35,12 @@ from effects.ports import Closed
 from effects.scope import Scope
 from effects.stream import EmitTokens
 from engine import __version__
-from engine.assemble import Engine, engine
-from engine.begin import load_target
-from engine.execute import execute
-from engine.options import Options
-from engine.target import Target
-from engine.trace import VERSION, Header, Recorder
+from engine.core.trace import VERSION, Header, Recorder
+from engine.loading.background_load import load_target
+from engine.loading.load_target import Target
+from engine.serving.re_execute import execute
+from engine.serving.wiring import Engine, engine
+from engine.settings.options import Options
 from states.rates import Rates
 from states.residency import resolved
 from tests.e2e.prepared import refused, serving
@@ -174,7 +175,7 @@ async def told(running: Engine, job: Job) -> Heard:
 def timeless() -> Iterator[None]:
     """What anything takes decides nothing: the same is proposed and restored, whatever else the machine does."""
     with pytest.MonkeyPatch.context() as patch:
-        for measuring in (decoding, executor, restore):
+        for measuring in (decode_step, executor, restorer):
             patch.setattr(measuring, "time", SimpleNamespace(perf_counter_ns=lambda: 0))
         yield
 

@@ -15,16 +15,16 @@ import pytest
 import torch
 from attrs import define, evolve
 
-from adapters.text.text import Text
+from adapters.text.model_text import Text
 from benchmarks.exactness import prompts
 from benchmarks.listening import Listening
 from effects.decode import Logprob
 from effects.job import Job
 from effects.scope import Scope
-from engine.begin import load_target
-from engine.folders import model_folder
-from engine.options import Options
-from engine.target import Target
+from engine.loading.background_load import load_target
+from engine.loading.load_target import Target
+from engine.settings.options import Options
+from engine.settings.paths import model_folder
 from tests.e2e.prepared import refused, serving
 from tests.e2e.test_restart import kill, written
 from tests.e2e.test_speculation import FLAT, SAMPLINGS, Heard, WatchedDraft, answers, words

@@ -20,11 +20,11 @@ from effects.job import Job
 from effects.ports import Closed, LaunchFailed, Perform, Settle
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.stream import Abandon, CloseStream, EmitTokens, Halt, ReportProgress
-from engine.door import EngineDoor, EngineTicket
-from engine.meter import Meter
-from engine.misses import Misses
-from engine.runner import Executors, Runner
-from engine.trace import VERSION, Header, Recorder
+from engine.core.cache_misses import Misses
+from engine.core.event_loop import Executors, Runner
+from engine.core.request_meter import Meter
+from engine.core.submission import EngineDoor, EngineTicket
+from engine.core.trace import VERSION, Header, Recorder
 from states import invariants
 from states.settings import Settings
 from states.world import begin

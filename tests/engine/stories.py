@@ -22,8 +22,8 @@ from effects.restore import BlocksRestored
 from effects.scope import Scope
 from effects.snapshot import SnapshotSaved
 from effects.stream import Halt
-from engine.runner import Envelope
-from engine.trace import DIGEST_EVERY, VERSION, Digest, Header, converter, digest, encode
+from engine.core.event_loop import Envelope
+from engine.core.trace import DIGEST_EVERY, VERSION, Digest, Header, converter, digest, encode
 from states.events import Cancelled, Event, ForEngine, ForRequest, Happened, SlotsLost, Submitted
 from states.rates import Rates
 from states.residency import Resolved

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.ahead import TRACED, first_gpu, kernels
-from engine.plan import Where, read_devices
+from engine.settings.import_order import TRACED, first_gpu, kernels
+from engine.settings.placement import Where, read_devices
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "adapters" / "models" / "kernels" / "triton"
@@ -23,7 +23,7 @@ def said(code: str) -> list[str]:
 
 def test_what_is_imported_beside_torch_does_not_wait_for_it() -> None:
     code = (
-        "import sys; from importlib import import_module; from engine.ahead import OURS, TEXT;"
+        "import sys; from importlib import import_module; from engine.settings.import_order import OURS, TEXT;"
         "[import_module(name) for name in (TEXT, *OURS)]; print('torch' in sys.modules)"
     )
     assert said(code) == ["False"]
@@ -32,7 +32,7 @@ def test_what_is_imported_beside_torch_does_not_wait_for_it() -> None:
 @pytest.mark.parametrize(("opening", "gpu", "before"), [(True, True, True), (False, True, False), (False, False, True)])
 def test_beside_a_gpu_what_is_needed_later_does_not_keep_torch_waiting(opening: bool, gpu: bool, before: bool) -> None:
     code = (
-        "import sys, threading; from engine import ahead; from engine.libraries import OPENING;"
+        "import sys, threading; from engine import ahead; from engine.settings.preload import OPENING;"
         "over = threading.Event(); thread = threading.Thread(target=over.wait, name=OPENING);"
         f"thread.start() if {opening} else None; ahead.open_gpu = ahead.importlib.util.find_spec = lambda *_: None;"
         f"ahead.gpu_driver = lambda: 'driver' if {gpu} else None; ahead.import_beside_torch([], 3); over.set();"
@@ -47,7 +47,7 @@ def test_what_is_written_in_triton_is_imported_without_torch() -> None:
     assert {f"adapters.models.kernels.triton.{path.stem}" for path in KERNELS.glob("[a-z]*.py")} == {*names}
     pytest.importorskip("triton", reason="comes with CUDA builds of torch")
     code = (
-        "import sys; from importlib import import_module; from engine.ahead import kernels;"
+        "import sys; from importlib import import_module; from engine.settings.import_order import kernels;"
         "[import_module(name) for name in kernels()]; print('torch' in sys.modules)"
     )
     assert said(code) == ["False"]
@@ -56,14 +56,14 @@ def test_what_is_written_in_triton_is_imported_without_torch() -> None:
 def test_until_torch_is_imported_no_library_is_left_to_open_and_nothing_to_look_up() -> None:
     """The linker does one at a time: either would wait for torch's, and keep the interpreter from others."""
     code = (
-        "import sys; from importlib import import_module; from engine.libraries import SMALL;"
+        "import sys; from importlib import import_module; from engine.settings.preload import SMALL;"
         "import engine.__main__; [import_module(name) for name in SMALL]; before = set(sys.modules);"
         "sys.addaudithook(lambda event, told: event.startswith('ctypes.dl') and print(event, *told));"
-        "import engine.commands, engine.preflight, engine.startup, engine.folders; from engine.options import Options;"
-        "options = engine.preflight.prepared(Options(port=0)); engine.preflight.check_address(options);"
-        "import engine.ahead; engine.ahead.import_beside_torch(engine.folders.weight_folders(options), 0);"
-        "[import_module(name) for name in engine.ahead.OURS];"
-        "from engine.reading import begin_text; begin_text(options).result();"
+        "import engine.commands, engine.settings.preflight, engine.settings.start_progress, engine.settings.paths; from engine.settings.options import Options;"
+        "options = engine.settings.preflight.prepared(Options(port=0)); engine.settings.preflight.check_address(options);"
+        "import engine.settings.import_order; engine.settings.import_order.import_beside_torch(engine.settings.paths.weight_folders(options), 0);"
+        "[import_module(name) for name in engine.settings.import_order.OURS];"
+        "from engine.loading.load_text import begin_text; begin_text(options).result();"
         "print(*(name for name in sys.modules if name not in before"
         " and str(getattr(sys.modules[name], '__file__', None)).endswith('.so')))"
     )
@@ -73,7 +73,7 @@ def test_until_torch_is_imported_no_library_is_left_to_open_and_nothing_to_look_
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux which libraries a process has")
 def test_torchs_libraries_are_opened_without_it_and_it_works_with_them() -> None:
     code = (
-        "import sys; from pathlib import Path; from engine.libraries import open_torch; open_torch();"
+        "import sys; from pathlib import Path; from engine.settings.preload import open_torch; open_torch();"
         "print('libtorch_cpu.so' in Path('/proc/self/maps').read_text(), 'torch' in sys.modules);"
         "import torch; print(int(torch.ones(3, 3).matmul(torch.ones(3, 3)).sum()))"
     )
@@ -84,7 +84,7 @@ def test_torchs_libraries_are_opened_without_it_and_it_works_with_them() -> None
 @pytest.mark.parametrize("words", ["serve", "serve --port none", "serve --help", "chat", ""])
 def test_a_server_has_them_opened_beside_all_else(words: str) -> None:
     code = (
-        "import gc, threading; from pathlib import Path; from engine.libraries import OPENING, opening\n"
+        "import gc, threading; from pathlib import Path; from engine.settings.preload import OPENING, opening\n"
         f"with opening({words.split()}): print(gc.isenabled())\n"
         "[one.join() for one in threading.enumerate() if one.name == OPENING]\n"
         "print('libtorch_cpu.so' in Path('/proc/self/maps').read_text(), gc.isenabled())"
@@ -109,7 +109,7 @@ def test_the_first_gpu_is_known_without_asking_for_it() -> None:
 
 def test_neither_weights_nor_a_gpu_have_to_be_there() -> None:
     code = (
-        "from pathlib import Path; from engine.ahead import import_beside_torch;"
+        "from pathlib import Path; from engine.settings.import_order import import_beside_torch;"
         "import_beside_torch([Path('none')], 99); import torch; print(int(torch.ones(3).sum()))"
     )
     assert said(code) == ["3"]
@@ -117,7 +117,7 @@ def test_neither_weights_nor_a_gpu_have_to_be_there() -> None:
 
 def test_what_torch_has_for_its_compiler_is_left_until_it_is_asked_for() -> None:
     code = (
-        "import sys; from pathlib import Path; from engine.ahead import TRACED, import_beside_torch;"
+        "import sys; from pathlib import Path; from engine.settings.import_order import TRACED, import_beside_torch;"
         "import_beside_torch([Path('none')]);"
         "import torch; print(len(vars(sys.modules[TRACED])) < 20, int(torch.ones(3).sum()));"
         "import torch._dynamo; print(len(vars(sys.modules[TRACED])) > 100);"

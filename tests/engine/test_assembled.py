@@ -12,7 +12,7 @@ from effects.all import Ask
 from effects.ids import PROMPTS, RequestId, SlotId
 from effects.job import Job
 from effects.prefill import RunPrefill
-from engine.assemble import engine
+from engine.serving.wiring import engine
 from states.settings import Settings
 from tests.device.driver import drive
 from tests.device.fake_shard import FakeShard

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.begin import GivenUp, begin
-from engine.options import Options
-from engine.refusal import Refusal
-from engine.startup import MEASURE, PROBE, WARM_UP, WEIGHTS
+from engine.loading.background_load import GivenUp, begin
+from engine.settings.options import Options
+from engine.settings.start_progress import MEASURE, PROBE, WARM_UP, WEIGHTS
+from engine.settings.user_error import Refusal
 from tests.models.checkpoints import save_qwen3
 
 

@@ -11,10 +11,10 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 
 from engine.__main__ import main
-from engine.catalog import find, hub_folder, local_models, located, served_name
-from engine.options import Options
-from engine.preflight import prepared
-from engine.refusal import Refusal
+from engine.settings.model_catalog import find, hub_folder, local_models, located, served_name
+from engine.settings.options import Options
+from engine.settings.preflight import prepared
+from engine.settings.user_error import Refusal
 from tests.models.checkpoints import EXPERTS, save_model, save_qwen3
 from tests.models.ggufs import write_gguf
 
@@ -156,7 +156,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     """What `rekindle models` tells in a home with one model that is served, and one that is not."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("engine.needs.there", lambda _: 18 << 30)
+    monkeypatch.setattr("engine.loading.memory_estimate.there", lambda _: 18 << 30)
     save_qwen3(tmp_path / "models" / "mine", max_position_embeddings=16384)
     touched(tmp_path / "models" / "other" / "config.json", '{"model_type": "gpt2"}')
 
@@ -213,13 +213,13 @@ def test_what_does_not_fit_is_told_with_what_would_help(
     told: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (taken, _) = told("--json", "--max-ctx", "8192", "--slots", "2")["mine"]["devices"]["cpu"]
-    monkeypatch.setattr("engine.needs.there", lambda _: taken * 5 // 4)
+    monkeypatch.setattr("engine.loading.memory_estimate.there", lambda _: taken * 5 // 4)
     mine = told("--json", "--slots", "4")["mine"]
     assert (mine["fits"], mine["context"]) == (True, 4096)
     mine = told("--json", "--max-ctx", "16384", "--slots", "4")["mine"]
     assert (mine["fits"], mine["advice"]) == (False, [])
     mine = told("--json", "--max-ctx", "16384")["mine"]
     assert mine["fits"], "in one slot"
-    monkeypatch.setattr("engine.needs.there", lambda _: 1)
+    monkeypatch.setattr("engine.loading.memory_estimate.there", lambda _: 1)
     text = told()
     assert "mine: does not fit; what would help: a smaller model" in text

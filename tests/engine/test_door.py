@@ -17,9 +17,9 @@ from effects.job import Job, Report
 from effects.ports import ANSWER_STAGES, PROMPT_STAGES, QUEUE_STAGES, Closed, Door, Message, Stage, Status, Ticket
 from effects.scope import Selection
 from effects.stream import EmitTokens, ReportProgress
-from engine.door import described
-from engine.meter import STAGES
-from states.life import Done, New, State
+from engine.core.request_meter import STAGES
+from engine.core.submission import described
+from states.request_states import Done, New, State
 from tests.engine.play import SETTINGS, ScriptedDevice, engine
 from tests.http.fake_door import FakeDoor, digest_script
 

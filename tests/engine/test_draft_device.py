@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapters.models.draft import BlockRequest, CachedDraft
-from adapters.models.seeded import seeded
-from adapters.models.shard import Segment, Step
-from engine.begin import load_target
-from engine.draft import built, find_draft, kernels_apart
-from engine.options import Options
+from adapters.models.decoder.shard import Segment, Step
+from adapters.models.drafts.cached_draft import BlockRequest, CachedDraft
+from adapters.models.kernels.seeded import seeded
+from engine.loading.background_load import load_target
+from engine.loading.load_draft import built, find_draft, kernels_apart
+from engine.settings.options import Options
 
 APART = torch.device("cpu", 0)  # not what a target on the processor calls it, so that everything is as on another one
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from attrs import define, evolve
 
-from adapters.device.compressing import Compressor
-from engine.begin import load_target
-from engine.draft import short_of_memory
-from engine.drafter import load_if_kept
-from engine.options import Options
+from adapters.device.compression.score_prompt import Compressor
+from engine.loading.background_load import load_target
+from engine.loading.load_draft import short_of_memory
+from engine.loading.load_scorer import load_if_kept
+from engine.settings.options import Options
 from states.residency import After, Policy, Resolved
 from states.settings import Settings
 

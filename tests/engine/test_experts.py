@@ -10,24 +10,24 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from adapters.models.qwen3 import Qwen3Config
-from adapters.models.qwen3_moe import Qwen3MoeConfig, parse
-from adapters.models.synthetic import RandomWeights
+from adapters.models.families.qwen3 import Qwen3Config
+from adapters.models.families.qwen3_moe import Qwen3MoeConfig, parse
+from adapters.models.numerics.synthetic import RandomWeights
 from effects.ids import Tokens
 from effects.job import Job
 from effects.stream import EmitTokens
-from engine import needs as module
-from engine.assemble import engine
-from engine.begin import load_target
-from engine.configuration import checked
-from engine.experts import expert_weights, room
-from engine.fit import PAGE, pooled
-from engine.inventory import may_be_hosted
-from engine.machine import Placement
-from engine.needs import needs
-from engine.options import Options
-from engine.refusal import Refusal
-from engine.serve import costs
+from engine.loading import memory_estimate as module
+from engine.loading.background_load import load_target
+from engine.loading.device_survey import Placement
+from engine.loading.expert_placement import expert_weights, room
+from engine.loading.memory_estimate import needs
+from engine.loading.memory_fit import PAGE, pooled
+from engine.serving.serve import costs
+from engine.serving.wiring import engine
+from engine.settings.config_file import checked
+from engine.settings.options import Options
+from engine.settings.user_error import Refusal
+from engine.tools.list_models import may_be_hosted
 from tests.models.test_host_experts import CONFIG
 
 DTYPE, GIB = torch.bfloat16, 1 << 30

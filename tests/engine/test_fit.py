@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.fit import ENOUGH, LEAST, SLOTS, DeviceNeed, Fit, fitted, lengths, room
+from engine.loading.memory_fit import ENOUGH, LEAST, SLOTS, DeviceNeed, Fit, fitted, lengths, room
 
 KIB, GIB = 1 << 10, 1 << 30
 # As Qwen3-4B in bfloat16: 8 GB of weights, 144 KiB a token.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 
 from adapters.http.page import files
-from engine.serve import Gate
+from engine.serving.serve import Gate
 
 
 async def test_the_page_is_there_before_the_model_and_nothing_else_is() -> None:

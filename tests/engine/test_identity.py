@@ -9,9 +9,9 @@ import torch
 from attrs import evolve
 
 from adapters import demo
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.numerics import Numerics
-from engine.identity import identity
+from adapters.models.numerics.probe_result import Numerics
+from adapters.models.open_checkpoint import Checkpoint
+from engine.loading.identity import identity
 from tests.store.kit import LAYOUT, disk_store, kept, save, settled
 
 FOUND = Numerics("buckets", (4, 8, 64, 256), 64, 256, "cpu", 2, "class one", 0.5, 100, 7)

@@ -16,8 +16,8 @@ from threading import Barrier
 import pytest
 
 from adapters.metrics import Metrics
-from adapters.models.numerics import Numerics
-from engine.kept import LARGEST, Kept
+from adapters.models.numerics.probe_result import Numerics
+from engine.settings.calibration_cache import LARGEST, Kept
 
 KEY = "0123"
 FOUND = Numerics("buckets", (4, 8, 64), 64, 64, "torch-cpu", 2, "x" * 16, 0.5, 10, 3)

@@ -9,21 +9,21 @@ import anyio
 import pytest
 import torch
 
-from adapters.remote.peer import Peer
+from adapters.remote.client.peer import Peer
 from effects.ids import PAGE, Tokens
 from effects.job import Job
 from effects.ports import Closed
 from effects.stream import EmitTokens
-from engine.assemble import engine
-from engine.begin import load_target
-from engine.fit import DeviceNeed, Fit, pooled
-from engine.human import size
-from engine.machine import Placement
-from engine.needs import fit_of
-from engine.options import Options
-from engine.refusal import Refusal
-from engine.serve import costs
-from engine.target import Target
+from engine.loading.background_load import load_target
+from engine.loading.device_survey import Placement
+from engine.loading.load_target import Target
+from engine.loading.memory_estimate import fit_of
+from engine.loading.memory_fit import DeviceNeed, Fit, pooled
+from engine.serving.serve import costs
+from engine.serving.wiring import engine
+from engine.settings.formatting import size
+from engine.settings.options import Options
+from engine.settings.user_error import Refusal
 from tests.models.checkpoints import save_qwen3
 
 GIB, KIB = 1 << 30, 1 << 10

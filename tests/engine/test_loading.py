@@ -13,20 +13,20 @@ import pytest
 import torch
 from attrs import evolve
 
-from adapters.layout import RowSpec
-from adapters.models.dense import DenseShard
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.pipeline import Pipeline
-from adapters.models.qwen3 import Qwen3Config
-from adapters.models.shard import BUCKETS
-from adapters.models.synthetic import RandomWeights
-from adapters.store.format import Layout
-from adapters.store.opening import open_store
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.shard import BUCKETS
+from adapters.models.families.qwen3 import Qwen3Config
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.numerics.synthetic import RandomWeights
+from adapters.sequence_layout import RowSpec
+from adapters.store.files.file_format import Layout
+from adapters.store.open_store import open_store
 from adapters.store.store import Store
-from adapters.transfer.rehearsal import Rehearsal
-from engine import measure
-from engine.kept import LARGEST, Kept
-from engine.loading import Loading, key, known, with_loading
+from adapters.transfer.measure_copies import Rehearsal
+from engine.loading import calibrate_compute
+from engine.loading.calibrate_restore import Loading, key, known, with_loading
+from engine.settings.calibration_cache import LARGEST, Kept
 from states import policy
 from states import rates as world_rates
 from states.rates import Rates, prefilled, restored
@@ -328,5 +328,5 @@ def test_a_slow_disk_is_not_trusted_by_the_first_request() -> None:
 
 
 def test_the_first_span_is_one_constant() -> None:
-    assert not hasattr(measure, "BAND")
-    assert measure.FIRST is world_rates.FIRST
+    assert not hasattr(calibrate_compute, "BAND")
+    assert calibrate_compute.FIRST is world_rates.FIRST

@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from engine import logs
-from engine.startup import PROBE, Steps
+from engine.settings import log_format
+from engine.settings.start_progress import PROBE, Steps
 
 
 @pytest.fixture(autouse=True)
@@ -24,10 +24,10 @@ def as_it_was() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def configure(form: logs.LogFormat, level: logs.LogLevel) -> None:
+def configure(form: log_format.LogFormat, level: log_format.LogLevel) -> None:
     """As in a process that has no log yet: pytest puts handlers of its own there."""
     logging.getLogger().handlers.clear()
-    logs.configure(form, level)
+    log_format.configure(form, level)
 
 
 def test_lines_are_text_for_people(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,8 +10,8 @@ from effects.ids import SlotId, Tokens
 from effects.job import Report
 from effects.ports import DIVERGED, Divergence
 from effects.prefill import OpenSlot
-from engine.misses import Misses, miss_of
-from states.life import Speculating
+from engine.core.cache_misses import Misses, miss_of
+from states.request_states import Speculating
 from states.slots import Slot, Slots, resident
 from states.world import World
 from tests.states.builders import HERE, ONE, PLAIN, PROMPT, TWO, a, a_job, answering

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from adapters import demo
-from adapters.checkpoint.packed import StepLayout
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.qwen3 import Qwen3Config
-from engine.begin import load_target
-from engine.draft import find_draft
-from engine.fit import Fit
-from engine.machine import Placement, planned
-from engine.needs import chosen, hosts_table, needs, there, weights
-from engine.options import Options
+from adapters.checkpoint.packed_matrix import StepLayout
+from adapters.models.families.qwen3 import Qwen3Config
+from adapters.models.open_checkpoint import Checkpoint
+from engine.loading.background_load import load_target
+from engine.loading.device_survey import Placement, planned
+from engine.loading.load_draft import find_draft
+from engine.loading.memory_estimate import chosen, hosts_table, needs, there, weights
+from engine.loading.memory_fit import Fit
+from engine.settings.options import Options
 from tests.models.checkpoints import save_qwen3
 
 CONFIG = Checkpoint.open(demo.FOLDER).config
@@ -67,7 +67,7 @@ def test_what_nobody_chose_is_what_there_is_room_for(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("engine.needs.there", lambda _: there)
+    monkeypatch.setattr("engine.loading.memory_estimate.there", lambda _: there)
     options = Options(device="cpu", **asked)
     with caplog.at_level(logging.WARNING, "rekindle"):
         found = chosen(options, CONFIG, F32, planned(options, CONFIG), None)
@@ -92,8 +92,8 @@ def test_each_device_is_charged_for_its_own_layers_and_the_last_one_for_the_draf
 def test_a_draft_apart_is_charged_where_it_is_with_copies_of_the_embedding_and_the_head(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("engine.needs.there", lambda _: 1 << 40)
-    monkeypatch.setattr("engine.needs.multiplied_in", lambda *_: 4)
+    monkeypatch.setattr("engine.loading.memory_estimate.there", lambda _: 1 << 40)
+    monkeypatch.setattr("engine.loading.memory_estimate.multiplied_in", lambda *_: 4)
     draft = find_draft(Options(), Checkpoint.open(demo.FOLDER))
     assert draft is not None
     plan = (Placement(range(CONFIG.num_layers), torch.device("cuda:0")),)
@@ -114,20 +114,20 @@ def test_where_weights_leave_less_than_half_of_a_gpu_the_embedding_stays_on_the_
     config = Qwen3Config(1000, 64, 128, 2, 4, 2, 16, 512, 1e6, tie_word_embeddings=tied)
     plan = (Placement(range(2), torch.device("cuda:0")),)
     whole = weights(config, F32, torch.device("cuda:0"), range(2))
-    monkeypatch.setattr("engine.needs.allowed", lambda _: share * whole)
-    monkeypatch.setattr("engine.needs.there", lambda _: share * whole)
+    monkeypatch.setattr("engine.loading.memory_estimate.allowed", lambda _: share * whole)
+    monkeypatch.setattr("engine.loading.memory_estimate.there", lambda _: share * whole)
     table = 1000 * 64 * 4 if away else 0
     assert hosts_table(config, F32, plan, {}) == away
     gpu, *host = needs(Options(max_ctx=512, slots=1), config, F32, plan, None)
     assert [(one.name, one.fixed, one.row) for one in host] == ([("cpu", table, 0)] if away else [])
-    monkeypatch.setattr("engine.needs.hosts_table", lambda *_: False)
+    monkeypatch.setattr("engine.loading.memory_estimate.hosts_table", lambda *_: False)
     assert gpu.fixed == needs(Options(max_ctx=512, slots=1), config, F32, plan, None)[0].fixed - table
 
 
 def test_what_torch_may_take_of_a_gpu_is_all_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda:0")
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=100 << 30))
-    monkeypatch.setattr("engine.needs.free_memory", lambda _: 90 << 30)
+    monkeypatch.setattr("engine.loading.memory_estimate.free_memory", lambda _: 90 << 30)
     for share, left in ((1.0, 80), (0.5, 45), (0.05, 4)):
         monkeypatch.setattr("torch.cuda.get_per_process_memory_fraction", lambda _, share=share: share)
         assert there(gpu) == left << 30

@@ -10,9 +10,9 @@ import pytest
 
 import engine.__main__ as command
 from adapters import demo
-from adapters.text.answer.reader import REASONING_PARSERS, TOOL_PARSERS
+from adapters.text.answer.answer_parser import REASONING_PARSERS, TOOL_PARSERS
 from effects.scope import Scope
-from engine.options import Options, ReasoningParser, ToolParser
+from engine.settings.options import Options, ReasoningParser, ToolParser
 
 
 @pytest.fixture
@@ -24,8 +24,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
         seen.append(options)
         return 0
 
-    monkeypatch.setattr("engine.begin.begin", lambda *_: None)
-    monkeypatch.setattr("engine.serve.run", run)
+    monkeypatch.setattr("engine.loading.background_load.begin", lambda *_: None)
+    monkeypatch.setattr("engine.serving.serve.run", run)
     return seen
 
 

@@ -12,17 +12,17 @@ import torch
 from attrs import evolve
 
 from adapters import demo
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.kernels.products import ProductPlan
-from adapters.models.numerics import Numerics, joined
-from engine.begin import load_target
-from engine.folders import model_folder
-from engine.machine import Placement, choose_device, choose_devices, free_memory, host_rows, planned
-from engine.options import Options
-from engine.plan import Where, layer_ranges, read_devices, read_listen, read_weights
-from engine.refusal import Refusal
-from engine.storing import disk_folder
-from engine.target import Target
+from adapters.models.kernels.product_list import ProductPlan
+from adapters.models.numerics.probe_result import Numerics, joined
+from adapters.models.open_checkpoint import Checkpoint
+from engine.loading.background_load import load_target
+from engine.loading.device_survey import Placement, choose_device, choose_devices, free_memory, host_rows, planned
+from engine.loading.load_target import Target
+from engine.loading.open_store import disk_folder
+from engine.settings.options import Options
+from engine.settings.paths import model_folder
+from engine.settings.placement import Where, layer_ranges, read_devices, read_listen, read_weights
+from engine.settings.user_error import Refusal
 from states.rates import Rates
 
 CONFIG = Checkpoint.open(demo.FOLDER).config  # ten layers

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 import engine.__main__ as command
-from engine.options import Options
-from engine.preflight import prepared
-from engine.refusal import Refusal
+from engine.settings.options import Options
+from engine.settings.preflight import prepared
+from engine.settings.user_error import Refusal
 
 CHECKPOINT = "accepted: a folder with a Hugging Face checkpoint"
 
@@ -152,7 +152,7 @@ def test_a_cache_folder_that_cannot_be_used_is_told_and_none_is_made(tmp_path: P
 
 
 def test_a_cache_folder_that_another_process_uses_is_told(tmp_path: Path) -> None:
-    from adapters.store.folder import LOCK  # noqa: PLC0415
+    from adapters.store.files.private_folder import LOCK  # noqa: PLC0415
 
     tmp_path.chmod(0o700)
     with (tmp_path / LOCK).open("w") as lock:

@@ -11,8 +11,8 @@ import pytest
 from effects.ids import RequestId
 from effects.stream import ReportProgress
 from engine.__main__ import main
-from engine.prefill_log import PrefillLog
-from engine.progress import progress, quietly, told_if_slow
+from engine.core.prefill_log import PrefillLog
+from engine.settings.progress import progress, quietly, told_if_slow
 from tests.cache_command.test_cache import FIRST, fill
 from tests.engine.stories import GOLDEN
 
@@ -91,7 +91,7 @@ def test_commands_tell_how_far_they_are_unless_they_are_to_be_quiet(
     """Everything is told at once."""
     kept = tmp_path / "kept"
     fill(kept, FIRST)
-    monkeypatch.setattr("engine.progress.FIRST_S", -1.0)
+    monkeypatch.setattr("engine.settings.progress.FIRST_S", -1.0)
     named = {"TRACE": str(GOLDEN / "a_full_house.jsonl"), "OUT": str(tmp_path / "out.html"), "FOLDER": str(kept)}
     assert main([*(named.get(word, word) for word in words), *quiet]) == 0
     shown = capsys.readouterr()

@@ -19,10 +19,10 @@ from effects.grammar import Grammar
 from effects.ids import RequestId
 from effects.job import Job, Sampling
 from engine.__main__ import main
-from engine.redact import Redactor
-from engine.replay import CutShort, Diverged, replay_file, world_json
-from engine.runner import Envelope
-from engine.trace import BadTrace, Digest, Recorder, converter, digest, encode, read
+from engine.core.event_loop import Envelope
+from engine.core.redact import Redactor
+from engine.core.replay import CutShort, Diverged, replay_file, world_json
+from engine.core.trace import BadTrace, Digest, Recorder, converter, digest, encode, read
 from states.events import Cancelled, ForRequest, Submitted
 from states.settings import Settings
 from states.world import advance, begin
@@ -238,7 +238,7 @@ def test_a_bad_header_is_named(tmp_path: Path, first: str) -> None:
 
 
 def test_a_line_that_never_ends_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.trace.LINE_LIMIT", 1000)
+    monkeypatch.setattr("engine.core.trace.LINE_LIMIT", 1000)
     path = tmp_path / "long.jsonl.zst"
     path.write_bytes(zstandard.compress(b"x" * 10_000_000))
     with pytest.raises(BadTrace, match="longer"):

@@ -20,10 +20,10 @@ from effects.ports import MOST_RECENT, Perform, RowsLost
 from effects.prefill import RunPrefill
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from effects.stream import EmitTokens, ReportProgress
-from engine.runner import Envelope
+from engine.core.event_loop import Envelope
 from states.events import ForRequest
-from states.life import LookingUp, Prefilling
 from states.machine import IllegalEvent
+from states.request_states import LookingUp, Prefilling
 from states.residency import Resolved
 from states.settings import Settings
 from tests.engine.play import SETTINGS, ScriptedDevice, collect, engine, expected

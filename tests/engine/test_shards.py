@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from adapters import demo
-from adapters.checkpoint.errors import CheckpointError
-from adapters.checkpoint.weights import check_finite
-from adapters.models.checkpoint import Checkpoint
-from adapters.store.memory import Memory
-from engine.shards import uploading
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.checkpoint.safetensors_folder import check_finite
+from adapters.models.open_checkpoint import Checkpoint
+from adapters.store.slab_memory import Memory
+from engine.loading.load_shards import uploading
 
 
 def test_weights_that_are_not_finite_are_told_of_when_all_have_been_read() -> None:

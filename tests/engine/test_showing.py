@@ -13,13 +13,13 @@ from effects.ids import RequestId
 from effects.job import Job
 from effects.ports import MOST_RECENT, MOST_RUNNING, Activity
 from effects.residency import ModelLoaded
-from engine.door import EngineDoor
-from engine.meter import STAGES, Meter, stage_of
-from engine.runner import Envelope
-from engine.showing import running as named
-from engine.showing import slot_status
+from engine.core.event_loop import Envelope
+from engine.core.request_meter import STAGES, Meter, stage_of
+from engine.core.status import running as named
+from engine.core.status import slot_status
+from engine.core.submission import EngineDoor
 from states.events import ForRequest, Submitted
-from states.life import Waiting
+from states.request_states import Waiting
 from states.residency import Resolved
 from states.world import advance, begin
 from tests.engine.play import SETTINGS, PlayedEngine, ScriptedDevice, collect, engine

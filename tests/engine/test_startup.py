@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.startup import COMPILE, STEPS, WEIGHTS, Steps, importing, module_of, parts
+from engine.settings.start_progress import COMPILE, STEPS, WEIGHTS, Steps, importing, module_of, parts
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -92,7 +92,7 @@ def test_while_modules_are_imported_frames_say_of_which_they_are() -> None:
         assert [inspect.getmodule(one) for one in asked] == expected
     assert inspect.getmodule is ask
     assert module_of(pytest.fail, frame) is expected[0]  # who asks about a frame looks at no file
-    assert module_of(ask, Steps, _filename=None) is sys.modules["engine.startup"]
+    assert module_of(ask, Steps, _filename=None) is sys.modules["engine.settings.start_progress"]
     assert expected[0] is sys.modules[__name__]
 
 

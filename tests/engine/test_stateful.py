@@ -16,18 +16,18 @@ import torch
 from attrs import define, evolve, field
 from torch import Tensor
 
-from adapters.device.drafting import Drafting
 from adapters.device.executor import DeviceExecutor
-from adapters.device.lane import DeviceLane
-from adapters.device.proposer import DraftRequest
-from adapters.device.slots import SlotState
-from adapters.device.tree import Tree, chain
-from adapters.models.dflash.draft import DFlashDraft
-from adapters.models.numerics import Numerics
-from adapters.models.pipeline import Pipeline
-from adapters.models.shard import Forward, NamedTensors, Step
-from adapters.store.format import Layout
-from adapters.store.opening import open_store
+from adapters.device.lane.lane import DeviceLane
+from adapters.device.slots.slots import SlotState
+from adapters.device.speculation.drafting import Drafting
+from adapters.device.speculation.proposal_tree import Tree, chain
+from adapters.device.speculation.proposer import DraftRequest
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.shard import Forward, NamedTensors, Step
+from adapters.models.drafts.dflash.draft import DFlashDraft
+from adapters.models.numerics.probe_result import Numerics
+from adapters.store.files.file_format import Layout
+from adapters.store.open_store import open_store
 from adapters.store.store import Store
 from adapters.transfer.transfer import transfer
 from benchmarks.exactness import Answered, answered
@@ -35,12 +35,12 @@ from effects.ids import Tokens
 from effects.job import Job, Sampling
 from effects.residency import LoadModel, ModelLoaded
 from effects.scope import Scope
-from engine.assemble import Engine, engine
-from engine.fit import Fit
-from engine.kept import Kept
-from engine.options import Options
-from engine.storing import layout
-from engine.target import decide
+from engine.loading.load_target import decide
+from engine.loading.memory_fit import Fit
+from engine.loading.open_store import layout
+from engine.serving.wiring import Engine, engine
+from engine.settings.calibration_cache import Kept
+from engine.settings.options import Options
 from states.settings import Settings
 from tests.models.drafts import FULL, config_of, head_of, proven_draft, random_tensors
 from tests.models.recurrent_shard import VOCAB, WIDTH, RecurrentShard
@@ -64,7 +64,7 @@ SAMPLED = Sampling(temperature=0.9, seed=5)
 @pytest.fixture(autouse=True)
 def clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every launch takes as long as any other, and every restore: so restoring pays, as proposing does."""
-    for module in ("adapters.device.executor", "adapters.transfer.restore"):
+    for module in ("adapters.device.executor", "adapters.transfer.restorer"):
         ticks = count(0, 1000)
         monkeypatch.setattr(f"{module}.time", SimpleNamespace(perf_counter_ns=partial(next, ticks)))
 
@@ -279,7 +279,7 @@ async def test_an_append_only_turn_after_a_restart_goes_on_in_the_last_block_of_
 
 async def test_proposals_change_nothing_of_what_is_kept_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = count(0, 1000)  # every launch takes as long, whatever it proposes, so proposing pays
-    monkeypatch.setattr("adapters.device.decoding.time", SimpleNamespace(perf_counter_ns=lambda: next(clock)))
+    monkeypatch.setattr("adapters.device.decode.decode_step.time", SimpleNamespace(perf_counter_ns=lambda: next(clock)))
     job = Job(prompt(1, 70), 60)
     plain = await cold(tmp_path, job)
     known = (*job.prompt, *plain)

@@ -9,15 +9,15 @@ from typing import Any, cast
 import anyio
 import pytest
 
-from adapters.device.lane import DeviceLane, LaneClosed
-from adapters.watched import Watched
+from adapters.device.lane.lane import DeviceLane, LaneClosed
+from adapters.watched_thread import Watched
 from effects.ids import RequestId
 from effects.job import Job
-from engine import trace
-from engine.refusal import Refusal
-from engine.runner import Envelope
-from engine.serve import stopped
-from engine.trace import DIGEST_EVERY, Recorder
+from engine.core import trace
+from engine.core.event_loop import Envelope
+from engine.core.trace import DIGEST_EVERY, Recorder
+from engine.serving.serve import stopped
+from engine.settings.user_error import Refusal
 from states.events import Event, ForRequest, Submitted
 from states.settings import Settings
 from states.world import advance, begin

@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from adapters import demo
-from adapters.device.buckets import bucket_of
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.kernels.triton_tiles import planned_rows
-from adapters.models.pipeline import Pipeline
-from adapters.models.probe import buckets_of, probe_key
-from adapters.models.shard import BUCKETS, Segment, Step
-from engine.fit import Fit
-from engine.kept import Kept
-from engine.machine import Placement, build_kernels, nothing_compiled, probing
-from engine.warm_up import compile_first, compile_kernels, warm_up
+from adapters.device.lane.buckets import bucket_of
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.shard import BUCKETS, Segment, Step
+from adapters.models.kernels.cuda.tiles import planned_rows
+from adapters.models.numerics.probe import buckets_of, probe_key
+from adapters.models.open_checkpoint import Checkpoint
+from engine.loading.device_survey import Placement, build_kernels, nothing_compiled, probing
+from engine.loading.memory_fit import Fit
+from engine.loading.warm_up import compile_first, compile_kernels, warm_up
+from engine.settings.calibration_cache import Kept
 
 CHUNK, FIT = 1024, Fit(5, 2048, pages=12)
 

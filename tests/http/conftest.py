@@ -13,15 +13,15 @@ import pytest
 from attrs import define, evolve
 
 from adapters.http.app import build_app
-from adapters.http.archive import Archive
-from adapters.http.freezing import FrozenMessages
-from adapters.http.options import EdgeOptions
-from adapters.http.recollection import Recollection
-from adapters.http.server import Serving, serve
-from adapters.http.turn_memory import TurnMemory
+from adapters.http.history.answer_tokens import TurnMemory
+from adapters.http.history.frozen_messages import FrozenMessages
+from adapters.http.history.history_loader import Recollection
+from adapters.http.history.response_store import Archive
+from adapters.http.wire.edge_options import EdgeOptions
+from adapters.http.wire.server import Serving, serve
 from adapters.metrics import Metrics
-from adapters.store.folder import Folder
-from adapters.text.text import Text
+from adapters.store.files.private_folder import Folder
+from adapters.text.model_text import Text
 from effects.job import Job
 from tests.http.fake_door import FakeDoor, digest_script
 from tests.text import small

@@ -24,7 +24,7 @@ from effects.job import Job, Report
 from effects.ports import Activity, CancelReason, Closed, Divergence, Message, SlotStatus, Stage, Status, Takes, Totals
 from effects.scope import Selection
 from effects.stream import EmitTokens, Finish, ReportProgress
-from engine.misses import diverged
+from engine.core.cache_misses import diverged
 
 FINISHES: Mapping[CancelReason, Finish] = {
     "client_gone": "cancelled",

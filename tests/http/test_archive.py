@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.http import archive as limits
-from adapters.http import cabinet
-from adapters.http.archive import Archive, ArchivedResponse, Shelf, is_whole, read, whose
-from adapters.http.cabinet import digest
-from adapters.http.options import EdgeOptions
-from adapters.store.folder import Folder
+from adapters.http.history import persistent_lru
+from adapters.http.history import response_store as limits
+from adapters.http.history.persistent_lru import digest
+from adapters.http.history.response_store import Archive, ArchivedResponse, Shelf, is_whole, read, whose
+from adapters.http.wire.edge_options import EdgeOptions
+from adapters.store.files.private_folder import Folder
 
 OPTIONS = EdgeOptions("small", 4096, 500)
 
@@ -125,7 +125,7 @@ async def test_a_slow_disk_is_waited_for_as_long_as_the_server_has_time(
         time.sleep(0.2)
         return write(folder, name, parts)
 
-    monkeypatch.setattr(cabinet, "CLOSING_S", 0.01)
+    monkeypatch.setattr(persistent_lru, "CLOSING_S", 0.01)
     monkeypatch.setattr(Folder, "write", slow)
     Shelf(archive).keep(name(1), one(1))
     await archive.close(anyio.current_time() + patience)

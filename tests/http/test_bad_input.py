@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from adapters.http.prompts import MOST_VALUES
+from adapters.http.request.render_prompt import MOST_VALUES
 from effects.scope import Scope
 from tests.http.conftest import Site, chat, served
 

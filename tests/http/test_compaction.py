@@ -8,8 +8,8 @@ from typing import Any
 import openai
 import pytest
 
-from adapters.http.compaction import INSTRUCTION, retained
-from adapters.http.told_items import SUMMARY, opened_summary
+from adapters.http.apis.openai_compaction import INSTRUCTION, retained
+from adapters.http.apis.openai_told_items import SUMMARY, opened_summary
 from tests.http.conftest import Site
 from tests.http.test_responses import ADD, client_of, frames, prompt_of
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from adapters.http.compression import (
+from adapters.http.answer.usage import compressed
+from adapters.http.request.compression import (
     FIRST,
     LEAST,
     MOST,
@@ -21,7 +22,6 @@ from adapters.http.compression import (
     kept,
     parts_of,
 )
-from adapters.http.figures import compressed
 from adapters.text.conversation import ChatMessage
 from effects.compression import Compressed, Compression
 from effects.job import Report

@@ -12,8 +12,8 @@ import anyio
 import anyio.abc
 import pytest
 
-from adapters.http.connection import PacedCalls
-from adapters.http.debts import INSTALMENT, Debt, DebtLedger
+from adapters.http.wire.connection import PacedCalls
+from adapters.http.wire.connection_debts import INSTALMENT, Debt, DebtLedger
 from tests.campaign.crowd import MANNERS, Manner
 from tests.http.conftest import Site, chat, served
 from tests.http.test_connections import answer, connect, ended
@@ -128,7 +128,7 @@ async def test_of_connections_that_owe_a_body_the_oldest_go_and_are_told(narrow:
 
 
 async def test_only_so_many_bodies_are_owed_at_a_time(narrow: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("adapters.http.debts.MOST_BODIES", 3)
+    monkeypatch.setattr("adapters.http.wire.connection_debts.MOST_BODIES", 3)
     async with AsyncExitStack() as stack:
         with anyio.fail_after(60):
             streams = await opened(stack, narrow, 5, OWES_A_BODY)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from adapters.http.shape import event
+from adapters.http.answer.answer_shape import event
 
 
 @pytest.mark.parametrize(

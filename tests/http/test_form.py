@@ -8,8 +8,8 @@ from typing import Any
 import anyio
 import pytest
 
-from adapters.http.form import MOST_TEXT
-from adapters.text.closed_schema import closed_schema
+from adapters.http.request.response_format import MOST_TEXT
+from adapters.text.grammars.closed_schema import closed_schema
 from effects.grammar import Grammar
 from tests.http.conftest import Site, chat
 from tests.http.sse import stream

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from adapters.text.answer.reader import TOOL_PARSERS
+from adapters.text.answer.answer_parser import TOOL_PARSERS
 from tests.http.conftest import Site, chat, served
 
 HEADER = "x-rekindle-not-held"

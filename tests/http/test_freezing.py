@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from adapters.http.compression import CompressionDefaults
-from adapters.http.freezing import HOT, LEAST, SHORTEST, FrozenMessages, band_of
-from adapters.store.folder import Folder
+from adapters.http.history.frozen_messages import HOT, LEAST, SHORTEST, FrozenMessages, band_of
+from adapters.http.request.compression import CompressionDefaults
+from adapters.store.files.private_folder import Folder
 from effects.compression import Compression, PromptPart, tokens_in
 from effects.ids import RequestId
 from effects.job import Job, aged, freezes
 from effects.pflash import KeepFrozen
-from states.life import begun
+from states.request_states import begun
 from tests.http.conftest import Site, served
 
 DEFAULTS = CompressionDefaults("auto", 1000, 100, drafter=8000, freeze=True)

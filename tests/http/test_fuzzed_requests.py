@@ -11,19 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.http.archive import Archive, Shelf
-from adapters.http.chat import read_chat_controls
-from adapters.http.chat import read_conversation as read_conversation_of_chat
-from adapters.http.controls import read_controls
-from adapters.http.errors import ApiError
-from adapters.http.fields import Fields
-from adapters.http.messages import read_message_controls, read_messages
-from adapters.http.options import EdgeOptions
-from adapters.http.responses import WORDS, References, read_conversation, shown
-from adapters.http.told_items import sealed_summary
-from adapters.http.tools import Skipped
+from adapters.http.apis.anthropic_messages import read_message_controls, read_messages
+from adapters.http.apis.openai_chat import read_chat_controls
+from adapters.http.apis.openai_chat import read_conversation as read_conversation_of_chat
+from adapters.http.apis.openai_responses import WORDS, References, read_conversation, shown
+from adapters.http.apis.openai_told_items import sealed_summary
+from adapters.http.history.response_store import Archive, Shelf
+from adapters.http.request.controls import read_controls
+from adapters.http.request.tool_definitions import Skipped
+from adapters.http.wire.edge_options import EdgeOptions
+from adapters.http.wire.errors import ApiError
+from adapters.http.wire.fields import Fields
 from adapters.text.conversation import Conversation, templated
-from adapters.text.text import Text
+from adapters.text.model_text import Text
 
 OPTIONS = EdgeOptions("small", 4096, 500)
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -15,18 +15,18 @@ from attrs import frozen
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.http import chat
-from adapters.http import messages as messages_api
-from adapters.http.archive import Archive, Shelf
-from adapters.http.fields import Fields
-from adapters.http.history import LOST_RESULT, Speaker, newest_user_turn
-from adapters.http.mending import without_depth, without_halves
-from adapters.http.options import EdgeOptions
-from adapters.http.responses import References
-from adapters.http.responses import read_conversation as read_response
-from adapters.http.tools import Skipped, tool_name
+from adapters.http.apis import anthropic_messages as messages_api
+from adapters.http.apis import openai_chat as chat
+from adapters.http.apis.openai_responses import References
+from adapters.http.apis.openai_responses import read_conversation as read_response
+from adapters.http.history.response_store import Archive, Shelf
+from adapters.http.request.resent_history import LOST_RESULT, Speaker, newest_user_turn
+from adapters.http.request.tool_definitions import Skipped, tool_name
+from adapters.http.wire.edge_options import EdgeOptions
+from adapters.http.wire.fields import Fields
+from adapters.http.wire.repair_json import without_depth, without_halves
 from adapters.text.conversation import Conversation, templated
-from adapters.text.text import Text
+from adapters.text.model_text import Text
 from tests.http.conftest import Site, served
 from tests.http.sse import chunks
 from tests.http.test_fuzzed_requests import JUNK, WORDS_OF_OTHERS, changed, places

@@ -12,7 +12,7 @@ import anyio.abc
 import pytest
 from attrs import define
 
-from adapters.http.intake import ROOM, SMALL, Intake
+from adapters.http.wire.body_budget import ROOM, SMALL, Intake
 from tests.http.conftest import Site, served
 from tests.http.test_connections import answer, connect
 from tests.http.test_guard import JSON, head, status
@@ -80,7 +80,7 @@ def waiting(intake: Intake) -> int:
 async def test_however_many_bodies_come_only_so_much_is_held_and_all_are_answered(
     taking: Taking, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("adapters.http.intake.STALL_S", 60)
+    monkeypatch.setattr("adapters.http.wire.body_budget.STALL_S", 60)
     async with AsyncExitStack() as stack:
         with anyio.fail_after(60):
             streams = await taking.begun(stack, 12)
@@ -97,7 +97,7 @@ async def test_however_many_bodies_come_only_so_much_is_held_and_all_are_answere
 async def test_clients_that_send_no_more_lose_their_room_to_one_that_sends(
     taking: Taking, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("adapters.http.intake.STALL_S", 1.0)
+    monkeypatch.setattr("adapters.http.wire.body_budget.STALL_S", 1.0)
     async with AsyncExitStack() as stack:
         with anyio.fail_after(60):
             streams = await taking.begun(stack, 12)
@@ -111,7 +111,7 @@ async def test_clients_that_send_no_more_lose_their_room_to_one_that_sends(
 async def test_a_client_that_sends_slowly_is_left_alone_where_nobody_waits(
     taking: Taking, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("adapters.http.intake.STALL_S", 0.01)
+    monkeypatch.setattr("adapters.http.wire.body_budget.STALL_S", 0.01)
     async with await connect(taking.site) as stream:
         await stream.send(CHUNKED)
         for start in range(0, len(BODY), LARGEST // 8):
@@ -126,8 +126,8 @@ async def test_a_client_that_sends_slowly_is_left_alone_where_nobody_waits(
 async def test_who_finds_no_room_in_time_is_told_when_to_come_again(
     taking: Taking, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("adapters.http.intake.STALL_S", 60)
-    monkeypatch.setattr("adapters.http.intake.WAIT_S", 0.3)
+    monkeypatch.setattr("adapters.http.wire.body_budget.STALL_S", 60)
+    monkeypatch.setattr("adapters.http.wire.body_budget.WAIT_S", 0.3)
     async with AsyncExitStack() as stack:
         with anyio.fail_after(60):
             await taking.begun(stack, 5)
@@ -141,7 +141,7 @@ async def test_who_finds_no_room_in_time_is_told_when_to_come_again(
 
 
 async def test_clients_that_leave_give_their_room_back(taking: Taking, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("adapters.http.intake.STALL_S", 60)
+    monkeypatch.setattr("adapters.http.wire.body_budget.STALL_S", 60)
     with anyio.fail_after(60):
         async with AsyncExitStack() as stack:
             await taking.begun(stack, 8)

@@ -13,10 +13,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from adapters.http import body, census
-from adapters.http.body import MAX_CONTAINERS, check, parse
-from adapters.http.census import Census, censuses
-from adapters.http.errors import ApiError
+from adapters.http.wire import json_cost
+from adapters.http.wire import read_body as body
+from adapters.http.wire.errors import ApiError
+from adapters.http.wire.json_cost import Census, censuses
+from adapters.http.wire.read_body import MAX_CONTAINERS, check, parse
 from tests.http.conftest import Site, chat, served
 
 JSON = {"content-type": "application/json"}
@@ -45,7 +46,7 @@ def counted(raw: bytes) -> Census:
 @example(raw=b'["\\\\\\",","\\\\"]')
 def test_a_census_is_that_of_a_byte_by_byte_count_wherever_it_is_cut(piece: int, raw: bytes) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(census, "PIECE", piece)
+        patch.setattr(json_cost, "PIECE", piece)
         *_, last = censuses(raw)
     assert last == counted(raw)
 

@@ -19,10 +19,10 @@ import pytest
 from attrs import evolve
 from starlette.types import Message, Send
 
-from adapters.http.controls import Planned
-from adapters.http.reply import Alarm, Reply
-from adapters.http.run import ENGINE_GRACE_S, Ended, Jobs, Progress, Said, running
-from adapters.http.shape import COMMENT
+from adapters.http.answer.answer_shape import COMMENT
+from adapters.http.answer.job_stream import ENGINE_GRACE_S, Ended, Jobs, Progress, Said, running
+from adapters.http.answer.reply import Alarm, Reply
+from adapters.http.request.controls import Planned
 from effects.job import Job
 from tests.http.conftest import Site, chat, served
 from tests.http.sse import chunks, events, stream, text_of
@@ -164,7 +164,7 @@ async def test_a_deadline_holds_even_if_the_engine_says_nothing_any_more(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert ENGINE_GRACE_S > 1
-    monkeypatch.setattr("adapters.http.run.ENGINE_GRACE_S", 0.2)
+    monkeypatch.setattr("adapters.http.answer.job_stream.ENGINE_GRACE_S", 0.2)
     async with served(folder, door={"hang_after": 2}, request_timeout_s=0.2) as site:
         assert (await site.chat()).status_code == 504
 
@@ -266,7 +266,7 @@ async def test_what_the_engine_has_said_in_time_is_told_however_late_it_is_read(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a client takes nothing until the deadline is over."""
-    monkeypatch.setattr("adapters.http.run.ENGINE_GRACE_S", 0.0)
+    monkeypatch.setattr("adapters.http.answer.job_stream.ENGINE_GRACE_S", 0.0)
     job = Job((1, 2, 3), 50, stop_tokens=tuple(site.text.tokenizer.end_tokens))
     options = evolve(site.options, request_timeout_s=0.2)
     site.say("Hello there")
@@ -412,7 +412,7 @@ async def test_a_server_told_to_stop_now_drops_its_streams(folder: Path) -> None
 
 
 async def test_a_port_that_is_taken_is_an_os_error(folder: Path) -> None:
-    from adapters.http.server import serve  # noqa: PLC0415
+    from adapters.http.wire.server import serve  # noqa: PLC0415
 
     async with served(folder) as site:
         with pytest.raises(OSError, match="in use"):

@@ -11,9 +11,9 @@ import anyio
 import pytest
 from anthropic.types import Message
 
-from adapters.http.fields import Fields
-from adapters.http.messages import read_messages
-from adapters.http.tools import Skipped
+from adapters.http.apis.anthropic_messages import read_messages
+from adapters.http.request.tool_definitions import Skipped
+from adapters.http.wire.fields import Fields
 from adapters.text.conversation import ChatMessage, ToolCall, ToolChoice
 from tests.http.conftest import Site, served
 

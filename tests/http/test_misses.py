@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from adapters.http.misses import MOST
+from adapters.http.answer.cache_misses import MOST
 from tests.http.conftest import Site, served
 
 SYSTEM = "It is Monday, and you help with words. Be brief."

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from adapters.http.apis import error_response
-from adapters.http.dialect import anthropic_error
-from adapters.http.errors import context_exceeded, unavailable
-from adapters.http.paths import canonical
-from adapters.http.retry import Turnover, retry_after
+from adapters.http.apis.registry import error_response
+from adapters.http.wire.error_format import anthropic_error
+from adapters.http.wire.errors import context_exceeded, unavailable
+from adapters.http.wire.paths import canonical
+from adapters.http.wire.retry_after import Turnover, retry_after
 from effects.job import Report
 from effects.ports import Closed
 from tests.http.conftest import Site, chat, served

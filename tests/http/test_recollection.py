@@ -13,15 +13,15 @@ from pathlib import Path
 import anyio
 import pytest
 
-from adapters.http import archive as limits
-from adapters.http import recollection as recalling
-from adapters.http.apis import refers
-from adapters.http.archive import Archive
-from adapters.http.cabinet import Cabinet, signed
-from adapters.http.errors import ApiError
-from adapters.http.recollection import Recollection
-from adapters.http.turn_memory import TurnMemory
-from adapters.store.folder import Folder
+from adapters.http.apis.registry import refers
+from adapters.http.history import history_loader as recalling
+from adapters.http.history import response_store as limits
+from adapters.http.history.answer_tokens import TurnMemory
+from adapters.http.history.history_loader import Recollection
+from adapters.http.history.persistent_lru import Cabinet, signed
+from adapters.http.history.response_store import Archive
+from adapters.http.wire.errors import ApiError
+from adapters.store.files.private_folder import Folder
 from tests.http.conftest import Site, chat, served
 
 BODY = b" \n{}\n[]"

@@ -12,15 +12,16 @@ import anyio
 import openai
 import pytest
 
-from adapters.http import archive, responses
-from adapters.http.archive import Archive, ArchivedResponse, Shelf
-from adapters.http.custom_tools import custom_arguments, custom_input
-from adapters.http.errors import ApiError
-from adapters.http.fields import Fields
-from adapters.http.options import EdgeOptions
-from adapters.http.response_items import opened, sealed
-from adapters.http.responses import References, read_conversation
-from adapters.http.tools import Skipped
+from adapters.http.apis import openai_responses
+from adapters.http.apis.openai_response_items import opened, sealed
+from adapters.http.apis.openai_responses import References, read_conversation
+from adapters.http.history import response_store as archive
+from adapters.http.history.response_store import Archive, ArchivedResponse, Shelf
+from adapters.http.request.custom_tools import custom_arguments, custom_input
+from adapters.http.request.tool_definitions import Skipped
+from adapters.http.wire.edge_options import EdgeOptions
+from adapters.http.wire.errors import ApiError
+from adapters.http.wire.fields import Fields
 from adapters.text.conversation import ChatMessage, ToolCall, ToolChoice
 from tests.http.conftest import Site, served
 
@@ -354,7 +355,7 @@ async def test_what_was_asked_is_written_out_beside_the_event_loop(
             written.append((isinstance(value, list), threading.get_ident()))
             return encode(value)
 
-    for module in (archive, responses):
+    for module in (archive, openai_responses):
         monkeypatch.setattr(module, "ENCODER", Noted)
     made = await client.responses.create(**asked(input=[{"role": "user", "content": "x" * 100}], max_output_tokens=4))
     lists = [thread for is_list, thread in written if is_list]

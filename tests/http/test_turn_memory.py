@@ -15,11 +15,11 @@ from attrs import define, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.http import turn_memory as limits
-from adapters.http.cabinet import digest, signed
-from adapters.http.turn_memory import ENCODER, OwnTurns, TurnMemory, TurnRecord, name_of
-from adapters.store.folder import Folder
-from adapters.text.reading import Reading, Utterance
+from adapters.http.history import answer_tokens as limits
+from adapters.http.history.answer_tokens import ENCODER, OwnTurns, TurnMemory, TurnRecord, name_of
+from adapters.http.history.persistent_lru import digest, signed
+from adapters.store.files.private_folder import Folder
+from adapters.text.read_text import Reading, Utterance
 from effects.ids import Tokens
 from tests.http.conftest import Site, served
 from tests.http.test_lifecycle import until

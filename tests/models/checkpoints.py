@@ -10,14 +10,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.dense import DenseShard
-from adapters.models.dense_config import DenseConfig
+from adapters.models.decoder.dense_config import DenseConfig
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.shard import BUCKETS, Segment, Step
+from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.interface import Kernels
-from adapters.models.kernels.products import Products
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.seeded import seeded
-from adapters.models.shard import BUCKETS, Segment, Step
+from adapters.models.kernels.product_list import Products
+from adapters.models.kernels.seeded import seeded
+from adapters.models.open_checkpoint import Checkpoint
 
 GEOMETRIES = {
     "mqa": {"hidden_size": 80, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 16},

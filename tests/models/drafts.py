@@ -11,18 +11,18 @@ from attrs import evolve
 from safetensors.torch import save_file
 from torch import Tensor
 
-from adapters.models.dense_config import HEAD_ROWS
-from adapters.models.dflash.checkpoint import draft_tensors
-from adapters.models.dflash.config import DFlashConfig
-from adapters.models.dflash.draft import DFlashDraft
-from adapters.models.dflash.weights import products as draft_products
+from adapters.models.decoder.dense_config import HEAD_ROWS
+from adapters.models.decoder.rope import Rotary, Yarn
+from adapters.models.decoder.shard import BUCKETS, Segment, Step, TargetHead
+from adapters.models.drafts.dflash.checkpoint import draft_tensors
+from adapters.models.drafts.dflash.config import DFlashConfig
+from adapters.models.drafts.dflash.draft import DFlashDraft
+from adapters.models.drafts.dflash.weights import products as draft_products
+from adapters.models.families.qwen3 import Qwen3Config
+from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.interface import AttentionMask
-from adapters.models.kernels.products import Weight
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.qwen3 import Qwen3Config
-from adapters.models.rope import Rotary, Yarn
-from adapters.models.seeded import seeded
-from adapters.models.shard import BUCKETS, Segment, Step, TargetHead
+from adapters.models.kernels.product_list import Weight
+from adapters.models.kernels.seeded import seeded
 from tests.models.checkpoints import kernels_for
 
 FULL, CAUSAL = AttentionMask(), AttentionMask(causal=True)

@@ -18,8 +18,8 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.rope import Llama3, Yarn
+from adapters.models.decoder.rope import Llama3, Yarn
+from adapters.models.open_checkpoint import Checkpoint
 
 NAMES = {
     "llama": "llama",

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from adapters.models.dense import DenseShard
-from adapters.models.kernels.delta import DeltaShape
-from adapters.models.qwen3_5 import FULL, LINEAR, Qwen35Config
-from adapters.models.seeded import seeded
-from adapters.models.shard import Segment, Step
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.shard import Segment, Step
+from adapters.models.families.qwen3_5 import FULL, LINEAR, Qwen35Config
+from adapters.models.kernels.delta_interface import DeltaShape
+from adapters.models.kernels.seeded import seeded
 from tests.models.checkpoints import EXPERTS, same_bits, same_rows, save_model, tokens_of
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}

@@ -20,20 +20,20 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from adapters.device.constraint import Mask
-from adapters.device.native_draw import found_at_once
-from adapters.models.kernels.batch import StateBatch
-from adapters.models.kernels.delta import CHUNK, UNSETTLED, DeltaShape, DeltaWeights
+from adapters.device.sampling.grammar_mask import Mask
+from adapters.device.sampling.native_draw import found_at_once
+from adapters.models.decoder.shard import Segment, Step
+from adapters.models.kernels.cpu.native import library
+from adapters.models.kernels.cpu.native.attention import NativeAttention
+from adapters.models.kernels.cpu.native.delta import NativeDelta
+from adapters.models.kernels.cpu.native.library import NativeCode
+from adapters.models.kernels.cpu.native.products import NativeProducts
+from adapters.models.kernels.cpu.native.rows import NativeRows, PreparedHeads
+from adapters.models.kernels.delta_interface import CHUNK, UNSETTLED, DeltaShape, DeltaWeights
 from adapters.models.kernels.interface import Rope
-from adapters.models.kernels.native import compiled
-from adapters.models.kernels.native.attention import NativeAttention
-from adapters.models.kernels.native.compiled import NativeCode
-from adapters.models.kernels.native.delta import NativeDelta
-from adapters.models.kernels.native.products import NativeProducts
-from adapters.models.kernels.native.rows import NativeRows, PreparedHeads
-from adapters.models.kernels.row_form import RowForm
-from adapters.models.seeded import seeded
-from adapters.models.shard import Segment, Step
+from adapters.models.kernels.row_format import RowForm
+from adapters.models.kernels.seeded import seeded
+from adapters.models.kernels.step_batch import StateBatch
 from effects.job import Sampling
 from tests.models.test_packed import LAYOUTS, random_matrix
 
@@ -278,7 +278,7 @@ def run(native: NativeCode, seed: int) -> None:
 
 
 def main(folder: str, seconds: str, first: str = "0") -> None:
-    native, why = compiled.opened(Path(folder))
+    native, why = library.opened(Path(folder))
     if native is None:
         sys.exit(why)
     until = time.monotonic() + float(seconds)

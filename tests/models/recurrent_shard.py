@@ -14,9 +14,9 @@ from attrs import define, frozen
 from torch import Tensor
 from torch.nn.functional import normalize, rms_norm, silu, softplus
 
-from adapters.layout import RowSpec, TensorSpec
-from adapters.models.seeded import seeded
-from adapters.models.shard import Forward, Kept, NamedTensors, Segment, Step
+from adapters.models.decoder.shard import Forward, Kept, NamedTensors, Segment, Step
+from adapters.models.kernels.seeded import seeded
+from adapters.sequence_layout import RowSpec, TensorSpec
 
 VOCAB, WIDTH, HEADS, HEAD, TAPS = 97, 32, 2, 8, 4
 MIXED = 3 * HEADS * HEAD  # queries, keys and values of the recurrent layer, convolved together

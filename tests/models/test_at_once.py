@@ -6,19 +6,19 @@ import pytest
 import torch
 from attrs import evolve
 
-from adapters.checkpoint.packed import StepLayout
-from adapters.models.dense import DenseShard
-from adapters.models.dflash.checkpoint import MASK_EMBEDDING
-from adapters.models.draft import BlockRequest
-from adapters.models.kernels.native.compiled import compiled
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.llama import LlamaConfig
-from adapters.models.qwen2 import Qwen2Config
-from adapters.models.qwen3 import Qwen3Config
-from adapters.models.rope import Llama3
-from adapters.models.seeded import seeded
-from adapters.models.shard import Segment, Step
-from adapters.models.synthetic import RandomWeights
+from adapters.checkpoint.packed_matrix import StepLayout
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.rope import Llama3
+from adapters.models.decoder.shard import Segment, Step
+from adapters.models.drafts.cached_draft import BlockRequest
+from adapters.models.drafts.dflash.checkpoint import MASK_EMBEDDING
+from adapters.models.families.llama import LlamaConfig
+from adapters.models.families.qwen2 import Qwen2Config
+from adapters.models.families.qwen3 import Qwen3Config
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.cpu.native.library import compiled
+from adapters.models.kernels.seeded import seeded
+from adapters.models.numerics.synthetic import RandomWeights
 from tests.models.checkpoints import same_bits, tokens_of
 from tests.models.drafts import GEOMETRIES, aux_hidden_states_of, draft_of, extend, random_tensors
 

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from adapters.models.host_experts import HostExperts
-from adapters.models.kernels.delta import CHUNK, DeltaShape
-from adapters.models.kernels.experts import GatedWeights
-from adapters.models.kernels.reference_delta import ReferenceDelta
-from adapters.models.kv_cache import KvCache, PagedKvCache
-from adapters.models.parking import tensors_of
-from adapters.models.recurrent_cache import RecurrentCache
-from adapters.models.shard import Segment, Step
+from adapters.models.decoder.host_experts import HostExperts
+from adapters.models.decoder.kv_cache import KvCache, PagedKvCache
+from adapters.models.decoder.recurrent_cache import RecurrentCache
+from adapters.models.decoder.shard import Segment, Step
+from adapters.models.kernels.delta_interface import CHUNK, DeltaShape
+from adapters.models.kernels.experts_interface import GatedWeights
+from adapters.models.kernels.offload import tensors_of
+from adapters.models.kernels.reference.delta import ReferenceDelta
 from effects.ids import PAGE
 
 CPU = torch.device("cpu")

@@ -9,14 +9,14 @@ import torch
 from attrs import astuple
 from torch import Tensor
 
-from adapters.models.kernels.batch import StateBatch
-from adapters.models.kernels.delta import DeltaShape, DeltaState, DeltaWeights, row_state
-from adapters.models.kernels.reference_delta import ReferenceDelta
-from adapters.models.seeded import seeded
-from adapters.models.shard import Segment, Step
+from adapters.models.decoder.shard import Segment, Step
+from adapters.models.kernels.delta_interface import DeltaShape, DeltaState, DeltaWeights, row_state
+from adapters.models.kernels.reference.delta import ReferenceDelta
+from adapters.models.kernels.seeded import seeded
+from adapters.models.kernels.step_batch import StateBatch
 
 triton_delta = pytest.importorskip(
-    "adapters.models.kernels.triton_delta", reason="Triton comes with CUDA builds of torch"
+    "adapters.models.kernels.cuda.delta", reason="Triton comes with CUDA builds of torch"
 )
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]

@@ -7,21 +7,21 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from adapters.models.dflash.config import DFlashConfig
-from adapters.models.dflash.draft import DFlashDraft
-from adapters.models.draft import BlockRequest, NotLoaded
-from adapters.models.embedding import host_table
-from adapters.models.kernels.batch import BlockBatch
+from adapters.models.decoder.embedding import host_table
+from adapters.models.decoder.rope import Rotary
+from adapters.models.decoder.shard import Segment, Step, TargetHead
+from adapters.models.drafts.cached_draft import BlockRequest, NotLoaded
+from adapters.models.drafts.dflash.config import DFlashConfig
+from adapters.models.drafts.dflash.draft import DFlashDraft
 from adapters.models.kernels.interface import AttentionMask, HeadPrep, Rope
-from adapters.models.kernels.reference import ReferenceKernels
-from adapters.models.rope import Rotary
-from adapters.models.seeded import seeded
-from adapters.models.shard import Segment, Step, TargetHead
-from adapters.models.synthetic import RandomDraft
+from adapters.models.kernels.reference.kernels import ReferenceKernels
+from adapters.models.kernels.seeded import seeded
+from adapters.models.kernels.step_batch import BlockBatch
+from adapters.models.numerics.synthetic import RandomDraft
 from tests.models.checkpoints import same_bits
 
 triton_cuda = pytest.importorskip(
-    "adapters.models.kernels.triton_cuda", reason="Triton comes with CUDA builds of torch"
+    "adapters.models.kernels.cuda.kernels", reason="Triton comes with CUDA builds of torch"
 )
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]

@@ -9,15 +9,15 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from adapters.models.host_experts import HostExperts
-from adapters.models.kernels.batch import Batch
-from adapters.models.kernels.experts import Experts, ExpertsShape, GatedWeights, choose
-from adapters.models.seeded import seeded
-from adapters.models.shard import Segment, Step
+from adapters.models.decoder.host_experts import HostExperts
+from adapters.models.decoder.shard import Segment, Step
+from adapters.models.kernels.experts_interface import Experts, ExpertsShape, GatedWeights, choose
+from adapters.models.kernels.seeded import seeded
+from adapters.models.kernels.step_batch import Batch
 from tests.models.checkpoints import same_bits
 
 triton_cuda = pytest.importorskip(
-    "adapters.models.kernels.triton_cuda", reason="Triton comes with CUDA builds of torch"
+    "adapters.models.kernels.cuda.kernels", reason="Triton comes with CUDA builds of torch"
 )
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]

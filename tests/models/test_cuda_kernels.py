@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapters.device.extremes import extremes
-from adapters.models.kernels.batch import Batch, BlockBatch, StateBatch
+from adapters.device.sampling.argmax import extremes
+from adapters.models.decoder.shard import Segment, Step
 from adapters.models.kernels.interface import HeadPrep, Rope
-from adapters.models.kernels.reference import ReferenceKernels
-from adapters.models.seeded import seeded
-from adapters.models.shard import Segment, Step
+from adapters.models.kernels.reference.kernels import ReferenceKernels
+from adapters.models.kernels.seeded import seeded
+from adapters.models.kernels.step_batch import Batch, BlockBatch, StateBatch
 from effects.ids import PAGE
 
 triton_cuda = pytest.importorskip(
-    "adapters.models.kernels.triton_cuda", reason="Triton comes with CUDA builds of torch"
+    "adapters.models.kernels.cuda.kernels", reason="Triton comes with CUDA builds of torch"
 )
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]

@@ -7,18 +7,18 @@ import torch
 from torch import Tensor
 
 from adapters import demo
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.draft import BlockRequest
-from adapters.models.embedding import host_table
-from adapters.models.kernels.reference import ReferenceKernels
-from adapters.models.mtp.checkpoint import HeadCheckpoint
-from adapters.models.mtp.draft import MtpDraft
-from adapters.models.seeded import seeded
-from adapters.models.shard import Segment, Step, TargetHead
+from adapters.models.decoder.embedding import host_table
+from adapters.models.decoder.shard import Segment, Step, TargetHead
+from adapters.models.drafts.cached_draft import BlockRequest
+from adapters.models.drafts.mtp.checkpoint import HeadCheckpoint
+from adapters.models.drafts.mtp.draft import MtpDraft
+from adapters.models.kernels.reference.kernels import ReferenceKernels
+from adapters.models.kernels.seeded import seeded
+from adapters.models.open_checkpoint import Checkpoint
 from tests.models.checkpoints import same_bits
 
 triton_cuda = pytest.importorskip(
-    "adapters.models.kernels.triton_cuda", reason="Triton comes with CUDA builds of torch"
+    "adapters.models.kernels.cuda.kernels", reason="Triton comes with CUDA builds of torch"
 )
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]

@@ -10,23 +10,23 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from adapters.checkpoint.packed import PackedMatrix, Stack, StepLayout
-from adapters.models.checkpoint import DECIDING
-from adapters.models.dense import DenseShard
-from adapters.models.family import ModelConfig
-from adapters.models.parking import size_of
-from adapters.models.pipeline import Pipeline
-from adapters.models.probe import probe
-from adapters.models.qwen3 import FAMILY, Qwen3Config
-from adapters.models.seeded import seeded
-from adapters.models.shard import Segment, Step
-from adapters.models.synthetic import RandomWeights, random_matrix
+from adapters.checkpoint.packed_matrix import PackedMatrix, Stack, StepLayout
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.family import ModelConfig
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.shard import Segment, Step
+from adapters.models.families.qwen3 import FAMILY, Qwen3Config
+from adapters.models.kernels.offload import size_of
+from adapters.models.kernels.seeded import seeded
+from adapters.models.numerics.probe import probe
+from adapters.models.numerics.synthetic import RandomWeights, random_matrix
+from adapters.models.open_checkpoint import DECIDING
 from tests.models import hybrids
 
 triton_cuda = pytest.importorskip(
-    "adapters.models.kernels.triton_cuda", reason="Triton comes with CUDA builds of torch"
+    "adapters.models.kernels.cuda.kernels", reason="Triton comes with CUDA builds of torch"
 )
-triton_packed = pytest.importorskip("adapters.models.kernels.triton_packed")
+triton_packed = pytest.importorskip("adapters.models.kernels.cuda.packed")
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]
 

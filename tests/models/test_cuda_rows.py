@@ -5,20 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from adapters.models import llama, qwen2, qwen3
-from adapters.models.dense import DenseShard
-from adapters.models.kernels.batch import Batch
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.shard import Segment, Step
+from adapters.models.families import llama, qwen2, qwen3
 from adapters.models.kernels.interface import HeadPrep, Rope
-from adapters.models.kernels.reference import ReferenceKernels
-from adapters.models.kernels.row_form import LIMITS, RowForm
-from adapters.models.probe import probe
-from adapters.models.seeded import seeded
-from adapters.models.shard import Segment, Step
-from adapters.models.synthetic import RandomWeights
+from adapters.models.kernels.reference.kernels import ReferenceKernels
+from adapters.models.kernels.row_format import LIMITS, RowForm
+from adapters.models.kernels.seeded import seeded
+from adapters.models.kernels.step_batch import Batch
+from adapters.models.numerics.probe import probe
+from adapters.models.numerics.synthetic import RandomWeights
 from tests.models.checkpoints import run, run_in_pieces, same_bits, same_rows, tokens_of
 
 triton_cuda = pytest.importorskip(
-    "adapters.models.kernels.triton_cuda", reason="Triton comes with CUDA builds of torch"
+    "adapters.models.kernels.cuda.kernels", reason="Triton comes with CUDA builds of torch"
 )
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-import adapters.models.scorer as scorer_module
+import adapters.models.decoder.scorer as scorer_module
+from adapters.models.decoder.scorer import Scorer
+from adapters.models.families.qwen3 import Qwen3Config
+from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.interface import Kernels
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.qwen3 import Qwen3Config
-from adapters.models.scorer import Scorer
-from adapters.models.seeded import seeded
-from adapters.models.synthetic import RandomWeights
+from adapters.models.kernels.seeded import seeded
+from adapters.models.numerics.synthetic import RandomWeights
 
 triton_cuda = pytest.importorskip(
-    "adapters.models.kernels.triton_cuda", reason="Triton comes with CUDA builds of torch"
+    "adapters.models.kernels.cuda.kernels", reason="Triton comes with CUDA builds of torch"
 )
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]

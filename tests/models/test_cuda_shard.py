@@ -6,23 +6,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapters.models import llama, qwen2, qwen3, qwen3_moe
-from adapters.models.dense import DenseShard
-from adapters.models.dense_config import DenseConfig
-from adapters.models.kernels.experts import ExpertsShape
-from adapters.models.kernels.reference import ReferenceKernels
-from adapters.models.llama import LlamaConfig
-from adapters.models.probe import probe
-from adapters.models.qwen2 import Qwen2Config
-from adapters.models.qwen3 import Qwen3Config
-from adapters.models.qwen3_moe import Qwen3MoeConfig
-from adapters.models.rope import Llama3
-from adapters.models.seeded import seeded
-from adapters.models.shard import Segment, Step
-from adapters.models.synthetic import RandomWeights
+from adapters.models.decoder.dense_config import DenseConfig
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.rope import Llama3
+from adapters.models.decoder.shard import Segment, Step
+from adapters.models.families import llama, qwen2, qwen3, qwen3_moe
+from adapters.models.families.llama import LlamaConfig
+from adapters.models.families.qwen2 import Qwen2Config
+from adapters.models.families.qwen3 import Qwen3Config
+from adapters.models.families.qwen3_moe import Qwen3MoeConfig
+from adapters.models.kernels.experts_interface import ExpertsShape
+from adapters.models.kernels.reference.kernels import ReferenceKernels
+from adapters.models.kernels.seeded import seeded
+from adapters.models.numerics.probe import probe
+from adapters.models.numerics.synthetic import RandomWeights
 
 triton_cuda = pytest.importorskip(
-    "adapters.models.kernels.triton_cuda", reason="Triton comes with CUDA builds of torch"
+    "adapters.models.kernels.cuda.kernels", reason="Triton comes with CUDA builds of torch"
 )
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]

@@ -12,18 +12,18 @@ from attrs import evolve
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from adapters.checkpoint.errors import CheckpointError
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.dense import DenseShard
-from adapters.models.kernels import experts as module
-from adapters.models.kernels.batch import Batch
-from adapters.models.kernels.experts import Experts, ExpertsShape, GatedWeights, choose
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.probe import probe
-from adapters.models.qwen3_moe import FAMILY, Qwen3MoeConfig, parse
-from adapters.models.seeded import seeded
-from adapters.models.shard import Segment, Step
-from adapters.models.synthetic import RandomWeights
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.shard import Segment, Step
+from adapters.models.families.qwen3_moe import FAMILY, Qwen3MoeConfig, parse
+from adapters.models.kernels import experts_interface as module
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.experts_interface import Experts, ExpertsShape, GatedWeights, choose
+from adapters.models.kernels.seeded import seeded
+from adapters.models.kernels.step_batch import Batch
+from adapters.models.numerics.probe import probe
+from adapters.models.numerics.synthetic import RandomWeights
+from adapters.models.open_checkpoint import Checkpoint
 from tests.models.checkpoints import (
     EXPERTS,
     proven,

@@ -5,21 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from adapters.models.dense import DenseShard
-from adapters.models.dense_config import DenseConfig
-from adapters.models.kernels.batch import Batch
-from adapters.models.kernels.experts import ExpertsShape
-from adapters.models.kernels.products import Unproven
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.llama import LlamaConfig
-from adapters.models.probe import probe
-from adapters.models.qwen2 import Qwen2Config
-from adapters.models.qwen3 import FAMILY, Qwen3Config
-from adapters.models.qwen3_moe import Qwen3MoeConfig
-from adapters.models.rope import Llama3
-from adapters.models.seeded import seeded
-from adapters.models.shard import Segment, Step
-from adapters.models.synthetic import RandomWeights
+from adapters.models.decoder.dense_config import DenseConfig
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.rope import Llama3
+from adapters.models.decoder.shard import Segment, Step
+from adapters.models.families.llama import LlamaConfig
+from adapters.models.families.qwen2 import Qwen2Config
+from adapters.models.families.qwen3 import FAMILY, Qwen3Config
+from adapters.models.families.qwen3_moe import Qwen3MoeConfig
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.experts_interface import ExpertsShape
+from adapters.models.kernels.product_list import Unproven
+from adapters.models.kernels.seeded import seeded
+from adapters.models.kernels.step_batch import Batch
+from adapters.models.numerics.probe import probe
+from adapters.models.numerics.synthetic import RandomWeights
 from tests.models.checkpoints import proven, run, run_in_pieces, same_bits, same_rows, tokens_of
 
 CONFIGS: dict[str, DenseConfig] = {

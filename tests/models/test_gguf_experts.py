@@ -9,9 +9,9 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
-from adapters.checkpoint.errors import CheckpointError
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.mtp.checkpoint import HeadCheckpoint
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.models.drafts.mtp.checkpoint import HeadCheckpoint
+from adapters.models.open_checkpoint import Checkpoint
 from tests.models.checkpoints import EXPERTS, save_model
 from tests.models.ggufs import packed, write_gguf
 from tests.models.hybrids import SPARSE, save_with_head

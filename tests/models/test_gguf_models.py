@@ -16,15 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adapters import demo
-from adapters.checkpoint.errors import CheckpointError
+from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.gguf.metadata import model_name, shortest
 from adapters.checkpoint.gguf.types import PACKINGS
 from adapters.checkpoint.text_files import TextFiles
 from adapters.models import ARCHITECTURES
-from adapters.models.checkpoint import Checkpoint, resolve_dtype
-from adapters.models.mtp.checkpoint import HeadCheckpoint
-from adapters.models.rope import Divided
-from adapters.models.shard import Segment, Step
+from adapters.models.decoder.rope import Divided
+from adapters.models.decoder.shard import Segment, Step
+from adapters.models.drafts.mtp.checkpoint import HeadCheckpoint
+from adapters.models.open_checkpoint import Checkpoint, resolve_dtype
 from tests.models.checkpoints import EXPERTS, LLAMA3, VARIANTS, rope, save_model, shard_of, tokens_of
 from tests.models.ggufs import packed, random_blocks, write_gguf
 from tests.models.hybrids import HYBRIDS, SPARSE, sizes

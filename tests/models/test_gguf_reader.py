@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType as Kind
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters.checkpoint.errors import CheckpointError
+from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.gguf import header, tensors
 from adapters.checkpoint.gguf.header import Items, read_header
 from adapters.checkpoint.gguf.types import PACKINGS, REFUSED

@@ -11,26 +11,26 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from adapters.checkpoint.packed import Stack
+from adapters.checkpoint.packed_matrix import Stack
 from adapters.device.executor import DeviceExecutor
-from adapters.device.lane import DeviceLane
-from adapters.models.dense import DenseShard
-from adapters.models.host_experts import EVERY, HostExperts
-from adapters.models.kernels.batch import Batch
-from adapters.models.kernels.experts import ChosenExperts, Experts, ExpertsShape, GatedWeights
-from adapters.models.kernels.reference import ReferenceKernels
-from adapters.models.parking import rebuilt
-from adapters.models.pipeline import Pipeline
-from adapters.models.qwen3_moe import Qwen3MoeConfig
-from adapters.models.synthetic import RandomWeights
+from adapters.device.lane.lane import DeviceLane
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.host_experts import EVERY, HostExperts
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.families.qwen3_moe import Qwen3MoeConfig
+from adapters.models.kernels.experts_interface import ChosenExperts, Experts, ExpertsShape, GatedWeights
+from adapters.models.kernels.offload import rebuilt
+from adapters.models.kernels.reference.kernels import ReferenceKernels
+from adapters.models.kernels.step_batch import Batch
+from adapters.models.numerics.synthetic import RandomWeights
 from effects.ids import Tokens
 from effects.job import Job
 from effects.ports import Closed
 from effects.stream import EmitTokens
-from engine.assemble import engine
-from engine.experts import counted, first_places
-from engine.replay import replay_file
-from engine.trace import VERSION, Header, Recorder
+from engine.core.replay import replay_file
+from engine.core.trace import VERSION, Header, Recorder
+from engine.loading.expert_placement import counted, first_places
+from engine.serving.wiring import engine
 from states.settings import Settings
 from tests.models.checkpoints import run, run_in_pieces, same_bits, tokens_of
 

@@ -7,18 +7,18 @@ import random
 import pytest
 import torch
 
-from adapters.models.dense import DenseShard
-from adapters.models.kernels import proof
-from adapters.models.kernels.cpu_delta import CpuDelta
-from adapters.models.kernels.delta import DeltaShape
-from adapters.models.kernels.native.delta import NativeDelta
-from adapters.models.kernels.products import Unproven
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.numerics import Numerics
-from adapters.models.probe import probe
-from adapters.models.qwen3_5 import FAMILY
-from adapters.models.shard import Segment, Step
-from adapters.models.synthetic import RandomWeights
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.shard import Segment, Step
+from adapters.models.families.qwen3_5 import FAMILY
+from adapters.models.kernels.cpu.delta import CpuDelta
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.cpu.native.delta import NativeDelta
+from adapters.models.kernels.delta_interface import DeltaShape
+from adapters.models.kernels.product_list import Unproven
+from adapters.models.kernels.proof import prover
+from adapters.models.numerics.probe import probe
+from adapters.models.numerics.probe_result import Numerics
+from adapters.models.numerics.synthetic import RandomWeights
 from tests.models.checkpoints import proven, same_bits
 from tests.models.hybrids import (
     CHUNKS,
@@ -215,7 +215,7 @@ def test_the_probe_sees_rows_that_depend_on_their_step(dtype, monkeypatch, kerne
         return convolve(self, mixed, *rest) * (1.0 if rows > 16 else 1.1)
 
     monkeypatch.setattr(kernels, "convolve", careless)
-    monkeypatch.setattr(proof, "rule_seconds", lambda *_: 1.0)
+    monkeypatch.setattr(prover, "rule_seconds", lambda *_: 1.0)
     how = {"device": torch.device("cpu"), "dtype": dtype, "chunk": 256, "capacity": 512, "sizes": (4, 16)}
     found = probe(FAMILY, own, CpuKernels(dtype, own=in_c), **how)
     assert found.mode == "grid"

@@ -7,8 +7,8 @@ import mmap
 import pytest
 import torch
 
-from adapters.models.kernels.native.large_pages import LINE, PAGE, TOGETHER, LargePages
-from adapters.models.parking import size_of
+from adapters.models.kernels.cpu.native.large_pages import LINE, PAGE, TOGETHER, LargePages
+from adapters.models.kernels.offload import size_of
 
 
 def test_weights_lie_behind_each_other_and_apart():
@@ -43,7 +43,7 @@ def test_one_that_is_larger_than_what_is_asked_for_at_once_has_its_own_part():
 def test_memory_outlives_whoever_asked_for_it(monkeypatch: pytest.MonkeyPatch):
     kept = LargePages().empty((1000,), torch.float32)
     kept.fill_(5)
-    monkeypatch.setattr("adapters.models.kernels.native.large_pages.TOGETHER", PAGE)
+    monkeypatch.setattr("adapters.models.kernels.cpu.native.large_pages.TOGETHER", PAGE)
     others = [LargePages().empty((1000,), torch.float32).fill_(6) for _ in range(10)]
     assert float(kept.sum()) == 5000
     assert len(others) == 10
@@ -53,6 +53,6 @@ def test_a_system_that_gives_nothing_is_asked_the_usual_way(monkeypatch: pytest.
     def refuses(_: int) -> mmap.mmap:
         raise MemoryError("no memory for that")
 
-    monkeypatch.setattr("adapters.models.kernels.native.large_pages.mapped", refuses)
+    monkeypatch.setattr("adapters.models.kernels.cpu.native.large_pages.mapped", refuses)
     assert LargePages().empty((4, 4), torch.float32).shape == (4, 4)
     assert LargePages().empty((0, 4), torch.float32).numel() == 0

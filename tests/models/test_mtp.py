@@ -14,16 +14,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from adapters import demo
-from adapters.checkpoint.errors import CheckpointError
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.dense import DenseShard
-from adapters.models.draft import BlockRequest, NotLoaded
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.mtp.checkpoint import HeadCheckpoint
-from adapters.models.mtp.draft import MtpDraft
-from adapters.models.mtp.weights import head_products
-from adapters.models.pipeline import Pipeline
-from adapters.models.shard import BUCKETS, Segment, Step
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.shard import BUCKETS, Segment, Step
+from adapters.models.drafts.cached_draft import BlockRequest, NotLoaded
+from adapters.models.drafts.mtp.checkpoint import HeadCheckpoint
+from adapters.models.drafts.mtp.draft import MtpDraft
+from adapters.models.drafts.mtp.weights import head_products
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.open_checkpoint import Checkpoint
 from tests.models.checkpoints import kernels_for, same_bits
 from tests.models.hybrids import save_with_head
 from training.export import load_hybrid

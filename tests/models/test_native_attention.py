@@ -6,13 +6,13 @@ import pytest
 import torch
 from attrs import evolve
 
-from adapters.models.kernels.batch import Batch, BlockBatch
+from adapters.models.decoder.shard import Segment, Step
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.cpu.native import library
+from adapters.models.kernels.cpu.native.attention import NativeAttention
 from adapters.models.kernels.interface import AttentionMask
-from adapters.models.kernels.native import compiled
-from adapters.models.kernels.native.attention import NativeAttention
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.seeded import seeded
-from adapters.models.shard import Segment, Step
+from adapters.models.kernels.seeded import seeded
+from adapters.models.kernels.step_batch import Batch, BlockBatch
 
 FLOAT, BRAIN, CPU = torch.float32, torch.bfloat16, torch.device("cpu")
 SLOTS, CAPACITY = 3, 512
@@ -132,8 +132,8 @@ def test_what_is_told_of_rows_is_int64_one_behind_the_other(own, name, wrong):
 @pytest.fixture
 def both(own, monkeypatch):
     """Torch's attention and our own."""
-    monkeypatch.setattr(compiled, "loaded", lambda: (own.compiled, ""))
-    monkeypatch.delenv(compiled.SWITCH, raising=False)
+    monkeypatch.setattr(library, "loaded", lambda: (own.compiled, ""))
+    monkeypatch.delenv(library.SWITCH, raising=False)
     return CpuKernels(FLOAT, own=False), CpuKernels(FLOAT)
 
 

@@ -6,20 +6,20 @@ import pytest
 import torch
 from attrs import astuple, evolve
 
-from adapters.models import numerics
-from adapters.models.kernels import proof
-from adapters.models.kernels.batch import StateBatch
-from adapters.models.kernels.cpu_delta import CpuDelta
-from adapters.models.kernels.delta import CHUNK, RING, DeltaShape, DeltaWeights
-from adapters.models.kernels.native import compiled
-from adapters.models.kernels.native.delta import NativeDelta
-from adapters.models.kernels.products import NATIVE, Products, Unproven, checked
-from adapters.models.kernels.reference_delta import ReferenceDelta
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.kernels.trials import threads_kept
-from adapters.models.numerics import kept_under, plan_from_json, plan_to_json
-from adapters.models.seeded import seeded
-from adapters.models.shard import Segment, Step
+from adapters.models.decoder.shard import Segment, Step
+from adapters.models.kernels.cpu.delta import CpuDelta
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.cpu.native import library
+from adapters.models.kernels.cpu.native.delta import NativeDelta
+from adapters.models.kernels.delta_interface import CHUNK, RING, DeltaShape, DeltaWeights
+from adapters.models.kernels.product_list import NATIVE, Products, Unproven, checked
+from adapters.models.kernels.proof import prover
+from adapters.models.kernels.proof.trials import threads_kept
+from adapters.models.kernels.reference.delta import ReferenceDelta
+from adapters.models.kernels.seeded import seeded
+from adapters.models.kernels.step_batch import StateBatch
+from adapters.models.numerics import probe_result
+from adapters.models.numerics.probe_result import kept_under, plan_from_json, plan_to_json
 
 FLOAT, BRAIN, CPU = torch.float32, torch.bfloat16, torch.device("cpu")
 SLOTS, PADDED, LENGTH = 3, 3, 330
@@ -49,8 +49,8 @@ def levels(native_code):
 
 @pytest.fixture
 def installed(native_code, monkeypatch):
-    monkeypatch.setattr(compiled, "loaded", lambda: (native_code, ""))
-    monkeypatch.delenv(compiled.SWITCH, raising=False)
+    monkeypatch.setattr(library, "loaded", lambda: (native_code, ""))
+    monkeypatch.delenv(library.SWITCH, raising=False)
 
 
 def random(*shape, seed=1, dtype=FLOAT):
@@ -264,7 +264,7 @@ LISTED = Products((), (), (4, 64), (1, 2), deltas=(SHAPES[0],))
 @pytest.mark.parametrize(("seconds", "way"), [((1.0, 9.0), NATIVE), ((1.0, 0.9), NATIVE), ((1.0, 0.5), "float32")])
 def test_what_is_quicker_serves_and_what_is_nearly_so_does_not(installed, monkeypatch, seconds, way):
     told = iter(seconds)
-    monkeypatch.setattr(proof, "rule_seconds", lambda *_: next(told))
+    monkeypatch.setattr(prover, "rule_seconds", lambda *_: next(told))
     found = CpuKernels(BRAIN).prove(LISTED)
     [served] = found.plan.deltas
     assert served.way == way
@@ -278,13 +278,13 @@ def test_what_is_quicker_serves_and_what_is_nearly_so_does_not(installed, monkey
 def test_rows_that_others_change_are_not_served(installed, monkeypatch):
     rule = NativeDelta.delta_rule
     monkeypatch.setattr(NativeDelta, "delta_rule", lambda own, rows, *rest: rule(own, rows, *rest) * len(rows))
-    monkeypatch.setattr(proof, "rule_seconds", lambda *_: 1.0)
+    monkeypatch.setattr(prover, "rule_seconds", lambda *_: 1.0)
     [served] = CpuKernels(BRAIN).prove(LISTED).plan.deltas
     assert served.way == "float32"
 
 
 def test_an_installation_without_it_serves_by_batched_products_and_no_plan_of_it(installed, monkeypatch):
-    monkeypatch.setattr(proof, "rule_seconds", lambda *_: 1.0)
+    monkeypatch.setattr(prover, "rule_seconds", lambda *_: 1.0)
     plan = CpuKernels(BRAIN).prove(LISTED).plan
     without = CpuKernels(BRAIN, own=False)
     assert without.own_rule is None
@@ -297,7 +297,7 @@ def test_an_installation_without_it_serves_by_batched_products_and_no_plan_of_it
 
 
 def test_a_head_that_it_has_no_room_for_is_left_to_batched_products(installed, monkeypatch):
-    monkeypatch.setattr(proof, "rule_seconds", lambda *_: 1.0)
+    monkeypatch.setattr(prover, "rule_seconds", lambda *_: 1.0)
     plan = CpuKernels(BRAIN).prove(evolve(LISTED, rows=(4,), deltas=(DeltaShape(1, 1, 1025, 3),))).plan
     assert [served.way for served in plan.deltas] == ["float32"]
 
@@ -308,6 +308,6 @@ def test_what_was_proven_of_models_without_such_layers_is_kept():
     before = kept_under(dense, kernels, CPU)
     keys = [kept_under(LISTED, kernels, CPU)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(numerics, "_RECURRENT", 0)
+        patch.setattr(probe_result, "_RECURRENT", 0)
         assert kept_under(dense, kernels, CPU) == before
         assert kept_under(LISTED, kernels, CPU) not in keys

@@ -15,13 +15,13 @@ import torch
 from attrs import evolve
 
 import hatch_build
-from adapters.models.kernels.native import compiled
-from adapters.models.kernels.native.products import NativeProducts
-from adapters.models.kernels.products import NATIVE, Heads, Products, Served, Weight, checked
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.seeded import seeded
-from engine.machine import build_kernels
-from engine.refusal import Refusal
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.cpu.native import library as compiled
+from adapters.models.kernels.cpu.native.products import NativeProducts
+from adapters.models.kernels.product_list import NATIVE, Heads, Products, Served, Weight, checked
+from adapters.models.kernels.seeded import seeded
+from engine.loading.device_survey import build_kernels
+from engine.settings.user_error import Refusal
 
 FLOAT, BRAIN = torch.float32, torch.bfloat16
 LEVELS = (0, 1, 2, 3)

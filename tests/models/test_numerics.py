@@ -9,14 +9,14 @@ import pytest
 import torch
 from attrs import evolve
 
-from adapters.checkpoint.packed import StepLayout
-from adapters.models.dense import DenseShard
-from adapters.models.kernels.products import Weight, span_of, spans
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.numerics import Numerics, machine
-from adapters.models.probe import boundaries, probe, probe_key
-from adapters.models.qwen3 import FAMILY, Qwen3Config
-from adapters.models.synthetic import laid_out
+from adapters.checkpoint.packed_matrix import StepLayout
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.families.qwen3 import FAMILY, Qwen3Config
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.product_list import Weight, span_of, spans
+from adapters.models.numerics.probe import boundaries, probe, probe_key
+from adapters.models.numerics.probe_result import Numerics, machine
+from adapters.models.numerics.synthetic import laid_out
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 CPU = torch.device("cpu")

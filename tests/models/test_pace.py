@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from adapters.models.kernels.pace import Pace
+from adapters.models.kernels.cpu.thread_tuning import Pace
 
 
 def ran(pace, steps, seconds):

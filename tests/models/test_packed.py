@@ -12,17 +12,17 @@ import torch
 from attrs import evolve
 
 from adapters.checkpoint.gguf.unpack import UNPACK
-from adapters.checkpoint.packed import TABLES, PackedMatrix, Stack, StepLayout
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.dense import DenseShard
-from adapters.models.kernels.native import compiled
-from adapters.models.kernels.native.products import NativeProducts
-from adapters.models.kernels.products import NATIVE, PACKED, ProductPlan, Served, ServedHeads, Unproven, Weight
-from adapters.models.kernels.proof import Prover
-from adapters.models.kernels.torch_cpu import CpuKernels, CpuStack
-from adapters.models.parking import size_of
-from adapters.models.seeded import seeded
-from engine.needs import packs, weights
+from adapters.checkpoint.packed_matrix import TABLES, PackedMatrix, Stack, StepLayout
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.kernels.cpu.kernels import CpuKernels, CpuStack
+from adapters.models.kernels.cpu.native import library
+from adapters.models.kernels.cpu.native.products import NativeProducts
+from adapters.models.kernels.offload import size_of
+from adapters.models.kernels.product_list import NATIVE, PACKED, ProductPlan, Served, ServedHeads, Unproven, Weight
+from adapters.models.kernels.proof.prover import Prover
+from adapters.models.kernels.seeded import seeded
+from adapters.models.open_checkpoint import Checkpoint
+from engine.loading.memory_estimate import packs, weights
 from tests.models.checkpoints import run, run_in_pieces, save_model, tokens_of
 from tests.models.ggufs import Kind, mixed, random_blocks, write_gguf
 from tests.models.quantised import quantise
@@ -87,7 +87,7 @@ def own(native_code: Any) -> NativeProducts:
 @pytest.fixture
 def installed(own: NativeProducts, monkeypatch: pytest.MonkeyPatch) -> None:
     """As these sources make them, whatever this tree has."""
-    monkeypatch.setattr(compiled, "loaded", lambda: (own.compiled, ""))
+    monkeypatch.setattr(library, "loaded", lambda: (own.compiled, ""))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -270,7 +270,7 @@ def test_what_packed_weights_take_is_reckoned_before_they_are_read(plain: Any, t
             held.append(shard.memory()["weights"])
             shard.close()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("engine.needs.multiplied_in", lambda *_: dtype.itemsize)
+            patch.setattr("engine.loading.memory_estimate.multiplied_in", lambda *_: dtype.itemsize)
             reckoned = [weights(config, dtype, host, range(config.num_layers), layouts, proven=plan) for plan in plans]
             expected = weights(config, dtype, host, range(config.num_layers), layouts)
         assert reckoned == pytest.approx(held, rel=0.01)

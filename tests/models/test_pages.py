@@ -7,13 +7,13 @@ import mmap
 import pytest
 import torch
 
-from adapters.models.dense import DenseShard
-from adapters.models.kernels.reference import ReferenceKernels
-from adapters.models.kv_cache import KvCache, PagedKvCache
-from adapters.models.qwen3 import Qwen3Config
-from adapters.models.seeded import seeded
-from adapters.models.shard import Segment, Step
-from adapters.models.synthetic import RandomWeights
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.kv_cache import KvCache, PagedKvCache
+from adapters.models.decoder.shard import Segment, Step
+from adapters.models.families.qwen3 import Qwen3Config
+from adapters.models.kernels.reference.kernels import ReferenceKernels
+from adapters.models.kernels.seeded import seeded
+from adapters.models.numerics.synthetic import RandomWeights
 from effects.ids import PAGE
 
 CONFIG = Qwen3Config(64, 32, 64, 2, 4, 2, 16, 1024, 1e6, tie_word_embeddings=True)

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapters.checkpoint.weights import TensorEntry
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.dense import DenseShard
-from adapters.models.pipeline import Pipeline
-from adapters.models.shard import Segment, Step
-from adapters.models.synthetic import RandomWeights
+from adapters.checkpoint.safetensors_folder import TensorEntry
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.shard import Segment, Step
+from adapters.models.numerics.synthetic import RandomWeights
+from adapters.models.open_checkpoint import Checkpoint
 from tests.models.checkpoints import proven, same_bits, save_qwen3
 from tests.models.splits import CONFIGS, CUTS, TOKENS, assert_alike, chunk, pipeline, step, story, story_of, whole_of
 

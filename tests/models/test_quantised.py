@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from adapters import demo
-from adapters.checkpoint.errors import CheckpointError
-from adapters.checkpoint.packed import e4m3
-from adapters.checkpoint.quantised.settings import find_quantisation
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.mtp.checkpoint import HeadCheckpoint
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.checkpoint.packed_matrix import e4m3
+from adapters.checkpoint.quantised.quantisation_config import find_quantisation
+from adapters.models.drafts.mtp.checkpoint import HeadCheckpoint
+from adapters.models.open_checkpoint import Checkpoint
 from tests.models.checkpoints import save_model, tokens_of
 from tests.models.quantised import E4M3, FORMATS, blocks, quantise, words
 from tests.models.test_gguf_models import WIDE_FAMILIES, greedy, told

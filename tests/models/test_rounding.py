@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from adapters import demo
-from adapters.checkpoint.errors import CheckpointError
+from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.quantised.rounding import GROUP, WIDTHS, nearest
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.dense import DenseShard
-from adapters.models.kernels.torch_cpu import CpuKernels
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.open_checkpoint import Checkpoint
 from tests.models.checkpoints import EXPERTS, run_in_pieces, save_model, tokens_of
 from tests.models.quantised import quantise
 from tests.models.test_gguf_models import WIDE

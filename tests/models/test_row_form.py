@@ -8,21 +8,21 @@ import pytest
 import torch
 from attrs import evolve
 
-from adapters.layout import RowSpec, dtype_name
-from adapters.models.dense import DenseShard
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.shard import Segment, Step
+from adapters.models.families.llama import LlamaConfig
+from adapters.models.families.qwen2 import Qwen2Config
+from adapters.models.families.qwen3 import Qwen3Config
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.cpu.native.attention import NativeAttention
+from adapters.models.kernels.cpu.native.rows import NativeRows, PreparedHeads
 from adapters.models.kernels.interface import Rope
-from adapters.models.kernels.native.attention import NativeAttention
-from adapters.models.kernels.native.rows import NativeRows, PreparedHeads
-from adapters.models.kernels.reference import ReferenceKernels
-from adapters.models.kernels.row_form import LIMITS, NAMED, RowForm, row_dtype
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.llama import LlamaConfig
-from adapters.models.probe import LayerBench
-from adapters.models.qwen2 import Qwen2Config
-from adapters.models.qwen3 import Qwen3Config
-from adapters.models.seeded import seeded
-from adapters.models.shard import Segment, Step
-from adapters.models.synthetic import RandomWeights
+from adapters.models.kernels.reference.kernels import ReferenceKernels
+from adapters.models.kernels.row_format import LIMITS, NAMED, RowForm, row_dtype
+from adapters.models.kernels.seeded import seeded
+from adapters.models.numerics.probe import LayerBench
+from adapters.models.numerics.synthetic import RandomWeights
+from adapters.sequence_layout import RowSpec, dtype_name
 from tests.models.checkpoints import proven, run, run_in_pieces, same_bits, same_rows, tokens_of
 from tests.models.test_pages import InPages
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import adapters.models.scorer as scorer_module
-from adapters.models.checkpoint import Checkpoint
+import adapters.models.decoder.scorer as scorer_module
+from adapters.models.decoder.scorer import POOL, TAIL, Scorer
+from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.interface import Kernels
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.scorer import POOL, TAIL, Scorer
-from adapters.models.synthetic import RandomWeights
+from adapters.models.numerics.synthetic import RandomWeights
+from adapters.models.open_checkpoint import Checkpoint
 from tests.models import hybrids
 from tests.models.checkpoints import VARIANTS, proven, save_model, tokens_of
 

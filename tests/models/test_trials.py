@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapters.models.kernels.products import NATIVE, PACKED
-from adapters.models.kernels.trials import BETWEEN, Trial
+from adapters.models.kernels.product_list import NATIVE, PACKED
+from adapters.models.kernels.proof.trials import BETWEEN, Trial
 
 COUNTS = (4, 8, 16)
 

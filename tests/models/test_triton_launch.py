@@ -10,7 +10,7 @@ import pytest
 import torch
 from attrs import define, field
 
-from adapters.models.kernels.triton_launch import launch, withholding
+from adapters.models.kernels.triton.launch import launch, withholding
 
 
 @define(eq=False)
@@ -81,7 +81,7 @@ def test_a_kernel_gives_the_same_wherever_its_tensors_begin() -> None:
     """A form for addresses that are multiples of 16 bytes reads so many at once: elsewhere it would end in a fault."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    from adapters.models.kernels.triton_cuda import TritonKernels  # noqa: PLC0415 - needs Triton, so a GPU build
+    from adapters.models.kernels.cuda.kernels import TritonKernels  # noqa: PLC0415 - needs Triton, so a GPU build
 
     kernels, device = TritonKernels(torch.device("cuda", 0)), torch.device("cuda", 0)
     width = 1024

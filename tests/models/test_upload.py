@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from adapters.checkpoint.errors import CheckpointError
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.checkpoint.safetensors_folder import TensorEntry, read_header, told_together
 from adapters.checkpoint.upload import Upload, place_of
-from adapters.checkpoint.weights import TensorEntry, read_header, told_together
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
 SHAPES = {"model.a": (3, 100), "model.b": (1000,), "model.c": (7, 33), "model.d": (1,), "model.empty": (0, 4)}

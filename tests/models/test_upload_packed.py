@@ -11,9 +11,9 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
-from adapters.checkpoint.packed import PackedMatrix
+from adapters.checkpoint.packed_matrix import PackedMatrix
 from adapters.checkpoint.upload import Upload
-from adapters.models.checkpoint import Checkpoint
+from adapters.models.open_checkpoint import Checkpoint
 from tests.models.checkpoints import save_model
 from tests.models.ggufs import packed, random_blocks, write_gguf
 from tests.models.quantised import FORMATS, quantise

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from adapters.models.kernels import workers
-from adapters.models.kernels.digests import known_first
-from adapters.models.kernels.workers import all_done
+from adapters.models.kernels.cuda import worker_pool
+from adapters.models.kernels.cuda.digests import known_first
+from adapters.models.kernels.cuda.worker_pool import all_done
 
 COMPILER = r"""
 import os, sys, time
@@ -80,8 +80,8 @@ def test_an_answer_that_is_no_text_is_told_and_who_never_answers_is_ended(
     module: Callable[[], list[list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert all_done(["bytes", "a"], "pretended") == ["\ufffd\ufffd"]
-    monkeypatch.setattr(workers, "PATIENCE_S", 2.0)
-    monkeypatch.setattr(workers, "LEAVE_S", 0.5)
+    monkeypatch.setattr(worker_pool, "PATIENCE_S", 2.0)
+    monkeypatch.setattr(worker_pool, "LEAVE_S", 0.5)
     assert all_done(["hang", "b"], "pretended") == ["its process ended: hang"]
     assert all_done(["stay"], "pretended") == [], "what it did is done, and it is ended"
     assert sorted(word for _, word in module()) == ["a", "b", "bytes", "hang", "stay"]
@@ -101,7 +101,7 @@ def test_a_process_that_ends_leaves_the_rest_to_others_and_none_are_waited_for(
 
 
 def test_they_end_with_who_asked_even_if_that_one_is_killed(module: Callable[[], list[list[str]]]) -> None:
-    asks = "import sys; from adapters.models.kernels.workers import all_done; all_done(['short'] * 400, 'pretended')"
+    asks = "import sys; from adapters.models.kernels.cuda.worker_pool import all_done; all_done(['short'] * 400, 'pretended')"
     path = os.pathsep.join(one or str(Path.cwd()) for one in sys.path)
     with subprocess.Popen([sys.executable, "-c", asks], env={**os.environ, "PYTHONPATH": path}) as asker:
         until = time.monotonic() + 30
@@ -161,9 +161,9 @@ def pretended_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_what_is_compiled_apart_is_found_by_who_launches_it(pretended_gpu: Any) -> None:
-    apart = importlib.import_module("adapters.models.kernels.triton_apart")
-    launch = importlib.import_module("adapters.models.kernels.triton_launch")
-    picking = importlib.import_module("adapters.models.kernels.triton.picking")
+    apart = importlib.import_module("adapters.models.kernels.cuda.compile_ahead")
+    launch = importlib.import_module("adapters.models.kernels.triton.launch")
+    picking = importlib.import_module("adapters.models.kernels.triton.draw_kernel")
     rows = importlib.import_module("adapters.models.kernels.triton.rows")
     numbers, logits = torch.zeros(64, dtype=torch.int64), torch.zeros(4, 1024)
 

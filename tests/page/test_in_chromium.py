@@ -12,10 +12,10 @@ import pytest
 from attrs import define, evolve, field
 
 from adapters.http.app import build_app
-from adapters.http.options import EdgeOptions
-from adapters.http.server import Serving, serve
+from adapters.http.wire.edge_options import EdgeOptions
+from adapters.http.wire.server import Serving, serve
 from adapters.metrics import Metrics
-from adapters.text.text import Text
+from adapters.text.model_text import Text
 from effects.all import Ask, Launch, Outcome
 from effects.decode import Decoded, RunDecode
 from effects.ids import Tokens

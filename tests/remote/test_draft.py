@@ -11,23 +11,23 @@ import pytest
 import torch
 from attrs import define, field
 
-from adapters.device.drafting import Drafting
-from adapters.device.proposer import DraftRequest
-from adapters.device.sampling import Sampler
-from adapters.device.slots import SlotState
-from adapters.device.tree import chain
-from adapters.layout import dtype_name
-from adapters.models.dflash.draft import DFlashDraft
-from adapters.models.dflash.projection import FeatureProjection
-from adapters.models.shard import Segment, Step
-from adapters.remote.draft import RemoteDraft
-from adapters.remote.draft_messages import DraftRound, LoadDraft
-from adapters.remote.drafting import RemoteDrafting
-from adapters.remote.expected import DRAFT_DEADLINES
-from adapters.remote.messages import Nothing, Op, SlotPlace
-from adapters.remote.peer import Peer
-from adapters.remote.served_draft import ServedDraft
-from adapters.transfer.copy import Mover
+from adapters.device.sampling.sampler import Sampler
+from adapters.device.slots.slots import SlotState
+from adapters.device.speculation.drafting import Drafting
+from adapters.device.speculation.proposal_tree import chain
+from adapters.device.speculation.proposer import DraftRequest
+from adapters.models.decoder.shard import Segment, Step
+from adapters.models.drafts.dflash.draft import DFlashDraft
+from adapters.models.drafts.dflash.projection import FeatureProjection
+from adapters.remote.client.attach_remote_draft import RemoteDrafting
+from adapters.remote.client.peer import Peer
+from adapters.remote.client.remote_draft import RemoteDraft
+from adapters.remote.daemon.served_draft import ServedDraft
+from adapters.remote.protocol.draft_messages import DraftRound, LoadDraft
+from adapters.remote.protocol.messages import Nothing, Op, SlotPlace
+from adapters.remote.protocol.peer_expectation import DRAFT_DEADLINES
+from adapters.sequence_layout import dtype_name
+from adapters.transfer.copy_rows import Mover
 from effects.ids import RequestId
 from effects.job import Sampling
 from effects.ports import RowsLost

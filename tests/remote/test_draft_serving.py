@@ -9,13 +9,13 @@ import anyio
 import pytest
 from attrs import define, evolve
 
-from adapters.remote.draft import RemoteDraft
-from adapters.remote.messages import Op
+from adapters.remote.client.remote_draft import RemoteDraft
+from adapters.remote.protocol.messages import Op
 from effects.job import Job, Sampling
 from effects.scope import Scope
-from engine.begin import load_target
-from engine.options import Options
-from engine.target import Target
+from engine.loading.background_load import load_target
+from engine.loading.load_target import Target
+from engine.settings.options import Options
 from tests.e2e.test_speculation import FLAT, Heard, answers, words
 from tests.remote.daemons import Fates, Threads
 from tests.remote.test_faults import made, on_threads

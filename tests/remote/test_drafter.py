@@ -8,23 +8,23 @@ import pytest
 import torch
 from attrs import define, evolve, field
 
-from adapters.device.compressing import Compressor
-from adapters.device.selection import Marks
-from adapters.models.scorer import Scorer
-from adapters.models.synthetic import RandomWeights
-from adapters.remote.draft_messages import DraftMoved
-from adapters.remote.drafter import DRAFTER_DEADLINES, RemoteScorer, loading_drafter
-from adapters.remote.drafter_messages import MOST_SCORINGS, PromptAdvanced, ScorePrompt
-from adapters.remote.messages import Nothing, Op
-from adapters.remote.tensors import described
+from adapters.device.compression.score_prompt import Compressor
+from adapters.device.compression.select_tokens import Marks
+from adapters.models.decoder.scorer import Scorer
+from adapters.models.numerics.synthetic import RandomWeights
+from adapters.remote.client.remote_scorer import DRAFTER_DEADLINES, RemoteScorer, loading_drafter
+from adapters.remote.protocol.draft_messages import DraftMoved
+from adapters.remote.protocol.messages import Nothing, Op
+from adapters.remote.protocol.payload_tensors import described
+from adapters.remote.protocol.scorer_messages import MOST_SCORINGS, PromptAdvanced, ScorePrompt
 from effects.compression import Compression, PromptPart
 from effects.ids import DeviceFailed, RequestId
 from effects.job import Job
 from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
 from effects.residency import LoadModel, ModelLoaded, UnloadModel
-from engine.begin import load_target
-from engine.options import Options
-from engine.target import Target
+from engine.loading.background_load import load_target
+from engine.loading.load_target import Target
+from engine.settings.options import Options
 from tests.device.driver import TINY, VOCAB
 from tests.e2e.test_speculation import FLAT, answers, words
 from tests.models.checkpoints import proven

@@ -13,25 +13,25 @@ import torch
 from attrs import define, evolve
 
 import engine
-import engine.remote
-from adapters.remote.answering import Answering
-from adapters.remote.channel import Channel
-from adapters.remote.lending import LentTensors
-from adapters.remote.messages import ImportRuns, Op, Unacceptable
-from adapters.remote.served_layers import ServedLayers
-from adapters.remote.shard import RemoteShard
-from adapters.text.text import Text
-from adapters.transfer import save
-from adapters.transfer.copy import Marks, marks
+import engine.loading.shard_peers
+from adapters.remote.client.remote_shard import RemoteShard
+from adapters.remote.daemon.answer_handlers import Answering
+from adapters.remote.daemon.served_layers import ServedLayers
+from adapters.remote.protocol.channel import Channel
+from adapters.remote.protocol.lent_memory import LentTensors
+from adapters.remote.protocol.messages import ImportRuns, Op, Unacceptable
+from adapters.text.model_text import Text
+from adapters.transfer import saver
+from adapters.transfer.copy_rows import Marks, marks
 from benchmarks.exactness import prompts
 from effects.job import Job
 from effects.ports import RowsLost
 from effects.scope import Scope
-from engine.begin import load_target
-from engine.folders import draft_name, model_folder
-from engine.options import Options
-from engine.shard import ServedModel
-from engine.target import Target
+from engine.loading.background_load import load_target
+from engine.loading.load_target import Target
+from engine.loading.shard_server import ServedModel
+from engine.settings.options import Options
+from engine.settings.paths import draft_name, model_folder
 from tests.e2e.test_speculation import FLAT, SAMPLINGS, Heard, answers, words
 from tests.remote.daemons import Fates, Mortal, Threads
 
@@ -187,7 +187,7 @@ async def test_of_a_shard_that_is_had_anew_no_rows_are_kept_for_those_that_were_
         return marks(devices)
 
     with monkeypatch.context() as patched:
-        patched.setattr(save, "marks", lost)
+        patched.setattr(saver, "marks", lost)
         assert right(split, [0], await answers(split.target, split.jobs[:1], rates=FLAT)) == 1
     assert split.shard.peer.restarts == 1
     (again,) = await answers(split.target, split.jobs[:1], rates=FLAT)

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from adapters.device.executor import DeviceExecutor
-from adapters.device.lane import DeviceLane
-from adapters.device.underway import goes_on
-from adapters.models.dense import DenseShard
-from adapters.models.pipeline import Pipeline
-from adapters.models.shard import Forward, Segment, Step
-from adapters.models.waves import SPAN
+from adapters.device.lane.lane import DeviceLane
+from adapters.device.lane.running_batch import goes_on
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.pipelined_chunks import SPAN
+from adapters.models.decoder.shard import Forward, Segment, Step
 from effects.all import Ask, Launch, Outcome
 from effects.ids import DeviceFailed, RequestId, SlotId
 from effects.job import Sampling

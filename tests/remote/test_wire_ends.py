@@ -14,24 +14,26 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 from msgspec import inspect
 
-from adapters.device.compressing import Compressor
-from adapters.http.fields import Fields
-from adapters.http.options import EdgeOptions
-from adapters.http.sampling import read_sampling
-from adapters.models.draft import BlockRequest
-from adapters.models.qwen3 import Qwen3Config
-from adapters.models.shard import Segment, Step
-from adapters.remote.answering import Answering
-from adapters.remote.channel import Channel, WireFrame, failed
-from adapters.remote.daemon import OPS
-from adapters.remote.draft_messages import AskedProposals, DraftMoved, LoadDraft, SendAway
-from adapters.remote.drafter import RemoteScorer, loading_drafter
-from adapters.remote.drafter_messages import DropScoring, LoadDrafter
-from adapters.remote.drafting import RemoteDrafting, asked_of
-from adapters.remote.hello import greet
-from adapters.remote.lending import Lender
-from adapters.remote.loading import loading, loading_draft
-from adapters.remote.messages import (
+from adapters.device.compression.score_prompt import Compressor
+from adapters.http.request.sampling_fields import read_sampling
+from adapters.http.wire.edge_options import EdgeOptions
+from adapters.http.wire.fields import Fields
+from adapters.models.decoder.shard import Segment, Step
+from adapters.models.drafts.cached_draft import BlockRequest
+from adapters.models.families.qwen3 import Qwen3Config
+from adapters.remote.client.attach_remote_draft import RemoteDrafting, asked_of
+from adapters.remote.client.remote_scorer import RemoteScorer, loading_drafter
+from adapters.remote.daemon.answer_handlers import Answering
+from adapters.remote.daemon.daemon import OPS
+from adapters.remote.daemon.served_draft import ServedDraft
+from adapters.remote.daemon.served_layers import ServedLayers
+from adapters.remote.daemon.served_scorer import ServedDrafter
+from adapters.remote.protocol.channel import Channel, WireFrame, failed
+from adapters.remote.protocol.draft_messages import AskedProposals, DraftMoved, LoadDraft, SendAway
+from adapters.remote.protocol.handshake import greet
+from adapters.remote.protocol.lent_memory import Lender
+from adapters.remote.protocol.load_request import loading, loading_draft
+from adapters.remote.protocol.messages import (
     Failure,
     LoadLayers,
     Nothing,
@@ -42,12 +44,10 @@ from adapters.remote.messages import (
     decoded,
     encoded,
 )
-from adapters.remote.served_draft import ServedDraft
-from adapters.remote.served_drafter import ServedDrafter
-from adapters.remote.served_layers import ServedLayers
+from adapters.remote.protocol.scorer_messages import DropScoring, LoadDrafter
 from effects.job import Sampling
 from effects.ports import RowsLost
-from engine.options import Options
+from engine.settings.options import Options
 from tests.models.checkpoints import same_bits
 from tests.models.drafts import config_of
 from tests.models.splits import CONFIGS

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from attrs import define, evolve, field
 
-from adapters.device.underway import joined
+from adapters.device.lane.running_batch import joined
 from effects.all import Ask, Launch
 from effects.compression import Compression, PromptPart
 from effects.decode import Decoded
@@ -23,8 +23,8 @@ from effects.snapshot import SaveSnapshot, SnapshotSaved
 from effects.stream import Abandon, CloseStream, EmitTokens, Halt, ReportProgress
 from states.events import Cancelled, Event, ForEngine, ForRequest, Happened, SlotsLost, Submitted
 from states.invariants import check
-from states.life import Speculating, begun
 from states.rates import Rates
+from states.request_states import Speculating, begun
 from states.residency import IDLE, Resolved, after_use
 from states.settings import Settings
 from states.world import Out, advance, begin

@@ -24,9 +24,9 @@ from effects.restore import BlocksRestored
 from effects.stream import EmitTokens, Halt
 from states import residency
 from states.events import Cancelled, ForRequest, Submitted
-from states.life import Draining, Held, Prompt, Recovering, Restoring, Waiting, Yielding, remains
 from states.machine import Table, Then
 from states.policy import Decision
+from states.request_states import Draining, Held, Prompt, Recovering, Restoring, Waiting, Yielding, remains
 from states.residency import Resolved
 from states.settings import Known, Settings
 from states.table import TABLE

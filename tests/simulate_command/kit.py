@@ -10,11 +10,11 @@ from effects.ids import RequestId, Tokens
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed
 from effects.restore import RestoreBlocks
 from effects.scope import Scope
-from engine.simulation.costs import Costs
-from engine.simulation.keeping import Keeping
-from engine.simulation.logs.requests import Agent, Request, Session, made_up
-from engine.simulation.process import Process
-from engine.simulation.run import Setup, Simulation, fitted
+from engine.tools.simulation.logs.logged_requests import Agent, Request, Session, made_up
+from engine.tools.simulation.simulate_scope import Setup, Simulation, fitted
+from engine.tools.simulation.simulated_costs import Costs
+from engine.tools.simulation.simulated_process import Process
+from engine.tools.simulation.simulated_store import Keeping
 from states.events import Event
 from states.invariants import check
 from states.settings import Settings

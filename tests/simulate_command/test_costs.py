@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.refusal import Refusal
-from engine.simulation.costs import Costs, Measured, line, read_costs
-from engine.simulation.recorded import read_recorded
+from engine.settings.user_error import Refusal
+from engine.tools.simulation.recorded_trace import read_recorded
+from engine.tools.simulation.simulated_costs import Costs, Measured, line, read_costs
 from states.rates import prefill_time
 
 GOLDEN = Path(__file__).parents[1] / "golden"

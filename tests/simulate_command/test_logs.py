@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import zstandard
 
-from engine.refusal import Refusal
-from engine.simulation.logs import claude_code
-from engine.simulation.logs.read import PIECE, Logs, read_logs
-from engine.simulation.logs.requests import Request
+from engine.settings.user_error import Refusal
+from engine.tools.simulation.logs import claude_code
+from engine.tools.simulation.logs.logged_requests import Request
+from engine.tools.simulation.logs.read_log import PIECE, Logs, read_logs
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from effects.compression import Compression
 from effects.ids import RequestId
 from effects.scope import parse
-from engine.simulation.logs.requests import Agent, Session, made_up
-from engine.simulation.process import Process
-from engine.simulation.run import Simulation
+from engine.tools.simulation.logs.logged_requests import Agent, Session, made_up
+from engine.tools.simulation.simulate_scope import Simulation
+from engine.tools.simulation.simulated_process import Process
 from states.events import Event
 from tests.simulate_command.kit import BLOCK_SIZE, COSTS, agent, request, run, session, watch
 

@@ -12,7 +12,9 @@ from effects.compression import Compressed, Compression
 from effects.ids import RequestId, SlotId, Tier, Tokens
 from effects.job import Job, Report
 from states import speculation_control as control
-from states.life import (
+from states.phases import report
+from states.rates import Rates
+from states.request_states import (
     Done,
     Drafted,
     Draining,
@@ -30,8 +32,6 @@ from states.life import (
     Undrafted,
     Waiting,
 )
-from states.onward import report
-from states.rates import Rates
 from states.residency import Resolved
 from states.settings import Known, Settings
 from states.slots import Slot, Slots

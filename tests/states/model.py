@@ -27,9 +27,9 @@ from effects.scope import Scope
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from effects.stream import CloseStream, EmitTokens, ReportProgress
 from states.events import Admitted, Cancelled, Rejected, SlotEmptied, Submitted
-from states.life import Done, Draining, Held, New, Parking, Releasing, Snapshotting, Waiting, remains
 from states.machine import IllegalEvent, Table, step
 from states.rates import Rates
+from states.request_states import Done, Draining, Held, New, Parking, Releasing, Snapshotting, Waiting, remains
 from states.residency import Resolved, after_use
 from states.settings import Known, Settings
 

@@ -18,7 +18,9 @@ from effects.scope import Scope
 from effects.stream import CloseStream
 from states import compress, lookup, policy
 from states.events import Admitted, Cancelled, ForRequest, SlotEmptied, Submitted
-from states.life import (
+from states.phases import report
+from states.rates import Rates
+from states.request_states import (
     Compressing,
     Done,
     Fetching,
@@ -30,8 +32,6 @@ from states.life import (
     Unparking,
     Yielding,
 )
-from states.onward import report
-from states.rates import Rates
 from states.residency import Resolved
 from states.settings import Known, Settings
 from states.world import advance, begin

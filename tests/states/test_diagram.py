@@ -6,7 +6,7 @@ from pathlib import Path
 
 from effects.decode import Decoded
 from states.diagram import markdown, mermaid
-from states.life import Speculating
+from states.request_states import Speculating
 from states.table import TABLE
 
 ROOT = Path(__file__).parents[2]

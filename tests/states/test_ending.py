@@ -16,9 +16,11 @@ from effects.restore import BlocksRestored
 from effects.scope import Scope
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from effects.stream import Abandon, CloseStream
-from states import ending
+from states import request_end
 from states.events import Cancelled, Event
-from states.life import (
+from states.machine import Then, step
+from states.phases import leave, report
+from states.request_states import (
     Compressing,
     Done,
     Draining,
@@ -34,8 +36,6 @@ from states.life import (
     remains,
     sequence,
 )
-from states.machine import Then, step
-from states.onward import leave, report
 from states.settings import Known
 from states.table import TABLE
 from tests.states.builders import (
@@ -68,21 +68,21 @@ def settle(hold: Any, event: Event, known: Known = KNOWN, flying: int = 1) -> An
 def test_a_cancellation_closes_the_stream_at_once_and_drains(state: Any) -> None:
     hold = answering()
     before = a(state, hold)
-    then = ending.drain(before, GONE, knowing())
+    then = request_end.drain(before, GONE, knowing())
     closing = CloseStream("cancelled", report(knowing(), before), "client_gone")
     assert then == Then(Draining(remains(before), 1), closing, Abandon())
 
 
 def test_a_stop_string_is_a_stop() -> None:
     before = a(Speculating, answering())
-    then = ending.drain(before, Cancelled("stop_string"), knowing())
+    then = request_end.drain(before, Cancelled("stop_string"), knowing())
     closing = CloseStream("stop", report(knowing(), before), "stop_string")
     assert then == Then(a(Draining, answering(), 1), closing, Abandon())
 
 
 @pytest.mark.parametrize(("loading", "computing", "flying"), [(True, True, 2), (True, False, 1), (False, True, 1)])
 def test_draining_waits_for_both_lanes(loading: bool, computing: bool, flying: int) -> None:
-    then = ending.drain_both(a_restoring(loading=loading, computing=computing), GONE, knowing(STORE))
+    then = request_end.drain_both(a_restoring(loading=loading, computing=computing), GONE, knowing(STORE))
     closing = CloseStream("cancelled", report(knowing(STORE), a_restoring()), "client_gone")
     assert then == Then(a(Draining, some(STORE), flying), closing, Abandon())
 
@@ -191,22 +191,24 @@ def test_an_abandoned_effect_leaves_what_was_acknowledged_and_a_broken_slot_noth
 def test_after_the_snapshot_the_draft_is_given_back_or_nothing_is_left_to_do() -> None:
     saved = SnapshotSaved(20, 99)
     drafted = prefilled(EVERYTHING, control=leased())
-    assert ending.snapshotted(a(Snapshotting, drafted), saved, knowing(EVERYTHING)) == Then(
+    assert request_end.snapshotted(a(Snapshotting, drafted), saved, knowing(EVERYTHING)) == Then(
         a(Parking, drafted), UnloadModel("draft")
     )
-    assert ending.snapshotted(a(Snapshotting, prefilled()), saved, knowing(EVERYTHING)) == Then(a(Done, prefilled()))
+    assert request_end.snapshotted(a(Snapshotting, prefilled()), saved, knowing(EVERYTHING)) == Then(
+        a(Done, prefilled())
+    )
 
 
 def test_a_failed_snapshot_loses_time_and_nothing_else() -> None:
     hold = prefilled(STORE)
-    assert ending.unsaved(a(Snapshotting, hold), DeviceFailed("out_of_memory", ""), knowing(STORE)) == Then(
+    assert request_end.unsaved(a(Snapshotting, hold), DeviceFailed("out_of_memory", ""), knowing(STORE)) == Then(
         a(Done, hold)
     )
-    assert ending.unsaved(a(Snapshotting, hold), DeviceFailed("broken", ""), knowing(STORE)) == Then(
+    assert request_end.unsaved(a(Snapshotting, hold), DeviceFailed("broken", ""), knowing(STORE)) == Then(
         a(Done, evolve(hold, valid=0))
     )
     drafted = prefilled(EVERYTHING, control=leased())
-    then = ending.unsaved(a(Snapshotting, drafted), DeviceFailed("out_of_memory", ""), knowing(EVERYTHING))
+    then = request_end.unsaved(a(Snapshotting, drafted), DeviceFailed("out_of_memory", ""), knowing(EVERYTHING))
     assert then == Then(a(Parking, drafted), UnloadModel("draft"))
 
 
@@ -226,12 +228,12 @@ def test_a_slot_is_believed_only_after_failures_that_say_nothing_about_it(kind: 
     hold = prefilled()
     failure = DeviceFailed(kind, "")
     assert settle(hold, failure, knowing()) == Then(a(Done, evolve(hold, valid=valid)))
-    assert ending.unsaved(a(Snapshotting, hold), failure, knowing()) == Then(a(Done, evolve(hold, valid=valid)))
+    assert request_end.unsaved(a(Snapshotting, hold), failure, knowing()) == Then(a(Done, evolve(hold, valid=valid)))
 
 
 @pytest.mark.parametrize("event", [ModelUnloaded(), DeviceFailed("io", "")])
 def test_parking_is_the_last_thing_whatever_comes_of_it(event: Any) -> None:
-    assert ending.parked(a(Parking, prefilled(DRAFT)), event, knowing(DRAFT)) == Then(a(Done, prefilled(DRAFT)))
+    assert request_end.parked(a(Parking, prefilled(DRAFT)), event, knowing(DRAFT)) == Then(a(Done, prefilled(DRAFT)))
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from effects.scope import Scope
 from effects.stream import CloseStream
 from states import compress, policy
 from states.events import ForRequest, Submitted
-from states.life import Compressing, Done, Prefilling, Releasing, begun
-from states.onward import report
+from states.phases import report
 from states.rates import Rates
+from states.request_states import Compressing, Done, Prefilling, Releasing, begun
 from states.scope import opened, select
 from states.settings import Known, Settings
 from states.world import advance, begin

@@ -15,9 +15,9 @@ from effects.snapshot import SaveSnapshot
 from effects.stream import CloseStream, EmitTokens, ReportProgress
 from states import generate
 from states import speculation_control as control
-from states.life import Done, Parking, Prefilling, Snapshotting, Speculating, Unparking
 from states.machine import Then
-from states.onward import report, undrafted
+from states.phases import report, undrafted
+from states.request_states import Done, Parking, Prefilling, Snapshotting, Speculating, Unparking
 from states.scope import select
 from tests.states.builders import (
     DRAFT,

@@ -15,8 +15,8 @@ from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from states import lane, launch_prices
 from states import speculation_control as control
 from states.lane import Answer, Lane
-from states.life import Generated, Prefilling, Seat, Speculating, State, Undrafted
 from states.rates import Rates
+from states.request_states import Generated, Prefilling, Seat, Speculating, State, Undrafted
 from states.residency import Models, Residence
 from tests.states.builders import DRAFT, ONE, PLAIN, SCOPED, TWO, a, prefilled
 

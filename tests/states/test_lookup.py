@@ -17,8 +17,8 @@ from effects.scope import Scope
 from effects.stream import CloseStream, ReportProgress
 from states import lookup
 from states.events import Admitted, Cancelled, Rejected, Submitted
-from states.life import Done, Fetching, LookingUp, New, Prefilling, Restoring, Speculating, Unparking
 from states.machine import Then
+from states.request_states import Done, Fetching, LookingUp, New, Prefilling, Restoring, Speculating, Unparking
 from tests.states.builders import (
     DRAFT,
     EVERYTHING,

@@ -11,10 +11,10 @@ from effects.decode import RunDecode
 from effects.ids import PageId, RequestId
 from effects.job import Job
 from effects.prefill import OpenSlot
-from states import growth, pages, slots
+from states import page_growth, pages, slots
 from states.events import ForRequest, Submitted
-from states.life import Generated, Prompt, Seat, Speculating, State, Undrafted, Waiting
 from states.pages import Pages
+from states.request_states import Generated, Prompt, Seat, Speculating, State, Undrafted, Waiting
 from states.settings import Settings
 from states.slots import Slot, Slots
 from states.world import advance, begin
@@ -138,16 +138,16 @@ def test_an_answer_takes_pages_as_it_grows_and_waits_where_there_are_none() -> N
     requests = {TWO: decoding(job(max_tokens=40), 0, said=4), THREE: decoding(job(PROMPT[::-1], 10), 1)}
     before = house(Slot(holder=TWO, pages=ids(0, 1, 2)), Slot(holder=THREE, pages=ids(3, 4, 5)))
     first = Ask(TWO, RunDecode(slots.SlotId(0), 24, 1))
-    after, ask = growth.grown(before, first, requests, POOL)
+    after, ask = page_growth.grown(before, first, requests, POOL)
     assert ask is not None
     assert isinstance(ask.effect, RunDecode)
     assert (ask.effect.pages, after.slots[0].pages) == (ids(6), ids(0, 1, 2, 6))
-    stuck, none = growth.grown(after, Ask(TWO, RunDecode(slots.SlotId(0), 32, 1)), requests, POOL)
+    stuck, none = page_growth.grown(after, Ask(TWO, RunDecode(slots.SlotId(0), 32, 1)), requests, POOL)
     assert none is None  # the last page is for the other, who can end with it
     assert stuck.short == {TWO}
-    assert growth.grown(stuck, Ask(THREE, RunDecode(slots.SlotId(1), 24, 1)), requests, POOL)[1] is not None
+    assert page_growth.grown(stuck, Ask(THREE, RunDecode(slots.SlotId(1), 24, 1)), requests, POOL)[1] is not None
     within = Ask(TWO, RunDecode(slots.SlotId(0), 28, 1, propose=7))
-    _, less = growth.grown(after, within, requests, POOL)
+    _, less = page_growth.grown(after, within, requests, POOL)
     assert less is not None
     assert isinstance(less.effect, RunDecode)
     assert less.effect.propose == 3  # as much as its last page has room for
@@ -156,7 +156,7 @@ def test_an_answer_takes_pages_as_it_grows_and_waits_where_there_are_none() -> N
 def test_an_idle_sequence_gives_its_pages_to_an_answer_that_grows() -> None:
     requests = {TWO: decoding(job(max_tokens=40), 0, said=4)}
     before = house(Slot(holder=TWO, pages=ids(0, 1, 2)), Slot(tuple(range(40)), None, 1, pages=ids(3, 4, 5, 6, 7)))
-    after, ask = growth.grown(before, Ask(TWO, RunDecode(slots.SlotId(0), 24, 1)), requests, POOL)
+    after, ask = page_growth.grown(before, Ask(TWO, RunDecode(slots.SlotId(0), 24, 1)), requests, POOL)
     assert ask is not None
     assert [slot.pages for slot in after.slots[:2]] == [ids(0, 1, 2, 3), ()]
     assert after.slots[1].tokens == ()

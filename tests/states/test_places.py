@@ -8,10 +8,10 @@ from attrs import evolve
 from effects.all import Ask
 from effects.ids import DeviceFailed, PlaceId, SlotId
 from effects.prefill import PrefillAdvanced, RunPrefill
-from states import places, slots
+from states import checkpoints, slots
+from states.checkpoints import EMPTY, Place
 from states.events import Admitted
-from states.life import Draining, Prefilling, State
-from states.places import EMPTY, Place
+from states.request_states import Draining, Prefilling, State
 from states.settings import Settings
 from states.slots import Slot, Slots
 from tests.states.builders import HERE, ONE, PROMPT, STATEFUL, TWO, a, a_house, a_job, some, waiting_for
@@ -82,10 +82,10 @@ def test_a_slot_that_is_used_for_something_else_hands_its_places_on_to_who_keeps
     """The system prompt of an agent, say."""
     kept = (Place(FIRST, 8), Place(FIRST, 24), Place(SECOND, 4), EMPTY)
     sequences = (OTHER, (*OTHER[:12], 1, 2, 3))
-    assert places.handed_on(kept, FIRST, 0, sequences) == (Place(SECOND, 8), EMPTY, Place(SECOND, 4), EMPTY)
-    assert places.handed_on(kept, FIRST, 8, sequences) == (Place(FIRST, 8), EMPTY, Place(SECOND, 4), EMPTY)
+    assert checkpoints.handed_on(kept, FIRST, 0, sequences) == (Place(SECOND, 8), EMPTY, Place(SECOND, 4), EMPTY)
+    assert checkpoints.handed_on(kept, FIRST, 8, sequences) == (Place(FIRST, 8), EMPTY, Place(SECOND, 4), EMPTY)
     taken = (Place(FIRST, 8), Place(SECOND, 8))
-    assert places.handed_on(taken, FIRST, 0, sequences) == (EMPTY, Place(SECOND, 8)), "one is enough"
+    assert checkpoints.handed_on(taken, FIRST, 0, sequences) == (EMPTY, Place(SECOND, 8)), "one is enough"
 
 
 @pytest.mark.parametrize(("other", "expected"), [("a", Place(SECOND, 8)), ("b", EMPTY), ("", EMPTY)])
@@ -119,7 +119,7 @@ def test_a_slot_that_goes_takes_its_places_along() -> None:
     ],
 )
 def test_who_makes_room_saves_least_for_its_age(kept: tuple[Place, ...], turn: int, expected: int | None) -> None:
-    assert places.room(kept, FIRST, 28, turn) == expected
+    assert checkpoints.room(kept, FIRST, 28, turn) == expected
 
 
 def test_a_chunk_that_stops_where_the_state_is_kept_gets_a_place_and_fills_it_when_it_is_computed() -> None:

@@ -15,8 +15,8 @@ from effects.prefill import PrefillAdvanced
 from effects.restore import BlocksRestored
 from states import policy, rates
 from states.events import ForRequest, Submitted
-from states.life import Prefilling, Prompt, Restoring, Seat
 from states.rates import Rates, filled, load_time, prefill_time, span_of
+from states.request_states import Prefilling, Prompt, Restoring, Seat
 from states.settings import Known
 from states.world import advance, begin
 from tests.states.builders import (

@@ -12,11 +12,9 @@ from effects.job import Job, Sampling
 from effects.scope import Scope
 from states import policy
 from states.compress import serve
-from states.life import (
-    usable,
-)
 from states.policy import Decision
 from states.rates import Rates
+from states.request_states import usable
 from states.sequences import common, whole_blocks
 from states.settings import Known, Settings
 from tests.states.builders import (

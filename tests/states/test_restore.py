@@ -13,9 +13,9 @@ from effects.restore import BlocksRestored
 from effects.snapshot import SaveSnapshot
 from effects.stream import Abandon, CloseStream, ReportProgress
 from states import lookup, restore
-from states.life import Done, Draining, Fetching, LookingUp, Prefilling, Restoring, Snapshotting, Speculating
 from states.machine import Then
-from states.onward import report
+from states.phases import report
+from states.request_states import Done, Draining, Fetching, LookingUp, Prefilling, Restoring, Snapshotting, Speculating
 from tests.states.builders import (
     EVERYTHING,
     HERE,

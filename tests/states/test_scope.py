@@ -14,13 +14,8 @@ from effects.ids import SlotId
 from effects.job import Job
 from effects.prefill import RunPrefill
 from effects.scope import Scope, Selection
-from states.life import (
-    Undrafted,
-    kept,
-    live,
-    sequence,
-)
-from states.onward import chunk, prefill, work
+from states.phases import chunk, prefill, work
+from states.request_states import Undrafted, kept, live, sequence
 from states.scope import Mark, held, mark, passed, select
 from states.sequences import alike, continued
 from states.settings import Settings

@@ -9,7 +9,7 @@ from effects.ids import RequestId, SlotId, Tokens
 from effects.job import Job
 from states import policy, slots
 from states.events import Admitted
-from states.life import LookingUp, Prefilling, Speculating, State
+from states.request_states import LookingUp, Prefilling, Speculating, State
 from states.settings import Settings
 from states.slots import Slot, Slots
 from tests.states.builders import (

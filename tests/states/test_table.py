@@ -18,7 +18,8 @@ from effects.residency import ModelLoaded, UnloadModel
 from effects.restore import BlocksRestored
 from effects.stream import CloseStream, EmitTokens, Halt, ReportProgress
 from states.events import Cancelled, SlotEmptied
-from states.life import (
+from states.machine import IllegalEvent, Row, Table, Then, arms_of, on, step, table
+from states.request_states import (
     Compressing,
     Done,
     Draining,
@@ -35,7 +36,6 @@ from states.life import (
     Waiting,
     Yielding,
 )
-from states.machine import IllegalEvent, Row, Table, Then, arms_of, on, step, table
 from states.settings import Known, Settings
 from states.table import TABLE
 from tests.states.model import BEHIND_THE_CLIENT, LOSING, SETTINGS, Walk, endless, explore

@@ -23,11 +23,11 @@ from states import speculation_control as control
 from states.events import Cancelled, Event, ForEngine, ForModel, ForRequest, SlotsLost, Submitted
 from states.invariants import check
 from states.lane import lane_of
-from states.life import Draining, Prefilling, Recovering, Speculating
 from states.machine import IllegalEvent
-from states.onward import report
+from states.phases import report
 from states.rates import Rates
 from states.recover import TWICE
+from states.request_states import Draining, Prefilling, Recovering, Speculating
 from states.residency import Residence
 from states.settings import Settings
 from states.slots import Slot

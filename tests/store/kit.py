@@ -16,17 +16,17 @@ import anyio
 import torch
 from attrs import define, evolve
 
-from adapters.layout import RowSpec, TensorSpec, torch_dtype
-from adapters.store.disk import Disk
-from adapters.store.folder import Folder
-from adapters.store.format import Draft, Kind, Layout
-from adapters.store.host import HostTier
+from adapters.sequence_layout import RowSpec, TensorSpec, torch_dtype
+from adapters.store.disk_tier import Disk
+from adapters.store.files.file_format import Draft, Kind, Layout
+from adapters.store.files.private_folder import Folder
+from adapters.store.host_tier import HostTier
 from adapters.store.lease import Miss, Part
 from adapters.store.lookup import Found, Lookup
-from adapters.store.memory import Buffer
-from adapters.store.opening import index, open_disk
+from adapters.store.open_store import index, open_disk
+from adapters.store.slab_memory import Buffer
 from adapters.store.store import Store
-from adapters.transfer.copy import views
+from adapters.transfer.copy_rows import views
 from effects.ids import LeaseId, RequestId, Tokens
 from effects.lookup import FindPrefix
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from adapters.store.codec import Fixed
-from adapters.store.names import CHOICE, what
-from engine.options import Options
+from adapters.store.file_names import CHOICE, what
+from adapters.store.files.codec import Fixed
+from engine.settings.options import Options
 from tests.store.kit import disk_store
 
 

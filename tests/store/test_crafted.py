@@ -12,15 +12,16 @@ from typing import Any
 
 import pytest
 
-from adapters.store import disk as disk_module
-from adapters.store import journal, recent, seekable, survey
-from adapters.store.described import read_head
-from adapters.store.disk import RESTARTS
-from adapters.store.folder import Folder
-from adapters.store.format import parse_head
-from adapters.store.names import QUARANTINE
-from adapters.store.seekable import Damaged
-from adapters.store.upkeep import MOST_QUARANTINED
+from adapters.store import disk_tier as disk_module
+from adapters.store import index_journal, recent_prompts, survey_folder
+from adapters.store.disk_tier import RESTARTS
+from adapters.store.file_description import read_head
+from adapters.store.file_names import QUARANTINE
+from adapters.store.files import seekable
+from adapters.store.files.file_format import parse_head
+from adapters.store.files.private_folder import Folder
+from adapters.store.files.seekable import Damaged
+from adapters.store.folder_upkeep import MOST_QUARANTINED
 from engine.__main__ import main
 from tests.store.kit import LAYOUT, OTHER, disk_store, files, save, settled
 from tests.store.test_disk import ONE, TWO, filled, kept, reopened
@@ -96,7 +97,7 @@ def test_a_crafted_file_is_put_aside_and_writing_goes_on(
     filled(path, ONE, TWO)
     (bad, _) = files(path)
     bad.write_bytes(craft(bad.read_bytes()))
-    (path / journal.NAME).unlink()
+    (path / index_journal.NAME).unlink()
     for command in ("ls", "verify"):
         assert main(["cache", command, str(path)]) == (1 if command == "verify" else 0)
         shown = capsys.readouterr()
@@ -119,9 +120,9 @@ def test_a_number_that_cannot_be_is_not_counted_on_from(path: Path, with_journal
     assert name != file.name
     file.rename(file.with_name(name))
     if with_journal:
-        entry = next(iter(journal.read((path / journal.NAME).read_bytes()).entries.values()))
+        entry = next(iter(index_journal.read((path / index_journal.NAME).read_bytes()).entries.values()))
         entry.handle = entry.used = 2**64 - 1
-        (path / journal.NAME).write_bytes(b"".join(journal.snapshot([entry])))
+        (path / index_journal.NAME).write_bytes(b"".join(index_journal.snapshot([entry])))
     assert main(["cache", "verify", str(path)]) == 1
     store = reopened(path)
     assert store.figures()["quarantined"] == 1
@@ -146,7 +147,7 @@ def test_memory_does_not_follow_a_claimed_count(path: Path) -> None:
     filled(path, ONE, TWO)
     for file in files(path):
         sparse(file, 30_000_000)
-    (path / journal.NAME).unlink()
+    (path / index_journal.NAME).unlink()
     tracemalloc.start()
     try:
         assert main(["cache", "verify", str(path)]) == 1
@@ -166,7 +167,7 @@ def test_a_file_with_many_hollow_frames_is_not_read_for_ever(path: Path) -> None
     hollow = seekable.compressor(1).compress(bytes(64 << 20))
     file.write_bytes(joined([parts(file.read_bytes())[0], hollow, hollow]))
     with file.open("rb") as opened, pytest.raises(Damaged, match="frames' sizes"):
-        survey.check_run(file.name, opened.fileno())
+        survey_folder.check_run(file.name, opened.fileno())
 
 
 @pytest.mark.parametrize("with_journal", [True, False])
@@ -177,12 +178,12 @@ def test_rows_of_another_run_under_a_valid_head_are_not_taken(path: Path, with_j
     assert [len(content(frame)) for frame in first[1:]] == [len(content(frame)) for frame in second[1:]]
     one.write_bytes(joined([first[0], *second[1:]]))
     if with_journal:
-        entries = journal.read((path / journal.NAME).read_bytes()).entries
+        entries = index_journal.read((path / index_journal.NAME).read_bytes()).entries
         for entry in entries.values():
             entry.size = next(file.stat().st_size for file in (one, two) if entry.keys[-1].hex() in file.name)
-        (path / journal.NAME).write_bytes(b"".join(journal.snapshot(entries.values())))
+        (path / index_journal.NAME).write_bytes(b"".join(index_journal.snapshot(entries.values())))
     else:
-        (path / journal.NAME).unlink()
+        (path / index_journal.NAME).unlink()
     assert main(["cache", "verify", str(path)]) == 1
     store = reopened(path)
     assert len(store.disk.index) == 2, "its head alone tells nothing"
@@ -201,9 +202,9 @@ def pack_of(tokens: tuple[int, ...]) -> bytes:
 @pytest.mark.parametrize("raw", [bytes(10_000), bytes(1), b"rekindle-jou", b"rekindle-journal-3" + bytes(500)])
 def test_a_journal_that_a_power_cut_zeroed_is_rebuilt(path: Path, raw: bytes) -> None:
     path.mkdir(mode=0o700)
-    (path / journal.NAME).write_bytes(raw)
+    (path / index_journal.NAME).write_bytes(raw)
     filled(path, ONE)
-    assert journal.read((path / journal.NAME).read_bytes()).whole
+    assert index_journal.read((path / index_journal.NAME).read_bytes()).whole
     assert kept(reopened(path)) == 40
 
 
@@ -219,7 +220,7 @@ class Watching(Folder):
         return super().names()
 
     def opener(self, name: str) -> int:
-        assert name == journal.NAME or self.go.wait(30)
+        assert name == index_journal.NAME or self.go.wait(30)
         return super().opener(name)
 
     def rename(self, old: str, new: str) -> None:
@@ -304,8 +305,8 @@ def test_closing_twice_is_closing_once(path: Path) -> None:
 
 def test_files_of_the_format_before_are_misses_and_counted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as older:
-        older.setattr("adapters.store.format.VERSION", 2)
-        older.setattr(journal, "MAGIC", b"rekindle-journal-2\n")
+        older.setattr("adapters.store.files.file_format.VERSION", 2)
+        older.setattr(index_journal, "MAGIC", b"rekindle-journal-2\n")
         filled(path, ONE, TWO)
     store = reopened(path)
     assert kept(store) == 0
@@ -333,7 +334,7 @@ def test_another_identity_shares_nothing(path: Path) -> None:
     ours, theirs = sorted(files(path), key=lambda file: file.name.partition("-")[2])
     names = {file.name.partition("-")[0] for file in (ours, theirs)}
     assert len(names) == 2, "no key in common"
-    assert len(list(path.glob(recent.PREFIX + "*"))) == 2
+    assert len(list(path.glob(recent_prompts.PREFIX + "*"))) == 2
     theirs.write_bytes(ours.read_bytes())
     again = disk_store(path, layout=OTHER)
     with pytest.raises(Damaged):

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import pytest
 
-from adapters.store import journal
-from adapters.store.folder import Folder, FolderInUse, FolderUnusable
-from adapters.store.names import QUARANTINE
-from adapters.store.seekable import Damaged
+from adapters.store import index_journal
+from adapters.store.file_names import QUARANTINE
+from adapters.store.files.private_folder import Folder, FolderInUse, FolderUnusable
+from adapters.store.files.seekable import Damaged
+from adapters.store.folder_upkeep import MOST_QUARANTINED
 from adapters.store.store import Store
-from adapters.store.upkeep import MOST_QUARANTINED
 from tests.store import kit
 from tests.store.kit import LAYOUT, OTHER, Opening, disk_store, files, save, settled
 
@@ -77,7 +77,7 @@ def test_nobody_else_may_read_it(path: Path) -> None:
 @pytest.mark.parametrize("spoil", ["remove", "empty", "tear", "flip", "other"])
 def test_the_journal_may_be_lost(path: Path, spoil: str) -> None:
     filled(path, ONE, TWO)
-    file = path / journal.NAME
+    file = path / index_journal.NAME
     raw = file.read_bytes()
     match spoil:
         case "remove":
@@ -93,7 +93,7 @@ def test_the_journal_may_be_lost(path: Path, spoil: str) -> None:
     store = reopened(path)
     assert (kept(store, ONE), kept(store, TWO)) == (40, 60)
     store.close()
-    again = journal.read(file.read_bytes())
+    again = index_journal.read(file.read_bytes())
     assert again.whole
     assert len(again.entries) == 2, "it is made whole again"
 
@@ -109,12 +109,12 @@ def test_hits_are_remembered_over_a_restart(path: Path) -> None:
 
 
 def test_a_journal_does_not_grow_for_ever(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("adapters.store.journal_file.SLACK", 20)
+    monkeypatch.setattr("adapters.store.index_journal_file.SLACK", 20)
     store, sizes = disk_store(path, disk=30_000), list[int]()
     for number in range(50, 130):
         save(store, (number, *ONE[1:]))
         settled(store)
-        sizes.append((path / journal.NAME).stat().st_size)
+        sizes.append((path / index_journal.NAME).stat().st_size)
     assert store.figures()["evictions"] > 50
     assert max(sizes) < 2 * (sum(sizes) / len(sizes)), "it was written anew a few times"
     store.close()
@@ -148,7 +148,7 @@ def test_a_damaged_file_is_put_aside_and_the_rest_is_served(path: Path, harm: st
         case _:
             one.write_bytes(b"")
     if not with_journal:
-        (path / journal.NAME).unlink()
+        (path / index_journal.NAME).unlink()
     store = reopened(path)
     for _ in range(2):
         for tokens in (ONE, (9, *ONE)):
@@ -178,10 +178,10 @@ def test_what_is_put_aside_is_bounded(path: Path) -> None:
 
 
 def test_a_newer_format_is_left_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("adapters.store.format.VERSION", 4)
+    monkeypatch.setattr("adapters.store.files.file_format.VERSION", 4)
     filled(path, ONE)
     monkeypatch.undo()
-    (path / journal.NAME).unlink()
+    (path / index_journal.NAME).unlink()
     store = reopened(path)
     assert kept(store) == 0
     assert len(files(path)) == 1
@@ -266,7 +266,7 @@ def test_a_journal_that_could_not_be_written_before_is_written_whole(path: Path)
     (path / "journal").unlink()
     save(store, ONE)
     settled(store)
-    assert (path / "journal").read_bytes().startswith(journal.MAGIC)
+    assert (path / "journal").read_bytes().startswith(index_journal.MAGIC)
     assert store.close()
     store = reopened(path)
     assert kept(store) == len(ONE)
@@ -338,7 +338,7 @@ def test_two_processes_do_not_share_a_folder(path: Path) -> None:
 
 def test_a_lock_does_not_outlive_its_process(path: Path) -> None:
     child = (
-        "import sys; from pathlib import Path; from adapters.store.folder import Folder;"
+        "import sys; from pathlib import Path; from adapters.store.files.private_folder import Folder;"
         "folder = Folder.open(Path(sys.argv[1])); print('owned', flush=True); sys.stdin.read()"
     )
     words = [sys.executable, "-c", child, str(path)]
@@ -431,7 +431,7 @@ def test_a_run_that_was_not_written_for_good_keeps_out_no_later_one(path: Path) 
     save(store, ONE)
     settled(store)
     assert store.close()
-    (path / journal.NAME).unlink()
+    (path / index_journal.NAME).unlink()
     assert kept(reopened(path)) == 40
 
 
@@ -444,7 +444,7 @@ def test_what_is_no_file_any_more_is_asked_for_once_and_counted(path: Path, inst
     if instead == "a folder":
         file.mkdir()
     elif instead == "a link":
-        file.symlink_to(path / journal.NAME)
+        file.symlink_to(path / index_journal.NAME)
     with pytest.raises(FileNotFoundError):
         kept(store)
     assert kept(store) == 0
@@ -455,8 +455,8 @@ def test_what_is_no_file_any_more_is_asked_for_once_and_counted(path: Path, inst
 def test_a_pipe_in_the_journals_place_holds_nothing_up(path: Path) -> None:
     store = disk_store(path)
     settled(store)
-    (path / journal.NAME).unlink()
-    os.mkfifo(path / journal.NAME)
+    (path / index_journal.NAME).unlink()
+    os.mkfifo(path / index_journal.NAME)
     save(store, ONE)
     settled(store)
     assert kept(store) == 40
@@ -470,7 +470,7 @@ def test_a_damaged_journal_and_damaged_recent_prompts_are_counted(path: Path) ->
     settled(store)
     assert store.figures()["rebuilt"] == 0
     assert store.close()
-    for file in (path / journal.NAME, *path.glob("recent-*")):
+    for file in (path / index_journal.NAME, *path.glob("recent-*")):
         file.write_bytes(file.read_bytes()[:-1])
     store = reopened(path)
     assert store.figures()["rebuilt"] == 2
@@ -612,7 +612,7 @@ def test_a_read_error_in_the_middle_deletes_nothing(path: Path, monkeypatch: pyt
             return real(*about)
 
         with monkeypatch.context() as patched:
-            patched.setattr("adapters.store.reading.os.preadv", fail)
+            patched.setattr("adapters.store.files.read_run.os.preadv", fail)
             with suppress(OSError):
                 assert kept(store) == 40
         assert store.figures()["read_errors"] == (1 if calls[0] >= at else 0)
@@ -721,9 +721,9 @@ def test_a_full_queue_drops_and_what_was_dropped_is_written_later(path: Path) ->
 
 
 def test_ten_thousand_entries_are_there_without_a_look_into_files(path: Path) -> None:
-    from adapters.store.blocks import chain, pack  # noqa: PLC0415
-    from adapters.store.format import file_name  # noqa: PLC0415
-    from adapters.store.index import Entry  # noqa: PLC0415
+    from adapters.store.block_index import Entry  # noqa: PLC0415
+    from adapters.store.block_keys import chain, pack  # noqa: PLC0415
+    from adapters.store.files.file_format import file_name  # noqa: PLC0415
 
     path.mkdir(mode=0o700)
     tokens = [pack(range(number, number + 32)) for number in range(10_000)]
@@ -733,7 +733,7 @@ def test_ten_thousand_entries_are_there_without_a_look_into_files(path: Path) ->
     ]
     for entry in entries:
         (path / file_name(entry.keys[-1], entry.handle)).write_bytes(b"x")
-    (path / journal.NAME).write_bytes(b"".join(journal.snapshot(entries)))
+    (path / index_journal.NAME).write_bytes(b"".join(index_journal.snapshot(entries)))
     store = disk_store(path)
     assert len(store.disk.index) == 10_000, "the journal's word: a look into any of these files would have refused it"
     store.close()

@@ -16,12 +16,11 @@ import torch
 import zstandard
 from attrs import evolve
 
-from adapters.store import seekable
-from adapters.store.blocks import chain, checkpoint_key, pack, root
-from adapters.store.codec import Chooser, compared, quicker
-from adapters.store.described import read_head
-from adapters.store.folder import Folder
-from adapters.store.format import (
+from adapters.store.block_keys import chain, checkpoint_key, pack, root
+from adapters.store.file_description import read_head
+from adapters.store.files import seekable
+from adapters.store.files.codec import Chooser, compared, quicker
+from adapters.store.files.file_format import (
     FRAME,
     Head,
     Newer,
@@ -34,9 +33,10 @@ from adapters.store.format import (
     parse_head,
     parse_name,
 )
-from adapters.store.reading import Expected, RunFile
-from adapters.store.seekable import Damaged
-from adapters.transfer.copy import views
+from adapters.store.files.private_folder import Folder
+from adapters.store.files.read_run import Expected, RunFile
+from adapters.store.files.seekable import Damaged
+from adapters.transfer.copy_rows import views
 from tests.store.kit import BLOCK_SIZE, DRAFT, EVERYTHING, LAYOUT, OTHER, ROWS, buffer_of, rows_of, same
 
 TOKENS = tuple(range(100, 140))
@@ -77,7 +77,7 @@ def test_what_is_written_is_read_back_bit_for_bit(private: Path, layout, level: 
 @pytest.mark.parametrize("in_cache", [True, False])
 def test_both_ways_of_reading_give_the_same(private: Path, monkeypatch: pytest.MonkeyPatch, in_cache: bool) -> None:
     """Through the page cache, and past it where the file system can do that; frames begin anywhere in a page."""
-    monkeypatch.setattr("adapters.store.reading.resident", lambda *_: in_cache)
+    monkeypatch.setattr("adapters.store.files.read_run.resident", lambda *_: in_cache)
     for layout in (LAYOUT, WIDE):
         assert same(read(private, blob(layout), layout), rows_of(TOKENS, 8, layout))
         with pytest.raises(Damaged):

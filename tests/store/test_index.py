@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from adapters.store.blocks import WIDTH, chain, pack, root
-from adapters.store.index import Entry, Index
+from adapters.store.block_index import Entry, Index
+from adapters.store.block_keys import WIDTH, chain, pack, root
 from effects.ids import Tokens
 
 BLOCK_SIZE = 2

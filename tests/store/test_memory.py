@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import adapters.store.memory
-from adapters.layout import RowSpec, TensorSpec
-from adapters.store.format import Draft, Layout
-from adapters.store.memory import ALIGN, SLAB, SOON, Buffer, Memory
-from adapters.store.opening import max_run, open_store, slab_size
+import adapters.store.slab_memory
+from adapters.sequence_layout import RowSpec, TensorSpec
+from adapters.store.files.file_format import Draft, Layout
+from adapters.store.open_store import max_run, open_store, slab_size
+from adapters.store.slab_memory import ALIGN, SLAB, SOON, Buffer, Memory
 
 
 def place(buffer) -> tuple[int, int]:
@@ -160,7 +160,7 @@ def test_what_could_not_be_made_is_not_counted(error: type[Exception], monkeypat
 
 def test_one_slab_is_registered_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever maps memory keeps the interpreter, and the system lets nobody do so while another one is registered."""
-    under_way, most, real = [0], [0], adapters.store.memory.pinned
+    under_way, most, real = [0], [0], adapters.store.slab_memory.pinned
 
     def slowly(size: int, *, aside: bool) -> torch.Tensor:
         under_way[0] += 1

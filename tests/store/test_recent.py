@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters.store.recent import MOST, PREFIX, Recents, read, record, snapshot
+from adapters.store.recent_prompts import MOST, PREFIX, Recents, read, record, snapshot
 from effects.ids import Tokens
 from effects.ports import Divergence
 from tests.store.kit import OTHER, disk_store, files, save, settled
@@ -96,8 +96,8 @@ def test_any_damage_costs_what_follows_it_only() -> None:
 
 def ends(raw: bytes) -> list[int]:
     """Where a file may end without anybody noticing."""
-    from adapters.store.recent import MAGIC  # noqa: PLC0415
-    from adapters.store.records import records  # noqa: PLC0415
+    from adapters.store.files.append_log import records  # noqa: PLC0415
+    from adapters.store.recent_prompts import MAGIC  # noqa: PLC0415
 
     return [len(MAGIC), *(end for _, end in records(raw, len(MAGIC)))]
 
@@ -189,7 +189,7 @@ def test_their_file_may_be_lost(path: Path, spoil: str) -> None:
 
 
 def test_their_file_is_written_anew_before_it_grows_beyond_measure(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("adapters.store.recent.SLACK", 4000)
+    monkeypatch.setattr("adapters.store.recent_prompts.SLACK", 4000)
     store = disk_store(path)
     for number in range(3 * MOST):
         store.joins((number, number, 5), 1)

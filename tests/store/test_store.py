@@ -14,12 +14,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from adapters.layout import RowSpec
-from adapters.store import journal
-from adapters.store.format import Draft
+from adapters.sequence_layout import RowSpec
+from adapters.store import index_journal
+from adapters.store.files.file_format import Draft
+from adapters.store.files.seekable import Damaged
 from adapters.store.lease import Miss
-from adapters.store.opening import open_store
-from adapters.store.seekable import Damaged
+from adapters.store.open_store import open_store
 from effects.ids import Tokens
 from effects.ports import DIVERGED, Divergence
 from tests.store.kit import (
@@ -336,7 +336,7 @@ def test_checkpoints_and_drafts_survive_a_restart(tmp_path: Path, with_journal: 
     before = sorted((entry.kind, entry.start, entry.since) for entry in store.disk.index.entries.values())
     store.close()
     if not with_journal:
-        (path / journal.NAME).unlink()
+        (path / index_journal.NAME).unlink()
     store = disk_store(path, layout=EVERYTHING)
     settled(store)
     assert sorted((entry.kind, entry.start, entry.since) for entry in store.disk.index.entries.values()) == before
@@ -437,7 +437,7 @@ class History(RuleBasedStateMachine):
         there = files(self.folder / "kv")
         self.harmed = self.harmed or (harm not in ("none", "journal") and bool(there))
         if harm == "journal":
-            (self.folder / "kv" / journal.NAME).unlink(missing_ok=True)
+            (self.folder / "kv" / index_journal.NAME).unlink(missing_ok=True)
         elif harm != "none" and there:
             self.harm(harm, self.random.choice(there), self.random.choice(there))
         self.open(self.random.choice([0, 3000, 12_000]), self.random.choice([3000, 8000, 40_000]))

@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 from attrs import frozen
 
-from adapters.store.blocks import chain, pack
-from adapters.store.described import entry_of
-from adapters.store.folder import Folder
-from adapters.store.format import Run
-from adapters.store.host import HostTier
-from adapters.store.index import Entry
-from adapters.store.memory import Buffer
-from adapters.store.opening import index, open_disk
+from adapters.store.block_index import Entry
+from adapters.store.block_keys import chain, pack
+from adapters.store.file_description import entry_of
+from adapters.store.files.file_format import Run
+from adapters.store.files.private_folder import Folder
+from adapters.store.host_tier import HostTier
+from adapters.store.open_store import index, open_disk
+from adapters.store.slab_memory import Buffer
 from adapters.store.store import Store
 from adapters.store.tier import LowerTier, Note, Tier, Write
-from engine.simulation.clock import Clock
-from engine.simulation.costs import Costs
-from engine.simulation.keeping import SimulatedDisk
-from engine.simulation.tally import Infinite, Tally
+from engine.tools.simulation.simulated_costs import Costs
+from engine.tools.simulation.simulated_store import SimulatedDisk
+from engine.tools.simulation.tally import Infinite, Tally
+from engine.tools.simulation.virtual_clock import Clock
 from tests.store.kit import BIG, BLOCK_SIZE, LAYOUT, buffer_of, rows_of, settled
 
 TOKENS = tuple(range(10, 10 + 2 * BLOCK_SIZE))

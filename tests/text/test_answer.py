@@ -11,7 +11,8 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.text.answer.pieces import (
+from adapters.text.answer.answer_parser import AnswerReader
+from adapters.text.answer.answer_pieces import (
     AnswerBlock,
     AnswerPiece,
     ArgumentsPiece,
@@ -22,7 +23,6 @@ from adapters.text.answer.pieces import (
     blocks,
     together,
 )
-from adapters.text.answer.reader import AnswerReader
 from adapters.text.conversation import FunctionTool, ToolCall
 
 SCHEMA = {

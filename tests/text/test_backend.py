@@ -10,9 +10,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from adapters import demo
-from adapters.checkpoint.errors import CheckpointError
-from adapters.text.backend import COMMENT, made, merges_of
+from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.text.tokenizer import build
+from adapters.text.tokenizer_backend import COMMENT, made, merges_of
 from tests.text import small
 
 SMALL: Mapping[str, Any] = json.loads(small.train().to_str())

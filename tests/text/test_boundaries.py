@@ -9,8 +9,8 @@ import pytest
 
 from adapters import demo
 from adapters.text.boundaries import MOST, Openings, find_openings
+from adapters.text.model_text import Text
 from adapters.text.template import ChatTemplate
-from adapters.text.text import Text
 from adapters.text.tokenizer import Tokenizer
 from tests.text import small
 

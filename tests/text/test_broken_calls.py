@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from adapters.text.answer.incoming import BrokenCall
+from adapters.text.answer.answer_parser import AnswerReader
+from adapters.text.answer.answer_pieces import AnswerBlock, AnswerPiece, ReasoningPiece, TextPiece, blocks, together
+from adapters.text.answer.incremental_text import BrokenCall
 from adapters.text.answer.json_reader import repaired, scalar
-from adapters.text.answer.pieces import AnswerBlock, AnswerPiece, ReasoningPiece, TextPiece, blocks, together
-from adapters.text.answer.reader import AnswerReader
 from adapters.text.conversation import FunctionTool, ToolCall
 
 WRITE = {

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from adapters.text.conversation import DEEPEST, ChatMessage, Conversation, ToolCall, with_one_system
+from adapters.text.model_text import Text, cut_behind
 from adapters.text.template import TemplateRefused, text_of
-from adapters.text.text import Text, cut_behind
 from tests.text import small
 
 SYSTEM, RULES, LATE = (ChatMessage("system", text) for text in ("Be brief.", "Rules.", "Mind the date."))

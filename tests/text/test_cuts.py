@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adapters.text.conversation import ChatMessage, Conversation
-from adapters.text.cuts import MOST_CUTS, cut_places
+from adapters.text.model_text import Text
+from adapters.text.shared_cuts import MOST_CUTS, cut_places
 from adapters.text.template import text_of
-from adapters.text.text import Text
 from adapters.text.tokenizer import Tokenizer
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from adapters.text.answer.detect import detect_calls, detect_reasoning
+from adapters.text.answer.detect_call_form import detect_calls, detect_reasoning
 from adapters.text.template import ChatTemplate, Control
 from tests.text import small
 

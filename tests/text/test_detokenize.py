@@ -10,10 +10,10 @@ from attrs import define
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters.text.answer.pieces import ArgumentsPiece, CallBegun, CallEnded, ReasoningPiece, TextPiece, text_of
+from adapters.text.answer.answer_pieces import ArgumentsPiece, CallBegun, CallEnded, ReasoningPiece, TextPiece, text_of
 from adapters.text.detokenize import TextStream
-from adapters.text.spelling import BYTES
-from adapters.text.stops import StopStrings
+from adapters.text.stop_strings import StopStrings
+from adapters.text.token_spelling import BYTES
 from adapters.text.tokenizer import Tokenizer
 
 LETTERS = {byte: char for char, byte in BYTES.items()}

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from adapters.text.efforts import EFFORTS, nearest
-from adapters.text.text import Text
+from adapters.text.model_text import Text
+from adapters.text.reasoning_efforts import EFFORTS, nearest
 from tests.text import small
 
 PLAIN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from adapters.text.conversation import ChatMessage, Conversation, FunctionTool, ToolCall
-from adapters.text.explain import SIDE, Explained, explain
-from adapters.text.text import Text
+from adapters.text.explain_miss import SIDE, Explained, explain
+from adapters.text.model_text import Text
 from effects.job import Job
 from effects.ports import DIVERGED, Divergence
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from adapters import demo
-from adapters.checkpoint.errors import CheckpointError
-from adapters.checkpoint.expressions import GPT2, LLAMA3, QWEN, QWEN35
-from adapters.checkpoint.gguf.text import WORDS
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.checkpoint.gguf.gguf_text import WORDS
+from adapters.checkpoint.split_patterns import GPT2, LLAMA3, QWEN, QWEN35
 from adapters.checkpoint.text_files import MAX_TEMPLATE_BYTES, TextFiles
-from adapters.text.pieces import known, splits_words
-from adapters.text.spelling import Spelling
-from adapters.text.text import Text
+from adapters.text.model_text import Text
+from adapters.text.token_pieces import known, splits_words
+from adapters.text.token_spelling import Spelling
 from adapters.text.tokenizer import Tokenizer
 from tests.models.ggufs import write_gguf
 

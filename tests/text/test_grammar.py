@@ -16,8 +16,9 @@ import jsonschema
 import numpy as np
 import pytest
 
-from adapters.text import grammar
-from adapters.text.grammar import (
+from adapters.text.confined_worker import Confined
+from adapters.text.grammars import grammar
+from adapters.text.grammars.grammar import (
     KEPT,
     LIMITS,
     MAX_BYTES,
@@ -30,9 +31,8 @@ from adapters.text.grammar import (
     definition,
     json_grammar,
 )
-from adapters.text.grammar_line import MOST_WAITING, SHARE, TooManyGrammars
+from adapters.text.grammars.grammar_line import MOST_WAITING, SHARE, TooManyGrammars
 from adapters.text.tokenizer import GaveUp, Tokenizer
-from adapters.text.worker import Confined
 from effects.grammar import Grammar
 from tests.schemas import schema_of
 from tests.text import small

@@ -11,12 +11,12 @@ import jsonschema  # type: ignore[import-untyped]
 import pytest
 from attrs import evolve
 
-from adapters.text.answer.held import answer_grammar
-from adapters.text.answer.pieces import blocks
-from adapters.text.answer.reader import AnswerReader
+from adapters.text.answer.answer_parser import AnswerReader
+from adapters.text.answer.answer_pieces import blocks
 from adapters.text.answer.schema_types import MOST_READ, types_of
+from adapters.text.answer.whole_answer_grammar import answer_grammar
 from adapters.text.conversation import FunctionTool, ToolCall, ToolChoice
-from adapters.text.grammar import GrammarRefused, Grammars, json_grammar
+from adapters.text.grammars.grammar import GrammarRefused, Grammars, json_grammar
 from adapters.text.tokenizer import Tokenizer
 from effects.grammar import Grammar
 from tests.text import small

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from adapters.text.answer.held import answer_grammar
+from adapters.text.answer.answer_parser import AnswerReader
+from adapters.text.answer.answer_pieces import blocks
 from adapters.text.answer.input_rules import bare_terminal, quoted_input
-from adapters.text.answer.pieces import blocks
 from adapters.text.answer.quoted_rules import quoted_expression, quoted_rules
-from adapters.text.answer.reader import AnswerReader
 from adapters.text.answer.regular_rules import bare, regular_expression
+from adapters.text.answer.whole_answer_grammar import answer_grammar
 from adapters.text.conversation import FunctionTool, ToolCall, ToolChoice
-from adapters.text.grammar import GrammarRefused, Grammars
+from adapters.text.grammars.grammar import GrammarRefused, Grammars
 from adapters.text.tokenizer import Tokenizer
 from effects.grammar import Grammar
 from tests.text import small

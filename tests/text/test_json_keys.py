@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters.text.grammar import GrammarMatching, Grammars, json_grammar
-from adapters.text.json_keys import JsonPlace, QuotedTokens
+from adapters.text.grammars.grammar import GrammarMatching, Grammars, json_grammar
+from adapters.text.grammars.json_keys import JsonPlace, QuotedTokens
 from adapters.text.tokenizer import Tokenizer
 from effects.grammar import Grammar
 from tests.text import small

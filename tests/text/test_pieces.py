@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 
 from adapters import demo
-from adapters.checkpoint.expressions import GPT2, QWEN
-from adapters.text import pieces
-from adapters.text.pieces import KNOWN, Knowledge, known, runs, size_of
-from adapters.text.spelling import Spelling
+from adapters.checkpoint.split_patterns import GPT2, QWEN
+from adapters.text import token_pieces
+from adapters.text.token_pieces import KNOWN, Knowledge, known, runs, size_of
+from adapters.text.token_spelling import Spelling
 from adapters.text.tokenizer import GaveUp, TooLong
 from adapters.text.tokenizer import Tokenizer as Ours
 from tests.text import small
@@ -55,7 +55,7 @@ def test_pieces_have_the_tokens_of_the_whole_and_no_fewer_than_was_said(name: st
     assert knowledge.cuts
     whole = tokenizer.encode(text, add_special_tokens=False).ids
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "PIECE", 1)  # cut wherever it can be
+        patch.setattr(token_pieces, "PIECE", 1)  # cut wherever it can be
         parts = list(knowledge.pieces(text))
     assert "".join(parts) == text
     assert [token for part in parts for token in tokenizer.encode(part, add_special_tokens=False).ids] == whole
@@ -68,7 +68,7 @@ def test_a_long_text_is_cut_into_portions_of_one_size() -> None:
     text = "word and another " * 20_000
     portions = [[piece for _, piece in run] for run in runs([text, "x", "y"], knowledge)]
     assert [len(portion) for portion in portions[:-1]] == [1] * (len(portions) - 1)
-    assert all(pieces.PIECE <= len(portion[0]) < pieces.PIECE + 20 for portion in portions[:-1])
+    assert all(token_pieces.PIECE <= len(portion[0]) < token_pieces.PIECE + 20 for portion in portions[:-1])
     assert "".join(piece for portion in portions for piece in portion) == text + "xy"
     assert list(runs(["ab"] * 3, knowledge)) == [[(0, "ab"), (1, "ab"), (2, "ab")]]
     assert list(Knowledge(22).pieces(text)) == [text]

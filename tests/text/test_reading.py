@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adapters.text.conversation import ChatMessage, ToolCall
-from adapters.text.reading import DEEPEST, Reading, canonical, framed, heard
+from adapters.text.read_text import DEEPEST, Reading, canonical, framed, heard
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
 NUMBERS = st.integers(-(10**20), 10**20) | st.floats(allow_nan=False, allow_infinity=False)

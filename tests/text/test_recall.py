@@ -13,13 +13,13 @@ from attrs import define, evolve, field
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from adapters.http.turn_memory import ENCODER as RECORDS
-from adapters.http.turn_memory import AskedTurn, OwnTurns, TurnMemory, TurnRecord, name_of
-from adapters.text.answer.pieces import calls_of, reasoning_of, text_of
+from adapters.http.history.answer_tokens import ENCODER as RECORDS
+from adapters.http.history.answer_tokens import AskedTurn, OwnTurns, TurnMemory, TurnRecord, name_of
+from adapters.text.answer.answer_pieces import calls_of, reasoning_of, text_of
 from adapters.text.conversation import ChatMessage, Conversation, FunctionTool, ToolCall
-from adapters.text.reading import heard
-from adapters.text.recall import recaller
-from adapters.text.text import ChatPrompt, Text
+from adapters.text.model_text import ChatPrompt, Text
+from adapters.text.read_text import heard
+from adapters.text.recall_tokens import recaller
 from effects.ids import Tokens
 from effects.job import Job
 from tests.text import small

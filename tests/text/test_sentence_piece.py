@@ -14,11 +14,11 @@ import sentencepiece
 from tokenizers import pre_tokenizers
 
 from adapters import demo
-from adapters.checkpoint.errors import CheckpointError
+from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.text_files import TextFiles
 from adapters.text.detokenize import TextStream
-from adapters.text.spelling import spelling_of
 from adapters.text.template import Control
+from adapters.text.token_spelling import spelling_of
 from adapters.text.tokenizer import Tokenizer, build
 from tests.models.ggufs import write_gguf
 

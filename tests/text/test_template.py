@@ -12,9 +12,9 @@ from typing import Any
 import anyio
 import pytest
 
-from adapters.checkpoint.errors import CheckpointError
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.text.model_text import Text
 from adapters.text.template import ChatTemplate, Control, TemplateFailed, TemplateRefused, text_of
-from adapters.text.text import Text
 from adapters.text.tokenizer import Tokenizer
 from tests.text import small
 

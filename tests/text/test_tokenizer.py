@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adapters import demo
-from adapters.checkpoint.errors import CheckpointError
-from adapters.text.backend import made
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.text.model_text import Text
 from adapters.text.template import Control
-from adapters.text.text import Text
 from adapters.text.tokenizer import Tokenizer, TokenizerPanicked, build, same_without, without
+from adapters.text.tokenizer_backend import made
 from effects.job import Sampling
 from tests.text import small
 

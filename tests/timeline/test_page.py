@@ -13,7 +13,7 @@ import pytest
 from benchmarks.trace_view import record
 from effects.ids import DeviceFailed, RequestId
 from effects.job import Job
-from engine.timeline.view import written
+from engine.tools.timeline.timeline_page import written
 from states.events import Submitted
 from states.settings import Settings
 from tests import browser

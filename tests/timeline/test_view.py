@@ -22,13 +22,13 @@ from effects.ids import DeviceFailed, RequestId
 from effects.job import Job
 from effects.prefill import PrefillAdvanced, RunPrefill
 from engine.__main__ import main
-from engine.meter import STAGES, Meter
-from engine.replay import Replay
-from engine.runner import Envelope
-from engine.timeline import collect, view
-from engine.timeline.collect import Timeline
-from engine.timeline.view import Viewed, page, written
-from engine.trace import VERSION, read
+from engine.core.event_loop import Envelope
+from engine.core.replay import Replay
+from engine.core.request_meter import STAGES, Meter
+from engine.core.trace import VERSION, read
+from engine.tools.timeline import collect_timeline, timeline_page
+from engine.tools.timeline.collect_timeline import Timeline
+from engine.tools.timeline.timeline_page import Viewed, page, written
 from states.events import ForRequest, Submitted
 from states.settings import Settings
 from states.world import advance, begin
@@ -219,8 +219,8 @@ def test_the_page_lets_nothing_through_but_itself(tmp_path: Path) -> None:
     assert "unsafe" not in policy
     (script,) = re.findall(r'<script type="module">(.*?)</script>', html, re.DOTALL)
     (style,) = re.findall(r"<style>(.*?)</style>", html, re.DOTALL)
-    assert f"script-src '{view.hashed(script)}'" in policy
-    assert f"style-src '{view.hashed(style)}'" in policy
+    assert f"script-src '{timeline_page.hashed(script)}'" in policy
+    assert f"style-src '{timeline_page.hashed(style)}'" in policy
     assert not re.findall(r"https?://|url\(|import\s|fetch\(|innerHTML|eval\(", html)
 
 
@@ -264,11 +264,11 @@ def test_ten_thousand_requests_are_a_small_page() -> None:
 
 
 def test_more_events_than_find_room_are_told_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(collect, "MOST_EVENTS", 5)
+    monkeypatch.setattr(collect_timeline, "MOST_EVENTS", 5)
     data = viewed(copied(tmp_path, "a_full_house"))
     assert len(data["times"]) == 5
     assert re.fullmatch(r"\d+ events after event 4 found no room: --from 5 shows them", data["about"]["trouble"][0])
-    monkeypatch.setattr(view, "MOST_BYTES", 1000)
+    monkeypatch.setattr(timeline_page, "MOST_BYTES", 1000)
     assert main(["trace", "view", str(copied(tmp_path, "a_full_house"))]) == 2
 
 
@@ -339,7 +339,7 @@ def test_times_that_cannot_be_are_shown_in_order() -> None:
         after, outs = advance(world, event)
         timeline.observe(Envelope(seq, at_ns, event), outs, world, after)
         world = after
-    assert timeline.times == [0, 0, collect.MOST_US, collect.MOST_US]
+    assert timeline.times == [0, 0, collect_timeline.MOST_US, collect_timeline.MOST_US]
 
 
 def test_prefill_of_a_neighbour_is_in_the_launch_that_it_was_in(tmp_path: Path) -> None:

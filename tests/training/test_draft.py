@@ -11,12 +11,12 @@ from attrs import evolve
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.dflash.checkpoint import DraftCheckpoint
-from adapters.models.dflash.draft import DFlashDraft
-from adapters.models.draft import BlockRequest
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.shard import Segment, Step, TargetHead
+from adapters.models.decoder.shard import Segment, Step, TargetHead
+from adapters.models.drafts.cached_draft import BlockRequest
+from adapters.models.drafts.dflash.checkpoint import DraftCheckpoint
+from adapters.models.drafts.dflash.draft import DFlashDraft
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.open_checkpoint import Checkpoint
 from tests.training.conftest import DEMO
 from training.batches import Batches, BatchShape
 from training.dialogues import chat

@@ -7,9 +7,9 @@ from random import Random
 import pytest
 import torch
 
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.scorer import Scorer
+from adapters.models.decoder.scorer import Scorer
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.open_checkpoint import Checkpoint
 from training.batches import Batches, BatchShape, flatten
 from training.chat_format import CONTROLS, conversation, user
 from training.chat_format import assistant as says

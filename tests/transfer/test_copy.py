@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from adapters.layout import RowSpec, dtype_name
-from adapters.models.kv_cache import PagedKvCache
-from adapters.models.shard import Segment, Step
-from adapters.store.format import Layout
-from adapters.store.memory import Memory
-from adapters.transfer.copy import UNMARKED, Mover, StateMover, marks, movers
-from adapters.transfer.strided import Box, BoxSide, box_side, copy_box
+from adapters.models.decoder.kv_cache import PagedKvCache
+from adapters.models.decoder.shard import Segment, Step
+from adapters.sequence_layout import RowSpec, dtype_name
+from adapters.store.files.file_format import Layout
+from adapters.store.slab_memory import Memory
+from adapters.transfer.copy_rows import UNMARKED, Mover, StateMover, marks, movers
+from adapters.transfer.strided_copy import Box, BoxSide, box_side, copy_box
 from effects.ids import PAGE
 from tests.models.recurrent_shard import RecurrentShard
 

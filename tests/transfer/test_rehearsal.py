@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from adapters.layout import torch_dtype
-from adapters.store.names import QUARANTINE
+from adapters.sequence_layout import torch_dtype
+from adapters.store.file_names import QUARANTINE
 from adapters.store.store import Store
-from adapters.transfer import rehearsal as rehearsing
-from adapters.transfer.copy import Mover
-from adapters.transfer.rehearsal import Rehearsal
+from adapters.transfer import measure_copies as rehearsing
+from adapters.transfer.copy_rows import Mover
+from adapters.transfer.measure_copies import Rehearsal
 from tests.store.kit import BIG, BLOCK_SIZE, LAYOUT, ROWS, disk_store, save, settled
 
 CAPACITY = 64

@@ -11,16 +11,16 @@ import torch
 from attrs import define, evolve, field
 
 from adapters.device.executor import DeviceExecutor
-from adapters.device.lane import DeviceLane
-from adapters.device.proposer import DraftRequest
-from adapters.device.slots import SlotState
-from adapters.device.tree import Tree, chain
-from adapters.layout import RowSpec, torch_dtype
-from adapters.models.shard import Kept, Segment, Step
-from adapters.store.folder import Folder
-from adapters.store.format import Layout
-from adapters.store.host import HostTier
-from adapters.store.opening import index, open_disk
+from adapters.device.lane.lane import DeviceLane
+from adapters.device.slots.slots import SlotState
+from adapters.device.speculation.proposal_tree import Tree, chain
+from adapters.device.speculation.proposer import DraftRequest
+from adapters.models.decoder.shard import Kept, Segment, Step
+from adapters.sequence_layout import RowSpec, torch_dtype
+from adapters.store.files.file_format import Layout
+from adapters.store.files.private_folder import Folder
+from adapters.store.host_tier import HostTier
+from adapters.store.open_store import index, open_disk
 from adapters.store.store import Store
 from adapters.transfer.transfer import Transfer, transfer
 from effects.all import Ask, Launch

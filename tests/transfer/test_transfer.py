@@ -16,20 +16,20 @@ from anyio import to_thread
 from attrs import define, evolve
 
 from adapters.device.executor import DeviceExecutor
-from adapters.device.lane import DeviceLane
-from adapters.device.slots import SlotState
+from adapters.device.lane.lane import DeviceLane
+from adapters.device.slots.slots import SlotState
 from adapters.metrics import Metrics
-from adapters.models.dense import DenseShard
-from adapters.store.folder import Folder
-from adapters.store.format import Layout
-from adapters.store.host import HostTier
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.store.files.file_format import Layout
+from adapters.store.files.private_folder import Folder
+from adapters.store.host_tier import HostTier
 from adapters.store.lookup import Found
-from adapters.store.memory import ALIGN, SLAB, Memory
-from adapters.store.opening import index, open_disk
+from adapters.store.open_store import index, open_disk
+from adapters.store.slab_memory import ALIGN, SLAB, Memory
 from adapters.store.store import Store
-from adapters.transfer import save
-from adapters.transfer.copy import Mover, movers
-from adapters.transfer.save import COURTESY, MOMENT, PATIENCE_NS
+from adapters.transfer import saver as save
+from adapters.transfer.copy_rows import Mover, movers
+from adapters.transfer.saver import COURTESY, MOMENT, PATIENCE_NS
 from adapters.transfer.transfer import Transfer, transfer
 from effects.all import Ask, Launch
 from effects.decode import RunDecode
@@ -391,7 +391,7 @@ async def test_an_abandoned_restore_stops_after_the_run_that_it_is_at(
             bench.moving.restorer.abandon(RequestId(2))
         put(mover, slot, span, *run)
 
-    monkeypatch.setattr("adapters.transfer.restore.AHEAD", 1)
+    monkeypatch.setattr("adapters.transfer.restorer.AHEAD", 1)
     monkeypatch.setattr(Mover, "put", leave)
     restored = await bench.restore(2, await bench.found(2), 1)
     assert restored == BlocksRestored(0, 48, 48 * bench.moving.store.layout.token_bytes)

@@ -17,8 +17,8 @@ from typing import Any, BinaryIO, TypeAlias
 
 from attrs import define, field, frozen
 
-from adapters.checkpoint.config import open_regular
-from adapters.checkpoint.errors import CheckpointError
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.checkpoint.config_fields import open_regular
 from adapters.checkpoint.gguf.types import ACCEPTED, PACKINGS, REFUSED, Packing
 
 MAGIC = b"GGUF"

@@ -10,7 +10,7 @@ from typing import Any
 
 from attrs import frozen
 
-from adapters.checkpoint.errors import CheckpointError, shown
+from adapters.checkpoint.checkpoint_error import CheckpointError, shown
 from adapters.checkpoint.gguf.header import MOST_TENSORS, GgufHeader, Items, Stored, Value, read_header
 
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")

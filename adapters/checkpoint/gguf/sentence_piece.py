@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any
 
-from adapters.checkpoint.errors import CheckpointError, shown
+from adapters.checkpoint.checkpoint_error import CheckpointError, shown
 from adapters.checkpoint.gguf.header import GgufHeader
 
 SPACE = "\u2581"  # how a vocabulary writes a space

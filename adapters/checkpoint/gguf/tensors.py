@@ -13,8 +13,8 @@ from torch import Tensor
 
 from adapters.checkpoint.gguf.header import Stored
 from adapters.checkpoint.gguf.unpack import FLOATS, LAYOUTS, UNPACK
-from adapters.checkpoint.packed import PackedMatrix, StepLayout, checked, piece_of, rearranged
-from adapters.checkpoint.weights import Fetch, TensorEntry, check_finite
+from adapters.checkpoint.packed_matrix import PackedMatrix, StepLayout, checked, piece_of, rearranged
+from adapters.checkpoint.safetensors_folder import Fetch, TensorEntry, check_finite
 
 
 @frozen

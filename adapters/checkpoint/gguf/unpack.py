@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from adapters.checkpoint.packed import PackedMatrix, StepLayout
+from adapters.checkpoint.packed_matrix import PackedMatrix, StepLayout
 
 K_SCALED = StepLayout("int8", 32, per=8, inner=True, least="own")
 LAYOUTS: Mapping[str, StepLayout] = {

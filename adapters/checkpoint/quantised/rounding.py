@@ -16,8 +16,8 @@ from attrs import evolve, field, frozen
 from torch import Tensor
 from torch.nn.functional import pad
 
-from adapters.checkpoint.packed import PackedMatrix, StepLayout, group_of
-from adapters.checkpoint.weights import Fetch, StoredTensor, TensorEntry
+from adapters.checkpoint.packed_matrix import PackedMatrix, StepLayout, group_of
+from adapters.checkpoint.safetensors_folder import Fetch, StoredTensor, TensorEntry
 
 GROUP = 128
 WIDTHS = (1.0, 0.9, 0.8)

@@ -11,8 +11,8 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from adapters.checkpoint.packed import PackedMatrix, StepLayout, e4m3
-from adapters.checkpoint.quantised.settings import Awq, Gptq, Int32Words, Packing, Scaled
+from adapters.checkpoint.packed_matrix import PackedMatrix, StepLayout, e4m3
+from adapters.checkpoint.quantised.quantisation_config import Awq, Gptq, Int32Words, Packing, Scaled
 
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 """Where in a word the first of eight outputs is, the second ..."""

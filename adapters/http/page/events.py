@@ -15,10 +15,10 @@ import msgspec
 from attrs import define, field
 from starlette.types import Message, Receive, Scope, Send
 
-from adapters.http.connection import ABORT, STOPPING
-from adapters.http.errors import ApiError
-from adapters.http.options import EdgeOptions
-from adapters.http.reply import STREAM_HEADERS
+from adapters.http.answer.reply import STREAM_HEADERS
+from adapters.http.wire.connection import ABORT, STOPPING
+from adapters.http.wire.edge_options import EdgeOptions
+from adapters.http.wire.errors import ApiError
 
 EVERY_S = 0.25  # a look takes 1 ms with 64 requests running: 0.4 % of one core
 MOST_LISTENERS = 32  # pages: of 4,096 connections, and a task each

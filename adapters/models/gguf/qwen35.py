@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adapters.checkpoint.config import LIMITS
+from adapters.checkpoint.config_fields import LIMITS
 from adapters.checkpoint.gguf.metadata import Metadata
 from adapters.checkpoint.gguf.tensors import OfColumns
-from adapters.models.gguf.form import ATTENTION, EXPERTS, FRAME, SHARED, Architecture, Undo, shared_settings
-from adapters.models.kernels.delta import DeltaShape
-from adapters.models.qwen3_5 import FULL, LINEAR, Qwen35Config
+from adapters.models.families.qwen3_5 import FULL, LINEAR, Qwen35Config
+from adapters.models.gguf.architecture import ATTENTION, EXPERTS, FRAME, SHARED, Architecture, Undo, shared_settings
+from adapters.models.kernels.delta_interface import DeltaShape
 
 RECURRENT = {
     "linear_attn.in_proj_qkv.weight": "attn_qkv.weight",

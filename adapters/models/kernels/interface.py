@@ -12,12 +12,12 @@ from typing import Any, Protocol, TypeVar
 from attrs import frozen
 from torch import Tensor
 
-from adapters.checkpoint.packed import Stack
-from adapters.models.kernels.batch import Batch, BlockBatch
-from adapters.models.kernels.delta import DeltaKernels
-from adapters.models.kernels.experts import EveryExpert, Experts, GatedWeights
-from adapters.models.kernels.products import ProductPlan, Products
-from adapters.models.kernels.proof import Proof
+from adapters.checkpoint.packed_matrix import Stack
+from adapters.models.kernels.delta_interface import DeltaKernels
+from adapters.models.kernels.experts_interface import EveryExpert, Experts, GatedWeights
+from adapters.models.kernels.product_list import ProductPlan, Products
+from adapters.models.kernels.proof.prover import Proof
+from adapters.models.kernels.step_batch import Batch, BlockBatch
 
 T = TypeVar("T")
 

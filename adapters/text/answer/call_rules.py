@@ -8,8 +8,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from attrs import define, field, frozen
 
-from adapters.text.answer.quoted_rules import expression
-from adapters.text.answer.values import (
+from adapters.text.answer.argument_grammar import (
     ANY,
     ANY_TEXT,
     PYTHON,
@@ -20,8 +19,9 @@ from adapters.text.answer.values import (
     without,
     xml_arguments,
 )
+from adapters.text.answer.quoted_rules import expression
 from adapters.text.conversation import FunctionTool
-from adapters.text.grammar import GrammarRefused
+from adapters.text.grammars.grammar import GrammarRefused
 
 LINE = r"((?s:.*)\n)?[^\S\n]*"  # up to where nothing but white space stands in a line
 MEMBERS = r"arguments|parameters|type|id|function"

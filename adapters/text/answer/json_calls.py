@@ -9,9 +9,9 @@ from typing import Any
 
 from attrs import define
 
+from adapters.text.answer.call_form import MAX_NAME, CallForm
 from adapters.text.answer.certain_json import JsonWriter
-from adapters.text.answer.form import MAX_NAME, CallForm
-from adapters.text.answer.incoming import SPACE, BrokenCall, Parsing
+from adapters.text.answer.incremental_text import SPACE, BrokenCall, Parsing
 from adapters.text.answer.json_reader import JsonReader, repaired
 
 ARGUMENTS = ("arguments", "parameters")

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from attrs import define
 
 from adapters.text.answer.certain_json import CLOSING, JsonWriter
-from adapters.text.answer.incoming import MAX_DEPTH, SPACE, BrokenCall, Incoming, Parsing
+from adapters.text.answer.incremental_text import MAX_DEPTH, SPACE, BrokenCall, Incoming, Parsing
 from adapters.text.answer.schema_types import properties_of, property_of, types_of
 
 PLAIN = re.compile(r"[^\"'\\<\x00-\x1f]+")

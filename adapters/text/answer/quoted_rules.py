@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 
-from adapters.text.grammar import MOST_SOURCE, GrammarRefused
+from adapters.text.grammars.grammar import MOST_SOURCE, GrammarRefused
 
 ESCAPED = (*map(chr, range(32)), '"', "\\")  # what JSON writes in another way
 PLAIN = (*(char for char in map(chr, range(32, 128)) if char not in ESCAPED), "é", "中", "😀")

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from attrs import define, field, frozen
 
-from adapters.text.answer.form import CallForm
-from adapters.text.answer.incoming import SPACE, BrokenCall, Incoming, Parsing
-from adapters.text.answer.pieces import AnswerPiece, ReasoningPiece, TextPiece
+from adapters.text.answer.answer_pieces import AnswerPiece, ReasoningPiece, TextPiece
+from adapters.text.answer.call_form import CallForm
+from adapters.text.answer.incremental_text import SPACE, BrokenCall, Incoming, Parsing
 
 MOST_LOOKS = 16  # through all text, for a call in it
 

@@ -14,7 +14,7 @@ from typing import TypeAlias
 from attrs import define, field, frozen
 
 from adapters.text.answer.quoted_rules import STRING, plain
-from adapters.text.grammar import MOST_SOURCE
+from adapters.text.grammars.grammar import MOST_SOURCE
 
 # An expression and its flags in, an expression out: as it is, or for what JSON makes of the text.
 Written: TypeAlias = Callable[[str, str], str]

@@ -21,9 +21,9 @@ from collections.abc import Callable
 
 from attrs import define, field
 
+from adapters.text.answer.call_form import MAX_NAME, CallForm
 from adapters.text.answer.certain_json import JsonWriter
-from adapters.text.answer.form import MAX_NAME, CallForm
-from adapters.text.answer.incoming import SPACE, BrokenCall, Parsing
+from adapters.text.answer.incremental_text import SPACE, BrokenCall, Parsing
 from adapters.text.answer.json_reader import is_integer_only, repaired
 from adapters.text.answer.schema_types import properties_of, property_of, required_of, type_name, types_of
 

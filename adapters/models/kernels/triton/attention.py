@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from adapters.models.kernels.triton.reading import load_q, load_tile, row_of
+from adapters.models.kernels.triton.attention_tiles import load_q, load_tile, row_of
 
 # Stands for "no key yet": finite, so that differences of two of them are zero rather than NaN.
 NOTHING = tl.constexpr(-1.0e30)

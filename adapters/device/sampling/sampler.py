@@ -1,0 +1,309 @@
+"""Picks tokens from logits, exactly and reproducibly.
+
+The order is logit bias, repetition penalty, presence and frequency penalties, what the grammar forbids, temperature,
+top-k, top-p, min-p, then the largest of logit + Gumbel noise (`noise.py`). Greedy is the largest logit, the lowest
+token id winning ties. A pick depends on its own row only, and is the same on every device: whatever is compared or
+summed has one right answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from typing import TypeAlias
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor
+
+from adapters.device.sampling.argmax import extremes
+from adapters.device.sampling.exact_exp import steady_weights
+from adapters.device.sampling.gpu_draw import draw_into, told_of
+from adapters.device.sampling.grammar_mask import Mask, Matching, forbidden
+from adapters.device.sampling.host_draw import drawn
+from adapters.device.sampling.logit_penalties import HostPenalties, changed, penalties_of
+from adapters.device.sampling.native_draw import found_at_once
+from adapters.device.sampling.side_stream import aside
+from adapters.device.sampling.truncation import leaders
+from adapters.models.kernels.cpu.native.library import compiled
+from adapters.models.kernels.exact_functions import BITS
+from effects.decode import Logprob
+from effects.ids import Tokens
+from effects.job import Sampling
+
+
+class Sampler:
+    """How one request's tokens are picked, and what its penalties have seen so far. Made anew for every request.
+
+    prompt: every token before the answer, restored ones included. vocab: V. matching: what its grammar lets follow, if
+    it has one. Raises ValueError for a bias on a token that the model does not have.
+
+    plain: the model's logits are used as they are, but for a grammar's mask. cheap: one more of its rows is hardly
+    noticed beside another. native: the compiled library, where that picks. guessing: how a draft guesses what is
+    picked, by its share of the noise.
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        prompt: Tokens,
+        vocab: int,
+        device: torch.device | str = "cpu",
+        matching: Matching | None = None,
+    ) -> None:
+        self.sampling, self.matching = sampling, matching
+        self._device = torch.device(device)
+        self.penalties = penalties_of(sampling, prompt, vocab, self._device)
+        self.plain = self.penalties is None
+        self.cheap = self.plain and matching is None and sampling.logprobs < 0
+        self.native = compiled() if self._device.type == "cpu" else None
+        self.guessing: dict[float, Sampling] = {}
+
+    @property
+    def device(self) -> torch.device:
+        """Of the logits that it is used on."""
+        return self._device
+
+    @property
+    def forgetful(self) -> bool:
+        """Does what is picked next not depend on what was picked before, but by the model?"""
+        return self.matching is None and (self.penalties is None or not self.penalties.remembers)
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """These are part of the answer now."""
+        if self.penalties is not None:
+            self.penalties.append(tokens)
+        if self.matching is not None:
+            self.matching.append(tokens)
+
+
+@frozen(eq=False)
+class Draw:
+    """Whose the row of logits is, the position of the token that is picked from it, and what it presumes.
+
+    drafted: the proposals that this row's prefix ends with, beyond what the sampler knows.
+    """
+
+    sampler: Sampler
+    position: int
+    drafted: Tokens = ()
+
+
+@frozen
+class Pick:
+    token: int
+    logprob: Logprob | None = None  # when the request asked for them
+
+
+@frozen
+class NotFinite:
+    """The row's logits hold NaN or infinity; nothing was picked."""
+
+    detail: str
+
+    @classmethod
+    def at(cls, position: int) -> NotFinite:
+        return cls(f"the logits for position {position} are not finite")
+
+
+@frozen
+class DeadEnd:
+    """The request's grammar lets no token follow; nothing was picked."""
+
+    detail: str
+
+
+Picked: TypeAlias = Pick | NotFinite | DeadEnd
+
+TOGETHER = 4  # rows that a host picks from at once where their tokens may be asked for, one after the other
+
+
+def picker(logits: Tensor, rows: Sequence[Draw], *, every: bool) -> Callable[[int], Picked]:
+    """What is picked at a row. every: all of them will be asked for. Otherwise a host picks where somebody asks, and at
+    a few rows behind it where that is cheap; a GPU picks at all of them at once.
+    """
+    if every or logits.is_cuda:
+        return pick(logits, rows).__getitem__
+    found: dict[int, Picked] = {}
+
+    def picked(row: int) -> Picked:
+        if row not in found:
+            stop, most = row + 1, min(row + TOGETHER, len(rows)) if rows[row].sampler.cheap else 0
+            while stop < most and rows[stop].sampler.cheap:
+                stop += 1
+            found.update(enumerate(pick(logits[row:] if row else logits, rows[row:stop]), row))
+        return found[row]
+
+    return picked
+
+
+@define(eq=False)
+class Picking:
+    """Tokens that a device has picked, or is about to: int64 `[R]`, there. What is told of them comes in one transfer.
+
+    ends: of rows where a grammar lets nothing follow, why. most: alternatives that were looked for, in rows `wanted`.
+    """
+
+    rows: Sequence[Draw]
+    tokens: Tensor
+    ends: Mapping[int, str]
+    wanted: Sequence[int]
+    most: int
+    _told: Tensor
+    _arrived: torch.cuda.Event | None = field(init=False, default=None)
+
+    def __attrs_post_init__(self) -> None:
+        """The host does not wait for what is on its way; nor does the device, which goes on beside it."""
+        if self._told.is_cuda:
+            with aside(self._told) as stream:
+                there = torch.empty(self._told.shape, dtype=self._told.dtype, pin_memory=True)
+                self._told = there.copy_(self._told, non_blocking=True)
+                self._arrived = stream.record_event()
+
+    def read(self) -> list[Picked]:
+        """Waits for the device."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        values, width, wanted = self._told.tolist(), 2 + 2 * self.most, set(self.wanted)
+        more = iter(values[3 * len(self.rows) :])
+        return [
+            _read(
+                row,
+                values[3 * index : 3 * index + 3],
+                list(islice(more, width)) if index in wanted else [],
+                self.ends.get(index),
+            )
+            for index, row in enumerate(self.rows)
+        ]
+
+
+def pick(logits: Tensor, rows: Sequence[Draw]) -> list[Picked]:
+    """One token a row; waits for the device once, whatever is asked for. On a host the compiled library picks, where
+    there is one, to the bit what `picking` does.
+    """
+    native = None if logits.is_cuda else rows[0].sampler.native
+    if native is None:
+        return picking(logits, rows).read()
+    raw = logits if logits.shape[0] == len(rows) else logits[: len(rows)]
+    masks, ends = _masks(rows)
+    wanted = [(row.sampler.sampling, row.position, mask) for row, mask in zip(rows, masks, strict=True)]
+    found = found_at_once(native, native.serving, raw, adjusted(raw, rows), wanted)
+    return [
+        _read(row, picked, told, ends.get(index))
+        for index, (row, (picked, told)) in enumerate(zip(rows, found, strict=True))
+    ]
+
+
+def picking(logits: Tensor, rows: Sequence[Draw]) -> Picking:
+    """One token a row. logits: float32 `[at least len(rows), V]`; the host waits for nothing.
+
+    Log-probabilities are natural, of the model's own distribution: before bias, penalties and temperature; among what
+    a grammar lets follow, where there is one.
+    """
+    raw = logits[: len(rows)]
+    used = adjusted(raw, rows)
+    masks, ends = _masks(rows)
+    tokens, found = extremes(used)
+    told, out = found, None
+    if any(mask is not None for mask in masks):
+        out = forbidden(masks, raw.shape[-1], raw.device)
+        used = used.masked_fill(out, -math.inf)
+        tokens, told = extremes(used)
+        found[:, 0] = told[:, 0]
+    draw_some(tokens, found, used, told, rows)
+    wanted = [index for index, row in enumerate(rows) if row.sampler.sampling.logprobs >= 0]
+    if not wanted:
+        return Picking(rows, tokens, ends, (), 0, found.flatten())
+    most = min(max(row.sampler.sampling.logprobs for row in rows), raw.shape[-1])
+    raw = raw if out is None else raw.masked_fill(out, -math.inf)
+    more = _logprobs(raw, wanted, tokens, most)
+    return Picking(rows, tokens, ends, wanted, most, torch.cat((found.flatten(), more.flatten())))
+
+
+def _masks(rows: Sequence[Draw]) -> tuple[list[Mask | None], dict[int, str]]:
+    """What each row's grammar lets follow, if it has one; and why nothing may, where that is so."""
+    masks: list[Mask | None] = []
+    ends: dict[int, str] = {}
+    for index, row in enumerate(rows):
+        matching = row.sampler.matching
+        mask = None if matching is None else matching.mask(row.drafted)
+        if isinstance(mask, str):
+            ends[index] = mask
+        masks.append(None if isinstance(mask, str) else mask)
+    return masks, ends
+
+
+def adjusted(logits: Tensor, rows: Sequence[Draw]) -> Tensor:
+    """With bias and penalties where a row's request has any; otherwise `logits` itself. float32 `[R, V]`."""
+    if all(row.sampler.plain for row in rows):
+        return logits
+    if logits.is_cuda:
+        return changed(logits, [(row.sampler.penalties, row.drafted) for row in rows])
+    used = logits.clone()
+    for index, row in enumerate(rows):
+        if isinstance(row.sampler.penalties, HostPenalties):
+            used[index] = row.sampler.penalties.adjusted(logits[index], row.drafted)
+    return used
+
+
+def draw_some(tokens: Tensor, found: Tensor, used: Tensor, told: Tensor, rows: Sequence[Draw]) -> None:
+    """Of rows with a temperature, tokens int64 `[R]` and the first column of `found` become those that are drawn from
+    adjusted logits. told: as `extremes` has it of these. The host does not wait.
+    """
+    at = [index for index, row in enumerate(rows) if row.sampler.sampling.temperature > 0]
+    if not at:
+        return
+    samplings, positions = [rows[index].sampler.sampling for index in at], [rows[index].position for index in at]
+    if used.is_cuda:
+        draw_into(used, told, at, samplings, positions, tokens=tokens, found=found)
+    else:
+        tokens[at] = drawn(used[at], samplings, positions)
+        found[:, 0] = tokens
+
+
+def _logprobs(logits: Tensor, rows: Sequence[int], tokens: Tensor, most: int) -> Tensor:
+    """Of some rows of float32 `[R, V]`, and the tokens that were picked there, int64 `[R]`: float64
+    `[len(rows), 2 + 2 most]`: how far the token's logit is below the highest, then the ids of the `most` likeliest,
+    then how far theirs are, then the sum of all weights, of which the highest has 1. The same bits on every device.
+    """
+    if logits.is_cuda:
+        return told_of(logits, extremes(logits)[1], rows, tokens, most)
+    logits, tokens = logits[rows], tokens[rows]
+    scaled = logits.double()
+    scaled -= scaled.amax(-1, keepdim=True)
+    total = steady_weights(scaled, BITS).sum(-1, keepdim=True).double() / 2.0**BITS
+    ids = leaders(logits, most)
+    return torch.cat((scaled.gather(-1, tokens.unsqueeze(-1)), ids.double(), scaled.gather(-1, ids), total), -1)
+
+
+def logprobs_of(logits: Tensor, tokens: Sequence[int], most: int) -> list[Logprob]:
+    """Of these tokens, one a row, with the `most` likeliest beside each; as those of picked ones are."""
+    given = torch.tensor(tokens, device=logits.device)
+    told = _logprobs(logits, range(len(tokens)), given, min(most, logits.shape[-1])).tolist()
+    return [_logprob(one) for one in told]
+
+
+def _logprob(told: list[float]) -> Logprob:
+    """What `_logprobs` found of a row. The logarithm is this processor's, whatever device found it."""
+    most = len(told) // 2 - 1
+    ids, theirs, total = told[1 : 1 + most], told[1 + most : -1], told[-1]
+    log = math.log(total) if total > 0 else math.nan  # of a row that is not finite
+    return told[0] - log, tuple(
+        (int(id_), value - log) for id_, value in zip(ids, theirs, strict=True) if value > -math.inf
+    )
+
+
+def _read(row: Draw, picked: list[float], told: list[float], end: str | None) -> Picked:
+    """picked: token, lowest and highest logit. told: what `_logprobs` found, if it was asked. end: why the grammar lets
+    nothing follow.
+    """
+    token, lowest, highest = picked
+    if not (math.isfinite(lowest) and math.isfinite(highest)):
+        return NotFinite.at(row.position)
+    if end is not None:
+        return DeadEnd(f"the grammar lets nothing follow at position {row.position}: {end}")
+    if not told:
+        return Pick(int(token))
+    logprob, alternatives = _logprob(told)
+    return Pick(int(token), (logprob, alternatives[: row.sampler.sampling.logprobs]))

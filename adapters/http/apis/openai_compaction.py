@@ -1,0 +1,89 @@
+"""POST /v1/responses/compact, and responses whose last item is a `compaction_trigger`: a summary by the model.
+
+Both are the conversation with one more message of the user's, which asks for a summary. So the prompt begins with what
+the cache has. The summary is one item, `compaction`, whose `encrypted_content` holds the text: clients send it back in
+the place of the conversation, and `response_items.py` reads it. It is encoded, not encrypted: who has the item could
+have written its text into the conversation anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from attrs import define, evolve
+
+from adapters.http.answer.job_stream import Ended
+from adapters.http.apis.api import Asked
+from adapters.http.apis.openai_response_answer import ResponseShape
+from adapters.http.apis.openai_told_items import TRIGGER
+from adapters.http.history.response_store import ENCODER
+from adapters.http.wire.edge_options import EdgeOptions
+from adapters.http.wire.errors import context_exceeded
+from adapters.http.wire.fields import Fields
+from adapters.text.conversation import ToolChoice
+
+MOST_SUMMARY = 8192  # tokens, reasoning included, where the request does not say
+LEAST_SUMMARY = 256  # tokens that the prompt must leave: a shorter summary is worth nothing
+INSTRUCTION = """\
+The conversation above is about to be replaced by a summary, which you write now. Whoever goes on from here sees your \
+summary and the user's own messages, and nothing else of the conversation. Say what the user wants; what was done and \
+found, with the names of files, commands, identifiers and values; what was decided, and why; what is unfinished, and \
+the next step. Call no tools. Answer with the summary and nothing else."""
+
+
+def is_triggered(items: Sequence[Any]) -> bool:
+    """Return whether the request asks for a summary of what it holds."""
+    return bool(items) and isinstance(items[-1], dict) and items[-1].get("type") == TRIGGER
+
+
+def triggered(fields: Fields, items: Sequence[Any]) -> Fields:
+    """Return a request to /compact as one for a response: whole, kept nowhere."""
+    again = {"input": [*items, {"type": TRIGGER}], "stream": False, "store": False}
+    return Fields({**fields.data, **again}, fields.path)
+
+
+def summarizing(asked: Asked, options: EdgeOptions) -> Asked:
+    """Return the request with an answer that is text only. Raises ApiError where the prompt leaves no room for it.
+
+    The prompt still describes the tools, as all prompts of the conversation do, so that the cache has its rows.
+    """
+    if len(asked.prompts[0]) + min(LEAST_SUMMARY, options.max_ctx // 8) > options.max_ctx:
+        raise context_exceeded(len(asked.prompts[0]), options.max_ctx, asked.paths[0])
+    controls = evolve(asked.controls, form=None, max_tokens=asked.controls.max_tokens or MOST_SUMMARY)
+    reader = evolve(asked.reader, tools={}, choice=ToolChoice())
+    return evolve(asked, controls=controls, reader=reader, turn=None, echo={**asked.echo, "compacting": True})
+
+
+def retained(items: Sequence[Any], most: int) -> list[Mapping[str, Any]]:
+    """Return the user's messages among the items, the newest ones of up to so many bytes in all."""
+    found: list[Mapping[str, Any]] = []
+    for item in reversed(items):
+        if not isinstance(item, dict) or item.get("role") != "user" or item.get("type", "message") != "message":
+            continue
+        content = item.get("content")
+        parts = [{"type": "input_text", "text": content}] if isinstance(content, str) else content
+        message = {"id": "", **item, "type": "message", "status": "completed", "content": parts}
+        most -= len(ENCODER.encode(message))
+        if most < 0:
+            break
+        found.append(message)
+    return found[::-1]
+
+
+def numbered(items: Sequence[Mapping[str, Any]], response: str) -> Iterator[Mapping[str, Any]]:
+    """Give an id to those that have none."""
+    for place, item in enumerate(items):
+        yield {**item, "id": item["id"] or f"msg_{response.removeprefix('resp_')}{place:04x}"}
+
+
+@define(eq=False)
+class CompactionShape(ResponseShape):
+    """The answer of /compact: the user's messages, and the summary of the rest behind them."""
+
+    def final(self, ended: Ended) -> dict[str, Any]:
+        response = super().final(ended)
+        users = numbered(self.asked.echo["retained"], self.id)
+        summary = [item for item in response["output"] if item["type"] == "compaction"]
+        told = {name: response[name] for name in ("created_at", "model", "usage", "timings", "rekindle")}
+        return {"id": self.id, "object": "response.compaction", **told, "output": [*users, *summary]}

@@ -1,0 +1,1 @@
+"""ROOM adapters/models/kernels/cpu"""

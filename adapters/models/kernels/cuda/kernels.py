@@ -1,0 +1,304 @@
+"""CUDA kernels of the decoder layer: Triton programs whose bits do not depend on the bucket, the row or its neighbours.
+
+This file launches; what is computed, and why its order is fixed, stands in `kernels/triton`. Attention's launches are a
+file of their own, `triton_attention.py`, and so are the tiles of products, `triton_tiles.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any, TypeVar
+
+import torch
+import triton
+from attrs import define, field, frozen
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from adapters.checkpoint.packed_matrix import Stack
+from adapters.models.kernels.cuda.attention import KV_TILE, CudaAttention, StepTiles, laid_out, launching, sizes
+from adapters.models.kernels.cuda.cuda_graphs import GraphCache
+from adapters.models.kernels.cuda.delta import CudaDelta
+from adapters.models.kernels.cuda.experts import CudaExperts
+from adapters.models.kernels.cuda.packed import CudaPacking, CudaStack
+from adapters.models.kernels.cuda.tiles import H200_SHARED, choose_tile, choose_tile_ahead, parts, power_of_two
+from adapters.models.kernels.experts_interface import (
+    ChosenExperts,
+    EveryExpert,
+    Experts,
+    GatedWeights,
+    StackedExperts,
+    experts_feed,
+)
+from adapters.models.kernels.interface import NARROW, AttentionMask, ContextAtOnce, HeadPrep, LayersAtOnce, Rope
+from adapters.models.kernels.offload import rebuilt, tensors_of
+from adapters.models.kernels.product_list import ProductPlan, Products
+from adapters.models.kernels.proof.prover import Proof
+from adapters.models.kernels.row_format import LIMITS, form_of
+from adapters.models.kernels.step_batch import Batch, BlockBatch, StateBatch
+from adapters.models.kernels.triton import hopper, linear, rows
+from adapters.models.kernels.triton.launch import launch
+from effects.ids import PAGE
+
+T = TypeVar("T")
+
+HEAD_SIZES = (16, 32, 64, 128, 256)
+
+
+@frozen
+class CudaWeight:
+    """A weight `[N, K]` as the products read it; gated ones hold gate and up rows in turn."""
+
+    weight: Tensor
+    gated: bool = False
+
+
+def groupable(weights: GatedWeights) -> bool:
+    """Can products of many such experts be one launch?"""
+    return isinstance(weights.gate_up, CudaWeight) and isinstance(weights.down, CudaWeight)
+
+
+def _tiled(rows: int) -> int:
+    """Rows of an expert, padded: up to NARROW one tile holds them all, and a tile's rows are a power of two."""
+    return power_of_two(rows) if rows <= NARROW else rows
+
+
+@define(eq=False)
+class TritonKernels:
+    """`Kernels` for one CUDA device.
+
+    pdl: let a kernel start while the one before it drains; the default is wherever the device can (compute
+    capability 9.0 on). Bits are the same either way.
+    """
+
+    device: torch.device
+    pdl: bool | None = None
+    graphs: GraphCache = field(init=False)
+    _processors: int = field(init=False, default=4)
+    _shared: int = field(init=False, default=H200_SHARED)
+    _hopper: bool = field(init=False, default=False)
+    _attention: CudaAttention = field(init=False)
+    grouped: CudaExperts = field(init=False)
+    _packing: CudaPacking = field(init=False)
+
+    name = "triton-1"
+    kv_tile = KV_TILE
+    paged = True
+    packs_experts = False  # the products of all of a layer's are one launch
+    delta: CudaDelta = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.graphs = GraphCache(self.device)
+        if self.device.type == "cuda":
+            properties = torch.cuda.get_device_properties(self.device)
+            self._processors = properties.multi_processor_count
+            index = torch.cuda.current_device() if self.device.index is None else self.device.index
+            self._shared = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
+            self.pdl = properties.major >= 9 if self.pdl is None else self.pdl
+            self._hopper = properties.major == 9
+        self.delta = CudaDelta(self.device, self.pdl)
+        self._attention = CudaAttention(self.device, self._processors, self._shared, self.pdl, self._hopper)
+        self.grouped = CudaExperts(self._shared, self.pdl)
+        self._packing = CudaPacking(self.device, self._processors, self._shared, self.pdl)
+
+    @property
+    def numbers(self) -> tuple[object, ...]:
+        return ()
+
+    def fresh(self) -> TritonKernels:
+        return TritonKernels(self.device, self.pdl)
+
+    def prove(self, products: Products, known: ProductPlan | None = None) -> Proof:  # noqa: ARG002
+        """Every element is one chain over ascending K whatever the shape: the probe's whole layer is the proof."""
+        return Proof(None)
+
+    def using(self, plan: ProductPlan | None) -> TritonKernels:  # noqa: ARG002
+        return self.fresh()
+
+    def pack(self, weight: Tensor | Stack) -> CudaWeight | CudaStack:
+        if isinstance(weight, Stack):
+            return self._packing.stacked(weight, self._pack) or self._pack(weight.unpacked())
+        return self._pack(weight)
+
+    def _pack(self, weight: Tensor) -> CudaWeight:
+        if weight.shape[1] * weight.element_size() % 16:
+            raise ValueError(
+                f"a weight of shape {tuple(weight.shape)} cannot be used on CUDA: a row must be a multiple of 16 bytes"
+            )
+        return CudaWeight(weight.contiguous())
+
+    def pack_gated(self, weight: Tensor | Stack) -> CudaWeight | CudaStack:
+        if isinstance(weight, Stack):
+            return self._packing.gating(weight) or self.pack_gated(weight.unpacked())
+        gate, up = weight.chunk(2)
+        return CudaWeight(self._pack(torch.stack((gate, up), 1).flatten(0, 1)).weight, gated=True)
+
+    def linear(self, x: Tensor, packed: CudaWeight | CudaStack) -> Tensor:
+        if isinstance(packed, CudaStack):
+            return self._packing.multiply(x, packed, self._multiply)
+        columns = packed.weight.shape[0]
+        out = x.new_empty(x.shape[0], columns // 2 if packed.gated else columns)
+        self._multiply(x, packed.weight, out, gated=packed.gated)
+        return out
+
+    def gated(self, x: Tensor, packed: CudaWeight | CudaStack) -> Tensor:
+        return self.linear(x, packed)
+
+    def stacked(self, each: Iterable[GatedWeights], count: int) -> EveryExpert:
+        """One after the other, so that no more than one is there twice."""
+        rest = iter(each)
+        first = next(rest)
+        if not groupable(first):
+            return (first, *rest)
+        stack = rebuilt(first, lambda part: part.new_empty(count, *part.shape))
+        for number, weights in enumerate(chain((first,), rest)):
+            for target, source in zip(tensors_of(stack), tensors_of(weights), strict=True):
+                target[number].copy_(source)
+        return StackedExperts(stack)
+
+    def experts(self, x: Tensor, experts: Experts, batch: Batch) -> Tensor:
+        """Where the host has to know what the router chose, layer by layer, nothing of the shard can be recorded."""
+        each = experts.each
+        if isinstance(each, StackedExperts):
+            return self.grouped.feed(self, x, experts, each.weights, batch)
+        self.graphs.enabled = False
+        if isinstance(each, ChosenExperts) and groupable(each.places.weights):
+            return self.grouped.feed(self, x, experts, each.places.weights, batch)
+        return experts_feed(self, x, experts, batch, _tiled)
+
+    def _multiply(self, x: Tensor, w: Tensor, out: Tensor, *, gated: bool) -> None:
+        (count, depth), columns = x.shape, w.shape[0]
+        precision = "ieee" if x.dtype == torch.float32 else "tf32"
+        if self._hopper and count <= NARROW and x.dtype != torch.float32:
+            self._multiply_ahead(x, w, out, gated=gated)
+            return
+        tile = choose_tile(count, columns, gated, x.dtype, self._processors, self._shared)
+        x_desc = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
+        w_desc = TensorDescriptor.from_tensor(w, [tile.columns, tile.depth])
+        shape = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "STAGES": tile.stages}
+        options = self._options(tile.warps) | {"GATED": gated, "PRECISION": precision}
+        sizes = (count, columns, depth, out.stride(0))
+        if count <= NARROW:
+            grid = (parts(columns, tile.columns), parts(count, tile.rows))
+            launch(linear.linear_narrow, grid, w_desc, x_desc, out, *sizes, **shape, **options)
+        else:
+            options["GROUP"] = 8 if gated else 4
+            grid = (parts(count, tile.rows) * parts(columns, tile.columns), 1)
+            launch(linear.linear_wide, grid, x_desc, w_desc, out, *sizes, **shape, **options)
+
+    def _multiply_ahead(self, x: Tensor, w: Tensor, out: Tensor, *, gated: bool) -> None:
+        (count, depth), columns = x.shape, w.shape[0]
+        tile = choose_tile_ahead(count, x.dtype, self._shared)
+        grid = (parts(columns, tile.columns), parts(count, tile.rows))
+        descriptors = laid_out(w, tile.columns, tile.depth), laid_out(x, tile.rows, tile.depth)
+        options = self._options(tile.warps) | {"STAGES": tile.stages, "GATED": gated}
+        launch(hopper.linear_ahead, grid, *descriptors, out, count, columns, depth, out.stride(0), **options)
+
+    def _options(self, warps: int) -> dict[str, Any]:
+        return launching(warps, self.pdl)
+
+    def add_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        out = torch.empty_like(residual)
+        count, width = residual.shape
+        block = power_of_two(width)
+        launch(
+            rows.add_norm,
+            (count,),
+            residual,
+            residual if delta is None else delta,
+            weight,
+            out,
+            width,
+            eps,
+            HAS_DELTA=delta is not None,
+            WIDE=weight.dtype != residual.dtype,
+            BLOCK=block,
+            **self._options(4 if block <= 2048 else 8),
+        )
+        return out
+
+    def rotate_store(
+        self, qkv: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor
+    ) -> Tensor:
+        (_, kv, capacity), form = sizes(k_cache, batch), form_of(k_cache)
+        head, coded = form.head(k_cache.shape[3]), form.coded
+        if head not in HEAD_SIZES:
+            raise ValueError(f"head_dim {head} is not supported on CUDA; accepted: {', '.join(map(str, HEAD_SIZES))}")
+        heads = qkv.shape[1] // head - 2 * kv  # none, if rows are only stored
+        q = qkv.new_empty(len(qkv), heads, head)
+        at_once = 8
+        grid = (len(qkv), parts(heads + 2 * kv, at_once))
+        rotated = 2 * rope.cos.shape[1]
+        bias, q_norm, k_norm = (rope.cos if one is None else one for one in (prep.bias, prep.q_norm, prep.k_norm))
+        launch(
+            rows.rotate_store,
+            grid,
+            qkv,
+            bias,  # where there is none, some address that is never read
+            q_norm,
+            k_norm,
+            rope.cos,
+            rope.sin,
+            batch.slots,
+            batch.positions,
+            q,
+            k_cache,
+            v_cache,
+            *(cache.view(torch.float32) if coded else cache for cache in (k_cache, v_cache)),
+            batch.positions if batch.pages is None else batch.pages,  # never read without
+            qkv.stride(0),
+            capacity,
+            prep.eps,
+            HEADS=heads,
+            KV=kv,
+            HALF=rotated // 2,
+            REST=head - rotated,
+            PADDED=power_of_two(head - rotated),
+            HAS_BIAS=prep.bias is not None,
+            HAS_NORM=prep.k_norm is not None,
+            WIDE=prep.k_norm is not None and prep.k_norm.dtype != qkv.dtype,
+            BLOCK=at_once,
+            PAGE=0 if batch.pages is None else PAGE,
+            LIMIT=LIMITS.get(form.dtype, 0.0),
+            enable_fp_fusion=not coded,  # so that codes are those that torch makes
+            **self._options(4),
+        )
+        return q
+
+    def store(self, kv: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor) -> None:
+        self.rotate_store(kv, prep, rope, batch, k_cache, v_cache)
+
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
+        return self._attention.attend(q, k_cache, v_cache, batch)
+
+    def attend_block(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, mask: AttentionMask
+    ) -> Tensor:
+        return self._attention.attend_block(q, k_cache, v_cache, batch, mask)
+
+    def at_once(self, *_: object) -> LayersAtOnce | None:
+        return None
+
+    def context_at_once(self, *_: object) -> ContextAtOnce | None:
+        return None
+
+    def logits(self, hidden: Tensor, norm: Tensor, eps: float, packed: Any, out: Tensor) -> None:
+        out.copy_(self.linear(self.add_norm(hidden, None, norm, eps), packed))
+
+    def prepare(self, batch: Batch) -> None:
+        if batch.plan is None:
+            batch.plan = StepTiles()
+        batch.plan.stale, batch.plan.merges = True, self._attention.merges(batch)
+
+    def launch(self, name: str, batch: Batch, body: Callable[[], T]) -> T:
+        def planned() -> T:
+            batch.plan.stale, self._attention.running = True, name
+            if isinstance(batch, StateBatch):
+                self.delta.begin(name, batch)
+            if name in self._attention.attending and batch.plan.tiles is not None:
+                self._attention.plan(batch)
+            return body()
+
+        merges = batch.plan.merges = batch.plan.merges and name in self._attention.attending
+        return self.graphs.run((name, batch.bucket, merges), planned)

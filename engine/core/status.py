@@ -1,0 +1,136 @@
+"""What the engine tells of its requests: those it is at, read off the world, and those that have ended."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Mapping
+from itertools import islice
+
+from attrs import define, evolve, field
+
+from effects.ids import RequestId
+from effects.ports import MOST_RECENT, MOST_RUNNING, Closed, PastRequest, RequestStatus, SlotStatus, Stage, Totals
+from engine.core.request_meter import Meter, stage_of
+from states import pages, request_states
+from states.slots import Slot
+from states.world import World
+
+
+def slot_status(number: int, slot: Slot, world: World) -> SlotStatus:
+    state = None if slot.holder is None else stage_of(world.requests[slot.holder], world)
+    busy = slot.holder is not None
+    return SlotStatus(id=number, is_processing=busy, request=slot.holder, state=state, kept_tokens=len(slot.tokens))
+
+
+def kv_pages(world: World) -> dict[str, int]:
+    """Pages that all slots share, by use, and requests that there were too few for. Empty: each has its own rows."""
+    settings, slots = world.settings, world.slots.slots
+    if not settings.pages:
+        return {}
+    busy = (slot.pages for slot in slots if slot.holder is not None)
+    idle = (slot.pages for slot in slots if slot.holder is None)
+    of_use = pages.use(busy, idle, settings.pages)
+    return {"rows": settings.page, "total": settings.pages, **of_use, "waiting": len(world.slots.short)}
+
+
+def running(world: World, meter: Meter, now_ns: int) -> tuple[RequestStatus, ...]:
+    """The first of them that have a slot, then of those that wait for one."""
+    seated = (one for one in world.requests.items() if not isinstance(one[1], request_states.Waiting))
+    waiting = (one for one in world.requests.items() if isinstance(one[1], request_states.Waiting))
+    shown = [*islice(seated, MOST_RUNNING)]
+    shown += islice(waiting, MOST_RUNNING - len(shown))
+    return tuple(
+        request_status(request, state, stage_of(state, world), meter.stages_ms(request, now_ns))
+        for request, state in shown
+    )
+
+
+def request_status(
+    request: RequestId, state: request_states.State, stage: Stage, stages_ms: Mapping[Stage, float]
+) -> RequestStatus:
+    if isinstance(state, request_states.Waiting):
+        return RequestStatus(request, stage, stages_ms, len(state.prompt.tokens), 0, 0, "none")
+    assert not isinstance(state, request_states.New | request_states.Done), "left within the fold"
+    left, answer = (
+        request_states.remains(state),
+        state.answer if isinstance(state, request_states.Speculating) else request_states.Generated(),
+    )
+    return RequestStatus(
+        request,
+        stage,
+        stages_ms,
+        prompt_tokens=len(left.prompt.tokens),
+        # the first decode step feeds the last token
+        done=len(left.prompt.tokens) if answer.tokens else min(left.seat.rows, len(left.prompt.tokens)),
+        restored_tokens=left.seat.restored,
+        tier=left.seat.tier,
+        completion_tokens=len(left.answer),
+        decode_steps=answer.decode_steps,
+    )
+
+
+@define
+class Past:
+    """Requests that have ended, summed up, and the last few of them one by one."""
+
+    _recent: deque[PastRequest] = field(factory=lambda: deque[PastRequest](maxlen=MOST_RECENT))
+    _finished: Counter[str] = field(factory=Counter[str])
+    _hits: Counter[str] = field(factory=Counter[str])
+    _misses: Counter[str] = field(factory=Counter[str])
+    _restored: Counter[str] = field(factory=Counter[str])
+    _tokens: Counter[str] = field(factory=Counter[str])
+
+    def closed(self, request: RequestId, closed: Closed) -> None:
+        """Its stream has."""
+        report = closed.report
+        self._finished[closed.finish] += 1
+        if report.restored_tokens:
+            self._hits[report.tier] += 1
+            self._restored[report.tier] += report.restored_tokens
+        if report.miss:
+            self._misses[report.miss.partition(":")[0]] += 1
+        for kind in ("prompt_tokens", "completion_tokens", "decode_steps", "proposed", "accepted"):
+            self._tokens[kind] += getattr(report, kind)
+        self._recent.appendleft(
+            PastRequest(
+                request,
+                closed.finish,
+                round(time.time(), 3),
+                closed.stages_ms,
+                report.prompt_tokens,
+                report.restored_tokens,
+                report.tier,
+                report.miss,
+                report.completion_tokens,
+                report.decode_steps,
+                report.proposed,
+                report.accepted,
+                report.speculation,
+                report.cache.rows,
+                report.cache.reason,
+            )
+        )
+
+    def recent(self, meter: Meter, now_ns: int) -> tuple[PastRequest, ...]:
+        """The newest first, with what they have spent behind their streams."""
+        return tuple(evolve(one, stages_ms=meter.stages_ms(one.id, now_ns) or one.stages_ms) for one in self._recent)
+
+    def totals(self, world: World) -> Totals:
+        tokens = self._tokens
+        going_on = sum(
+            len(state.answer.tokens)
+            for state in world.requests.values()
+            if isinstance(state, request_states.Speculating)
+        )
+        return Totals(
+            dict(self._finished),
+            dict(self._hits),
+            dict(self._misses),
+            dict(self._restored),
+            prompt_tokens=tokens["prompt_tokens"],
+            completion_tokens=tokens["completion_tokens"] + going_on,
+            decode_steps=tokens["decode_steps"],
+            proposed=tokens["proposed"],
+            accepted=tokens["accepted"],
+        )

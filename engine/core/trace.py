@@ -1,0 +1,308 @@
+"""A trace: everything that happened, in order, from which everything that was decided can be derived again.
+
+JSON Lines, compressed with zstd when the name ends in `.zst`: a header, then every event (`Envelope`) followed by what
+it led to (`Ask`, `Launch`), a `Digest` of the world every 64 events and one at the end. docs/TRACE.md shows one.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import queue
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import IO, Any, Literal, TypeAlias, get_args, get_origin
+
+import attrs
+import zstandard
+from attrs import define, field, frozen
+from cattrs import BaseValidationError, Converter
+from cattrs.errors import ForbiddenExtraKeysError, StructureHandlerNotFoundError
+from cattrs.gen import make_dict_unstructure_fn, override
+from cattrs.preconf.json import make_converter
+from cattrs.strategies import configure_tagged_union
+
+from adapters import bounded_json
+from adapters.watched_thread import Watched
+from effects.all import Ask, Effect, Launch
+from effects.prefill import RunPrefill
+from engine.core.event_loop import Envelope
+from engine.core.redact import Redactor
+from states.events import Common, Event, Happened
+from states.settings import Settings
+from states.world import Out, World, begin
+
+log = logging.getLogger("rekindle.trace")
+
+VERSION = 19
+DIGEST_EVERY = 64  # events
+LINE_LIMIT = 32 << 20  # characters of one line; the longest context, 2**21 tokens, takes 14 each where it is redacted
+MOST_PARTS = (
+    1 << 14
+)  # lists and objects in one line: a launch of 64 decode steps with 20 alternatives each has some 1,500
+# Events that may wait to be written: a minute of 250 a second. With what they led to they take some 2 KiB each, so
+# 32 MiB, beside the prompts, which the requests share; and one in DIGEST_EVERY brings its world along, most of which is
+# the tokens of the slots (a MiB, where they are long): 256 MiB. A disk slower than that ends the trace.
+BACKLOG = 1 << 14
+
+
+# What parsers, converters and constructors say to values that are not what they should be.
+UNREADABLE = (
+    *(ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError),
+    *(BaseValidationError, ForbiddenExtraKeysError, StructureHandlerNotFoundError),
+)
+
+
+@frozen
+class Digest:
+    """Of the world after event `seq`. `last` marks the end: a trace without it was cut short."""
+
+    seq: int
+    world: str
+    last: bool = False
+
+
+@frozen
+class Header:
+    trace: int
+    engine: str
+    settings: Settings
+    identity: str  # of the model: weights, configuration, numerics
+    config: Mapping[str, Any]  # the options that it was served with, less secrets
+    redacted: bool = False
+
+
+Record: TypeAlias = Envelope | Ask | Launch | Digest
+
+
+class BadTrace(Exception):
+    """The file is not a trace that this version can read; the message names the line."""
+
+
+class LineCutShort(BadTrace):
+    """The last line has no end: the server was killed while it was written, or writes it now."""
+
+
+@cache  # made when it is first wanted: a server that records nothing need not wait for it
+def converter() -> Converter:
+    # No list of everything that is wrong: a line of millions of wrong tokens would become as many exceptions.
+    built = make_converter(forbid_extra_keys=True, detailed_validation=False)
+    built.register_structure_hook_func(is_literal, one_of)
+    # A field that is younger than the version of the format: it is written only where it says something.
+    late = make_dict_unstructure_fn(RunPrefill, built, held=override(omit_if_default=True))
+    built.register_unstructure_hook(RunPrefill, late)
+    for union in (Event, Common, Happened, Effect, Record):  # inner unions first: hooks are bound when configured
+        configure_tagged_union(union, built, tag_name="is")
+    return built
+
+
+def is_literal(kind: Any) -> bool:
+    origin: Any = get_origin(kind)
+    return origin is Literal
+
+
+def one_of(value: Any, kind: Any) -> Any:
+    """As the library's own, which raises a bare Exception."""
+    if value not in get_args(kind):
+        raise ValueError(f"{str(value)[:40]!r} is none of {', '.join(map(repr, get_args(kind)))}")
+    return value
+
+
+def encode(record: Record) -> str:
+    return json.dumps(converter().unstructure(record, unstructure_as=Record), separators=(",", ":"))
+
+
+def digest(world: World) -> str:
+    """128 bits over every value of the world, in order."""
+    hasher = blake2b(digest_size=16)
+    stack: list[Any] = [world]
+    while stack:
+        value = stack.pop()
+        if attrs.has(type(value)):
+            hasher.update(type(value).__name__.encode() + b"(")
+            stack += [getattr(value, name.name) for name in attrs.fields(type(value))]
+        elif isinstance(value, Mapping):
+            hasher.update(b"{%d" % len(value))
+            stack += [part for item in value.items() for part in item]
+        elif isinstance(value, tuple) and not all(type(item) is int for item in value):
+            hasher.update(b"[%d" % len(value))
+            stack += value
+        else:
+            hasher.update(repr(value).encode() + b",")
+    return hasher.hexdigest()
+
+
+def opened(path: Path, mode: str) -> IO[Any]:
+    """A text file, or one inside zstd; reading goes across frames and never past what a line may hold. What is written
+    is for its owner only: prompts are in it.
+    """
+    raw = open(path, mode + "b", opener=for_owner if mode == "w" else None)  # noqa: SIM115 - Path has no opener
+    if path.suffix != ".zst":
+        return io.TextIOWrapper(raw, encoding="utf-8", newline="\n")
+    if mode == "w":
+        packed = zstandard.ZstdCompressor(level=3, write_checksum=True).stream_writer(raw)
+        return io.TextIOWrapper(packed, encoding="utf-8", newline="\n")
+    unpacked = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(raw, read_across_frames=True)
+    return io.TextIOWrapper(unpacked, encoding="utf-8", newline="\n")
+
+
+def for_owner(path: str, flags: int) -> int:
+    """Open a file that nobody else may read, even where it was there before and others could."""
+    descriptor = os.open(path, flags, 0o600)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        with suppress(OSError):  # another's file, or a file system without rights
+            os.fchmod(descriptor, 0o600)
+    return descriptor
+
+
+@define
+class Recorder:
+    """Writes a trace from a thread of its own; the engine only hands over frozen values."""
+
+    path: Path
+    header: Header
+    lost: str = ""  # why the trace ended early
+    _backlog: queue.Queue[tuple[Envelope, tuple[Out, ...], World | None] | None] = field(init=False)
+    _world: World = field(init=False)  # after the last event that was handed over
+    _thread: Watched = field(init=False)
+    _file: IO[str] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._backlog = queue.Queue(BACKLOG)
+        self._world = begin(self.header.settings)
+        self._thread = Watched("trace", self._write, died=self._died)
+
+    def start(self) -> None:
+        """Raises OSError when the file cannot be written."""
+        self._file = opened(self.path, "w")
+        self._file.write(json.dumps(converter().unstructure(self.header), separators=(",", ":")) + "\n")
+        self._thread.start()
+
+    def record(self, envelope: Envelope, outs: tuple[Out, ...], world: World) -> None:
+        if self.lost:
+            return
+        try:
+            self._backlog.put_nowait((envelope, outs, world if digested(envelope.seq) else None))
+            self._world = world
+        except queue.Full:
+            self._lose("the disk is too slow for it")
+
+    def close(self) -> None:
+        while self._thread.is_alive():
+            with suppress(queue.Full):  # a thread that dies now takes nothing out of it any more
+                self._backlog.put(None, timeout=0.1)
+                break
+        self._thread.join()
+
+    def _lose(self, why: str) -> None:
+        self.lost = why
+        log.error("the trace %s ends early: %s", self.path, why)
+
+    def _died(self) -> None:
+        self._lose(self._thread.trouble)
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """What waits is of no use any more, and large."""
+        with suppress(OSError, ValueError):
+            self._file.close()
+        with suppress(queue.Empty):
+            while True:
+                self._backlog.get_nowait()
+
+    def _write(self) -> None:
+        redactor = Redactor(begin(self.header.settings)) if self.header.redacted else None
+        seq = -1
+        try:
+            while (item := self._backlog.get()) is not None:
+                envelope, outs, world = item
+                if redactor is not None:
+                    envelope, outs, world = redactor.again(envelope)
+                seq = envelope.seq
+                lines = [encode(envelope), *map(encode, outs)]
+                if digested(seq) and world is not None:
+                    lines.append(encode(Digest(seq, digest(world))))
+                self._file.write("\n".join(lines) + "\n")
+                if self._backlog.empty():
+                    self._file.flush()
+            if not self.lost:
+                last = self._world if redactor is None else redactor.world
+                self._file.write(encode(Digest(seq, digest(last), last=True)) + "\n")
+            self._file.close()
+        except OSError as error:
+            self._lose(str(error))
+            self._give_up()
+
+
+def digested(seq: int) -> bool:
+    """Is the world's digest written after this event?"""
+    return seq % DIGEST_EVERY == DIGEST_EVERY - 1
+
+
+@frozen
+class Line:
+    """A line of a trace: its number, what it says, and how many characters it says it in."""
+
+    number: int
+    record: Record
+    size: int
+
+
+def read(path: Path) -> tuple[Header, Iterator[tuple[int, Record]]]:
+    """The header, and every record with its line number. Hostile input: whatever is wrong is a BadTrace."""
+    header, lines = read_sized(path)
+    return header, ((line.number, line.record) for line in lines)
+
+
+def read_sized(path: Path) -> tuple[Header, Iterator[Line]]:
+    lines = read_lines(path)
+    number, first = next(lines, (1, ""))
+    try:
+        raw = bounded_json.loads(first, MOST_PARTS)
+        version = raw.get("trace") if isinstance(raw, dict) else None
+        header = converter().structure(raw, Header) if version == VERSION else None
+    except UNREADABLE as error:
+        raise BadTrace(f"{path}: line {number} is no trace header: {first_line(error)}") from error
+    if header is None:
+        raise BadTrace(f"{path}: line 1 is no trace header of version {VERSION} (found {str(version)[:40]!r})")
+    return header, (Line(number, record_of(path, number, line), len(line)) for number, line in lines)
+
+
+def record_of(path: Path, number: int, line: str) -> Record:
+    kind: Any = Record
+    try:
+        record: Record = converter().structure(bounded_json.loads(line, MOST_PARTS), kind)
+    except UNREADABLE as error:
+        raise BadTrace(f"{path}: line {number} is no record: {first_line(error)}") from error
+    return record
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    number = 0
+    try:
+        with opened(path, "r") as file:
+            while line := file.readline(LINE_LIMIT):
+                number += 1
+                if not line.endswith("\n") and len(line) >= LINE_LIMIT:
+                    raise BadTrace(f"{path}: line {number} is longer than a line may be")
+                if not line.endswith("\n"):
+                    raise LineCutShort(f"{path}: line {number} was cut short")
+                yield number, line
+    except OSError as error:
+        where = f" after line {number}" if number else ""
+        missing = "there is no such file"
+        reason = missing if isinstance(error, FileNotFoundError) else f"cannot be read{where}: {error.strerror}"
+        raise BadTrace(f"{path}: {reason}") from error
+    except (UnicodeDecodeError, zstandard.ZstdError) as error:
+        raise BadTrace(f"{path}: unreadable after line {number}: {first_line(error)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """The reason in one line."""
+    return " ".join(f"{type(error).__name__}: {str(error)[:400]}".split())[:200]

@@ -1,0 +1,61 @@
+"""A draft put to work: placed, asked by the executor, and sent away where nobody needs it yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from adapters.device.executor import DeviceExecutor
+from adapters.device.speculation.drafting import Drafting, DraftProposer
+from adapters.device.speculation.proposer import DraftModel
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.kernels.interface import Kernels
+from adapters.models.open_checkpoint import Checkpoint
+from adapters.remote.client.attach_remote_draft import RemoteDrafting
+from adapters.remote.client.remote_draft import RemoteDraft
+from effects.ids import RequestId
+from effects.residency import LoadModel, UnloadModel
+from engine.loading.load_draft import FoundDraft, placed_draft
+from engine.settings import start_progress
+from engine.settings.options import Options
+from states.residency import unload
+from states.settings import Settings
+
+
+def sent_away(drafting: DraftProposer[DraftModel] | None, settings: Settings) -> None:
+    """Nobody needs the draft yet."""
+    if drafting is not None and settings.residency.draft != "keep":
+        drafting.park(RequestId(0), unload(settings.residency, "draft"))
+
+
+def beside_last(kernels: Sequence[Kernels | None]) -> Kernels:
+    """Those of the last layers: in this process, wherever the layers are."""
+    last = kernels[-1]
+    assert last is not None
+    return last
+
+
+def add_draft(
+    found: FoundDraft | None,
+    options: Options,
+    checkpoint: Checkpoint,
+    shard: Pipeline,
+    *,
+    executor: DeviceExecutor,
+    step: start_progress.StepHeard,
+    **placing: Any,
+) -> DraftProposer[Any] | None:
+    """At work for the executor. placing: of `placed_draft`."""
+    if found is None:
+        return None
+    step(start_progress.DRAFT)
+    draft = placed_draft(found, options, checkpoint, shard, **placing)
+    if isinstance(draft, RemoteDraft):
+        drafting: DraftProposer[Any] = RemoteDrafting(draft, shard.buckets)
+        draft.told(executor.reach)
+    else:
+        drafting = Drafting(draft, shard.buckets, options.ddtree_budget)
+    executor.proposed_to(drafting)
+    executor.handle(LoadModel, drafting.unpark)
+    executor.handle(UnloadModel, drafting.park)
+    return drafting

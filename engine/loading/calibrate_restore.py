@@ -1,0 +1,155 @@
+"""What loading rows takes on this machine, known before the first request: kept from an earlier start, or measured."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from hashlib import blake2b
+
+import torch
+from attrs import asdict, evolve, fields, frozen
+
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.store.disk_tier import Disk
+from adapters.store.files.codec import SLOW, Fixed, compared, quicker
+from adapters.store.store import Store
+from adapters.transfer.measure_copies import Load, Rehearsal
+from engine.loading.calibrate_compute import quickest, run_chunk
+from engine.loading.shard_peers import placement
+from engine.settings.calibration_cache import Kept, alike
+from states.rates import ALONE, SLOWEST, Rates, factor, prefill_time
+
+log = logging.getLogger("rekindle")
+
+SLOWLY = "zstd files take %.2f times as long to restore as plain ones, which --kv-cache-codec store would write"
+VERSION = 3
+MOST_NS = 10**9  # a second for one token's rows
+PASSES = 2  # over each codec's samples, in turn: the quicker one counts, as whatever else goes on makes it slower
+SLOW_NS = 50_000_000  # of a chunk: where computing takes so long, nobody waits to see what loading does to it
+
+
+@frozen
+class Loading:
+    """Nanoseconds to load one token's rows, and how much longer both sides take beside each other, as in `Rates`.
+
+    single: of disk, where one run is all that is on its way; 0: no files of the store's own were there to tell. zstd:
+    how long files that zstd compressed take against plain ones, in thousandths; 0: that was not measured.
+    """
+
+    host: int = 0
+    disk: int = 0
+    prefill_beside: int = 0
+    load_beside: int = 0
+    single: int = 0
+    zstd: int = 0
+
+    def added(self, rates: Rates) -> Rates:
+        return evolve(rates, **asdict(self, filter=lambda field, _: field.name not in {"single", "zstd"}))
+
+    def today(self, single: int) -> Loading:
+        """What it would be where one run takes so long: several at once do, in the same proportion."""
+        return evolve(self, disk=min(max(1, self.disk * single // self.single), MOST_NS), single=single)
+
+    def to_json(self) -> str:
+        return json.dumps({"version": VERSION, **asdict(self)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Loading:
+        """What `to_json` wrote; ValueError for anything else."""
+        value = json.loads(text)
+        if not isinstance(value, dict) or value.pop("version", None) != VERSION:
+            raise ValueError("not what this version keeps of loading times")
+        if set(value) != {field.name for field in fields(cls)}:
+            raise ValueError("missing or unknown fields")
+        times = value["host"], value["disk"], value["single"], value["zstd"]
+        factors = value["prefill_beside"], value["load_beside"]
+        if not all(type(number) is int for number in (*times, *factors)):
+            raise ValueError("a time that is no whole number")
+        possible = all(0 <= one <= MOST_NS for one in times) and (value["disk"] or not value["single"])
+        if not possible or not all(one == 0 or ALONE <= one <= SLOWEST for one in factors):
+            raise ValueError("a time that cannot be")
+        return cls(**value)
+
+
+def key(store: Store[Disk], shard: Pipeline, chunk: int) -> str:
+    """Under which it may be kept: 32 hex digits over what it depends on, the model's numerics and the disk included."""
+    disk = None if store.disk is None else (store.disk.folder.path, store.disk.folder.path.stat().st_dev)
+    codec = None if store.disk is None else store.disk.chooser.codec
+    parts = (
+        VERSION,
+        store.layout,
+        store.run_bytes,
+        placement(shard.parts),
+        torch.get_num_threads(),
+        os.cpu_count(),
+        chunk,
+    )
+    return blake2b(repr((*parts, disk, codec)).encode(), digest_size=16).hexdigest()
+
+
+def with_loading(rates: Rates, store: Store[Disk], shard: Pipeline, *, chunk: int, kept: Kept) -> Rates:
+    """On the lane, while nobody is served; nothing is known of what cannot be measured."""
+    started, rows = time.perf_counter(), min(chunk, shard.capacity)
+    try:
+        rehearsal = Rehearsal(store, shard.parts, shard.capacity, rows)
+        quick = prefill_time(rates, 0, rows) <= SLOW_NS
+        compute = partial(run_chunk, shard, 0, rows, chunk) if quick else None
+        found = known(kept, key(store, shard, chunk), rehearsal, compute)
+    except (OSError, MemoryError, RuntimeError) as error:
+        log.warning("how fast rows can be loaded is not known: %s", error)
+        return rates
+    if store.disk is not None:
+        store.disk.choose(quicker(found.zstd))
+        if store.disk.chooser.codec == "zstd" and found.zstd > SLOW:
+            log.info(SLOWLY, found.zstd / 1000)
+    log.debug("loading: %s, known after %.0f ms", asdict(found), 1e3 * (time.perf_counter() - started))
+    return found.added(rates)
+
+
+def known(kept: Kept, key: str, rehearsal: Rehearsal, compute: Callable[[], None] | None) -> Loading:
+    """A few of its own files are read in any case, so that what was kept is of the disk as it is today: one after the
+    other, which is soon done, and as a restore does it where that took much longer or less before, or where only
+    samples have told so far.
+    """
+    before, disk = kept.recalled(key, Loading.from_json), rehearsal.store.disk
+    with ExitStack() as stack:
+        own = [] if disk is None else stack.enter_context(rehearsal.files(disk))
+        if before is not None and not own:
+            return before
+        rehearsal.store.ready.wait()  # buffers that were not prepared yet would be slower ones
+        single = rehearsal.single(own)
+        if before is not None and before.single and alike(single, before.single):
+            return before.today(single)
+        now = rehearsal.alone(own) if own else 0
+        if before is not None:
+            if now:
+                kept.remember(key, (before := evolve(before, disk=now, single=single)).to_json())
+            return before
+        host = rehearsal.alone(rehearsal.copies())
+        loads = dict[Fixed, list[Load]]()
+        if disk is not None:
+            loads |= {one: stack.enter_context(rehearsal.samples(disk, one)) for one in wanted(disk, own)}
+        passes = [{codec: rehearsal.alone(some) for codec, some in loads.items()} for _ in range(PASSES)]
+        times = {codec: min(one[codec] for one in passes) for codec in loads}
+        ratio = compared(times.get("store", 0), times.get("zstd", 0))
+        codec: Fixed = "store" if disk is None else disk.written_by(quicker(ratio))
+        found = Loading(host, now or times.get(codec, 0), single=single, zstd=ratio)
+        if compute is not None:
+            alone = quickest(compute)
+            load_ns, compute_ns = rehearsal.beside(own or loads.get(codec) or rehearsal.copies(), compute)
+            prefill, load = factor(compute_ns, alone), factor(load_ns, found.disk or found.host)
+            found = evolve(found, prefill_beside=prefill, load_beside=load)
+    kept.remember(key, found.to_json())
+    return found
+
+
+def wanted(disk: Disk, own: Sequence[Load]) -> list[Fixed]:
+    """The codecs to try: both where zstd is to be compared with plain files, none where there are files enough."""
+    if disk.chooser.codec != "store":
+        return ["store", "zstd"]
+    return [] if own else ["store"]

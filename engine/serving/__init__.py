@@ -1,0 +1,1 @@
+"""ROOM engine/serving"""

@@ -1,0 +1,48 @@
+"""`rekindle completion`: what a shell needs to complete our commands, put where it looks for that."""
+
+from __future__ import annotations
+
+import os
+
+from cyclopts import App
+from cyclopts.completion import CompletionContext
+from cyclopts.completion.detect import ShellDetectionError, detect_shell
+
+from engine.settings.option_types import Shell
+from engine.settings.user_error import Refusal
+
+SHELLS: tuple[Shell, ...] = ("bash", "zsh", "fish")
+
+
+def model_names(context: CompletionContext) -> list[str]:
+    """What may follow `serve`: models that are known by name, and what the path leads to that has been begun."""
+    from engine.settings.model_catalog import SHIPPED, local_models, paths  # noqa: PLC0415 - only who completes a name needs it
+
+    word = context.incomplete
+    return [*SHIPPED, *(one.name for one in local_models(os.environ)), *(paths(word) if "/" in word else ())]
+
+
+def complete(app: App, shell: Shell | None, *, show: bool) -> int:
+    """Raises Refusal, OSError."""
+    chosen = shell or detected()
+    if show:
+        print(app.generate_completion(shell=chosen))
+        return 0
+    path = app.install_completion(shell=chosen)
+    print(f"{chosen} completes rekindle, from {path}, in every shell that starts from now on")
+    if chosen == "zsh":
+        print("where completion is on: `autoload -Uz compinit && compinit` in .zshrc, below the line that was added")
+    return 0
+
+
+def detected() -> Shell:
+    try:
+        found = detect_shell()
+    except ShellDetectionError:
+        found = None
+    for shell in SHELLS:
+        if shell == found:
+            return shell
+    raise Refusal(
+        f"your shell is {found or 'not known'}; accepted: {', '.join(SHELLS)}, as in `rekindle completion bash`"
+    )

@@ -1,0 +1,83 @@
+"""What a server imports besides torch, while torch's libraries are opened (`libraries.py`)."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import pkgutil
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from threading import Thread
+
+from adapters.checkpoint import weights_digest
+from engine.later import import_later
+from engine.settings.placement import Where
+from engine.settings.preload import gpu_driver, still_opening
+
+TEXT = "adapters.text.model_text"  # its tokenizer is read while torch is imported
+# What a server needs later. Beside a GPU, what is left of it when torch can be imported comes while the model is
+# loaded, which leaves the interpreter idle half of the time there. A processor has the model's own work to do then.
+OURS = (
+    *(
+        "engine.core.event_loop",
+        "engine.core.submission",
+        "engine.core.trace",
+        "adapters.http.wire.connection",
+        "adapters.http.answer.reply",
+    ),
+    *("adapters.http.apis.openai_stored_responses", "adapters.http.app", "adapters.http.wire.server"),
+)
+# What torch's operations do to tensors without numbers, in Python: a quarter of `import torch`, and for its compiler.
+TRACED, COMPILER = "torch._meta_registrations", ("torch._dynamo",)
+# Seconds that a thread may keep the interpreter for while another one wants it. With 0.005, Python's own, the lane, and
+# its device with it, waits for the event loop several times a step, which waits for others with each event that it
+# writes: 32 streams on a GPU took 11.3 ms, and 7.1 with 0.0003. With this, one in a hundred is 2 ms less late.
+SWITCH_S = 0.0001
+
+
+def import_beside_torch(folders: Iterable[Path], gpu: int | None = None) -> None:
+    """What needs no torch; beside a GPU as long as torch's libraries are not open. Others that begin here need no
+    interpreter either: the digests of the weights in `folders`, and where a GPU is going to be used, and is there, its
+    context and Triton's digest of itself.
+    """
+    sys.setswitchinterval(SWITCH_S)
+    import_later(TRACED, COMPILER)
+    for folder in folders:
+        weights_digest.begin(folder)
+    driver = None if gpu is None else gpu_driver()
+    if driver is not None:
+        Thread(target=open_gpu, args=(driver, gpu), name="gpu", daemon=True).start()
+    triton = driver is not None and importlib.util.find_spec("triton") is not None
+    if triton:
+        import_module("adapters.models.kernels.cuda.compile").key_beside()
+    import_module(TEXT)
+    for name in kernels() if triton else ():
+        with suppress(ImportError):  # goes wrong again where there turns out to be a GPU for it
+            import_module(name)
+    for name in OURS:
+        if driver is not None and not still_opening():
+            return
+        import_module(name)
+
+
+def kernels() -> Iterator[str]:
+    """The modules of what is written in Triton, and for it alone."""
+    package = import_module("adapters.models.kernels.triton")
+    return (found.name for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."))
+
+
+def open_gpu(driver: ctypes.CDLL, number: int) -> None:
+    """Its context, which torch then finds. What goes wrong here goes wrong again there, and is told there."""
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    if not driver.cuInit(0) and not driver.cuDeviceGet(ctypes.byref(device), number):
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+
+
+def first_gpu(devices: Sequence[Where]) -> int | None:
+    """Of those that were asked for, the first one of this process that is a GPU, or may be one."""
+    found = (re.fullmatch(r"(?:auto|cuda)(?::(\d+))?", one.device) for one in devices if not one.remote)
+    return next((int(one[1] or 0) for one in found if one), None)

@@ -1,0 +1,44 @@
+"""The secret that a server and a shard's daemon share: from a file or the environment, never from a command line."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from pathlib import Path
+
+from engine.settings.user_error import Refusal
+
+log = logging.getLogger("rekindle")
+VARIABLE = "REKINDLE_SHARD_SECRET"
+LEAST_SECRET = 16  # characters: a shorter one could be found from what was overheard
+MOST = 1 << 16  # bytes of the file
+
+
+def shared_secret(file: Path | None) -> str:
+    """Raises Refusal where there is none, or one that could be guessed."""
+    where, found = VARIABLE, os.environ.get(VARIABLE, "")
+    if file is not None:
+        where, found = f"--shard-secret-file {file}", read(file)
+    if not found:
+        raise Refusal(
+            f"a shard at tcp:// is served to who knows its secret: set {VARIABLE} or --shard-secret-file to one of at "
+            f"least {LEAST_SECRET} characters, the same at both ends"
+        )
+    if len(found) < LEAST_SECRET:
+        raise Refusal(f"{where}: a secret of {len(found)} characters; accepted: at least {LEAST_SECRET}")
+    return found
+
+
+def read(file: Path) -> str:
+    try:
+        with file.open("rb") as source:
+            about, data = os.fstat(source.fileno()), source.read(MOST + 1)
+        text = data.decode("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise Refusal(f"--shard-secret-file {file}: {getattr(error, 'strerror', None) or 'is no text'}") from error
+    if len(data) > MOST:
+        raise Refusal(f"--shard-secret-file {file}: larger than {MOST >> 10} KiB; accepted: one secret")
+    if stat.S_ISREG(about.st_mode) and about.st_mode & 0o077:
+        log.warning("--shard-secret-file %s: others may read it; `chmod 600` it", file)
+    return text

@@ -1,0 +1,83 @@
+"""What is in a cache folder, by the model and the kind of numerics that it is of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from attrs import frozen
+from rich.console import Console
+
+from adapters.store import survey_folder
+from adapters.store.block_keys import root
+from adapters.store.files.private_folder import Folder, FolderUnusable
+from adapters.store.survey_folder import Survey, SurveyedFile
+from engine.settings.formatting import WIDTH
+from engine.settings.user_error import Refusal
+
+SHOWN_IDENTITY = 12  # hex digits
+
+
+@frozen
+class Identity:
+    """What one model, with one kind of numerics, has here."""
+
+    name: str
+    block_size: int
+    files: tuple[SurveyedFile, ...]
+
+    @property
+    def rows(self) -> list[SurveyedFile]:
+        return [one for one in self.files if one.entry.kind == "rows"]
+
+    @property
+    def size(self) -> int:
+        return sum(one.entry.size for one in self.files)
+
+    @property
+    def content(self) -> int:
+        return sum(one.content for one in self.files)
+
+    @property
+    def tokens(self) -> int:
+        """Whose rows are kept, each once."""
+        return sum(one.entry.length for one in self.rows)
+
+    @property
+    def used(self) -> int:
+        return max(one.entry.used for one in self.files)
+
+    @property
+    def hits(self) -> int:
+        return sum(one.entry.hits for one in self.files)
+
+    @property
+    def origin(self) -> bytes:
+        return root(self.name, self.block_size)
+
+
+def identities(found: Survey) -> list[Identity]:
+    """Used last, listed first."""
+    groups: dict[tuple[str, int], list[SurveyedFile]] = {}
+    for one in found.kept:
+        groups.setdefault((one.identity, one.block_size), []).append(one)
+    each = [Identity(name, block_size, tuple(files)) for (name, block_size), files in groups.items()]
+    return sorted(each, key=lambda identity: (-identity.used, identity.name))
+
+
+@contextmanager
+def looked_at(path: Path) -> Iterator[Folder]:
+    """A cache folder, only to read in. Raises Refusal."""
+    try:
+        folder = survey_folder.open_to_look(path)
+    except FolderUnusable as error:
+        raise Refusal(str(error)) from error
+    try:
+        yield folder
+    finally:
+        folder.close()
+
+
+def wide(console: Console) -> Console:
+    return console if console.is_terminal else Console(width=WIDTH + 10)
