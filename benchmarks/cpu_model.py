@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM, StaticCache
 
 from adapters.checkpoint.config_fields import DTYPES
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.shard import Segment, Step
 from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.probe import probe
 from adapters.models.numerics.probe_result import Numerics
 from adapters.models.open_checkpoint import Checkpoint

@@ -24,9 +24,10 @@ from typing import Any
 import torch
 
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.shard import BUCKETS, Segment, Step
+from adapters.models.decoder.shard import BUCKETS
 from adapters.models.families.qwen3 import Qwen3Config
 from adapters.models.kernels.cuda.kernels import TritonKernels
+from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights
 
 DEVICE = torch.device("cuda")

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from adapters.device.executor import DeviceExecutor
 from adapters.device.lane.lane import DeviceLane
-from adapters.models.decoder.shard import Forward, Kept, NamedTensors, Step
+from adapters.models.decoder.shard import Kept, NamedTensors
+from adapters.models.kernels.step import Forward, Step
 from benchmarks.report import machine, median, raw, table
 from effects.job import Job
 from effects.stream import EmitTokens

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from attrs import evolve
 
-from adapters.models.decoder.shard import Segment, Step
 from adapters.models.kernels.cuda.experts import choose_group_tile
 from adapters.models.kernels.cuda.kernels import TritonKernels
 from adapters.models.kernels.cuda.tiles import H200_SHARED
 from adapters.models.kernels.experts_interface import Experts, ExpertsShape, GatedWeights, StackedExperts, choose
+from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch
 from benchmarks.cuda_model import DEVICE, DTYPE, bandwidth
 from benchmarks.hybrid_kernels import replay_us

@@ -25,7 +25,7 @@ import torch
 
 from adapters import demo
 from adapters.device.lane.buckets import bucket_of
-from adapters.models.decoder.shard import Segment, Step
+from adapters.models.kernels.step import Segment, Step
 from benchmarks.first_requests import SHAPES, checkpoint, listening
 from benchmarks.report import machine, median, raw, table
 from effects.ids import PAGE

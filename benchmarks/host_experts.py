@@ -24,12 +24,12 @@ from attrs import evolve, frozen
 
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.host_experts import HostExperts
-from adapters.models.decoder.shard import Segment, Step
 from adapters.models.families.qwen3_moe import Qwen3MoeConfig
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.experts_interface import ExpertsShape
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.reference.kernels import ReferenceKernels
+from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights
 from benchmarks.report import machine, median, raw, table
 from engine.loading.expert_placement import expert_weights, first_places

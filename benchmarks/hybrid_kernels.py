@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from adapters.models.decoder.shard import Segment, Step
 from adapters.models.kernels.cuda import delta
 from adapters.models.kernels.cuda.delta import CudaDelta
 from adapters.models.kernels.delta_interface import DeltaShape, DeltaState, DeltaWeights
+from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import StateBatch
 from benchmarks.cuda_model import DEVICE, DTYPE, bandwidth
 

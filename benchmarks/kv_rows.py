@@ -25,9 +25,9 @@ from adapters import demo
 from adapters.checkpoint.safetensors_folder import WeightSource
 from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.shard import Segment, Step
 from adapters.models.families.qwen3 import Qwen3Config
 from adapters.models.kernels.row_format import NAMED
+from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights
 from adapters.models.open_checkpoint import Checkpoint
 from benchmarks.report import machine, raw, table

@@ -11,8 +11,9 @@ from attrs import define, field
 from adapters.device.decode.native_decode import RoundAtOnce, RoundsAtOnce, RoundTaken
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.proposer import Proposer
-from adapters.models.decoder.shard import Kept, Step
+from adapters.models.decoder.shard import Kept
 from adapters.models.drafts.dflash.draft import DFlashDraft
+from adapters.models.kernels.step import Step
 from engine.loading.load_target import Target
 
 

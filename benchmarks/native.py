@@ -17,11 +17,11 @@ from typing import TypeAlias
 import torch
 
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.shard import Segment, Step
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.cpu.native.library import compiled, missing
 from adapters.models.kernels.cpu.native.products import NativeProducts
 from adapters.models.kernels.product_list import NATIVE
+from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.probe import probe
 from adapters.models.numerics.probe_result import Numerics
 from adapters.models.open_checkpoint import Checkpoint

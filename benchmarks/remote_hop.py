@@ -12,7 +12,7 @@ import anyio
 import torch
 from attrs import define, field
 
-from adapters.models.decoder.shard import Segment, Step
+from adapters.models.kernels.step import Segment, Step
 from adapters.remote.client.remote_shard import RemoteShard
 from benchmarks.report import machine, median, raw, table
 from engine.loading.background_load import load_target

@@ -29,8 +29,9 @@ from attrs import define, evolve
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.proposal_tree import Tree
 from adapters.device.speculation.proposer import DraftModel, DraftRequest, Proposer
-from adapters.models.decoder.shard import Kept, Step
+from adapters.models.decoder.shard import Kept
 from adapters.models.drafts.dflash.draft import DFlashDraft
+from adapters.models.kernels.step import Step
 from adapters.text.model_text import Text
 from benchmarks.report import machine, median, raw, table
 from benchmarks.subjects import NAMES, prompts

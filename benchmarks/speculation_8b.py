@@ -26,13 +26,14 @@ from adapters.device.speculation.proposer import DraftRequest, Proposer
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.rope import Rotary
-from adapters.models.decoder.shard import Kept, Segment, Step
+from adapters.models.decoder.shard import Kept
 from adapters.models.drafts.cached_draft import BlockRequest as Wanted
 from adapters.models.drafts.dflash.checkpoint import draft_tensors
 from adapters.models.drafts.dflash.config import DFlashConfig
 from adapters.models.drafts.dflash.draft import DFlashDraft
 from adapters.models.kernels.cuda.kernels import TritonKernels
 from adapters.models.kernels.interface import AttentionMask
+from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights
 from benchmarks.cuda_model import DEVICE, DTYPE, config_8b
 from benchmarks.report import median

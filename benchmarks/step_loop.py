@@ -28,7 +28,8 @@ from adapters.checkpoint.text_files import TextFiles
 from adapters.device.executor import DeviceExecutor
 from adapters.device.lane.lane import DeviceLane
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.shard import Segment, Shard, Step
+from adapters.models.decoder.shard import Shard
+from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights
 from adapters.text.grammars.grammar import Grammars, json_grammar
 from adapters.text.tokenizer import Tokenizer

@@ -15,8 +15,9 @@ from attrs import evolve
 
 from adapters.device.executor import DeviceExecutor
 from adapters.models.decoder.pipeline import Pipeline
-from adapters.models.decoder.shard import Segment, Shard, Step
+from adapters.models.decoder.shard import Shard
 from adapters.models.kernels.interface import NARROW
+from adapters.models.kernels.step import Segment, Step
 from effects.all import Ask, Outcome
 from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, RequestId, SlotId

@@ -17,13 +17,14 @@ from adapters.device.lane.step_pacer import Metronome
 from adapters.device.sampling.logit_penalties import PENDING
 from adapters.device.sampling.sampler import Draw, Picking, Sampler, picking
 from adapters.device.speculation.proposer import DraftModel
-from adapters.models.decoder.layer_kinds import one_of_each
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.pipelined_chunks import current
-from adapters.models.decoder.shard import BUCKETS, Segment, Shard, Step
+from adapters.models.decoder.shard import BUCKETS, Shard
 from adapters.models.drafts.cached_draft import CachedDraft, first_tokens
 from adapters.models.kernels.cuda.cuda_graphs import no_collection
 from adapters.models.kernels.interface import ALONE
+from adapters.models.kernels.layer_kinds import one_of_each
+from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.probe import PROBED_SLOTS, buckets_of, probe_key
 from adapters.models.numerics.synthetic import RandomWeights, packed_in
 from adapters.models.open_checkpoint import Checkpoint

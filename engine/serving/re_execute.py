@@ -20,7 +20,8 @@ from adapters.device.executor import DeviceExecutor
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.proposal_tree import Tree, chain
 from adapters.device.speculation.proposer import DraftRequest
-from adapters.models.decoder.shard import Kept, Step
+from adapters.models.decoder.shard import Kept
+from adapters.models.kernels.step import Step
 from adapters.text.grammars.grammar import Grammars
 from adapters.text.tokenizer import Tokenizer
 from effects.all import Ask, Launch, Outcome

@@ -12,8 +12,8 @@ from adapters.device.lane.buckets import row_counts
 from adapters.device.lane.lane import DeviceLane
 from adapters.device.sampling.sampler import Draw, Pick, Sampler, pick
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.shard import Segment, Step
 from adapters.models.families.qwen3 import Qwen3Config
+from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights
 from effects.all import Ask, Launch
 from effects.decode import Decoded, RunDecode

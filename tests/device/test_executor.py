@@ -9,7 +9,7 @@ import torch
 from attrs import evolve
 
 from adapters.device.lane.buckets import row_counts
-from adapters.models.decoder.shard import Segment, Step
+from adapters.models.kernels.step import Segment, Step
 from effects.all import Ask
 from effects.ids import DeviceFailed, RequestId, SlotId
 from effects.prefill import OpenSlot, PrefillAdvanced

@@ -10,7 +10,7 @@ import pytest
 
 from adapters.device.speculation.drafting import cut
 from adapters.device.speculation.proposal_tree import Tree, best_first, chain, kept
-from adapters.models.decoder.shard import Segment
+from adapters.models.kernels.step import Segment
 
 
 def ranked_of(rng: random.Random, depth: int, width: int) -> list[list[tuple[int, float]]]:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapters.models.decoder.shard import Segment, Step
 from adapters.models.drafts.cached_draft import BlockRequest, CachedDraft
 from adapters.models.kernels.seeded import seeded
+from adapters.models.kernels.step import Segment, Step
 from engine.loading.background_load import load_target
 from engine.loading.load_draft import built, find_draft, kernels_apart
 from engine.settings.options import Options

@@ -23,8 +23,9 @@ from adapters.device.speculation.drafting import Drafting
 from adapters.device.speculation.proposal_tree import Tree, chain
 from adapters.device.speculation.proposer import DraftRequest
 from adapters.models.decoder.pipeline import Pipeline
-from adapters.models.decoder.shard import Forward, NamedTensors, Step
+from adapters.models.decoder.shard import NamedTensors
 from adapters.models.drafts.dflash.draft import DFlashDraft
+from adapters.models.kernels.step import Forward, Step
 from adapters.models.numerics.probe_result import Numerics
 from adapters.store.files.file_format import Layout
 from adapters.store.open_store import open_store

@@ -15,8 +15,9 @@ import torch
 from adapters import demo
 from adapters.device.lane.buckets import bucket_of
 from adapters.models.decoder.pipeline import Pipeline
-from adapters.models.decoder.shard import BUCKETS, Segment, Step
+from adapters.models.decoder.shard import BUCKETS
 from adapters.models.kernels.cuda.tiles import planned_rows
+from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.probe import buckets_of, probe_key
 from adapters.models.open_checkpoint import Checkpoint
 from engine.loading.device_survey import Placement, build_kernels, nothing_compiled, probing

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.shard import BUCKETS, Segment, Step
+from adapters.models.decoder.shard import BUCKETS
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import Products
 from adapters.models.kernels.seeded import seeded
+from adapters.models.kernels.step import Segment, Step
 from adapters.models.open_checkpoint import Checkpoint
 
 GEOMETRIES = {

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from adapters.models.decoder.dense_config import HEAD_ROWS
 from adapters.models.decoder.rope import Rotary, Yarn
-from adapters.models.decoder.shard import BUCKETS, Segment, Step, TargetHead
+from adapters.models.decoder.shard import BUCKETS, TargetHead
 from adapters.models.drafts.dflash.checkpoint import draft_tensors
 from adapters.models.drafts.dflash.config import DFlashConfig
 from adapters.models.drafts.dflash.draft import DFlashDraft
@@ -23,6 +23,7 @@ from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.interface import AttentionMask
 from adapters.models.kernels.product_list import Weight
 from adapters.models.kernels.seeded import seeded
+from adapters.models.kernels.step import Segment, Step
 from tests.models.checkpoints import kernels_for
 
 FULL, CAUSAL = AttentionMask(), AttentionMask(causal=True)

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.shard import Segment, Step
 from adapters.models.families.qwen3_5 import FULL, LINEAR, Qwen35Config
 from adapters.models.kernels.delta_interface import DeltaShape
 from adapters.models.kernels.seeded import seeded
+from adapters.models.kernels.step import Segment, Step
 from tests.models.checkpoints import EXPERTS, same_bits, same_rows, save_model, tokens_of
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from adapters.device.sampling.grammar_mask import Mask
 from adapters.device.sampling.native_draw import found_at_once
-from adapters.models.decoder.shard import Segment, Step
 from adapters.models.kernels.cpu.native import library
 from adapters.models.kernels.cpu.native.attention import NativeAttention
 from adapters.models.kernels.cpu.native.delta import NativeDelta
@@ -33,6 +32,7 @@ from adapters.models.kernels.delta_interface import CHUNK, UNSETTLED, DeltaShape
 from adapters.models.kernels.interface import Rope
 from adapters.models.kernels.row_format import RowForm
 from adapters.models.kernels.seeded import seeded
+from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import StateBatch
 from effects.job import Sampling
 from tests.models.test_packed import LAYOUTS, random_matrix

@@ -14,8 +14,9 @@ from attrs import define, frozen
 from torch import Tensor
 from torch.nn.functional import normalize, rms_norm, silu, softplus
 
-from adapters.models.decoder.shard import Forward, Kept, NamedTensors, Segment, Step
+from adapters.models.decoder.shard import Kept, NamedTensors
 from adapters.models.kernels.seeded import seeded
+from adapters.models.kernels.step import Forward, Segment, Step
 from adapters.sequence_layout import RowSpec, TensorSpec
 
 VOCAB, WIDTH, HEADS, HEAD, TAPS = 97, 32, 2, 8, 4

@@ -9,7 +9,6 @@ from attrs import evolve
 from adapters.checkpoint.packed_matrix import StepLayout
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.rope import Llama3
-from adapters.models.decoder.shard import Segment, Step
 from adapters.models.drafts.cached_draft import BlockRequest
 from adapters.models.drafts.dflash.checkpoint import MASK_EMBEDDING
 from adapters.models.families.llama import LlamaConfig
@@ -18,6 +17,7 @@ from adapters.models.families.qwen3 import Qwen3Config
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.cpu.native.library import compiled
 from adapters.models.kernels.seeded import seeded
+from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights
 from tests.models.checkpoints import same_bits, tokens_of
 from tests.models.drafts import GEOMETRIES, aux_hidden_states_of, draft_of, extend, random_tensors

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from adapters.models.decoder.shard import Segment, Step
 from adapters.models.drafts.mtp.draft import HeadBatch
+from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import LISTED, Batch, BlockBatch, StateBatch
 
 CPU = torch.device("cpu")

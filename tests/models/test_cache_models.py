@@ -19,11 +19,11 @@ from torch import Tensor
 from adapters.models.decoder.host_experts import HostExperts
 from adapters.models.decoder.kv_cache import KvCache, PagedKvCache
 from adapters.models.decoder.recurrent_cache import RecurrentCache
-from adapters.models.decoder.shard import Segment, Step
 from adapters.models.kernels.delta_interface import CHUNK, DeltaShape
 from adapters.models.kernels.experts_interface import GatedWeights
 from adapters.models.kernels.offload import tensors_of
 from adapters.models.kernels.reference.delta import ReferenceDelta
+from adapters.models.kernels.step import Segment, Step
 from effects.ids import PAGE
 
 CPU = torch.device("cpu")

@@ -9,10 +9,10 @@ import torch
 from attrs import astuple
 from torch import Tensor
 
-from adapters.models.decoder.shard import Segment, Step
 from adapters.models.kernels.delta_interface import DeltaShape, DeltaState, DeltaWeights, row_state
 from adapters.models.kernels.reference.delta import ReferenceDelta
 from adapters.models.kernels.seeded import seeded
+from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import StateBatch
 
 triton_delta = pytest.importorskip(

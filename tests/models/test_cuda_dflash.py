@@ -9,13 +9,14 @@ from torch import Tensor
 
 from adapters.models.decoder.embedding import host_table
 from adapters.models.decoder.rope import Rotary
-from adapters.models.decoder.shard import Segment, Step, TargetHead
+from adapters.models.decoder.shard import TargetHead
 from adapters.models.drafts.cached_draft import BlockRequest, NotLoaded
 from adapters.models.drafts.dflash.config import DFlashConfig
 from adapters.models.drafts.dflash.draft import DFlashDraft
 from adapters.models.kernels.interface import AttentionMask, HeadPrep, Rope
 from adapters.models.kernels.reference.kernels import ReferenceKernels
 from adapters.models.kernels.seeded import seeded
+from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import BlockBatch
 from adapters.models.numerics.synthetic import RandomDraft
 from tests.models.checkpoints import same_bits

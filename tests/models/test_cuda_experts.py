@@ -10,9 +10,9 @@ from attrs import evolve
 from torch import Tensor
 
 from adapters.models.decoder.host_experts import HostExperts
-from adapters.models.decoder.shard import Segment, Step
 from adapters.models.kernels.experts_interface import Experts, ExpertsShape, GatedWeights, choose
 from adapters.models.kernels.seeded import seeded
+from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch
 from tests.models.checkpoints import same_bits
 

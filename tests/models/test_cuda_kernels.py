@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from adapters.device.sampling.argmax import extremes
-from adapters.models.decoder.shard import Segment, Step
 from adapters.models.kernels.interface import HeadPrep, Rope
 from adapters.models.kernels.reference.kernels import ReferenceKernels
 from adapters.models.kernels.seeded import seeded
+from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch, BlockBatch, StateBatch
 from effects.ids import PAGE
 

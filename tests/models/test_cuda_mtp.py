@@ -8,12 +8,13 @@ from torch import Tensor
 
 from adapters import demo
 from adapters.models.decoder.embedding import host_table
-from adapters.models.decoder.shard import Segment, Step, TargetHead
+from adapters.models.decoder.shard import TargetHead
 from adapters.models.drafts.cached_draft import BlockRequest
 from adapters.models.drafts.mtp.checkpoint import HeadCheckpoint
 from adapters.models.drafts.mtp.draft import MtpDraft
 from adapters.models.kernels.reference.kernels import ReferenceKernels
 from adapters.models.kernels.seeded import seeded
+from adapters.models.kernels.step import Segment, Step
 from adapters.models.open_checkpoint import Checkpoint
 from tests.models.checkpoints import same_bits
 

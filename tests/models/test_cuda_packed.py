@@ -14,10 +14,10 @@ from adapters.checkpoint.packed_matrix import PackedMatrix, Stack, StepLayout
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.family import ModelConfig
 from adapters.models.decoder.pipeline import Pipeline
-from adapters.models.decoder.shard import Segment, Step
 from adapters.models.families.qwen3 import FAMILY, Qwen3Config
 from adapters.models.kernels.offload import size_of
 from adapters.models.kernels.seeded import seeded
+from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.probe import probe
 from adapters.models.numerics.synthetic import RandomWeights, random_matrix
 from adapters.models.open_checkpoint import DECIDING

@@ -9,7 +9,6 @@ from torch import Tensor
 from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.rope import Llama3
-from adapters.models.decoder.shard import Segment, Step
 from adapters.models.families import llama, qwen2, qwen3, qwen3_moe
 from adapters.models.families.llama import LlamaConfig
 from adapters.models.families.qwen2 import Qwen2Config
@@ -18,6 +17,7 @@ from adapters.models.families.qwen3_moe import Qwen3MoeConfig
 from adapters.models.kernels.experts_interface import ExpertsShape
 from adapters.models.kernels.reference.kernels import ReferenceKernels
 from adapters.models.kernels.seeded import seeded
+from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.probe import probe
 from adapters.models.numerics.synthetic import RandomWeights
 

@@ -12,13 +12,13 @@ from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.rope import Rotary
-from adapters.models.decoder.shard import Segment, Step
 from adapters.models.drafts.cached_draft import BlockRequest, NotLoaded
 from adapters.models.drafts.dflash.checkpoint import DraftCheckpoint
 from adapters.models.drafts.dflash.draft import DFlashDraft
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.offload import ParkedWeights, kept_on_host, relocated, size_of
 from adapters.models.kernels.reference.kernels import ReferenceKernels
+from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomDraft, RandomWeights
 from tests.models.checkpoints import proven, same_bits, tokens_of
 from tests.models.drafts import (

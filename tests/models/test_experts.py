@@ -14,12 +14,12 @@ from torch import Tensor
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.shard import Segment, Step
 from adapters.models.families.qwen3_moe import FAMILY, Qwen3MoeConfig, parse
 from adapters.models.kernels import experts_interface as module
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.experts_interface import Experts, ExpertsShape, GatedWeights, choose
 from adapters.models.kernels.seeded import seeded
+from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch
 from adapters.models.numerics.probe import probe
 from adapters.models.numerics.synthetic import RandomWeights

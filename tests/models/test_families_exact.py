@@ -8,7 +8,6 @@ import torch
 from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.rope import Llama3
-from adapters.models.decoder.shard import Segment, Step
 from adapters.models.families.llama import LlamaConfig
 from adapters.models.families.qwen2 import Qwen2Config
 from adapters.models.families.qwen3 import FAMILY, Qwen3Config
@@ -17,6 +16,7 @@ from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.experts_interface import ExpertsShape
 from adapters.models.kernels.product_list import Unproven
 from adapters.models.kernels.seeded import seeded
+from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch
 from adapters.models.numerics.probe import probe
 from adapters.models.numerics.synthetic import RandomWeights

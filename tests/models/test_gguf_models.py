@@ -22,8 +22,8 @@ from adapters.checkpoint.gguf.types import PACKINGS
 from adapters.checkpoint.text_files import TextFiles
 from adapters.models import ARCHITECTURES
 from adapters.models.decoder.rope import Divided
-from adapters.models.decoder.shard import Segment, Step
 from adapters.models.drafts.mtp.checkpoint import HeadCheckpoint
+from adapters.models.kernels.step import Segment, Step
 from adapters.models.open_checkpoint import Checkpoint, resolve_dtype
 from tests.models.checkpoints import EXPERTS, LLAMA3, VARIANTS, rope, save_model, shard_of, tokens_of
 from tests.models.ggufs import packed, random_blocks, write_gguf

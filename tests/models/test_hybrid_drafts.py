@@ -9,7 +9,7 @@ from adapters import demo
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.rope import Rotary
-from adapters.models.decoder.shard import BUCKETS, Segment, Step
+from adapters.models.decoder.shard import BUCKETS
 from adapters.models.drafts.cached_draft import BlockRequest
 from adapters.models.drafts.dflash.checkpoint import DraftCheckpoint
 from adapters.models.drafts.dflash.config import DFlashConfig, DraftShapes, parse_draft_config
@@ -17,6 +17,7 @@ from adapters.models.drafts.dflash.draft import DFlashDraft
 from adapters.models.families.qwen3_5 import parse
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.reference.kernels import ReferenceKernels
+from adapters.models.kernels.step import Segment, Step
 from adapters.models.open_checkpoint import Checkpoint
 from tests.models.checkpoints import kernels_for, same_bits, save_model, shard_of, tokens_of
 from tests.models.drafts import FULL, random_tensors, save_draft, slides

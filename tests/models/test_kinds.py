@@ -14,9 +14,9 @@ from torch import Tensor
 
 from adapters import demo
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.layer_kinds import kind, left_out, one_of_each
-from adapters.models.decoder.shard import Segment, Step
 from adapters.models.kernels.cuda.cuda_graphs import GraphCache
+from adapters.models.kernels.layer_kinds import kind, left_out, one_of_each
+from adapters.models.kernels.step import Segment, Step
 from adapters.models.open_checkpoint import Checkpoint
 from engine.loading.device_survey import build_kernels
 from engine.loading.warm_up import _warm_up

@@ -17,12 +17,13 @@ from adapters import demo
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.pipeline import Pipeline
-from adapters.models.decoder.shard import BUCKETS, Segment, Step
+from adapters.models.decoder.shard import BUCKETS
 from adapters.models.drafts.cached_draft import BlockRequest, NotLoaded
 from adapters.models.drafts.mtp.checkpoint import HeadCheckpoint
 from adapters.models.drafts.mtp.draft import MtpDraft
 from adapters.models.drafts.mtp.weights import head_products
 from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.step import Segment, Step
 from adapters.models.open_checkpoint import Checkpoint
 from tests.models.checkpoints import kernels_for, same_bits
 from tests.models.hybrids import save_with_head

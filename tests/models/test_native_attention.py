@@ -6,12 +6,12 @@ import pytest
 import torch
 from attrs import evolve
 
-from adapters.models.decoder.shard import Segment, Step
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.cpu.native import library
 from adapters.models.kernels.cpu.native.attention import NativeAttention
 from adapters.models.kernels.interface import AttentionMask
 from adapters.models.kernels.seeded import seeded
+from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch, BlockBatch
 
 FLOAT, BRAIN, CPU = torch.float32, torch.bfloat16, torch.device("cpu")

@@ -6,7 +6,6 @@ import pytest
 import torch
 from attrs import astuple, evolve
 
-from adapters.models.decoder.shard import Segment, Step
 from adapters.models.kernels.cpu.delta import CpuDelta
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.cpu.native import library
@@ -17,6 +16,7 @@ from adapters.models.kernels.proof import prover
 from adapters.models.kernels.proof.trials import threads_kept
 from adapters.models.kernels.reference.delta import ReferenceDelta
 from adapters.models.kernels.seeded import seeded
+from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import StateBatch
 from adapters.models.numerics import probe_result
 from adapters.models.numerics.probe_result import kept_under, plan_from_json, plan_to_json
@@ -287,7 +287,7 @@ def test_an_installation_without_it_serves_by_batched_products_and_no_plan_of_it
     monkeypatch.setattr(prover, "rule_seconds", lambda *_: 1.0)
     plan = CpuKernels(BRAIN).prove(LISTED).plan
     without = CpuKernels(BRAIN, own=False)
-    assert without.own_rule is None
+    assert without.own_rule(SHAPES[0]) is None
     assert [served.way for served in without.prove(LISTED).plan.deltas] == ["float32"]
     shape, weights = SHAPES[0], weights_of(SHAPES[0])
     kernels = CpuKernels(BRAIN, plan, own=False).delta

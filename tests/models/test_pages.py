@@ -9,10 +9,10 @@ import torch
 
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.kv_cache import KvCache, PagedKvCache
-from adapters.models.decoder.shard import Segment, Step
 from adapters.models.families.qwen3 import Qwen3Config
 from adapters.models.kernels.reference.kernels import ReferenceKernels
 from adapters.models.kernels.seeded import seeded
+from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights
 from effects.ids import PAGE
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from adapters.checkpoint.safetensors_folder import TensorEntry
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.pipeline import Pipeline
-from adapters.models.decoder.shard import Segment, Step
+from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights
 from adapters.models.open_checkpoint import Checkpoint
 from tests.models.checkpoints import proven, same_bits, save_qwen3

@@ -9,7 +9,6 @@ import torch
 from attrs import evolve
 
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.shard import Segment, Step
 from adapters.models.families.llama import LlamaConfig
 from adapters.models.families.qwen2 import Qwen2Config
 from adapters.models.families.qwen3 import Qwen3Config
@@ -20,6 +19,7 @@ from adapters.models.kernels.interface import Rope
 from adapters.models.kernels.reference.kernels import ReferenceKernels
 from adapters.models.kernels.row_format import LIMITS, NAMED, RowForm, row_dtype
 from adapters.models.kernels.seeded import seeded
+from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.probe import LayerBench
 from adapters.models.numerics.synthetic import RandomWeights
 from adapters.sequence_layout import RowSpec, dtype_name

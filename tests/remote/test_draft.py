@@ -16,9 +16,9 @@ from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.drafting import Drafting
 from adapters.device.speculation.proposal_tree import chain
 from adapters.device.speculation.proposer import DraftRequest
-from adapters.models.decoder.shard import Segment, Step
 from adapters.models.drafts.dflash.draft import DFlashDraft
 from adapters.models.drafts.dflash.projection import FeatureProjection
+from adapters.models.kernels.step import Segment, Step
 from adapters.remote.client.attach_remote_draft import RemoteDrafting
 from adapters.remote.client.peer import Peer
 from adapters.remote.client.remote_draft import RemoteDraft

@@ -16,7 +16,7 @@ from adapters.device.lane.running_batch import goes_on
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.pipelined_chunks import SPAN
-from adapters.models.decoder.shard import Forward, Segment, Step
+from adapters.models.kernels.step import Forward, Segment, Step
 from effects.all import Ask, Launch, Outcome
 from effects.ids import DeviceFailed, RequestId, SlotId
 from effects.job import Sampling

@@ -18,9 +18,9 @@ from adapters.device.compression.score_prompt import Compressor
 from adapters.http.request.sampling_fields import read_sampling
 from adapters.http.wire.edge_options import EdgeOptions
 from adapters.http.wire.fields import Fields
-from adapters.models.decoder.shard import Segment, Step
 from adapters.models.drafts.cached_draft import BlockRequest
 from adapters.models.families.qwen3 import Qwen3Config
+from adapters.models.kernels.step import Segment, Step
 from adapters.remote.client.attach_remote_draft import RemoteDrafting, asked_of
 from adapters.remote.client.remote_scorer import RemoteScorer, loading_drafter
 from adapters.remote.daemon.answer_handlers import Answering

@@ -11,11 +11,12 @@ from attrs import evolve
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from adapters.models.decoder.shard import Segment, Step, TargetHead
+from adapters.models.decoder.shard import TargetHead
 from adapters.models.drafts.cached_draft import BlockRequest
 from adapters.models.drafts.dflash.checkpoint import DraftCheckpoint
 from adapters.models.drafts.dflash.draft import DFlashDraft
 from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.step import Segment, Step
 from adapters.models.open_checkpoint import Checkpoint
 from tests.training.conftest import DEMO
 from training.batches import Batches, BatchShape

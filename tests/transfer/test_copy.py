@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from adapters.models.decoder.kv_cache import PagedKvCache
-from adapters.models.decoder.shard import Segment, Step
+from adapters.models.kernels.step import Segment, Step
 from adapters.sequence_layout import RowSpec, dtype_name
 from adapters.store.files.file_format import Layout
 from adapters.store.slab_memory import Memory

@@ -15,7 +15,8 @@ from adapters.device.lane.lane import DeviceLane
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.proposal_tree import Tree, chain
 from adapters.device.speculation.proposer import DraftRequest
-from adapters.models.decoder.shard import Kept, Segment, Step
+from adapters.models.decoder.shard import Kept
+from adapters.models.kernels.step import Segment, Step
 from adapters.sequence_layout import RowSpec, torch_dtype
 from adapters.store.files.file_format import Layout
 from adapters.store.files.private_folder import Folder

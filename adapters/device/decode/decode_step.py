@@ -28,7 +28,8 @@ from adapters.device.slots.slots import SlotState, abandoned, unfit
 from adapters.device.speculation.acceptance import Agreed, Member, agree, decoded
 from adapters.device.speculation.proposal_tree import kept
 from adapters.device.speculation.proposer import Proposer, proposed
-from adapters.models.decoder.shard import Forward, Kept, Segment, Shard, Step
+from adapters.models.decoder.shard import Kept, Shard
+from adapters.models.kernels.step import Forward, Segment, Step
 from effects.all import Ask, Outcome
 from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, RequestId

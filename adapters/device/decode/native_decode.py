@@ -28,9 +28,10 @@ from adapters.device.speculation.drafting import Drafting, noise_of, warmed
 from adapters.device.speculation.proposer import DraftRequest, Proposer
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.pipeline import Pipeline
-from adapters.models.decoder.shard import Forward, Shard
+from adapters.models.decoder.shard import Shard
 from adapters.models.drafts.dflash.draft import DFlashDraft
 from adapters.models.kernels.cpu.native.native_decode import MOST_FED, Addresses, DrawOf, NativePass, NativeRound
+from adapters.models.kernels.step import Forward
 from effects.ids import Tokens
 from effects.job import Sampling
 

@@ -19,7 +19,8 @@ from adapters.device.slots.checkpoints import Checkpoints
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.acceptance import Agreed, Member, agree, decoded
 from adapters.device.speculation.proposal_tree import chain
-from adapters.models.decoder.shard import Forward, Kept, Segment, Shard, Step
+from adapters.models.decoder.shard import Kept, Shard
+from adapters.models.kernels.step import Forward, Segment, Step
 from effects.all import Ask
 from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, RequestId

@@ -17,7 +17,8 @@ from adapters.device.lane.buckets import bucket_of
 from adapters.device.lane.prompt_lane import mark
 from adapters.device.slots.slots import SlotState
 from adapters.models.decoder.pipeline import Pipeline
-from adapters.models.decoder.shard import Forward, Segment, Shard, Step
+from adapters.models.decoder.shard import Shard
+from adapters.models.kernels.step import Forward, Segment, Step
 from effects.ids import DeviceFailed
 from effects.prefill import RunPrefill
 

@@ -9,7 +9,8 @@ import torch
 from adapters.device.lane.buckets import bucket_of
 from adapters.device.sampling.sampler import logprobs_of
 from adapters.device.slots.slots import SlotState
-from adapters.models.decoder.shard import Segment, Shard, Step
+from adapters.models.decoder.shard import Shard
+from adapters.models.kernels.step import Segment, Step
 from effects.decode import Logprob
 from effects.ids import DeviceFailed
 from effects.prefill import PrefillAdvanced, RunPrefill

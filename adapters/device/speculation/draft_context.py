@@ -21,8 +21,9 @@ from adapters.device.lane.out_of_memory import ran_out_of_memory
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.proposer import DraftModel
 from adapters.models.decoder.host_copy import move
-from adapters.models.decoder.shard import Kept, Segment, Step
+from adapters.models.decoder.shard import Kept
 from adapters.models.kernels.cpu.native.native_decode import Addresses, addresses
+from adapters.models.kernels.step import Segment, Step
 
 log = logging.getLogger("rekindle.device")
 

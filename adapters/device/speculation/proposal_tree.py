@@ -13,7 +13,8 @@ from itertools import takewhile
 
 from attrs import frozen
 
-from adapters.models.decoder.shard import Kept, Segment
+from adapters.models.decoder.shard import Kept
+from adapters.models.kernels.step import Segment
 from effects.ids import Tokens
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.acceptance import Member
 from adapters.device.speculation.proposal_tree import Tree, chain, fitted
-from adapters.models.decoder.shard import Kept, NamedTensors, Step
+from adapters.models.decoder.shard import Kept, NamedTensors
 from adapters.models.drafts.cached_draft import BlockRequest, Pick
+from adapters.models.kernels.step import Step
 from adapters.sequence_layout import RowSpec
 
 

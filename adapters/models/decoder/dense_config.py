@@ -17,12 +17,12 @@ from adapters.checkpoint.safetensors_folder import Shapes
 from adapters.models.decoder.decoder_layer import layer_matrices, layer_products, layer_tensors
 from adapters.models.decoder.feed_forward import Matrix, idle_weights
 from adapters.models.decoder.rope import Rotary
-from adapters.models.decoder.shard import Step
 from adapters.models.decoder.tree_attention import check_tree
 from adapters.models.kernels.delta_interface import DeltaShape, raw_state, row_state
 from adapters.models.kernels.experts_interface import ExpertsShape
 from adapters.models.kernels.product_list import SMALL, TILE, Heads, Products, Weight
 from adapters.models.kernels.row_format import RowForm
+from adapters.models.kernels.step import Step
 
 HEAD_ROWS = 64  # logits are asked for of decoded and verified rows, a batch of them at most; of more in turns
 _PROBED_VOCABULARY = 256

@@ -16,18 +16,19 @@ from adapters.models.decoder.embedding import embed
 from adapters.models.decoder.host_experts import HostExperts
 from adapters.models.decoder.kv_cache import KvCache, PagedKvCache
 from adapters.models.decoder.layer_buffers import Buffers, together
-from adapters.models.decoder.layer_kinds import left_out
 from adapters.models.decoder.pipelined_chunks import inference
 from adapters.models.decoder.recurrent_cache import RecurrentCache
 from adapters.models.decoder.recurrent_layer import DeltaLayer, load_delta_layer
-from adapters.models.decoder.shard import BUCKETS, Forward, Kept, NamedTensors, OutputHead, Step
+from adapters.models.decoder.shard import BUCKETS, Kept, NamedTensors, OutputHead
 from adapters.models.decoder.tree_attention import TreeAttention
 from adapters.models.kernels.cpu.layers import pass_of
 from adapters.models.kernels.cpu.native.native_decode import NativePass
 from adapters.models.kernels.delta_interface import CHUNK
 from adapters.models.kernels.interface import NARROW, Kernels
+from adapters.models.kernels.layer_kinds import left_out
 from adapters.models.kernels.offload import size_of
 from adapters.models.kernels.row_format import RowForm
+from adapters.models.kernels.step import Forward, Step
 from adapters.models.kernels.step_batch import StateBatch
 from adapters.sequence_layout import RowSpec, TensorSpec
 

@@ -10,10 +10,10 @@ from attrs import define, field
 from torch import Tensor
 
 from adapters.models.decoder.decoder_layer import DecoderLayer
-from adapters.models.decoder.shard import Forward
 from adapters.models.decoder.tree_attention import TreeAttention
 from adapters.models.kernels.experts_interface import Experts, GatedWeights
 from adapters.models.kernels.interface import AttentionMask, Embedding, Kernels, LayersAtOnce, Rope, WholeLayer
+from adapters.models.kernels.step import Forward
 from adapters.models.kernels.step_batch import StateBatch
 
 

@@ -11,7 +11,8 @@ from attrs import evolve
 from torch import Tensor
 
 from adapters.models.decoder.pipelined_chunks import SPAN, Waves, current
-from adapters.models.decoder.shard import Forward, Kept, NamedTensors, OutputHead, Shard, Step, TargetHead
+from adapters.models.decoder.shard import Kept, NamedTensors, OutputHead, Shard, TargetHead
+from adapters.models.kernels.step import Forward, Step
 from adapters.sequence_layout import RowSpec, TensorSpec
 
 

@@ -10,7 +10,8 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from adapters.models.decoder.shard import Forward, Shard, Step
+from adapters.models.decoder.shard import Shard
+from adapters.models.kernels.step import Forward, Step
 
 _NOTHING = nullcontext()
 SPAN = 8  # chunks of one prefill: over two shards that takes as long as 9 waves, where one by one it would be 16

@@ -9,8 +9,9 @@ import torch
 from attrs import astuple, frozen
 from torch import Tensor
 
-from adapters.models.decoder.shard import Kept, NamedTensors, Step
+from adapters.models.decoder.shard import Kept, NamedTensors
 from adapters.models.kernels.delta_interface import CHUNK, TAPS, UNSETTLED, DeltaKernels, DeltaShape, DeltaState
+from adapters.models.kernels.step import Step
 from adapters.sequence_layout import TensorSpec, dtype_name, torch_dtype
 
 _NOTHING = nullcontext()

@@ -25,9 +25,9 @@ from adapters.models.decoder.decoder_layer import DecoderLayer, WeightReader, fi
 from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.recurrent_cache import RecurrentCache
 from adapters.models.decoder.recurrent_layer import DeltaLayer, load_delta_layer
-from adapters.models.decoder.shard import Segment, Step
 from adapters.models.kernels.interface import HeadPrep, Kernels
 from adapters.models.kernels.offload import ParkedWeights
+from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import StateBatch
 
 TAIL = 8  # last tokens, whose queries score

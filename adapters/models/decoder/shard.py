@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
-from itertools import groupby
-from operator import attrgetter
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
+from adapters.models.kernels.step import Forward, Step
 from adapters.sequence_layout import RowSpec, TensorSpec
 
 BUCKETS = (4, 8, 16, 32, 64, 128, 256, 512)  # the row counts of forwards where nobody says otherwise
@@ -25,62 +23,6 @@ NamedTensors: TypeAlias = Mapping[str, Tensor]
 # What stays of one slot's rows in a step: the first so many, or, of a tree, those of one path from its root on,
 # numbered from the slot's first row. Nothing: 0, or no path.
 Kept: TypeAlias = int | tuple[int, ...]
-_slot = attrgetter("slot")
-
-
-@frozen
-class Segment:
-    """`count` consecutive rows of one slot's sequence, from position `start` on."""
-
-    slot: int
-    start: int
-    count: int
-
-
-@frozen
-class Step:
-    """What one forward computes: the segments' rows in order, padded up to `bucket` rows.
-
-    A prefill chunk is one segment; a batched decode has one segment of one row per request; a verification has one
-    segment of block-size rows per request, or a tree: several segments of one slot, one after the other. They are the
-    chain pieces of the tree in depth-first order, so the row before a piece's first one is the last row so far at the
-    position before it. The root alone is at the first position.
-
-    rows_only: nobody will ask for logits or hidden states, as in prefill: the target's last layer stops once its keys
-    and values are written. Captures of the layers before it are as always.
-    """
-
-    segments: tuple[Segment, ...]
-    bucket: int
-    rows_only: bool = False
-
-    @cached_property
-    def rows(self) -> int:
-        return sum([segment.count for segment in self.segments])
-
-    @cached_property
-    def parts(self) -> tuple[tuple[Segment, ...], ...]:
-        """The segments of each slot, in order."""
-        return tuple([tuple(part) for _, part in groupby(self.segments, _slot)])
-
-    @property
-    def branches(self) -> bool:
-        """Is there a tree in it?"""
-        return len(self.parts) < len(self.segments)
-
-
-@frozen
-class Forward:
-    """What one forward leaves behind. The tensors are the shard's static buffers: read them before the next forward.
-
-    hidden: `[bucket, D]` in the model's dtype, the residual stream after the shard's last layer (no final norm); of
-        no use on the last shard after a step of `rows_only`.
-    aux_hidden_states: layer index -> `[bucket, D]`, the residual stream after that decoder layer (what a DFlash draft
-    reads).
-    """
-
-    hidden: Tensor
-    aux_hidden_states: Mapping[int, Tensor]
 
 
 @frozen(eq=False)

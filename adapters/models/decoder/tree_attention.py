@@ -16,8 +16,9 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from adapters.models.decoder.kv_cache import KvCache
-from adapters.models.decoder.shard import Kept, Segment, Step
+from adapters.models.decoder.shard import Kept
 from adapters.models.kernels.interface import HeadPrep, Kernels, Rope
+from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch
 
 

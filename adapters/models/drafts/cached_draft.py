@@ -18,10 +18,11 @@ from torch import Tensor
 from adapters.models.decoder.decoder_layer import WeightReader
 from adapters.models.decoder.kv_cache import KvCache
 from adapters.models.decoder.pipelined_chunks import current
-from adapters.models.decoder.shard import BUCKETS, NamedTensors, Segment, Step, TargetHead
+from adapters.models.decoder.shard import BUCKETS, NamedTensors, TargetHead
 from adapters.models.drafts.draft_parts import DraftShape, DraftWeights
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.offload import ParkedWeights, State
+from adapters.models.kernels.step import Segment, Step
 from adapters.sequence_layout import RowSpec
 
 

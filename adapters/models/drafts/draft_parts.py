@@ -10,7 +10,7 @@ from torch import Tensor
 
 from adapters.checkpoint.safetensors_folder import WeightSource
 from adapters.models.decoder.rope import Rotary
-from adapters.models.decoder.shard import Step
+from adapters.models.kernels.step import Step
 
 
 class DraftWeights(WeightSource, Protocol):

@@ -16,9 +16,9 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from adapters.models.kernels.cpu.vectors import by_vectors
 from adapters.models.kernels.offload import rebuilt
 from adapters.models.kernels.step_batch import Batch
+from adapters.models.kernels.vector_functions import by_vectors
 
 _VECTOR = 64  # logits in a row of whole vectors, however wide the processor's are
 _PROBED = 6  # experts of a probed layer, two of which a row goes through: what differs with their number is the router

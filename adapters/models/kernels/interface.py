@@ -15,8 +15,7 @@ from torch import Tensor
 from adapters.checkpoint.packed_matrix import Stack
 from adapters.models.kernels.delta_interface import DeltaKernels
 from adapters.models.kernels.experts_interface import EveryExpert, Experts, GatedWeights
-from adapters.models.kernels.product_list import ProductPlan, Products
-from adapters.models.kernels.proof.prover import Proof
+from adapters.models.kernels.product_list import ProductPlan, Products, Proof
 from adapters.models.kernels.step_batch import Batch, BlockBatch
 
 T = TypeVar("T")

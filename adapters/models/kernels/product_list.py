@@ -21,6 +21,7 @@ NARROW = 16  # rows of a step that mostly decodes
 SMALL = 96 << 20
 BATCHED = (4, 8, 16, 32, 64, 128)  # rows of the batched products of recurrent layers
 SCORES = 1 << 21  # attention scores at a time, float32, so that they stay in the processor's caches
+COUNTS = (4, 8, 16, 32, 64, 128, 256, 512)  # query rows that attend together
 QUERIES = 256  # query rows that attend at a time
 NATIVE = "native"  # our own in C, a way to multiply with a weight or to attend; any other is a dtype of oneDNN's
 PACKED = "packed"  # our own, with weights as they are packed
@@ -246,3 +247,21 @@ def checked(plan: ProductPlan) -> ProductPlan:
     if min(plan.threads) < 1:
         raise ValueError("a plan of products for no thread")
     return plan
+
+
+@frozen
+class Proof:
+    """plan: what serves; None for kernels that need none, or if some product agrees with itself at no row count.
+
+    holds: any row count of a step may serve. shapes: how many products were proven. checks: how many comparisons that
+    took. single: one thread gives the same bits, so the thread count is no part of the numerics class. digest: of the
+    bits that came out.
+    """
+
+    plan: ProductPlan | None
+    holds: bool = True
+    shapes: int = 0
+    checks: int = 0
+    failures: tuple[str, ...] = ()
+    single: bool = True
+    digest: str = ""

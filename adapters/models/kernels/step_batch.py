@@ -11,7 +11,7 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from adapters.models.decoder.shard import Segment, Step
+from adapters.models.kernels.step import Segment, Step
 
 BROUGHT = 128  # numbers that one program brings to a GPU
 LISTED = 128  # rows that are written as Python's numbers: numpy is the quicker one beyond

@@ -22,11 +22,12 @@ from torch import Tensor
 
 from adapters.checkpoint.packed_matrix import StepLayout
 from adapters.models.decoder.family import Family, ModelConfig
-from adapters.models.decoder.shard import BUCKETS, Segment, Shard, Step
+from adapters.models.decoder.shard import BUCKETS, Shard
 from adapters.models.kernels.interface import Kernels
-from adapters.models.kernels.proof.prover import Proof
+from adapters.models.kernels.product_list import Proof
 from adapters.models.kernels.row_format import RowForm
 from adapters.models.kernels.seeded import seeded
+from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.probe_result import BLOCK_SIZE, Numerics, kept_under, machine
 from adapters.models.numerics.state_probe import StateBench
 from adapters.models.numerics.synthetic import RandomWeights, packed_in

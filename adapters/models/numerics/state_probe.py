@@ -13,8 +13,9 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from adapters.models.decoder.shard import Segment, Shard, Step
+from adapters.models.decoder.shard import Shard
 from adapters.models.kernels.seeded import seeded
+from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.probe_result import BLOCK_SIZE
 
 _NARROW = 16  # buckets up to this one go over fewer rows

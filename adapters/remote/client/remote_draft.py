@@ -21,8 +21,9 @@ from torch import Tensor
 
 from adapters.device.slots.slots import joined
 from adapters.device.speculation.proposal_tree import Tree
-from adapters.models.decoder.shard import NamedTensors, Step
+from adapters.models.decoder.shard import NamedTensors
 from adapters.models.drafts.draft_parts import DraftShape, Projection
+from adapters.models.kernels.step import Step
 from adapters.remote.client.crossing import asked_tensors, expected_of, given
 from adapters.remote.client.peer import Peer
 from adapters.remote.protocol.channel import ConnectionBroken

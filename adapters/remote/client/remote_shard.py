@@ -16,7 +16,8 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from adapters.models.decoder.shard import Forward, Kept, NamedTensors, OutputHead, Step
+from adapters.models.decoder.shard import Kept, NamedTensors, OutputHead
+from adapters.models.kernels.step import Forward, Step
 from adapters.remote.client.crossing import asked_tensors, expected_of, given, import_rows, import_runs
 from adapters.remote.client.peer import Peer
 from adapters.remote.protocol import messages

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from adapters.device.sampling.sampler import Sampler
 from adapters.device.speculation.drafting import Choosing, Following
-from adapters.models.decoder.shard import Step
 from adapters.models.drafts.cached_draft import BlockRequest, CachedDraft
+from adapters.models.kernels.step import Step
 from adapters.remote.daemon.answer_handlers import Answering, Ops
 from adapters.remote.protocol.draft_messages import (
     AskedProposals,

@@ -12,7 +12,8 @@ from attrs import define, field
 from torch import Tensor
 
 from adapters.models.decoder.host_copy import Integers, bits
-from adapters.models.decoder.shard import NamedTensors, Shard, Step
+from adapters.models.decoder.shard import NamedTensors, Shard
+from adapters.models.kernels.step import Step
 from adapters.remote.daemon.answer_handlers import Answering, Ops
 from adapters.remote.protocol.lent_memory import LentTensors
 from adapters.remote.protocol.messages import (

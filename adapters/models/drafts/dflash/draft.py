@@ -23,7 +23,7 @@ from adapters.models.decoder.decoder_layer import WeightReader, finished, projec
 from adapters.models.decoder.embedding import embed
 from adapters.models.decoder.layer_buffers import whole_layer
 from adapters.models.decoder.pipelined_chunks import current, inference
-from adapters.models.decoder.shard import Forward, Segment, Step, TargetHead
+from adapters.models.decoder.shard import TargetHead
 from adapters.models.drafts.cached_draft import AnyHead, BlockRequest, CachedDraft, Pick
 from adapters.models.drafts.dflash.config import DFlashConfig
 from adapters.models.drafts.dflash.draft_blocks import MOST_ROWS, SMALLEST_BLOCK, block_rows, turns
@@ -41,6 +41,7 @@ from adapters.models.kernels.interface import (
     LayersAtOnce,
     WholeLayer,
 )
+from adapters.models.kernels.step import Forward, Segment, Step
 from adapters.models.kernels.step_batch import Batch, BlockBatch
 
 

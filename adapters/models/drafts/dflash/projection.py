@@ -13,11 +13,11 @@ from torch import Tensor
 
 from adapters.models.decoder.decoder_layer import WeightReader
 from adapters.models.decoder.pipelined_chunks import current, inference
-from adapters.models.decoder.shard import Step
 from adapters.models.drafts.dflash.config import DFlashConfig
 from adapters.models.drafts.draft_parts import DraftWeights
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.offload import ParkedWeights
+from adapters.models.kernels.step import Step
 from adapters.models.kernels.step_batch import Batch
 
 

@@ -24,12 +24,12 @@ from torch import Tensor
 from adapters.models.decoder.decoder_layer import WeightReader, finished, gated, projected
 from adapters.models.decoder.embedding import embed
 from adapters.models.decoder.pipelined_chunks import current, inference
-from adapters.models.decoder.shard import Segment, Step
 from adapters.models.drafts.cached_draft import AnyHead, BlockRequest, CachedDraft, Pick
 from adapters.models.drafts.draft_parts import DraftWeights
 from adapters.models.drafts.mtp.checkpoint import HeadConfig
 from adapters.models.drafts.mtp.weights import LoadedHead, load_head
 from adapters.models.kernels.interface import AttentionMask, Kernels
+from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import BlockBatch
 
 KEPT = 64  # hidden states of a slot, of its last rows: sequences are continued at multiples of it

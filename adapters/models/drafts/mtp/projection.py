@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from attrs import frozen
 from torch import Tensor
 
-from adapters.models.decoder.shard import Step
+from adapters.models.kernels.step import Step
 
 NOTHING: Mapping[str, int] = {"weights": 0, "host": 0, "buffers": 0}
 

@@ -15,9 +15,10 @@ import torch
 from attrs import define, evolve, field, frozen
 from torch import Tensor
 
-from adapters.models.decoder.shard import Segment
 from adapters.models.kernels.interface import AttentionMask, Rope
+from adapters.models.kernels.multiplier import Multiplier, dtype_name
 from adapters.models.kernels.product_list import (
+    COUNTS,
     NATIVE,
     QUERIES,
     TILE,
@@ -28,10 +29,8 @@ from adapters.models.kernels.product_list import (
     queries,
     span_of,
 )
-from adapters.models.kernels.proof.multiplier import Multiplier
-from adapters.models.kernels.proof.prover import COUNTS
-from adapters.models.kernels.proof.trials import name_of
 from adapters.models.kernels.row_format import form_of
+from adapters.models.kernels.step import Segment
 from adapters.models.kernels.step_batch import Batch, BlockBatch
 
 _TERMS = 1024  # keys of one product with values where there is no plan
@@ -160,7 +159,7 @@ class CpuAttention:
     def _how(self, group: int, size: int) -> ServedHeads:
         found = self._attentions.get((group, size))
         if found is None:
-            way = NATIVE if self.kernels.own_attention is not None else name_of(self.kernels.dtypes()[0])
+            way = NATIVE if self.kernels.own_attention is not None else dtype_name(self.kernels.dtypes()[0])
             unproven = ServedHeads(Heads(group, size, 0), way, () if way == NATIVE else COUNTS, _TERMS)
             found = unproven if self.plan is None else self.plan.attention(group, size)
             self._attentions[group, size] = found

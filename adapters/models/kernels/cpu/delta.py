@@ -19,9 +19,8 @@ import torch
 from attrs import define, frozen
 from torch import Tensor
 
-from adapters.models.decoder.shard import Segment
+from adapters.models.kernels.cpu.convolution_taps import TapsByPlace
 from adapters.models.kernels.cpu.delta_row import DeltaRow, RowBuffers, read_row
-from adapters.models.kernels.cpu.vectors import TapsByPlace, by_vectors, silu
 from adapters.models.kernels.delta_interface import (
     BLOCK,
     CHUNK,
@@ -33,7 +32,9 @@ from adapters.models.kernels.delta_interface import (
     row_state,
 )
 from adapters.models.kernels.product_list import BATCHED, NATIVE, ProductPlan, Unproven
+from adapters.models.kernels.step import Segment
 from adapters.models.kernels.step_batch import StateBatch
+from adapters.models.kernels.vector_functions import by_vectors, silu
 
 _ROWS = torch.arange(CHUNK).unsqueeze(1)
 _COLUMNS = torch.arange(CHUNK)

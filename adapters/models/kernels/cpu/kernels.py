@@ -30,13 +30,14 @@ from adapters.models.kernels.cpu.delta import CpuDelta
 from adapters.models.kernels.cpu.layers import context_at_once, head_at_once, layers_at_once
 from adapters.models.kernels.cpu.native.attention import NativeAttention
 from adapters.models.kernels.cpu.native.delta import NativeDelta
+from adapters.models.kernels.cpu.native.delta import fits as has_room_for
 from adapters.models.kernels.cpu.native.library import compiled
 from adapters.models.kernels.cpu.native.norm_and_head import NativeHead
 from adapters.models.kernels.cpu.native.products import FORMS, NativePacked, NativeProducts, NativeWeight
 from adapters.models.kernels.cpu.native.rows import NativeRows, PreparedHeads
 from adapters.models.kernels.cpu.packed import CpuPacking, CpuStack, CpuWeight, check_rows
 from adapters.models.kernels.cpu.thread_tuning import Pace
-from adapters.models.kernels.delta_interface import DeltaKernels
+from adapters.models.kernels.delta_interface import DeltaKernels, DeltaShape
 from adapters.models.kernels.experts_interface import Experts, experts_feed, one_by_one
 from adapters.models.kernels.interface import (
     AttentionMask,
@@ -48,9 +49,9 @@ from adapters.models.kernels.interface import (
     Rope,
     WholeLayer,
 )
-from adapters.models.kernels.product_list import NARROW, NATIVE, TILE, ProductPlan, Products, Unproven
-from adapters.models.kernels.proof.prover import Proof, prove
-from adapters.models.kernels.proof.trials import name_of
+from adapters.models.kernels.multiplier import dtype_name
+from adapters.models.kernels.product_list import NARROW, NATIVE, TILE, ProductPlan, Products, Proof, Unproven
+from adapters.models.kernels.proof.prover import prove
 from adapters.models.kernels.row_format import form_of
 from adapters.models.kernels.step_batch import Batch, BlockBatch
 
@@ -90,7 +91,7 @@ class CpuKernels:
     @property
     def name(self) -> str:
         native = "" if self._native is None else "native-"
-        return f"{native}{'onednn' if onednn.ONEDNN else 'aten'}-{name_of(self._dtype)}"
+        return f"{native}{'onednn' if onednn.ONEDNN else 'aten'}-{dtype_name(self._dtype)}"
 
     @property
     def numbers(self) -> tuple[object, ...]:
@@ -107,7 +108,7 @@ class CpuKernels:
 
     def ways(self, *, wider: bool) -> Sequence[str]:
         own = [NATIVE] if self._native is not None and (wider or self._dtype in FORMS) else []
-        return [*own, *(name_of(dtype) for dtype in self.dtypes()[: 2 if wider else 1])]
+        return [*own, *(dtype_name(dtype) for dtype in self.dtypes()[: 2 if wider else 1])]
 
     def rows_in(self, way: str) -> torch.dtype:
         if way == NATIVE:
@@ -142,9 +143,11 @@ class CpuKernels:
     def own_attention(self) -> NativeAttention | None:
         return self._own_attention
 
-    @property
-    def own_rule(self) -> NativeDelta | None:
-        return self._own_rule
+    def own_rule(self, shape: DeltaShape) -> NativeDelta | None:
+        return self._own_rule if has_room_for(shape) else None
+
+    def batched_rule(self) -> CpuDelta:
+        return CpuDelta(None)
 
     # --- what is proven of them ---
 

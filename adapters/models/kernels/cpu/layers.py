@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adapters.models.decoder.shard import Forward
 from adapters.models.kernels.cpu.native.layer_description import NativePart
 from adapters.models.kernels.cpu.native.layers import NativeLayer, NativeLayers
 from adapters.models.kernels.cpu.native.library import NativeCode
@@ -19,6 +18,7 @@ from adapters.models.kernels.cpu.native.rows import PreparedHeads
 from adapters.models.kernels.cpu.packed import CpuStack, CpuWeight
 from adapters.models.kernels.interface import ContextLayer, Embedding, HeadPrep, LayersAtOnce, Rope, WholeLayer
 from adapters.models.kernels.row_format import form_of
+from adapters.models.kernels.step import Forward
 from adapters.models.kernels.step_batch import Batch
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from attrs import define, field
 
-from adapters.models.decoder.layer_kinds import leaves_out
+from adapters.models.kernels.layer_kinds import leaves_out
 
 T = TypeVar("T")
 _not_collecting: ContextVar[bool] = ContextVar("not_collecting", default=False)

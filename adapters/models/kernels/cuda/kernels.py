@@ -33,8 +33,7 @@ from adapters.models.kernels.experts_interface import (
 )
 from adapters.models.kernels.interface import NARROW, AttentionMask, ContextAtOnce, HeadPrep, LayersAtOnce, Rope
 from adapters.models.kernels.offload import rebuilt, tensors_of
-from adapters.models.kernels.product_list import ProductPlan, Products
-from adapters.models.kernels.proof.prover import Proof
+from adapters.models.kernels.product_list import ProductPlan, Products, Proof
 from adapters.models.kernels.row_format import LIMITS, form_of
 from adapters.models.kernels.step_batch import Batch, BlockBatch, StateBatch
 from adapters.models.kernels.triton import hopper, linear, rows

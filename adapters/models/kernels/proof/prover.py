@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
-from attrs import define, evolve, field, frozen
+from attrs import define, evolve, field
 
-from adapters.models.kernels.cpu.delta import CpuDelta
-from adapters.models.kernels.cpu.native.delta import fits
 from adapters.models.kernels.delta_interface import DeltaShape
+from adapters.models.kernels.multiplier import Multiplier
 from adapters.models.kernels.product_list import (
     BATCHED,
+    COUNTS,
     NATIVE,
     PACKED,
     QUERIES,
@@ -26,6 +26,7 @@ from adapters.models.kernels.product_list import (
     Heads,
     ProductPlan,
     Products,
+    Proof,
     Served,
     ServedDelta,
     ServedHeads,
@@ -33,7 +34,6 @@ from adapters.models.kernels.product_list import (
     batched,
     spans,
 )
-from adapters.models.kernels.proof.multiplier import Multiplier
 from adapters.models.kernels.proof.rule_trials import rule_seconds, rule_trial
 from adapters.models.kernels.proof.trials import (
     Group,
@@ -50,7 +50,6 @@ from adapters.models.kernels.proof.trials import (
 )
 
 TERMS = (1024, 512, 256)  # keys of one product with values; the longest that can be proven saves the most calls
-COUNTS = (4, 8, 16, 32, 64, 128, 256, 512)  # query rows that attend together
 DECODES = 32  # decode steps that weigh as much as the prefill of one chunk when ways are compared
 # Of the time of packed weights is what unpacked ones must beat. They take the room of two to four, and are tried on a
 # weight that stays in the processor's caches, where those of a step do not.
@@ -59,24 +58,6 @@ IN_TURN = 3  # times, one after the other: a machine that was busy once would de
 MARGIN = 0.8  # of the time of a preferred way is what the next one must beat: the choice should not waver
 
 TrialT = TypeVar("TrialT", bound="Trial")
-
-
-@frozen
-class Proof:
-    """plan: what serves; None for kernels that need none, or if some product agrees with itself at no row count.
-
-    holds: any row count of a step may serve. shapes: how many products were proven. checks: how many comparisons that
-    took. single: one thread gives the same bits, so the thread count is no part of the numerics class. digest: of the
-    bits that came out.
-    """
-
-    plan: ProductPlan | None
-    holds: bool = True
-    shapes: int = 0
-    checks: int = 0
-    failures: tuple[str, ...] = ()
-    single: bool = True
-    digest: str = ""
 
 
 @define(eq=False)
@@ -272,10 +253,12 @@ class Prover:
         """None where there is none, or batched products are quicker. In what pieces a slot's rows may come is tried
         layer by layer (`state_probe.py`).
         """
-        own, rows = self.kernels.own_rule, self.products.rows
-        if own is None or not fits(delta):
+        own = self.kernels.own_rule(delta)
+        rows = self.products.rows
+        if own is None:
             return None
-        times = [rule_seconds(kernels, delta, rows[-1], self.threads, DECODES) for kernels in (own, CpuDelta(None))]
+        ways = (own, self.kernels.batched_rule())
+        times = [rule_seconds(kernels, delta, rows[-1], self.threads, DECODES) for kernels in ways]
         if times[1] < MARGIN * times[0]:
             return None
         trial = rule_trial(own, delta, rows[-1], self.regimes)

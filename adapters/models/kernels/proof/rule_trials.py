@@ -7,11 +7,11 @@ import time
 import torch
 from torch import Tensor
 
-from adapters.models.decoder.shard import Segment, Step
 from adapters.models.kernels.delta_interface import TAPS, DeltaKernels, DeltaShape, DeltaWeights
 from adapters.models.kernels.product_list import NATIVE
 from adapters.models.kernels.proof.trials import Trial
 from adapters.models.kernels.seeded import seeded
+from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import StateBatch
 
 _BEHIND = 5  # rows between a state and the row that is tried

@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from attrs import define, evolve, field
+from attrs import define, field
 from torch import Tensor
 
 from adapters.checkpoint.packed_matrix import TABLES, PackedMatrix, StepLayout
-from adapters.models.kernels.cpu.native.attention import NativeAttention
+from adapters.models.kernels.multiplier import ExactAttention, Multiplier, dtype_name
 from adapters.models.kernels.product_list import NATIVE, PACKED, SCORES, TILE, Heads, Weight
-from adapters.models.kernels.proof.multiplier import Multiplier
 from adapters.models.kernels.seeded import seeded
 
 _MOST = 1 << 22  # random elements of a weight; a larger one repeats them
@@ -198,7 +197,7 @@ def scores_trial(
     x, keys = cancelling(rows[0], heads.keys, heads.size, torch.float32)
     return ScoresTrial(
         f"scores of heads of {heads.size}",
-        name_of(x.dtype),
+        dtype_name(x.dtype),
         x,
         threads,
         lambda some: multiply(some, keys),
@@ -218,13 +217,13 @@ def values_trial(
     threads: tuple[int, ...],
 ) -> ValuesTrial:
     x, w = cancelling(rows, heads.size, terms, dtype)
-    values, name = w.t().contiguous(), f"{terms} values of heads of {heads.size} in {name_of(dtype)}"
+    values, name = w.t().contiguous(), f"{terms} values of heads of {heads.size} in {dtype_name(dtype)}"
 
     def product(some: Tensor, those: Tensor) -> Tensor:
         return multiply(some, those.t())
 
     return ValuesTrial(
-        name, name_of(dtype), x, threads, lambda some: product(some, values), values=values, product=product
+        name, dtype_name(dtype), x, threads, lambda some: product(some, values), values=values, product=product
     )
 
 
@@ -237,11 +236,11 @@ def batched_trial(rows: int, shape: tuple[int, int, int], threads: tuple[int, ..
     def multiply(some: Tensor) -> Tensor:
         return torch.bmm(some.expand(heads, -1, -1).contiguous(), weights).transpose(0, 1).flatten(1)
 
-    return Trial(f"{heads} times {terms} to {outputs}", name_of(x.dtype), x, threads, multiply)
+    return Trial(f"{heads} times {terms} to {outputs}", dtype_name(x.dtype), x, threads, multiply)
 
 
 def attention_trial(
-    own: NativeAttention, dtype: torch.dtype, shape: tuple[int, int], rows: int, threads: tuple[int, ...]
+    own: ExactAttention, dtype: torch.dtype, shape: tuple[int, int], rows: int, threads: tuple[int, ...]
 ) -> Trial:
     """Attention of our own by `rows` rows, all of which see the same keys: some of the first of its tiles and of the
     last, and all between. What rows see otherwise is tried layer by layer (`probe.py`). shape: queries to a key head,
@@ -251,7 +250,7 @@ def attention_trial(
     generator, keys = seeded(size), 2 * TILE
     x = torch.randn(rows, group * size, generator=generator) * size**-0.25
     k, v = (torch.randn(2, 1, 1, keys, size, generator=generator) * size**-0.25).to(dtype)
-    slots, exact = torch.zeros(rows, dtype=torch.int64), evolve(own, to=torch.float32)
+    slots, exact = torch.zeros(rows, dtype=torch.int64), own.with_output(torch.float32)
     low, high = slots + 3, slots + keys - 131
 
     def attend(some: Tensor) -> Tensor:
@@ -318,10 +317,6 @@ def rolled(rows: Tensor, count: int) -> Tensor:
 
 def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @contextmanager

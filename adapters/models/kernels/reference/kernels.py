@@ -12,8 +12,7 @@ from adapters.checkpoint.packed_matrix import Stack
 from adapters.models.kernels.delta_interface import DeltaKernels
 from adapters.models.kernels.experts_interface import Experts, experts_feed, one_by_one
 from adapters.models.kernels.interface import AttentionMask, ContextAtOnce, HeadPrep, LayersAtOnce, Rope
-from adapters.models.kernels.product_list import ProductPlan, Products
-from adapters.models.kernels.proof.prover import Proof
+from adapters.models.kernels.product_list import ProductPlan, Products, Proof
 from adapters.models.kernels.reference.delta import ReferenceDelta
 from adapters.models.kernels.row_format import form_of
 from adapters.models.kernels.step_batch import Batch, BlockBatch

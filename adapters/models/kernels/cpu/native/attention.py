@@ -7,7 +7,7 @@ queries, its keys and values, and which of them it sees.
 from __future__ import annotations
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from adapters.models.kernels.cpu.native.library import NativeCode
@@ -22,6 +22,10 @@ class NativeAttention:
     compiled: NativeCode
     level: int
     to: torch.dtype
+
+    def with_output(self, dtype: torch.dtype) -> NativeAttention:
+        """Return the same attention with results that are rounded to `dtype`."""
+        return evolve(self, to=dtype)
 
     def attend(
         self,

@@ -13,9 +13,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from adapters.models.kernels.cpu.convolution_taps import TapsByPlace
 from adapters.models.kernels.cpu.native.library import NativeCode
 from adapters.models.kernels.cpu.native.products import FORMS, WIDEST, check_lies
-from adapters.models.kernels.cpu.vectors import TapsByPlace
 from adapters.models.kernels.delta_interface import (
     CHUNK,
     RING,

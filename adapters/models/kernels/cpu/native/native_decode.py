@@ -13,10 +13,10 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from adapters.models.decoder.shard import Forward
 from adapters.models.kernels.cpu.native.layer_description import DecoderOf, EmbeddingOf, LayerOf
 from adapters.models.kernels.cpu.native.layers import NativeLayers
 from adapters.models.kernels.cpu.native.norm_and_head import NativeContext, NativeHead
+from adapters.models.kernels.step import Forward
 from adapters.models.kernels.step_batch import Batch, BlockBatch
 
 MOST_FED, MOST_PARTS = 64, 64  # rows of a step, and tensors that a target leaves for a draft, as rounds.h has them

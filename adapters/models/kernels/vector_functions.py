@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from attrs import define, field
 from torch import Tensor
-
-from adapters.models.kernels.delta_interface import DeltaWeights
 
 _VECTOR = 64  # elements; a whole number of vectors of any processor, however far a loop is unrolled
 _PIECE = 1 << 14  # below what torch would share among threads, whose parts could end anywhere
@@ -29,16 +26,3 @@ def by_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 def silu(x: Tensor) -> Tensor:
     return by_vectors(torch.sigmoid, x).mul_(x)
-
-
-@define(eq=False)
-class TapsByPlace:
-    """Taps of convolutions as `[4, channels]`; kept with what they were made from, so that the identity stays taken."""
-
-    _found: dict[int, tuple[DeltaWeights, Tensor]] = field(init=False, factory=dict)
-
-    def of(self, weights: DeltaWeights) -> Tensor:
-        found = self._found.get(id(weights))
-        if found is None:
-            found = self._found[id(weights)] = (weights, weights.taps.T.contiguous())
-        return found[1]
