@@ -18,15 +18,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from adapters.http.answer.access_log import CALLER
 from adapters.http.answer.answer_shape import new_id
 from adapters.http.answer.cache_misses import MissLog
 from adapters.http.answer.job_stream import Ended
 from adapters.http.answer.reply import Reply
 from adapters.http.apis import openai_chat
-from adapters.http.apis.api import Api, Asked, Asker, Counter
+from adapters.http.apis.api import Api, Counter
 from adapters.http.apis.openai_stored_responses import KeptResponses
 from adapters.http.apis.registry import COUNTERS, STATELESS, TEMPLATE, answer_error
-from adapters.http.guard import CALLER, Guard
+from adapters.http.edge_options import EdgeOptions
+from adapters.http.guard import Guard
 from adapters.http.history.answer_tokens import TurnMemory
 from adapters.http.history.frozen_messages import FrozenMessages
 from adapters.http.history.history_loader import Recollection
@@ -36,11 +38,11 @@ from adapters.http.page.events import Listener, Watch
 from adapters.http.request import controls
 from adapters.http.request import served_models as models
 from adapters.http.request.answer_grammar import held
+from adapters.http.request.asked import Asked, Asker
 from adapters.http.request.compression import Sessions
 from adapters.http.request.render_prompt import rendered
 from adapters.http.request.sampling_fields import default_settings
 from adapters.http.wire.body_budget import ROOM, Intake
-from adapters.http.wire.edge_options import EdgeOptions
 from adapters.http.wire.errors import (
     SHUTTING_DOWN,
     ApiError,

@@ -19,19 +19,18 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from adapters.http.answer.access_log import ABOUT, ARRIVED, NOTE, refused
+from adapters.http.answer.access_log import ABOUT, ARRIVED, CALLER, NOTE, refused
 from adapters.http.apis.registry import error_response, refers
+from adapters.http.edge_options import EdgeOptions
 from adapters.http.history.history_loader import Recollection
 from adapters.http.page import files
-from adapters.http.wire.edge_options import EdgeOptions
+from adapters.http.wire.address import MAX_HEAD_BYTES
 from adapters.http.wire.errors import ApiError
 from adapters.http.wire.paths import canonical
 from adapters.metrics import Metrics
 
 log = logging.getLogger("rekindle.http")
-MAX_HEAD_BYTES = 1 << 16
 PUBLIC = frozenset({"/health", *files.files()})  # the page, not what it shows
-CALLER = "rekindle.caller"  # in a scope: a name for who sent the right key, which tells nothing of the key
 EXPOSED = "x-request-id, request-id, retry-after"
 PREFLIGHT = {"access-control-allow-methods": "GET, POST, DELETE", "access-control-max-age": "600"}
 

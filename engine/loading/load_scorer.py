@@ -17,8 +17,8 @@ from adapters.device.compression.score_prompt import Compressor, DrafterLane, dr
 from adapters.device.executor import DeviceExecutor
 from adapters.device.lane.lane import DeviceLane
 from adapters.device.speculation.drafting import DraftProposer
+from adapters.http.edge_options import CONTEXTS
 from adapters.http.history.frozen_messages import HOT
-from adapters.http.request.compression import CONTEXTS
 from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.scorer import Scorer
 from adapters.models.numerics.probe_result import Numerics

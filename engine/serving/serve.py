@@ -26,14 +26,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from adapters import process_memory
 from adapters.http.apis.registry import error_response
 from adapters.http.app import build_app
+from adapters.http.edge_options import CompressionDefaults, EdgeOptions
 from adapters.http.history.answer_tokens import TurnMemory
 from adapters.http.history.frozen_messages import FrozenMessages
 from adapters.http.history.history_loader import Recollection
 from adapters.http.history.persistent_lru import Cabinet
 from adapters.http.history.response_store import Archive
 from adapters.http.page import files
-from adapters.http.request.compression import CompressionDefaults
-from adapters.http.wire.edge_options import EdgeOptions
 from adapters.http.wire.errors import unavailable
 from adapters.http.wire.server import Serving, serve
 from adapters.watched_thread import Watched

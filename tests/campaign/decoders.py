@@ -15,10 +15,10 @@ from typing import Any
 from attrs import asdict
 
 from adapters.http.apis.openai_responses import References, read_conversation
+from adapters.http.edge_options import EdgeOptions
 from adapters.http.history import persistent_lru
 from adapters.http.history.response_store import Archive, Shelf
 from adapters.http.request.tool_definitions import Skipped
-from adapters.http.wire.edge_options import EdgeOptions
 from adapters.http.wire.errors import ApiError
 from adapters.http.wire.fields import Fields
 from adapters.models.numerics.probe_result import Numerics

@@ -14,13 +14,14 @@ from prometheus_client import Metric
 from starlette.routing import Route
 
 from adapters.http.apis import anthropic_messages, llamacpp, openai_chat, openai_completions, openai_responses
-from adapters.http.apis.api import Api, Asker
+from adapters.http.apis.api import Api
 from adapters.http.app import build_app
+from adapters.http.edge_options import EdgeOptions
 from adapters.http.history.answer_tokens import TurnMemory
 from adapters.http.history.response_store import Archive, Shelf
 from adapters.http.page import files
+from adapters.http.request.asked import Asker
 from adapters.http.request.controls import Words
-from adapters.http.wire.edge_options import EdgeOptions
 from adapters.http.wire.fields import Fields
 from adapters.metrics import DISK_COUNTERS, Metrics
 from adapters.text.model_text import Text

@@ -13,11 +13,11 @@ import pytest
 from attrs import define, evolve
 
 from adapters.http.app import build_app
+from adapters.http.edge_options import EdgeOptions
 from adapters.http.history.answer_tokens import TurnMemory
 from adapters.http.history.frozen_messages import FrozenMessages
 from adapters.http.history.history_loader import Recollection
 from adapters.http.history.response_store import Archive
-from adapters.http.wire.edge_options import EdgeOptions
 from adapters.http.wire.server import Serving, serve
 from adapters.metrics import Metrics
 from adapters.store.files.private_folder import Folder

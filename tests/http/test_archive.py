@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from adapters.http.edge_options import EdgeOptions
 from adapters.http.history import persistent_lru
 from adapters.http.history import response_store as limits
 from adapters.http.history.persistent_lru import digest
 from adapters.http.history.response_store import Archive, ArchivedResponse, Shelf, is_whole, read, whose
-from adapters.http.wire.edge_options import EdgeOptions
 from adapters.store.files.private_folder import Folder
 
 OPTIONS = EdgeOptions("small", 4096, 500)

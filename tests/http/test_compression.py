@@ -10,18 +10,8 @@ import pytest
 from attrs import evolve
 
 from adapters.http.answer.usage import compressed
-from adapters.http.request.compression import (
-    FIRST,
-    LEAST,
-    MOST,
-    SESSIONS,
-    CompressionDefaults,
-    Learned,
-    Sessions,
-    adapted,
-    kept,
-    parts_of,
-)
+from adapters.http.edge_options import CompressionDefaults
+from adapters.http.request.compression import FIRST, LEAST, MOST, SESSIONS, Learned, Sessions, adapted, kept, parts_of
 from adapters.text.conversation import ChatMessage
 from effects.compression import Compressed, Compression
 from effects.job import Report

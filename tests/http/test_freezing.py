@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from attrs import evolve
 
+from adapters.http.edge_options import CompressionDefaults
 from adapters.http.history.frozen_messages import HOT, LEAST, SHORTEST, FrozenMessages, band_of
-from adapters.http.request.compression import CompressionDefaults
 from adapters.store.files.private_folder import Folder
 from effects.compression import Compression, PromptPart, tokens_in
 from effects.ids import RequestId

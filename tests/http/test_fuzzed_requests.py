@@ -16,10 +16,10 @@ from adapters.http.apis.openai_chat import read_chat_controls
 from adapters.http.apis.openai_chat import read_conversation as read_conversation_of_chat
 from adapters.http.apis.openai_responses import WORDS, References, read_conversation, shown
 from adapters.http.apis.openai_told_items import sealed_summary
+from adapters.http.edge_options import EdgeOptions
 from adapters.http.history.response_store import Archive, Shelf
 from adapters.http.request.controls import read_controls
 from adapters.http.request.tool_definitions import Skipped
-from adapters.http.wire.edge_options import EdgeOptions
 from adapters.http.wire.errors import ApiError
 from adapters.http.wire.fields import Fields
 from adapters.text.conversation import Conversation, templated

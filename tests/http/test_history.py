@@ -19,10 +19,10 @@ from adapters.http.apis import anthropic_messages as messages_api
 from adapters.http.apis import openai_chat as chat
 from adapters.http.apis.openai_responses import References
 from adapters.http.apis.openai_responses import read_conversation as read_response
+from adapters.http.edge_options import EdgeOptions
 from adapters.http.history.response_store import Archive, Shelf
 from adapters.http.request.resent_history import LOST_RESULT, Speaker, newest_user_turn
 from adapters.http.request.tool_definitions import Skipped, tool_name
-from adapters.http.wire.edge_options import EdgeOptions
 from adapters.http.wire.fields import Fields
 from adapters.http.wire.repair_json import without_depth, without_halves
 from adapters.text.conversation import Conversation, templated

@@ -8,9 +8,9 @@ import pytest
 
 from adapters.http.apis.openai_responses import References, read_conversation
 from adapters.http.apis.openai_told_items import SUMMARY, opened_summary, sealed_summary
+from adapters.http.edge_options import EdgeOptions
 from adapters.http.history.response_store import Archive, Shelf
 from adapters.http.request.tool_definitions import Skipped
-from adapters.http.wire.edge_options import EdgeOptions
 from adapters.http.wire.fields import Fields
 from adapters.text.conversation import ChatMessage, ToolCall
 from tests.http.conftest import Site

@@ -15,11 +15,11 @@ import pytest
 from adapters.http.apis import openai_responses
 from adapters.http.apis.openai_response_items import opened, sealed
 from adapters.http.apis.openai_responses import References, read_conversation
+from adapters.http.edge_options import EdgeOptions
 from adapters.http.history import response_store as archive
 from adapters.http.history.response_store import Archive, ArchivedResponse, Shelf
 from adapters.http.request.custom_tools import custom_arguments, custom_input
 from adapters.http.request.tool_definitions import Skipped
-from adapters.http.wire.edge_options import EdgeOptions
 from adapters.http.wire.errors import ApiError
 from adapters.http.wire.fields import Fields
 from adapters.text.conversation import ChatMessage, ToolCall, ToolChoice

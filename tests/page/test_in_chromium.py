@@ -12,7 +12,7 @@ import pytest
 from attrs import define, evolve, field
 
 from adapters.http.app import build_app
-from adapters.http.wire.edge_options import EdgeOptions
+from adapters.http.edge_options import EdgeOptions
 from adapters.http.wire.server import Serving, serve
 from adapters.metrics import Metrics
 from adapters.text.model_text import Text

@@ -15,8 +15,8 @@ from cyclopts.validators import Number
 from msgspec import inspect
 
 from adapters.device.compression.score_prompt import Compressor
+from adapters.http.edge_options import EdgeOptions
 from adapters.http.request.sampling_fields import read_sampling
-from adapters.http.wire.edge_options import EdgeOptions
 from adapters.http.wire.fields import Fields
 from adapters.models.drafts.cached_draft import BlockRequest
 from adapters.models.families.qwen3 import Qwen3Config

@@ -13,6 +13,7 @@ from adapters.http.wire.errors import ApiError
 NOTE = "rekindle.note"  # in a scope: what the line ends with
 ABOUT = "rekindle.about"  # in a scope: the ids that the line is about, by the names that the log has for them
 ARRIVED = "rekindle.arrived"  # in a scope: when the request's head was there
+CALLER = "rekindle.caller"  # in a scope: a name for who sent the right key, which tells nothing of the key
 NOT_A_FIELD = re.compile(r"[^\w.$\[\]]", re.ASCII)  # in a path into a body: what only a client can have chosen
 
 

@@ -10,8 +10,8 @@ from typing import TypeAlias
 import anyio
 from attrs import define, evolve, field, frozen
 
+from adapters.http.edge_options import EdgeOptions
 from adapters.http.request.controls import Planned
-from adapters.http.wire.edge_options import EdgeOptions
 from adapters.text.answer.answer_parser import AnswerParser
 from adapters.text.answer.answer_pieces import AnswerPiece, CallBegun, TextPiece, text_of
 from adapters.text.detokenize import TextStream

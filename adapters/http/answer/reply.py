@@ -20,9 +20,9 @@ from starlette.types import Message, Receive, Scope, Send
 from adapters.http.answer.access_log import ABOUT, ARRIVED, NOTE, AnswerFigures
 from adapters.http.answer.answer_shape import AnswerShape
 from adapters.http.answer.job_stream import Ended, Event, Jobs, Progress, Said, running
+from adapters.http.edge_options import EdgeOptions
 from adapters.http.request.controls import Planned
 from adapters.http.wire.connection import ABORT
-from adapters.http.wire.edge_options import EdgeOptions
 from adapters.http.wire.error_format import Dialect
 from adapters.http.wire.errors import ApiError, failure_of
 from adapters.http.wire.retry_after import Turnover

@@ -7,7 +7,7 @@ from typing import Any
 
 from adapters.http.answer import cache_misses
 from adapters.http.answer.job_stream import Ended, Progress
-from adapters.http.wire.edge_options import EdgeOptions
+from adapters.http.edge_options import EdgeOptions
 from effects.compression import WHOLE
 from effects.job import Report
 from effects.ports import ANSWER_STAGES, PROMPT_STAGES

@@ -13,9 +13,9 @@ from adapters.http.answer import usage as figures
 from adapters.http.answer.answer_shape import event
 from adapters.http.answer.content_blocks import Block, BlockBegun, BlockEnded, BlockEvent, BlockMore, Blocks
 from adapters.http.answer.job_stream import Ended, Progress, Said
-from adapters.http.apis.api import Asked
+from adapters.http.edge_options import EdgeOptions
+from adapters.http.request.asked import Asked
 from adapters.http.request.tool_definitions import sent_name
-from adapters.http.wire.edge_options import EdgeOptions
 from adapters.http.wire.error_format import anthropic_error
 from adapters.http.wire.errors import ApiError
 from adapters.text.answer.answer_pieces import together

@@ -9,7 +9,9 @@ from typing import Any, Literal
 import anyio
 
 from adapters.http.apis.anthropic_answer import MessageShape
-from adapters.http.apis.api import Api, Asked, Asker, Counter
+from adapters.http.apis.api import Api, Counter
+from adapters.http.edge_options import EdgeOptions
+from adapters.http.request.asked import Asked, Asker
 from adapters.http.request.controls import Controls, Words, read_controls, read_model, read_salt
 from adapters.http.request.render_prompt import asked, chat_prompt, check_template, template_headers
 from adapters.http.request.resent_history import (
@@ -30,7 +32,6 @@ from adapters.http.request.tool_definitions import (
     read_name,
 )
 from adapters.http.request.unsupported import Missing
-from adapters.http.wire.edge_options import EdgeOptions
 from adapters.http.wire.error_format import ANTHROPIC
 from adapters.http.wire.errors import invalid
 from adapters.http.wire.fields import Fields

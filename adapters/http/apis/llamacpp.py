@@ -11,13 +11,14 @@ from attrs import define, field
 from adapters.http.answer import usage
 from adapters.http.answer.answer_shape import event
 from adapters.http.answer.job_stream import Ended, PickedToken, Progress, Said
-from adapters.http.apis.api import Api, Asked, Asker
+from adapters.http.apis.api import Api
 from adapters.http.apis.openai_answer import named
 from adapters.http.apis.openai_completions import encode
+from adapters.http.edge_options import EdgeOptions
+from adapters.http.request.asked import Asked, Asker
 from adapters.http.request.controls import Words, read_controls
 from adapters.http.request.sampling_fields import settings_of
 from adapters.http.request.unsupported import EMPTY, MISSING, Missing
-from adapters.http.wire.edge_options import EdgeOptions
 from adapters.http.wire.error_format import openai_error
 from adapters.http.wire.errors import ApiError, context_exceeded, invalid
 from adapters.http.wire.fields import Fields, shown

@@ -12,9 +12,9 @@ from attrs import define, field
 from adapters.http.answer import usage as figures
 from adapters.http.answer.answer_shape import COMMENT, DONE, event
 from adapters.http.answer.job_stream import Ended, Progress, Said
-from adapters.http.apis.api import Asked
+from adapters.http.edge_options import EdgeOptions
+from adapters.http.request.asked import Asked
 from adapters.http.request.controls import Controls
-from adapters.http.wire.edge_options import EdgeOptions
 from adapters.http.wire.error_format import openai_error
 from adapters.http.wire.errors import ApiError
 from adapters.text.tokenizer import Tokenizer

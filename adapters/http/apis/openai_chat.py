@@ -7,8 +7,10 @@ from typing import Any
 
 import anyio
 
-from adapters.http.apis.api import Api, Asked, Asker, Counter
+from adapters.http.apis.api import Api, Counter
 from adapters.http.apis.openai_chat_answer import ChatShape
+from adapters.http.edge_options import EdgeOptions
+from adapters.http.request.asked import Asked, Asker
 from adapters.http.request.controls import Controls, Words, read_controls, read_salt
 from adapters.http.request.custom_tools import INPUT, read_custom
 from adapters.http.request.legacy_functions import is_legacy, read_function_choice, read_functions
@@ -35,7 +37,6 @@ from adapters.http.request.tool_definitions import (
     read_name,
 )
 from adapters.http.request.unsupported import MISSING_IN_CHAT
-from adapters.http.wire.edge_options import EdgeOptions
 from adapters.http.wire.errors import invalid
 from adapters.http.wire.fields import Fields, shown
 from adapters.text.conversation import ChatMessage, Conversation, FunctionTool, Role, ToolChoice, thinking

@@ -14,11 +14,11 @@ from typing import Any
 from attrs import define, evolve
 
 from adapters.http.answer.job_stream import Ended
-from adapters.http.apis.api import Asked
 from adapters.http.apis.openai_response_answer import ResponseShape
 from adapters.http.apis.openai_told_items import TRIGGER
+from adapters.http.edge_options import EdgeOptions
 from adapters.http.history.response_store import ENCODER
-from adapters.http.wire.edge_options import EdgeOptions
+from adapters.http.request.asked import Asked
 from adapters.http.wire.errors import context_exceeded
 from adapters.http.wire.fields import Fields
 from adapters.text.conversation import ToolChoice

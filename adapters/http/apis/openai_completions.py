@@ -6,11 +6,12 @@ from typing import Any
 
 from attrs import evolve
 
-from adapters.http.apis.api import Api, Asked, Asker
+from adapters.http.apis.api import Api
 from adapters.http.apis.openai_answer import CompletionShape
+from adapters.http.edge_options import EdgeOptions
+from adapters.http.request.asked import Asked, Asker
 from adapters.http.request.controls import Controls, Words, check_tokens, read_controls
 from adapters.http.request.unsupported import MISSING
-from adapters.http.wire.edge_options import EdgeOptions
 from adapters.http.wire.errors import context_exceeded, far_too_long, invalid, left
 from adapters.http.wire.fields import Fields, shown
 from adapters.text.model_text import Text

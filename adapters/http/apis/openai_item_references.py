@@ -8,9 +8,9 @@ from typing import Any
 from attrs import define, field
 
 from adapters.http.apis.openai_response_answer import place_of
+from adapters.http.edge_options import EdgeOptions
 from adapters.http.history.response_store import ENCODER, Shelf
 from adapters.http.history.response_store import read as read_kept
-from adapters.http.wire.edge_options import EdgeOptions
 
 
 @define

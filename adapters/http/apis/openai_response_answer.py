@@ -13,14 +13,14 @@ from adapters.http.answer import usage as figures
 from adapters.http.answer.answer_shape import event
 from adapters.http.answer.content_blocks import Block, BlockBegun, BlockEnded, BlockEvent, BlockMore, Blocks
 from adapters.http.answer.job_stream import Ended, Progress, Said
-from adapters.http.apis.api import Asked
 from adapters.http.apis.openai_response_items import sealed
 from adapters.http.apis.openai_text_logprobs import TextLogprobs
 from adapters.http.apis.openai_told_items import sealed_summary
+from adapters.http.edge_options import EdgeOptions
 from adapters.http.history.response_store import ArchivedResponse, Shelf
+from adapters.http.request.asked import Asked
 from adapters.http.request.custom_tools import custom_input
 from adapters.http.request.tool_definitions import sent_name
-from adapters.http.wire.edge_options import EdgeOptions
 from adapters.http.wire.errors import ApiError
 from adapters.text.answer.answer_pieces import AnswerPiece, TextPiece, together
 from adapters.text.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ import anyio
 import msgspec
 from attrs import define, evolve, field
 
-from adapters.http.apis.api import Api, Asked, Asker, Counter
+from adapters.http.apis.api import Api, Counter
 from adapters.http.apis.openai_compaction import (
     INSTRUCTION,
     CompactionShape,
@@ -22,8 +22,10 @@ from adapters.http.apis.openai_compaction import (
 from adapters.http.apis.openai_item_references import References
 from adapters.http.apis.openai_response_answer import ResponseShape
 from adapters.http.apis.openai_response_items import Turns, speaker_of, spelled
+from adapters.http.edge_options import EdgeOptions
 from adapters.http.history.response_store import ENCODER, Shelf
 from adapters.http.history.response_store import read as read_kept
+from adapters.http.request.asked import Asked, Asker
 from adapters.http.request.controls import Controls, Words, read_controls, read_model, read_salt
 from adapters.http.request.custom_tools import read_custom
 from adapters.http.request.render_prompt import asked, chat_prompt, check_template, template_headers
@@ -40,7 +42,6 @@ from adapters.http.request.tool_definitions import (
     tool_name,
 )
 from adapters.http.request.unsupported import MISSING, Missing
-from adapters.http.wire.edge_options import EdgeOptions
 from adapters.http.wire.errors import invalid
 from adapters.http.wire.fields import Fields
 from adapters.http.wire.fields import shown as shown_value

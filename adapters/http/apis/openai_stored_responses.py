@@ -12,13 +12,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from adapters.http.answer.access_log import CALLER
 from adapters.http.answer.reply import Reply
 from adapters.http.apis.api import Api, Counter
 from adapters.http.apis.openai_response_answer import ResponseShape
 from adapters.http.apis.openai_responses import PATH, compactions, response_tokens, responses
-from adapters.http.guard import CALLER
+from adapters.http.edge_options import EdgeOptions
 from adapters.http.history.response_store import ENCODER, Archive, ArchivedResponse, Shelf, read
-from adapters.http.wire.edge_options import EdgeOptions
 from adapters.http.wire.errors import ApiError, invalid
 from adapters.http.wire.read_body import parsers
 

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 from attrs import define, frozen
 
+from adapters.http.edge_options import EdgeOptions
 from adapters.http.history.persistent_lru import DIGEST, Cabinet, Limits, is_signed
-from adapters.http.wire.edge_options import EdgeOptions
 from adapters.http.wire.errors import ApiError
 from adapters.http.wire.read_body import parse_large
 

@@ -16,8 +16,8 @@ from attrs import define, field
 from starlette.types import Message, Receive, Scope, Send
 
 from adapters.http.answer.reply import STREAM_HEADERS
+from adapters.http.edge_options import EdgeOptions
 from adapters.http.wire.connection import ABORT, STOPPING
-from adapters.http.wire.edge_options import EdgeOptions
 from adapters.http.wire.errors import ApiError
 
 EVERY_S = 0.25  # a look takes 1 ms with 64 requests running: 0.4 % of one core

@@ -9,8 +9,8 @@ from urllib.parse import quote
 
 from attrs import evolve
 
-from adapters.http.apis.api import Asked
-from adapters.http.wire.edge_options import EdgeOptions
+from adapters.http.edge_options import EdgeOptions
+from adapters.http.request.asked import Asked
 from adapters.http.wire.errors import ApiError, invalid, unavailable
 from adapters.text.fitted_form import AskedForm, FormFitting, SchemaRefused
 from adapters.text.grammars.grammar import GrammarRefused, check_length

@@ -7,7 +7,7 @@ from typing import Any
 
 from attrs import frozen
 
-from adapters.http.wire.edge_options import EdgeOptions
+from adapters.http.edge_options import EdgeOptions
 from adapters.http.wire.errors import ApiError, invalid
 from adapters.http.wire.fields import Fields, shown
 from adapters.text.tokenizer import Tokenizer

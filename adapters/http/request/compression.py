@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from attrs import define, evolve, field, frozen
 
+from adapters.http.edge_options import CompressionDefaults, Points
 from adapters.http.history.frozen_messages import frozen_length
 from adapters.http.wire.errors import context_exceeded, invalid
 from adapters.http.wire.fields import Fields
@@ -20,29 +21,11 @@ from effects.job import Job, aged, freezes, uncompressed
 KEYS = ("mode", "threshold", "keep_ratio", "session", "freeze")
 MODES: tuple[Mode, ...] = ("off", "auto", "always")
 MOST_THRESHOLD = 1 << 21
-CONTEXTS = 20  # that a prompt may have before it is scored: at the default ratio, what is kept of more fits none
 MAX_SESSION = 200  # characters
 SESSIONS = 1024  # that are remembered: 200 bytes each and their names, at most half a MiB
 FIRST, LEAST, MOST = 100, 25, 200  # thousandths that a session keeps: at first, and within which it stays
 MOST_PROTECTED = 1000  # tokens of a last question that is kept whole, unless it is most of the prompt
 ROOM = 64  # tokens beyond what is to be kept: control tokens, and what says who speaks
-
-Points = tuple[tuple[int, int], ...]
-
-
-@frozen
-class CompressionDefaults:
-    """What the server was started with. keep, curve: thousandths, and those by tokens of the prompt, ascending; the
-    curve decides where there is one. drafter: tokens of a prompt that it scores at most; 0: there is none.  freeze:
-    messages that have aged are shortened once and for all.
-    """
-
-    mode: Mode = "off"
-    threshold: int = 32_000
-    keep: int = 50
-    curve: Points = ()
-    drafter: int = 0
-    freeze: bool = False
 
 
 @frozen

@@ -10,6 +10,7 @@ from typing import Any
 
 from attrs import evolve, field, frozen
 
+from adapters.http.edge_options import EdgeOptions
 from adapters.http.history.answer_tokens import AskedTurn
 from adapters.http.history.frozen_messages import Aging, FrozenMessages
 from adapters.http.request.compression import (
@@ -25,7 +26,6 @@ from adapters.http.request.response_format import Form, read_form
 from adapters.http.request.sampling_fields import read_sampling
 from adapters.http.request.served_models import check_name
 from adapters.http.request.unsupported import Missing, refuse_missing
-from adapters.http.wire.edge_options import EdgeOptions
 from adapters.http.wire.errors import invalid
 from adapters.http.wire.fields import Fields, shown
 from adapters.text.answer.answer_parser import PLAIN, AnswerReader

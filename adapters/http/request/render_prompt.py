@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 
 import anyio
 
-from adapters.http.apis.api import Asked
+from adapters.http.edge_options import EdgeOptions
 from adapters.http.history.answer_tokens import AskedTurn, OwnTurns
+from adapters.http.request.asked import Asked
 from adapters.http.request.controls import Controls
-from adapters.http.wire.edge_options import EdgeOptions
 from adapters.http.wire.errors import ApiError, far_too_long, invalid, left, unavailable
 from adapters.http.wire.fields import Fields
 from adapters.text.answer.answer_parser import NONE

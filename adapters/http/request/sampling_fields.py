@@ -12,8 +12,8 @@ from typing import Any
 
 from attrs import evolve
 
+from adapters.http.edge_options import EdgeOptions
 from adapters.http.request.biases import read_biases
-from adapters.http.wire.edge_options import EdgeOptions
 from adapters.http.wire.errors import invalid
 from adapters.http.wire.fields import Fields
 from adapters.text.tokenizer import Tokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from adapters.http.wire.edge_options import EdgeOptions
+from adapters.http.edge_options import EdgeOptions
 from adapters.http.wire.errors import model_not_found
 
 

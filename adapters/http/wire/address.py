@@ -7,6 +7,7 @@ import socket
 # Connections that the kernel keeps for us; it keeps no more than net.core.somaxconn, 4,096 by default. A client that
 # finds the line full tries again after 1 s at the earliest.
 BACKLOG = 8192
+MAX_HEAD_BYTES = 1 << 16
 
 
 def bind(host: str, port: int) -> socket.socket:

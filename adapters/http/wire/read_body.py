@@ -14,9 +14,9 @@ import msgspec
 from attrs import evolve
 from starlette.requests import ClientDisconnect, Request
 
+from adapters.http.edge_options import EdgeOptions
 from adapters.http.wire.body_budget import CLOSE, SMALL, Body, Intake, too_slow
 from adapters.http.wire.connection import ANNOUNCED
-from adapters.http.wire.edge_options import EdgeOptions
 from adapters.http.wire.errors import ApiError, invalid
 from adapters.http.wire.fields import Fields
 from adapters.http.wire.json_cost import censuses

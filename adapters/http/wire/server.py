@@ -13,9 +13,8 @@ import uvicorn
 from attrs import define, field
 from starlette.types import ASGIApp
 
-from adapters.http.guard import MAX_HEAD_BYTES
 from adapters.http.wire.accept import Acceptor
-from adapters.http.wire.address import BACKLOG, bind
+from adapters.http.wire.address import BACKLOG, MAX_HEAD_BYTES, bind
 from adapters.http.wire.connection import PacedCalls, Protocol
 from adapters.http.wire.connection_debts import DebtLedger
 

@@ -7,9 +7,28 @@ from typing import Any, Literal
 
 from attrs import field, frozen
 
-from adapters.http.request.compression import CONTEXTS, CompressionDefaults
+from effects.compression import Mode
 from effects.job import Sampling
 from effects.scope import Scope
+
+CONTEXTS = 20  # that a prompt may have before it is scored: at the default ratio, what is kept of more fits none
+
+Points = tuple[tuple[int, int], ...]
+
+
+@frozen
+class CompressionDefaults:
+    """What the server was started with. keep, curve: thousandths, and those by tokens of the prompt, ascending; the
+    curve decides where there is one. drafter: tokens of a prompt that it scores at most; 0: there is none.  freeze:
+    messages that have aged are shortened once and for all.
+    """
+
+    mode: Mode = "off"
+    threshold: int = 32_000
+    keep: int = 50
+    curve: Points = ()
+    drafter: int = 0
+    freeze: bool = False
 
 
 @frozen
