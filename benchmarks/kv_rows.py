@@ -22,7 +22,7 @@ import torch
 from attrs import frozen
 
 from adapters import demo
-from adapters.checkpoint.safetensors_folder import WeightSource
+from adapters.checkpoint.weight_source import WeightSource
 from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.families.qwen3 import Qwen3Config

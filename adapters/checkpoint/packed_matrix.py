@@ -15,7 +15,8 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
-from adapters.checkpoint.safetensors_folder import WeightSource, check_finite
+from adapters.checkpoint.finite_check import check_finite
+from adapters.checkpoint.weight_source import WeightSource
 
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 TABLES: Mapping[str, tuple[int, ...]] = {"uint4": tuple(range(16)), "int4": tuple(range(-8, 8)), "iq4": IQ4}

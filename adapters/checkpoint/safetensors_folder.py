@@ -7,12 +7,9 @@ us is an error and not a crash, as it would be with a map of it, and nothing in 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Protocol, TypeAlias
+from typing import BinaryIO, Protocol
 
 import torch
 from attrs import evolve, frozen
@@ -21,10 +18,9 @@ from torch import Tensor
 from adapters import bounded_json
 from adapters.checkpoint.checkpoint_error import CheckpointError, shown
 from adapters.checkpoint.config_fields import open_regular, read_json
+from adapters.checkpoint.finite_check import check_finite
+from adapters.checkpoint.packed_matrix import PackedMatrix, StepLayout
 from adapters.checkpoint.weights_digest import MAX_HEADER, digest_of_files
-
-if TYPE_CHECKING:  # what is there packed is made of what is here
-    from adapters.checkpoint.packed_matrix import PackedMatrix, StepLayout
 
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # What packed matrices are made of besides; nobody but their packing knows what these numbers stand for.
@@ -35,16 +31,6 @@ _MAX_RANK = 8
 
 Shapes = Mapping[str, tuple[int, ...]]  # of tensors, by their published names
 Fetch = Callable[["TensorEntry", str], Tensor]  # what lies there, called so if that fails
-Doubt: TypeAlias = tuple[object, str, tuple[Tensor, Tensor]]  # where a tensor lies, its name, least and greatest
-_doubts: ContextVar[list[Doubt] | None] = ContextVar("doubts", default=None)
-
-
-class WeightSource(Protocol):
-    """Where a shard gets its tensors from, by their Hugging Face names."""
-
-    def read(self, name: str) -> Tensor:
-        """The tensor `name` in any floating dtype on any device; the shard casts and moves it."""
-        ...
 
 
 class StoredTensor(Protocol):
@@ -170,46 +156,6 @@ def read_bytes(path: Path, start: int, stop: int, name: str) -> bytearray:
     if count != len(data):
         raise CheckpointError(f"{path}: truncated: {name} ends past the end of the file")
     return data
-
-
-def check_finite(tensor: Tensor, where: object, name: str) -> None:
-    """Raises CheckpointError, here or where `told_together` ends. At the speed of memory; `isfinite` takes twenty times
-    as long. A NaN is the least and the greatest at once.
-    """
-    if not tensor.numel():
-        return
-    doubt, later = (where, name, tensor.aminmax()), _doubts.get()
-    if later is None:
-        tell([doubt])
-    else:
-        later.append(doubt)
-
-
-@contextmanager
-def told_together() -> Iterator[None]:
-    """Whether what is read in here is finite is told at its end: a GPU that is asked of each tensor keeps the host
-    waiting for as long as all the rest of loading takes. Raises CheckpointError there.
-    """
-    doubts = list[Doubt]()
-    outer = _doubts.set(doubts)
-    try:
-        yield
-    finally:
-        _doubts.reset(outer)
-    tell(doubts)
-
-
-def tell(doubts: Iterable[Doubt]) -> None:
-    """Raises CheckpointError for one that is not finite. A device is waited for once for each of its types."""
-    alike = defaultdict[tuple[torch.device, torch.dtype], list[Doubt]](list)
-    for doubt in doubts:
-        least = doubt[2][0]
-        alike[least.device, least.dtype].append(doubt)
-    for some in alike.values():
-        extremes = torch.stack([one for *_, both in some for one in both]).view(-1, 2).tolist()
-        for (where, name, _), both in zip(some, extremes, strict=True):
-            if not all(map(math.isfinite, both)):
-                raise CheckpointError(f"{where}: {name} has values that are no numbers, or infinite")
 
 
 def digest_of(tensors: Mapping[str, StoredTensor]) -> str:

@@ -18,8 +18,9 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.checkpoint.finite_check import check_finite
 from adapters.checkpoint.packed_matrix import PackedMatrix, PackedSource, StepLayout
-from adapters.checkpoint.safetensors_folder import FLOATS, Fetch, StoredTensor, TensorEntry, check_finite
+from adapters.checkpoint.safetensors_folder import FLOATS, Fetch, StoredTensor, TensorEntry
 
 T = TypeVar("T")
 Place = tuple[Path, int, int]  # bytes of a file

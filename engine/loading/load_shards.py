@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adapters.checkpoint.safetensors_folder import WeightSource, told_together
+from adapters.checkpoint.finite_check import told_together
 from adapters.checkpoint.upload import AHEAD, PIECE, Upload
+from adapters.checkpoint.weight_source import WeightSource
 from adapters.models.decoder.embedding_and_head import CopiedEnds
 from adapters.models.decoder.host_experts import HostExperts
 from adapters.models.decoder.pipeline import Pipeline

@@ -16,7 +16,7 @@ from engine.__main__ import main
 from engine.settings import plot_style
 from engine.tools.bench.haystack import Haystack, Needle, haystack, last, size, some
 from engine.tools.bench.needles import METHODS, read
-from engine.tools.bench.needles import Cell as Question
+from engine.tools.bench.needles_cell import Cell as Question
 from engine.tools.bench.needles_plot import by, draw
 from tests.http.conftest import Site, served
 from tests.text import small

@@ -7,7 +7,7 @@ import torch
 
 from adapters import demo
 from adapters.checkpoint.checkpoint_error import CheckpointError
-from adapters.checkpoint.safetensors_folder import check_finite
+from adapters.checkpoint.finite_check import check_finite
 from adapters.models.open_checkpoint import Checkpoint
 from adapters.store.slab_memory import Memory
 from engine.loading.load_shards import uploading

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
-from adapters.checkpoint.safetensors_folder import TensorEntry, read_header, told_together
+from adapters.checkpoint.finite_check import told_together
+from adapters.checkpoint.safetensors_folder import TensorEntry, read_header
 from adapters.checkpoint.upload import Upload, place_of
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]

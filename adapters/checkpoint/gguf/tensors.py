@@ -11,10 +11,11 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
+from adapters.checkpoint.finite_check import check_finite
 from adapters.checkpoint.gguf.header import Stored
 from adapters.checkpoint.gguf.unpack import FLOATS, LAYOUTS, UNPACK
 from adapters.checkpoint.packed_matrix import PackedMatrix, StepLayout, checked, piece_of, rearranged
-from adapters.checkpoint.safetensors_folder import Fetch, TensorEntry, check_finite
+from adapters.checkpoint.safetensors_folder import Fetch, TensorEntry
 
 
 @frozen

@@ -10,10 +10,11 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.checkpoint.finite_check import check_finite
 from adapters.checkpoint.packed_matrix import PackedMatrix, StepLayout, checked, group_of, piece_of
 from adapters.checkpoint.quantised.quantisation_config import Awq, Gptq, Int32Words, Packing, Scaled
 from adapters.checkpoint.quantised.unpack import Grid, grid
-from adapters.checkpoint.safetensors_folder import Fetch, TensorEntry, check_finite
+from adapters.checkpoint.safetensors_folder import Fetch, TensorEntry
 
 
 @frozen

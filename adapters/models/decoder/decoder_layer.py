@@ -17,7 +17,8 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from adapters.checkpoint.packed_matrix import PackedMatrix, PackedSource, Stack, rows_of
-from adapters.checkpoint.safetensors_folder import Shapes, WeightSource
+from adapters.checkpoint.safetensors_folder import Shapes
+from adapters.checkpoint.weight_source import WeightSource
 from adapters.models.decoder.embedding import host_table
 from adapters.models.decoder.feed_forward import (
     FeedShape,

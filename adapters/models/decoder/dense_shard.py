@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adapters.checkpoint.safetensors_folder import WeightSource
+from adapters.checkpoint.weight_source import WeightSource
 from adapters.models.decoder.decoder_layer import DecoderLayer, WeightReader, finished, gated, load_layer, projected
 from adapters.models.decoder.dense_config import DenseConfig, check_arguments, check_step
 from adapters.models.decoder.embedding import embed

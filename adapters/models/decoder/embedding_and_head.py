@@ -9,7 +9,7 @@ import torch
 from attrs import define
 from torch import Tensor
 
-from adapters.checkpoint.safetensors_folder import WeightSource
+from adapters.checkpoint.weight_source import WeightSource
 from adapters.models.decoder.decoder_layer import WeightReader
 from adapters.models.decoder.shard import OutputHead, TargetHead
 from adapters.models.kernels.interface import Kernels

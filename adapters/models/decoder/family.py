@@ -11,7 +11,8 @@ from attrs import frozen
 
 from adapters.checkpoint.checkpoint_error import CheckpointError, shown
 from adapters.checkpoint.packed_matrix import StepLayout
-from adapters.checkpoint.safetensors_folder import Shapes, WeightSource
+from adapters.checkpoint.safetensors_folder import Shapes
+from adapters.checkpoint.weight_source import WeightSource
 from adapters.models import FAMILIES
 from adapters.models.decoder.decoder_layer import LayerShape
 from adapters.models.decoder.feed_forward import Matrix

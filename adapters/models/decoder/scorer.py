@@ -20,7 +20,7 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from adapters.checkpoint.safetensors_folder import WeightSource
+from adapters.checkpoint.weight_source import WeightSource
 from adapters.models.decoder.decoder_layer import DecoderLayer, WeightReader, finished, gated, load_layer, projected
 from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.recurrent_cache import RecurrentCache

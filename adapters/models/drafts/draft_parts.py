@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from adapters.checkpoint.safetensors_folder import WeightSource
+from adapters.checkpoint.weight_source import WeightSource
 from adapters.models.decoder.rope import Rotary
 from adapters.models.kernels.step import Step
 

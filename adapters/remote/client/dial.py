@@ -15,12 +15,11 @@ from attrs import define, field
 
 from adapters.remote.protocol import shared_memory
 from adapters.remote.protocol.channel import Channel, Shared
+from adapters.remote.protocol.keepalive import kept_alive
 from adapters.remote.protocol.lent_memory import Lender
 
 LEAVE_S = 2  # for a child to leave by itself, once its connection is closed
 CONNECT_S = 5
-# Of a connection whose other end may vanish without a word: after 30 s of silence it is asked, three times.
-KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 
 class Dial(Protocol):
@@ -154,13 +153,3 @@ class AtAddress:
 
     def end(self) -> str:
         return ""
-
-
-def kept_alive(connection: socket.socket) -> socket.socket:
-    """One whose other end is gone is noticed, and small frames are sent at once."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in KEEPALIVE.items():
-        if (option := getattr(socket, name, None)) is not None:
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
-    return connection

@@ -15,9 +15,9 @@ from queue import SimpleQueue
 
 from attrs import define, field
 
-from adapters.remote.client.dial import kept_alive
 from adapters.remote.protocol.channel import Channel, ConnectionBroken
 from adapters.remote.protocol.handshake import HELLO_S, ProvenServer, challenge, refuse
+from adapters.remote.protocol.keepalive import kept_alive
 from adapters.remote.protocol.messages import Op
 
 log = logging.getLogger("rekindle.shard")

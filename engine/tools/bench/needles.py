@@ -11,7 +11,7 @@ from typing import Any
 
 import anyio
 import httpx2
-from attrs import asdict, filters, frozen
+from attrs import asdict, filters
 from rich.console import Console
 from rich.table import Table
 
@@ -23,30 +23,13 @@ from engine.settings.user_error import Refusal, innermost
 from engine.tools.bench.bench_options import Load
 from engine.tools.bench.haystack import Haystack, haystack, last, some
 from engine.tools.bench.load_client import LoadClient
+from engine.tools.bench.needles_cell import Cell
 from engine.tools.bench.needles_options import Needles
 from engine.tools.bench.needles_plot import draw
 
 METHODS = ("whole", "compressed", "last lines", "random lines")
 ANSWER, EACH = 32, 16  # tokens of an answer, and for each further needle
 SAMPLE = 2000  # words by which it is measured how many tokens they are
-
-
-@frozen
-class Cell:
-    """One question about one text. depth: None where several needles are spread evenly.  kept: the share of the text
-    that was read.  error: why there is no answer; empty: there is one.
-    """
-
-    method: str
-    length: int
-    needles: int
-    depth: float | None
-    number: int
-    found: float = 0.0
-    tokens: int = 0
-    kept: float = 1.0
-    prompt_ms: float = 0.0
-    error: str = ""
 
 
 def run(wanted: Needles) -> int:

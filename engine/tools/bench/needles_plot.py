@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from engine.settings.plot_style import COLORS, LEFT, STYLE, entitle, save
 
 if TYPE_CHECKING:
-    from engine.tools.bench.needles import Cell
+    from engine.tools.bench.needles_cell import Cell
 
 
 def draw(path: Path, cells: Sequence[Cell], methods: Sequence[str], title: str) -> None:
