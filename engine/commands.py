@@ -11,7 +11,6 @@ import cyclopts
 from cyclopts import App, Parameter
 
 import engine
-from engine.bytecode import OWN
 from engine.serving.shard_launch import shard
 from engine.settings import completion as shells
 from engine.settings import log_format as logs
@@ -324,6 +323,4 @@ def carry_out(words: list[str]) -> int:
         reason = "no such file" if isinstance(error, FileNotFoundError) else str(error.strerror).lower()
         print(f"rekindle: {error.filename}: {reason}", file=sys.stderr)
         return 2
-    finally:
-        OWN.keep()
     return status if isinstance(status, int) else 0

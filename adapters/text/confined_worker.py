@@ -20,7 +20,7 @@ from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 from attrs import define, field
 
-SCRIPT = Path(__file__).with_name("confined.py")
+SCRIPT = Path(__file__).with_name("confined_process.py")
 START_SECONDS = 60  # a fresh interpreter on a busy machine
 PATIENCE = 15  # seconds by the clock for each of processor time: a busy machine is not the work's fault
 INHERITED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "LANG", "TZ", "SYSTEMROOT")

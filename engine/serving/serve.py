@@ -23,7 +23,6 @@ from attrs import define
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from adapters import process_memory
 from adapters.http.apis.registry import error_response
 from adapters.http.app import build_app
 from adapters.http.edge_options import CompressionDefaults, EdgeOptions
@@ -38,7 +37,6 @@ from adapters.http.wire.server import Serving, serve
 from adapters.watched_thread import Watched
 from effects.job import Sampling
 from engine import __version__
-from engine.bytecode import OWN
 from engine.core.trace import VERSION, Header, Recorder
 from engine.loading.background_load import Beginning
 from engine.loading.expert_placement import placed
@@ -54,7 +52,6 @@ from engine.settings.options import Options
 from engine.settings.preflight import unheard
 from engine.settings.start_progress import TOKENIZER, Steps
 from engine.settings.user_error import Refusal, innermost, told
-from engine.shelf import SHELF
 
 log = logging.getLogger("rekindle")
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
@@ -199,7 +196,6 @@ async def serve_model(
             settle()
             announce(options, target, serving, time.monotonic() - steps.began)
             async with anyio.create_task_group() as beside:
-                beside.start_soon(partial(anyio.to_thread.run_sync, keep_bytecode, abandon_on_cancel=True))
                 beside.start_soon(tidied, running.runner, target.lane)
                 beside.start_soon(recall.run)
                 await stopped(stop, target.executor.threads)
@@ -226,19 +222,9 @@ def living(target: Target, frozen: FrozenMessages) -> Mapping[str, Any]:
 
 
 def settle() -> None:
-    """What was loaded stays, so the collector need not look through it: that took 0.1 s, in the middle of a request.
-    What it was loaded from does not.
-    """
-    SHELF.close()
+    """What was loaded stays, so the collector need not look through it: that took 0.1 s, in the middle of a request."""
     gc.collect()
     gc.freeze()
-
-
-def keep_bytecode() -> None:
-    """Of what has been imported until now, for the next start."""
-    OWN.keep()
-    if SHELF.keep():
-        process_memory.trim()  # it has been through the hands of this process
 
 
 async def stopped(stop: anyio.Event, threads: Sequence[Watched], every_s: float = 1) -> None:

@@ -9,7 +9,6 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from adapters import process_memory
-from engine.bytecode import OWN
 from engine.settings import log_format
 from engine.settings.option_types import flag, known_device, known_listen, whole
 from engine.settings.placement import LISTEN, read_listen
@@ -65,8 +64,6 @@ def started(
     import torch  # noqa: PLC0415 - takes seconds
 
     from engine.loading.shard_server import run_launched, run_listening  # noqa: PLC0415
-
-    OWN.keep()
 
     if threads:
         torch.set_num_threads(threads)

@@ -14,7 +14,6 @@ from pathlib import Path
 from threading import Thread
 
 from adapters.checkpoint import weights_digest
-from engine.later import import_later
 from engine.settings.placement import Where
 from engine.settings.preload import gpu_driver, still_opening
 
@@ -31,8 +30,6 @@ OURS = (
     ),
     *("adapters.http.apis.openai_stored_responses", "adapters.http.app", "adapters.http.wire.server"),
 )
-# What torch's operations do to tensors without numbers, in Python: a quarter of `import torch`, and for its compiler.
-TRACED, COMPILER = "torch._meta_registrations", ("torch._dynamo",)
 # Seconds that a thread may keep the interpreter for while another one wants it. With 0.005, Python's own, the lane, and
 # its device with it, waits for the event loop several times a step, which waits for others with each event that it
 # writes: 32 streams on a GPU took 11.3 ms, and 7.1 with 0.0003. With this, one in a hundred is 2 ms less late.
@@ -45,7 +42,6 @@ def import_beside_torch(folders: Iterable[Path], gpu: int | None = None) -> None
     context and Triton's digest of itself.
     """
     sys.setswitchinterval(SWITCH_S)
-    import_later(TRACED, COMPILER)
     for folder in folders:
         weights_digest.begin(folder)
     driver = None if gpu is None else gpu_driver()

@@ -22,7 +22,6 @@ from threading import Thread
 from typing import NoReturn
 
 from adapters import process_memory
-from engine.shelf import SHELF
 
 # All with libraries of their own that a server imports before torch.
 SMALL = (
@@ -42,7 +41,6 @@ def opening(words: Sequence[str]) -> Iterator[None]:
         return
     process_memory.share()
     gc.disable()  # what is imported stays (`startup.importing`)
-    SHELF.begin()
     try:
         for name in SMALL:
             with suppress(ImportError):  # told where it is imported for its own sake
@@ -53,7 +51,6 @@ def opening(words: Sequence[str]) -> Iterator[None]:
         Thread(target=open_torch, name=OPENING).start()
         yield
     finally:
-        SHELF.close()
         gc.enable()
 
 
