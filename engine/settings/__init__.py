@@ -1,1 +1,4 @@
-"""ROOM engine/settings"""
+"""What a person can choose and how commands speak: options, files, paths, errors, logs and progress.
+
+Begin with `options.py`. Imports no other room of the engine.
+"""

@@ -1,1 +1,4 @@
-"""ROOM engine/tools"""
+"""Commands beside `serve`: simulation, load generation, chat, cache, doctor, timeline and the list of models.
+
+Each tool has its own room. May import `core`, `loading` and `settings`.
+"""

@@ -1,1 +1,4 @@
-"""ROOM adapters/http/history"""
+"""What the edge remembers between requests: answers, responses and shortened messages, in memory and in files.
+
+Begin with `persistent_lru.py`. May import `wire`.
+"""

@@ -1,1 +1,4 @@
-"""ROOM adapters/http/wire"""
+"""Connections, bodies and errors: everything below a parsed request.
+
+Begin with `connection.py`. Imports no other room of the edge but its options.
+"""

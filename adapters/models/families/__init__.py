@@ -1,1 +1,4 @@
-"""ROOM adapters/models/families"""
+"""One module for each model family: its configuration, its tensors and its layers.
+
+Begin with `qwen3.py`. May import `decoder` and `kernels`.
+"""

@@ -1,1 +1,4 @@
-"""ROOM adapters/models/kernels/cpu"""
+"""Kernels for CPUs: the compiled library (`native/`) where it is built, oneDNN and torch elsewhere.
+
+Begin with `kernels.py`. May import `proof` and the interfaces of `kernels`.
+"""

@@ -1,1 +1,4 @@
-"""ROOM adapters/models/kernels/proof"""
+"""Proves which row counts of every product give the same bits on this machine.
+
+Begin with `prover.py`. Knows the kernels that it tries by the interface in `multiplier.py` alone.
+"""

@@ -1,1 +1,4 @@
-"""ROOM adapters/models/kernels/reference"""
+"""Plain torch kernels: slow, short, and what the fast ones are tested against.
+
+Begin with `kernels.py`.
+"""
