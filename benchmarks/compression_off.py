@@ -15,7 +15,7 @@ from effects.compression import Compression
 from effects.job import Job
 from states import policy
 from states.request_states import begun
-from states.settings import Known, Settings
+from states.settings import DecisionContext, Settings
 from tests.e2e.server import serving
 
 ROUNDS, REPEATS = 200, 100
@@ -27,7 +27,7 @@ def main() -> None:
         with serving("demo", *words) as server:
             server.chat("Hello", max_tokens=8)
             print(f"{name}: {ledger(server.client.get('/props').json()['memory'])}")
-    settings = Known(Settings(max_context=16_384, drafter=100_000))
+    settings = DecisionContext(Settings(max_context=16_384, drafter=100_000))
     for name, how in (("off", Compression()), ("auto, below its threshold", Compression("auto"))):
         job = Job(PROMPT, 100, compression=how)
         looked = microseconds(partial(policy.compress, settings, begun(job), len(PROMPT) - 1))

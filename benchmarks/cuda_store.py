@@ -41,7 +41,7 @@ from adapters.store.store import Store
 from adapters.transfer.transfer import Transfer, transfer
 from benchmarks.cold import forget, read_raw
 from benchmarks.report import machine, median, raw, table
-from effects.all import Ask, Launch
+from effects.all import EffectRequest, Launch
 from effects.ids import RequestId, SlotId, Tier, Tokens
 from effects.job import Sampling
 from effects.lookup import FindPrefix, PrefixFound, ReleasePrefix
@@ -88,7 +88,7 @@ class StoreBench:
     _plain: dict[str, Any] = field(factory=dict[str, Any])
 
     async def perform(self, effect: Any) -> Any:
-        (outcome,) = await self.executor.perform(Launch((Ask(RequestId(self.request), effect),)))
+        (outcome,) = await self.executor.perform(Launch((EffectRequest(RequestId(self.request), effect),)))
         return outcome
 
     def open(self, prompt: Tokens) -> None:

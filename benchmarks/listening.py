@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from attrs import define, field
 
-from adapters.device.decode.native_decode import RoundAtOnce, RoundsAtOnce, RoundTaken
+from adapters.device.decode.native_decode import NativeDecodeStep, RoundAtOnce, RoundTaken
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.proposer import Proposer
 from adapters.models.decoder.shard import Kept
@@ -56,7 +56,7 @@ class Listening:
 
 
 @define(eq=False)
-class HeardRounds(RoundsAtOnce):
+class HeardRounds(NativeDecodeStep):
     """Steps in one call, whose logits nobody is asked for. rows: as `Listening` has them."""
 
     rows: list[tuple[int, str]]

@@ -35,7 +35,7 @@ from adapters.models.kernels.step import Step
 from adapters.text.model_text import Text
 from benchmarks.report import machine, median, raw, table
 from benchmarks.subjects import NAMES, prompts
-from effects.all import Ask, Outcome
+from effects.all import EffectRequest, Outcome
 from effects.decode import Decoded, RunDecode
 from effects.ids import RequestId, SlotId, Tokens
 from effects.job import Job, Report, Sampling
@@ -182,17 +182,17 @@ def forced(target: Target, job: Job, width: int) -> list[Decoded]:
     known, request, slot = list(job.prompt), RequestId(0), SlotId(0)
     done = list[Decoded]()
 
-    def following(outcomes: Sequence[Outcome]) -> Ask | None:
+    def following(outcomes: Sequence[Outcome]) -> EffectRequest | None:
         filled = max((getattr(outcome, "stop", 0) for outcome in outcomes), default=0)
         if filled < len(job.prompt) - 1:
             stop = min(filled + target.settings.chunk, len(job.prompt) - 1)
-            return Ask(request, RunPrefill(slot, filled, stop))
+            return EffectRequest(request, RunPrefill(slot, filled, stop))
         if outcomes and isinstance(outcomes[-1], Decoded):
             done.append(outcomes[-1])
             known.extend(outcomes[-1].tokens)
             if len(known) - len(job.prompt) >= job.max_tokens or known[-1] in job.stop_tokens:
                 return None
-        return Ask(request, RunDecode(slot, len(known) - 1, known[-1], width))
+        return EffectRequest(request, RunDecode(slot, len(known) - 1, known[-1], width))
 
     target.executor.rehearse(OpenSlot(slot, slot, 0, job.prompt, job.sampling, job.stop_tokens), following)
     return done

@@ -37,7 +37,7 @@ from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights
 from benchmarks.cuda_model import DEVICE, DTYPE, config_8b
 from benchmarks.report import median
-from effects.all import Ask, Outcome
+from effects.all import EffectRequest, Outcome
 from effects.decode import Decoded, RunDecode
 from effects.ids import RequestId, SlotId, Tokens
 from effects.job import Job, Sampling
@@ -155,16 +155,16 @@ def decoded(pair: Pair, proposer: Proposer, width: int, most: int) -> tuple[Toke
     pair.executor.proposed_to(proposer)
     done = list[Decoded]()
 
-    def following(outcomes: Sequence[Outcome]) -> Ask | None:
+    def following(outcomes: Sequence[Outcome]) -> EffectRequest | None:
         filled = max((getattr(outcome, "stop", 0) for outcome in outcomes), default=0)
         if filled < CONTEXT - 1:
-            return Ask(request, RunPrefill(slot, filled, min(filled + BUCKETS[-1], CONTEXT - 1)))
+            return EffectRequest(request, RunPrefill(slot, filled, min(filled + BUCKETS[-1], CONTEXT - 1)))
         if isinstance(outcomes[-1], Decoded):
             done.append(outcomes[-1])
             known.extend(outcomes[-1].tokens)
         if len(known) - CONTEXT >= most:
             return None
-        return Ask(request, RunDecode(slot, len(known) - 1, known[-1], width))
+        return EffectRequest(request, RunDecode(slot, len(known) - 1, known[-1], width))
 
     pair.executor.rehearse(OpenSlot(slot, slot, 0, prompt(), Sampling()), following)
     return tuple(known), done

@@ -29,7 +29,7 @@ from adapters.remote.client.remote_shard import RemoteShard
 from benchmarks.peer import ROOT, listening
 from benchmarks.report import machine, median, raw, table
 from benchmarks.split_serve import settled
-from effects.all import Ask, Launch
+from effects.all import EffectRequest, Launch
 from effects.decode import Decoded, RunDecode
 from effects.ids import RequestId, SlotId, Tokens
 from effects.job import Sampling
@@ -87,7 +87,7 @@ async def kept(target: Target, prompt: Tokens, stop: int) -> None:
     opened(target, request, prompt)
     for start in range(0, stop, chunk):
         asked = RunPrefill(SLOT, start, min(start + chunk, stop))
-        (done,) = await target.executor.perform(Launch((Ask(request, asked),)))
+        (done,) = await target.executor.perform(Launch((EffectRequest(request, asked),)))
         assert isinstance(done, PrefillAdvanced), done
     assert target.transfer is not None
     saved = await target.transfer.saver.save(request, SaveSnapshot(SLOT, prompt[:stop]))
@@ -138,7 +138,7 @@ def acknowledged(target: Target) -> None:
 
 
 async def stepped(target: Target, request: RequestId, position: int, token: int) -> int:
-    (done,) = await target.executor.perform(Launch((Ask(request, RunDecode(SLOT, position, token)),)))
+    (done,) = await target.executor.perform(Launch((EffectRequest(request, RunDecode(SLOT, position, token)),)))
     assert isinstance(done, Decoded), done
     return done.tokens[-1]
 

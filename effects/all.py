@@ -15,7 +15,7 @@ from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
-from effects.stream import Abandon, CloseStream, EmitTokens, Halt, ReportProgress
+from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress, StopLaunch
 
 Outcome: TypeAlias = (
     PrefixFound
@@ -47,13 +47,13 @@ Effect: TypeAlias = (
     | EmitTokens
     | CloseStream
     | Abandon
-    | Halt
+    | StopLaunch
     | PlaceExperts
 )
 
 
 @frozen
-class Ask:
+class EffectRequest:
     """An effect and whom it is for."""
 
     request: RequestId
@@ -69,6 +69,6 @@ class Launch:
     to their end.
     """
 
-    asks: tuple[Ask, ...]
+    asks: tuple[EffectRequest, ...]
     lane: LaneId = MAIN
     joins: bool = False

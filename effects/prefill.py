@@ -53,7 +53,7 @@ class PrefillAdvanced:
 class RunPrefill:
     """Compute rows `[start, stop)` of the slot's prompt: a chunk of at most C rows, or as many of them as the settings
     say, which run side by side over the shards of a target, or beside decode steps, each launched while the one before
-    it computes. Before each it is looked whether it was given up, beside decode steps for others as well (`Halt`), and
+    it computes. Before each it is looked whether it was given up, beside decode steps for others as well (`StopLaunch`), and
     behind each it is told how far it came.
 
     checkpoint: the model's positional state at `stop` is copied out to be kept, too. A failure to keep it is none here.

@@ -66,7 +66,7 @@ class Abandon:
 
 
 @frozen
-class Halt:
+class StopLaunch:
     """Others wait for the lane: what goes on alone there ends with the step that it is at, or with the chunks that have
     begun, and its outcome says so.
 

@@ -18,7 +18,7 @@ from engine.settings.config_file import configuration
 from engine.settings.fit_options import FitOptions
 from engine.settings.option_types import Quiet, Shell, known_device
 from engine.settings.options import Device, Options
-from engine.settings.user_error import Refusal, told
+from engine.settings.user_error import UserError, told
 from engine.tools.bench.bench_commands import bench
 from engine.tools.cache.cache_commands import cache
 from engine.tools.chat.chat_options import ChatOptions
@@ -187,7 +187,7 @@ def replay(
             else:
                 done, tokens = replay_file(file, until), None
     except BadTrace as error:
-        raise Refusal(str(error)) from error
+        raise UserError(str(error)) from error
     except Diverged as error:
         print(error, file=sys.stderr)
         return CUT_SHORT if isinstance(error, CutShort) else 1
@@ -315,7 +315,7 @@ def carry_out(words: list[str]) -> int:
     try:
         app.config = configuration(words)
         status = app(words, exit_on_error=False, print_error=False, result_action="return_value")
-    except (cyclopts.CycloptsError, Refusal) as error:
+    except (cyclopts.CycloptsError, UserError) as error:
         return told(error)
     except OSError as error:
         if error.filename is None:

@@ -16,7 +16,7 @@ FIRST = SlotId(0)
 
 
 @frozen
-class Place:
+class StateCheckpoint:
     """The state behind the first `at` tokens of what the slot keeps. at: 0 if the place is empty."""
 
     slot: SlotId = FIRST
@@ -24,11 +24,11 @@ class Place:
     used: int = 0  # the turn in which it was filled, or gone on from
 
 
-Places = tuple[Place, ...]
-EMPTY = Place()
+Places = tuple[StateCheckpoint, ...]
+EMPTY = StateCheckpoint()
 
 
-def changed(places: Places, number: PlaceId, place: Place) -> Places:
+def changed(places: Places, number: PlaceId, place: StateCheckpoint) -> Places:
     return (*places[:number], place, *places[number + 1 :])
 
 
@@ -47,7 +47,7 @@ def cut(places: Places, slot: int, rows: int) -> Places:
 def handed_on(places: Places, slot: int, rows: int, sequences: Sequence[Tokens]) -> Places:
     """The same, before the slot is used for something else: who keeps the same tokens in another slot, takes over."""
 
-    def heir(place: Place) -> Place:
+    def heir(place: StateCheckpoint) -> StateCheckpoint:
         if place.slot != slot or place.at <= rows:
             return place
         tokens = sequences[slot][: place.at]
@@ -59,7 +59,7 @@ def handed_on(places: Places, slot: int, rows: int, sequences: Sequence[Tokens])
     return tuple(map(heir, places))
 
 
-def worth(places: Places, place: Place, turn: int) -> int:
+def worth(places: Places, place: StateCheckpoint, turn: int) -> int:
     """Tokens that would have to be computed without it, less for age, which is counted in requests; in thousandths."""
     before = (other.at for other in places if other.slot == place.slot and other.at < place.at)
     return 1000 * (place.at - max(before, default=0)) // (1 + turn - place.used)
@@ -67,7 +67,7 @@ def worth(places: Places, place: Place, turn: int) -> int:
 
 def room(places: Places, slot: SlotId, at: int, turn: int) -> PlaceId | None:
     """For one more: an empty place, or that of the one that is worth least; None if it would be that itself."""
-    coming = Place(slot, at, turn)
+    coming = StateCheckpoint(slot, at, turn)
     every = (*places, coming)
     least = min(range(len(every)), key=lambda number: (every[number].at and worth(every, every[number], turn), number))
     return PlaceId(least) if least < len(places) else None

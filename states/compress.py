@@ -16,7 +16,7 @@ from effects.stream import CloseStream, Finish
 from states import policy
 from states.events import Cancelled, SlotEmptied
 from states.lookup import Served, served
-from states.machine import Then, first
+from states.machine import Transition, first
 from states.phases import emptied, park, report
 from states.recover import TWICE
 from states.request_states import (
@@ -27,40 +27,40 @@ from states.request_states import (
     Parking,
     Prompt,
     Releasing,
-    Remains,
-    Seat,
+    RequestRemainder,
+    SlotLease,
     Yielding,
     continuing,
 )
-from states.settings import Known, Settings
+from states.settings import DecisionContext, Settings
 
-Refused: TypeAlias = Then[Done, CloseStream]
-GivenBack: TypeAlias = Then[Releasing, UnloadModel]
-Frozen: TypeAlias = Then[Releasing, KeepFrozen, UnloadModel]
+Refused: TypeAlias = Transition[Done, CloseStream]
+GivenBack: TypeAlias = Transition[Releasing, UnloadModel]
+Frozen: TypeAlias = Transition[Releasing, KeepFrozen, UnloadModel]
 
 FAILED = "the drafter that would shorten it failed, and as it is it does not fit"
 TOO_LONG = "not enough of it could be left out"
 
 
-def fetched(state: Fetching, _: ModelLoaded, known: Known) -> Then[Compressing, CompressPrompt]:
+def fetched(state: Fetching, _: ModelLoaded, known: DecisionContext) -> Transition[Compressing, CompressPrompt]:
     prompt, job = state.prompt, state.prompt.job
     if freezes(job):
-        return Then(Compressing(state.seat, prompt), CompressPrompt(0, job.prompt, parts=aged(job), apart=True))
+        return Transition(Compressing(state.seat, prompt), CompressPrompt(0, job.prompt, parts=aged(job), apart=True))
     keep, most = policy.kept_tokens(job), known.settings.max_context - job.max_tokens
     asking = CompressPrompt(0, prompt.tokens, keep, most, job.compression.parts)
-    return Then(Compressing(state.seat, prompt), asking)
+    return Transition(Compressing(state.seat, prompt), asking)
 
 
-def unfetched(state: Fetching, event: DeviceFailed, known: Known) -> Served | Refused:
+def unfetched(state: Fetching, event: DeviceFailed, known: DecisionContext) -> Served | Refused:
     """A drafter that does not come serves the prompt as it is."""
     return decided(known, state.seat, verbatim(state.prompt, f"drafter_{event.kind}"))
 
 
-def scored(state: Compressing, event: PromptScored, _: Known) -> Then[Compressing, CompressPrompt]:
-    return Then(state, CompressPrompt(event.stop))
+def scored(state: Compressing, event: PromptScored, _: DecisionContext) -> Transition[Compressing, CompressPrompt]:
+    return Transition(state, CompressPrompt(event.stop))
 
 
-def compressed(state: Compressing, event: PromptCompressed, known: Known) -> GivenBack | Frozen:
+def compressed(state: Compressing, event: PromptCompressed, known: DecisionContext) -> GivenBack | Frozen:
     seat, prompt = state.seat, state.prompt
     if freezes(prompt.job):
         return froze(known, state, event)
@@ -72,7 +72,7 @@ def compressed(state: Compressing, event: PromptCompressed, known: Known) -> Giv
     return release(known, seat, prompt)
 
 
-def froze(known: Known, state: Compressing, event: PromptCompressed) -> Frozen:
+def froze(known: DecisionContext, state: Compressing, event: PromptCompressed) -> Frozen:
     """Messages are what they were frozen to from now on, also those of which nothing could be left out."""
     seat, job = state.seat, state.prompt.job
     made = {part: within(event.kept, part) for part in aged(job)}
@@ -86,7 +86,7 @@ def froze(known: Known, state: Compressing, event: PromptCompressed) -> Frozen:
     return first(KeepFrozen(named), release(known, seat, prompt))
 
 
-def serve(settings: Settings, seat: Seat, prompt: Prompt, tokens: Tokens) -> tuple[Seat, Prompt]:
+def serve(settings: Settings, seat: SlotLease, prompt: Prompt, tokens: Tokens) -> tuple[SlotLease, Prompt]:
     """From now on these are what is served; only rows that they share with what was stay valid."""
     seat = continuing(settings, seat, prompt.tokens[: seat.rows], tokens)
     return seat, evolve(prompt, tokens=tokens, compressed=True, stored=0)
@@ -99,30 +99,32 @@ def within(spans: Sequence[Span], part: PromptPart) -> tuple[Span, ...]:
     )
 
 
-def failed(state: Compressing, event: DeviceFailed, known: Known) -> GivenBack:
+def failed(state: Compressing, event: DeviceFailed, known: DecisionContext) -> GivenBack:
     return release(known, state.seat, verbatim(state.prompt, f"drafter_{event.kind}"))
 
 
-def release(known: Known, seat: Seat, prompt: Prompt) -> GivenBack:
-    return Then(Releasing(seat, prompt), park(known.settings, "drafter"))
+def release(known: DecisionContext, seat: SlotLease, prompt: Prompt) -> GivenBack:
+    return Transition(Releasing(seat, prompt), park(known.settings, "drafter"))
 
 
-def released(state: Releasing, _: ModelUnloaded | DeviceFailed, known: Known) -> Served | Refused:
+def released(state: Releasing, _: ModelUnloaded | DeviceFailed, known: DecisionContext) -> Served | Refused:
     """Whether or not it could be sent away, the request has nothing to do with it any more."""
     return decided(known, state.seat, state.prompt)
 
 
-def leave(state: Releasing, event: Cancelled, known: Known) -> Then[Parking, CloseStream]:
+def leave(state: Releasing, event: Cancelled, known: DecisionContext) -> Transition[Parking, CloseStream]:
     closing = CloseStream(FINISH[event.reason], report(known, state), event.reason)
-    return Then(Parking(Remains(state.seat, state.prompt, leased="drafter")), closing)
+    return Transition(Parking(RequestRemainder(state.seat, state.prompt, leased="drafter")), closing)
 
 
-def lost(state: Releasing, _: SlotEmptied, known: Known) -> Then[Yielding] | Then[Parking, CloseStream]:
+def lost(
+    state: Releasing, _: SlotEmptied, known: DecisionContext
+) -> Transition[Yielding] | Transition[Parking, CloseStream]:
     """As any loss of its slot's rows, only that what is in flight is the giving back already."""
-    left = emptied(Remains(state.seat, state.prompt, leased="drafter"))
+    left = emptied(RequestRemainder(state.seat, state.prompt, leased="drafter"))
     if state.prompt.heard is not None:
-        return Then(Parking(left), CloseStream("lost", report(known, state), TWICE))
-    return Then(Yielding(evolve(left, prompt=evolve(left.prompt, heard=()))))
+        return Transition(Parking(left), CloseStream("lost", report(known, state), TWICE))
+    return Transition(Yielding(evolve(left, prompt=evolve(left.prompt, heard=()))))
 
 
 def verbatim(prompt: Prompt, why: str, ns: int = 0) -> Prompt:
@@ -131,7 +133,7 @@ def verbatim(prompt: Prompt, why: str, ns: int = 0) -> Prompt:
     return evolve(prompt, compressed=True, compression=evolve(before, why_not=why, ns=ns))
 
 
-def decided(known: Known, seat: Seat, prompt: Prompt) -> Served | Refused:
+def decided(known: DecisionContext, seat: SlotLease, prompt: Prompt) -> Served | Refused:
     """What is to be served is certain, if it can be served at all."""
     if policy.fits(known.settings, prompt):
         return served(known, seat, prompt)
@@ -139,4 +141,4 @@ def decided(known: Known, seat: Seat, prompt: Prompt) -> Served | Refused:
     short = told is None or told.why_not in {"", "not_shorter"}
     why: Finish = "too_long" if short else "uncompressed"
     closing = CloseStream(why, report(known, Releasing(seat, prompt)), TOO_LONG if short else FAILED)
-    return Then(Done(Remains(seat, prompt)), closing)
+    return Transition(Done(RequestRemainder(seat, prompt)), closing)

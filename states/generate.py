@@ -13,55 +13,65 @@ from effects.residency import ModelLoaded, UnloadModel
 from effects.stream import CloseStream, EmitTokens, ReportProgress
 from states import scope
 from states import speculation_control as control
-from states.machine import Then
+from states.machine import Transition
 from states.phases import NOTHING, Failing, Finished, Work, chunk, fail, fail_emptied, finish, next_decode, work
-from states.request_states import Done, Drafted, Generated, Parking, Prefilling, Seat, Speculating, Undrafted, Unparking
+from states.request_states import (
+    Done,
+    Drafted,
+    Generated,
+    Parking,
+    Prefilling,
+    SlotLease,
+    Speculating,
+    Undrafted,
+    Unparking,
+)
 from states.restore import progress
-from states.settings import Known
+from states.settings import DecisionContext
 
 
-def unparked(state: Unparking, _: ModelLoaded, known: Known) -> Work:
+def unparked(state: Unparking, _: ModelLoaded, known: DecisionContext) -> Work:
     fresh = control.fresh(known.settings, known.rates)
     return work(known.settings, state.seat, state.prompt, Drafted(fresh))
 
 
-def plain(state: Unparking, event: DeviceFailed, known: Known) -> Work:
+def plain(state: Unparking, event: DeviceFailed, known: DecisionContext) -> Work:
     """A failed unpark decodes without a draft: the same answer, token by token."""
     return work(known.settings, state.seat, state.prompt, Undrafted(f"unpark_{event.kind}"))
 
 
 def prefilled(
-    state: Prefilling, event: PrefillAdvanced, known: Known
+    state: Prefilling, event: PrefillAdvanced, known: DecisionContext
 ) -> (
-    Then[Prefilling, ReportProgress]
-    | Then[Prefilling, ReportProgress, RunPrefill]
-    | Then[Speculating, ReportProgress, RunDecode]
+    Transition[Prefilling, ReportProgress]
+    | Transition[Prefilling, ReportProgress, RunPrefill]
+    | Transition[Speculating, ReportProgress, RunDecode]
 ):
     seat, prompt, speculation = state.seat.computed(event.stop), state.prompt, state.speculation
     if event.logprobs:
         prompt = evolve(prompt, logprobs=prompt.logprobs[: state.seat.valid] + event.logprobs)
     if event.more:
-        return Then(Prefilling(seat, prompt, speculation), progress(seat, prompt))
+        return Transition(Prefilling(seat, prompt, speculation), progress(seat, prompt))
     if event.stop < prompt.target:
         following = chunk(known.settings, seat, prompt, prompt.target)
-        return Then(Prefilling(seat, prompt, speculation), progress(seat, prompt), following)
+        return Transition(Prefilling(seat, prompt, speculation), progress(seat, prompt), following)
     one = next_decode(known.settings, seat, prompt, speculation, NOTHING)
-    return Then(Speculating(seat, prompt, speculation, NOTHING), progress(seat, prompt), one)
+    return Transition(Speculating(seat, prompt, speculation, NOTHING), progress(seat, prompt), one)
 
 
 Accepted: TypeAlias = (
-    Then[Speculating, EmitTokens, RunDecode]
-    | Then[Speculating, RunDecode]
-    | Then[Speculating, EmitTokens]
+    Transition[Speculating, EmitTokens, RunDecode]
+    | Transition[Speculating, RunDecode]
+    | Transition[Speculating, EmitTokens]
     | Finished
-    | Then[Parking, CloseStream, UnloadModel]
-    | Then[Done, CloseStream]
+    | Transition[Parking, CloseStream, UnloadModel]
+    | Transition[Done, CloseStream]
 )
 
 DIFFERS = "the rows of its slot were lost, and computed again they gave another answer than the client has heard"
 
 
-def accept(state: Speculating, event: Decoded, known: Known) -> Accepted:
+def accept(state: Speculating, event: Decoded, known: DecisionContext) -> Accepted:
     """Take what the target agreed to, up to a stop token or the limit.
 
     The executor is told of both and keeps nothing past them; here it is made sure, for what a client gets. What it has
@@ -73,7 +83,7 @@ def accept(state: Speculating, event: Decoded, known: Known) -> Accepted:
     stops = [at for at, token in enumerate(tokens) if token in job.stop_tokens]
     if stops:
         tokens = tokens[: stops[0] + 1]
-    seat = Seat(seat.slot, seat.valid + len(tokens), seat.restored, seat.tier)
+    seat = SlotLease(seat.slot, seat.valid + len(tokens), seat.restored, seat.tier)
     accepted = before.accepted + min(event.accepted, len(tokens))
     decode_steps = before.decode_steps + event.steps
     answer = Generated(said + tokens, decode_steps, before.proposed + event.proposed, accepted)
@@ -89,11 +99,11 @@ def accept(state: Speculating, event: Decoded, known: Known) -> Accepted:
     if ends:
         return finish(known, after, emit, "stop" if stops else "length")
     if event.more:
-        return Then(after, emit)
+        return Transition(after, emit)
     mark = scope.passed(known.settings, prompt, state.seat.valid, seat.valid)
     one = next_decode(known.settings, seat, prompt, speculation, answer, checkpoint=mark)
-    return Then(after, emit, one) if emit.tokens else Then(after, one)
+    return Transition(after, emit, one) if emit.tokens else Transition(after, one)
 
 
-def broken(state: Prefilling | Speculating, event: DeviceFailed, known: Known) -> Failing:
+def broken(state: Prefilling | Speculating, event: DeviceFailed, known: DecisionContext) -> Failing:
     return fail(known, state, event)

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from attrs import evolve, frozen
 
-from effects.all import Ask, Effect, Launch, Outcome
+from effects.all import Effect, EffectRequest, Launch, Outcome
 from effects.decode import Decoded, RunDecode
 from effects.ids import MAIN, PROMPTS, LaneId, RequestId
 from effects.pflash import CompressPrompt
@@ -33,8 +33,8 @@ class Answer:
 
 @frozen
 class Lane:
-    waiting: tuple[Ask, ...] = ()  # in order of arrival
-    running: tuple[Ask, ...] = ()  # members of the launch that have not answered
+    waiting: tuple[EffectRequest, ...] = ()  # in order of arrival
+    running: tuple[EffectRequest, ...] = ()  # members of the launch that have not answered
     decode_last: bool = False  # the last launch was a batch of decode steps
     members: int = 0  # of the last launch
     proposing: int = 0  # launches since one in which nobody proposed anything
@@ -71,7 +71,7 @@ def lane_of(settings: Settings, effect: Effect) -> LaneId:
             return MAIN
 
 
-def join(lane: Lane, ask: Ask) -> Lane:
+def join(lane: Lane, ask: EffectRequest) -> Lane:
     return with_asks(lane, (*lane.waiting, ask), lane.running)
 
 
@@ -98,7 +98,9 @@ def further(outcome: Outcome) -> int:
     return outcome.steps - 1 + outcome.more if isinstance(outcome, Decoded) else 0
 
 
-def with_asks(lane: Lane, waiting: tuple[Ask, ...], running: tuple[Ask, ...], proposing: int = 0) -> Lane:
+def with_asks(
+    lane: Lane, waiting: tuple[EffectRequest, ...], running: tuple[EffectRequest, ...], proposing: int = 0
+) -> Lane:
     """As `evolve`, which takes three times as long: once or twice for every token of every answer. proposing: so many
     launches more.
     """
@@ -177,7 +179,7 @@ def choose(
     return start(passed, (one,), steps=chunks), models, Launch((one,))
 
 
-def beside(company: Sequence[Ask], other: Ask, settings: Settings) -> Ask | None:
+def beside(company: Sequence[EffectRequest], other: EffectRequest, settings: Settings) -> EffectRequest | None:
     """What of a prompt goes with these decode steps in one forward: as many rows as fill it, and most of them, so that
     it gets on. None: the two take turns. So they do where rows would depend on who else is in a forward, where a state
     stands behind one row of a forward only, and where somebody wants to know what a prompt's rows say.
@@ -190,12 +192,14 @@ def beside(company: Sequence[Ask], other: Ask, settings: Settings) -> Ask | None
     return shortened(other, rows) if rows > 0 else None
 
 
-def mixed(lane: Lane, batch: tuple[Ask, ...]) -> Lane:
+def mixed(lane: Lane, batch: tuple[EffectRequest, ...]) -> Lane:
     """The last of them is a prompt's. Nobody proposes, but it is no plain launch to compare others with."""
     return evolve(start(lane, batch, Plan((0,) * (len(batch) - 1))), proposing=lane.proposing)
 
 
-def following(lane: Lane, others: Sequence[Ask], requests: Mapping[RequestId, State]) -> tuple[Lane, Ask]:
+def following(
+    lane: Lane, others: Sequence[EffectRequest], requests: Mapping[RequestId, State]
+) -> tuple[Lane, EffectRequest]:
     """Whose turn it is. Prompts that take turns all end late, and one that has been begun is soon a shorter one; but
     every so often the one that has waited longest comes first, whatever else arrives.
     """
@@ -207,24 +211,24 @@ def following(lane: Lane, others: Sequence[Ask], requests: Mapping[RequestId, St
     return evolve(lane, passed=0 if soonest is first else lane.passed + 1), soonest
 
 
-def missing(requests: Mapping[RequestId, State], ask: Ask) -> int:
+def missing(requests: Mapping[RequestId, State], ask: EffectRequest) -> int:
     """Rows of its prompt that are not there."""
     state = requests.get(ask.request)
     return state.prompt.target - state.seat.valid if isinstance(state, Prefilling | Restoring) else 0
 
 
-def chunks_of(ask: Ask, settings: Settings) -> int:
+def chunks_of(ask: EffectRequest, settings: Settings) -> int:
     """Forwards that it takes, where it is a prompt's."""
     effect = ask.effect
     return -(-(effect.stop - effect.start) // settings.chunk) if isinstance(effect, RunPrefill) else 1
 
 
-def shortened(ask: Ask, rows: int) -> Ask:
+def shortened(ask: EffectRequest, rows: int) -> EffectRequest:
     """Of a prompt's next rows so many at most: somebody waits who decodes."""
     effect = ask.effect
     if not isinstance(effect, RunPrefill) or effect.stop - effect.start <= rows:
         return ask
-    return Ask(ask.request, evolve(effect, stop=effect.start + rows, checkpoint=False))
+    return EffectRequest(ask.request, evolve(effect, stop=effect.start + rows, checkpoint=False))
 
 
 def alone(effects: Sequence[RunDecode], plan: Plan, settings: Settings) -> list[int]:
@@ -235,12 +239,14 @@ def alone(effects: Sequence[RunDecode], plan: Plan, settings: Settings) -> list[
     return [min(plan.steps, OFTEN, *most)] * len(most) if settings.block else most
 
 
-def evolved(ask: Ask, one: RunDecode, propose: int, steps: int) -> Ask:
-    return Ask(ask.request, RunDecode(one.slot, one.position, one.token, propose, one.checkpoint, steps, one.pages))
+def evolved(ask: EffectRequest, one: RunDecode, propose: int, steps: int) -> EffectRequest:
+    return EffectRequest(
+        ask.request, RunDecode(one.slot, one.position, one.token, propose, one.checkpoint, steps, one.pages)
+    )
 
 
 def planned(
-    decode_steps: Sequence[Ask], requests: Mapping[RequestId, State], rates: Rates, limit: int, proposing: int
+    decode_steps: Sequence[EffectRequest], requests: Mapping[RequestId, State], rates: Rates, limit: int, proposing: int
 ) -> Plan:
     """limit: of rows. proposing: steps since a plain one, which is then measured again."""
     controls = [control_of(requests, ask) for ask in decode_steps]
@@ -263,25 +269,25 @@ def tells(lane: Lane, ns: int) -> bool:
     return not lane.plan.late or UNIT * ns < lane.plan.price * lane.plan.plain
 
 
-def shape(decode_steps: Sequence[Ask]) -> Shape:
+def shape(decode_steps: Sequence[EffectRequest]) -> Shape:
     effects = effects_of(decode_steps)
     proposed = sum(one.propose for one in effects)
     positions = sum(one.position for one in effects)
     return Shape(span_of(positions // len(effects)), len(effects), proposed and len(effects) + proposed)
 
 
-def effects_of(decode_steps: Sequence[Ask]) -> list[RunDecode]:
+def effects_of(decode_steps: Sequence[EffectRequest]) -> list[RunDecode]:
     return [ask.effect for ask in decode_steps if isinstance(ask.effect, RunDecode)]
 
 
-def drafted(requests: Mapping[RequestId, State], ask: Ask) -> Drafted | None:
+def drafted(requests: Mapping[RequestId, State], ask: EffectRequest) -> Drafted | None:
     state = requests.get(ask.request)
     if isinstance(state, Speculating) and isinstance(state.speculation, Drafted):
         return state.speculation
     return None
 
 
-def control_of(requests: Mapping[RequestId, State], ask: Ask) -> control.SpeculationControl | None:
+def control_of(requests: Mapping[RequestId, State], ask: EffectRequest) -> control.SpeculationControl | None:
     speculation = drafted(requests, ask)
     return None if speculation is None else speculation.control
 
@@ -299,7 +305,7 @@ def told(lane: Lane, requests: Mapping[RequestId, State]) -> dict[RequestId, Sta
     return knowing
 
 
-def start(lane: Lane, asks: tuple[Ask, ...], plan: Plan = NOBODY, steps: int = 1) -> Lane:
+def start(lane: Lane, asks: tuple[EffectRequest, ...], plan: Plan = NOBODY, steps: int = 1) -> Lane:
     leaving = {ask.request for ask in asks}  # a request waits with one ask at most
     waiting, proposing = tuple(ask for ask in lane.waiting if ask.request not in leaving), lane.proposing
     if plan.proposals:
@@ -307,5 +313,5 @@ def start(lane: Lane, asks: tuple[Ask, ...], plan: Plan = NOBODY, steps: int = 1
     return Lane(waiting, asks, bool(plan.proposals), len(asks), proposing, plan, steps > 1, lane.passed)
 
 
-def drop(lane: Lane, ask: Ask) -> Lane:
+def drop(lane: Lane, ask: EffectRequest) -> Lane:
     return with_asks(lane, tuple(other for other in lane.waiting if other is not ask), lane.running)

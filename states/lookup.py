@@ -16,7 +16,7 @@ from effects.restore import RestoreBlocks
 from effects.stream import CloseStream, ReportProgress
 from states import phases, policy
 from states.events import Admitted, Cancelled, Rejected, Submitted
-from states.machine import Then, first
+from states.machine import Transition, first
 from states.phases import Onward, chunk, find, opening, report_early, settled
 from states.request_states import (
     FINISH,
@@ -27,45 +27,45 @@ from states.request_states import (
     Prefilling,
     Prompt,
     Restoring,
-    Seat,
+    SlotLease,
     Speculating,
     Unparking,
     Waiting,
     begun,
     continuing,
 )
-from states.settings import Known, Settings
+from states.settings import DecisionContext, Settings
 
 Verbatim: TypeAlias = (
-    Then[LookingUp, OpenSlot, FindPrefix]
-    | Then[Unparking, OpenSlot, LoadModel]
-    | Then[Prefilling, OpenSlot, RunPrefill]
+    Transition[LookingUp, OpenSlot, FindPrefix]
+    | Transition[Unparking, OpenSlot, LoadModel]
+    | Transition[Prefilling, OpenSlot, RunPrefill]
 )
-Served: TypeAlias = Verbatim | Then[Speculating, OpenSlot, RunDecode]
-Opened: TypeAlias = Served | Then[Fetching, OpenSlot, LoadModel]
+Served: TypeAlias = Verbatim | Transition[Speculating, OpenSlot, RunDecode]
+Opened: TypeAlias = Served | Transition[Fetching, OpenSlot, LoadModel]
 
 
-def submit(_: New, event: Submitted, __: Known) -> Then[Waiting, ReportProgress]:
+def submit(_: New, event: Submitted, __: DecisionContext) -> Transition[Waiting, ReportProgress]:
     prompt = begun(event.job)
-    return Then(Waiting(prompt), ReportProgress(0, len(prompt.tokens), 0))
+    return Transition(Waiting(prompt), ReportProgress(0, len(prompt.tokens), 0))
 
 
-def refuse(_: New, event: Rejected, __: Known) -> Then[Done, CloseStream]:
-    return Then(Done(), CloseStream("queue_full", Report(0), f"{event.waiting} requests are waiting already"))
+def refuse(_: New, event: Rejected, __: DecisionContext) -> Transition[Done, CloseStream]:
+    return Transition(Done(), CloseStream("queue_full", Report(0), f"{event.waiting} requests are waiting already"))
 
 
-def leave_queue(state: Waiting, event: Cancelled, _: Known) -> Then[Done, CloseStream]:
-    return Then(Done(), CloseStream(FINISH[event.reason], report_early(state.prompt), event.reason))
+def leave_queue(state: Waiting, event: Cancelled, _: DecisionContext) -> Transition[Done, CloseStream]:
+    return Transition(Done(), CloseStream(FINISH[event.reason], report_early(state.prompt), event.reason))
 
 
-def admit(state: Waiting, event: Admitted, known: Known) -> Opened:
+def admit(state: Waiting, event: Admitted, known: DecisionContext) -> Opened:
     valid = event.state if known.settings.stateful else event.keep
-    seat = Seat(event.slot, valid, valid, "device" if valid else "none", event.keep - valid)
+    seat = SlotLease(event.slot, valid, valid, "device" if valid else "none", event.keep - valid)
     prompt = evolve(state.prompt, miss="" if valid else "nothing_shared_on_device")
     return first(opening(known.settings, seat, prompt, event.source, event.place), look(known, seat, prompt))
 
 
-def look(known: Known, seat: Seat, prompt: Prompt) -> Then[LookingUp, FindPrefix] | Onward:
+def look(known: DecisionContext, seat: SlotLease, prompt: Prompt) -> Transition[LookingUp, FindPrefix] | Onward:
     """For more of it elsewhere, where that is worth asking."""
     if policy.lookup(known.settings, seat, prompt).go:
         return find(known.settings, seat, prompt)
@@ -73,16 +73,16 @@ def look(known: Known, seat: Seat, prompt: Prompt) -> Then[LookingUp, FindPrefix
 
 
 Found: TypeAlias = (
-    Then[Restoring, OpenSlot, RestoreBlocks]
-    | Then[Restoring, OpenSlot, RestoreBlocks, RunPrefill]
-    | Then[Fetching, ReleasePrefix, OpenSlot, LoadModel]
-    | Then[Unparking, ReleasePrefix, OpenSlot, LoadModel]
-    | Then[Prefilling, ReleasePrefix, OpenSlot, RunPrefill]
-    | Then[Speculating, ReleasePrefix, OpenSlot, RunDecode]
+    Transition[Restoring, OpenSlot, RestoreBlocks]
+    | Transition[Restoring, OpenSlot, RestoreBlocks, RunPrefill]
+    | Transition[Fetching, ReleasePrefix, OpenSlot, LoadModel]
+    | Transition[Unparking, ReleasePrefix, OpenSlot, LoadModel]
+    | Transition[Prefilling, ReleasePrefix, OpenSlot, RunPrefill]
+    | Transition[Speculating, ReleasePrefix, OpenSlot, RunDecode]
 )
 
 
-def found(state: LookingUp, event: PrefixFound, known: Known) -> Found:
+def found(state: LookingUp, event: PrefixFound, known: DecisionContext) -> Found:
     """Load what is there, computing its front meanwhile; or let go of it, where computing is better."""
     settings = known.settings
     seat, shared = state.seat, state.prompt.shared or event.shared
@@ -99,18 +99,18 @@ def found(state: LookingUp, event: PrefixFound, known: Known) -> Found:
     front, stop = load
     restore = RestoreBlocks(event.lease, seat.slot, front, stop)
     if front <= seat.rows:
-        return Then(Restoring(seat, prompt, front, stop, event.tier), opened, restore)
+        return Transition(Restoring(seat, prompt, front, stop, event.tier), opened, restore)
     restoring = Restoring(seat, prompt, front, stop, event.tier, computing=True)
-    return Then(restoring, opened, restore, chunk(settings, seat, prompt, front))
+    return Transition(restoring, opened, restore, chunk(settings, seat, prompt, front))
 
 
-def missed(state: LookingUp, event: PrefixMissed, known: Known) -> Onward:
+def missed(state: LookingUp, event: PrefixMissed, known: DecisionContext) -> Onward:
     prompt = without(known.settings, state.seat, state.prompt, event.reason)
     prompt = evolve(prompt, shared=prompt.shared or event.shared, stored=event.length)
     return phases.onward(known, state.seat, prompt)
 
 
-def served(known: Known, seat: Seat, prompt: Prompt) -> Served:
+def served(known: DecisionContext, seat: SlotLease, prompt: Prompt) -> Served:
     """What stays from here on, another prompt than before or this one after all: it is looked for once more. What was
     computed while a restore was under way may have ended anywhere.
     """
@@ -121,12 +121,12 @@ def served(known: Known, seat: Seat, prompt: Prompt) -> Served:
     return first(opened, settled(known, seat, prompt))
 
 
-def unanswered(state: LookingUp, event: StoreFailed, known: Known) -> Onward:
+def unanswered(state: LookingUp, event: StoreFailed, known: DecisionContext) -> Onward:
     """A failed lookup is a miss."""
     prompt = without(known.settings, state.seat, state.prompt, f"lookup_{event.kind}")
     return phases.onward(known, state.seat, prompt)
 
 
-def without(settings: Settings, seat: Seat, prompt: Prompt, reason: str) -> Prompt:
+def without(settings: Settings, seat: SlotLease, prompt: Prompt, reason: str) -> Prompt:
     """Nothing came of the lookup; nothing is missed where all was on the device."""
     return evolve(prompt, miss=reason) if policy.missing(settings, seat, prompt) else prompt

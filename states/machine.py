@@ -1,6 +1,6 @@
 """A transition table whose rows are ordinary typed functions: the return annotation is the edge.
 
-An arrow is `(state, event, known) -> Then[NextState, Effect, ...]`, or a union of such; `known` is what decisions rest
+An arrow is `(state, event, known) -> Transition[NextState, Effect, ...]`, or a union of such; `known` is what decisions rest
 on that is no request's own. Type checkers hold arrows to their
 annotation, `step` asserts it on every transition in production, and the table, the diagram and the exhaustiveness test
 read it. Nothing is declared twice.
@@ -35,7 +35,7 @@ Asks = TypeVarTuple("Asks")
 
 
 @define(init=False)
-class Then(Generic[T, *Asks]):
+class Transition(Generic[T, *Asks]):
     """The next state, and what to ask of the world on the way there, in order."""
 
     state: T
@@ -46,25 +46,25 @@ class Then(Generic[T, *Asks]):
         self.effects = effects
 
 
-AnyThen: TypeAlias = Then[Any, *tuple[Any, ...]]
+AnyTransition: TypeAlias = Transition[Any, *tuple[Any, ...]]
 
 
 @overload
-def first(effect: One, then: Then[T]) -> Then[T, One]: ...
+def first(effect: One, then: Transition[T]) -> Transition[T, One]: ...
 @overload
-def first(effect: One, then: Then[T, Another, *Asks]) -> Then[T, One, Another, *Asks]: ...
-def first(effect: Any, then: AnyThen) -> AnyThen:
+def first(effect: One, then: Transition[T, Another, *Asks]) -> Transition[T, One, Another, *Asks]: ...
+def first(effect: Any, then: AnyTransition) -> AnyTransition:
     """Ask for this, then go on as `then` says. Two signatures, since checkers go through a union's arms, one by one,
     for functions that have several.
     """
-    return Then(then.state, effect, *then.effects)
+    return Transition(then.state, effect, *then.effects)
 
 
 @frozen
 class Row:
     state: type
     event: type
-    arrow: Callable[[Any, Any, Any], AnyThen]
+    arrow: Callable[[Any, Any, Any], AnyTransition]
     arms: tuple[tuple[Any, ...], ...]  # each: where it may lead, then what it asks on the way
 
 
@@ -79,13 +79,13 @@ def arms_of(annotation: Any) -> Iterator[tuple[Any, ...]]:
         yield get_args(annotation)
 
 
-def on(state: type[S], event: type[E], arrow: Callable[[S, E, K], AnyThen]) -> Row:
+def on(state: type[S], event: type[E], arrow: Callable[[S, E, K], AnyTransition]) -> Row:
     """Tie `arrow` to a (state, event) pair. Its return annotation is read as its arms."""
     return Row(state, event, arrow, tuple(dict.fromkeys(arms_of(get_type_hints(arrow)["return"]))))
 
 
 def ignored(state: type, event: type) -> Row:
-    return Row(state, event, lambda same, _, __: Then(same), ((state,),))
+    return Row(state, event, lambda same, _, __: Transition(same), ((state,),))
 
 
 def table(*rows: Row) -> Table:
@@ -98,7 +98,7 @@ class IllegalEvent(Exception):
     """A bug: an event reached a state that can never see it."""
 
 
-def step(rows: Table, state: object, event: object, known: object) -> AnyThen:
+def step(rows: Table, state: object, event: object, known: object) -> AnyTransition:
     row = rows.get((type(state), type(event)))
     if row is None:
         raise IllegalEvent(f"{type(state).__name__} cannot see {type(event).__name__}")

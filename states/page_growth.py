@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from attrs import evolve
 
-from effects.all import Ask
+from effects.all import EffectRequest
 from effects.decode import RunDecode
 from effects.ids import RequestId, SlotId
 from states import pages
@@ -16,7 +16,9 @@ from states.settings import Settings
 from states.slots import Slots, evictable, following, forget, running
 
 
-def grown(slots: Slots, ask: Ask, requests: Mapping[RequestId, State], settings: Settings) -> tuple[Slots, Ask | None]:
+def grown(
+    slots: Slots, ask: EffectRequest, requests: Mapping[RequestId, State], settings: Settings
+) -> tuple[Slots, EffectRequest | None]:
     """A decode step with the pages that its rows take, from idle slots where need be. Where there are none to be had,
     it proposes as little as its last page has room for; None: not even the token fits, and it has to wait.
     """
@@ -39,12 +41,12 @@ def grown(slots: Slots, ask: Ask, requests: Mapping[RequestId, State], settings:
     return slots, within(ask, evolve(effect, propose=room), len(held) * page) if room >= 0 else None
 
 
-def within(ask: Ask, effect: RunDecode, rows: int) -> Ask:
+def within(ask: EffectRequest, effect: RunDecode, rows: int) -> EffectRequest:
     """It goes on alone as far as there are rows."""
     return alone(ask if effect is ask.effect else evolve(ask, effect=effect), rows - effect.position)
 
 
-def alone(ask: Ask, most: int) -> Ask:
+def alone(ask: EffectRequest, most: int) -> EffectRequest:
     """A decode step that goes on alone for so many steps at most."""
     effect = ask.effect
     if not isinstance(effect, RunDecode) or effect.steps <= max(1, most):

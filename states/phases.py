@@ -16,7 +16,7 @@ from effects.residency import LoadModel, UnloadModel
 from effects.snapshot import SaveSnapshot
 from effects.stream import CloseStream, EmitTokens, Finish
 from states import policy, scope
-from states.machine import Then, first
+from states.machine import Transition, first
 from states.request_states import (
     Done,
     Drafted,
@@ -27,8 +27,8 @@ from states.request_states import (
     Parking,
     Prefilling,
     Prompt,
-    Remains,
-    Seat,
+    RequestRemainder,
+    SlotLease,
     Snapshotting,
     Speculating,
     Speculation,
@@ -38,31 +38,31 @@ from states.request_states import (
     remains,
 )
 from states.residency import unload
-from states.settings import Known, Settings
+from states.settings import DecisionContext, Settings
 
-Decoding: TypeAlias = Then[Speculating, RunDecode]
-Work: TypeAlias = Then[Prefilling, RunPrefill] | Decoding
-Compress: TypeAlias = Then[Fetching, LoadModel]
-Verbatim: TypeAlias = Then[Unparking, LoadModel] | Then[Prefilling, RunPrefill]  # rows are missing
+Decoding: TypeAlias = Transition[Speculating, RunDecode]
+Work: TypeAlias = Transition[Prefilling, RunPrefill] | Decoding
+Compress: TypeAlias = Transition[Fetching, LoadModel]
+Verbatim: TypeAlias = Transition[Unparking, LoadModel] | Transition[Prefilling, RunPrefill]  # rows are missing
 Fill: TypeAlias = Compress | Verbatim
-Settled: TypeAlias = Then[Unparking, LoadModel] | Work
+Settled: TypeAlias = Transition[Unparking, LoadModel] | Work
 Onward: TypeAlias = Compress | Settled
-LeaveEarly: TypeAlias = Then[Snapshotting, SaveSnapshot] | Then[Done]
-GiveBack: TypeAlias = Then[Parking, UnloadModel]
+LeaveEarly: TypeAlias = Transition[Snapshotting, SaveSnapshot] | Transition[Done]
+GiveBack: TypeAlias = Transition[Parking, UnloadModel]
 Leave: TypeAlias = LeaveEarly | GiveBack
 Finished: TypeAlias = (
-    Then[Snapshotting, EmitTokens, CloseStream, SaveSnapshot]
-    | Then[Parking, EmitTokens, CloseStream, UnloadModel]
-    | Then[Done, EmitTokens, CloseStream]
+    Transition[Snapshotting, EmitTokens, CloseStream, SaveSnapshot]
+    | Transition[Parking, EmitTokens, CloseStream, UnloadModel]
+    | Transition[Done, EmitTokens, CloseStream]
 )
-FailEarly: TypeAlias = Then[Snapshotting, CloseStream, SaveSnapshot] | Then[Done, CloseStream]
-Failing: TypeAlias = FailEarly | Then[Parking, CloseStream, UnloadModel]
+FailEarly: TypeAlias = Transition[Snapshotting, CloseStream, SaveSnapshot] | Transition[Done, CloseStream]
+Failing: TypeAlias = FailEarly | Transition[Parking, CloseStream, UnloadModel]
 
 NOTHING = Generated()
 
 
 def opening(
-    settings: Settings, seat: Seat, prompt: Prompt, source: SlotId | None = None, place: PlaceId | None = None
+    settings: Settings, seat: SlotLease, prompt: Prompt, source: SlotId | None = None, place: PlaceId | None = None
 ) -> OpenSlot:
     """The slot serves this prompt from now on. source: None for itself."""
     whence, state = seat.slot if source is None else source, seat.valid if settings.stateful else 0
@@ -71,51 +71,53 @@ def opening(
     return OpenSlot(seat.slot, whence, seat.rows, tokens, job.sampling, job.stop_tokens, state, place, job.salt)
 
 
-def find(settings: Settings, seat: Seat, prompt: Prompt) -> Then[LookingUp, FindPrefix]:
+def find(settings: Settings, seat: SlotLease, prompt: Prompt) -> Transition[LookingUp, FindPrefix]:
     rows = seat.rows if settings.stateful else 0
     asking = FindPrefix(prompt.tokens, seat.valid, policy.window(prompt), rows, prompt.job.salt)
-    return Then(LookingUp(seat, prompt), asking)
+    return Transition(LookingUp(seat, prompt), asking)
 
 
-def onward(known: Known, seat: Seat, prompt: Prompt) -> Onward:
+def onward(known: DecisionContext, seat: SlotLease, prompt: Prompt) -> Onward:
     """All that could be restored has been."""
     if policy.compress(known, prompt, prompt.target - seat.valid).go:
-        return Then(Fetching(seat, prompt), LoadModel("drafter"))
+        return Transition(Fetching(seat, prompt), LoadModel("drafter"))
     return settled(known, seat, prompt)
 
 
-def settled(known: Known, seat: Seat, prompt: Prompt) -> Settled:
+def settled(known: DecisionContext, seat: SlotLease, prompt: Prompt) -> Settled:
     """What is served is certain."""
     wanted = policy.speculate(known, prompt.job)
     if wanted.go:
-        return Then(Unparking(seat, prompt), LoadModel("draft"))
+        return Transition(Unparking(seat, prompt), LoadModel("draft"))
     return work(known.settings, seat, prompt, Undrafted(wanted.reason))
 
 
-def fill(known: Known, seat: Seat, prompt: Prompt) -> Fill:
+def fill(known: DecisionContext, seat: SlotLease, prompt: Prompt) -> Fill:
     """Rows are missing: shorten the prompt, or compute them."""
     if policy.compress(known, prompt, prompt.target - seat.valid).go:
-        return Then(Fetching(seat, prompt), LoadModel("drafter"))
+        return Transition(Fetching(seat, prompt), LoadModel("drafter"))
     return verbatim(known, seat, prompt)
 
 
-def verbatim(known: Known, seat: Seat, prompt: Prompt) -> Verbatim:
+def verbatim(known: DecisionContext, seat: SlotLease, prompt: Prompt) -> Verbatim:
     """Rows are missing, and what is served is certain."""
     wanted = policy.speculate(known, prompt.job)
     if wanted.go:
-        return Then(Unparking(seat, prompt), LoadModel("draft"))
+        return Transition(Unparking(seat, prompt), LoadModel("draft"))
     return prefill(known.settings, seat, prompt, Undrafted(wanted.reason))
 
 
-def work(settings: Settings, seat: Seat, prompt: Prompt, speculation: Speculation) -> Work:
+def work(settings: Settings, seat: SlotLease, prompt: Prompt, speculation: Speculation) -> Work:
     if seat.valid < prompt.target:
         return prefill(settings, seat, prompt, speculation)
     held, seat = scope.held(settings, seat, prompt), seat.computed(seat.valid)
     one = next_decode(settings, seat, prompt, speculation, NOTHING, checkpoint=held)
-    return Then(Speculating(seat, prompt, speculation, NOTHING), one)
+    return Transition(Speculating(seat, prompt, speculation, NOTHING), one)
 
 
-def prefill(settings: Settings, seat: Seat, prompt: Prompt, speculation: Speculation) -> Then[Prefilling, RunPrefill]:
+def prefill(
+    settings: Settings, seat: SlotLease, prompt: Prompt, speculation: Speculation
+) -> Transition[Prefilling, RunPrefill]:
     """From now on rows are overwritten, those that are there already included. The state that the slot goes on from is
     kept beyond the device first, where the scope wants it there.
     """
@@ -123,10 +125,10 @@ def prefill(settings: Settings, seat: Seat, prompt: Prompt, speculation: Specula
     first_chunk = chunk(settings, seat, prompt, prompt.target)
     if scope.held(settings, seat, prompt):
         first_chunk = evolve(first_chunk, held=True)
-    return Then(Prefilling(seat, prompt, speculation), first_chunk)
+    return Transition(Prefilling(seat, prompt, speculation), first_chunk)
 
 
-def chunk(settings: Settings, seat: Seat, prompt: Prompt, target: int) -> RunPrefill:
+def chunk(settings: Settings, seat: SlotLease, prompt: Prompt, target: int) -> RunPrefill:
     """The next rows of `[valid, target)`: a chunk, or several at once, or up to where the positional state is kept. Of
     several the last one is no narrower than what has a lane of its own.
     """
@@ -143,7 +145,7 @@ def chunk(settings: Settings, seat: Seat, prompt: Prompt, target: int) -> RunPre
 
 def next_decode(
     settings: Settings,
-    seat: Seat,
+    seat: SlotLease,
     prompt: Prompt,
     speculation: Speculation,
     answer: Generated,
@@ -158,7 +160,7 @@ def next_decode(
     return RunDecode(seat.slot, seat.valid, last, propose, checkpoint, unwatched(settings, seat, prompt, answer))
 
 
-def unwatched(settings: Settings, seat: Seat, prompt: Prompt, answer: Generated) -> int:
+def unwatched(settings: Settings, seat: SlotLease, prompt: Prompt, answer: Generated) -> int:
     """Tokens that may come before the core has to look: at an end, at what was heard before, at a state to be kept."""
     if prompt.heard and len(answer.tokens) < len(prompt.heard):
         return 1
@@ -170,77 +172,77 @@ def park(settings: Settings, name: ModelName) -> UnloadModel:
     return unload(settings.residency, name)
 
 
-def leave(settings: Settings, left: Remains) -> Leave:
+def leave(settings: Settings, left: RequestRemainder) -> Leave:
     """The stream is closed: keep what is worth keeping, then give back what is held."""
     return leave_leased(settings, left) if left.leased else leave_early(settings, left)
 
 
-def leave_leased(settings: Settings, left: Remains) -> Then[Snapshotting, SaveSnapshot] | GiveBack:
+def leave_leased(settings: Settings, left: RequestRemainder) -> Transition[Snapshotting, SaveSnapshot] | GiveBack:
     """The same, where a model is leased."""
     assert left.leased is not None
-    return saved(settings, left) or Then(Parking(left), park(settings, left.leased))
+    return saved(settings, left) or Transition(Parking(left), park(settings, left.leased))
 
 
-def leave_early(settings: Settings, left: Remains) -> LeaveEarly:
+def leave_early(settings: Settings, left: RequestRemainder) -> LeaveEarly:
     """The same, where none has been asked for yet, or comes later."""
-    return saved(settings, left) or Then(Done(left))
+    return saved(settings, left) or Transition(Done(left))
 
 
-def saved(settings: Settings, left: Remains) -> Then[Snapshotting, SaveSnapshot] | None:
+def saved(settings: Settings, left: RequestRemainder) -> Transition[Snapshotting, SaveSnapshot] | None:
     if not policy.snapshot(settings, left).go:
         return None
     rows = scope.select(settings, left).rows
     saving = SaveSnapshot(left.seat.slot, left.rows[:rows], checkpoint=rows == live(settings, left))
-    return Then(Snapshotting(left), saving)
+    return Transition(Snapshotting(left), saving)
 
 
-def let_go(settings: Settings, left: Remains) -> GiveBack | Then[Done]:
-    return Then(Parking(left), park(settings, left.leased)) if left.leased else Then(Done(left))
+def let_go(settings: Settings, left: RequestRemainder) -> GiveBack | Transition[Done]:
+    return Transition(Parking(left), park(settings, left.leased)) if left.leased else Transition(Done(left))
 
 
-def finish(known: Known, state: Speculating, emit: EmitTokens, why: Finish) -> Finished:
+def finish(known: DecisionContext, state: Speculating, emit: EmitTokens, why: Finish) -> Finished:
     return first(emit, first(CloseStream(why, report(known, state)), leave(known.settings, remains(state))))
 
 
-def fail(known: Known, state: Open, event: DeviceFailed) -> Failing:
+def fail(known: DecisionContext, state: Open, event: DeviceFailed) -> Failing:
     return first(failed(known, state, event), leave(known.settings, trusted(remains(state), event)))
 
 
-def fail_early(known: Known, state: Open, event: DeviceFailed) -> FailEarly:
+def fail_early(known: DecisionContext, state: Open, event: DeviceFailed) -> FailEarly:
     return first(failed(known, state, event), leave_early(known.settings, trusted(remains(state), event)))
 
 
 def fail_emptied(
-    known: Known, state: Speculating, why: str
-) -> Then[Parking, CloseStream, UnloadModel] | Then[Done, CloseStream]:
+    known: DecisionContext, state: Speculating, why: str
+) -> Transition[Parking, CloseStream, UnloadModel] | Transition[Done, CloseStream]:
     """Its rows are not to be believed."""
     return first(failed(known, state, DeviceFailed("broken", why)), let_go(known.settings, emptied(remains(state))))
 
 
-def failed(known: Known, state: Open, event: DeviceFailed) -> CloseStream:
+def failed(known: DecisionContext, state: Open, event: DeviceFailed) -> CloseStream:
     """The report is of what was done, the cache's part of it of what is believed now."""
     believed = scope.select(known.settings, trusted(remains(state), event))
     why: Finish = event.kind if event.kind in {"dead_end", "lost"} else "failed"
     return CloseStream(why, evolve(report(known, state), cache=believed), event.detail)
 
 
-def trusted(left: Remains, event: DeviceFailed | StoreFailed) -> Remains:
+def trusted(left: RequestRemainder, event: DeviceFailed | StoreFailed) -> RequestRemainder:
     """What was given up, had no room or nothing to say costs only its own work. After anything else the slot keeps no
     rows, so that nobody is sent to it again.
     """
     return left if event.kind in {"abandoned", "out_of_memory", "dead_end"} else emptied(left)
 
 
-def unloaded(seat: Seat, event: StoreFailed) -> Seat:
+def unloaded(seat: SlotLease, event: StoreFailed) -> SlotLease:
     """What stays where loading failed: everything, unless a state was overwritten in part."""
-    return Seat(seat.slot, ahead=seat.rows) if event.kind == "lost" else seat
+    return SlotLease(seat.slot, ahead=seat.rows) if event.kind == "lost" else seat
 
 
-def emptied(left: Remains) -> Remains:
-    return evolve(left, seat=Seat(left.seat.slot))
+def emptied(left: RequestRemainder) -> RequestRemainder:
+    return evolve(left, seat=SlotLease(left.seat.slot))
 
 
-def report(known: Known, state: Open) -> Report:
+def report(known: DecisionContext, state: Open) -> Report:
     """What the client is told at the end, if that is now."""
     seat, prompt = state.seat, state.prompt
     answer = state.answer if isinstance(state, Speculating) else NOTHING
@@ -260,7 +262,7 @@ def report(known: Known, state: Open) -> Report:
     )
 
 
-def compression(known: Known, state: Open) -> Compressed | None:
+def compression(known: DecisionContext, state: Open) -> Compressed | None:
     """What was left out of the prompt, or why nothing was; why not yet is no reason."""
     prompt, sent = state.prompt, len(state.prompt.job.prompt)
     if prompt.job.compression.mode == "off" or prompt.compression is not None:
@@ -276,7 +278,7 @@ def report_early(prompt: Prompt) -> Report:
     return Report(len(prompt.tokens), completion_tokens=len(prompt.heard or ()))
 
 
-def undrafted(known: Known, state: Open) -> str:
+def undrafted(known: DecisionContext, state: Open) -> str:
     """Why nothing (more) is proposed, or no trees; empty while all is that was asked for, or is yet to be."""
     if isinstance(state, Prefilling | Speculating):
         return state.speculation.reason or ("no_trees" if known.settings.no_trees else "")

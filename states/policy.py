@@ -14,9 +14,9 @@ from effects.lookup import PrefixFound
 from states import scope
 from states import speculation_control as control
 from states.rates import ALONE, Rates, faded, load_time, prefill_time
-from states.request_states import Prompt, Remains, Seat, usable
+from states.request_states import Prompt, RequestRemainder, SlotLease, usable
 from states.sequences import whole_blocks
-from states.settings import Known, Settings
+from states.settings import DecisionContext, Settings
 
 SHORT = 2048  # tokens of a prompt: what it costs at most to have taken a conversation's first turn for a one-off
 
@@ -52,7 +52,7 @@ def shorten(settings: Settings, prompt: Prompt) -> Decision:
     return Decision(True, "allowed")
 
 
-def compress(known: Known, prompt: Prompt, missing: int) -> Decision:
+def compress(known: DecisionContext, prompt: Prompt, missing: int) -> Decision:
     """The PFlash gate: `auto` looks at the tokens that are still missing, and at what they would cost.
 
     A conversation whose messages can be frozen has a gate of its own. Any other prompt goes through this gate, also
@@ -71,7 +71,7 @@ def compress(known: Known, prompt: Prompt, missing: int) -> Decision:
     return Decision(pays, "long" if pays else "does_not_pay")
 
 
-def freeze(known: Known, prompt: Prompt, missing: int) -> Decision:
+def freeze(known: DecisionContext, prompt: Prompt, missing: int) -> Decision:
     """The gate of freezing. What fits is frozen seldom: aged messages have to be worth it together, and between two
     times the prompt only grows, and is found again.
     """
@@ -131,7 +131,7 @@ def quicker(rates: Rates, prompt: Prompt, missing: int) -> bool:
     return not scoring or not whole or scoring + prefill_time(rates, 0, kept_tokens(prompt.job)) < whole
 
 
-def spared(known: Known, prompt: Prompt) -> Rates:
+def spared(known: DecisionContext, prompt: Prompt) -> Rates:
     """What speaks against compressing is not measured again while nothing is compressed, so it fades."""
     rates = known.rates
     if not rates.drafter or compress(known, prompt, prompt.target).reason != "does_not_pay":
@@ -139,7 +139,7 @@ def spared(known: Known, prompt: Prompt) -> Rates:
     return evolve(rates, drafter=faded(rates.drafter, 1))
 
 
-def lookup(settings: Settings, seat: Seat, prompt: Prompt) -> Decision:
+def lookup(settings: Settings, seat: SlotLease, prompt: Prompt) -> Decision:
     """Is there anything to gain from asking the stores?"""
     if not settings.store:
         return Decision(False, "no_store")
@@ -152,7 +152,7 @@ def lookup(settings: Settings, seat: Seat, prompt: Prompt) -> Decision:
     return Decision(False, "on_device")
 
 
-def missing(settings: Settings, seat: Seat, prompt: Prompt) -> bool:
+def missing(settings: Settings, seat: SlotLease, prompt: Prompt) -> bool:
     """Are there rows that could be restored?"""
     return seat.valid < whole_blocks(settings, prompt.target)
 
@@ -163,7 +163,7 @@ def window(prompt: Prompt) -> int:
     return asked.count if asked.kind == "auto" and not prompt.compressed and prompt.heard is None else 0
 
 
-def speculate(known: Known, job: Job) -> Decision:
+def speculate(known: DecisionContext, job: Job) -> Decision:
     """Is the draft worth being brought in for this request?"""
     if known.settings.block == 0:
         return Decision(False, "no_draft")
@@ -176,7 +176,7 @@ def speculate(known: Known, job: Job) -> Decision:
     return Decision(True, "draft")
 
 
-def snapshot(settings: Settings, left: Remains) -> Decision:
+def snapshot(settings: Settings, left: RequestRemainder) -> Decision:
     """Are there rows that the stores do not have?"""
     picked = scope.select(settings, left)
     if picked.rows == 0:
@@ -186,7 +186,7 @@ def snapshot(settings: Settings, left: Remains) -> Decision:
     return Decision(True, "new_rows")
 
 
-def there(settings: Settings, seat: Seat, prompt: Prompt, found: PrefixFound) -> list[int]:
+def there(settings: Settings, seat: SlotLease, prompt: Prompt, found: PrefixFound) -> list[int]:
     """What could be gone on from, beyond what the slot can, were it loaded: the longest rows, or any checkpoint."""
     if settings.stateful:
         return [at for at in found.checkpoints if seat.valid < at <= prompt.target]
@@ -194,7 +194,7 @@ def there(settings: Settings, seat: Seat, prompt: Prompt, found: PrefixFound) ->
     return [best] if seat.valid < best else []
 
 
-def load(known: Known, seat: Seat, prompt: Prompt, there: Sequence[int], tier: Tier) -> Span | None:
+def load(known: DecisionContext, seat: SlotLease, prompt: Prompt, there: Sequence[int], tier: Tier) -> Span | None:
     """Which rows are loaded; None: computing is better. All from the last one on, where nothing is computed meanwhile.
 
     Positional state cannot be computed for some rows and loaded for the rest, so there it is one checkpoint or another,
@@ -212,7 +212,7 @@ def load(known: Known, seat: Seat, prompt: Prompt, there: Sequence[int], tier: T
     return (min(at, seat.rows), at) if at > seat.valid else None
 
 
-def resumed(known: Known, seat: Seat, prompt: Prompt, at: int, tier: Tier) -> int:
+def resumed(known: DecisionContext, seat: SlotLease, prompt: Prompt, at: int, tier: Tier) -> int:
     """When the whole prompt is there, if it is gone on from a checkpoint at `at`, in nanoseconds."""
     tokens = known.settings.state_tokens + max(0, at - seat.rows) if at > seat.valid else 0
     return tokens * load_time(known.rates, tier) + prefill_time(known.rates, at, prompt.target)

@@ -19,7 +19,7 @@ from effects.residency import ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored
 from effects.stream import Abandon, CloseStream
 from states.events import Cancelled, SlotEmptied
-from states.machine import Then
+from states.machine import Transition
 from states.phases import emptied, park, report, report_early
 from states.request_states import (
     FINISH,
@@ -27,100 +27,104 @@ from states.request_states import (
     Open,
     Parking,
     Recovering,
-    Remains,
+    RequestRemainder,
     Restoring,
     Snapshotting,
     Waiting,
     Yielding,
     remains,
 )
-from states.settings import Known
+from states.settings import DecisionContext
 
-Lost: TypeAlias = Then[Recovering, Abandon] | Then[Draining, CloseStream, Abandon]
-Answered: TypeAlias = Then[Recovering] | Then[Waiting]
-Resumed: TypeAlias = Then[Waiting] | Then[Yielding, UnloadModel]
+Lost: TypeAlias = Transition[Recovering, Abandon] | Transition[Draining, CloseStream, Abandon]
+Answered: TypeAlias = Transition[Recovering] | Transition[Waiting]
+Resumed: TypeAlias = Transition[Waiting] | Transition[Yielding, UnloadModel]
 
 TWICE = "the rows of its slot were lost a second time"
 
 
-def lost(state: Open, _: SlotEmptied, known: Known) -> Lost:
+def lost(state: Open, _: SlotEmptied, known: DecisionContext) -> Lost:
     """What is in flight is of no use any more, and answers all the same."""
     left = emptied(remains(state))
     flying = state.loading + state.computing if isinstance(state, Restoring) else 1
     if left.prompt.heard is None:
         left = evolve(left, prompt=evolve(left.prompt, heard=left.answer))
-        return Then(Recovering(left, flying), Abandon())
-    return Then(Draining(left, flying, lost=True), CloseStream("lost", report(known, state), TWICE), Abandon())
+        return Transition(Recovering(left, flying), Abandon())
+    return Transition(Draining(left, flying, lost=True), CloseStream("lost", report(known, state), TWICE), Abandon())
 
 
-def lost_behind(state: Draining, _: SlotEmptied, __: Known) -> Then[Draining]:
-    return Then(Draining(emptied(state.remains), state.flying, lost=True))
+def lost_behind(state: Draining, _: SlotEmptied, __: DecisionContext) -> Transition[Draining]:
+    return Transition(Draining(emptied(state.remains), state.flying, lost=True))
 
 
-def lost_saving(state: Snapshotting, _: SlotEmptied, __: Known) -> Then[Snapshotting]:
-    return Then(Snapshotting(emptied(state.remains)))
+def lost_saving(state: Snapshotting, _: SlotEmptied, __: DecisionContext) -> Transition[Snapshotting]:
+    return Transition(Snapshotting(emptied(state.remains)))
 
 
-def lost_parking(state: Parking, _: SlotEmptied, __: Known) -> Then[Parking]:
-    return Then(Parking(emptied(state.remains)))
+def lost_parking(state: Parking, _: SlotEmptied, __: DecisionContext) -> Transition[Parking]:
+    return Transition(Parking(emptied(state.remains)))
 
 
-def found(state: Recovering, event: PrefixFound, _: Known) -> Then[Waiting, ReleasePrefix]:
+def found(state: Recovering, event: PrefixFound, _: DecisionContext) -> Transition[Waiting, ReleasePrefix]:
     """The lookup was all that was in flight. What was compared is known, and not compared again."""
-    return Then(Waiting(compared(state.remains, event).prompt), ReleasePrefix(event.lease))
+    return Transition(Waiting(compared(state.remains, event).prompt), ReleasePrefix(event.lease))
 
 
-def missed(state: Recovering, event: PrefixMissed, _: Known) -> Then[Waiting]:
-    return Then(Waiting(compared(state.remains, event).prompt))
+def missed(state: Recovering, event: PrefixMissed, _: DecisionContext) -> Transition[Waiting]:
+    return Transition(Waiting(compared(state.remains, event).prompt))
 
 
-def compared(left: Remains, event: PrefixFound | PrefixMissed) -> Remains:
+def compared(left: RequestRemainder, event: PrefixFound | PrefixMissed) -> RequestRemainder:
     return evolve(left, prompt=evolve(left.prompt, shared=left.prompt.shared or event.shared))
 
 
-def loaded(state: Recovering, _: BlocksRestored | StoreFailed, __: Known) -> Answered:
+def loaded(state: Recovering, _: BlocksRestored | StoreFailed, __: DecisionContext) -> Answered:
     if state.flying > 1:
-        return Then(Recovering(state.remains, state.flying - 1))
-    return Then(Waiting(state.remains.prompt))
+        return Transition(Recovering(state.remains, state.flying - 1))
+    return Transition(Waiting(state.remains.prompt))
 
 
-def compressed(state: Recovering, _: PromptScored | PromptCompressed, known: Known) -> Then[Yielding, UnloadModel]:
+def compressed(
+    state: Recovering, _: PromptScored | PromptCompressed, known: DecisionContext
+) -> Transition[Yielding, UnloadModel]:
     """It is scored again, in whatever slot."""
-    return Then(Yielding(state.remains), park(known.settings, "drafter"))
+    return Transition(Yielding(state.remains), park(known.settings, "drafter"))
 
 
-def fetched(state: Recovering, event: ModelLoaded, known: Known) -> Then[Yielding, UnloadModel]:
-    return Then(Yielding(evolve(state.remains, leased=event.name)), park(known.settings, event.name))
+def fetched(state: Recovering, event: ModelLoaded, known: DecisionContext) -> Transition[Yielding, UnloadModel]:
+    return Transition(Yielding(evolve(state.remains, leased=event.name)), park(known.settings, event.name))
 
 
-def computed(state: Recovering, event: PrefillAdvanced | DeviceFailed, known: Known) -> Then[Recovering] | Resumed:
+def computed(
+    state: Recovering, event: PrefillAdvanced | DeviceFailed, known: DecisionContext
+) -> Transition[Recovering] | Resumed:
     if isinstance(event, PrefillAdvanced) and event.more:
-        return Then(state)
+        return Transition(state)
     if state.flying > 1:
-        return Then(Recovering(state.remains, state.flying - 1))
+        return Transition(Recovering(state.remains, state.flying - 1))
     return resumed(state, known)
 
 
-def decoded(state: Recovering, event: Decoded, known: Known) -> Then[Recovering] | Resumed:
-    return Then(state) if event.more else resumed(state, known)
+def decoded(state: Recovering, event: Decoded, known: DecisionContext) -> Transition[Recovering] | Resumed:
+    return Transition(state) if event.more else resumed(state, known)
 
 
-def resumed(state: Recovering, known: Known) -> Resumed:
+def resumed(state: Recovering, known: DecisionContext) -> Resumed:
     if state.remains.leased:
-        return Then(Yielding(state.remains), park(known.settings, state.remains.leased))
-    return Then(Waiting(state.remains.prompt))
+        return Transition(Yielding(state.remains), park(known.settings, state.remains.leased))
+    return Transition(Waiting(state.remains.prompt))
 
 
-def yielded(state: Yielding, _: ModelUnloaded | DeviceFailed, __: Known) -> Then[Waiting]:
-    return Then(Waiting(state.remains.prompt))
+def yielded(state: Yielding, _: ModelUnloaded | DeviceFailed, __: DecisionContext) -> Transition[Waiting]:
+    return Transition(Waiting(state.remains.prompt))
 
 
-def drain(state: Recovering, event: Cancelled, _: Known) -> Then[Draining, CloseStream, Abandon]:
+def drain(state: Recovering, event: Cancelled, _: DecisionContext) -> Transition[Draining, CloseStream, Abandon]:
     closing = CloseStream(FINISH[event.reason], report_early(state.remains.prompt), event.reason)
-    return Then(Draining(state.remains, state.flying, lost=True), closing, Abandon())
+    return Transition(Draining(state.remains, state.flying, lost=True), closing, Abandon())
 
 
-def park_on(state: Yielding, event: Cancelled, _: Known) -> Then[Parking, CloseStream]:
-    return Then(
+def park_on(state: Yielding, event: Cancelled, _: DecisionContext) -> Transition[Parking, CloseStream]:
+    return Transition(
         Parking(state.remains), CloseStream(FINISH[event.reason], report_early(state.remains.prompt), event.reason)
     )

@@ -25,7 +25,7 @@ from states.speculation_control import SpeculationControl
 
 
 @frozen
-class Seat:
+class SlotLease:
     """A slot, and how far its rows can be believed.
 
     Where the model has positional state, it is the one behind row `valid`: the next row to be computed is that one.
@@ -42,15 +42,15 @@ class Seat:
         """Rows [0, rows) are there."""
         return self.valid + self.ahead
 
-    def loaded(self, start: int, stop: int, tier: Tier) -> Seat:
+    def loaded(self, start: int, stop: int, tier: Tier) -> SlotLease:
         """Rows `[start, stop)` came from this tier, with the state behind them; those before them were there."""
         restored = self.restored + stop - self.valid
         most = tier if 2 * (stop - start) > restored else "device" if self.tier == "none" else self.tier
-        return Seat(self.slot, stop, restored, most, max(0, self.rows - stop))
+        return SlotLease(self.slot, stop, restored, most, max(0, self.rows - stop))
 
-    def computed(self, stop: int) -> Seat:
+    def computed(self, stop: int) -> SlotLease:
         """Rows up to there are acknowledged; computing has overwritten what followed."""
-        return Seat(self.slot, stop, self.restored, self.tier)
+        return SlotLease(self.slot, stop, self.restored, self.tier)
 
 
 @frozen
@@ -106,10 +106,10 @@ class Generated:
 
 
 @frozen
-class Remains:
+class RequestRemainder:
     """What a request leaves behind once its stream is closed: the rows of a slot, and perhaps a lease of a model."""
 
-    seat: Seat
+    seat: SlotLease
     prompt: Prompt
     answer: Tokens = ()
     leased: ModelName | None = None
@@ -136,7 +136,7 @@ class Waiting:
 class LookingUp:
     """For more of the prompt than the slot has already, in host memory and on disk."""
 
-    seat: Seat
+    seat: SlotLease
     prompt: Prompt
 
 
@@ -147,7 +147,7 @@ class Restoring:
     Where the model has positional state, that at `stop` is loaded, and nothing is computed meanwhile.
     """
 
-    seat: Seat
+    seat: SlotLease
     prompt: Prompt
     front: int
     stop: int
@@ -161,7 +161,7 @@ class Restoring:
 class Fetching:
     """The drafter is brought in."""
 
-    seat: Seat
+    seat: SlotLease
     prompt: Prompt
 
 
@@ -169,7 +169,7 @@ class Fetching:
 class Compressing:
     """Chunk after chunk is scored; one is in flight. The drafter is leased."""
 
-    seat: Seat
+    seat: SlotLease
     prompt: Prompt
 
 
@@ -177,13 +177,13 @@ class Compressing:
 class Releasing:
     """The drafter is given back."""
 
-    seat: Seat
+    seat: SlotLease
     prompt: Prompt  # that will be served
 
 
 @frozen
 class Unparking:
-    seat: Seat
+    seat: SlotLease
     prompt: Prompt
 
 
@@ -191,7 +191,7 @@ class Unparking:
 class Prefilling:
     """Chunk after chunk; one is in flight."""
 
-    seat: Seat
+    seat: SlotLease
     prompt: Prompt
     speculation: Speculation
 
@@ -200,7 +200,7 @@ class Prefilling:
 class Speculating:
     """Step after step, with proposals or without; one is in flight."""
 
-    seat: Seat
+    seat: SlotLease
     prompt: Prompt
     speculation: Speculation
     answer: Generated
@@ -210,21 +210,21 @@ class Speculating:
 class Snapshotting:
     """The stream is closed. The slot's new rows are copied out to be kept."""
 
-    remains: Remains
+    remains: RequestRemainder
 
 
 @frozen
 class Parking:
     """The draft is given back."""
 
-    remains: Remains
+    remains: RequestRemainder
 
 
 @frozen
 class Draining:
     """The stream is closed. What is in flight answers first."""
 
-    remains: Remains
+    remains: RequestRemainder
     flying: int  # effects that have not answered
     lost: bool = False  # the slot's rows are gone, whatever is acknowledged yet
 
@@ -233,7 +233,7 @@ class Draining:
 class Recovering:
     """The rows of its slot are gone. What is in flight answers first; then it waits for a slot again."""
 
-    remains: Remains
+    remains: RequestRemainder
     flying: int  # effects that have not answered
 
 
@@ -241,14 +241,14 @@ class Recovering:
 class Yielding:
     """The same; the draft is given back first."""
 
-    remains: Remains
+    remains: RequestRemainder
 
 
 @frozen
 class Done:
     """Leaves the world at once. None: it never had a slot."""
 
-    remains: Remains | None = None
+    remains: RequestRemainder | None = None
 
 
 State: TypeAlias = (
@@ -284,17 +284,17 @@ FINISH: dict[CancelReason, Finish] = {
 }
 
 
-def remains(state: Held) -> Remains:
+def remains(state: Held) -> RequestRemainder:
     """If it ended now."""
     match state:
         case Speculating(seat, prompt, speculation, answer):
-            return Remains(seat, prompt, answer.tokens, leased(speculation))
+            return RequestRemainder(seat, prompt, answer.tokens, leased(speculation))
         case Prefilling(seat, prompt, speculation):
-            return Remains(seat, prompt, leased=leased(speculation))
+            return RequestRemainder(seat, prompt, leased=leased(speculation))
         case Compressing(seat, prompt) | Releasing(seat, prompt):
-            return Remains(seat, prompt, leased="drafter")
+            return RequestRemainder(seat, prompt, leased="drafter")
         case LookingUp() | Restoring() | Fetching() | Unparking():
-            return Remains(state.seat, state.prompt)
+            return RequestRemainder(state.seat, state.prompt)
         case _:
             return state.remains
 
@@ -303,19 +303,19 @@ def leased(speculation: Speculation) -> ModelName | None:
     return "draft" if isinstance(speculation, Drafted) else None
 
 
-def kept(settings: Settings, left: Remains) -> int:
+def kept(settings: Settings, left: RequestRemainder) -> int:
     """Rows that may be continued from later: decoded ones only where they equal prefilled ones."""
     return left.seat.valid if settings.keep_decoded else min(left.seat.valid, left.prompt.target)
 
 
-def sequence(settings: Settings, left: Remains) -> Tokens:
+def sequence(settings: Settings, left: RequestRemainder) -> Tokens:
     """What a slot keeps."""
     if left.seat.ahead:
         return left.prompt.tokens[: left.seat.rows]
     return left.rows[: kept(settings, left)]
 
 
-def live(settings: Settings, left: Remains) -> int:
+def live(settings: Settings, left: RequestRemainder) -> int:
     """Where the slot itself has the positional state that what it keeps can be gone on from; 0: nowhere.
 
     It has the one at its last block's end. Where decoded rows are not believed, blocks may be longer than what the
@@ -341,9 +341,9 @@ def begun(job: Job) -> Prompt:
     return Prompt(job, taken(job.prompt, spans), compression=told)
 
 
-def continuing(settings: Settings, seat: Seat, held: Tokens, tokens: Tokens) -> Seat:
+def continuing(settings: Settings, seat: SlotLease, held: Tokens, tokens: Tokens) -> SlotLease:
     """The seat as these tokens can be continued from it, which has rows of those: at a cache position."""
     rows = continued(settings, held, tokens)
     valid = rows if not settings.stateful else seat.valid if seat.valid <= rows else 0
     tier = seat.tier if valid else "none"
-    return Seat(seat.slot, valid, min(seat.restored, valid), tier, rows - valid)
+    return SlotLease(seat.slot, valid, min(seat.restored, valid), tier, rows - valid)

@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from attrs import evolve, frozen
 
-from effects.all import Ask, Outcome
+from effects.all import EffectRequest, Outcome
 from effects.ids import DeviceFailed, ModelName, RequestId
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 
@@ -15,10 +15,10 @@ Policy: TypeAlias = Literal["auto", "persistent", "request-scoped"]
 Use: TypeAlias = Literal["draft", "drafter"]
 After: TypeAlias = Literal["keep", "park", "release"]  # what becomes of a model's weights when nobody needs them
 # lost: it was loaded, and its process is gone; whoever needs it goes on without, and has it again when it is there.
-Place: TypeAlias = Literal["loaded", "parked", "released", "lost"]
-PRESENT: frozenset[Place] = frozenset(("loaded", "lost"))  # nothing has to be moved for whoever needs it
+StateCheckpoint: TypeAlias = Literal["loaded", "parked", "released", "lost"]
+PRESENT: frozenset[StateCheckpoint] = frozenset(("loaded", "lost"))  # nothing has to be moved for whoever needs it
 
-IDLE: Mapping[After, Place] = {"keep": "loaded", "park": "parked", "release": "released"}
+IDLE: Mapping[After, StateCheckpoint] = {"keep": "loaded", "park": "parked", "release": "released"}
 
 
 def resolve(policy: Policy, use: Use, *, low_memory: bool, has_draft: bool) -> After:
@@ -72,7 +72,7 @@ def resolved(
 class Residence:
     """Where one model's weights are, and who needs them there."""
 
-    place: Place = "loaded"
+    place: StateCheckpoint = "loaded"
     leases: tuple[RequestId, ...] = ()  # in order of arrival
     size: int = 0  # bytes of its weights, as the last move told; 0: never told
     moved: int = 0  # bytes in all, both ways
@@ -107,7 +107,9 @@ def give_back(model: Residence, request: RequestId) -> Residence:
     return evolve(model, leases=tuple(other for other in model.leases if other != request))
 
 
-def at_once(models: Models, ask: Ask, residency: Resolved) -> tuple[Models, ModelLoaded | ModelUnloaded | None]:
+def at_once(
+    models: Models, ask: EffectRequest, residency: Resolved
+) -> tuple[Models, ModelLoaded | ModelUnloaded | None]:
     """The outcome of what moves no weights: a loaded model is shared, and stays while somebody needs it.
 
     The last lease sends it away, unless the policy keeps it between requests.
@@ -124,7 +126,7 @@ def at_once(models: Models, ask: Ask, residency: Resolved) -> tuple[Models, Mode
     return models, None
 
 
-def acknowledged(models: Models, ask: Ask, outcome: Outcome) -> Models:
+def acknowledged(models: Models, ask: EffectRequest, outcome: Outcome) -> Models:
     """What really happened to the weights. A move is a transaction: one that failed leaves them where they were."""
     match ask.effect, outcome:
         case LoadModel(name), ModelLoaded(size):
@@ -145,8 +147,8 @@ def reached(models: Models, name: ModelName, *, there: bool) -> Models:
     next will fail until there is one.
     """
     model = models[name]
-    before: Place = "lost" if there else "loaded"
-    after: Place = "loaded" if there else "lost"
+    before: StateCheckpoint = "lost" if there else "loaded"
+    after: StateCheckpoint = "loaded" if there else "lost"
     return {**models, name: evolve(model, place=after)} if model.place == before else models
 
 
@@ -154,7 +156,7 @@ def arrived(model: Residence, size: int) -> Residence:
     return evolve(model, place="loaded", loads=model.loads + 1, size=size or model.size, moved=model.moved + size)
 
 
-def left(model: Residence, size: int, place: Place) -> Residence:
+def left(model: Residence, size: int, place: StateCheckpoint) -> Residence:
     return evolve(model, place=place, parks=model.parks + 1, size=size or model.size, moved=model.moved + size)
 
 

@@ -10,12 +10,12 @@ from attrs import frozen
 from effects.ids import Tokens
 from effects.job import freezes
 from effects.scope import Selection
-from states.request_states import Prompt, Remains, Seat, kept
+from states.request_states import Prompt, RequestRemainder, SlotLease, kept
 from states.sequences import alike, whole_blocks
 from states.settings import Settings
 
 
-def select(settings: Settings, left: Remains) -> Selection:
+def select(settings: Settings, left: RequestRemainder) -> Selection:
     """How many rows are kept: up to where the scope says, as far as they are valid, in whole blocks.
 
     Too few of them are not worth it: 0.
@@ -79,7 +79,7 @@ class Mark:
     beyond: bool
 
 
-def mark(settings: Settings, seat: Seat, prompt: Prompt) -> Mark | None:
+def mark(settings: Settings, seat: SlotLease, prompt: Prompt) -> Mark | None:
     """The next one after the valid rows. Nobody goes on from those whose logprobs were asked for."""
     if not settings.stateful or prompt.job.prompt_logprobs >= 0:
         return None
@@ -90,14 +90,14 @@ def mark(settings: Settings, seat: Seat, prompt: Prompt) -> Mark | None:
     return None if at is None else Mark(at, at in beyond)
 
 
-def held(settings: Settings, seat: Seat, prompt: Prompt) -> bool:
+def held(settings: Settings, seat: SlotLease, prompt: Prompt) -> bool:
     """Should the state that the slot has behind its valid rows be kept beyond the device?
 
     It should where a prefill from nothing would have kept it. The slot may have it from a request whose scope kept
     nothing, or the store may have lost it since. `full` also keeps the state between where the next turn comes back to
     and the end of the prompt: without it, whoever sends the same prompt again finds no state to go on from.
     """
-    before = Seat(seat.slot, seat.valid - settings.block_size)
+    before = SlotLease(seat.slot, seat.valid - settings.block_size)
     if before.valid < 0 or seat.valid < settings.min_tokens:
         return False
     marked = mark(settings, before, prompt)
@@ -120,7 +120,7 @@ def passed(settings: Settings, prompt: Prompt, before: int, valid: int) -> bool:
     return prompt.job.scope.kind == "full" and before < at and settings.min_tokens <= at and marked
 
 
-def positions(settings: Settings, seat: Seat, prompt: Prompt) -> Iterator[int]:
+def positions(settings: Settings, seat: SlotLease, prompt: Prompt) -> Iterator[int]:
     """Where checkpoints beyond the device pay, in no order and before they are moved down to whole blocks.
 
     `full`: where the next turn comes back to; every `interval` tokens; and for new sessions of the same agent

@@ -76,7 +76,7 @@ class Settings:
 
 
 @frozen
-class Known:
+class DecisionContext:
     """What decisions rest on that is no request's own: an argument of every arrow."""
 
     settings: Settings = field(factory=Settings)

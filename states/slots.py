@@ -18,16 +18,16 @@ from typing import TypeAlias
 
 from attrs import evolve, frozen
 
-from effects.all import Ask, Outcome
+from effects.all import EffectRequest, Outcome
 from effects.ids import PlaceId, RequestId, SlotId, Tokens
 from effects.job import Job, freezes, uncompressed
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from states import checkpoints as places
 from states import pages, policy, scope
-from states.checkpoints import Place
+from states.checkpoints import StateCheckpoint
 from states.events import Admitted
 from states.pages import Pages
-from states.request_states import Draining, Held, Prefilling, Remains, State, Waiting, live, remains, sequence
+from states.request_states import Draining, Held, Prefilling, RequestRemainder, State, Waiting, live, remains, sequence
 from states.sequences import continued, whole_blocks
 from states.settings import Settings
 
@@ -52,7 +52,7 @@ class Slots:
     slots: tuple[Slot, ...]
     waiting: tuple[RequestId, ...] = ()  # first come, first served
     turn: int = 0  # counts releases
-    places: tuple[Place, ...] = ()
+    places: tuple[StateCheckpoint, ...] = ()
     short: frozenset[RequestId] = frozenset()  # there were too few pages for them when they were last looked for
 
 
@@ -279,7 +279,7 @@ def resident(slot: Slot, requests: Mapping[RequestId, State], settings: Settings
     return sequence(settings, remains(state)) if isinstance(state, Held) else ()
 
 
-def release(slots: Slots, request: RequestId, left: Remains, settings: Settings) -> Slots:
+def release(slots: Slots, request: RequestId, left: RequestRemainder, settings: Settings) -> Slots:
     """The request leaves; its slot keeps the sequence."""
     number = left.seat.slot
     slot = slots.slots[number]
@@ -300,8 +300,8 @@ def opened(slots: Slots, opening: OpenSlot) -> tuple[Slots, OpenSlot]:
 
 
 def given(
-    slots: Slots, ask: Ask, requests: Mapping[RequestId, State], settings: Settings
-) -> tuple[Slots, tuple[Ask, ...]]:
+    slots: Slots, ask: EffectRequest, requests: Mapping[RequestId, State], settings: Settings
+) -> tuple[Slots, tuple[EffectRequest, ...]]:
     """A chunk is about to be launched: if it stops where the positional state is kept, there is a place for that, which
     stays empty until it has happened; unless all that is kept is worth more, or a place has that state already: rows
     are computed again where another prompt is served than before.
@@ -320,7 +320,7 @@ def given(
     return evolve(slots, places=emptied), (evolve(ask, effect=evolve(effect, place=place)),)
 
 
-def acknowledged(slots: Slots, ask: Ask, outcome: Outcome, requests: Mapping[RequestId, State]) -> Slots:
+def acknowledged(slots: Slots, ask: EffectRequest, outcome: Outcome, requests: Mapping[RequestId, State]) -> Slots:
     """Rows were computed, and their place has the state behind them; unless the slot's rows were lost meanwhile, or
     they were given up before their end.
     """
@@ -331,5 +331,5 @@ def acknowledged(slots: Slots, ask: Ask, outcome: Outcome, requests: Mapping[Req
         return slots
     if not (isinstance(state, Prefilling) or (isinstance(state, Draining) and not state.lost)):
         return slots
-    place = Place(effect.slot, outcome.stop, slots.turn)
+    place = StateCheckpoint(effect.slot, outcome.stop, slots.turn)
     return evolve(slots, places=places.changed(slots.places, effect.place, place))

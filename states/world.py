@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from attrs import evolve, field, frozen
 
-from effects.all import Ask, Effect, Launch
+from effects.all import Effect, EffectRequest, Launch
 from effects.decode import Decoded, RunDecode
 from effects.experts import PlaceExperts
 from effects.ids import ENGINE, MAIN, PROMPTS, DeviceFailed, LaneId, ModelName, RequestId, Side, SlotId, StoreFailed
@@ -17,7 +17,7 @@ from effects.pflash import CompressPrompt, PromptCompressed
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored
 from effects.snapshot import SnapshotSaved
-from effects.stream import Abandon, Halt
+from effects.stream import Abandon, StopLaunch
 from states import experts as placing
 from states import lane as lanes
 from states import launch_prices, page_growth, policy, rates, residency
@@ -58,11 +58,11 @@ from states.request_states import (
     Yielding,
 )
 from states.residency import Models, Residence
-from states.settings import Known, Settings
+from states.settings import DecisionContext, Settings
 from states.slots import Slot, Slots
 from states.table import TABLE
 
-Out: TypeAlias = Ask | Launch
+Out: TypeAlias = EffectRequest | Launch
 
 
 @frozen
@@ -196,7 +196,7 @@ class Fold:
             raise IllegalEvent(f"{len(counts)} counts of {self.settings.experts} experts, or some below none")
         self.experts, moves = placing.moved(self.experts, counts)
         if moves:
-            self.out.append(Ask(ENGINE, PlaceExperts(moves)))
+            self.out.append(EffectRequest(ENGINE, PlaceExperts(moves)))
 
     def play(self, request: RequestId, event: Event) -> None:
         self.todo.append((request, event))
@@ -213,11 +213,11 @@ class Fold:
 
     def react(self, request: RequestId, event: Event) -> None:
         before = self.requests.get(request, New())
-        then = step(TABLE, before, event, Known(self.settings, self.rates))
+        then = step(TABLE, before, event, DecisionContext(self.settings, self.rates))
         if isinstance(event, PrefixFound) and not getattr(then.state, "computing", False):
             self.rates = rates.untried(self.rates, event.tier, loaded=isinstance(then.state, Restoring))
         if isinstance(before, Waiting) and isinstance(event, Admitted):
-            self.rates = policy.spared(Known(self.settings, self.rates), before.prompt)
+            self.rates = policy.spared(DecisionContext(self.settings, self.rates), before.prompt)
         if isinstance(before, New) and isinstance(event, Submitted):
             self.slots = seats.enqueue(self.slots, request)
         if isinstance(then.state, Waiting) and isinstance(before, Recovering | Yielding):
@@ -230,13 +230,13 @@ class Fold:
         else:
             self.requests[request] = then.state
         for effect in then.effects:
-            self.route(Ask(request, effect))
+            self.route(EffectRequest(request, effect))
 
-    def route(self, ask: Ask) -> None:
+    def route(self, ask: EffectRequest) -> None:
         """Queue it for the lane, or hand it on; a place in the queue is given up on the spot."""
         if isinstance(ask.effect, OpenSlot):
             self.slots, opening = seats.opened(self.slots, ask.effect)
-            ask = Ask(ask.request, opening)
+            ask = EffectRequest(ask.request, opening)
         if ask.effect.outcomes and ask.effect.side is Side.DEVICE:
             number = lanes.lane_of(self.settings, ask.effect)
             self.lanes[number] = lanes.join(self.lanes[number], ask)
@@ -256,7 +256,7 @@ class Fold:
                 self.join(number)
             if lanes.held_up(lane := self.lanes[number]):
                 self.lanes[number] = evolve(lane, alone=False)
-                self.out.append(Ask(lane.running[0].request, Halt()))
+                self.out.append(EffectRequest(lane.running[0].request, StopLaunch()))
 
     def launch_on(self, number: LaneId) -> bool:
         """False: there is nothing to do on this lane."""
@@ -290,11 +290,11 @@ class Fold:
         self.lanes[number] = lanes.joined(ready)
         self.out.append(Launch(ready.waiting, number, joins=True))
 
-    def grow(self, lane: Lane) -> tuple[Lane, tuple[Ask, ...]]:
+    def grow(self, lane: Lane) -> tuple[Lane, tuple[EffectRequest, ...]]:
         """Pages for the decode steps that wait, and those for which there are none now."""
         if not self.settings.pages:
             return lane, ()
-        ready, held = list[Ask](), list[Ask]()
+        ready, held = list[EffectRequest](), list[EffectRequest]()
         for ask in lane.waiting:
             self.slots, fitting = page_growth.grown(self.slots, ask, self.requests, self.settings)
             if fitting is None:

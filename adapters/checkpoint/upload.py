@@ -23,7 +23,7 @@ from adapters.checkpoint.packed_matrix import PackedMatrix, PackedSource, StepLa
 from adapters.checkpoint.safetensors_folder import FLOATS, Fetch, StoredTensor, TensorEntry
 
 T = TypeVar("T")
-Place = tuple[Path, int, int]  # bytes of a file
+StateCheckpoint = tuple[Path, int, int]  # bytes of a file
 
 PIECE = 16 << 20  # bytes that are read at once: a copy of less does not reach the bus's speed
 READERS = 8  # threads: one alone reads a third of what the bus carries
@@ -69,7 +69,7 @@ class Landing:
     pieces: tuple[Future[bool], ...]
 
 
-def place_of(entry: TensorEntry) -> Place:
+def place_of(entry: TensorEntry) -> StateCheckpoint:
     return entry.file, entry.start, entry.stop
 
 
@@ -94,7 +94,7 @@ class Upload:
     piece: int = PIECE
     readers: int = READERS
     _coming: deque[TensorEntry] = field(init=False)
-    _begun: dict[Place, Landing] = field(factory=dict[Place, Landing])
+    _begun: dict[StateCheckpoint, Landing] = field(factory=dict[StateCheckpoint, Landing])
     _bytes: int = 0  # of what has begun
     _own: local = field(factory=local)  # of each thread
     _files: dict[Path, int] = field(factory=dict[Path, int])

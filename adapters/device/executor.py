@@ -26,7 +26,7 @@ from adapters.device.lane.buckets import row_counts
 from adapters.device.lane.lane import DeviceLane, waker
 from adapters.device.lane.out_of_memory import out_of_memory, ran_out_of_memory
 from adapters.device.lane.prompt_lane import Lanes
-from adapters.device.lane.running_batch import Flights, StepsTaken, performed
+from adapters.device.lane.running_batch import InFlightRequests, OutcomeQueue, performed
 from adapters.device.sampling.grammar_mask import Match, no_grammars
 from adapters.device.sampling.sampler import Sampler
 from adapters.device.slots.checkpoints import Checkpoints, KeepState
@@ -36,14 +36,14 @@ from adapters.device.speculation.proposer import Proposer
 from adapters.models.decoder.host_experts import HostExperts
 from adapters.models.decoder.shard import Shard
 from adapters.watched_thread import Watched
-from effects.all import Ask, Launch, Outcome
+from effects.all import EffectRequest, Launch, Outcome
 from effects.decode import RunDecode
 from effects.experts import PlaceExperts
 from effects.ids import DeviceFailed, RequestId, SlotId, Tokens
 from effects.job import Sampling
 from effects.ports import Settle
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
-from effects.stream import Halt
+from effects.stream import StopLaunch
 
 log = logging.getLogger("rekindle.device")
 
@@ -89,7 +89,7 @@ class DeviceExecutor:
         self._reached: Callable[[bool], object] = lambda _: None
         self._wake: Callable[..., object] = lambda *_: None
         self._handlers: dict[type, Handler] = dict(handlers or {})
-        self._flights = Flights()
+        self._flights = InFlightRequests()
 
     # --- called on the event loop ---
     def handle(self, effect: type, handler: Handler) -> None:
@@ -160,7 +160,7 @@ class DeviceExecutor:
         """What is in flight for it and has not started will not start; what has started finishes."""
         self._flights.abandon(request)
 
-    def halt(self, request: RequestId, _: Halt) -> None:
+    def halt(self, request: RequestId, _: StopLaunch) -> None:
         """Others wait for the lane: what is on it for this request goes on no further."""
         lane = self._flights.lane_of(request)
         if lane is not None and not lane.closed:
@@ -190,12 +190,14 @@ class DeviceExecutor:
         with suppress(RuntimeError):  # the event loop has closed, so nobody waits any more
             self._wake(self._reached, there)
 
-    def rehearse(self, opening: OpenSlot, following: Callable[[Sequence[Outcome]], Ask | None]) -> list[Outcome]:
+    def rehearse(
+        self, opening: OpenSlot, following: Callable[[Sequence[Outcome]], EffectRequest | None]
+    ) -> list[Outcome]:
         """While nobody is served: open a slot, and carry out what follows from what came of it, one by one."""
         outcomes = list[Outcome]()
         self._open(RequestId(0), opening)
         while (ask := following(outcomes)) is not None:
-            self._carry_out((ask,), steps := StepsTaken(lambda _: None, {ask.request: None}))
+            self._carry_out((ask,), steps := OutcomeQueue(lambda _: None, {ask.request: None}))
             outcomes += [outcome for _, outcome in steps.take()]
         del self._slots[opening.slot]
         return outcomes
@@ -247,7 +249,7 @@ class DeviceExecutor:
         matching = None if sampling.grammar is None else self._match(sampling.grammar)
         return Sampler(sampling, prompt, self._shard.vocab_size, self._lane.device, matching)
 
-    def _carry_out(self, asks: tuple[Ask, ...], steps: StepsTaken) -> None:
+    def _carry_out(self, asks: tuple[EffectRequest, ...], steps: OutcomeQueue) -> None:
         """What raises may have left anything in the slots it was about: they refuse all work until they are opened."""
         try:
             self._carried_out(asks, steps)
@@ -264,7 +266,7 @@ class DeviceExecutor:
             with suppress(RuntimeError):  # the event loop has closed, so nobody waits any more
                 self._wake(self._used, uses)
 
-    def _carried_out(self, asks: tuple[Ask, ...], steps: StepsTaken) -> None:
+    def _carried_out(self, asks: tuple[EffectRequest, ...], steps: OutcomeQueue) -> None:
         """A piece of a prompt comes with decode steps: in one forward, or behind them where that cannot be."""
         decode_steps = tuple(takewhile(lambda ask: isinstance(ask.effect, RunDecode), asks))
         rest, outcomes = asks[len(decode_steps) :], tuple[Outcome, ...]()
@@ -285,12 +287,12 @@ class DeviceExecutor:
         self._report()
         steps.put([(ask.request, outcome) for ask, outcome in zip(asks, outcomes, strict=True)])
 
-    def _piece(self, ask: Ask) -> PromptPiece | None:
+    def _piece(self, ask: EffectRequest) -> PromptPiece | None:
         effect: RunPrefill = ask.effect  # type: ignore[assignment] # it is one
         state = abandoned(ask.request) if self.abandoned(ask.request) else self.serving(effect.slot, ask.request)
         return piece_of(self._shard, self._chunk, state, effect)
 
-    def _grow(self, asks: tuple[Ask, ...]) -> None:
+    def _grow(self, asks: tuple[EffectRequest, ...]) -> None:
         """Rows that come have their pages before anything is launched."""
         for ask in asks:
             effect = ask.effect
@@ -299,7 +301,7 @@ class DeviceExecutor:
             if isinstance(self.serving(effect.slot, ask.request), SlotState):
                 self._shard.grow(effect.slot, effect.pages)
 
-    def _one(self, ask: Ask, steps: StepsTaken) -> Outcome:
+    def _one(self, ask: EffectRequest, steps: OutcomeQueue) -> Outcome:
         handler = self._handlers.get(type(ask.effect))
         if isinstance(ask.effect, RunPrefill):
             handler = partial(self._prefill, steps=steps)
@@ -314,7 +316,7 @@ class DeviceExecutor:
                 return out_of_memory(error)
             raise
 
-    def _prefill(self, request: RequestId, effect: RunPrefill, *, steps: StepsTaken) -> Outcome:
+    def _prefill(self, request: RequestId, effect: RunPrefill, *, steps: OutcomeQueue) -> Outcome:
         state = self.serving(effect.slot, request)
         if isinstance(state, DeviceFailed):
             return state

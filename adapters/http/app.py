@@ -31,7 +31,7 @@ from adapters.http.edge_options import EdgeOptions
 from adapters.http.guard import Guard
 from adapters.http.history.answer_tokens import TurnMemory
 from adapters.http.history.frozen_messages import FrozenMessages
-from adapters.http.history.history_loader import Recollection
+from adapters.http.history.history_loader import HistoryLoader
 from adapters.http.history.response_store import Archive
 from adapters.http.page import files
 from adapters.http.page.events import Listener, Watch
@@ -76,7 +76,7 @@ def build_app(
     *,
     memory: TurnMemory | None = None,
     frozen: FrozenMessages | None = None,
-    recall: Recollection | None = None,
+    recall: HistoryLoader | None = None,
 ) -> Starlette:
     """The whole server as an ASGI application. Its lifespan ends what `text` started.
 

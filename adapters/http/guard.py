@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from adapters.http.answer.access_log import ABOUT, ARRIVED, CALLER, NOTE, refused
 from adapters.http.apis.registry import error_response, refers
 from adapters.http.edge_options import EdgeOptions
-from adapters.http.history.history_loader import Recollection
+from adapters.http.history.history_loader import HistoryLoader
 from adapters.http.page import files
 from adapters.http.wire.address import MAX_HEAD_BYTES
 from adapters.http.wire.errors import ApiError
@@ -37,7 +37,7 @@ PREFLIGHT = {"access-control-allow-methods": "GET, POST, DELETE", "access-contro
 
 class Guard:
     def __init__(
-        self, app: ASGIApp, options: EdgeOptions, metrics: Metrics, paths: frozenset[str], recall: Recollection | None
+        self, app: ASGIApp, options: EdgeOptions, metrics: Metrics, paths: frozenset[str], recall: HistoryLoader | None
     ) -> None:
         self.app, self.options, self.metrics, self.paths, self.recall = app, options, metrics, paths, recall
         self.keys = tuple(digest(key.encode()) for key in options.api_keys)

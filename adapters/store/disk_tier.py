@@ -40,7 +40,7 @@ COUNTED = ("quarantined", "outdated", "newer", "rebuilt", "write_errors", "read_
 RESTARTS = 16  # of the writer's thread: what fails more often does not get better by beginning again
 MOST_QUEUED = 1 << 30  # bytes that may wait to be written, beyond what memory holds anyway
 
-Then: TypeAlias = Callable[[Buffer], object]
+Transition: TypeAlias = Callable[[Buffer], object]
 
 
 @define(eq=False)
@@ -159,7 +159,7 @@ class Disk:
             self._queue.put(job)
         return True
 
-    async def read(self, entry: Entry, memory: Memory, workers: Executor, then: Then = lambda _: None) -> Buffer:
+    async def read(self, entry: Entry, memory: Memory, workers: Executor, then: Transition = lambda _: None) -> Buffer:
         """The tensors of a leased entry, end to end, in a buffer from `memory`. Two hops to the threads of `workers`.
 
         then: called with it on the thread that read it, which has it at hand.
@@ -180,7 +180,7 @@ class Disk:
         self.counts["read_bytes"] += entry.size
         return buffer
 
-    def _opened(self, entry: Entry, memory: Memory, then: Then) -> tuple[RunFile, Buffer]:
+    def _opened(self, entry: Entry, memory: Memory, then: Transition) -> tuple[RunFile, Buffer]:
         expected = Expected(entry.size, entry.run, self.layout)
         buffer = memory.take(self.layout.size(entry.kind, entry.length))
         file = RunFile(self.folder, self.name(entry), expected, self._readers, then=lambda: then(buffer))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from attrs import field, frozen
 
 from adapters.store.block_index import Entry
-from adapters.store.tier import Place
+from adapters.store.tier import StateCheckpoint
 from effects.ports import Divergence
 
 
@@ -13,7 +13,7 @@ from effects.ports import Divergence
 class Part:
     """Rows `[start, stop)` of a sequence, in one entry. A checkpoint's are those of its block."""
 
-    place: Place
+    place: StateCheckpoint
     entry: Entry
     start: int
     stop: int
@@ -35,7 +35,7 @@ class Lease:
     diverged: Divergence | None = None  # from what else is kept, where it ends
 
     @property
-    def place(self) -> Place:
+    def place(self) -> StateCheckpoint:
         """Where most of it is."""
         host, whole = (
             sum(part.stop - part.start for part in (*self.parts, *self.states[-1:]) if part.place in places)

@@ -14,10 +14,10 @@ from effects.ports import DIVERGED, Divergence
 
 if TYPE_CHECKING:
     from adapters.store.block_index import Index
-    from adapters.store.tier import Place
+    from adapters.store.tier import StateCheckpoint
 
 
-def nearest(indices: Mapping[Place, Index], key: bytes, at: int, rest: bytes) -> Divergence | None:
+def nearest(indices: Mapping[StateCheckpoint, Index], key: bytes, at: int, rest: bytes) -> Divergence | None:
     """key: of the last block that is kept, `at` tokens into the prompt, or the root. rest: packed tokens of the prompt
     behind it, a block at least.
     """

@@ -20,7 +20,7 @@ from adapters.store.lease import Lease, Miss, Part
 from adapters.store.nearest_sequence import nearest
 from adapters.store.recent_prompts import Recents
 from adapters.store.slab_memory import Buffer, Memory
-from adapters.store.tier import LowerTier, Note, Place, Tier, Write
+from adapters.store.tier import LowerTier, Note, StateCheckpoint, Tier, Write
 from adapters.watched_thread import Watched
 from effects.ids import LeaseId, Span, Tokens
 from effects.ports import Divergence
@@ -61,7 +61,7 @@ class Store(Generic[D]):
     lock: threading.RLock
     run_bytes: int = RUN_BYTES
     recents: Recents = field(init=False)
-    tiers: Mapping[Place, Tier] = field(init=False)  # the quickest first
+    tiers: Mapping[StateCheckpoint, Tier] = field(init=False)  # the quickest first
     hits: Counter[str] = field(factory=Counter[str])
     misses: Counter[str] = field(factory=Counter[str])
     restores: dict[str, Restored] = field(factory=dict[str, Restored])  # by place
@@ -191,7 +191,7 @@ class Store(Generic[D]):
         found = self._where(path.keys[number], path.packed[start * WIDTH : stop * WIDTH])
         return None if found is None else Part(*found, start, stop)
 
-    def _where(self, key: bytes, tokens: bytes) -> tuple[Place, Entry] | None:
+    def _where(self, key: bytes, tokens: bytes) -> tuple[StateCheckpoint, Entry] | None:
         for place, tier in self.tiers.items():
             if (entry := tier.index.get(key, tokens)) is not None:
                 return place, entry
@@ -327,7 +327,7 @@ class Store(Generic[D]):
     def close(self) -> bool:
         return self.disk is None or self.disk.close()
 
-    def restored(self, place: Place, size: int, seconds: float) -> None:
+    def restored(self, place: StateCheckpoint, size: int, seconds: float) -> None:
         """A restore brought so many bytes."""
         with self.lock:
             before = self.restores.get(place, Restored())

@@ -16,7 +16,7 @@ from adapters.store.recent_prompts import Recent, Recents
 from adapters.store.slab_memory import Buffer
 from adapters.watched_thread import Watched
 
-Place: TypeAlias = Literal["host", "disk"]
+StateCheckpoint: TypeAlias = Literal["host", "disk"]
 
 
 @frozen(eq=False)

@@ -54,7 +54,7 @@ class SlotFound:
 
 
 @define
-class Courtesy:
+class SnapshotDelay:
     """What one snapshot still has of it. quiet: looks in a row that found nobody who waits for a first token."""
 
     left: int = COURTESY
@@ -145,7 +145,7 @@ class Saver:
     def _taken(self, effect: SaveSnapshot, found: SlotFound) -> tuple[int, int]:
         """How many rows, from the first on, are kept now, and the bytes that are new."""
         end, tokens, saved = self.clock_ns() + PATIENCE_NS, effect.tokens, 0
-        courtesy = Courtesy()
+        courtesy = SnapshotDelay()
         for run, movers in self._gaps(effect, found):
             self._give_way(courtesy)
             late = saved > 0 and self.clock_ns() > end
@@ -158,7 +158,7 @@ class Saver:
             saved += size
         return len(tokens), saved
 
-    def _give_way(self, courtesy: Courtesy) -> None:
+    def _give_way(self, courtesy: SnapshotDelay) -> None:
         """To first tokens: copies take memory's speed from them, and what Python does for these the interpreter."""
         while courtesy.left and not self.hurried():
             courtesy.quiet = 0 if self.reading() else courtesy.quiet + 1

@@ -10,7 +10,7 @@ from operator import itemgetter
 
 from attrs import define, field
 
-from effects.all import Ask
+from effects.all import EffectRequest
 from effects.ids import RequestId, Tokens
 from effects.job import Report
 from effects.ports import DIVERGED, Divergence
@@ -35,7 +35,7 @@ class Misses:
         """Whoever is admitted opens a slot."""
         for out in outs:
             match out:
-                case Ask(request, OpenSlot() as opening) if request not in self._slots:
+                case EffectRequest(request, OpenSlot() as opening) if request not in self._slots:
                     self._slots[request] = in_slots(opening, before)
 
     def told(self, request: RequestId, report: Report) -> Divergence | None:

@@ -12,7 +12,7 @@ import anyio
 from anyio.abc import TaskGroup
 from attrs import define, field, frozen
 
-from effects.all import Ask, Launch, Outcome
+from effects.all import EffectRequest, Launch, Outcome
 from effects.ids import DeviceFailed, FailureKind, LaneId, StoreFailed
 from effects.ports import LaunchFailed, Notify, Perform, RowsLost, Submit, Told
 from states.events import ForEngine, ForRequest, Happened, SlotsLost
@@ -155,7 +155,7 @@ class Runner:
         for happened in failures(told) if isinstance(told, LaunchFailed) else (ForRequest(*one) for one in told):
             self.tell(happened)
 
-    async def perform(self, ask: Ask, answer: Awaitable[Outcome]) -> None:
+    async def perform(self, ask: EffectRequest, answer: Awaitable[Outcome]) -> None:
         with self.outcome() as found:
             found.append(await answer)
         self.answered(ask, found)
@@ -178,7 +178,7 @@ class Runner:
             self.tell(lost)
         return StoreFailed(failure_kind(error), describe(error))
 
-    def answered(self, ask: Ask, found: list[Outcome]) -> None:
+    def answered(self, ask: EffectRequest, found: list[Outcome]) -> None:
         for outcome in found:
             self.tell(ForRequest(ask.request, outcome))
 

@@ -1,7 +1,7 @@
 """A trace: everything that happened, in order, from which everything that was decided can be derived again.
 
 JSON Lines, compressed with zstd when the name ends in `.zst`: a header, then every event (`Envelope`) followed by what
-it led to (`Ask`, `Launch`), a `Digest` of the world every 64 events and one at the end. docs/TRACE.md shows one.
+it led to (`EffectRequest`, `Launch`), a `Digest` of the world every 64 events and one at the end. docs/TRACE.md shows one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from cattrs.strategies import configure_tagged_union
 
 from adapters import bounded_json
 from adapters.watched_thread import Watched
-from effects.all import Ask, Effect, Launch
+from effects.all import Effect, EffectRequest, Launch
 from effects.prefill import RunPrefill
 from engine.core.event_loop import Envelope
 from engine.core.redact import Redactor
@@ -78,7 +78,7 @@ class Header:
     redacted: bool = False
 
 
-Record: TypeAlias = Envelope | Ask | Launch | Digest
+Record: TypeAlias = Envelope | EffectRequest | Launch | Digest
 
 
 class BadTrace(Exception):

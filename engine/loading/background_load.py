@@ -16,11 +16,11 @@ from engine.loading.load_draft import draft_device
 from engine.loading.load_target import Target, load_on_lane
 from engine.settings import start_progress
 from engine.settings.options import Options
-from engine.settings.user_error import Refusal, no_room
+from engine.settings.user_error import UserError, no_room
 
 
 @frozen(eq=False)
-class Beginning:
+class BackgroundLoad:
     """A target that its lane is loading, while whoever began that does something else.
 
     alone: set when that is done. What is timed waits for it.
@@ -38,7 +38,7 @@ class Beginning:
             return await anyio.to_thread.run_sync(self.done.result)
         except CheckpointError as error:
             self.lane.close()
-            raise Refusal(str(error)) from error
+            raise UserError(str(error)) from error
         except torch.OutOfMemoryError as error:
             self.lane.close()
             devices = ", ".join(map(str, self.lane.devices))
@@ -60,10 +60,10 @@ class GivenUp(Exception):
 
 def begin(
     options: Options, step: start_progress.StepHeard = start_progress.silent, only: str | None = None
-) -> Beginning:
+) -> BackgroundLoad:
     """Load it, on its lane. only: Mismatched is raised before shards are made where the identity is another one."""
     *others, last = choose_devices(options)
-    beginning = Beginning(DeviceLane(last, (*others, draft_device(options, last))))
+    beginning = BackgroundLoad(DeviceLane(last, (*others, draft_device(options, last))))
 
     def next_step(step_: str, done: int = 0, total: int = 0) -> None:
         if step_ in start_progress.TIMED and not total:

@@ -18,7 +18,7 @@ from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.shard import Shard
 from adapters.models.kernels.interface import NARROW
 from adapters.models.kernels.step import Segment, Step
-from effects.all import Ask, Outcome
+from effects.all import EffectRequest, Outcome
 from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, RequestId, SlotId
 from effects.job import Sampling
@@ -188,9 +188,9 @@ def decode(
     tokens = some_tokens(shard, known)
     rounds, begun = list[dict[int, int]](), list[int]()  # of each launch the outcomes before it
 
-    def following(outcomes: Sequence[Outcome]) -> Ask | None:
+    def following(outcomes: Sequence[Outcome]) -> EffectRequest | None:
         if not outcomes:
-            return Ask(RequestId(0), RunPrefill(slot, 0, known - 1))
+            return EffectRequest(RequestId(0), RunPrefill(slot, 0, known - 1))
         if isinstance(outcomes[-1], DeviceFailed):
             return None
         new = outcomes[begun[-1] :] if begun else ()
@@ -201,7 +201,7 @@ def decode(
                 return None
         width = widths[len(begun) % len(widths)]
         begun.append(len(outcomes))
-        return Ask(RequestId(0), RunDecode(slot, len(tokens) - 1, tokens[-1], width, steps=IN_A_ROW))
+        return EffectRequest(RequestId(0), RunDecode(slot, len(tokens) - 1, tokens[-1], width, steps=IN_A_ROW))
 
     if known < 2:
         return ()

@@ -30,7 +30,7 @@ from engine.settings.calibration_cache import Kept
 from engine.settings.options import Options
 from engine.settings.paths import user_folder
 from engine.settings.placement import layer_ranges
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 
 log = logging.getLogger("rekindle")
 
@@ -90,9 +90,9 @@ def choose_device(name: str, flag: str) -> torch.device:
         name = name.replace("auto", "cuda") if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise Refusal(f"{flag} {name}: this machine has no CUDA device that torch can use; accepted here: auto, cpu")
+        raise UserError(f"{flag} {name}: this machine has no CUDA device that torch can use; accepted here: auto, cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise Refusal(f"{flag} {name}: there are {torch.cuda.device_count()} CUDA devices, numbered from 0")
+        raise UserError(f"{flag} {name}: there are {torch.cuda.device_count()} CUDA devices, numbered from 0")
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else torch.device("cpu")
 
 
@@ -112,7 +112,7 @@ def planned(options: Options, config: ModelConfig, peers: Sequence[Peer | None] 
     try:
         ranges = layer_ranges(config.num_layers, weights)
     except ValueError as error:
-        raise Refusal(f"--target-devices {options.target_devices[:80]}: {error}") from error
+        raise UserError(f"--target-devices {options.target_devices[:80]}: {error}") from error
     return tuple(Placement(*one) for one in zip(ranges, devices, peers, strict=True))
 
 
@@ -167,7 +167,7 @@ def check_memory(slot: SlotMemory, options: Options, fit: Fit) -> None:
         if states:
             size += f" and {options.state_checkpoints} states beside them {states / 1e9:.0f} GB"
             fewer = "fewer --slots, fewer --state-checkpoints or a smaller --max-ctx may help"
-        raise Refusal(f"{size}, this machine has {there / 1e9:.0f} GB: {fewer}")
+        raise UserError(f"{size}, this machine has {there / 1e9:.0f} GB: {fewer}")
 
 
 def host_memory() -> int:
@@ -234,7 +234,7 @@ def probing(
     Raises Refusal for rows that a device cannot keep.
     """
     if dtypes[1] is torch.float8_e4m3fn and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        raise Refusal(f"--kv-dtype fp8: {device} does not know such numbers; accepted here: auto, bf16, int8")
+        raise UserError(f"--kv-dtype fp8: {device} does not know such numbers; accepted here: auto, bf16, int8")
     return {
         "device": device,
         "dtype": dtypes[0],
@@ -278,7 +278,7 @@ def build_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
             log.info("products by oneDNN alone: %s", why)
         return CpuKernels(dtype)
     except ValueError as error:
-        raise Refusal(str(error)) from error
+        raise UserError(str(error)) from error
 
 
 def keep_compiled() -> None:

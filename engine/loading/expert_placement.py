@@ -13,7 +13,7 @@ from adapters.models.decoder.host_experts import RING, HostExperts
 from engine.loading.device_survey import Placement, host_memory
 from engine.settings.formatting import size
 from engine.settings.options import Options
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 from states import experts as placing
 from states.settings import Settings
 
@@ -34,18 +34,20 @@ def room(options: Options, config: ModelConfig, dtype: torch.dtype, plan: Sequen
         return 0
     asked = f"--experts {options.experts}"
     if config.experts is None:
-        raise Refusal(f"{asked}: the model has no experts; accepted: device")
+        raise UserError(f"{asked}: the model has no experts; accepted: device")
     if len(plan) > 1 or not plan[0].local:
-        raise Refusal(f"{asked}: accepted with one CUDA device of this process, and --target-devices names others")
+        raise UserError(f"{asked}: accepted with one CUDA device of this process, and --target-devices names others")
     if plan[0].device.type == "cpu":
-        raise Refusal(f"{asked}: on a CPU experts are in host memory as it is; accepted: device, or a CUDA device")
+        raise UserError(f"{asked}: on a CPU experts are in host memory as it is; accepted: device, or a CUDA device")
     whole = expert_weights(config) * dtype.itemsize
     if whole > host_memory() * 3 // 4:
-        raise Refusal(f"{asked}: its experts take {size(whole)}, and three quarters of this machine's memory are less")
+        raise UserError(
+            f"{asked}: its experts take {size(whole)}, and three quarters of this machine's memory are less"
+        )
     one = 3 * config.experts.inner * config.hidden_size * dtype.itemsize
     given = options.experts_room or left // 2
     if given < one:
-        raise Refusal(f"{asked}: one expert takes {size(one)}, and there would be {size(max(0, given))} for them")
+        raise UserError(f"{asked}: one expert takes {size(one)}, and there would be {size(max(0, given))} for them")
     return min(given, whole + RING * one)
 
 

@@ -44,7 +44,7 @@ from engine.loading.device_survey import Placement, build_kernels, choose_device
 from engine.settings.calibration_cache import Kept
 from engine.settings.options import Options
 from engine.settings.paths import OWN, draft_name
-from engine.settings.user_error import Refusal, no_room
+from engine.settings.user_error import UserError, no_room
 
 log = logging.getLogger("rekindle")
 
@@ -86,7 +86,7 @@ def named_draft(name: str, target: Checkpoint) -> FoundDraft | None:
     try:
         return own_head(target) if name == OWN else dflash(Path(name), target.config)
     except CheckpointError as error:
-        raise Refusal(f"--draft {error}") from error
+        raise UserError(f"--draft {error}") from error
 
 
 def provable(found: FoundDraft | None, numerics: Numerics) -> FoundDraft | None:
@@ -229,7 +229,7 @@ def placed_draft(
     except torch.OutOfMemoryError as error:
         raise no_room("the draft", f"{device} beside the model", FEWER, error) from error
     except ValueError as error:
-        raise Refusal(f"--draft {found.name}: {error}") from error
+        raise UserError(f"--draft {found.name}: {error}") from error
 
 
 def draft_apart(
@@ -258,7 +258,7 @@ def draft_apart(
     except torch.OutOfMemoryError as error:
         raise no_room("the draft", peer.dial.name, FEWER, error) from error
     except (ValueError, RowsLost) as error:
-        raise Refusal(f"--draft-device {peer.dial.name}: {error}") from error
+        raise UserError(f"--draft-device {peer.dial.name}: {error}") from error
 
 
 def built(

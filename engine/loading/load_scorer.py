@@ -40,7 +40,7 @@ from engine.loading.load_draft import short_of_memory
 from engine.loading.memory_estimate import far, weights
 from engine.settings.calibration_cache import Kept
 from engine.settings.options import Options
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 from states.settings import Settings
 
 Move: TypeAlias = Callable[[RequestId, Any], Outcome]
@@ -119,11 +119,11 @@ def find_drafter(
         checkpoint, tokenizer = Checkpoint.open(path), Tokenizer.load(path)
         own = tokenizer if path == folder else Tokenizer.load(folder)
     except CheckpointError as error:
-        raise Refusal(f"--prefill-drafter {error}") from error
+        raise UserError(f"--prefill-drafter {error}") from error
     config = checkpoint.config
     if not isinstance(config, DenseConfig):
         family = checkpoint.family.model_type
-        raise Refusal(f"--prefill-drafter {name}: {family} models cannot score; accepted: those of decoder layers")
+        raise UserError(f"--prefill-drafter {name}: {family} models cannot score; accepted: those of decoder layers")
     check_tokenizer(name, tokenizer, own, config.vocab_size)
     chosen = options.prefill_drafter_device
     device = torch.device("cpu")
@@ -138,9 +138,11 @@ def check_tokenizer(name: str, tokenizer: Tokenizer, own: Tokenizer, vocab: int)
     if theirs != ours:
         odd = min(theirs.items() ^ ours.items(), key=lambda item: (item[1], item[0]))
         why = f"its tokenizer is another than the model's (token {odd[1]}: {odd[0]!r} is in one of them only)"
-        raise Refusal(f"--prefill-drafter {name[:200]}: {why}; accepted: a model with the same one")
+        raise UserError(f"--prefill-drafter {name[:200]}: {why}; accepted: a model with the same one")
     if own.size > vocab:
-        raise Refusal(f"--prefill-drafter {name[:200]}: its vocab_size is {vocab}, and tokens go up to {own.size - 1}")
+        raise UserError(
+            f"--prefill-drafter {name[:200]}: its vocab_size is {vocab}, and tokens go up to {own.size - 1}"
+        )
 
 
 def add_drafter(
@@ -241,7 +243,7 @@ def apart(found: FoundDrafter, peer: Peer, options: Options, dtype: torch.dtype)
         numerics = peer.prove(Prove(kept_in, kept_in, scored_at_once(options, place), found.limit, boot_id()))
         return RemoteScorer(peer, loading_drafter(found.limit, fast=options.numerics == "fast")), numerics
     except (ValueError, RowsLost) as error:
-        raise Refusal(f"--prefill-drafter-device {found.place}: {error}") from error
+        raise UserError(f"--prefill-drafter-device {found.place}: {error}") from error
 
 
 def moved_by_name(executor: DeviceExecutor, movers: Movers) -> None:

@@ -57,7 +57,7 @@ from engine.settings.calibration_cache import Kept
 from engine.settings.model_catalog import served_name
 from engine.settings.options import Options
 from engine.settings.paths import model_folder, user_folder
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 from states.residency import resolved
 from states.settings import Settings
 
@@ -207,7 +207,7 @@ def load_on_lane(options: Options, lane: DeviceLane, step: start_progress.StepHe
         target = load_over(apart, checkpoint, options, lane, step=step, only=only)
     except RowsLost as error:
         apart.close()
-        raise Refusal(f"{asking_for(options)}: {error}") from error
+        raise UserError(f"{asking_for(options)}: {error}") from error
     except BaseException:
         apart.close()
         raise

@@ -12,7 +12,7 @@ from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.text.model_text import Text
 from engine.settings.options import Options
 from engine.settings.paths import model_folder
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 
 log = logging.getLogger("rekindle")
 Reading: TypeAlias = Future[Text]  # CheckpointError where it cannot be used
@@ -39,10 +39,10 @@ async def load_text(options: Options, reading: Reading) -> Text:
         text = await anyio.to_thread.run_sync(reading.result)
         warnings = await text.check()
     except CheckpointError as error:
-        raise Refusal(str(error) if str(error).startswith(str(folder)) else f"{folder}: {error}") from error
+        raise UserError(str(error) if str(error).startswith(str(folder)) else f"{folder}: {error}") from error
     if (size := text.tokenizer.size) > vocab:
         await text.aclose()
-        raise Refusal(f"{folder}: the tokenizer has ids up to {size - 1}, but the model's vocab_size is {vocab}")
+        raise UserError(f"{folder}: the tokenizer has ids up to {size - 1}, but the model's vocab_size is {vocab}")
     for warning in warnings:
         log.warning(warning)
     return text

@@ -26,7 +26,7 @@ from engine.loading.load_draft import FoundDraft, draft_placement
 from engine.loading.memory_fit import SLOTS, DeviceNeed, Fit, fitted, pooled
 from engine.settings.formatting import size
 from engine.settings.options import Options
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 
 log = logging.getLogger("rekindle")
 EMBEDDING = "model.embed_tokens.weight"
@@ -49,7 +49,7 @@ def chosen(
     Raises Refusal.
     """
     if options.max_ctx > config.max_positions:
-        raise Refusal(f"--max-ctx {options.max_ctx}: the model was made for at most {config.max_positions} tokens")
+        raise UserError(f"--max-ctx {options.max_ctx}: the model was made for at most {config.max_positions} tokens")
     asked = needs(options, config, dtype, plan, draft, peer=peer, layouts=layouts, proven=proven)
     found = fit_of(options, asked, config.max_positions, plan)
     if found.fits and not options.max_ctx and found.context < config.max_positions:
@@ -76,7 +76,7 @@ def fit_of(options: Options, asked: Sequence[DeviceNeed], limit: int, plan: Sequ
     """
     local = all(one.local for one in plan)
     if options.kv_memory and not local:
-        raise Refusal("--kv-memory: shards in other processes keep whole slots; --slots and --max-ctx say how much")
+        raise UserError("--kv-memory: shards in other processes keep whole slots; --slots and --max-ctx say how much")
     on_cuda = local and all(one.computes.type == "cuda" for one in plan)
     if not (on_cuda or options.kv_memory):
         return fitted(asked, limit, options.slots, options.max_ctx)

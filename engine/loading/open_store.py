@@ -29,7 +29,7 @@ from engine.loading.calibrate_restore import with_loading
 from engine.settings.calibration_cache import Kept
 from engine.settings.options import Options
 from engine.settings.paths import cache_folder
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 from states.settings import Settings
 
 log = logging.getLogger("rekindle")
@@ -68,7 +68,7 @@ def build_store(options: Options, layout: Layout, memory: Memory) -> Store[Disk]
         return open_store(layout, folder, **limits)
     except FolderUnusable as error:
         if options.kv_cache_dir is not None:
-            raise Refusal(f"--kv-cache-dir {error}") from error
+            raise UserError(f"--kv-cache-dir {error}") from error
         log.warning("prompts are not kept on disk: %s", error)
         return open_store(layout, None, **limits)
 

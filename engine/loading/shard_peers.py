@@ -30,7 +30,7 @@ from engine.settings.options import Options
 from engine.settings.paths import draft_name
 from engine.settings.placement import Where
 from engine.settings.shard_secret import VARIABLE, shared_secret
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 
 
 @frozen(eq=False)
@@ -76,11 +76,11 @@ def connected(options: Options, folder: Path, checkpoint: Checkpoint) -> Apart:
             peer.connect()
     except RowsLost as error:
         apart.close()
-        raise Refusal(f"{asking_for(options)}: {error}") from error
+        raise UserError(f"{asking_for(options)}: {error}") from error
     except OSError as error:
         apart.close()
         what = f"{options.target_shard_ipc_python or sys.executable}: {error.strerror or error}"
-        raise Refusal(f"{asking_for(options)}: a process for a shard could not be started: {what}") from error
+        raise UserError(f"{asking_for(options)}: a process for a shard could not be started: {what}") from error
     except BaseException:
         apart.close()
         raise
@@ -95,7 +95,7 @@ def drafter_apart(options: Options) -> Peer | None:
     try:
         peer = peer_of(where, evolve(options, draft="none"), folder, Checkpoint.open(folder))
     except CheckpointError as error:
-        raise Refusal(f"--prefill-drafter {error}") from error
+        raise UserError(f"--prefill-drafter {error}") from error
     if peer is not None:
         peer.deadlines = DRAFTER_DEADLINES
     return peer

@@ -51,7 +51,7 @@ from engine.loading.load_draft import built, kernels_apart, named_draft
 from engine.loading.warm_up import warm_up_apart
 from engine.settings.calibration_cache import Kept
 from engine.settings.paths import draft_name, user_folder
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 
 log = logging.getLogger("rekindle.shard")
 WAITING = 128  # connections that nobody has taken yet: a moment's, as hellos wait for nothing
@@ -72,7 +72,7 @@ class ServedModel:
         try:
             checkpoint = Checkpoint.open(folder_of(model))
         except CheckpointError as error:
-            raise Refusal(str(error)) from error
+            raise UserError(str(error)) from error
         found = choose_device(device, "--device")
         where = torch.device("cuda", found.index or 0) if found.type == "cuda" else torch.device("cpu")
         return cls(checkpoint, where, draft_name(draft, model))
@@ -211,7 +211,7 @@ def run_listening(model: str, device: str, draft: str, address: tuple[str, int],
     try:
         listening = socket.create_server(address, family=family, backlog=WAITING)
     except OSError as error:
-        raise Refusal(f"--listen tcp://{address[0]}:{address[1]}: {error.strerror or error}") from error
+        raise UserError(f"--listen tcp://{address[0]}:{address[1]}: {error.strerror or error}") from error
     host, port = listening.getsockname()[:2]
     reception = Reception(listening, secret)
     reception.open()
@@ -239,7 +239,7 @@ def served(
     except ConnectionBroken as error:
         log.info("the connection to the server ended: %s", error)
         return False
-    except Refusal as error:  # whoever says hello first is told
+    except UserError as error:  # whoever says hello first is told
         with suppress(ConnectionBroken):
             head = channel.receive(HELLO_S).head
             refuse(channel, head.op, head.request, str(error), HELLO_S)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from adapters.device.lane.step_pacer import Metronome
+from adapters.device.lane.step_pacer import StepPacer
 from adapters.device.sampling.logit_penalties import PENDING
 from adapters.device.sampling.sampler import Draw, Picking, Sampler, picking
 from adapters.device.speculation.proposer import DraftModel
@@ -201,7 +201,7 @@ def pick_some(device: torch.device, vocab: int) -> list[Picking]:
         rows = [Draw(Sampler(sampling, (0,), vocab, device), 1) for sampling in PICKED]
         for row in rows:
             row.sampler.append([0] * (PENDING + 1))
-        Metronome(device).beat()  # as what picks does, it loads something
+        StepPacer(device).beat()  # as what picks does, it loads something
         return [picking(logits, asked) for asked in (rows, *([row] for row in rows))]
 
 

@@ -24,7 +24,7 @@ from adapters.models.decoder.shard import Kept
 from adapters.models.kernels.step import Step
 from adapters.text.grammars.grammar import Grammars
 from adapters.text.tokenizer import Tokenizer
-from effects.all import Ask, Launch, Outcome
+from effects.all import EffectRequest, Launch, Outcome
 from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, RequestId, Span, Tokens
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
@@ -37,7 +37,7 @@ from engine.loading.load_target import Mismatched
 from engine.settings.config_file import checked
 from engine.settings.options import Options
 from engine.settings.progress import progress
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 from states.events import ForRequest
 from states.world import Out
 
@@ -150,10 +150,10 @@ class Execution:
                     if isinstance(outcome, PrefillAdvanced):
                         self.valid[ask.request] = outcome.stop
                         await self.compute_loaded(number, ask.request)
-            case Ask(request, OpenSlot() as opening):
+            case EffectRequest(request, OpenSlot() as opening):
                 self.valid[request] = opening.state if self.stateful else opening.keep
                 self.executor.open(request, opening)
-            case Ask(request, RestoreBlocks() as restore):
+            case EffectRequest(request, RestoreBlocks() as restore):
                 self.restores[request] = restore
             case _:
                 pass
@@ -192,7 +192,7 @@ class Execution:
             position = step.position + len(recorded.tokens)
             self.going[request] = evolve(step, position=position, token=recorded.tokens[-1], checkpoint=False)
         self.remembered.picked = {request: recorded.tokens}
-        one = Launch((Ask(request, evolve(step, propose=min(len(recorded.tokens) - 1, MOST), steps=1)),))
+        one = Launch((EffectRequest(request, evolve(step, propose=min(len(recorded.tokens) - 1, MOST), steps=1)),))
         return (await self.executor.perform(one))[0]
 
     async def compute_loaded(self, number: int, request: RequestId) -> None:
@@ -209,7 +209,7 @@ class Execution:
         slot = self.restores[request].slot
         for at in range(start, stop, self.chunk):
             chunk = RunPrefill(slot, at, min(at + self.chunk, stop))
-            (outcome,) = await self.executor.perform(Launch((Ask(request, chunk),)))
+            (outcome,) = await self.executor.perform(Launch((EffectRequest(request, chunk),)))
             if not isinstance(outcome, PrefillAdvanced):
                 raise differs(number, f"rows {start}..{stop} of request {request} were restored", outcome)
         self.valid[request] = stop
@@ -232,11 +232,11 @@ async def execute(path: Path, model: str | None, until: int | None = None) -> tu
     """
     header, lines = read_sized(path)
     if header.redacted:
-        raise Refusal(f"{path} is redacted: it replays, but its tokens are gone and cannot be executed")
+        raise UserError(f"{path} is redacted: it replays, but its tokens are gone and cannot be executed")
     try:
         target = await load_target(options_of(header, model), only=header.identity)
     except Mismatched as error:
-        raise Refusal(
+        raise UserError(
             f"{path} was recorded with model and numerics {header.identity[:40]}, these are {error}: "
             "the tokens are only promised to be equal within one identity"
         ) from error
@@ -286,9 +286,9 @@ def options_of(header: Header, model: str | None) -> Options:
         checked(wanted)
         options = checked(wanted | chosen)
     except CycloptsError as error:
-        raise Refusal(f"the trace's header: {error}") from error
+        raise UserError(f"the trace's header: {error}") from error
     if any(one.address for one in options.devices):
-        raise Refusal("the trace's header: shards at tcp:// are not reached for a trace's sake")
+        raise UserError("the trace's header: shards at tcp:// are not reached for a trace's sake")
     return options
 
 

@@ -28,8 +28,8 @@ from adapters.http.app import build_app
 from adapters.http.edge_options import CompressionDefaults, EdgeOptions
 from adapters.http.history.answer_tokens import TurnMemory
 from adapters.http.history.frozen_messages import FrozenMessages
-from adapters.http.history.history_loader import Recollection
-from adapters.http.history.persistent_lru import Cabinet
+from adapters.http.history.history_loader import HistoryLoader
+from adapters.http.history.persistent_lru import PersistentLru
 from adapters.http.history.response_store import Archive
 from adapters.http.page import files
 from adapters.http.wire.errors import unavailable
@@ -38,7 +38,7 @@ from adapters.watched_thread import Watched
 from effects.job import Sampling
 from engine import __version__
 from engine.core.trace import VERSION, Header, Recorder
-from engine.loading.background_load import Beginning
+from engine.loading.background_load import BackgroundLoad
 from engine.loading.expert_placement import placed
 from engine.loading.load_target import Target
 from engine.loading.load_text import Reading, load_text
@@ -51,7 +51,7 @@ from engine.settings.formatting import size
 from engine.settings.options import Options
 from engine.settings.preflight import unheard
 from engine.settings.start_progress import TOKENIZER, Steps
-from engine.settings.user_error import Refusal, innermost, told
+from engine.settings.user_error import UserError, innermost, told
 
 log = logging.getLogger("rekindle")
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
@@ -61,14 +61,14 @@ LATE_S = 0.8  # after the grace period, for everything to be closed
 WRITING_S = 0.2  # what has been answered is still being written: let it, for a moment
 
 
-def run(options: Options, steps: Steps, beginning: Beginning, reading: Reading) -> NoReturn:
+def run(options: Options, steps: Steps, beginning: BackgroundLoad, reading: Reading) -> NoReturn:
     """Serve until a signal says otherwise. Exit status 0 after a clean drain, 1 if requests were cut short."""
     raise_file_limit()
     try:
         status = anyio.run(serve_until_signal, options, steps, beginning, reading)
-    except (Refusal, BaseExceptionGroup) as error:
+    except (UserError, BaseExceptionGroup) as error:
         reason = innermost(error)
-        if not beginning.give_up() and isinstance(reason, Refusal):
+        if not beginning.give_up() and isinstance(reason, UserError):
             steps.done()
             leave(told(reason))  # its step takes long, and an interpreter that ends meanwhile would crash
         if reason is error:
@@ -111,7 +111,7 @@ class Gate:
             await error_response(scope, unavailable("Loading model", 1))(scope, receive, send)
 
 
-async def serve_until_signal(options: Options, steps: Steps, beginning: Beginning, reading: Reading) -> int:
+async def serve_until_signal(options: Options, steps: Steps, beginning: BackgroundLoad, reading: Reading) -> int:
     gate, stop = Gate(), anyio.Event()
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with anyio.create_task_group() as tasks:
@@ -154,7 +154,7 @@ async def serve_model(
     stop: anyio.Event,
     *,
     steps: Steps,
-    beginning: Beginning,
+    beginning: BackgroundLoad,
     reading: Reading,
 ) -> bool:
     """From loading to the end of the drain. True if nobody was cut short."""
@@ -169,10 +169,10 @@ async def serve_model(
         target.executor.matched_by(text.grammars.match)
         recorder, archive, memory = build_recorder(options, target), Archive(), TurnMemory()
         frozen = FrozenMessages(drafter=target.drafter.identity) if target.freezes and target.drafter else None
-        cabinets: dict[str, Cabinet] = {RESPONSES: archive, TURNS: memory}
+        cabinets: dict[str, PersistentLru] = {RESPONSES: archive, TURNS: memory}
         if frozen is not None:
             cabinets[FROZEN] = frozen
-        recall = Recollection(cabinets, disk_folder(options))
+        recall = HistoryLoader(cabinets, disk_folder(options))
         watch = ShardWatch(target.peers, target.lane)
         async with engine(
             target.settings,
@@ -231,7 +231,7 @@ async def stopped(stop: anyio.Event, threads: Sequence[Watched], every_s: float 
     """Until somebody says so. Raises Refusal where a thread has died that nothing goes on without."""
     while not stop.is_set():
         if dead := [thread for thread in threads if thread.dead]:
-            raise Refusal(f"the thread {dead[0].name} has died ({dead[0].trouble}); the log above says where")
+            raise UserError(f"the thread {dead[0].name} has died ({dead[0].trouble}); the log above says where")
         with anyio.move_on_after(every_s):
             await stop.wait()
 
@@ -254,7 +254,7 @@ def build_recorder(options: Options, target: Target) -> Recorder | None:
     try:
         recorder.start()
     except OSError as error:
-        raise Refusal(f"--trace {options.trace}: {error.strerror or error}") from error
+        raise UserError(f"--trace {options.trace}: {error.strerror or error}") from error
     return recorder
 
 

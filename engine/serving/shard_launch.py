@@ -13,7 +13,7 @@ from engine.settings import log_format
 from engine.settings.option_types import flag, known_device, known_listen, whole
 from engine.settings.placement import LISTEN, read_listen
 from engine.settings.shard_secret import shared_secret
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 
 
 def shard(
@@ -70,5 +70,5 @@ def started(
     if not descriptors:
         return run_listening(model, device, draft, read_listen(listen), secret)
     if not all(one.isdecimal() for one in descriptors.split(",")):
-        raise Refusal("--fd is for a server that starts a shard; use --listen")
+        raise UserError("--fd is for a server that starts a shard; use --listen")
     return run_launched(model, device, draft, tuple(map(int, descriptors.split(","))), secret)

@@ -22,7 +22,7 @@ from effects.ports import Perform, Submit
 from effects.prefill import OpenSlot
 from effects.restore import RestoreBlocks
 from effects.snapshot import SaveSnapshot
-from effects.stream import Abandon, CloseStream, EmitTokens, Halt, ReportProgress
+from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress, StopLaunch
 from engine.core.cache_misses import Misses
 from engine.core.event_loop import Envelope, Executors, Runner
 from engine.core.request_meter import Meter
@@ -82,7 +82,7 @@ async def engine(
     notify: dict[type, tuple[Any, ...]] = {
         OpenSlot: (executor.open,),
         Abandon: giving_up(executor, drafter, transfer),
-        Halt: (executor.halt,),
+        StopLaunch: (executor.halt,),
         KeepFrozen: (freeze,),
         PlaceExperts: (executor.place,),
     }

@@ -9,7 +9,7 @@ from cyclopts.completion import CompletionContext
 from cyclopts.completion.detect import ShellDetectionError, detect_shell
 
 from engine.settings.option_types import Shell
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 
 SHELLS: tuple[Shell, ...] = ("bash", "zsh", "fish")
 
@@ -43,6 +43,6 @@ def detected() -> Shell:
     for shell in SHELLS:
         if shell == found:
             return shell
-    raise Refusal(
+    raise UserError(
         f"your shell is {found or 'not known'}; accepted: {', '.join(SHELLS)}, as in `rekindle completion bash`"
     )

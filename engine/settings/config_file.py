@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import cyclopts
 
 from engine.settings.options import Options
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 
 
 def configuration(argv: list[str]) -> tuple[Any, ...]:
@@ -36,10 +36,10 @@ def check_file(path: str) -> None:
     try:
         raw = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise Refusal(f"{path}: {error}") from error
+        raise UserError(f"{path}: {error}") from error
     for name, value in raw.items():
         if isinstance(value, dict):
-            raise Refusal(f"{path}: [{name}]: options stand at the top of the file, without a table")
+            raise UserError(f"{path}: [{name}]: options stand at the top of the file, without a table")
 
 
 def checked(values: Mapping[str, Any]) -> Options:

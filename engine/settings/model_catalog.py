@@ -12,7 +12,7 @@ from attrs import frozen
 
 from adapters import demo
 from adapters.checkpoint.gguf.metadata import PART, model_name
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 SNAPSHOT = re.compile(r"models--(?P<name>.+)")
@@ -126,7 +126,7 @@ def find(name: str, models: Sequence[LocalModel]) -> Path | None:
         for fold in (str, str.lower):
             meant = {one.path: one.name for one in models if fold(one.names[level]) == fold(name)}
             if len(meant) > 1:
-                raise Refusal(f"{name}: could be any of {', '.join(sorted(meant.values()))}; name one in full")
+                raise UserError(f"{name}: could be any of {', '.join(sorted(meant.values()))}; name one in full")
             if meant:
                 return next(iter(meant))
     return None
@@ -174,7 +174,7 @@ def located(name: str, environment: Mapping[str, str]) -> str:
     models = local_models(environment)
     path = find(name, models)
     if path is None:
-        raise Refusal(missing(name, models))
+        raise UserError(missing(name, models))
     return str(path)
 
 

@@ -35,7 +35,7 @@ from engine.settings.option_types import (
     whole,
 )
 from engine.settings.placement import Where, misplaced, read_apart, read_devices, read_weights
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 
 MODEL = "Model"
 SERVER = "Server"
@@ -259,32 +259,32 @@ class Options(ModelOption):
     def __attrs_post_init__(self) -> None:
         """Raises Refusal where two options contradict each other."""
         if self.target_devices and self.device != "auto":
-            raise Refusal(f"--target-devices names all devices, and --device {self.device} one: leave one out")
+            raise UserError(f"--target-devices names all devices, and --device {self.device} one: leave one out")
         if self.layer_weights and not self.target_devices:
-            raise Refusal("--target-layer-split shares layers among --target-devices, and there are none: name some")
+            raise UserError("--target-layer-split shares layers among --target-devices, and there are none: name some")
         if self.layer_weights and len(self.layer_weights) != len(self.devices):
             counts = f"{len(self.layer_weights)} weights for {len(self.devices)} devices"
-            raise Refusal(f"--target-layer-split {self.target_layer_split[:80]}: {counts}; accepted: one for each")
+            raise UserError(f"--target-layer-split {self.target_layer_split[:80]}: {counts}; accepted: one for each")
         apart = (*self.devices, *(one for one in (self.draft_where, self.drafter_where) if one is not None))
         if why := misplaced(apart, interpreter=bool(self.target_shard_ipc_python), secret=bool(self.shard_secret_file)):
-            raise Refusal(why)
+            raise UserError(why)
         if self.lazy_draft and self.draft_residency == "persistent":
-            raise Refusal("--lazy-draft is --draft-residency request-scoped, not persistent: leave one out")
+            raise UserError("--lazy-draft is --draft-residency request-scoped, not persistent: leave one out")
         if not self.drafter and (self.prefill_compression != "off" or self.prefill_drafter_device):
             asked = f"--prefill-compression {self.prefill_compression}, --prefill-drafter-device"
-            raise Refusal(f"{asked}: there is no model that could score prompts; name one with --prefill-drafter")
+            raise UserError(f"{asked}: there is no model that could score prompts; name one with --prefill-drafter")
         self._check_freezing()
         if self.kv_cache_dir is not None and parse(self.disk_prefix_cache).kind == "off":
-            raise Refusal("--disk-prefix-cache off uses no folder, and --kv-cache-dir names one: leave one out")
+            raise UserError("--disk-prefix-cache off uses no folder, and --kv-cache-dir names one: leave one out")
 
     def _check_freezing(self) -> None:
         if self.disk_prefix_cache_compress and self.prefill_compression == "off":
             how = "shortens messages where --prefill-compression says so, and it is off"
-            raise Refusal(f"--disk-prefix-cache-compress {how}: accepted with it: auto, always")
+            raise UserError(f"--disk-prefix-cache-compress {how}: accepted with it: auto, always")
         kept = self.kv_cache_budget and parse(self.disk_prefix_cache).kind != "off"
         if self.disk_prefix_cache_compress and not kept:
             where = "keeps what messages were frozen to beside the prefix cache on disk, and --disk-prefix-cache off or"
-            raise Refusal(f"--disk-prefix-cache-compress {where} --kv-cache-budget 0 declines that: leave one out")
+            raise UserError(f"--disk-prefix-cache-compress {where} --kv-cache-budget 0 declines that: leave one out")
 
     @property
     def drafter(self) -> str:

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -36,11 +36,11 @@ STYLE: Any = {
 def check(path: Path) -> None:
     """Raises Refusal."""
     if path.suffix.lower() not in SUFFIXES:
-        raise Refusal(f"--plot {path}: accepted: a name that ends in {' or '.join(SUFFIXES)}")
+        raise UserError(f"--plot {path}: accepted: a name that ends in {' or '.join(SUFFIXES)}")
     if not path.absolute().parent.is_dir():
-        raise Refusal(f"--plot {path}: there is no folder {path.absolute().parent.name}")
+        raise UserError(f"--plot {path}: there is no folder {path.absolute().parent.name}")
     if find_spec("matplotlib") is None:
-        raise Refusal("--plot needs matplotlib: pip install 'rekindle[plot]'")
+        raise UserError("--plot needs matplotlib: pip install 'rekindle[plot]'")
 
 
 def entitle(figure: Figure, title: str) -> None:

@@ -26,7 +26,7 @@ from adapters.store.files.private_folder import LOCK, Folder, FolderUnusable, ch
 from effects.scope import parse
 from engine.settings.model_catalog import located
 from engine.settings.options import Options
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 
 log = logging.getLogger("rekindle")
 CHECKPOINT = (
@@ -42,11 +42,11 @@ def prepared(options: Options) -> Options:
         options = evolve(options, model=located(options.model, os.environ))
         check_model(options.model)
     if options.draft not in DRAFTS and not Path(options.draft).is_dir():
-        raise Refusal(
+        raise UserError(
             f"--draft {options.draft}: no such folder; accepted: one with a DFlash draft, {', '.join(DRAFTS)}"
         )
     if options.draft_device and options.draft == "none":
-        raise Refusal(f"--draft-device {options.draft_device} is for a draft, and --draft none asks for none")
+        raise UserError(f"--draft-device {options.draft_device} is for a draft, and --draft none asks for none")
     if options.trace is not None:
         check_trace(options.trace)
     if options.kv_cache_dir is not None and parse(options.disk_prefix_cache).kind != "off":
@@ -64,31 +64,31 @@ def check_address(options: Options) -> None:
         raise unheard(options, error) from error
 
 
-def unheard(options: Options, error: OSError | UnicodeError) -> Refusal:
+def unheard(options: Options, error: OSError | UnicodeError) -> UserError:
     where = f"{options.host}:{options.port} (--host, --port)"
     another = "; --port 0 takes one that is free" if getattr(error, "errno", None) == errno.EADDRINUSE else ""
     why = (getattr(error, "strerror", None) or str(error)).lower()
-    return Refusal(f"cannot listen on {where}: {why}{another}")
+    return UserError(f"cannot listen on {where}: {why}{another}")
 
 
 def check_model(name: str) -> None:
     path = Path(name)
     if not path.exists():
-        raise Refusal(f"{name}: no such {'file' if path.suffix == '.gguf' else 'folder'}; {CHECKPOINT}")
+        raise UserError(f"{name}: no such {'file' if path.suffix == '.gguf' else 'folder'}; {CHECKPOINT}")
     if not path.is_dir():
         if not is_gguf(path):
-            raise Refusal(f"{name}: is a file; {CHECKPOINT}")
+            raise UserError(f"{name}: is a file; {CHECKPOINT}")
         check_gguf(path)
         return
     raw = read_config(path)
     try:
         find_quantisation(raw)
     except CheckpointError as error:
-        raise Refusal(f"{path}: {error}") from error
+        raise UserError(f"{path}: {error}") from error
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         accepted = ", ".join(map(repr, FAMILIES))
-        raise Refusal(f"{path}: config.json: model_type {repr(kind)[:80]} is not supported; accepted: {accepted}")
+        raise UserError(f"{path}: config.json: model_type {repr(kind)[:80]} is not supported; accepted: {accepted}")
 
 
 def check_gguf(path: Path) -> None:
@@ -96,10 +96,10 @@ def check_gguf(path: Path) -> None:
     try:
         kind = read_metadata(path).architecture
     except CheckpointError as error:
-        raise Refusal(str(error)) from error
+        raise UserError(str(error)) from error
     if kind not in ARCHITECTURES:
         accepted = ", ".join(map(repr, ARCHITECTURES))
-        raise Refusal(f"{path}: general.architecture {shown(kind)} is not supported; accepted: {accepted}")
+        raise UserError(f"{path}: general.architecture {shown(kind)} is not supported; accepted: {accepted}")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -107,11 +107,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         gguf = min(folder.glob("*.gguf"), default=None)
         instead = "" if gguf is None else f"; a GGUF file is served by its own name, such as {gguf}"
-        raise Refusal(f"{folder}: config.json is missing{instead}; {CHECKPOINT}")
+        raise UserError(f"{folder}: config.json is missing{instead}; {CHECKPOINT}")
     try:
         return read_json(path)
     except CheckpointError as error:
-        raise Refusal(str(error)) from error
+        raise UserError(str(error)) from error
 
 
 def check_trace(path: Path) -> None:
@@ -119,13 +119,13 @@ def check_trace(path: Path) -> None:
     try:
         there, folder = path.exists(), path.parent.is_dir()
     except OSError as error:  # a name that is too long
-        raise Refusal(f"--trace {path}: {error.strerror}") from error
+        raise UserError(f"--trace {path}: {error.strerror}") from error
     if path.is_dir():
-        raise Refusal(f"--trace {path}: is a folder; accepted: a file that can be written")
+        raise UserError(f"--trace {path}: is a folder; accepted: a file that can be written")
     if not folder:
-        raise Refusal(f"--trace {path}: there is no folder {path.parent}")
+        raise UserError(f"--trace {path}: there is no folder {path.parent}")
     if not os.access(path if there else path.parent, os.W_OK):
-        raise Refusal(f"--trace {path}: permission denied")
+        raise UserError(f"--trace {path}: permission denied")
 
 
 def check_cache(path: Path) -> None:
@@ -139,9 +139,9 @@ def check_cache(path: Path) -> None:
         check_unlocked(path)
         check_writable(path)
     except FolderUnusable as error:
-        raise Refusal(f"--kv-cache-dir {error}") from error
+        raise UserError(f"--kv-cache-dir {error}") from error
     except OSError as error:
-        raise Refusal(f"--kv-cache-dir {path}: {error.strerror}") from error
+        raise UserError(f"--kv-cache-dir {path}: {error.strerror}") from error
 
 
 def check_parent(path: Path) -> None:
@@ -194,15 +194,15 @@ def read_keys(path: Path) -> tuple[str, ...]:
         with path.open("rb") as file:
             about, data = os.fstat(file.fileno()), file.read(MOST_KEYS + 1)
     except OSError as error:
-        raise Refusal(f"{flag}: {(error.strerror or str(error)).lower()}") from error
+        raise UserError(f"{flag}: {(error.strerror or str(error)).lower()}") from error
     if len(data) > MOST_KEYS:
-        raise Refusal(f"{flag}: larger than {MOST_KEYS >> 10} KiB; accepted: one key a line")
+        raise UserError(f"{flag}: larger than {MOST_KEYS >> 10} KiB; accepted: one key a line")
     keys = tuple(line.strip().decode("ascii", "replace") for line in data.splitlines() if line.strip())
     if not keys:
-        raise Refusal(f"{flag}: holds no key; accepted: one key a line")
+        raise UserError(f"{flag}: holds no key; accepted: one key a line")
     for number, key in enumerate(keys, 1):
         if not key.isascii() or not key.isprintable():
-            raise Refusal(f"{flag}: key {number} is not printable ASCII")
+            raise UserError(f"{flag}: key {number} is not printable ASCII")
     if stat.S_ISREG(about.st_mode) and about.st_mode & 0o077:
         log.warning("%s: others may read it; `chmod 600` it", flag)
     return keys

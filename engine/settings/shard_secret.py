@@ -7,7 +7,7 @@ import os
 import stat
 from pathlib import Path
 
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 
 log = logging.getLogger("rekindle")
 VARIABLE = "REKINDLE_SHARD_SECRET"
@@ -21,12 +21,12 @@ def shared_secret(file: Path | None) -> str:
     if file is not None:
         where, found = f"--shard-secret-file {file}", read(file)
     if not found:
-        raise Refusal(
+        raise UserError(
             f"a shard at tcp:// is served to who knows its secret: set {VARIABLE} or --shard-secret-file to one of at "
             f"least {LEAST_SECRET} characters, the same at both ends"
         )
     if len(found) < LEAST_SECRET:
-        raise Refusal(f"{where}: a secret of {len(found)} characters; accepted: at least {LEAST_SECRET}")
+        raise UserError(f"{where}: a secret of {len(found)} characters; accepted: at least {LEAST_SECRET}")
     return found
 
 
@@ -36,9 +36,9 @@ def read(file: Path) -> str:
             about, data = os.fstat(source.fileno()), source.read(MOST + 1)
         text = data.decode("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise Refusal(f"--shard-secret-file {file}: {getattr(error, 'strerror', None) or 'is no text'}") from error
+        raise UserError(f"--shard-secret-file {file}: {getattr(error, 'strerror', None) or 'is no text'}") from error
     if len(data) > MOST:
-        raise Refusal(f"--shard-secret-file {file}: larger than {MOST >> 10} KiB; accepted: one secret")
+        raise UserError(f"--shard-secret-file {file}: larger than {MOST >> 10} KiB; accepted: one secret")
     if stat.S_ISREG(about.st_mode) and about.st_mode & 0o077:
         log.warning("--shard-secret-file %s: others may read it; `chmod 600` it", file)
     return text

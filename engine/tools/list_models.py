@@ -34,7 +34,7 @@ from engine.settings.formatting import size
 from engine.settings.model_catalog import LocalModel, hub_folder, local_models, own_folder
 from engine.settings.options import Options
 from engine.settings.progress import progress, told_if_slow
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 from engine.tools.cache.cache_folder import wide
 
 
@@ -91,7 +91,7 @@ def listed(model: LocalModel, options: Options) -> Listed:
     try:
         checkpoint = Checkpoint.open(model.path)
         draft = find_draft(options, checkpoint)
-    except (CheckpointError, Refusal) as error:
+    except (CheckpointError, UserError) as error:
         return Listed(**named, why=str(error).removeprefix(f"{model.path}: "))
     config, dtype = checkpoint.config, resolve_dtype(options.dtype, checkpoint)
     if not may_be_hosted(options, config):

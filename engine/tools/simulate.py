@@ -17,7 +17,7 @@ from effects.scope import Scope
 from engine.settings.formatting import counted
 from engine.settings.plot_style import check
 from engine.settings.progress import progress
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 from engine.tools.simulation.logs.logged_requests import MOST_TOKENS
 from engine.tools.simulation.logs.read_log import Logs, read_logs
 from engine.tools.simulation.parallel_runs import beside, cores
@@ -59,7 +59,7 @@ def build_setup(wanted: Wanted, logs: Logs) -> Setup:
     try:
         costs = logs.measured.applied(Costs(), "recorded in the traces")
     except (ValueError, OverflowError) as error:
-        raise Refusal(f"the times that the traces tell cannot be: {error}") from error
+        raise UserError(f"the times that the traces tell cannot be: {error}") from error
     if wanted.costs is not None:
         costs = read_costs(wanted.costs, costs)
     if wanted.state_bytes is not None:
@@ -74,7 +74,9 @@ def build_setup(wanted: Wanted, logs: Logs) -> Setup:
     if compression.mode != "off":
         settings = evolve(settings, drafter=MOST_TOKENS)
     elif wanted.freeze:
-        raise Refusal("--freeze shortens messages where --prefill-compression says so: accepted with it: auto, always")
+        raise UserError(
+            "--freeze shortens messages where --prefill-compression says so: accepted with it: auto, always"
+        )
     budget = wanted.budget * MIB if wanted.budget_tokens is None else wanted.budget_tokens * costs.token_bytes
     return Setup(
         fitted(settings, logs.sessions),

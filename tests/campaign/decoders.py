@@ -17,7 +17,7 @@ from attrs import asdict
 from adapters.http.apis.openai_responses import References, read_conversation
 from adapters.http.edge_options import EdgeOptions
 from adapters.http.history import persistent_lru
-from adapters.http.history.response_store import Archive, Shelf
+from adapters.http.history.response_store import Archive, ResponseFolder
 from adapters.http.request.tool_definitions import Skipped
 from adapters.http.wire.errors import ApiError
 from adapters.http.wire.fields import Fields
@@ -216,7 +216,7 @@ def responses(path: Path) -> Iterator[Case]:
                 (folder.path / f"resp_{number:024x}").write_bytes(raw)
             found = Archive(folder)
             found.load()
-        for shelf in (Shelf(found, owner) for owner in OWNERS):
+        for shelf in (ResponseFolder(found, owner) for owner in OWNERS):
             for number in range(3):
                 earlier = shelf.conversation(f"resp_{number:024x}", OPTIONS.max_body) or []
                 with suppress(ApiError):

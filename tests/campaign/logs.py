@@ -14,7 +14,7 @@ import zstandard
 from effects.scope import Scope
 from engine.core.replay import Diverged, replay_file
 from engine.core.trace import BadTrace
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 from engine.tools.simulate import build_setup, simulate
 from engine.tools.simulation.logs.read_log import Logs, read_logs
 from engine.tools.simulation.simulate_scope import Setup
@@ -51,7 +51,7 @@ def simulated(path: Path) -> None:
     try:
         logs = read_logs([path])
         setup = build_setup(wanted, logs)
-    except Refusal as refusal:
+    except UserError as refusal:
         said = str(refusal)
     else:
         said = ""
@@ -82,7 +82,7 @@ def viewed(path: Path) -> None:
     refused = ""
     try:
         trouble = written(path, page).trouble
-    except (BadTrace, Refusal) as error:
+    except (BadTrace, UserError) as error:
         trouble, refused = "", str(error)
     assert "\n" not in refused
     assert len(trouble) < 3000

@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from engine.__main__ import main
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 from engine.tools.chat import find_server as peers
 from engine.tools.chat.find_server import leaving_cleanly, listed, started
 from tests.bench_command.foreign import Foreign, foreign
@@ -198,7 +198,7 @@ async def test_ours_is_asked_where_it_runs_and_has_the_model(
 
     def refusing(model: str, _: Console) -> None:
         asked.append(model)
-        raise Refusal("started")
+        raise UserError("started")
 
     monkeypatch.setattr(peers, "OURS", str(site.client.base_url))
     monkeypatch.setattr(peers, "started", refusing)
@@ -215,7 +215,7 @@ def test_a_server_is_started_for_the_conversation_and_ends_with_it(monkeypatch: 
         assert listed(url, "") == ["demo"]
     with pytest.raises(httpx2.HTTPError):
         httpx2.get(f"{url}/health", trust_env=False)
-    with pytest.raises(Refusal, match="/nowhere: no such folder"), started("/nowhere", console):
+    with pytest.raises(UserError, match="/nowhere: no such folder"), started("/nowhere", console):
         pass
 
 

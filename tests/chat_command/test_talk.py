@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 from engine.tools.chat.chat_options import ChatOptions
 from engine.tools.chat.conversation_file import Command, Message, TypedTalk, command_of, read_prompt
 
@@ -64,7 +64,7 @@ def test_a_prompt_that_does_not_come_is_the_end(lines: list[str]) -> None:
 )
 def test_commands(line: str, command: Command | str | None) -> None:
     if isinstance(command, str):
-        with pytest.raises(Refusal, match=command):
+        with pytest.raises(UserError, match=command):
             command_of(line)
     else:
         assert command_of(line) == command
@@ -104,7 +104,7 @@ def test_a_file_of_something_else_is_neither_read_nor_overwritten(text: str, tmp
     talk = TypedTalk()
     talk.answered("Hi", "Hello.")
     for do in (talk.save, talk.load):
-        with pytest.raises(Refusal, match="no conversation"):
+        with pytest.raises(UserError, match="no conversation"):
             do(tmp_path / "file")
     assert (tmp_path / "file").read_text("latin-1") == text
     assert len(talk.messages) == 2

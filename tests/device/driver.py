@@ -15,7 +15,7 @@ from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.families.qwen3 import Qwen3Config
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights
-from effects.all import Ask, Launch
+from effects.all import EffectRequest, Launch
 from effects.decode import Decoded, RunDecode
 from effects.ids import RequestId, SlotId
 from effects.job import Sampling
@@ -60,7 +60,7 @@ class Driver:
         self.executor.open(client.request, opening)
         return client
 
-    async def perform(self, *asks: Ask):
+    async def perform(self, *asks: EffectRequest):
         """The outcomes, without the time that they took."""
         self.launched.append(Launch(asks))
         outcomes = await self.executor.perform(self.launched[-1])
@@ -95,11 +95,11 @@ class Caller:
     def answer(self) -> list[int]:
         return self.tokens[self.prompt :]
 
-    def chunk(self, stop: int) -> Ask:
-        return Ask(self.request, RunPrefill(self.slot, self.valid, stop))
+    def chunk(self, stop: int) -> EffectRequest:
+        return EffectRequest(self.request, RunPrefill(self.slot, self.valid, stop))
 
-    def round(self, propose: int = 0) -> Ask:
-        return Ask(self.request, RunDecode(self.slot, self.valid, self.tokens[-1], propose))
+    def round(self, propose: int = 0) -> EffectRequest:
+        return EffectRequest(self.request, RunDecode(self.slot, self.valid, self.tokens[-1], propose))
 
     async def prefill(self, chunks=(CHUNK,)) -> None:
         index = 0

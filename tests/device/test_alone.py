@@ -11,15 +11,15 @@ import anyio
 import pytest
 from attrs import evolve
 
-from adapters.device.lane.running_batch import StepsTaken, goes_on
-from adapters.device.lane.step_pacer import Metronome
+from adapters.device.lane.running_batch import OutcomeQueue, goes_on
+from adapters.device.lane.step_pacer import StepPacer
 from adapters.device.sampling.sampler import Picking
-from effects.all import Ask, Launch
+from effects.all import EffectRequest, Launch
 from effects.decode import Decoded
 from effects.grammar import Grammar
 from effects.ids import DeviceFailed, RequestId
 from effects.ports import LaunchFailed, Told
-from effects.stream import Halt
+from effects.stream import StopLaunch
 from tests.device.driver import GREEDY, PENALISED, SAMPLED, VOCAB, Caller, Driver, drive, prompt_of
 from tests.device.fake_shard import FakeShard
 from tests.device.test_constraint import Scripted
@@ -42,7 +42,7 @@ async def went(driver: Driver, *clients: Caller, steps: int, propose: int = 0, j
             ended.set()
 
     asks = [client.round(propose) for client in clients]
-    launch = Launch(tuple(Ask(ask.request, evolve(ask.effect, steps=steps)) for ask in asks), joins=joins)
+    launch = Launch(tuple(EffectRequest(ask.request, evolve(ask.effect, steps=steps)) for ask in asks), joins=joins)
     driver.executor.submit(launch, done)
     await ended.wait()
     return found
@@ -122,7 +122,7 @@ async def test_a_grammar_that_lets_nothing_follow_ends_it_for_nobody_else(driver
     driver.executor.matched_by(lambda _: Scripted(lambda said: [7] if len(said) < 5 else []))
     clients = await opened(driver, (GREEDY, evolve(SAMPLED, grammar=Grammar("regex", "any"))), ((), ()))
     asks = [client.round() for client in clients]
-    going = [Ask(ask.request, evolve(ask.effect, steps=STEPS)) for ask in asks]
+    going = [EffectRequest(ask.request, evolve(ask.effect, steps=STEPS)) for ask in asks]
     other, ended = await driver.perform(*going)
     assert isinstance(ended, DeviceFailed)
     assert ended.kind == "dead_end"
@@ -153,7 +153,9 @@ async def test_each_has_as_many_steps_as_it_was_given(driver):
     alone, counts = await opened(driver), (1, STEPS, 7)
     asks = [client.round() for client in alone]
     given = zip(asks, counts, strict=True)
-    outcomes = await driver.perform(*(Ask(ask.request, evolve(ask.effect, steps=most)) for ask, most in given))
+    outcomes = await driver.perform(
+        *(EffectRequest(ask.request, evolve(ask.effect, steps=most)) for ask, most in given)
+    )
     assert [outcome.steps for outcome in outcomes] == list(counts)
     assert [list(outcome.tokens) for outcome in outcomes] == [
         client.answer[:most] for client, most in zip(asked, counts, strict=True)
@@ -210,7 +212,7 @@ async def test_it_goes_on_no_further_than_the_step_it_is_at_where_somebody_waits
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(partial(went, driver, *clients, steps=STEPS))
             await anyio.wait_all_tasks_blocked()
-            driver.executor.halt(clients[1].request, Halt())
+            driver.executor.halt(clients[1].request, StopLaunch())
             held.set()
     assert {len(client.answer) for client in clients} == {1}
 
@@ -226,7 +228,7 @@ async def test_who_joins_has_a_step_before_others_have_the_lane(driver):
             await anyio.wait_all_tasks_blocked()
             tasks.start_soon(partial(went, driver, third, steps=STEPS, joins=True))
             await anyio.wait_all_tasks_blocked()
-            driver.executor.halt(first.request, Halt())
+            driver.executor.halt(first.request, StopLaunch())
             held.set()
     assert [len(client.answer) for client in (first, second, third)] == [2, 2, 1]
 
@@ -255,7 +257,7 @@ async def test_what_a_step_raises_is_told_to_all_who_are_in_it_and_to_nobody_els
     on_fake.executor._lane.post(held.wait, print)  # noqa: SLF001
     for client, steps, joins in ((first, 2, False), (second, STEPS, True), (third, STEPS, True)):
         ask = client.round()
-        launch = Launch((Ask(ask.request, evolve(ask.effect, steps=steps)),), joins=joins)
+        launch = Launch((EffectRequest(ask.request, evolve(ask.effect, steps=steps)),), joins=joins)
         on_fake.executor.submit(launch, done)
     held.set()
     with anyio.fail_after(60):
@@ -281,8 +283,8 @@ async def test_steps_keep_an_even_pace_while_prompts_wait_for_each_other(on_fake
         return forward(self, step, inputs)
 
     monkeypatch.setattr(FakeShard, "forward", launched)
-    monkeypatch.setattr(Metronome, "beat", lambda _: heard.append("even"))
-    monkeypatch.setattr(Metronome, "stop", lambda _: heard.append("at once"))
+    monkeypatch.setattr(StepPacer, "beat", lambda _: heard.append("even"))
+    monkeypatch.setattr(StepPacer, "stop", lambda _: heard.append("at once"))
     on_fake.executor.decoding.ahead.crowded = lambda: heard.count("step") in (3, 4)
     await went(on_fake, *clients, steps=6)
     assert heard == [*["step", "at once"] * 2, *["step", "even"] * 2, *["step", "at once"] * 2]
@@ -305,7 +307,7 @@ async def test_who_is_given_up_ends_it_for_nobody_else(on_fake, monkeypatch):
 
 async def test_who_has_left_the_lane_is_not_halted(driver):
     (client,) = await opened(driver, samplings=(GREEDY,), stops=((),))
-    driver.executor.halt(client.request, Halt())
+    driver.executor.halt(client.request, StopLaunch())
     await went(driver, client, steps=STEPS)
     assert len(client.answer) == STEPS
 
@@ -315,8 +317,8 @@ def of(*tokens: int, proposed: int = 0, more: bool = True) -> tuple[Told, ...]:
 
 
 def test_who_falls_behind_is_told_once_and_takes_plain_steps_together() -> None:
-    told = list[StepsTaken]()
-    steps = StepsTaken(told.append, {RequestId(1): None, RequestId(2): None})
+    told = list[OutcomeQueue]()
+    steps = OutcomeQueue(told.append, {RequestId(1): None, RequestId(2): None})
     for token in (1, 2, 3):
         steps.put(of(token))
     steps.put(of(4, 5, proposed=2))
@@ -336,7 +338,7 @@ def test_who_falls_behind_is_told_once_and_takes_plain_steps_together() -> None:
 def test_what_came_before_a_failure_is_told_before_it() -> None:
     """However late it is looked at."""
     failed = (RequestId(1), DeviceFailed("dead_end", "nothing follows"))
-    steps = StepsTaken(lambda _: None, {RequestId(1): None})
+    steps = OutcomeQueue(lambda _: None, {RequestId(1): None})
     for step in (of(1), of(2), (failed,)):
         steps.put(step)
     assert steps.take() == ((RequestId(1), Decoded((1, 2), 0, ns=10, accepted=0, steps=2, more=True)), failed)
@@ -345,7 +347,7 @@ def test_what_came_before_a_failure_is_told_before_it() -> None:
 
 def test_members_come_and_go_between_two_steps() -> None:
     one, two = RequestId(1), RequestId(2)
-    steps = StepsTaken(lambda _: None, {one: None})
+    steps = OutcomeQueue(lambda _: None, {one: None})
     steps.put(of(1))
     steps.members[two] = None
     steps.put((*of(2, more=False), (two, Decoded((8,), more=True))))

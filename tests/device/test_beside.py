@@ -13,18 +13,18 @@ from attrs import define, evolve, field
 from adapters.device.decode import prefill
 from adapters.device.executor import DeviceExecutor
 from adapters.device.lane.lane import DeviceLane
-from adapters.device.lane.running_batch import StepsTaken, goes_on
+from adapters.device.lane.running_batch import OutcomeQueue, goes_on
 from adapters.device.slots.slots import SlotState
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.kernels.interface import NARROW
 from adapters.models.numerics.synthetic import RandomWeights
-from effects.all import Ask, Launch, Outcome
+from effects.all import EffectRequest, Launch, Outcome
 from effects.decode import Decoded, RunDecode
 from effects.ids import MAIN, PROMPTS, DeviceFailed, RequestId
 from effects.ports import LaunchFailed, Told
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
-from effects.stream import Halt
+from effects.stream import StopLaunch
 from tests.device.driver import (
     BUCKETS,
     CHUNK,
@@ -59,7 +59,7 @@ async def prefill_beside(driver: Driver, client: Caller, rows: int = CHUNK, narr
     """narrow: rows of a forward that is on the lane of decode steps. What is of several chunks gives way to others."""
     while client.valid < client.prompt - 1:
         stop = min(client.valid + rows, client.prompt - 1)
-        ask = Ask(client.request, RunPrefill(client.slot, client.valid, stop))
+        ask = EffectRequest(client.request, RunPrefill(client.slot, client.valid, stop))
         lane = PROMPTS if stop - client.valid > narrow else MAIN
         (outcome,) = await driver.executor.perform(Launch((ask,), lane))
         assert isinstance(outcome, PrefillAdvanced), outcome
@@ -117,7 +117,7 @@ async def test_a_prefill_waits_until_its_slot_is_open(driver, shard):
 async def test_a_slot_that_could_not_be_opened_refuses_its_prefill(driver, shard):
     shard.going.set()
     newcomer = await driver.open(prompt_of(1, CHUNK + 1), GREEDY, 1, source=0, keep=8)  # slot 0 was never opened
-    ask = Ask(newcomer.request, RunPrefill(newcomer.slot, 8, CHUNK))
+    ask = EffectRequest(newcomer.request, RunPrefill(newcomer.slot, 8, CHUNK))
     (outcome,) = await driver.executor.perform(Launch((ask,), PROMPTS))
     assert "does not hold the first 8 tokens" in outcome.detail
 
@@ -126,7 +126,7 @@ async def test_who_hears_that_a_slot_was_lost_hears_it_before_its_prefill_fails(
     heard = list[object]()
     driver.executor.lost_to(heard.extend)
     newcomer = await driver.open(prompt_of(1, CHUNK + 1), GREEDY, 1, source=0, keep=8)
-    ask = Ask(newcomer.request, RunPrefill(newcomer.slot, 8, CHUNK))
+    ask = EffectRequest(newcomer.request, RunPrefill(newcomer.slot, 8, CHUNK))
     heard += await driver.executor.perform(Launch((ask,), PROMPTS))
     assert heard[0] == newcomer.slot
     assert isinstance(heard[1], DeviceFailed)
@@ -195,7 +195,7 @@ async def ahead():
 
 
 def launched(client: Caller, stop: int) -> Launch:
-    return Launch((Ask(client.request, RunPrefill(client.slot, client.valid, stop)),), PROMPTS)
+    return Launch((EffectRequest(client.request, RunPrefill(client.slot, client.valid, stop)),), PROMPTS)
 
 
 @pytest.mark.parametrize("how", ["goes on", "halted", "given up"])
@@ -212,7 +212,7 @@ async def test_a_launch_of_several_chunks_goes_on_no_further_once_somebody_wants
             tasks.start_soon(reading)
             await anyio.to_thread.run_sync(shard.begun.wait)
             if how == "halted":
-                driver.executor.halt(client.request, Halt())
+                driver.executor.halt(client.request, StopLaunch())
             elif how == "given up":
                 driver.executor.abandon(client.request)
             shard.going.set()
@@ -226,7 +226,7 @@ async def test_a_launch_of_several_chunks_goes_on_no_further_once_somebody_wants
 
 async def test_a_chunk_is_told_of_when_the_device_has_done_it_and_is_at_the_next_one(ahead, monkeypatch):
     driver, shard = ahead
-    happened, forward, put = list[tuple[str, int]](), ToldAhead.forward, StepsTaken.put
+    happened, forward, put = list[tuple[str, int]](), ToldAhead.forward, OutcomeQueue.put
 
     @define(eq=False)
     class Chunk:
@@ -254,7 +254,7 @@ async def test_a_chunk_is_told_of_when_the_device_has_done_it_and_is_at_the_next
 
     monkeypatch.setattr(prefill, "mark", marked)
     monkeypatch.setattr(ToldAhead, "forward", recorded)
-    monkeypatch.setattr(StepsTaken, "put", told)
+    monkeypatch.setattr(OutcomeQueue, "put", told)
     shard.going.set()
     client = await driver.open(prompt_of(1, 3 * CHUNK + 1), GREEDY, 1)
     (outcome,) = await driver.executor.perform(launched(client, 3 * CHUNK))
@@ -321,7 +321,9 @@ async def test_a_gpu_is_at_both_and_every_answer_is_the_one_alone(pages, span):
             await prefill_beside(driver, client, 256, NARROW)
         while len(clients[0].answer) < taken:
             await anyio.lowlevel.checkpoint()  # the executor waits whatever becomes of who asks
-            asks = [Ask(one.request, RunDecode(one.slot, one.valid, one.tokens[-1], steps=6)) for one in clients]
+            asks = [
+                EffectRequest(one.request, RunDecode(one.slot, one.valid, one.tokens[-1], steps=6)) for one in clients
+            ]
             for client, outcome in zip(clients, await driver.executor.perform(Launch(tuple(asks))), strict=True):
                 assert isinstance(outcome, Decoded)
                 client.take(outcome)
@@ -370,7 +372,7 @@ async def test_an_opening_waits_for_the_step_under_way_where_that_is_at_its_slot
         found.append(on_fake.executor._open(RequestId(9), opening))  # noqa: SLF001
 
     monkeypatch.setattr(FakeShard, "forward", watched)
-    asks = [Ask(client.request, evolve(client.round().effect, steps=9)) for client in clients]
+    asks = [EffectRequest(client.request, evolve(client.round().effect, steps=9)) for client in clients]
     outcomes = await on_fake.perform(*asks)
     await on_fake.executor._lane.run(opened)  # noqa: SLF001
     assert found == [True, waits, True], "nor where the lane is at no step"

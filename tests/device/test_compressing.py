@@ -15,7 +15,7 @@ from adapters.device.lane.lane import DeviceLane
 from adapters.models.decoder.scorer import TAIL as QUERIES
 from adapters.models.decoder.scorer import Scorer
 from adapters.models.numerics.synthetic import RandomWeights
-from effects.all import Ask, Launch, Outcome
+from effects.all import EffectRequest, Launch, Outcome
 from effects.compression import PromptPart, tokens_in
 from effects.decode import Decoded
 from effects.ids import DeviceFailed, RequestId
@@ -58,7 +58,7 @@ async def compressed(driver: Driver, first: CompressPrompt = FIRST, request: Req
     """Where it stood after each piece, and what it came to."""
     stops, effect = list[int](), first
     while True:
-        (outcome,) = await driver.perform(Ask(request, effect))
+        (outcome,) = await driver.perform(EffectRequest(request, effect))
         if not isinstance(outcome, PromptScored):
             return stops, outcome
         stops.append(outcome.stop)
@@ -66,7 +66,7 @@ async def compressed(driver: Driver, first: CompressPrompt = FIRST, request: Req
 
 
 async def test_a_prompt_is_scored_in_as_many_pieces_as_it_has_chunks(driver: Driver, drafter: Compressor) -> None:
-    (loaded,) = await driver.perform(Ask(ONE, LoadModel("drafter")))
+    (loaded,) = await driver.perform(EffectRequest(ONE, LoadModel("drafter")))
     assert isinstance(loaded, ModelLoaded)
     assert (loaded.name, loaded.bytes) == ("drafter", drafter.held[0])
     stops, outcome = await compressed(driver)
@@ -77,20 +77,20 @@ async def test_a_prompt_is_scored_in_as_many_pieces_as_it_has_chunks(driver: Dri
     assert outcome.kept[-1][1] == len(PROMPT), "the end is always kept"
     assert drafter.buffers == 0, "nothing stays behind"
     assert (await compressed(driver))[1] == outcome
-    (gone,) = await driver.perform(Ask(ONE, UnloadModel("drafter", keep=False)))
+    (gone,) = await driver.perform(EffectRequest(ONE, UnloadModel("drafter", keep=False)))
     assert isinstance(gone, ModelUnloaded)
     assert drafter.held == (0, 0)
 
 
 async def test_a_neighbour_decodes_between_the_pieces_and_both_are_as_if_alone(driver: Driver) -> None:
-    await driver.perform(Ask(ONE, LoadModel("drafter")))
+    await driver.perform(EffectRequest(ONE, LoadModel("drafter")))
     _, alone = await compressed(driver)
     quiet = await driver.answer(PROMPT[:40], slot=1)
     neighbour = await driver.open(PROMPT[:40], slot=1)
     await neighbour.prefill((CHUNK,))
     effect, outcome = FIRST, None
     while not isinstance(outcome, PromptCompressed):
-        (outcome,) = await driver.perform(Ask(ONE, effect))
+        (outcome,) = await driver.perform(EffectRequest(ONE, effect))
         (step,) = await driver.decode(neighbour)
         assert isinstance(step, Decoded)
         effect = CompressPrompt(getattr(outcome, "stop", 0))
@@ -99,13 +99,13 @@ async def test_a_neighbour_decodes_between_the_pieces_and_both_are_as_if_alone(d
 
 
 async def test_two_prompts_are_scored_in_turns(driver: Driver) -> None:
-    await driver.perform(Ask(ONE, LoadModel("drafter")))
+    await driver.perform(EffectRequest(ONE, LoadModel("drafter")))
     other = CompressPrompt(0, PROMPT[:200], keep=90, most=90)
     alone = (await compressed(driver))[1], (await compressed(driver, other, TWO))[1]
     asks, found = {ONE: FIRST, TWO: other}, dict[RequestId, Outcome]()
     while asks:
         for request, effect in list(asks.items()):
-            (outcome,) = await driver.perform(Ask(request, effect))
+            (outcome,) = await driver.perform(EffectRequest(request, effect))
             if isinstance(outcome, PromptScored):
                 asks[request] = CompressPrompt(outcome.stop)
             else:
@@ -116,31 +116,31 @@ async def test_two_prompts_are_scored_in_turns(driver: Driver) -> None:
 
 @pytest.mark.parametrize("count", [1, QUERIES - 1])
 async def test_a_prompt_too_short_to_be_scored_stays_as_it_is(driver: Driver, count: int) -> None:
-    await driver.perform(Ask(ONE, LoadModel("drafter")))
+    await driver.perform(EffectRequest(ONE, LoadModel("drafter")))
     _, outcome = await compressed(driver, CompressPrompt(0, PROMPT[:count], keep=1, most=250))
     assert outcome.prompt == PROMPT[:count]
 
 
 async def test_what_may_not_be_dropped_and_does_not_fit_leaves_the_prompt_as_it_is(driver: Driver) -> None:
-    await driver.perform(Ask(ONE, LoadModel("drafter")))
+    await driver.perform(EffectRequest(ONE, LoadModel("drafter")))
     _, outcome = await compressed(driver, CompressPrompt(0, (0,) * 200, keep=20, most=100))
     assert outcome.prompt == (0,) * 200
 
 
 async def test_work_out_of_turn_is_refused_with_a_reason(driver: Driver) -> None:
-    (outcome,) = await driver.perform(Ask(ONE, FIRST))
+    (outcome,) = await driver.perform(EffectRequest(ONE, FIRST))
     assert outcome == DeviceFailed("broken", "the drafter is not loaded")
-    await driver.perform(Ask(ONE, LoadModel("drafter")))
-    (outcome,) = await driver.perform(Ask(ONE, CompressPrompt(64)))
+    await driver.perform(EffectRequest(ONE, LoadModel("drafter")))
+    (outcome,) = await driver.perform(EffectRequest(ONE, CompressPrompt(64)))
     assert outcome == DeviceFailed("broken", f"nothing of request {ONE} was scored before token 64")
 
 
 async def test_who_is_given_up_leaves_nothing_behind(driver: Driver, drafter: Compressor) -> None:
-    await driver.perform(Ask(ONE, LoadModel("drafter")))
-    await driver.perform(Ask(ONE, FIRST))
+    await driver.perform(EffectRequest(ONE, LoadModel("drafter")))
+    await driver.perform(EffectRequest(ONE, FIRST))
     assert drafter.buffers > 0
     Drafter(None, drafter, driver.executor._lane).abandon(ONE)  # noqa: SLF001
-    (outcome,) = await driver.perform(Ask(ONE, CompressPrompt(CHUNK)))
+    (outcome,) = await driver.perform(EffectRequest(ONE, CompressPrompt(CHUNK)))
     assert isinstance(outcome, DeviceFailed)
     assert drafter.buffers == 0
 
@@ -148,7 +148,7 @@ async def test_who_is_given_up_leaves_nothing_behind(driver: Driver, drafter: Co
 async def test_a_drafter_without_memory_fails_one_request_and_serves_the_next(
     driver: Driver, drafter: Compressor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await driver.perform(Ask(ONE, LoadModel("drafter")))
+    await driver.perform(EffectRequest(ONE, LoadModel("drafter")))
     begin: Callable[..., Any] = Scorer.begin
 
     def full(scorer: Scorer, tokens: tuple[int, ...]) -> Any:
@@ -170,9 +170,9 @@ async def test_a_drafter_that_cannot_be_read_fails_and_is_tried_again(
 
     with monkeypatch.context() as patched:
         patched.setattr(RandomWeights, "read", missing)
-        (outcome,) = await driver.perform(Ask(ONE, LoadModel("drafter")))
+        (outcome,) = await driver.perform(EffectRequest(ONE, LoadModel("drafter")))
         assert outcome == DeviceFailed("io", "model.safetensors: gone")
-    (outcome,) = await driver.perform(Ask(ONE, LoadModel("drafter")))
+    (outcome,) = await driver.perform(EffectRequest(ONE, LoadModel("drafter")))
     assert isinstance(outcome, ModelLoaded)
 
 
@@ -191,7 +191,7 @@ async def asked(lane: DrafterLane, effect: Any, request: RequestId = ONE) -> Any
         heard.append(result)
         done.set()
 
-    lane.submit(Launch((Ask(request, effect),)), settle)
+    lane.submit(Launch((EffectRequest(request, effect),)), settle)
     await done.wait()
     if isinstance(heard[0], LaunchFailed):
         assert heard[0].requests == (request,)
@@ -240,7 +240,7 @@ AGED = (PromptPart("user", 20, 120, keep=200), PromptPart("assistant", 120, 180,
 
 async def test_messages_are_shortened_one_by_one_each_to_its_own_ratio(driver: Driver) -> None:
     """Pieces of neighbours' length, one parking window; nothing between the messages is looked at."""
-    await driver.perform(Ask(ONE, LoadModel("drafter")))
+    await driver.perform(EffectRequest(ONE, LoadModel("drafter")))
     stops, made = await compressed(driver, CompressPrompt(0, PROMPT, parts=AGED, apart=True))
     assert isinstance(made, PromptCompressed)
     assert made.prompt == ()
@@ -254,7 +254,7 @@ async def test_messages_are_shortened_one_by_one_each_to_its_own_ratio(driver: D
 
 
 async def test_what_a_message_is_shortened_to_does_not_depend_on_what_is_around_it(driver: Driver) -> None:
-    await driver.perform(Ask(ONE, LoadModel("drafter")))
+    await driver.perform(EffectRequest(ONE, LoadModel("drafter")))
     _, both = await compressed(driver, CompressPrompt(0, PROMPT, parts=AGED, apart=True))
     text, (_, later) = PROMPT[120:180], AGED
     alone = CompressPrompt(0, text, parts=(PromptPart("assistant", 0, 60, keep=later.keep),), apart=True)

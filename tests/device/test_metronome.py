@@ -7,14 +7,14 @@ from itertools import pairwise
 import pytest
 import torch
 
-from adapters.device.lane.step_pacer import LATE, LONGEST_NS, Metronome
+from adapters.device.lane.step_pacer import LATE, LONGEST_NS, StepPacer
 
 CYCLES = 2_000_000  # of a GPU's clock, about a millisecond
 SLACK_NS = 50_000_000  # others may have the device for so long
 
 
 def test_a_processor_keeps_none():
-    metronome = Metronome(torch.device("cpu"))
+    metronome = StepPacer(torch.device("cpu"))
     metronome.beat()
     metronome.stop()
     assert metronome.clock is None
@@ -22,7 +22,7 @@ def test_a_processor_keeps_none():
 
 @pytest.mark.cuda
 def test_a_step_is_over_no_sooner_than_the_second_longest_of_late_says():
-    metronome, seen = Metronome(torch.device("cuda")), list[list[int]]()
+    metronome, seen = StepPacer(torch.device("cuda")), list[list[int]]()
 
     def step(times: int) -> list[int]:
         torch.cuda._sleep(times * CYCLES)  # noqa: SLF001

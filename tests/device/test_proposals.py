@@ -14,7 +14,7 @@ from adapters.device.speculation.draft_context import LateRows
 from adapters.device.speculation.drafting import Drafting
 from adapters.device.speculation.proposal_tree import Tree, chain, ordered
 from adapters.device.speculation.proposer import DraftRequest
-from effects.all import Ask
+from effects.all import EffectRequest
 from effects.decode import Decoded
 from effects.ids import DeviceFailed, RequestId
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
@@ -255,19 +255,19 @@ async def test_rows_that_were_computed_while_the_draft_was_away_are_a_gap_in_its
     client = await driver.open(prompt_of(48, 70))
     await driver.perform(client.chunk(32))
     client.valid = 32
-    (parked,) = await driver.perform(Ask(request, UnloadModel("draft")))
+    (parked,) = await driver.perform(EffectRequest(request, UnloadModel("draft")))
     assert parked == ModelUnloaded(1000)
     await driver.perform(client.chunk(40))
     client.valid = 40
-    (back,) = await driver.perform(Ask(request, LoadModel("draft")))
+    (back,) = await driver.perform(EffectRequest(request, LoadModel("draft")))
     assert back == ModelLoaded(1000)
     await client.prefill()
     await driver.decode(client, propose=7)
     assert [(ask.first, ask.position) for ask in draft.asked[0]] == [(40, 69)]
-    await driver.perform(Ask(request, UnloadModel("draft", keep=False)))
+    await driver.perform(EffectRequest(request, UnloadModel("draft", keep=False)))
     assert draft.state == "released"
     assert (await driver.decode(client, propose=7))[0].proposed == 0
-    await driver.perform(Ask(request, LoadModel("draft")))
+    await driver.perform(EffectRequest(request, LoadModel("draft")))
     assert (await driver.decode(client, propose=7))[0].proposed == 0, "the last row is missing"
     assert (await driver.decode(client, propose=7))[0].proposed == 7
     assert client.answer == straightforward(FakeShard(), prompt_of(48, 70), GREEDY, len(client.answer))
@@ -285,8 +285,8 @@ async def test_rows_that_were_decoded_one_by_one_are_followed_when_somebody_prop
         for one in (client, other) if number % 3 else (client,):
             await driver.decode(one, propose=0)
     assert draft.asked == []
-    await driver.perform(Ask(RequestId(99), UnloadModel("draft")))
-    await driver.perform(Ask(RequestId(99), LoadModel("draft")))
+    await driver.perform(EffectRequest(RequestId(99), UnloadModel("draft")))
+    await driver.perform(EffectRequest(RequestId(99), LoadModel("draft")))
     assert len((await driver.decode(client, propose=7))[0].tokens) == 8
     await driver.perform(client.round(0), other.round(3))
     assert [(ask.first, ask.position) for asks in draft.asked for ask in asks] == [
@@ -367,13 +367,13 @@ async def test_a_draft_that_finds_no_memory_proposes_nothing_and_costs_nothing_e
 )
 async def test_an_unpark_that_fails_leaves_the_draft_parked_and_the_next_one_works(what, failure):
     driver, draft, _ = drafted()
-    await driver.perform(Ask(RequestId(1), UnloadModel("draft")))
+    await driver.perform(EffectRequest(RequestId(1), UnloadModel("draft")))
     draft.exhausted = {what}
-    assert await driver.perform(Ask(RequestId(2), LoadModel("draft"))) == (failure,)
+    assert await driver.perform(EffectRequest(RequestId(2), LoadModel("draft"))) == (failure,)
     assert draft.state == "parked"
     assert await agreed(driver, prompt_of(50, 40), count=4) == [1] * 4
     draft.exhausted = set()
-    assert isinstance((await driver.perform(Ask(RequestId(3), LoadModel("draft"))))[0], ModelLoaded)
+    assert isinstance((await driver.perform(EffectRequest(RequestId(3), LoadModel("draft"))))[0], ModelLoaded)
     assert await agreed(driver, prompt_of(50, 40)) == [8, 8, 8]
     assert driver.executor.close()
 

@@ -18,7 +18,7 @@ from adapters.http.apis.api import Api
 from adapters.http.app import build_app
 from adapters.http.edge_options import EdgeOptions
 from adapters.http.history.answer_tokens import TurnMemory
-from adapters.http.history.response_store import Archive, Shelf
+from adapters.http.history.response_store import Archive, ResponseFolder
 from adapters.http.page import files
 from adapters.http.request.asked import Asker
 from adapters.http.request.controls import Words
@@ -76,7 +76,7 @@ REQUESTS: tuple[tuple[Api, dict[str, Any], Words], ...] = (
     (llamacpp.LLAMACPP, {"prompt": "Hello", **NESTED}, llamacpp.WORDS),
     (anthropic_messages.MESSAGES, {"messages": MESSAGE, "output_config": {}, **NESTED}, anthropic_messages.WORDS),
     (
-        openai_responses.responses(Shelf(Archive(), "")),
+        openai_responses.responses(ResponseFolder(Archive(), "")),
         {"input": "Hello", "reasoning": {}, "text": {}, **NESTED},
         openai_responses.WORDS,
     ),

@@ -16,7 +16,7 @@ import pytest
 import zstandard
 from attrs import evolve
 
-from effects.all import Ask, Launch
+from effects.all import EffectRequest, Launch
 from effects.ids import LeaseId, RequestId
 from effects.job import Job
 from effects.lookup import FindPrefix, PrefixFound
@@ -82,16 +82,16 @@ class Recording:
 
     async def carry_out(self, out: object) -> None:
         match out:
-            case Ask(request, OpenSlot() as opening):
+            case EffectRequest(request, OpenSlot() as opening):
                 self.target.executor.open(request, opening)
-            case Ask(_, FindPrefix()):
+            case EffectRequest(_, FindPrefix()):
                 self.events.append(PrefixFound(LeaseId(1), FOUND, "disk"))
-            case Ask(_, RestoreBlocks(start=start, stop=stop)):
+            case EffectRequest(_, RestoreBlocks(start=start, stop=stop)):
                 self.loaded = BlocksRestored(start, stop, 1)
                 self.events.appendleft(self.loaded)
-            case Ask(_, SaveSnapshot(tokens=tokens)):
+            case EffectRequest(_, SaveSnapshot(tokens=tokens)):
                 self.events.append(SnapshotSaved(len(tokens), 0))
-            case Launch((Ask(_, RunPrefill(stop=stop)),)):
+            case Launch((EffectRequest(_, RunPrefill(stop=stop)),)):
                 self.events += await self.target.executor.perform(out)
                 if self.loaded is not None and stop == self.loaded.start:
                     await self.load(self.loaded.start, self.loaded.stop)
@@ -102,7 +102,7 @@ class Recording:
         """The rows that a store would have brought."""
         chunk = self.settings.chunk
         for at in range(start, stop, chunk):
-            await self.target.executor.perform(Launch((Ask(ONE, RunPrefill(0, at, min(at + chunk, stop))),)))  # type: ignore[arg-type]
+            await self.target.executor.perform(Launch((EffectRequest(ONE, RunPrefill(0, at, min(at + chunk, stop))),)))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from effects.job import Job
 from engine.loading.background_load import load_target
 from engine.settings.options import Options
 from engine.settings.shard_secret import VARIABLE
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 from tests.e2e.prepared import refused, serving
 from tests.e2e.test_restart import kill, written
 from tests.e2e.test_speculation import answers, words
@@ -158,10 +158,10 @@ async def test_a_daemon_that_runs_already_serves_who_knows_the_secret(
     with listening("demo", "--device", "cpu") as address:
         plan = {"target_devices": f"cpu:0,{address}", "shard_secret_file": file}
         file.write_text("something else, just as long", encoding="utf-8")
-        with pytest.raises(Refusal, match="the secret is another one"):
+        with pytest.raises(UserError, match="the secret is another one"):
             await load_target(Options(**plan, **shape))
         file.write_text(f"{WORDS}\n", encoding="utf-8")
-        with pytest.raises(Refusal, match="another model: its weights"):
+        with pytest.raises(UserError, match="another model: its weights"):
             await load_target(Options(model="demo-hybrid", **plan, **shape))
         for _ in range(2):  # one server after the other
             target = await load_target(Options(**plan, **shape))
@@ -169,9 +169,9 @@ async def test_a_daemon_that_runs_already_serves_who_knows_the_secret(
             assert words(await answers(target, jobs)) == plain
             await target.close()
     monkeypatch.delenv(VARIABLE, raising=False)
-    with pytest.raises(Refusal, match=f"set {VARIABLE} or --shard-secret-file"):
+    with pytest.raises(UserError, match=f"set {VARIABLE} or --shard-secret-file"):
         await load_target(Options(target_devices=f"cpu:0,{address}", **shape))
-    with pytest.raises(Refusal, match="Connection refused"):
+    with pytest.raises(UserError, match="Connection refused"):
         await load_target(Options(**plan, **shape))
 
 

@@ -13,13 +13,13 @@ import anyio
 from anyio.lowlevel import checkpoint
 from attrs import define, field
 
-from effects.all import Ask, Launch, Outcome
+from effects.all import EffectRequest, Launch, Outcome
 from effects.decode import Decoded, RunDecode
 from effects.ids import MAIN, DeviceFailed, RequestId
 from effects.job import Job
 from effects.ports import Closed, LaunchFailed, Perform, Settle
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
-from effects.stream import Abandon, CloseStream, EmitTokens, Halt, ReportProgress
+from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress, StopLaunch
 from engine.core.cache_misses import Misses
 from engine.core.event_loop import Executors, Runner
 from engine.core.request_meter import Meter
@@ -45,7 +45,7 @@ class ScriptedDevice:
     prompts: dict[int, tuple[int, ...]] = field(factory=dict[int, "tuple[int, ...]"])
     flying: set[RequestId] = field(factory=set[RequestId])
     abandoned: set[RequestId] = field(factory=set[RequestId])  # flags on what is in flight; gone with its outcome
-    fails: Callable[[Ask], Exception | None] = lambda _: None
+    fails: Callable[[EffectRequest], Exception | None] = lambda _: None
     before: Callable[[Launch], Any] | None = None
     launches: list[Launch] = field(factory=list[Launch])
 
@@ -69,7 +69,7 @@ class ScriptedDevice:
         finally:
             self.flying, self.abandoned = set(), set()
 
-    def answer(self, ask: Ask) -> Outcome:
+    def answer(self, ask: EffectRequest) -> Outcome:
         if error := self.fails(ask):
             raise error
         if ask.request in self.abandoned:
@@ -122,7 +122,7 @@ async def engine(
     notify: dict[type, tuple[Any, ...]] = {
         OpenSlot: (device.open,),
         Abandon: (device.abandon,),
-        Halt: (lambda *_: None,),
+        StopLaunch: (lambda *_: None,),
     }
 
     def submit(launch: Launch, settle: Settle) -> None:

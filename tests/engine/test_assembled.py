@@ -8,7 +8,7 @@ import anyio.lowlevel
 from anyio import create_task_group, fail_after, sleep
 from attrs import evolve
 
-from effects.all import Ask
+from effects.all import EffectRequest
 from effects.ids import PROMPTS, RequestId, SlotId
 from effects.job import Job
 from effects.prefill import RunPrefill
@@ -25,7 +25,7 @@ async def test_decode_steps_hear_whether_prompts_wait_for_each_other() -> None:
     async with engine(settings, executor, facts={}) as running:
         world, ahead = running.runner.world, executor.decoding.ahead
         assert not ahead.crowded()
-        waiting = evolve(world.lanes[PROMPTS], waiting=(Ask(RequestId(1), RunPrefill(SlotId(0), 0, 16)),))
+        waiting = evolve(world.lanes[PROMPTS], waiting=(EffectRequest(RequestId(1), RunPrefill(SlotId(0), 0, 16)),))
         running.runner.world = evolve(world, lanes={**world.lanes, PROMPTS: waiting})
         assert ahead.crowded()
         running.runner.world = world

@@ -11,7 +11,7 @@ import torch
 from engine.loading.background_load import GivenUp, begin
 from engine.settings.options import Options
 from engine.settings.start_progress import MEASURE, PROBE, WARM_UP, WEIGHTS
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 from tests.models.checkpoints import save_qwen3
 
 
@@ -70,7 +70,7 @@ async def test_a_target_that_nobody_waits_for_ends_with_its_step(options: Option
 async def test_what_keeps_a_model_from_being_served_is_told_when_it_is_waited_for(options: Options) -> None:
     (Path(options.model) / "config.json").write_text("{}")
     beginning = begin(options)
-    with pytest.raises(Refusal, match="model_type"):
+    with pytest.raises(UserError, match="model_type"):
         await beginning.target()
     assert beginning.lane.closed
 
@@ -82,5 +82,5 @@ async def test_who_finds_no_room_is_told_what_was_wanted(options: Options) -> No
                 "Tried to allocate 3.00 GiB, 1.00 GiB is free. If reserved memory is large try"
             )
 
-    with pytest.raises(Refusal, match=r"does not fit cpu: fewer --slots .* help \(Tried .* 1\.00 GiB is free\.\)$"):
+    with pytest.raises(UserError, match=r"does not fit cpu: fewer --slots .* help \(Tried .* 1\.00 GiB is free\.\)$"):
         await begin(options, full).target()

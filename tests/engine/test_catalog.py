@@ -14,7 +14,7 @@ from engine.__main__ import main
 from engine.settings.model_catalog import find, hub_folder, local_models, located, served_name
 from engine.settings.options import Options
 from engine.settings.preflight import prepared
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 from tests.models.checkpoints import EXPERTS, save_model, save_qwen3
 from tests.models.ggufs import write_gguf
 
@@ -116,7 +116,7 @@ def test_a_path_stays_a_path(name: str, home: Path) -> None:
     ],
 )
 def test_a_model_that_is_not_here_is_told_with_what_is(name: str, told: list[str], home: Path) -> None:
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(UserError) as refused:
         prepared(Options(model=name))
     assert all(part in str(refused.value) for part in told), refused.value
     assert "\n" not in str(refused.value)

@@ -26,7 +26,7 @@ from engine.serving.serve import costs
 from engine.serving.wiring import engine
 from engine.settings.config_file import checked
 from engine.settings.options import Options
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 from engine.tools.list_models import may_be_hosted
 from tests.models.test_host_experts import CONFIG
 
@@ -55,13 +55,13 @@ def test_places_are_read_in_gib() -> None:
     ],
 )
 def test_where_they_cannot_be_is_refused(config: Qwen3Config, plan: list[Placement], said: str) -> None:
-    with pytest.raises(Refusal, match=f"--experts host: {said}"):
+    with pytest.raises(UserError, match=f"--experts host: {said}"):
         room(Options(experts="host"), config, DTYPE, plan, GIB)
 
 
 def test_too_little_room_for_one_is_refused() -> None:
     with pytest.raises(
-        Refusal, match=r"--experts host: one expert takes 9\.0 KiB, and there would be 8\.8 KiB for them"
+        UserError, match=r"--experts host: one expert takes 9\.0 KiB, and there would be 8\.8 KiB for them"
     ):
         room(Options(experts="host"), CONFIG, DTYPE, CUDA, 2 * ONE - 500)
 

@@ -23,7 +23,7 @@ from engine.serving.serve import costs
 from engine.serving.wiring import engine
 from engine.settings.formatting import size
 from engine.settings.options import Options
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 from tests.models.checkpoints import save_qwen3
 
 GIB, KIB = 1 << 30, 1 << 10
@@ -106,5 +106,5 @@ async def test_more_sessions_than_the_pool_holds_are_all_answered_as_if_each_was
 
 def test_slots_of_other_processes_have_no_pool() -> None:
     elsewhere = Placement(range(3), torch.device("cpu"), peer=cast(Peer, object()))
-    with pytest.raises(Refusal, match="--kv-memory: shards in other processes keep whole slots"):
+    with pytest.raises(UserError, match="--kv-memory: shards in other processes keep whole slots"):
         fit_of(Options(kv_memory=100), [], 512, [elsewhere])

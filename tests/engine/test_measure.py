@@ -13,7 +13,7 @@ from attrs import evolve
 
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.pipelined_chunks import SPAN
-from effects.all import Ask
+from effects.all import EffectRequest
 from effects.decode import Decoded, RunDecode
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from engine.loading import calibrate_compute
@@ -149,7 +149,7 @@ class HeldUp:
     def __init__(self, slower: int) -> None:
         self.slower, self.outcomes = slower, list[Any]()
 
-    def rehearse(self, _: OpenSlot, following: Callable[[Sequence[Any]], Ask | None]) -> list[Any]:
+    def rehearse(self, _: OpenSlot, following: Callable[[Sequence[Any]], EffectRequest | None]) -> list[Any]:
         while (ask := following(self.outcomes)) is not None:
             if isinstance(ask.effect, RunPrefill):
                 self.outcomes.append(PrefillAdvanced(ask.effect.stop))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from effects.all import Ask
+from effects.all import EffectRequest
 from effects.compression import Compressed
 from effects.ids import SlotId, Tokens
 from effects.job import Report
@@ -23,8 +23,8 @@ def a_world(*slots: Slot) -> World:
     return World(PLAIN, Slots(slots))
 
 
-def an_opening(prompt: Tokens, keep: int = 0, source: int = 0, salt: str = "") -> Ask:
-    return Ask(ONE, OpenSlot(HERE, SlotId(source), keep, prompt, a_job().sampling, salt=salt))
+def an_opening(prompt: Tokens, keep: int = 0, source: int = 0, salt: str = "") -> EffectRequest:
+    return EffectRequest(ONE, OpenSlot(HERE, SlotId(source), keep, prompt, a_job().sampling, salt=salt))
 
 
 @pytest.mark.parametrize(

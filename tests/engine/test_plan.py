@@ -22,7 +22,7 @@ from engine.loading.open_store import disk_folder
 from engine.settings.options import Options
 from engine.settings.paths import model_folder
 from engine.settings.placement import Where, layer_ranges, read_devices, read_listen, read_weights
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 from states.rates import Rates
 
 CONFIG = Checkpoint.open(demo.FOLDER).config  # ten layers
@@ -103,7 +103,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_this_model_or_machine_cannot_do_is_refused_in_a_line(case: str) -> None:
     given, said = REFUSED[case]
-    with pytest.raises(Refusal) as told:
+    with pytest.raises(UserError) as told:
         planned(Options(**given), CONFIG)
     assert said in str(told.value)
     assert str(told.value).startswith("--target-devices")
@@ -132,7 +132,7 @@ CONTRADICTIONS = {
 @pytest.mark.parametrize("case", CONTRADICTIONS)
 def test_options_that_contradict_each_other_are_refused(case: str) -> None:
     given, said = CONTRADICTIONS[case]
-    with pytest.raises(Refusal, match=r"^--target") as told:
+    with pytest.raises(UserError, match=r"^--target") as told:
         Options(**given)
     assert said in str(told.value)
 
@@ -146,7 +146,7 @@ def test_a_gpu_has_its_number(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert choose_device(name, "--device") == torch.device("cuda", number)
     for options in (Options(device=name), Options(target_devices=name)):
         assert choose_devices(options) == (torch.device("cuda", number),)
-    with pytest.raises(Refusal, match="there are 2 CUDA devices"):
+    with pytest.raises(UserError, match="there are 2 CUDA devices"):
         choose_device("cuda:2", "--device")
 
 

@@ -17,7 +17,7 @@ import pytest
 import engine.__main__ as command
 from engine.settings.options import Options
 from engine.settings.preflight import prepared
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 
 CHECKPOINT = "accepted: a folder with a Hugging Face checkpoint"
 
@@ -31,7 +31,7 @@ def a_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
 
 
 def said(**options: object) -> str:
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(UserError) as refused:
         prepared(Options(**options))
     return str(refused.value)
 

@@ -11,7 +11,7 @@ import pytest
 from anyio.lowlevel import checkpoint
 from attrs import evolve
 
-from effects.all import Ask, Launch
+from effects.all import EffectRequest, Launch
 from effects.decode import Decoded, RunDecode
 from effects.ids import RequestId, SlotId
 from effects.job import Job
@@ -97,7 +97,7 @@ class Dying(ScriptedDevice):
         super().__init__(fails=self.die)
         self.dying = dying
 
-    def die(self, _: Ask) -> Exception | None:
+    def die(self, _: EffectRequest) -> Exception | None:
         if len(self.launches) not in self.dying:
             return None
         self.rows.clear()
@@ -216,7 +216,7 @@ async def test_a_cancelled_request_stops_within_a_chunk_and_its_slot_stays_warm(
     assert not any(isinstance(ask.effect, RunPrefill) and ask.effect.start == 192 for ask in asks_of(device, closed=1))
 
 
-def asks_of(device: ScriptedDevice, *, closed: int) -> list[Ask]:
+def asks_of(device: ScriptedDevice, *, closed: int) -> list[EffectRequest]:
     return [ask for launch in device.launches for ask in launch.asks if ask.request == closed]
 
 

@@ -17,7 +17,7 @@ from engine.core import trace
 from engine.core.event_loop import Envelope
 from engine.core.trace import DIGEST_EVERY, Recorder
 from engine.serving.serve import stopped
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 from states.events import Event, ForRequest, Submitted
 from states.settings import Settings
 from states.world import advance, begin
@@ -76,7 +76,7 @@ async def test_nobody_waits_for_a_lane_that_has_died_and_the_server_stops(caplog
     assert outcomes == ["the lane of cpu has died"]
     with pytest.raises(LaneClosed):
         lane.post(lambda: None, fail)
-    with pytest.raises(Refusal, match="the thread lane-cpu has died"):
+    with pytest.raises(UserError, match="the thread lane-cpu has died"):
         await stopped(anyio.Event(), (lane.thread,))
 
 

@@ -16,7 +16,7 @@ from adapters.http.app import build_app
 from adapters.http.edge_options import EdgeOptions
 from adapters.http.history.answer_tokens import TurnMemory
 from adapters.http.history.frozen_messages import FrozenMessages
-from adapters.http.history.history_loader import Recollection
+from adapters.http.history.history_loader import HistoryLoader
 from adapters.http.history.response_store import Archive
 from adapters.http.wire.server import Serving, serve
 from adapters.metrics import Metrics
@@ -75,7 +75,7 @@ async def served(
     kept: Path | None = None,
     turns: Path | None = None,
     frozen: FrozenMessages | None = None,
-    recall: Recollection | None = None,
+    recall: HistoryLoader | None = None,
     **options: Any,
 ) -> AsyncIterator[Site]:
     """kept: where responses are.  turns: where the tokens of answers are.  recall: who may mean these waits for it."""

@@ -19,7 +19,7 @@ from adapters.http.edge_options import EdgeOptions
 from adapters.http.history import persistent_lru
 from adapters.http.history import response_store as limits
 from adapters.http.history.persistent_lru import digest
-from adapters.http.history.response_store import Archive, ArchivedResponse, Shelf, is_whole, read, whose
+from adapters.http.history.response_store import Archive, ArchivedResponse, ResponseFolder, is_whole, read, whose
 from adapters.store.files.private_folder import Folder
 
 OPTIONS = EdgeOptions("small", 4096, 500)
@@ -61,13 +61,13 @@ def opened(folder: Path) -> Archive:
 async def test_a_restart_finds_what_was_kept(tmp_path: Path) -> None:
     def fill(archive: Archive) -> None:
         for number in range(3):
-            Shelf(archive).keep(name(number), one(number, number - 1 if number else None, f"täxt {number}"))
+            ResponseFolder(archive).keep(name(number), one(number, number - 1 if number else None, f"täxt {number}"))
         archive.drop(name(2))
 
     await written(tmp_path, fill)
     archive = opened(tmp_path)
     assert [shown(archive, number) for number in range(3)] == [one(0, None, "täxt 0"), one(1, 0, "täxt 1"), None]
-    found = Shelf(archive).conversation(name(1), 1 << 20)
+    found = ResponseFolder(archive).conversation(name(1), 1 << 20)
     assert found is not None
     assert [read(raw, OPTIONS).response["id"] for raw in found] == [name(0), name(1)]
     await archive.close()
@@ -78,7 +78,7 @@ async def test_the_folder_follows_while_the_server_runs(tmp_path: Path) -> None:
     archive = opened(tmp_path)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(archive.run)
-        Shelf(archive).keep(name(1), one(1))
+        ResponseFolder(archive).keep(name(1), one(1))
         with anyio.fail_after(60):
             while not (tmp_path / name(1)).exists():  # noqa: ASYNC110
                 await anyio.sleep(0.01)
@@ -106,7 +106,7 @@ async def test_what_was_being_written_when_the_server_stops_is_written(
     monkeypatch.setattr(Folder, call, slow)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(archive.run)
-        Shelf(archive).keep(name(1), one(1))
+        ResponseFolder(archive).keep(name(1), one(1))
         await anyio.to_thread.run_sync(begun.wait, 5)
         tasks.cancel_scope.cancel()
         asyncio.get_running_loop().call_later(0.1, go_on.set)
@@ -127,7 +127,7 @@ async def test_a_slow_disk_is_waited_for_as_long_as_the_server_has_time(
 
     monkeypatch.setattr(persistent_lru, "CLOSING_S", 0.01)
     monkeypatch.setattr(Folder, "write", slow)
-    Shelf(archive).keep(name(1), one(1))
+    ResponseFolder(archive).keep(name(1), one(1))
     await archive.close(anyio.current_time() + patience)
     assert (shown(opened(tmp_path), 1) == one(1)) == bool(patience)
 
@@ -137,10 +137,10 @@ async def test_those_that_were_used_longest_ago_go_first(tmp_path: Path, monkeyp
 
     def fill(archive: Archive) -> None:
         for number in range(3):
-            Shelf(archive).keep(name(number), one(number, 0 if number == 1 else None))
-        assert Shelf(archive).conversation(name(1), 1 << 20) is not None
-        Shelf(archive).keep(name(3), one(3))
-        Shelf(archive).keep(name(4), one(4))
+            ResponseFolder(archive).keep(name(number), one(number, 0 if number == 1 else None))
+        assert ResponseFolder(archive).conversation(name(1), 1 << 20) is not None
+        ResponseFolder(archive).keep(name(3), one(3))
+        ResponseFolder(archive).keep(name(4), one(4))
         assert [archive.find(name(number)) is not None for number in range(5)] == [True, False, False, True, True]
 
     await written(tmp_path, fill)
@@ -151,7 +151,7 @@ async def test_those_that_were_used_longest_ago_go_first(tmp_path: Path, monkeyp
 async def test_a_start_keeps_the_newest_within_the_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fill(archive: Archive) -> None:
         for number in range(5):
-            Shelf(archive).keep(name(number), one(number))
+            ResponseFolder(archive).keep(name(number), one(number))
 
     await written(tmp_path, fill)
     for number in range(5):
@@ -167,17 +167,17 @@ def test_bytes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MOST_BYTES", 3000)
     monkeypatch.setattr(limits, "LARGEST", 2000)
     archive = Archive()
-    assert not Shelf(archive).keep(name(0), one(0, text="x" * 2000))
+    assert not ResponseFolder(archive).keep(name(0), one(0, text="x" * 2000))
     for number in range(1, 6):
-        assert Shelf(archive).keep(name(number), one(number, text="x" * 500))
+        assert ResponseFolder(archive).keep(name(number), one(number, text="x" * 500))
     assert len(archive) == 2
     with pytest.raises(OverflowError):
-        Shelf(archive).conversation(name(5), 100)
+        ResponseFolder(archive).conversation(name(5), 100)
 
 
 def test_nobody_finds_what_another_caller_put_there() -> None:
     archive = Archive()
-    ours, theirs = Shelf(archive, "a" * 64), Shelf(archive, "b" * 64)
+    ours, theirs = ResponseFolder(archive, "a" * 64), ResponseFolder(archive, "b" * 64)
     assert ours.keep(name(1), one(1))
     assert theirs.keep(name(2), one(2, 1))
     assert ours.find(name(1)) is not None
@@ -189,16 +189,16 @@ def test_nobody_finds_what_another_caller_put_there() -> None:
 
 def test_a_chain_that_is_broken_or_a_ring_ends() -> None:
     archive = Archive()
-    Shelf(archive).keep(name(1), one(1, 0))
-    assert Shelf(archive).conversation(name(1), 1 << 20) is None
-    Shelf(archive).keep(name(0), one(0, 1))
-    found = Shelf(archive).conversation(name(1), 1 << 20)
+    ResponseFolder(archive).keep(name(1), one(1, 0))
+    assert ResponseFolder(archive).conversation(name(1), 1 << 20) is None
+    ResponseFolder(archive).keep(name(0), one(0, 1))
+    found = ResponseFolder(archive).conversation(name(1), 1 << 20)
     assert found is not None
     assert len(found) == 2
 
 
 async def test_damaged_and_foreign_files_are_no_responses(tmp_path: Path) -> None:
-    await written(tmp_path, lambda archive: Shelf(archive).keep(name(1), one(1)))
+    await written(tmp_path, lambda archive: ResponseFolder(archive).keep(name(1), one(1)))
     good = (tmp_path / name(1)).read_bytes()
     (tmp_path / name(2)).write_bytes(good[:-1])
     (tmp_path / name(3)).write_bytes(b"")
@@ -253,8 +253,8 @@ async def test_a_disk_that_fails_costs_a_restart_and_no_answer(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Folder, "write", full)
-    Shelf(archive).keep(name(1), one(1))
-    Shelf(archive).keep(name(2), one(2))
+    ResponseFolder(archive).keep(name(1), one(1))
+    ResponseFolder(archive).keep(name(2), one(2))
     await archive.close()
     assert shown(archive, 2) == one(2)
     assert sum("cannot be written" in record.message for record in caplog.records) == 1

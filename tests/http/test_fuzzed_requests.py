@@ -17,7 +17,7 @@ from adapters.http.apis.openai_chat import read_conversation as read_conversatio
 from adapters.http.apis.openai_responses import WORDS, References, read_conversation, shown
 from adapters.http.apis.openai_told_items import sealed_summary
 from adapters.http.edge_options import EdgeOptions
-from adapters.http.history.response_store import Archive, Shelf
+from adapters.http.history.response_store import Archive, ResponseFolder
 from adapters.http.request.controls import read_controls
 from adapters.http.request.tool_definitions import Skipped
 from adapters.http.wire.errors import ApiError
@@ -156,7 +156,7 @@ def read_message_request(fields: Fields, text: Text) -> Conversation:
 
 def read_response_request(fields: Fields, text: Text) -> Conversation:
     shown(fields, read_controls(fields, WORDS, OPTIONS, text.tokenizer))
-    return read_conversation(fields, [], References(Shelf(Archive()), OPTIONS), Skipped())[0]
+    return read_conversation(fields, [], References(ResponseFolder(Archive()), OPTIONS), Skipped())[0]
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from adapters.http.apis import openai_chat as chat
 from adapters.http.apis.openai_responses import References
 from adapters.http.apis.openai_responses import read_conversation as read_response
 from adapters.http.edge_options import EdgeOptions
-from adapters.http.history.response_store import Archive, Shelf
+from adapters.http.history.response_store import Archive, ResponseFolder
 from adapters.http.request.resent_history import LOST_RESULT, Speaker, newest_user_turn
 from adapters.http.request.tool_definitions import Skipped, tool_name
 from adapters.http.wire.fields import Fields
@@ -599,7 +599,7 @@ def read_messages(messages: list[Any], _: Text) -> Conversation:
 
 
 def read_items(messages: list[Any], _: Text) -> Conversation:
-    find = References(Shelf(Archive()), EdgeOptions("small", 4096, 500))
+    find = References(ResponseFolder(Archive()), EdgeOptions("small", 4096, 500))
     return read_response(Fields({"input": messages}), [], find, Skipped())[0]
 
 

@@ -17,8 +17,8 @@ from adapters.http.apis.registry import refers
 from adapters.http.history import history_loader as recalling
 from adapters.http.history import response_store as limits
 from adapters.http.history.answer_tokens import TurnMemory
-from adapters.http.history.history_loader import Recollection
-from adapters.http.history.persistent_lru import Cabinet, signed
+from adapters.http.history.history_loader import HistoryLoader
+from adapters.http.history.persistent_lru import PersistentLru, signed
 from adapters.http.history.response_store import Archive
 from adapters.http.wire.errors import ApiError
 from adapters.store.files.private_folder import Folder
@@ -44,11 +44,11 @@ def name(number: int) -> str:
     return f"resp_{number:024x}"
 
 
-def cabinets() -> dict[str, Cabinet]:
+def cabinets() -> dict[str, PersistentLru]:
     return {"responses": Archive(), "turns": TurnMemory()}
 
 
-async def closed(found: dict[str, Cabinet]) -> None:
+async def closed(found: dict[str, PersistentLru]) -> None:
     for cabinet in found.values():
         await cabinet.close()
 
@@ -62,7 +62,7 @@ async def test_of_all_paths_those_of_conversations_wait(site: Site) -> None:
 
 async def test_who_may_mean_what_was_said_before_waits_for_it_and_nobody_else_does(folder: Path) -> None:
     found = cabinets()
-    recall = Recollection(found, None)
+    recall = HistoryLoader(found, None)
     async with served(folder, recall=recall, allowed_origins=("https://a.example",)) as site:
         answers = list[int]()
 
@@ -88,7 +88,7 @@ async def test_who_may_mean_what_was_said_before_waits_for_it_and_nobody_else_do
 
 async def test_what_takes_too_long_is_waited_for_in_vain(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recalling, "PATIENCE_S", 0.05)
-    async with served(folder, recall=Recollection(cabinets(), None)) as site:
+    async with served(folder, recall=HistoryLoader(cabinets(), None)) as site:
         refused = await site.post("/v1/chat/completions", chat(max_tokens=2))
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         assert refused.json()["error"]["message"] == "What was said before is still being read."
@@ -99,7 +99,7 @@ async def test_it_is_read_and_then_followed(tmp_path: Path) -> None:
     before.put(name(0), BODY)
     await before.close()
     found = cabinets()
-    recall = Recollection(found, tmp_path)
+    recall = HistoryLoader(found, tmp_path)
     with anyio.fail_after(20):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(recall.run)
@@ -131,7 +131,7 @@ async def test_a_stop_while_it_is_read_ends_it_with_the_file_that_it_is_at(
 
     monkeypatch.setattr(Archive, "_read", slow)
     found, refused = cabinets(), list[Exception]()
-    recall = Recollection(found, tmp_path)
+    recall = HistoryLoader(found, tmp_path)
 
     async def wait() -> None:
         with pytest.raises(ApiError) as error:
@@ -166,7 +166,7 @@ async def test_a_folder_that_cannot_be_read_costs_what_was_in_it(
     (tmp_path / "turns").write_text("no folder")
     monkeypatch.setattr(Folder, "files", gone)
     found = cabinets()
-    recall = Recollection(found, tmp_path)
+    recall = HistoryLoader(found, tmp_path)
     with anyio.fail_after(20), caplog.at_level(logging.WARNING):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(recall.run)

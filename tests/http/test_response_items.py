@@ -9,7 +9,7 @@ import pytest
 from adapters.http.apis.openai_responses import References, read_conversation
 from adapters.http.apis.openai_told_items import SUMMARY, opened_summary, sealed_summary
 from adapters.http.edge_options import EdgeOptions
-from adapters.http.history.response_store import Archive, Shelf
+from adapters.http.history.response_store import Archive, ResponseFolder
 from adapters.http.request.tool_definitions import Skipped
 from adapters.http.wire.fields import Fields
 from adapters.text.conversation import ChatMessage, ToolCall
@@ -34,7 +34,7 @@ PATCH = {
 
 def messages_of(*items: dict[str, Any]) -> tuple[list[ChatMessage], Skipped]:
     skipped = Skipped()
-    find = References(Shelf(Archive()), EdgeOptions("small", 4096, 500))
+    find = References(ResponseFolder(Archive()), EdgeOptions("small", 4096, 500))
     found, _ = read_conversation(Fields({"input": [HELLO, *items]}), [], find, skipped)
     return list(found.messages)[1:], skipped
 

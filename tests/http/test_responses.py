@@ -17,7 +17,7 @@ from adapters.http.apis.openai_response_items import opened, sealed
 from adapters.http.apis.openai_responses import References, read_conversation
 from adapters.http.edge_options import EdgeOptions
 from adapters.http.history import response_store as archive
-from adapters.http.history.response_store import Archive, ArchivedResponse, Shelf
+from adapters.http.history.response_store import Archive, ArchivedResponse, ResponseFolder
 from adapters.http.request.custom_tools import custom_arguments, custom_input
 from adapters.http.request.tool_definitions import Skipped
 from adapters.http.wire.errors import ApiError
@@ -544,7 +544,7 @@ def test_items_are_read_into_messages() -> None:
         "parallel_tool_calls": False,
         "reasoning": {"effort": "none"},
     }
-    find = References(Shelf(Archive()), EdgeOptions("small", 4096, 500))
+    find = References(ResponseFolder(Archive()), EdgeOptions("small", 4096, 500))
     found, offered = read_conversation(Fields(body), [], find, Skipped())
     calls = (ToolCall("1", "add", "{}"), ToolCall("2", "n__add", '{"b":1}'), ToolCall("3", "patch", '{"input": "x"}'))
     assert found.messages == [
@@ -584,7 +584,7 @@ def test_an_item_counts_each_time_that_it_is_named() -> None:
     name, archive = "resp_" + 24 * "0", Archive()
     said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "x" * 1000}]}
     archive.keep(name, "", ArchivedResponse({"output": [said]}, []))
-    find = References(Shelf(archive), EdgeOptions("small", 4096, 500, max_body=10_000))
+    find = References(ResponseFolder(archive), EdgeOptions("small", 4096, 500, max_body=10_000))
     found = [find(f"msg_{24 * '0'}0000") for _ in range(20)]
     assert found[:5] == [said] * 5
     assert found[-1] is None

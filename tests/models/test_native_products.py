@@ -21,7 +21,7 @@ from adapters.models.kernels.cpu.native.products import NativeProducts
 from adapters.models.kernels.product_list import NATIVE, Heads, Products, Served, Weight, checked
 from adapters.models.kernels.seeded import seeded
 from engine.loading.device_survey import build_kernels
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 
 FLOAT, BRAIN = torch.float32, torch.bfloat16
 LEVELS = (0, 1, 2, 3)
@@ -258,7 +258,7 @@ def test_the_environment_turns_them_off_and_the_name_tells(installed, monkeypatc
     assert NATIVE not in off.ways(wider=True)
     assert compiled.missing() == "turned off by REKINDLE_NATIVE"
     monkeypatch.setenv(compiled.SWITCH, "perhaps")
-    with pytest.raises(Refusal, match="REKINDLE_NATIVE=perhaps: accepted: on, off"):
+    with pytest.raises(UserError, match="REKINDLE_NATIVE=perhaps: accepted: on, off"):
         build_kernels(torch.device("cpu"), FLOAT)
 
 

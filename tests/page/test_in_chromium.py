@@ -16,7 +16,7 @@ from adapters.http.edge_options import EdgeOptions
 from adapters.http.wire.server import Serving, serve
 from adapters.metrics import Metrics
 from adapters.text.model_text import Text
-from effects.all import Ask, Launch, Outcome
+from effects.all import EffectRequest, Launch, Outcome
 from effects.decode import Decoded, RunDecode
 from effects.ids import Tokens
 from tests.browser import SHIFT, Browser, Page, found
@@ -48,7 +48,7 @@ class Speaking(ScriptedDevice):
         """Of the token that comes next, in its answer."""
         return effect.position + 1 - len(self.prompts[effect.slot])
 
-    def answer(self, ask: Ask) -> Outcome:
+    def answer(self, ask: EffectRequest) -> Outcome:
         outcome = super().answer(ask)
         if isinstance(outcome, Decoded) and isinstance(ask.effect, RunDecode):
             return Decoded((self.says[self.place(ask.effect)],))

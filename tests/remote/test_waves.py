@@ -17,7 +17,7 @@ from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.pipelined_chunks import SPAN
 from adapters.models.kernels.step import Forward, Segment, Step
-from effects.all import Ask, Launch, Outcome
+from effects.all import EffectRequest, Launch, Outcome
 from effects.ids import DeviceFailed, RequestId, SlotId
 from effects.job import Sampling
 from effects.ports import LaunchFailed, RowsLost, Told
@@ -86,7 +86,7 @@ def executor_of(shard: Pipeline) -> DeviceExecutor:
 
 async def prefill(executor: DeviceExecutor, *spans: tuple[int, int]) -> list[object]:
     executor.open(ONE, OpenSlot(SLOT, SLOT, 0, tuple(TOKENS[:300].tolist()), Sampling()))
-    return [(await executor.perform(Launch((Ask(ONE, RunPrefill(SLOT, *span)),))))[0] for span in spans]
+    return [(await executor.perform(Launch((EffectRequest(ONE, RunPrefill(SLOT, *span)),))))[0] for span in spans]
 
 
 def stops(outcomes: list[object]) -> list[int]:
@@ -121,7 +121,7 @@ async def test_how_far_it_came_is_told_behind_each_chunk() -> None:
         if not goes_on(told[-1]):
             done.set()
 
-    executor.submit(Launch((Ask(ONE, RunPrefill(SLOT, 0, 256)),)), hear)
+    executor.submit(Launch((EffectRequest(ONE, RunPrefill(SLOT, 0, 256)),)), hear)
     await done.wait()
     advanced = [one for one in told if isinstance(one, PrefillAdvanced)]
     assert [one.more for one in advanced] == [True] * (len(advanced) - 1) + [False]
@@ -146,7 +146,9 @@ async def test_one_that_is_given_up_says_how_far_it_came(monkeypatch: pytest.Mon
         patched.setattr(DenseShard, "forward", given_up)
         assert stops(await prefill(executor, (0, 299))) == [128]
     assert seen == [0, 64]
-    (then,) = await executor.perform(Launch((Ask(ONE, RunPrefill(SLOT, 128, 299)),)))  # from where all shards are
+    (then,) = await executor.perform(
+        Launch((EffectRequest(ONE, RunPrefill(SLOT, 128, 299)),))
+    )  # from where all shards are
     assert stops([then]) == [299]
     assert executor.close()
 

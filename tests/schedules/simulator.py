@@ -9,7 +9,7 @@ from itertools import pairwise
 from attrs import define, evolve, field
 
 from adapters.device.lane.running_batch import joined
-from effects.all import Ask, Launch
+from effects.all import EffectRequest, Launch
 from effects.compression import Compression, PromptPart
 from effects.decode import Decoded
 from effects.ids import MAIN, PROMPTS, DeviceFailed, LaneId, RequestId, SlotId, StoreFailed, Tokens
@@ -20,7 +20,7 @@ from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored
 from effects.scope import Scope
 from effects.snapshot import SaveSnapshot, SnapshotSaved
-from effects.stream import Abandon, CloseStream, EmitTokens, Halt, ReportProgress
+from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress, StopLaunch
 from states.events import Cancelled, Event, ForEngine, ForRequest, Happened, SlotsLost, Submitted
 from states.invariants import check
 from states.rates import Rates
@@ -187,7 +187,7 @@ class Simulator:
         self.lost: set[int] = set()  # slots that the core was told are empty, and that were not opened since
         self.launched: dict[LaneId, set[RequestId]] = {}  # members of each lane's launch that have not answered
         self.entering: list[Launch] = []  # decided, and not yet on the device's lane
-        self.loading: list[Ask] = []  # asked of the store
+        self.loading: list[EffectRequest] = []  # asked of the store
         self.answers: list[Answer] = []  # on their way back
         self.history: list[tuple[Happened, tuple[Out, ...]]] = []
 
@@ -397,26 +397,26 @@ class Simulator:
                 if isinstance(asks[0].effect, RunPrefill) and asks[0].effect.place is not None:
                     self.places[asks[0].effect.place] = self.clients[asks[0].request].job.salt
                 self.entering.append(out)
-            case Ask(request, OpenSlot() as opening):
+            case EffectRequest(request, OpenSlot() as opening):
                 assert not any(request in members for members in self.launched.values())
                 assert not (opening.keep and opening.source in self.lost), "a slot that was lost is trusted"
                 self.check_whose(opening, self.clients[request].job.salt)
                 self.lost.discard(opening.slot)
                 self.clients[request].served = opening.prompt
                 self.device.lane.append(out)
-            case Ask(request, KeepFrozen(kept)):
+            case EffectRequest(request, KeepFrozen(kept)):
                 assert [name for name, _ in kept] == [part.name for part in aged(self.clients[request].job)]
-            case Ask(_, ReleasePrefix() as release):
+            case EffectRequest(_, ReleasePrefix() as release):
                 self.store.release(release)
-            case Ask(request, ReportProgress() | EmitTokens() | CloseStream() as said):
+            case EffectRequest(request, ReportProgress() | EmitTokens() | CloseStream() as said):
                 self.clients[request].hear(said)
-            case Ask(request, Abandon()):
+            case EffectRequest(request, Abandon()):
                 self.abandon(request)
-            case Ask(_, SaveSnapshot()):
+            case EffectRequest(_, SaveSnapshot()):
                 self.device.lane.append(out)
-            case Ask(request, Halt()):
+            case EffectRequest(request, StopLaunch()):
                 self.halt(request)
-            case Ask():
+            case EffectRequest():
                 assert out.effect.outcomes
                 self.loading.append(out)
 

@@ -12,7 +12,7 @@ from attrs import evolve
 import states.invariants
 import states.pages
 import states.world
-from effects.all import Ask, Launch
+from effects.all import EffectRequest, Launch
 from effects.compression import Compression
 from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, RequestId
@@ -21,14 +21,14 @@ from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored
-from effects.stream import EmitTokens, Halt
+from effects.stream import EmitTokens, StopLaunch
 from states import residency
 from states.events import Cancelled, ForRequest, Submitted
-from states.machine import Table, Then
+from states.machine import Table, Transition
 from states.policy import Decision
 from states.request_states import Draining, Held, Prompt, Recovering, Restoring, Waiting, Yielding, remains
 from states.residency import Resolved
-from states.settings import Known, Settings
+from states.settings import DecisionContext, Settings
 from states.table import TABLE
 from states.world import advance, begin
 from tests.schedules.device import Device
@@ -132,7 +132,7 @@ def test_prompts_of_many_chunks_give_way_to_each_other_and_nobody_is_lost(first:
         for out in (out for _, outs in simulator.history for out in outs):
             if isinstance(out, Launch):
                 halted -= {ask.request for ask in out.asks}
-            elif isinstance(out.effect, Halt):
+            elif isinstance(out.effect, StopLaunch):
                 assert out.request not in halted
                 halted.add(out.request)
                 halts += 1
@@ -213,7 +213,7 @@ def test_titles_between_the_turns_of_a_conversation_leave_it_on_the_device(slots
 class NoRoom(Device):
     """The draft never comes back."""
 
-    def perform(self, ask: Ask) -> Any:
+    def perform(self, ask: EffectRequest) -> Any:
         if isinstance(ask.effect, LoadModel):
             return DeviceFailed("out_of_memory", "no room for the draft")
         return super().perform(ask)
@@ -256,17 +256,17 @@ def changed(pair: tuple[type, type], arrow: Any) -> Table:
     return {**TABLE, pair: evolve(TABLE[pair], arrow=arrow, arms=tuple(arms))}
 
 
-def trusting(state: Restoring, event: BlocksRestored, known: Known) -> Any:
+def trusting(state: Restoring, event: BlocksRestored, known: DecisionContext) -> Any:
     """Believes that all rows came which were asked for."""
     return TABLE[Restoring, BlocksRestored].arrow(state, evolve(event, start=state.front, stop=state.stop), known)
 
 
-def generous(state: Draining, event: Decoded, known: Known) -> Any:
+def generous(state: Draining, event: Decoded, known: DecisionContext) -> Any:
     """Counts a row for every token that a cancelled decode step picked, though the client saw none of them."""
     then = TABLE[Draining, Decoded].arrow(state, event, known)
     left = then.state.remains
     more = evolve(left, seat=evolve(left.seat, valid=left.seat.valid + 1))
-    return Then(evolve(then.state, remains=more), *then.effects)
+    return Transition(evolve(then.state, remains=more), *then.effects)
 
 
 def early(slot: Any, requests: Any, _: Settings) -> Any:
@@ -275,7 +275,7 @@ def early(slot: Any, requests: Any, _: Settings) -> Any:
     return remains(state).prompt.tokens if isinstance(state, Held) else slot.tokens
 
 
-def alone(models: Any, ask: Ask, settings: Settings) -> Any:
+def alone(models: Any, ask: EffectRequest, settings: Settings) -> Any:
     """Parks the draft although others need it."""
     if isinstance(ask.effect, UnloadModel):
         return models, None
@@ -367,11 +367,11 @@ def test_a_loss_that_the_holder_never_hears_of_is_noticed(monkeypatch: pytest.Mo
 def test_an_answer_that_is_said_again_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     arrow = TABLE[Recovering, Decoded].arrow
 
-    def forgetting(state: Recovering, event: Decoded, known: Known) -> Any:
+    def forgetting(state: Recovering, event: Decoded, known: DecisionContext) -> Any:
         then = arrow(state, event, known)
         if not isinstance(then.state, Waiting):
             return then
-        return Then(Waiting(evolve(then.state.prompt, heard=())))
+        return Transition(Waiting(evolve(then.state.prompt, heard=())))
 
     monkeypatch.setattr(states.world, "TABLE", changed((Recovering, Decoded), forgetting))
     assert caught()
@@ -479,6 +479,6 @@ def test_every_token_is_streamed_once() -> None:
             out.effect.tokens
             for _, outs in simulator.history
             for out in outs
-            if isinstance(out, Ask) and out.request == request and isinstance(out.effect, EmitTokens)
+            if isinstance(out, EffectRequest) and out.request == request and isinstance(out.effect, EmitTokens)
         ]
         assert sum(said, ()) == client.tokens

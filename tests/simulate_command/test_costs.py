@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 from engine.tools.simulation.recorded_trace import read_recorded
 from engine.tools.simulation.simulated_costs import Costs, Measured, line, read_costs
 from states.rates import prefill_time
@@ -76,5 +76,5 @@ def test_a_file_changes_what_it_names(tmp_path: Path) -> None:
 def test_what_is_no_cost_is_refused(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "mine.json"
     path.write_text(text)
-    with pytest.raises(Refusal, match=said):
+    with pytest.raises(UserError, match=said):
         read_costs(path, Costs())

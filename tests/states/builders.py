@@ -7,7 +7,7 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from effects.all import Ask, Effect
+from effects.all import Effect, EffectRequest
 from effects.compression import Compressed, Compression
 from effects.ids import RequestId, SlotId, Tier, Tokens
 from effects.job import Job, Report
@@ -22,9 +22,9 @@ from states.request_states import (
     Parking,
     Prefilling,
     Prompt,
-    Remains,
+    RequestRemainder,
     Restoring,
-    Seat,
+    SlotLease,
     Snapshotting,
     Speculating,
     Speculation,
@@ -33,7 +33,7 @@ from states.request_states import (
     Waiting,
 )
 from states.residency import Resolved
-from states.settings import Known, Settings
+from states.settings import DecisionContext, Settings
 from states.slots import Slot, Slots
 
 HERE = SlotId(0)
@@ -80,8 +80,8 @@ class Flat:
     accepted: int = 0
 
     @property
-    def early(self) -> tuple[Seat, Prompt]:
-        seat = Seat(self.slot, self.valid, self.restored, self.tier, self.ahead)
+    def early(self) -> tuple[SlotLease, Prompt]:
+        seat = SlotLease(self.slot, self.valid, self.restored, self.tier, self.ahead)
         return seat, Prompt(
             self.job, self.prompt, self.compressed, self.compression, self.shared, self.stored, self.miss
         )
@@ -95,8 +95,8 @@ class Flat:
         return Generated(self.answer, self.decode_steps, self.proposed, self.accepted)
 
     @property
-    def remains(self) -> Remains:
-        return Remains(*self.early, self.answer, None if self.control is None else "draft")
+    def remains(self) -> RequestRemainder:
+        return RequestRemainder(*self.early, self.answer, None if self.control is None else "draft")
 
 
 def a(state: type, flat: Flat, *more: Any, **named: Any) -> Any:
@@ -111,8 +111,8 @@ def a(state: type, flat: Flat, *more: Any, **named: Any) -> Any:
     return state(*parts, *more, **named)
 
 
-def knowing(settings: Settings = PLAIN, **rates: Any) -> Known:
-    return Known(settings, Rates(**rates))
+def knowing(settings: Settings = PLAIN, **rates: Any) -> DecisionContext:
+    return DecisionContext(settings, Rates(**rates))
 
 
 def leased(settings: Settings = DRAFT, **changes: Any) -> control.SpeculationControl:
@@ -160,5 +160,5 @@ def a_waiting(job: Job | None = None, **changes: Any) -> Waiting:
     return Waiting(Prompt(job, job.prompt, **changes))
 
 
-def asks(request: RequestId, *effects: Effect) -> tuple[Ask, ...]:
-    return tuple(Ask(request, effect) for effect in effects)
+def asks(request: RequestId, *effects: Effect) -> tuple[EffectRequest, ...]:
+    return tuple(EffectRequest(request, effect) for effect in effects)

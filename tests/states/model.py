@@ -31,7 +31,7 @@ from states.machine import IllegalEvent, Table, step
 from states.rates import Rates
 from states.request_states import Done, Draining, Held, New, Parking, Releasing, Snapshotting, Waiting, remains
 from states.residency import Resolved, after_use
-from states.settings import Known, Settings
+from states.settings import DecisionContext, Settings
 
 STOP = 0
 JOB = Job(prompt=(1, 2, 3, 4), max_tokens=2, stop_tokens=(STOP,), compression=Compression("auto", 2, 500))
@@ -91,7 +91,7 @@ Arm: TypeAlias = tuple[type, ...]
 
 @frozen(cache_hash=True)
 class Node:
-    known: Known = field(eq=id)  # one for each settings: a walk compares nodes by the hundred thousand
+    known: DecisionContext = field(eq=id)  # one for each settings: a walk compares nodes by the hundred thousand
     state: Any
     flying: frozenset[Effect] = frozenset()
     lease: bool = False  # a hit in the store is held, and nothing in flight will let go of it
@@ -207,7 +207,7 @@ def explore(rows: Table, all_settings: tuple[Settings, ...] = SETTINGS, until: s
     """until: a fault, and nothing is looked for once it is found."""
     walk = Walk()
     for settings in all_settings:
-        start = Node(Known(settings, RATES if settings.block_size == 1 else Rates()), New())
+        start = Node(DecisionContext(settings, RATES if settings.block_size == 1 else Rates()), New())
         todo, seen = deque([start]), {start: start}
         while todo and until not in walk.faults:
             node = todo.popleft()

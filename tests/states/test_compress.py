@@ -28,12 +28,12 @@ from states.request_states import (
     Parking,
     Prefilling,
     Releasing,
-    Seat,
+    SlotLease,
     Unparking,
     Yielding,
 )
 from states.residency import Resolved
-from states.settings import Known, Settings
+from states.settings import DecisionContext, Settings
 from states.world import advance, begin
 from tests.states.builders import (
     EVERYTHING,
@@ -104,7 +104,7 @@ def test_it_is_kept_where_the_policy_says_so() -> None:
 def test_only_rows_that_the_compressed_prompt_shares_stay_valid() -> None:
     before = some(PFLASH, valid=8, restored=8, tier="device", miss="")
     then = compress.compressed(a(Compressing, before), MADE, knowing(PFLASH))
-    assert then.state.seat == Seat(HERE, 4, 4, "device", 0)
+    assert then.state.seat == SlotLease(HERE, 4, 4, "device", 0)
 
 
 def test_of_another_prompt_that_is_served_the_state_stays_where_both_agree() -> None:
@@ -112,7 +112,7 @@ def test_of_another_prompt_that_is_served_the_state_stays_where_both_agree() -> 
     for valid, stays in ((4, 4), (8, 0)):
         before = some(stateful, valid=valid, restored=valid, tier="device", ahead=4, miss="")
         then = compress.compressed(a(Compressing, before), MADE, knowing(stateful))
-        assert then.state.seat == Seat(HERE, stays, stays, "device" if stays else "none", 4 - stays)
+        assert then.state.seat == SlotLease(HERE, stays, stays, "device" if stays else "none", 4 - stays)
 
 
 def test_a_compressed_prompt_is_not_compared_again_and_what_was_shared_is_remembered() -> None:
@@ -200,7 +200,7 @@ def test_what_scoring_takes_is_learned_and_what_speaks_against_it_fades() -> Non
     assert world.models["drafter"].leases == (ONE,)
     world, _ = advance(world, ForRequest(ONE, ModelUnloaded(9)))
     assert world.models["drafter"].place == "released"
-    slow = Known(world.settings, world.rates)
+    slow = DecisionContext(world.settings, world.rates)
     assert policy.compress(slow, a_waiting().prompt, 20) == policy.Decision(go=False, reason="does_not_pay")
     world, _ = advance(begin(evolve(PFLASH, rates=world.rates)), ForRequest(ONE, Submitted(job)))
     assert isinstance(world.requests[ONE], Prefilling)

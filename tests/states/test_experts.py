@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from effects.all import Ask
+from effects.all import EffectRequest
 from effects.experts import PlaceExperts
 from effects.ids import ENGINE
 from states.events import ExpertsUsed, ForEngine
@@ -66,7 +66,7 @@ def test_the_world_tells_the_device_who_moves_and_only_that() -> None:
     world = world_of(Settings(experts=4, expert_places=1))
     check(world)
     world, outs = advance(world, ForEngine(ExpertsUsed((0, 0, 9, 0))))
-    assert outs == (Ask(ENGINE, PlaceExperts(((0, 2),))),)
+    assert outs == (EffectRequest(ENGINE, PlaceExperts(((0, 2),))),)
     check(world)
     assert advance(world, ForEngine(ExpertsUsed((0, 0, 9, 0))))[1] == ()
     for counts in ((1, 2), (), (1, 1, 1, -1)):

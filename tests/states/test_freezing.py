@@ -21,7 +21,7 @@ from states.phases import report
 from states.rates import Rates
 from states.request_states import Compressing, Done, Prefilling, Releasing, begun
 from states.scope import opened, select
-from states.settings import Known, Settings
+from states.settings import DecisionContext, Settings
 from states.world import advance, begin
 from tests.states.builders import ONE, PFLASH, PROMPT, STORE, Flat, a, a_job, a_waiting, knowing, some
 from tests.states.test_compress import RELEASE
@@ -99,7 +99,7 @@ def test_the_gate(settings: Settings, changes: Any, state: Any, expected: tuple[
 def test_auto_freezes_what_fits_only_where_this_very_turn_gains(
     drafter: int, prefill: int, missing: int, pays: bool
 ) -> None:
-    known = Known(PFLASH, Rates(prefill=(prefill,) if prefill else (), drafter=drafter))
+    known = DecisionContext(PFLASH, Rates(prefill=(prefill,) if prefill else (), drafter=drafter))
     prompt = begun(job(mode="auto", threshold=10))
     assert policy.compress(known, prompt, missing) == policy.Decision(pays, "aged" if pays else "does_not_pay")
     assert policy.compress(known, begun(job()), missing).go, "always is always"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from effects.all import Ask, Launch
+from effects.all import EffectRequest, Launch
 from effects.decode import Decoded, RunDecode
 from effects.ids import RequestId, SlotId
 from effects.prefill import RunPrefill
@@ -16,38 +16,38 @@ from states import lane, launch_prices
 from states import speculation_control as control
 from states.lane import Answer, Lane
 from states.rates import Rates
-from states.request_states import Generated, Prefilling, Seat, Speculating, State, Undrafted
+from states.request_states import Generated, Prefilling, SlotLease, Speculating, State, Undrafted
 from states.residency import Models, Residence
 from tests.states.builders import DRAFT, ONE, PLAIN, SCOPED, TWO, a, prefilled
 
 NOBODY: Models = {"draft": Residence()}
 
 
-def chunk(request: int) -> Ask:
-    return Ask(RequestId(request), RunPrefill(SlotId(request), 0, 8))
+def chunk(request: int) -> EffectRequest:
+    return EffectRequest(RequestId(request), RunPrefill(SlotId(request), 0, 8))
 
 
-def a_decode(request: int, propose: int = 0) -> Ask:
-    return Ask(RequestId(request), RunDecode(SlotId(request), 20, 7, propose))
+def a_decode(request: int, propose: int = 0) -> EffectRequest:
+    return EffectRequest(RequestId(request), RunDecode(SlotId(request), 20, 7, propose))
 
 
-def alone(request: int, steps: int, propose: int = 0) -> Ask:
-    return Ask(RequestId(request), RunDecode(SlotId(request), 20, 7, propose, steps=steps))
+def alone(request: int, steps: int, propose: int = 0) -> EffectRequest:
+    return EffectRequest(RequestId(request), RunDecode(SlotId(request), 20, 7, propose, steps=steps))
 
 
-def unpark(request: int) -> Ask:
-    return Ask(RequestId(request), LoadModel("draft"))
+def unpark(request: int) -> EffectRequest:
+    return EffectRequest(RequestId(request), LoadModel("draft"))
 
 
-def park(request: int) -> Ask:
-    return Ask(RequestId(request), UnloadModel("draft"))
+def park(request: int) -> EffectRequest:
+    return EffectRequest(RequestId(request), UnloadModel("draft"))
 
 
-def choose(*waiting: Ask, decode_last: bool = False, models: Models = NOBODY, settings: Any = DRAFT) -> Any:
+def choose(*waiting: EffectRequest, decode_last: bool = False, models: Models = NOBODY, settings: Any = DRAFT) -> Any:
     return lane.choose(Lane(waiting, (), decode_last), models, settings, {}, Rates())
 
 
-def launched(*waiting: Ask, **changes: Any) -> tuple[Ask, ...]:
+def launched(*waiting: EffectRequest, **changes: Any) -> tuple[EffectRequest, ...]:
     after, _, chosen = choose(*waiting, **changes)
     assert isinstance(chosen, Launch)
     assert after.running == chosen.asks
@@ -70,11 +70,11 @@ def test_rounds_come_first_and_then_take_turns_with_everything_else() -> None:
 
 
 def test_of_a_prefill_of_several_chunks_one_runs_where_somebody_decodes() -> None:
-    many = Ask(RequestId(1), RunPrefill(SlotId(1), 8, 40, checkpoint=True))
+    many = EffectRequest(RequestId(1), RunPrefill(SlotId(1), 8, 40, checkpoint=True))
     assert launched(many) == (many,)
     assert launched(many, chunk(2)) == (many,)
     (one,) = lane.choose(Lane((many, a_decode(2)), (), True), NOBODY, DRAFT, {}, Rates())[2].asks  # type: ignore[union-attr]
-    assert one == Ask(RequestId(1), RunPrefill(SlotId(1), 8, 8 + DRAFT.chunk))
+    assert one == EffectRequest(RequestId(1), RunPrefill(SlotId(1), 8, 8 + DRAFT.chunk))
 
 
 def test_everything_but_decode_steps_goes_alone_and_in_order_of_arrival() -> None:
@@ -84,8 +84,8 @@ def test_everything_but_decode_steps_goes_alone_and_in_order_of_arrival() -> Non
 MIXED = evolve(DRAFT, chunk=64, mixed_rows=16)
 
 
-def a_prompt(request: int, start: int, stop: int, **changes: Any) -> Ask:
-    return Ask(RequestId(request), RunPrefill(SlotId(request), start, stop, **changes))
+def a_prompt(request: int, start: int, stop: int, **changes: Any) -> EffectRequest:
+    return EffectRequest(RequestId(request), RunPrefill(SlotId(request), start, stop, **changes))
 
 
 def test_decode_steps_take_the_next_rows_of_a_prompt_with_them_and_propose_nothing() -> None:
@@ -126,7 +126,7 @@ def test_a_prompt_that_ends_sooner_leaves_rows_of_a_mixed_forward_empty() -> Non
     ],
     ids=["turned off", "stateful", "narrow", "logprobs", "no prompt"],
 )
-def test_what_cannot_go_with_decode_steps_takes_turns_with_them(asked: Ask, settings: Any) -> None:
+def test_what_cannot_go_with_decode_steps_takes_turns_with_them(asked: EffectRequest, settings: Any) -> None:
     company, away = tuple(a_decode(number) for number in range(2, 6)), {"draft": Residence("parked")}
     for decode_last in (False, True):
         chosen = choose(asked, *company, decode_last=decode_last, models=away, settings=settings)[2]
@@ -139,7 +139,7 @@ def reading(**missing: int) -> dict[RequestId, State]:
     states = dict[RequestId, State]()
     for name, rows in missing.items():
         prompt = evolve(a(Prefilling, prefilled(DRAFT)).prompt, tokens=(7,) * (rows + 1))
-        states[RequestId(int(name[1:]))] = Prefilling(Seat(SlotId(0)), prompt, Undrafted(""))
+        states[RequestId(int(name[1:]))] = Prefilling(SlotLease(SlotId(0)), prompt, Undrafted(""))
     return states
 
 
@@ -295,7 +295,9 @@ def test_who_decodes_joins_those_who_do(changes: Any, settings: Any, joins: bool
         ((alone(1, 30), alone(2, 30), chunk(3)), 1),
     ],
 )
-def test_decode_steps_go_on_alone_while_nobody_waits_and_nobody_ends(waiting: tuple[Ask, ...], steps: int) -> None:
+def test_decode_steps_go_on_alone_while_nobody_waits_and_nobody_ends(
+    waiting: tuple[EffectRequest, ...], steps: int
+) -> None:
     after, _, chosen = choose(*waiting)
     assert isinstance(chosen, Launch)
     assert {ask.effect.steps for ask in chosen.asks if isinstance(ask.effect, RunDecode)} == {steps}

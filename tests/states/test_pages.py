@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from attrs import evolve
 
-from effects.all import Ask
+from effects.all import EffectRequest
 from effects.compression import Compression
 from effects.decode import RunDecode
 from effects.ids import PageId, RequestId
@@ -14,7 +14,7 @@ from effects.prefill import OpenSlot
 from states import page_growth, pages, slots
 from states.events import ForRequest, Submitted
 from states.pages import Pages
-from states.request_states import Generated, Prompt, Seat, Speculating, State, Undrafted, Waiting
+from states.request_states import Generated, Prompt, SlotLease, Speculating, State, Undrafted, Waiting
 from states.settings import Settings
 from states.slots import Slot, Slots
 from states.world import advance, begin
@@ -34,7 +34,7 @@ def job(prompt: tuple[int, ...] = PROMPT, max_tokens: int = 3, **more: object) -
 
 
 def decoding(one: Job, slot: int, said: int = 0) -> State:
-    seat = Seat(slots.SlotId(slot), len(one.prompt) - 1 + said)
+    seat = SlotLease(slots.SlotId(slot), len(one.prompt) - 1 + said)
     return Speculating(seat, Prompt(one, one.prompt), Undrafted("declined"), Generated((1,) * said))
 
 
@@ -137,16 +137,18 @@ def test_who_finds_too_few_pages_waits_until_some_come_free_and_nobody_passes() 
 def test_an_answer_takes_pages_as_it_grows_and_waits_where_there_are_none() -> None:
     requests = {TWO: decoding(job(max_tokens=40), 0, said=4), THREE: decoding(job(PROMPT[::-1], 10), 1)}
     before = house(Slot(holder=TWO, pages=ids(0, 1, 2)), Slot(holder=THREE, pages=ids(3, 4, 5)))
-    first = Ask(TWO, RunDecode(slots.SlotId(0), 24, 1))
+    first = EffectRequest(TWO, RunDecode(slots.SlotId(0), 24, 1))
     after, ask = page_growth.grown(before, first, requests, POOL)
     assert ask is not None
     assert isinstance(ask.effect, RunDecode)
     assert (ask.effect.pages, after.slots[0].pages) == (ids(6), ids(0, 1, 2, 6))
-    stuck, none = page_growth.grown(after, Ask(TWO, RunDecode(slots.SlotId(0), 32, 1)), requests, POOL)
+    stuck, none = page_growth.grown(after, EffectRequest(TWO, RunDecode(slots.SlotId(0), 32, 1)), requests, POOL)
     assert none is None  # the last page is for the other, who can end with it
     assert stuck.short == {TWO}
-    assert page_growth.grown(stuck, Ask(THREE, RunDecode(slots.SlotId(1), 24, 1)), requests, POOL)[1] is not None
-    within = Ask(TWO, RunDecode(slots.SlotId(0), 28, 1, propose=7))
+    assert (
+        page_growth.grown(stuck, EffectRequest(THREE, RunDecode(slots.SlotId(1), 24, 1)), requests, POOL)[1] is not None
+    )
+    within = EffectRequest(TWO, RunDecode(slots.SlotId(0), 28, 1, propose=7))
     _, less = page_growth.grown(after, within, requests, POOL)
     assert less is not None
     assert isinstance(less.effect, RunDecode)
@@ -156,7 +158,7 @@ def test_an_answer_takes_pages_as_it_grows_and_waits_where_there_are_none() -> N
 def test_an_idle_sequence_gives_its_pages_to_an_answer_that_grows() -> None:
     requests = {TWO: decoding(job(max_tokens=40), 0, said=4)}
     before = house(Slot(holder=TWO, pages=ids(0, 1, 2)), Slot(tuple(range(40)), None, 1, pages=ids(3, 4, 5, 6, 7)))
-    after, ask = page_growth.grown(before, Ask(TWO, RunDecode(slots.SlotId(0), 24, 1)), requests, POOL)
+    after, ask = page_growth.grown(before, EffectRequest(TWO, RunDecode(slots.SlotId(0), 24, 1)), requests, POOL)
     assert ask is not None
     assert [slot.pages for slot in after.slots[:2]] == [ids(0, 1, 2, 3), ()]
     assert after.slots[1].tokens == ()
@@ -164,7 +166,7 @@ def test_an_idle_sequence_gives_its_pages_to_an_answer_that_grows() -> None:
 
 def test_a_slot_is_opened_with_its_pages() -> None:
     world, out = advance(begin(POOL), ForRequest(ONE, Submitted(job())))
-    opened = [ask.effect for ask in out if isinstance(ask, Ask) and isinstance(ask.effect, OpenSlot)]
+    opened = [ask.effect for ask in out if isinstance(ask, EffectRequest) and isinstance(ask.effect, OpenSlot)]
     assert [one.pages for one in opened] == [ids(0, 1, 2)]
     assert world.slots.slots[0].pages == ids(0, 1, 2)
 

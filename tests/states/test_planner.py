@@ -16,8 +16,8 @@ from effects.restore import BlocksRestored
 from states import policy, rates
 from states.events import ForRequest, Submitted
 from states.rates import Rates, filled, load_time, prefill_time, span_of
-from states.request_states import Prefilling, Prompt, Restoring, Seat
-from states.settings import Known
+from states.request_states import Prefilling, Prompt, Restoring, SlotLease
+from states.settings import DecisionContext
 from states.world import advance, begin
 from tests.states.builders import (
     HERE,
@@ -111,8 +111,8 @@ def test_which_checkpoint_is_gone_on_from(
     valid: int, ahead: int, there: tuple[int, ...], load_time: int, expected: tuple[int, int] | None
 ) -> None:
     """Computing takes 100 a token; a checkpoint weighs as much as 200 rows."""
-    known = Known(evolve(STATEFUL, state_tokens=200), Rates(prefill=(100,), disk=load_time))
-    assert policy.load(known, Seat(HERE, valid, ahead=ahead), LONG, there, "disk") == expected
+    known = DecisionContext(evolve(STATEFUL, state_tokens=200), Rates(prefill=(100,), disk=load_time))
+    assert policy.load(known, SlotLease(HERE, valid, ahead=ahead), LONG, there, "disk") == expected
 
 
 @given(
@@ -122,8 +122,8 @@ def test_which_checkpoint_is_gone_on_from(
     st.lists(st.integers(1, 60), max_size=4, unique=True).map(sorted),
 )
 def test_no_other_checkpoint_would_be_better(rates: Rates, state: int, held: tuple[int, int], there: list[int]) -> None:
-    known = Known(evolve(STATEFUL, state_tokens=state), rates)
-    seat = Seat(HERE, 4 * held[0], ahead=4 * held[1])
+    known = DecisionContext(evolve(STATEFUL, state_tokens=state), rates)
+    seat = SlotLease(HERE, 4 * held[0], ahead=4 * held[1])
     beyond = [16 * at for at in there if 16 * at > seat.valid]
     chosen = policy.load(known, seat, LONG, beyond, "disk")
     took = {at: policy.resumed(known, seat, LONG, at, "disk") for at in (seat.valid, *beyond)}

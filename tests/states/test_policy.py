@@ -16,7 +16,7 @@ from states.policy import Decision
 from states.rates import Rates
 from states.request_states import usable
 from states.sequences import common, whole_blocks
-from states.settings import Known, Settings
+from states.settings import DecisionContext, Settings
 from tests.states.builders import (
     DRAFT,
     EVERYTHING,
@@ -86,7 +86,7 @@ def asking(**changes: Any) -> Job:
     ],
 )
 def test_compress(settings: Settings, changes: dict[str, Any], missing: int, decision: Decision) -> None:
-    assert policy.compress(Known(settings), some(settings, **changes).early[1], missing) == decision
+    assert policy.compress(DecisionContext(settings), some(settings, **changes).early[1], missing) == decision
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_compress(settings: Settings, changes: dict[str, Any], missing: int, dec
     ],
 )
 def test_compression_is_weighed_against_computing(drafter: int, missing: int, decision: Decision) -> None:
-    known = Known(PFLASH, Rates(prefill=(10,), drafter=drafter))
+    known = DecisionContext(PFLASH, Rates(prefill=(10,), drafter=drafter))
     assert policy.compress(known, some(PFLASH).early[1], missing) == decision
 
 

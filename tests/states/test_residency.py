@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from attrs import evolve, frozen
 
-from effects.all import Ask, Effect, Launch
+from effects.all import Effect, EffectRequest, Launch
 from effects.decode import Decoded, RunDecode
 from effects.ids import MAIN, DeviceFailed, RequestId
 from effects.job import Job
@@ -98,12 +98,12 @@ def test_at_boot_a_draft_is_where_it_goes_when_nobody_needs_it(after: Any, place
     assert boot(evolve(PLAIN, residency=Resolved("auto", after))) == {"draft": Residence(place)}  # type: ignore[arg-type]
 
 
-def unpark(request: int) -> Ask:
-    return Ask(RequestId(request), LoadModel("draft"))
+def unpark(request: int) -> EffectRequest:
+    return EffectRequest(RequestId(request), LoadModel("draft"))
 
 
-def park(request: int, *, release: bool = False) -> Ask:
-    return Ask(RequestId(request), UnloadModel("draft", keep=not release))
+def park(request: int, *, release: bool = False) -> EffectRequest:
+    return EffectRequest(RequestId(request), UnloadModel("draft", keep=not release))
 
 
 def test_the_first_to_need_a_draft_leases_it_once_it_is_there() -> None:

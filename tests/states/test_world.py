@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from effects.all import Ask, Effect, Launch
+from effects.all import Effect, EffectRequest, Launch
 from effects.compression import Compressed
 from effects.decode import Decoded, RunDecode
 from effects.ids import MAIN, PROMPTS, DeviceFailed, LaneId, RequestId, SlotId
@@ -17,7 +17,7 @@ from effects.pflash import CompressPrompt, PromptScored
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.scope import Selection
-from effects.stream import Abandon, CloseStream, EmitTokens, Halt, ReportProgress
+from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress, StopLaunch
 from states import lane, launch_prices
 from states import speculation_control as control
 from states.events import Cancelled, Event, ForEngine, ForModel, ForRequest, SlotsLost, Submitted
@@ -66,14 +66,14 @@ def submitted(request: RequestId, **changes: Any) -> tuple[RequestId, Event]:
 
 
 def alone(request: RequestId, effect: Any) -> Launch:
-    return Launch((Ask(request, effect),))
+    return Launch((EffectRequest(request, effect),))
 
 
 def test_a_request_is_admitted_and_launched_in_the_event_that_submits_it() -> None:
     world, outs = after(PLAIN, submitted(ONE))
     assert outs == (
-        Ask(ONE, ReportProgress(0, 21, 0)),
-        Ask(ONE, OpenSlot(HERE, HERE, 0, PROMPT, a_job().sampling, a_job().stop_tokens)),
+        EffectRequest(ONE, ReportProgress(0, 21, 0)),
+        EffectRequest(ONE, OpenSlot(HERE, HERE, 0, PROMPT, a_job().sampling, a_job().stop_tokens)),
         alone(ONE, RunPrefill(HERE, 0, 8)),
     )
     assert world.requests == {ONE: a(Prefilling, some())}
@@ -92,10 +92,10 @@ def test_a_first_token_is_read_for_until_it_is_there_and_hurried_for_where_it_wa
 
 def test_a_full_house_lets_wait_and_a_full_queue_refuses() -> None:
     world, outs = after(SMALL, submitted(ONE), submitted(TWO))
-    assert outs == (Ask(TWO, ReportProgress(0, 21, 0)),)
+    assert outs == (EffectRequest(TWO, ReportProgress(0, 21, 0)),)
     assert world.requests[TWO] == a_waiting()
     refused, outs = advance(world, ForRequest(THREE, Submitted(a_job())))
-    assert outs == (Ask(THREE, CloseStream("queue_full", Report(0), "1 requests are waiting already")),)
+    assert outs == (EffectRequest(THREE, CloseStream("queue_full", Report(0), "1 requests are waiting already")),)
     assert refused == world
 
 
@@ -106,7 +106,7 @@ def test_without_a_queue_a_free_slot_is_still_given() -> None:
 
 def test_a_cancelled_place_in_the_queue_is_free_again() -> None:
     world, outs = after(SMALL, submitted(ONE), submitted(TWO), (TWO, GONE))
-    assert outs == (Ask(TWO, CloseStream("cancelled", Report(21), "client_gone")),)
+    assert outs == (EffectRequest(TWO, CloseStream("cancelled", Report(21), "client_gone")),)
     assert (world.slots.waiting, list(world.requests)) == ((), [ONE])
 
 
@@ -120,9 +120,9 @@ def test_the_next_in_the_queue_gets_the_slot_in_the_event_that_frees_it() -> Non
     closing = Report(prompt_tokens=1, completion_tokens=1, decode_steps=1, cache=NOT_KEPT, **told)
     closing = evolve(closing, compression=Compressed(1, "no_drafter"))
     assert outs == (
-        Ask(ONE, EmitTokens((7,))),
-        Ask(ONE, CloseStream("length", closing)),
-        Ask(TWO, OpenSlot(HERE, HERE, 0, PROMPT, a_job().sampling, a_job().stop_tokens)),
+        EffectRequest(ONE, EmitTokens((7,))),
+        EffectRequest(ONE, CloseStream("length", closing)),
+        EffectRequest(TWO, OpenSlot(HERE, HERE, 0, PROMPT, a_job().sampling, a_job().stop_tokens)),
         alone(TWO, RunPrefill(HERE, 0, 8)),
     )
     assert world.slots.slots == (Slot(holder=TWO, used=1),)
@@ -145,7 +145,7 @@ def test_a_cancellation_of_somebody_who_left_or_never_came_changes_nothing() -> 
 def test_a_cancelled_request_that_only_waits_for_the_device_is_gone_at_once() -> None:
     world, outs = after(PLAIN, submitted(ONE), submitted(TWO), (TWO, GONE))
     closing = CloseStream("cancelled", report(knowing(), a(Prefilling, some())), "client_gone")
-    assert outs == (Ask(TWO, closing), Ask(TWO, Abandon()))
+    assert outs == (EffectRequest(TWO, closing), EffectRequest(TWO, Abandon()))
     assert list(world.requests) == [ONE]
 
 
@@ -163,42 +163,42 @@ def test_a_cancelled_request_whose_work_runs_drains_until_it_answers() -> None:
 def test_two_decode_steps_that_wait_become_one_launch() -> None:
     one, two, other = submitted(ONE, prompt=(1,)), submitted(TWO, prompt=(2,)), submitted(THREE)
     world, outs = after(evolve(PLAIN, slots=4), other, one, two, (THREE, PrefillAdvanced(8)))
-    first, second = Ask(ONE, RunDecode(SlotId(1), 0, 1)), Ask(TWO, RunDecode(SlotId(2), 0, 2))
+    first, second = EffectRequest(ONE, RunDecode(SlotId(1), 0, 1)), EffectRequest(TWO, RunDecode(SlotId(2), 0, 2))
     assert outs[-1] == Launch((first, second)), "of one step, since the prompt has more"
     world, outs = advance(world, ForRequest(TWO, Decoded((8,))))
-    assert outs == (Ask(TWO, EmitTokens((8,))),), "the batch has not come back yet"
+    assert outs == (EffectRequest(TWO, EmitTokens((8,))),), "the batch has not come back yet"
     world, outs = advance(world, ForRequest(ONE, Decoded((9,))))
-    assert outs[-1] == Launch((Ask(THREE, RunPrefill(HERE, 8, 16)),)), "in turn"
+    assert outs[-1] == Launch((EffectRequest(THREE, RunPrefill(HERE, 8, 16)),)), "in turn"
 
 
 def test_who_decodes_joins_the_launch_that_goes_on_and_leaves_it_alone() -> None:
     joins = partial(Launch, joins=True)
     world, outs = after(evolve(PLAIN, slots=4), submitted(ONE, prompt=(1,)), submitted(TWO, prompt=(2,)))
-    assert outs[-1] == joins((Ask(TWO, RunDecode(SlotId(1), 0, 2, steps=6)),))
+    assert outs[-1] == joins((EffectRequest(TWO, RunDecode(SlotId(1), 0, 2, steps=6)),))
     world, outs = advance(world, ForRequest(ONE, Decoded((7, 8), steps=2, accepted=0, more=True)))
-    assert outs == (Ask(ONE, EmitTokens((7, 8))),)
+    assert outs == (EffectRequest(ONE, EmitTokens((7, 8))),)
     world, outs = advance(world, ForRequest(TWO, Decoded((9,), more=True)))
     world, outs = advance(world, ForRequest(ONE, Decoded((0,))))
     assert [type(out.effect) for out in outs] == [EmitTokens, CloseStream], "the other one is at it"
     world, outs = advance(world, ForRequest(*submitted(THREE, prompt=(3,))))
-    assert outs[-1] == joins((Ask(THREE, RunDecode(SlotId(2), 0, 3, steps=6)),))
+    assert outs[-1] == joins((EffectRequest(THREE, RunDecode(SlotId(2), 0, 3, steps=6)),))
     world, outs = advance(world, ForRequest(*submitted(RequestId(4))))
-    assert outs[-1] == Ask(TWO, Halt()), "a prompt waits for the lane"
+    assert outs[-1] == EffectRequest(TWO, StopLaunch()), "a prompt waits for the lane"
     world, outs = advance(world, ForRequest(THREE, Decoded((9,))))
-    assert outs == (Ask(THREE, EmitTokens((9,))),), "nobody joins what has been told to end"
+    assert outs == (EffectRequest(THREE, EmitTokens((9,))),), "nobody joins what has been told to end"
 
 
 def test_a_launch_goes_on_until_somebody_waits_for_the_lane() -> None:
     world, outs = after(PLAIN, submitted(ONE, prompt=(1,), max_tokens=9))
     assert outs[-1] == alone(ONE, RunDecode(HERE, 0, 1, steps=9))
     world, outs = advance(world, ForRequest(ONE, Decoded((7,), more=True)))
-    assert outs == (Ask(ONE, EmitTokens((7,))),), "it is under way"
+    assert outs == (EffectRequest(ONE, EmitTokens((7,))),), "it is under way"
     world, outs = advance(world, ForRequest(*submitted(TWO)))
-    assert outs[-1] == Ask(ONE, Halt())
+    assert outs[-1] == EffectRequest(ONE, StopLaunch())
     world, outs = advance(world, ForRequest(*submitted(THREE)))
-    assert Ask(ONE, Halt()) not in outs, "once"
+    assert EffectRequest(ONE, StopLaunch()) not in outs, "once"
     world, outs = advance(world, ForRequest(ONE, Decoded((8, 9), steps=2, accepted=0)))
-    assert outs == (Ask(ONE, EmitTokens((8, 9))), alone(TWO, RunPrefill(SlotId(1), 0, 8)))
+    assert outs == (EffectRequest(ONE, EmitTokens((8, 9))), alone(TWO, RunPrefill(SlotId(1), 0, 8)))
     state = world.requests[ONE]
     assert isinstance(state, Speculating)
     assert (state.answer.decode_steps, state.seat.valid) == (3, 3)
@@ -242,7 +242,10 @@ def test_a_draft_is_brought_in_once_for_two_and_leaves_with_the_last() -> None:
     events = submitted(ONE, **one), submitted(TWO, **two), (ONE, ModelLoaded(9))
     world, outs = after(SCOPED, *events)
     assert world.models["draft"] == Residence("loaded", (ONE, TWO), size=9, moved=9, loads=1)
-    decode_steps = Ask(ONE, RunDecode(HERE, 0, 1, propose=1)), Ask(TWO, RunDecode(SlotId(1), 0, 2, propose=1))
+    decode_steps = (
+        EffectRequest(ONE, RunDecode(HERE, 0, 1, propose=1)),
+        EffectRequest(TWO, RunDecode(SlotId(1), 0, 2, propose=1)),
+    )
     assert outs == (Launch(decode_steps),)
     world, _ = after(SCOPED, *events, (ONE, Decoded((7, 8), 1)))
     assert list(world.requests) == [ONE, TWO], "the batch is not back yet"
@@ -259,15 +262,15 @@ def test_a_second_device_is_a_place_in_the_settings() -> None:
     beside = LaneId(1)
     apart = evolve(PLAIN, drafter=1000, drafter_lane=beside)
     world, outs = after(apart, submitted(ONE, prompt=(1,)), submitted(TWO))
-    assert outs[-1] == Launch((Ask(TWO, LoadModel("drafter")),), beside)
+    assert outs[-1] == Launch((EffectRequest(TWO, LoadModel("drafter")),), beside)
     world, outs = advance(world, ForRequest(TWO, ModelLoaded(9, name="drafter")))
-    assert outs == (Launch((Ask(TWO, CompressPrompt(0, PROMPT, keep=5, most=58)),), beside),)
+    assert outs == (Launch((EffectRequest(TWO, CompressPrompt(0, PROMPT, keep=5, most=58)),), beside),)
     assert [ask.request for ask in world.lanes[MAIN].running] == [ONE]
     world, outs = advance(world, ForRequest(TWO, PromptScored(8)))
-    assert outs == (Launch((Ask(TWO, CompressPrompt(8)),), beside),)
+    assert outs == (Launch((EffectRequest(TWO, CompressPrompt(8)),), beside),)
     world, _ = advance(world, ForRequest(TWO, GONE))
     world, outs = advance(world, ForRequest(TWO, PromptScored(16)))
-    assert outs == (Launch((Ask(TWO, UnloadModel("drafter", keep=False)),), beside),)
+    assert outs == (Launch((EffectRequest(TWO, UnloadModel("drafter", keep=False)),), beside),)
     world, _ = advance(world, ForRequest(TWO, ModelUnloaded(9)))
     assert list(world.requests) == [ONE]
     assert world.lanes[beside].running == ()
@@ -285,14 +288,14 @@ def test_a_wide_prefill_goes_beside_decode_steps_and_its_last_rows_with_them() -
     """Who decodes goes on alone meanwhile, and is halted for the newcomer; a few rows are no reason for a lane."""
     beside = evolve(PLAIN, beside_rows=8, chunk=16)
     world, outs = after(beside, submitted(ONE, prompt=(1, 2)), (ONE, PrefillAdvanced(1)), submitted(TWO))
-    assert outs[-1] == Launch((Ask(TWO, RunPrefill(SlotId(1), 0, 16)),), PROMPTS)
+    assert outs[-1] == Launch((EffectRequest(TWO, RunPrefill(SlotId(1), 0, 16)),), PROMPTS)
     (step,) = world.lanes[MAIN].running
     assert isinstance(step.effect, RunDecode)
     world, outs = advance(world, ForRequest(ONE, Decoded((7,), more=True)))
     assert [out for out in outs if isinstance(out, Launch)] == [], "nobody waits for the lane"
     world, outs = advance(world, ForRequest(TWO, PrefillAdvanced(16)))
     check(world)
-    assert Ask(ONE, Halt()) in outs
+    assert EffectRequest(ONE, StopLaunch()) in outs
     assert world.lanes[PROMPTS].waiting == world.lanes[PROMPTS].running == ()
     world, outs = advance(world, ForRequest(ONE, Decoded((7,))))
     launches = [out for out in outs if isinstance(out, Launch)]
@@ -314,9 +317,9 @@ def test_a_prompt_that_has_its_lane_to_itself_is_read_in_one_launch_until_somebo
     assert launches_of(outs) == []
     world, outs = advance(world, ForRequest(*submitted(TWO, prompt=tuple(range(50, 90)))))
     check(world)
-    assert outs[-1] == Ask(ONE, Halt())
+    assert outs[-1] == EffectRequest(ONE, StopLaunch())
     world, outs = advance(world, ForRequest(ONE, PrefillAdvanced(32, more=True)))
-    assert Ask(ONE, Halt()) not in outs, "once"
+    assert EffectRequest(ONE, StopLaunch()) not in outs, "once"
     world, outs = advance(world, ForRequest(ONE, PrefillAdvanced(32)))
     assert launches_of(outs) == [(PROMPTS, RunPrefill(SlotId(1), 0, 16))], "it is done sooner"
     world, outs = advance(world, ForRequest(TWO, PrefillAdvanced(16)))
@@ -432,19 +435,19 @@ def test_slots_that_are_lost_are_empty_and_their_requests_wait_for_one_again() -
     world, _ = after(PLAIN, submitted(ONE), (ONE, PrefillAdvanced(8)))
     world, outs = advance(world, ForEngine(SlotsLost((HERE, SlotId(1), HERE))))
     check(world)
-    assert outs == (Ask(ONE, Abandon()),)
+    assert outs == (EffectRequest(ONE, Abandon()),)
     assert isinstance(world.requests[ONE], Recovering)
     world, outs = advance(world, ForRequest(ONE, DeviceFailed("lost", "the device died")))
     check(world)
     opening, launch = outs
-    assert isinstance(opening, Ask)
+    assert isinstance(opening, EffectRequest)
     assert isinstance(opening.effect, OpenSlot)
     assert opening.effect.keep == 0
     assert launch == alone(ONE, RunPrefill(HERE, 0, 8))
     world, outs = advance(world, ForEngine(SlotsLost((HERE,))))
     assert isinstance(world.requests[ONE], Draining)
     closing = outs[0]
-    assert isinstance(closing, Ask)
+    assert isinstance(closing, EffectRequest)
     assert isinstance(closing.effect, CloseStream)
     assert (closing.effect.finish, closing.effect.detail) == ("lost", TWICE)
     world, _ = advance(world, ForRequest(ONE, PrefillAdvanced(8)))
@@ -488,11 +491,15 @@ def test_a_launch_tells_once_what_such_launches_cost() -> None:
     quick = after(measured, one, (ONE, Decoded((7, 8), 3, ns=960)))[0]
     assert quick.rates.decode == ((0, 1, 0, 800, 0), (0, 1, 4, 980, 800)), "it caught up, and was quicker even so"
     world, outs = after(measured, one, two, (ONE, Decoded((7, 8), 3, ns=1000)))
-    assert outs[-1] == Launch((Ask(ONE, RunDecode(HERE, 2, 8)), Ask(TWO, RunDecode(SlotId(1), 0, 2)))), "measured first"
+    assert outs[-1] == Launch(
+        (EffectRequest(ONE, RunDecode(HERE, 2, 8)), EffectRequest(TWO, RunDecode(SlotId(1), 0, 2)))
+    ), "measured first"
     for request, ns in ((ONE, 1200), (TWO, 1210)):
         world, outs = advance(world, ForRequest(request, Decoded((7,), ns=ns)))
     assert world.rates.decode == (*start, (0, 2, 0, 1200, 0))
-    assert outs[-1] == Launch((Ask(ONE, RunDecode(HERE, 3, 7, 3)), Ask(TWO, RunDecode(SlotId(1), 1, 7, 3))))
+    assert outs[-1] == Launch(
+        (EffectRequest(ONE, RunDecode(HERE, 3, 7, 3)), EffectRequest(TWO, RunDecode(SlotId(1), 1, 7, 3)))
+    )
     caught_up, later = (3000, 3010), (1500, 1510)
     for both, known in ((caught_up, ()), (later, ((0, 2, 8, 1500, 1200),))):
         for request, ns in zip((ONE, TWO), both, strict=True):

@@ -24,7 +24,7 @@ from adapters.store.host_tier import HostTier
 from adapters.store.open_store import index, open_disk
 from adapters.store.store import Store
 from adapters.transfer.transfer import Transfer, transfer
-from effects.all import Ask, Launch
+from effects.all import EffectRequest, Launch
 from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, LeaseId, RequestId, SlotId, StoreFailed, Tokens
 from effects.job import Sampling
@@ -105,7 +105,7 @@ class StatefulBench:
     async def one(self, request: int, effect: object):
         if isinstance(effect, SaveSnapshot):
             return await self.moving.saver.save(RequestId(request), effect)
-        (outcome,) = await self.executor.perform(Launch((Ask(RequestId(request), effect),)))
+        (outcome,) = await self.executor.perform(Launch((EffectRequest(RequestId(request), effect),)))
         return evolve(outcome, ns=0) if hasattr(outcome, "ns") else outcome
 
     def open(

@@ -31,7 +31,7 @@ from adapters.transfer import saver as save
 from adapters.transfer.copy_rows import Mover, movers
 from adapters.transfer.saver import COURTESY, MOMENT, PATIENCE_NS
 from adapters.transfer.transfer import Transfer, transfer
-from effects.all import Ask, Launch
+from effects.all import EffectRequest, Launch
 from effects.decode import RunDecode
 from effects.ids import LeaseId, RequestId, SlotId, StoreFailed
 from effects.job import Sampling
@@ -60,7 +60,7 @@ class Bench:
     async def one(self, request: int, effect: object):
         if isinstance(effect, SaveSnapshot):
             return await self.moving.saver.save(RequestId(request), effect)
-        (outcome,) = await self.executor.perform(Launch((Ask(RequestId(request), effect),)))
+        (outcome,) = await self.executor.perform(Launch((EffectRequest(RequestId(request), effect),)))
         return timeless(outcome)
 
     def open(self, request: int, slot: int, prompt=PROMPT) -> None:

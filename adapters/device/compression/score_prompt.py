@@ -14,7 +14,7 @@ from adapters.device.compression.select_tokens import Marks, Survivors, select
 from adapters.device.lane.lane import DeviceLane
 from adapters.device.lane.out_of_memory import out_of_memory, ran_out_of_memory
 from adapters.models.decoder.scorer import TAIL
-from effects.all import Ask, Launch, Outcome
+from effects.all import EffectRequest, Launch, Outcome
 from effects.compression import WHOLE, PromptPart, taken
 from effects.ids import DeviceFailed, RequestId, Span, Tokens
 from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
@@ -227,7 +227,7 @@ class DrafterLane:
             self.lane.post(self.compressor.scorer.weights.release, dropped)
         return self.lane.close()
 
-    def _carry_out(self, ask: Ask) -> Outcome:
+    def _carry_out(self, ask: EffectRequest) -> Outcome:
         if ask.request in self._abandoned:
             return DeviceFailed("abandoned", f"request {ask.request} was abandoned before this started")
         try:
@@ -237,7 +237,7 @@ class DrafterLane:
                 return out_of_memory(error)
             raise
 
-    def _done(self, ask: Ask) -> Outcome:
+    def _done(self, ask: EffectRequest) -> Outcome:
         match ask.effect:
             case CompressPrompt():
                 return self.compressor.compress(ask.request, ask.effect)

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from attrs import define, evolve, field
 
-from adapters.device.decode.native_decode import RoundsAtOnce, rounds_of
-from adapters.device.decode.overlapped_decode import StepsAhead
+from adapters.device.decode.native_decode import NativeDecodeStep, rounds_of
+from adapters.device.decode.overlapped_decode import OverlappedDecode
 from adapters.device.decode.prefill import PromptPiece
 from adapters.device.lane.buckets import bucket_of
 from adapters.device.lane.lane import DeviceLane
 from adapters.device.lane.out_of_memory import out_of_memory, ran_out_of_memory
-from adapters.device.lane.running_batch import Company, StepsTaken, going_on
+from adapters.device.lane.running_batch import OutcomeQueue, RunningBatch, going_on
 from adapters.device.sampling.sampler import Draw, NotFinite, picker
 from adapters.device.slots.checkpoints import Checkpoints
 from adapters.device.slots.row_watch import RowWatch
@@ -30,7 +30,7 @@ from adapters.device.speculation.proposal_tree import kept
 from adapters.device.speculation.proposer import Proposer, proposed
 from adapters.models.decoder.shard import Kept, Shard
 from adapters.models.kernels.step import Forward, Segment, Step
-from effects.all import Ask, Outcome
+from effects.all import EffectRequest, Outcome
 from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, RequestId
 from effects.prefill import PrefillAdvanced
@@ -58,33 +58,35 @@ class Decoding:
     report: Callable[[], object]
     watch: RowWatch
     proposer: Proposer | None = None
-    rounds: RoundsAtOnce | None = field(init=False)
-    ahead: StepsAhead = field(init=False)
-    _company: Company | None = field(init=False, default=None)
+    rounds: NativeDecodeStep | None = field(init=False)
+    ahead: OverlappedDecode = field(init=False)
+    _company: RunningBatch | None = field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
         self.rounds = rounds_of(self.shard, self.buckets)
-        self.ahead = StepsAhead(self.shard, self.buckets, self.checkpoints, self.ready, self.abandoned, self.follow)
+        self.ahead = OverlappedDecode(
+            self.shard, self.buckets, self.checkpoints, self.ready, self.abandoned, self.follow
+        )
 
     def close(self) -> None:
         self.rounds = None  # it has what the shard's steps are made of
         self.shard.close()
 
-    def run(self, asks: Sequence[Ask], steps: StepsTaken) -> None:
+    def run(self, asks: Sequence[EffectRequest], steps: OutcomeQueue) -> None:
         """One step, and then as many more as may be taken alone while nobody else wants the lane; until each member has
         its last outcome. Called between two of them, it makes these members of what it is at.
         """
         if self._company is not None:
             self._company.join(asks)
             return
-        self._company = company = Company(steps, self.lane, self.report)
+        self._company = company = RunningBatch(steps, self.lane, self.report)
         try:
             while asks:
                 asks = self.ahead.run(asks, company) if self.ahead.takes(asks) else self._run_on(asks, company)
         finally:
             self._company = None
 
-    def _run_on(self, asks: Sequence[Ask], company: Company) -> Sequence[Ask]:
+    def _run_on(self, asks: Sequence[EffectRequest], company: RunningBatch) -> Sequence[EffectRequest]:
         """A step of everybody; who has a next one. With a draft all go on or nobody does: what it costs is theirs."""
         self.watch.before(self.slots, asks)
         outcomes = self.step(asks)
@@ -100,7 +102,7 @@ class Decoding:
         )
         return [ask for ask in (*onward, *company.joined()) if ask is not None]
 
-    def _onward(self, ask: Ask, outcome: Outcome) -> Ask | None:
+    def _onward(self, ask: EffectRequest, outcome: Outcome) -> EffectRequest | None:
         """A request's next step, if it may be taken without asking."""
         effect = ask.effect
         if not (isinstance(effect, RunDecode) and isinstance(outcome, Decoded)) or effect.steps <= 1:
@@ -108,14 +110,14 @@ class Decoding:
         state, last = self.serving(effect.slot, ask.request), outcome.tokens[-1]
         if isinstance(state, DeviceFailed) or last in state.stops or self.abandoned(ask.request):
             return None
-        return Ask(
+        return EffectRequest(
             ask.request,
             RunDecode(effect.slot, state.valid, last, effect.propose, checkpoint=False, steps=effect.steps - 1),
         )
 
     # --- one step ---
 
-    def _at_once(self, ask: Ask) -> Outcome | None:
+    def _at_once(self, ask: EffectRequest) -> Outcome | None:
         """A single request's step in one call, where there is one for it. None: nothing has happened."""
         effect: RunDecode = ask.effect  # type: ignore[assignment] # it is one
         started, state = time.perf_counter_ns(), self.ready(ask.request, effect)
@@ -132,7 +134,7 @@ class Decoding:
             self.follow(step, self.rounds.left(step.bucket), (1,), (state,))
         return Decoded(taken.tokens, taken.proposed, (), time.perf_counter_ns() - started, taken.accepted)
 
-    def step(self, asks: Sequence[Ask], piece: PromptPiece | None = None) -> tuple[Outcome, ...]:
+    def step(self, asks: Sequence[EffectRequest], piece: PromptPiece | None = None) -> tuple[Outcome, ...]:
         """One of everybody. piece: goes behind it in one forward, and its outcome is one more; where nobody is left who
         decodes, neither is there.
         """

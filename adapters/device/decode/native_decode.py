@@ -118,7 +118,7 @@ def _describe(draw: DrawOf, sampling: Sampling, vocabulary: int) -> None:
 
 
 @define(eq=False)
-class RoundsAtOnce:
+class NativeDecodeStep:
     """Those of a target. buckets: row counts that forwards run with, ascending."""
 
     shard: DenseShard
@@ -199,9 +199,9 @@ class RoundsAtOnce:
         return known
 
 
-def rounds_of(shard: Shard, buckets: Sequence[int]) -> RoundsAtOnce | None:
+def rounds_of(shard: Shard, buckets: Sequence[int]) -> NativeDecodeStep | None:
     """None for a target that is not on this host as a whole."""
     parts = shard.parts if isinstance(shard, Pipeline) else (shard,)
     if len(parts) > 1 or not isinstance(parts[0], DenseShard) or parts[0].device.type != "cpu":
         return None
-    return RoundsAtOnce(parts[0], buckets)
+    return NativeDecodeStep(parts[0], buckets)

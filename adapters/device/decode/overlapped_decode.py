@@ -12,8 +12,8 @@ from torch import Tensor
 
 from adapters.device.lane.buckets import bucket_of
 from adapters.device.lane.out_of_memory import out_of_memory, ran_out_of_memory
-from adapters.device.lane.running_batch import Company, going_on
-from adapters.device.lane.step_pacer import Metronome
+from adapters.device.lane.running_batch import RunningBatch, going_on
+from adapters.device.lane.step_pacer import StepPacer
 from adapters.device.sampling.sampler import Draw, Picked, Picking, Sampler, picking
 from adapters.device.slots.checkpoints import Checkpoints
 from adapters.device.slots.slots import SlotState
@@ -21,7 +21,7 @@ from adapters.device.speculation.acceptance import Agreed, Member, agree, decode
 from adapters.device.speculation.proposal_tree import chain
 from adapters.models.decoder.shard import Kept, Shard
 from adapters.models.kernels.step import Forward, Segment, Step
-from effects.all import Ask
+from effects.all import EffectRequest
 from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, RequestId
 from effects.job import Sampling
@@ -30,7 +30,7 @@ log = logging.getLogger("rekindle.device")
 
 
 @define(eq=False)
-class Going:
+class BatchMember:
     """A member of a launch.
 
     left: steps that it may take, the one under way included. ended: its last outcome is told; if it has a row in the
@@ -44,12 +44,12 @@ class Going:
 
 
 @define(eq=False)
-class Flying:
+class InFlightStep:
     """A step that the device is at, or is about to be. picking: None until what is picked in the one before is known,
     where somebody's grammar or penalties ask for it.
     """
 
-    rows: Sequence[Going]
+    rows: Sequence[BatchMember]
     step: Step
     forward: Forward
     logits: Tensor
@@ -57,7 +57,7 @@ class Flying:
 
 
 @define(eq=False)
-class StepsAhead:
+class OverlappedDecode:
     """Every call runs on the lane. The fields are those of `Decoding`. crowded: do prompts wait for another one to be
     read?
     """
@@ -69,21 +69,21 @@ class StepsAhead:
     abandoned: Callable[[RequestId], bool]
     follow: Callable[[Step, Forward, Sequence[Kept], Sequence[SlotState]], object]
     crowded: Callable[[], bool] = field(init=False, default=lambda: False)
-    _metronome: Metronome = field(init=False)
+    _metronome: StepPacer = field(init=False)
     _nobody: Sampler | None = field(init=False, default=None)  # how what nobody wants is picked
-    _under_way: Flying | None = field(init=False, default=None)  # where one before it was looked at
+    _under_way: InFlightStep | None = field(init=False, default=None)  # where one before it was looked at
 
     def __attrs_post_init__(self) -> None:
-        self._metronome = Metronome(self.shard.device)
+        self._metronome = StepPacer(self.shard.device)
 
-    def takes(self, asks: Sequence[Ask]) -> bool:
+    def takes(self, asks: Sequence[EffectRequest]) -> bool:
         """Where the device can, steps follow each other, and nobody proposes."""
         effects = [ask.effect for ask in asks if isinstance(ask.effect, RunDecode)]
         return (
             self.shard.runs_ahead and not any(one.propose for one in effects) and any(one.steps > 1 for one in effects)
         )
 
-    def run(self, asks: Sequence[Ask], company: Company) -> Sequence[Ask]:
+    def run(self, asks: Sequence[EffectRequest], company: RunningBatch) -> Sequence[EffectRequest]:
         """A step is launched, and then what the one before it picked is looked at. If that ended somebody's answer, the
         row that the step has of it is rolled back, and the next one has none. A pick that depends on the one before it
         follows its step when that is known: the device is at the step meanwhile. Nobody is left in the end.
@@ -100,7 +100,7 @@ class StepsAhead:
         """
         return self._under_way is not None and all(row.member.slot != slot for row in self._under_way.rows)
 
-    def _run(self, flying: Flying | None, company: Company) -> None:
+    def _run(self, flying: InFlightStep | None, company: RunningBatch) -> None:
         clock = time.perf_counter_ns
         started = clock()
         while flying is not None:
@@ -124,9 +124,9 @@ class StepsAhead:
             )
             self._under_way = flying = following
 
-    def _going(self, asks: Sequence[Ask], company: Company) -> list[Going]:
+    def _going(self, asks: Sequence[EffectRequest], company: RunningBatch) -> list[BatchMember]:
         """Those who can begin; of the rest it is told why not."""
-        found = list[Going]()
+        found = list[BatchMember]()
         for ask in asks:
             effect: RunDecode = ask.effect  # type: ignore[assignment] # all of them are
             state = self.ready(ask.request, effect)
@@ -135,14 +135,14 @@ class StepsAhead:
                 continue
             self.checkpoints.passed(ask.request, effect)
             left = min(effect.steps, self.shard.capacity - effect.position)
-            found.append(Going(ask.request, Member(0, effect.slot, state, chain((effect.token,))), left))
+            found.append(BatchMember(ask.request, Member(0, effect.slot, state, chain((effect.token,))), left))
         return found
 
-    def _stays(self, row: Going) -> bool:
+    def _stays(self, row: BatchMember) -> bool:
         """As far as that is known before the step under way has been looked at."""
         return not row.ended and row.left > 1 and not self.abandoned(row.request)
 
-    def _first(self, rows: Sequence[Going], company: Company) -> Flying | None:
+    def _first(self, rows: Sequence[BatchMember], company: RunningBatch) -> InFlightStep | None:
         """None: nobody is there, or no memory."""
         try:
             return self._launched(rows, fed(rows)) if rows else None
@@ -153,8 +153,12 @@ class StepsAhead:
             return None
 
     def _following(
-        self, flying: Flying, staying: Sequence[Going], joining: Sequence[Going], company: Company
-    ) -> Flying | None:
+        self,
+        flying: InFlightStep,
+        staying: Sequence[BatchMember],
+        joining: Sequence[BatchMember],
+        company: RunningBatch,
+    ) -> InFlightStep | None:
         """What those pick now is fed next, and what these have last. None: nobody is there, or no memory now."""
         assert flying.picking is not None
         tokens = flying.picking.tokens
@@ -175,7 +179,7 @@ class StepsAhead:
             row.left -= 1
         return following
 
-    def _launched(self, rows: Sequence[Going], tokens: Tensor, ahead: int = 0) -> Flying:
+    def _launched(self, rows: Sequence[BatchMember], tokens: Tensor, ahead: int = 0) -> InFlightStep:
         """A step of everybody's next token; of the first `ahead` rows, the one after what the host knows.
 
         Where prompts wait for each other, what is read next decides when all of them are answered, and steps that come
@@ -194,9 +198,9 @@ class StepsAhead:
             self._metronome.stop()
         if all(row.member.state.sampler.forgetful for row in rows[:ahead]):
             picked = self._picking(logits, rows, further)
-        return Flying(rows, step, forward, logits, picked)
+        return InFlightStep(rows, step, forward, logits, picked)
 
-    def _picking(self, logits: Tensor, rows: Sequence[Going], further: Sequence[int] = ()) -> Picking:
+    def _picking(self, logits: Tensor, rows: Sequence[BatchMember], further: Sequence[int] = ()) -> Picking:
         """further: rows beyond what the host knows. Of whose answer has ended nothing is asked that its end refuses."""
         draws = list[Draw]()
         for row, more in zip(rows, further or [0] * len(rows), strict=True):
@@ -210,19 +214,19 @@ class StepsAhead:
             self._nobody = Sampler(Sampling(), (), self.shard.vocab_size, sampler.device)
         return self._nobody
 
-    def _settle(self, flying: Flying) -> None:
+    def _settle(self, flying: InFlightStep) -> None:
         """Whose answer goes on, their row has happened; before the next forward."""
         kept = [int(not row.ended) for row in flying.rows]
         self.shard.commit(flying.step, kept)
         self.follow(flying.step, flying.forward, kept, [row.member.state for row in flying.rows])
 
     def _landed(
-        self, flying: Flying, picked: Sequence[Picked], took: int
-    ) -> list[tuple[Going, Decoded | DeviceFailed]]:
+        self, flying: InFlightStep, picked: Sequence[Picked], took: int
+    ) -> list[tuple[BatchMember, Decoded | DeviceFailed]]:
         """What was picked, of those whose answer went on. took: since the step before was known, so with the wait for
         the device.
         """
-        outcomes = list[tuple[Going, Decoded | DeviceFailed]]()
+        outcomes = list[tuple[BatchMember, Decoded | DeviceFailed]]()
         for place, row in enumerate(flying.rows):
             if row.ended:
                 continue
@@ -233,7 +237,7 @@ class StepsAhead:
         return outcomes
 
 
-def fed(rows: Sequence[Going]) -> Tensor:
+def fed(rows: Sequence[BatchMember]) -> Tensor:
     """What the host knows to come next: int64 `[R]`."""
     return torch.tensor([row.member.state.tokens[-1] for row in rows], dtype=torch.int64)
 

@@ -10,7 +10,7 @@ import anyio
 from attrs import define, field
 
 from adapters.device.lane.lane import DeviceLane
-from effects.all import Ask, Launch, Outcome
+from effects.all import EffectRequest, Launch, Outcome
 from effects.decode import Decoded
 from effects.ids import DeviceFailed, RequestId
 from effects.ports import LaunchFailed, Settle, Submit, Told
@@ -18,7 +18,7 @@ from effects.prefill import PrefillAdvanced
 
 
 @define(eq=False)
-class StepsTaken:
+class OutcomeQueue:
     """What steps of a launch, or chunks, have brought, in order, that was not looked at yet.
 
     The event loop is told of the first of them, and takes all that have come when it gets round to it: so one word is
@@ -26,7 +26,7 @@ class StepsTaken:
     take steps. members: of the launch, to whom no last outcome was told; the lane's, until it is done with the launch.
     """
 
-    tell: Callable[[StepsTaken], object]  # from the lane
+    tell: Callable[[OutcomeQueue], object]  # from the lane
     members: dict[RequestId, None]
     _steps: deque[Sequence[Told]] = field(init=False, factory=deque)
     _told: bool = field(init=False, default=False)
@@ -48,19 +48,19 @@ class StepsTaken:
 
 
 @define(eq=False)
-class Company:
+class RunningBatch:
     """On the lane: who is in the launch that it is at, and who joins them. report: called before anything is told."""
 
-    steps: StepsTaken
+    steps: OutcomeQueue
     lane: DeviceLane
     report: Callable[[], object]
-    _joining: list[Ask] = field(init=False, factory=list[Ask])
+    _joining: list[EffectRequest] = field(init=False, factory=list[EffectRequest])
 
-    def join(self, asks: Sequence[Ask]) -> None:
+    def join(self, asks: Sequence[EffectRequest]) -> None:
         self.steps.members |= dict.fromkeys(ask.request for ask in asks)
         self._joining += asks
 
-    def joined(self) -> list[Ask]:
+    def joined(self) -> list[EffectRequest]:
         """Those who have joined since somebody asked; they have their first step next."""
         asks, self._joining = self._joining, []
         return asks
@@ -75,7 +75,7 @@ class Company:
 
 
 @define(eq=False)
-class Flights:
+class InFlightRequests:
     """On the event loop: of each request that a launch is under way for, its lane and who hears what comes of it.
     abandoned: those of them that are given up; lanes look at it.
     """
@@ -85,11 +85,11 @@ class Flights:
 
     def begin(
         self, launch: Launch, lane: DeviceLane, done: Settle, wake: Callable[..., object]
-    ) -> tuple[StepsTaken, Callable[[BaseException], None]]:
+    ) -> tuple[OutcomeQueue, Callable[[BaseException], None]]:
         """What the lane puts outcomes into, and what it tells of a failure."""
         requests = [ask.request for ask in launch.asks]
 
-        def told(steps: StepsTaken) -> None:
+        def told(steps: OutcomeQueue) -> None:
             with suppress(RuntimeError):  # the event loop has closed, so nobody waits any more
                 wake(self._heard, steps)
 
@@ -97,7 +97,7 @@ class Flights:
             with suppress(RuntimeError):
                 wake(self._failed, steps, error)
 
-        steps = StepsTaken(told, dict.fromkeys(requests))
+        steps = OutcomeQueue(told, dict.fromkeys(requests))
         self._flying |= dict.fromkeys(requests, (lane, done))
         return steps, failed
 
@@ -108,7 +108,7 @@ class Flights:
         if request in self._flying:
             self.abandoned.add(request)
 
-    def _heard(self, steps: StepsTaken) -> None:
+    def _heard(self, steps: OutcomeQueue) -> None:
         found = dict[Settle, list[Told]]()
         for request, outcome in steps.take():
             found.setdefault(self._flying[request][1], []).append((request, outcome))
@@ -117,7 +117,7 @@ class Flights:
         for done, told in found.items():
             done(told)
 
-    def _failed(self, steps: StepsTaken, error: BaseException) -> None:
+    def _failed(self, steps: OutcomeQueue, error: BaseException) -> None:
         found = dict[Settle, list[RequestId]]()
         for request in steps.members:
             found.setdefault(self._land(request), []).append(request)

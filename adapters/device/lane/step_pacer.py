@@ -11,7 +11,7 @@ LONGEST_NS = 100_000_000  # of it
 
 
 @define(eq=False)
-class Metronome:
+class StepPacer:
     """A step ends no sooner behind the one before it than steps of late have taken. The device waits for that, so the
     host needs to be in time for nothing, and what it was told in other streams goes on meanwhile.
     """

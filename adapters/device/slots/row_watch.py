@@ -17,7 +17,7 @@ from torch import Tensor
 
 from adapters.device.slots.slots import SlotState
 from adapters.models.decoder.shard import NamedTensors, Shard
-from effects.all import Ask
+from effects.all import EffectRequest
 from effects.decode import RunDecode
 from effects.ids import DeviceFailed, SlotId
 from effects.ports import RowsLost
@@ -58,7 +58,7 @@ class RowWatch:
             self._sums[effect.slot] = known[: effect.keep].clone()
             self._compare(effect.slot, 0, len(self._sums[effect.slot]), (effect.slot,))
 
-    def before(self, slots: Mapping[int, SlotState | DeviceFailed], asks: Iterable[Ask]) -> None:
+    def before(self, slots: Mapping[int, SlotState | DeviceFailed], asks: Iterable[EffectRequest]) -> None:
         """Compare a window of the rows of all that are launched together. Raises RowsLost, of all of them."""
         found = dict(self._watched(slots, asks))
         for slot, state in found.items():
@@ -68,13 +68,13 @@ class RowWatch:
             self._compare(slot, start, stop, found)
             self._next[slot] = stop if stop < len(self._sums[slot]) else 0
 
-    def behind(self, slots: Mapping[int, SlotState | DeviceFailed], asks: Iterable[Ask]) -> None:
+    def behind(self, slots: Mapping[int, SlotState | DeviceFailed], asks: Iterable[EffectRequest]) -> None:
         """Take in the rows that have become valid."""
         for slot, state in self._watched(slots, asks):
             self._learn(slot, state.valid)
 
     def _watched(
-        self, slots: Mapping[int, SlotState | DeviceFailed], asks: Iterable[Ask]
+        self, slots: Mapping[int, SlotState | DeviceFailed], asks: Iterable[EffectRequest]
     ) -> Iterator[tuple[int, SlotState]]:
         for ask in asks if self._on else ():
             effect = ask.effect

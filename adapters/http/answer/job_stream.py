@@ -94,7 +94,7 @@ class Jobs:
 
     tokenizer: Tokenizer
     requests: list[RequestId] = field(factory=list)  # as the engine calls them
-    _followers: list[Follower] = field(factory=list)  # of those that have not ended
+    _followers: list[JobStream] = field(factory=list)  # of those that have not ended
     _news: Future[None] = field(factory=lambda: get_running_loop().create_future())
     _due: TimerHandle | None = None
 
@@ -125,7 +125,7 @@ class Jobs:
                 return events
         return ()
 
-    async def _end(self, follower: Follower, closed: Closed) -> Ended:
+    async def _end(self, follower: JobStream, closed: Closed) -> Ended:
         ended, one = follower.ended(closed), follower.one
         if closed.diverged is None:
             return ended
@@ -167,15 +167,15 @@ def running(door: Door, planned: Sequence[Planned], tokenizer: Tokenizer, option
         run.leave()
 
 
-def follower(one: Planned, ticket: Ticket, tokenizer: Tokenizer) -> Follower:
+def follower(one: Planned, ticket: Ticket, tokenizer: Tokenizer) -> JobStream:
     controls = tokenizer.controls
     shown = frozenset(controls[name].id for name in one.reader.controls if name in controls)
     text = TextStream(tokenizer, frozenset(one.job.stop_tokens), shown)
-    return Follower(one, ticket, text, one.reader.start(), StopStrings(one.stops))
+    return JobStream(one, ticket, text, one.reader.start(), StopStrings(one.stops))
 
 
 @define(eq=False)
-class Follower:
+class JobStream:
     """The way of one ticket's tokens to text, and of the text to what it says. closed: there is no more of it.
     overdue: the end of what the engine has not ended in time, behind all that it has said.
     """

@@ -9,7 +9,7 @@ from attrs import define, field
 
 from adapters.http.apis.openai_response_answer import place_of
 from adapters.http.edge_options import EdgeOptions
-from adapters.http.history.response_store import ENCODER, Shelf
+from adapters.http.history.response_store import ENCODER, ResponseFolder
 from adapters.http.history.response_store import read as read_kept
 
 
@@ -20,7 +20,7 @@ class References:
     Each time that an item is named counts: thousands of its ids fit into a small body.
     """
 
-    shelf: Shelf
+    shelf: ResponseFolder
     options: EdgeOptions
     left: int = field(init=False)
     outputs: dict[str, Sequence[Any]] = field(factory=dict)

@@ -17,7 +17,7 @@ from adapters.http.apis.openai_response_items import sealed
 from adapters.http.apis.openai_text_logprobs import TextLogprobs
 from adapters.http.apis.openai_told_items import sealed_summary
 from adapters.http.edge_options import EdgeOptions
-from adapters.http.history.response_store import ArchivedResponse, Shelf
+from adapters.http.history.response_store import ArchivedResponse, ResponseFolder
 from adapters.http.request.asked import Asked
 from adapters.http.request.custom_tools import custom_input
 from adapters.http.request.tool_definitions import sent_name
@@ -50,7 +50,7 @@ CODES = {"queue_full": "rate_limit_exceeded", "context_length_exceeded": "contex
 class ResponseShape:
     """A response is one answer. Every event has the next number."""
 
-    shelf: Shelf
+    shelf: ResponseFolder
     id: str
     asked: Asked
     options: EdgeOptions

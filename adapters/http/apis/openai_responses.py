@@ -23,7 +23,7 @@ from adapters.http.apis.openai_item_references import References
 from adapters.http.apis.openai_response_answer import ResponseShape
 from adapters.http.apis.openai_response_items import Turns, speaker_of, spelled
 from adapters.http.edge_options import EdgeOptions
-from adapters.http.history.response_store import ENCODER, Shelf
+from adapters.http.history.response_store import ENCODER, ResponseFolder
 from adapters.http.history.response_store import read as read_kept
 from adapters.http.request.asked import Asked, Asker
 from adapters.http.request.controls import Controls, Words, read_controls, read_model, read_salt
@@ -78,7 +78,7 @@ WORDS = Words(
 )
 
 
-async def read(shelf: Shelf, fields: Fields, options: EdgeOptions, text: Text, asker: Asker) -> Asked:
+async def read(shelf: ResponseFolder, fields: Fields, options: EdgeOptions, text: Text, asker: Asker) -> Asked:
     top, included = fields.integer("top_logprobs", 0, MAX_LOGPROBS) or 0, read_include(fields)
     logprobs = top if top or LOGPROBS in included else -1
     controls, skipped = read_controls(fields, WORDS, options, text.tokenizer, logprobs), Skipped()
@@ -98,7 +98,9 @@ async def read(shelf: Shelf, fields: Fields, options: EdgeOptions, text: Text, a
     return summarizing(found, options) if is_triggered(read_input(fields)) else found
 
 
-async def read_compaction(shelf: Shelf, fields: Fields, options: EdgeOptions, text: Text, asker: Asker) -> Asked:
+async def read_compaction(
+    shelf: ResponseFolder, fields: Fields, options: EdgeOptions, text: Text, asker: Asker
+) -> Asked:
     """Read a request for a summary: the same fields, less those that are about how an answer is given."""
     found = await read(shelf, triggered(fields, read_input(fields)), options, text, asker)
     earlier = read_previous(fields, shelf, options)
@@ -112,7 +114,7 @@ def said_by_users(fields: Fields, earlier: Sequence[bytes], options: EdgeOptions
     return retained([*kept, *read_input(fields)], options.max_ctx)
 
 
-async def count(shelf: Shelf, fields: Fields, options: EdgeOptions, text: Text, asker: Asker) -> Tokens:
+async def count(shelf: ResponseFolder, fields: Fields, options: EdgeOptions, text: Text, asker: Asker) -> Tokens:
     read_model(fields, options)
     conversation, _ = await read_whole(shelf, fields, options, text, Skipped())
     turns = asker.turns(read_salt(fields))
@@ -122,7 +124,7 @@ async def count(shelf: Shelf, fields: Fields, options: EdgeOptions, text: Text, 
 
 
 async def read_whole(
-    shelf: Shelf, fields: Fields, options: EdgeOptions, text: Text, skipped: Skipped
+    shelf: ResponseFolder, fields: Fields, options: EdgeOptions, text: Text, skipped: Skipped
 ) -> tuple[Conversation, Offered]:
     """What went before, and what is asked now."""
     check_template(text)
@@ -132,7 +134,7 @@ async def read_whole(
     return await anyio.to_thread.run_sync(read_conversation, fields, earlier, find, skipped, limiter=parsers())
 
 
-def read_previous(fields: Fields, shelf: Shelf, options: EdgeOptions) -> list[bytes]:
+def read_previous(fields: Fields, shelf: ResponseFolder, options: EdgeOptions) -> list[bytes]:
     name = fields.text("previous_response_id")
     if name is None:
         return []
@@ -327,16 +329,16 @@ def shown(fields: Fields, controls: Controls) -> dict[str, Any]:
     return said
 
 
-def responses(shelf: Shelf) -> Api:
+def responses(shelf: ResponseFolder) -> Api:
     """As one caller may use it."""
     return Api(PATH, "resp_", partial(read, shelf), partial(ResponseShape, shelf))
 
 
-def compactions(shelf: Shelf) -> Api:
+def compactions(shelf: ResponseFolder) -> Api:
     return Api(f"{PATH}/compact", "resp_", partial(read_compaction, shelf), partial(CompactionShape, shelf))
 
 
-def response_tokens(shelf: Shelf) -> Counter:
+def response_tokens(shelf: ResponseFolder) -> Counter:
     def told(tokens: int) -> dict[str, Any]:
         return {"object": "response.input_tokens", "input_tokens": tokens}
 

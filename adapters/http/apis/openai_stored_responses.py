@@ -18,7 +18,7 @@ from adapters.http.apis.api import Api, Counter
 from adapters.http.apis.openai_response_answer import ResponseShape
 from adapters.http.apis.openai_responses import PATH, compactions, response_tokens, responses
 from adapters.http.edge_options import EdgeOptions
-from adapters.http.history.response_store import ENCODER, Archive, ArchivedResponse, Shelf, read
+from adapters.http.history.response_store import ENCODER, Archive, ArchivedResponse, ResponseFolder, read
 from adapters.http.wire.errors import ApiError, invalid
 from adapters.http.wire.read_body import parsers
 
@@ -61,8 +61,8 @@ class KeptResponses:
             Route(f"{ONE}/input_items", self.list_items, methods=["GET"]),
         ]
 
-    def shelf(self, request: Request) -> Shelf:
-        return Shelf(self.archive, request.scope.get(CALLER, ""))
+    def shelf(self, request: Request) -> ResponseFolder:
+        return ResponseFolder(self.archive, request.scope.get(CALLER, ""))
 
     async def show(self, request: Request) -> Response:
         if request.query_params.get("stream", "false").lower() not in ("false", "0"):

@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 from attrs import define, field, frozen
 
-from adapters.http.history.persistent_lru import DIGEST, UNREADABLE, Cabinet, Limits, is_signed
+from adapters.http.history.persistent_lru import DIGEST, UNREADABLE, Limits, PersistentLru, is_signed
 from adapters.text.answer.answer_pieces import AnswerPiece, CallBegun
 from adapters.text.conversation import ChatMessage, MovedText
 from adapters.text.model_text import ChatPrompt
@@ -53,7 +53,7 @@ ENCODER, DECODER, CALLS = msgspec.json.Encoder(), msgspec.json.Decoder(TurnRecor
 
 
 @define(eq=False)
-class TurnMemory(Cabinet):
+class TurnMemory(PersistentLru):
     """prompts: so many had turns that were remembered.  remembered: how many tokens those were."""
 
     prompts: int = field(default=0, init=False)

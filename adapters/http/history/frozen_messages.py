@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from attrs import define, evolve, field, frozen
 
-from adapters.http.history.persistent_lru import DIGEST, UNREADABLE, Cabinet, Limits, is_signed
+from adapters.http.history.persistent_lru import DIGEST, UNREADABLE, Limits, PersistentLru, is_signed
 from effects.compression import WHOLE, Compression, PromptPart, remaining, tokens_in
 from effects.ids import RequestId, Span, Tokens
 from effects.job import Job, aged
@@ -37,7 +37,7 @@ ENCODER, DECODER = msgspec.json.Encoder(), msgspec.json.Decoder(tuple[tuple[int,
 
 
 @define(eq=False)
-class FrozenMessages(Cabinet):
+class FrozenMessages(PersistentLru):
     """drafter: the identity of the one that scores.  found, missed: messages that had aged."""
 
     drafter: str = field(default="", kw_only=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import anyio
 from attrs import define, field
 
-from adapters.http.history.persistent_lru import Cabinet
+from adapters.http.history.persistent_lru import PersistentLru
 from adapters.http.wire.errors import unavailable
 from adapters.store.files.private_folder import Folder, FolderUnusable
 
@@ -19,10 +19,10 @@ PATIENCE_S = 10.0  # of a request that may mean it: 12,000 files take 0.5 s on t
 
 
 @define(eq=False)
-class Recollection:
+class HistoryLoader:
     """cabinets: by the names of their folders, in `folder`. None: nothing is kept, and so nothing read."""
 
-    cabinets: Mapping[str, Cabinet]
+    cabinets: Mapping[str, PersistentLru]
     folder: Path | None
     _ended: anyio.Event = field(factory=anyio.Event)
     _whole: bool = False
@@ -57,7 +57,7 @@ class Recollection:
             for cabinet in self.cabinets.values():
                 tasks.start_soon(cabinet.run)
 
-    def _read(self, path: Path, cabinet: Cabinet) -> None:
+    def _read(self, path: Path, cabinet: PersistentLru) -> None:
         """On a thread of its own."""
         try:
             cabinet.folder = folder = Folder.open(path)

@@ -39,7 +39,7 @@ class Limits:
 
 
 @define(eq=False)
-class Cabinet(ABC):
+class PersistentLru(ABC):
     """folder: None, and all ends with the process."""
 
     folder: Folder | None = None

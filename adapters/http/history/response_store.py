@@ -16,7 +16,7 @@ import msgspec
 from attrs import define, frozen
 
 from adapters.http.edge_options import EdgeOptions
-from adapters.http.history.persistent_lru import DIGEST, Cabinet, Limits, is_signed
+from adapters.http.history.persistent_lru import DIGEST, Limits, PersistentLru, is_signed
 from adapters.http.wire.errors import ApiError
 from adapters.http.wire.read_body import parse_large
 
@@ -47,7 +47,7 @@ class ArchivedResponse:
 
 
 @define(eq=False)
-class Archive(Cabinet):
+class Archive(PersistentLru):
     """Of responses."""
 
     what = "responses"
@@ -67,7 +67,7 @@ class Archive(Cabinet):
 
 
 @frozen
-class Shelf:
+class ResponseFolder:
     """What of it one caller has put there. Nobody else finds that, whatever ids they know.
 
     owner: without white space; of callers with a key, a digest of it.

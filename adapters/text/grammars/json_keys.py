@@ -19,7 +19,7 @@ from typing import Literal, TypeAlias
 
 from attrs import define, evolve, field, frozen
 
-Place: TypeAlias = Literal["before", "lost", "value", "key", "text", "other"]
+StateCheckpoint: TypeAlias = Literal["before", "lost", "value", "key", "text", "other"]
 SPACE = b" \t\r\n"
 OPENING, CLOSING = b"{[", b"}]"
 QUOTE, BACKSLASH, COMMA = b'"'[0], b"\\"[0], b","[0]
@@ -33,7 +33,7 @@ class JsonPlace:
     or `other`: between parts, where the next text in an object is a key. `lost`: that is no JSON, or not any more.
     """
 
-    place: Place = "before"
+    place: StateCheckpoint = "before"
     objects: tuple[frozenset[bytes] | None, ...] = ()
     written: bytes = b""
     escaped: bool = False

@@ -17,7 +17,7 @@ import msgspec
 from attrs import define, field
 
 from engine.settings.sse_client import Broken, Chunk, Usage, chunks, said
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 from engine.tools.bench.bench_options import Load
 from engine.tools.bench.bench_prompts import LoadPrompt
 
@@ -79,14 +79,14 @@ class LoadClient:
         try:
             answer = await self.http.get("/v1/models")
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            raise Refusal(f"--url {self.load.url}: nobody answers there ({said(error)})") from error
+            raise UserError(f"--url {self.load.url}: nobody answers there ({said(error)})") from error
         if answer.status_code in (401, 403):
-            raise Refusal(f"--url {self.load.url}: HTTP {answer.status_code}: --api-key is missing or wrong")
+            raise UserError(f"--url {self.load.url}: HTTP {answer.status_code}: --api-key is missing or wrong")
         if not self.model:
             try:
                 self.model = str(answer.json()["data"][0]["id"])
             except (ValueError, LookupError, TypeError) as error:
-                raise Refusal(f"--url {self.load.url}: it lists no models; name one with --model") from error
+                raise UserError(f"--url {self.load.url}: it lists no models; name one with --model") from error
 
     def body(self, prompt: LoadPrompt) -> tuple[str, dict[str, Any]]:
         load = self.load

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from engine.settings import plot_style
 from engine.settings.progress import progress
-from engine.settings.user_error import Refusal, innermost
+from engine.settings.user_error import UserError, innermost
 from engine.tools.bench.bench_figures import LoadFigures, figures
 from engine.tools.bench.bench_options import Load, lengths_of
 from engine.tools.bench.bench_plot import draw
@@ -57,11 +57,13 @@ def check(load: Load) -> None:
     if load.plot is not None:
         plot_style.check(load.plot)
     if load.lengths_only and not load.log:
-        raise Refusal("--lengths-only needs --log")
+        raise UserError("--lengths-only needs --log")
     if load.rate and load.concurrency != "1":
-        raise Refusal("--concurrency and --rate: one of them; at a rate as many are open as come in")
+        raise UserError("--concurrency and --rate: one of them; at a rate as many are open as come in")
     if not load.log and load.shared_prefix >= lengths_of(load.prompt_tokens)[0]:
-        raise Refusal(f"--shared-prefix {load.shared_prefix}: accepted: less than --prompt-tokens {load.prompt_tokens}")
+        raise UserError(
+            f"--shared-prefix {load.shared_prefix}: accepted: less than --prompt-tokens {load.prompt_tokens}"
+        )
 
 
 async def measure(client: LoadClient, prompts: Prompts, levels: list[Level]) -> None:

@@ -19,7 +19,7 @@ from engine.settings import plot_style
 from engine.settings.formatting import WIDTH
 from engine.settings.progress import progress
 from engine.settings.sse_client import said
-from engine.settings.user_error import Refusal, innermost
+from engine.settings.user_error import UserError, innermost
 from engine.tools.bench.bench_options import Load
 from engine.tools.bench.haystack import Haystack, haystack, last, some
 from engine.tools.bench.load_client import LoadClient
@@ -87,7 +87,7 @@ async def tokens_a_word(client: LoadClient) -> float:
         answer = await client.http.post("/tokenize", json={"content": hay.text()})
         return len(answer.json()["tokens"]) / SAMPLE
     except (httpx2.HTTPError, ValueError, LookupError, TypeError) as error:
-        raise Refusal(
+        raise UserError(
             f"--url {client.load.url}: it does not count tokens (/tokenize), as a Rekindle server does"
         ) from error
 

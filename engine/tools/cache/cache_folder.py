@@ -14,7 +14,7 @@ from adapters.store.block_keys import root
 from adapters.store.files.private_folder import Folder, FolderUnusable
 from adapters.store.survey_folder import Survey, SurveyedFile
 from engine.settings.formatting import WIDTH
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 
 SHOWN_IDENTITY = 12  # hex digits
 
@@ -72,7 +72,7 @@ def looked_at(path: Path) -> Iterator[Folder]:
     try:
         folder = survey_folder.open_to_look(path)
     except FolderUnusable as error:
-        raise Refusal(str(error)) from error
+        raise UserError(str(error)) from error
     try:
         yield folder
     finally:

@@ -13,7 +13,7 @@ from adapters.store.block_index import Index
 from adapters.store.files.private_folder import Folder, FolderUnusable
 from adapters.store.survey_folder import Survey, SurveyedFile
 from engine.settings.formatting import size
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 from engine.tools.cache.cache_folder import SHOWN_IDENTITY, Identity, identities, looked_at, wide
 
 
@@ -46,7 +46,7 @@ def gc(path: Path, unwanted: Unwanted, *, dry_run: bool) -> int:
     try:
         owned = Folder.open(path)
     except FolderUnusable as error:
-        raise Refusal(str(error)) from error
+        raise UserError(str(error)) from error
     try:
         found = survey_folder.survey(owned)
         removal = report(found, path, unwanted, done=True)
@@ -99,7 +99,7 @@ def choose(each: Sequence[Identity], wanted: str) -> Identity:
     if len(matching) != 1:
         known = ", ".join(dict.fromkeys(one.name[:SHOWN_IDENTITY] for one in each)) or "none"
         what = "no identity begins" if not matching else "several identities begin"
-        raise Refusal(f"--identity {wanted[:40]}: {what} so; accepted: the beginning of one of those here: {known}")
+        raise UserError(f"--identity {wanted[:40]}: {what} so; accepted: the beginning of one of those here: {known}")
     (one,) = matching.values()
     return one
 

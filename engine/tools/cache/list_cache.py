@@ -18,7 +18,7 @@ from adapters.store.block_keys import WIDTH
 from adapters.store.survey_folder import Survey, SurveyedFile, sequences
 from effects.ids import Tokens
 from engine.settings.formatting import size
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 from engine.tools.cache.cache_folder import SHOWN_IDENTITY, Identity, identities, looked_at, wide
 
 LISTED = 20  # sequences, unless all are asked for
@@ -50,7 +50,7 @@ def decoder(model: Path | None) -> Callable[[Tokens], str]:
     try:
         return Tokenizer.load(folder).decode
     except CheckpointError as error:
-        raise Refusal(f"--model {folder}: {error}") from error
+        raise UserError(f"--model {folder}: {error}") from error
 
 
 def summary(path: Path, found: Survey, each: Sequence[Identity]) -> Line:

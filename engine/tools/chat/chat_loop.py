@@ -18,7 +18,7 @@ from rich.text import Text as Line
 
 from engine.settings.formatting import counted
 from engine.settings.sse_client import Broken, said
-from engine.settings.user_error import Refusal, innermost
+from engine.settings.user_error import UserError, innermost
 from engine.tools.chat.chat_client import ChatAnswer, ChatPeer
 from engine.tools.chat.chat_options import ChatOptions
 from engine.tools.chat.conversation_file import COMMANDS, KEYS, Command, TypedTalk, command_of, read_prompt
@@ -34,7 +34,7 @@ def run(model: str, options: ChatOptions) -> int:
     """Raises Refusal. Exit status 1 if the one answer to a pipe failed."""
     piped = None if sys.stdin.isatty() else sys.stdin.read()
     if piped is not None and not piped.strip():
-        raise Refusal("standard input is no terminal, and there is no prompt in it")
+        raise UserError("standard input is no terminal, and there is no prompt in it")
     out, err = Console(), Console(stderr=True)
     with peer(model, options, options.key(os.environ), err) as server:
         chat = ChatSession(server, TypedTalk(options.system), out, err)
@@ -68,7 +68,7 @@ class ChatSession:
                 return 0
             except KeyboardInterrupt:  # what was being typed is dropped
                 self.out.print()
-            except Refusal as error:
+            except UserError as error:
                 self.complain(str(error))
 
     def answer(self, prompt: str) -> ChatAnswer | None:
@@ -105,7 +105,7 @@ class ChatSession:
                 case "help":
                     self.note("\n".join((*COMMANDS.values(), *KEYS)))
         except OSError as error:
-            raise Refusal(f"{path}: {(error.strerror or str(error)).lower()}") from error
+            raise UserError(f"{path}: {(error.strerror or str(error)).lower()}") from error
 
     def note(self, text: str) -> None:
         self.out.print(Line(text, style="dim"), soft_wrap=True)

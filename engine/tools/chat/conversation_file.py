@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 from attrs import define, field, frozen
 
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 
 CommandName: TypeAlias = Literal["save", "load", "clear", "help"]
 COMMANDS: dict[CommandName, str] = {
@@ -88,7 +88,7 @@ class TypedTalk:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             found = []
         if not found:
-            raise Refusal(f'{path}: {otherwise}: no conversation, which is {{"messages": [...]}} of texts')
+            raise UserError(f'{path}: {otherwise}: no conversation, which is {{"messages": [...]}} of texts')
         return found
 
 
@@ -101,10 +101,10 @@ def command_of(line: str) -> Command | None:
         if word == f"/{name}":
             break
     else:
-        raise Refusal(f"{word[:20]} is no command; accepted: {', '.join(f'/{name}' for name in COMMANDS)}")
+        raise UserError(f"{word[:20]} is no command; accepted: {', '.join(f'/{name}' for name in COMMANDS)}")
     file = rest.strip()
     if bool(file) != (name in ("save", "load")):
-        raise Refusal(f"accepted: {COMMANDS[name].partition('   ')[0]}")
+        raise UserError(f"accepted: {COMMANDS[name].partition('   ')[0]}")
     return Command(name, file)
 
 

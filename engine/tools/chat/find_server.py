@@ -18,7 +18,7 @@ import httpx2
 from rich.console import Console
 
 from engine.settings.sse_client import complaint, parsed, said
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 from engine.tools.chat.chat_client import ChatPeer
 from engine.tools.chat.chat_options import ChatOptions
 
@@ -43,7 +43,7 @@ def peer(model: str, options: ChatOptions, key: str, console: Console) -> Iterat
         models = listed(base, key, trusting=bool(options.url), loading=status.start)
     except Absent as error:
         if options.url:
-            raise Refusal(f"--url {options.url}: {error}") from error
+            raise UserError(f"--url {options.url}: {error}") from error
         models = []
     finally:
         status.stop()
@@ -79,7 +79,7 @@ def listed(base: str, key: str, *, trusting: bool = False, loading: Callable[[],
             loading()
             time.sleep(AGAIN_S)
     if answer.status_code in (401, 403):
-        raise Refusal(f"{base}: HTTP {answer.status_code}: the key in the environment is missing or wrong")
+        raise UserError(f"{base}: HTTP {answer.status_code}: the key in the environment is missing or wrong")
     found = parsed(answer.content)
     try:
         return [str(one["id"]) for one in found["data"]]
@@ -121,7 +121,7 @@ def await_ready(process: subprocess.Popen[str], console: Console) -> str:
         process.wait(STOP_S)
         reader.join(STOP_S)
         why = [line.removeprefix("rekindle: ") for line in told if line.startswith("rekindle: ")]
-        raise Refusal((why or [*told] or ["the server has ended without a word"])[-1])
+        raise UserError((why or [*told] or ["the server has ended without a word"])[-1])
     Thread(target=process.stdout.read, daemon=True).start()
     return ready[1]
 

@@ -29,7 +29,7 @@ from engine.settings.model_catalog import local_models
 from engine.settings.options import Options
 from engine.settings.paths import cache_folder, user_folder
 from engine.settings.preflight import check_cache
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 from engine.tools.doctor import findings
 from engine.tools.doctor.findings import DiskFacts, Finding
 
@@ -97,7 +97,7 @@ def disk_facts(folder: Path) -> DiskFacts:
     in_use = False
     try:
         check_cache(folder)
-    except Refusal as error:
+    except UserError as error:
         told = str(error).removeprefix("--kv-cache-dir ")
         in_use = "another process is using" in told
         if not in_use:

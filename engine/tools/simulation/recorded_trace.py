@@ -7,7 +7,7 @@ from pathlib import Path
 
 from attrs import define, evolve, field
 
-from effects.all import Ask, Launch
+from effects.all import EffectRequest, Launch
 from effects.decode import Decoded, RunDecode
 from effects.ids import RequestId, Tokens
 from effects.job import Job
@@ -56,9 +56,9 @@ class Collector:
                 self.jobs[request] = (at_ns, job)
             case Envelope(_, _, ForRequest(request, event)):
                 self.happened(request, event)
-            case Ask(request, EmitTokens(tokens)):
+            case EffectRequest(request, EmitTokens(tokens)):
                 self.answers.setdefault(request, []).extend(tokens)
-            case Ask(request, CloseStream()):
+            case EffectRequest(request, CloseStream()):
                 self._closed.add(request)
             case Launch(asks):
                 self._alone = len(asks) == 1

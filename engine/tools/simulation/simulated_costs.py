@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 from attrs import evolve, frozen
 
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 from states.rates import Rates
 
 SPANS = 10  # of positions that the world's rates tell apart: up to 2**19 tokens
@@ -85,20 +85,20 @@ def figures(costs: Costs) -> dict[str, Any]:
 def read_costs(path: Path, before: Costs) -> Costs:
     """With some of the figures from a file, a JSON object; the others as they were. Raises Refusal or OSError."""
     if path.stat().st_size > MOST_FILE:
-        raise Refusal(f"--costs {path}: larger than {MOST_FILE} bytes")
+        raise UserError(f"--costs {path}: larger than {MOST_FILE} bytes")
     known = [one.name for one in attrs.fields(Costs)]
     accepted = f"accepted: a JSON object with any of {', '.join(known)}"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise Refusal(f"--costs {path}: no JSON ({error}); {accepted}") from error
+        raise UserError(f"--costs {path}: no JSON ({error}); {accepted}") from error
     if not isinstance(raw, dict) or (unknown := sorted(raw.keys() - set(known))):
         what = "no JSON object" if not isinstance(raw, dict) else f"unknown: {', '.join(unknown)}"
-        raise Refusal(f"--costs {path}: {what}; {accepted}")
+        raise UserError(f"--costs {path}: {what}; {accepted}")
     try:
         return evolve(before, **{"source": f"{path.name}; what it does not name: {before.source}", **raw})
     except (TypeError, ValueError) as error:
-        raise Refusal(f"--costs {path}: {error}") from error
+        raise UserError(f"--costs {path}: {error}") from error
 
 
 @frozen

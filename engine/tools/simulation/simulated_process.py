@@ -7,7 +7,7 @@ from functools import partial
 
 from attrs import define, field
 
-from effects.all import Ask, Launch, Outcome
+from effects.all import EffectRequest, Launch, Outcome
 from effects.decode import Decoded, RunDecode
 from effects.ids import MAIN, RequestId, Tokens
 from effects.job import Job
@@ -17,7 +17,7 @@ from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
-from effects.stream import CloseStream, EmitTokens, Halt, ReportProgress
+from effects.stream import CloseStream, EmitTokens, ReportProgress, StopLaunch
 from engine.tools.simulation.simulated_compression import scored, shortened
 from engine.tools.simulation.simulated_costs import Costs
 from engine.tools.simulation.simulated_store import Keeping
@@ -58,7 +58,7 @@ class Process:
     world: World = field(init=False)
     lane: Queue = field(init=False)
     live: dict[RequestId, Live] = field(factory=dict[RequestId, Live])
-    joining: list[Ask] = field(factory=list[Ask])  # who has a step with the next ones
+    joining: list[EffectRequest] = field(factory=list[EffectRequest])  # who has a step with the next ones
     quiet: bool = True  # since the first of them joined: as `carry_out` has it
 
     def __attrs_post_init__(self) -> None:
@@ -88,31 +88,31 @@ class Process:
                 self.join(asks)
             case Launch(asks):
                 self.launch(asks, quiet=quiet)
-            case Ask(request, EmitTokens()):
+            case EffectRequest(request, EmitTokens()):
                 count = self.live[request].count
                 count.first = count.first or self.clock.now
-            case Ask(_, ReportProgress() | Halt()):
+            case EffectRequest(_, ReportProgress() | StopLaunch()):
                 pass
-            case Ask(request, OpenSlot() as opening):
+            case EffectRequest(request, OpenSlot() as opening):
                 self.open(request, opening)
-            case Ask(request, FindPrefix() as find):
+            case EffectRequest(request, FindPrefix() as find):
                 self.find(request, find)
-            case Ask(request, RestoreBlocks() as restore):
+            case EffectRequest(request, RestoreBlocks() as restore):
                 self.restore(request, restore)
-            case Ask(request, SaveSnapshot() as saving):
+            case EffectRequest(request, SaveSnapshot() as saving):
                 self.after(self.costs.launch, partial(self.save, request, saving))
-            case Ask(_, ReleasePrefix(lease)):
+            case EffectRequest(_, ReleasePrefix(lease)):
                 self.keeping.release(lease)
-            case Ask(request, KeepFrozen() as kept):
+            case EffectRequest(request, KeepFrozen() as kept):
                 self.frozen(request, kept)
-            case Ask(request, CloseStream() as closing):
+            case EffectRequest(request, CloseStream() as closing):
                 self.close(request, closing)
             case _:
                 raise AssertionError(f"nobody asks for this in a simulation: {out}")
 
     # --- the device ---
 
-    def launch(self, asks: tuple[Ask, ...], *, quiet: bool) -> None:
+    def launch(self, asks: tuple[EffectRequest, ...], *, quiet: bool) -> None:
         """Takes its place on the lane now; what it does is done, and answered, when its time has passed."""
         match asks[-1].effect:
             case RunPrefill() as piece if len(asks) > 1:
@@ -138,7 +138,7 @@ class Process:
             case other:
                 raise AssertionError(f"nobody launches this in a simulation: {other}")
 
-    def join(self, asks: tuple[Ask, ...]) -> None:
+    def join(self, asks: tuple[EffectRequest, ...]) -> None:
         """What is on the lane has been answered for already, so they have the step after it, with whoever else has."""
         if not self.joining:
             self.clock.at(max(self.lane.free, self.clock.now), self.joined)
@@ -148,7 +148,7 @@ class Process:
         asks, self.joining = tuple(self.joining), []
         self.launch(asks, quiet=self.quiet)
 
-    def mixed(self, decode_steps: tuple[Ask, ...], request: RequestId, piece: RunPrefill) -> None:
+    def mixed(self, decode_steps: tuple[EffectRequest, ...], request: RequestId, piece: RunPrefill) -> None:
         positions = [ask.effect.position for ask in decode_steps if isinstance(ask.effect, RunDecode)]
         took = self.costs.mixed_ns(positions, piece.start, piece.stop)
 
@@ -158,14 +158,14 @@ class Process:
 
         self.after(took, done)
 
-    def undisturbed(self, asks: tuple[Ask, ...]) -> int:
+    def undisturbed(self, asks: tuple[EffectRequest, ...]) -> int:
         """How many steps these can decode before one has its whole answer, if nothing else wants the lane."""
         lives = [self.live[ask.request] for ask in asks]
         if self.settings.stateful or self.world.lanes[MAIN].waiting or not all(live.said for live in lives):
             return 1  # checkpoints, turns with others, and first tokens are of single steps
         return min(len(live.answer) - live.said for live in lives)
 
-    def decode(self, asks: tuple[Ask, ...], most: int) -> None:
+    def decode(self, asks: tuple[EffectRequest, ...], most: int) -> None:
         """Steps that nothing comes between are one event, as what a draft proposed would be: as many as end before
         whatever is next on the clock. Their times are added up one by one, so that nothing else changes.
         """

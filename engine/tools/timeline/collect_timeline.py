@@ -7,7 +7,7 @@ from typing import Any
 
 from attrs import define, field
 
-from effects.all import Ask, Effect, Launch
+from effects.all import Effect, EffectRequest, Launch
 from effects.ids import LaneId, RequestId, Side
 from engine.core.event_loop import Envelope
 from engine.core.request_meter import STAGES
@@ -145,7 +145,7 @@ class Timeline:
         self.sizes.append(len(launch.asks))
         self.together.append(max(together, len(launch.asks)))
 
-    def ask(self, ask: Ask, number: int) -> None:
+    def ask(self, ask: EffectRequest, number: int) -> None:
         row = self._rows.get(ask.request, NOBODY)
         if ask.effect.outcomes and ask.effect.side is Side.STORE:
             self._awaited[ask.request] = self.store.begin(row, len(self.ask_rows), number), ask.effect

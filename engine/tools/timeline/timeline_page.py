@@ -17,7 +17,7 @@ from engine.core.replay import CUT_SHORT, CutShort, Diverged, Replay, until_cut
 from engine.core.trace import BadTrace, Header, read
 from engine.settings.formatting import counted, size
 from engine.settings.progress import progress
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 from engine.tools.timeline.collect_timeline import Timeline
 from engine.tools.timeline.columns import MOST_TEXT, compressed
 
@@ -50,12 +50,12 @@ def written(path: Path, output: Path | None = None, first: int = 0, until: int |
     """Raises Refusal, OSError, or BadTrace where nothing can be read."""
     target = output or path.with_name(path.name.removesuffix(".zst").removesuffix(".jsonl") + ".html")
     if target.exists() and path.exists() and target.samefile(path):
-        raise Refusal(f"{target}: is the trace itself; accepted: another name for the page (-o)")
+        raise UserError(f"{target}: is the trace itself; accepted: another name for the page (-o)")
     viewed = collected(path, first, until)
     timeline = viewed.timeline
     if not timeline.times:
         what = viewed.trouble.splitlines()[0] if viewed.trouble else f"no event from {first} on"
-        raise Refusal(f"{path}: nothing to show: {what.removeprefix(f'{path}: ')}")
+        raise UserError(f"{path}: nothing to show: {what.removeprefix(f'{path}: ')}")
     text = page(viewed, path.name)
     target.write_text(text, encoding="utf-8")
     shown = f"{counted(len(timeline.requests), 'request')}, {counted(len(timeline.times), 'event')}"
@@ -95,7 +95,7 @@ def page(viewed: Viewed, name: str) -> str:
     style, script, frame = part("page.css"), "\n".join(map(part, SCRIPTS)), part("page.html")
     data = compressed({"about": about(viewed, name), **viewed.timeline.packed()})
     if len(data) > MOST_BYTES:
-        raise Refusal(f"a page of {size(len(data))}; accepted: up to {size(MOST_BYTES)}; --from, --until show a part")
+        raise UserError(f"a page of {size(len(data))}; accepted: up to {size(MOST_BYTES)}; --from, --until show a part")
     parts = {"style": style, "script": script, "data": data, "title": html.escape(name)}
     parts |= {"script-hash": hashed(script), "style-hash": hashed(style)}
     return re.sub(r"{{([a-z-]+)}}", lambda found: parts[found[1]], frame)  # once over it: names may have braces, too

@@ -10,7 +10,7 @@ from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
 from engine.settings.option_types import Quiet
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 
 TRACE = """Look at what `rekindle serve --trace` recorded.
 
@@ -60,7 +60,7 @@ def view(
         with quietly(quiet):
             done = written(file, output, from_, until)
     except BadTrace as error:
-        raise Refusal(str(error)) from error
+        raise UserError(str(error)) from error
     print(done.line)
     if done.trouble:
         print(done.trouble, file=sys.stderr)

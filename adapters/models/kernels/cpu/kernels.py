@@ -36,7 +36,7 @@ from adapters.models.kernels.cpu.native.norm_and_head import NativeHead
 from adapters.models.kernels.cpu.native.products import FORMS, NativePacked, NativeProducts, NativeWeight
 from adapters.models.kernels.cpu.native.rows import NativeRows, PreparedHeads
 from adapters.models.kernels.cpu.packed import CpuPacking, CpuStack, CpuWeight, check_rows
-from adapters.models.kernels.cpu.thread_tuning import Pace
+from adapters.models.kernels.cpu.thread_tuning import ThreadTuning
 from adapters.models.kernels.delta_interface import DeltaKernels, DeltaShape
 from adapters.models.kernels.experts_interface import Experts, experts_feed, one_by_one
 from adapters.models.kernels.interface import (
@@ -79,7 +79,7 @@ class CpuKernels:
         self._native = None if found is None else NativeProducts(found, found.serving, dtype if fits else None)
         self._packed = None if self._native is None else CpuPacking(self._native, plan)
         self._rows = NativeRows(found, found.serving) if found is not None and fits else None
-        self._paces: dict[tuple[str, int], Pace] = {}
+        self._paces: dict[tuple[str, int], ThreadTuning] = {}
         self._heads: dict[int, tuple[CpuWeight | CpuStack, NativeHead | None]] = {}  # by rows
         self._preps: dict[tuple[int, int], tuple[HeadPrep, PreparedHeads]] = {}
         self._own_attention = NativeAttention(found, found.serving, dtype) if found is not None and fits else None
@@ -341,7 +341,7 @@ class CpuKernels:
             raise Unproven(f"products were proven for {wide} threads, and there are {threads} now")
         if batch.bucket > NARROW or narrow == wide:
             return body()
-        pace = self._paces.get(kind := (name, batch.bucket)) or self._paces.setdefault(kind, Pace(narrow, wide))
+        pace = self._paces.get(kind := (name, batch.bucket)) or self._paces.setdefault(kind, ThreadTuning(narrow, wide))
         threads, start = pace.threads, time.perf_counter()
         if threads != wide:
             torch.set_num_threads(threads)

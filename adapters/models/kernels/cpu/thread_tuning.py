@@ -16,7 +16,7 @@ _SOON, _SELDOM = 16, 512  # steps until the other number is tried again, at firs
 
 
 @define(eq=False)
-class Pace:
+class ThreadTuning:
     """Of steps of one kind. current: threads that they run on; other: the number that is tried now and then."""
 
     current: int

@@ -17,7 +17,7 @@ from adapters.text.tokenizer import Tokenizer
 from effects.ids import Tokens
 from engine.core.trace import LINE_LIMIT, opened
 from engine.settings.progress import progress
-from engine.settings.user_error import Refusal
+from engine.settings.user_error import UserError
 from engine.tools.simulation.logs import claude_code, text_log
 from engine.tools.simulation.logs.logged_requests import MOST_TOKENS, BadLog, Session
 from engine.tools.simulation.recorded_trace import merged, read_recorded
@@ -61,9 +61,9 @@ class LogReader:
         try:
             self._read(path)
         except BadLog as error:
-            raise Refusal(str(error)) from error
+            raise UserError(str(error)) from error
         except (UnicodeDecodeError, zstandard.ZstdError) as error:
-            raise Refusal(f"{path}: unreadable: {str(error)[:120]}; {ACCEPTED}") from error
+            raise UserError(f"{path}: unreadable: {str(error)[:120]}; {ACCEPTED}") from error
 
     def finish(self) -> Logs:
         self.logs.measured = merged(self._measured)
@@ -113,7 +113,7 @@ class LogReader:
             try:
                 self._tokenizer = Tokenizer.load(folder)
             except CheckpointError as error:
-                raise Refusal(f"--model {folder}: {error}") from error
+                raise UserError(f"--model {folder}: {error}") from error
             self.logs.texts = "the demo's tokenizer" if self.model is None else f"the tokenizer of {folder.name}"
             self._numbers = list(range(self._tokenizer.size))
         return list(map(self._encoded, texts))
