@@ -127,7 +127,7 @@ def main() -> None:
         dtype, kernels = getattr(torch, dtype_name), CpuKernels(getattr(torch, dtype_name))
         how = {"device": CPU, "dtype": dtype, "chunk": options.chunk, "capacity": capacity}
         numerics = probe(checkpoint.family, config, kernels, **how)
-        serving = kernels.using(numerics.plan)
+        serving = kernels.with_plan(numerics.plan)
         shard = DenseShard(
             config, checkpoint, serving, dtype=dtype, slots=1, capacity=capacity, buckets=numerics.buckets
         )

@@ -33,7 +33,7 @@ from adapters.models.decoder.shard import BUCKETS
 from adapters.models.families.qwen3 import Qwen3Config
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.interface import Kernels
-from adapters.models.kernels.row_format import NAMED, row_dtype
+from adapters.models.kernels.row_format import DTYPE_NAMES, row_dtype
 from adapters.models.numerics.synthetic import RandomWeights
 from adapters.store.files.file_format import Layout
 from adapters.store.open_store import held_memory, open_store
@@ -310,7 +310,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="four narrow layers instead of an 8B model's")
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--chunk", type=int, default=1024)
-    parser.add_argument("--kv-dtype", choices=("auto", *NAMED), default="auto")
+    parser.add_argument("--kv-dtype", choices=("auto", *DTYPE_NAMES), default="auto")
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192, 32768])
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="on the disk that is to be measured")

@@ -231,11 +231,11 @@ class Comparison:
         target = self.target
         assert target.draft is not None
         residency, _ = resolved("request-scoped", has_draft=True, has_drafter=False)
-        await target.lane.run(target.draft.park)
+        await target.lane.run(target.draft.offload)
         try:
             return await together(target, self.jobs, residency=residency)
         finally:
-            await target.lane.run(target.draft.unpark)
+            await target.lane.run(target.draft.load_back)
 
     async def restored(self) -> list[Answered]:
         """Beyond the device: the slots are empty, and everything was kept before. It is brought back, whatever that is

@@ -38,9 +38,9 @@ from states.experts import Residents, begin, moved
 CONTEXT = 256
 SHAPES = {
     "30b-a3b": Qwen3MoeConfig(
-        151936, 2048, 6144, 48, 32, 4, 128, 40960, 1e6, experts=ExpertsShape(128, 8, 768, normed=True)
+        151936, 2048, 6144, 48, 32, 4, 128, 40960, 1e6, experts=ExpertsShape(128, 8, 768, is_normalized=True)
     ),
-    "small": Qwen3MoeConfig(512, 128, 256, 3, 4, 2, 64, 2048, 1e6, experts=ExpertsShape(16, 2, 64, normed=True)),
+    "small": Qwen3MoeConfig(512, 128, 256, 3, 4, 2, 64, 2048, 1e6, experts=ExpertsShape(16, 2, 64, is_normalized=True)),
 }
 TOKENS = ("all alike", "as in a text")
 
@@ -68,14 +68,14 @@ def kernels_for(setting: Setting, device: torch.device) -> Kernels:
     how = {"capacity": setting.capacity, "dtype": setting.dtype, "threads": torch.get_num_threads()}
     proof = CpuKernels(setting.dtype).prove(setting.config.products((4, setting.chunk), **how))
     assert proof.plan is not None, proof.failures
-    return CpuKernels(setting.dtype).using(proof.plan)
+    return CpuKernels(setting.dtype).with_plan(proof.plan)
 
 
-def made(setting: Setting, device: torch.device, hosted: HostExperts | None = None) -> DenseShard:
+def made(setting: Setting, device: torch.device, offloaded: HostExperts | None = None) -> DenseShard:
     config = setting.config
     weights = RandomWeights(config, device=setting.device, dtype=setting.dtype, scale=config.hidden_size**-0.5)
     shape = {"dtype": setting.dtype, "slots": 1, "capacity": setting.capacity, "buckets": (4, setting.chunk)}
-    return DenseShard(config, weights, kernels_for(setting, device), device=device, hosted=hosted, **shape)
+    return DenseShard(config, weights, kernels_for(setting, device), device=device, offloaded=offloaded, **shape)
 
 
 def drawn(setting: Setting, how: str, seed: int) -> torch.Tensor:
@@ -129,16 +129,16 @@ def measured(runs: Runs, how: str, rounds: int = 3) -> dict[str, Any]:
     return {"decode": decode, "prefill": prefill}
 
 
-def learnt(runs: Runs, hosted: HostExperts, residents: Residents, how: str, reports: int) -> Residents:
+def learnt(runs: Runs, offloaded: HostExperts, residents: Residents, how: str, reports: int) -> Residents:
     """After so many reports of steps with such tokens."""
     tokens = drawn(runs.setting, how, 2)
     for _ in range(reports):
         counts: tuple[int, ...] = ()
         while not counts:
             runs.decode(tokens, 8)
-            counts = hosted.report()
+            counts = offloaded.report()
         residents, moves = moved(residents, counts)
-        hosted.place(moves)
+        offloaded.place(moves)
     return residents
 
 
@@ -150,21 +150,21 @@ def host(setting: Setting, gib: float, reports: int, draws: Sequence[str], found
     logits = 8 * config.vocab_size * 4 + 4 * setting.chunk * config.hidden_size * itemsize
     room = int(gib * (1 << 30)) - others * itemsize - rows - logits
     assert config.experts is not None
-    hosted, began = HostExperts(setting.device, config.experts.count, room), time.perf_counter()
-    shard = made(setting, setting.device, hosted)
-    first_places(hosted)
-    runs, residents = Runs(setting, shard), begin(hosted.experts, hosted.places)
+    offloaded, began = HostExperts(setting.device, config.experts.count, room), time.perf_counter()
+    shard = made(setting, setting.device, offloaded)
+    first_places(offloaded)
+    runs, residents = Runs(setting, shard), begin(offloaded.experts, offloaded.places)
     memory, said = shard.memory(), runs.digest()
-    found["host, memory"] = {**hosted.shown(), **memory, "loaded_s": time.perf_counter() - began}
+    found["host, memory"] = {**offloaded.shown(), **memory, "loaded_s": time.perf_counter() - began}
     print("host:", found["host, memory"], flush=True)
     for how in draws:
         for when in ("before", "after"):
             if when == "after":
-                residents = learnt(runs, hosted, residents, how, reports)
+                residents = learnt(runs, offloaded, residents, how, reports)
             figures = measured(runs, how)
-            now = hosted.shown()
+            now = offloaded.shown()
             runs.decode(drawn(setting, how, 3), setting.steps)
-            last = hosted.shown()
+            last = offloaded.shown()
             needed, brought = last["needed"] - now["needed"], last["brought"] - now["brought"]
             figures |= {"brought_of_needed": brought / needed, "moved": last["moved"]}
             found[f"host, {how}, {when} the policy"] = figures

@@ -66,7 +66,7 @@ def figure(
     slots: int, rows: int, start: int, bucket: int, *, settles: bool, speed: float, layers: int
 ) -> dict[str, Any]:
     kernels, own = CudaDelta(DEVICE, True), weights()
-    states = [kernels.state(SHAPE, slots, 0, DTYPE, DEVICE) for _ in range(layers)]
+    states = [kernels.make_state(SHAPE, slots, 0, DTYPE, DEVICE) for _ in range(layers)]
     for state in states:
         state.memory.normal_(0, 0.1)
         state.keys.normal_(0, 0.1)
@@ -77,7 +77,7 @@ def figure(
     mixed = torch.randn(bucket, SHAPE.channels, device=DEVICE).to(DTYPE)
     gates = torch.randn(bucket, 2 * SHAPE.value_heads, device=DEVICE).to(DTYPE)
     z, norm = torch.randn(bucket, SHAPE.values, device=DEVICE).to(DTYPE), torch.ones(128, device=DEVICE)
-    kernels.begin("bench", batch)
+    kernels.begin_body("bench", batch)
     convolved = kernels.convolve(mixed, own, states[0], batch)
     read = kernels.delta_rule(convolved, gates, own, states[0], batch)
 

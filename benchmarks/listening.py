@@ -69,7 +69,7 @@ class HeardRounds(NativeDecodeStep):
     def step(self, slot: int, state: SlotState, most: int, proposer: Proposer | None) -> RoundTaken | None:
         taken = super().step(slot, state, most, proposer)
         if taken is not None and self._heard is not None:
-            logits = self._heard.native.target.logits
+            logits = self._heard.native.target.logits  # type: ignore[attr-defined] # a `NativeRound`
             self.rows += [(state.valid + at, digest(logits[at])) for at in range(len(taken.tokens))]
         return taken
 

@@ -136,8 +136,8 @@ def build(lane: DeviceLane, slots: int = 1, buckets: Sequence[int] = BUCKETS, la
     )
     draft = DFlashDraft(drafts, DeviceDraft(drafts), TritonKernels(DEVICE), Pipeline((shard,)).head, **shape)
     executor, drafting = DeviceExecutor(shard, buckets, lane=lane), Drafting(draft, buckets)
-    executor.handle(LoadModel, drafting.unpark)
-    executor.handle(UnloadModel, drafting.park)
+    executor.handle(LoadModel, drafting.load_back)
+    executor.handle(UnloadModel, drafting.offload)
     return Pair(shard, draft, lane, executor, drafting)
 
 
@@ -173,11 +173,11 @@ def decoded(pair: Pair, proposer: Proposer, width: int, most: int) -> tuple[Toke
 def steps(pair: Pair) -> list[dict[str, Any]]:
     """On the lane. The plain step is timed with the draft out of the way, then with one that follows."""
     answer = 160
-    pair.draft.park()
+    pair.draft.offload()
     plain, done = decoded(pair, pair.drafting, 0, answer + BLOCK)
     base = median(one.ns for one in done[8:]) / 1e6
     rows = [row("plain, no draft", base, plain, plain, done)]
-    pair.draft.unpark()
+    pair.draft.load_back()
     found, done = decoded(pair, pair.drafting, 0, answer)
     rows.append(row("plain, a draft that follows", base, plain, found, done))
     for accepted in ACCEPTED:  # records graphs: the bucket at which the draft follows is that of what is accepted
@@ -272,7 +272,7 @@ async def residency(pair: Pair) -> list[dict[str, Any]]:
     pair.executor.proposed_to(pair.drafting)
     for policy in POLICIES:
         resolution, _ = resolved(policy, has_draft=True, has_drafter=False)
-        await pair.lane.run(pair.draft.park if resolution.draft == "park" else pair.draft.unpark)
+        await pair.lane.run(pair.draft.offload if resolution.draft == "park" else pair.draft.load_back)
         settings = Settings(
             slots=1,
             max_context=CAPACITY,
@@ -310,11 +310,11 @@ async def held(pair: Pair, policy: str, stage: str) -> dict[str, Any]:
 def moves(pair: Pair) -> list[dict[str, Any]]:
     """On the lane: GB/s of parking and unparking against plain copies of pinned memory of the same size."""
     pair.draft.release()
-    pair.draft.unpark()
+    pair.draft.load_back()
     found: dict[str, list[float]] = {"park (first: copied out)": [], "unpark": [], "park again": []}
     size = pair.draft.memory()["weights"]
-    again = [("unpark", pair.draft.unpark), ("park again", pair.draft.park)] * 3
-    for name, run in [("park (first: copied out)", pair.draft.park), *again]:
+    again = [("unpark", pair.draft.load_back), ("park again", pair.draft.offload)] * 3
+    for name, run in [("park (first: copied out)", pair.draft.offload), *again]:
         found[name].append(size / timed(run) / 1e9)
     host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(size, dtype=torch.uint8, device=DEVICE)
@@ -323,7 +323,7 @@ def moves(pair: Pair) -> list[dict[str, Any]]:
         ("pinned copy to the host", lambda: host.copy_(device, non_blocking=True)),
     ):
         found[name] = [size / timed(run) / 1e9 for _ in range(4)]
-    pair.draft.unpark()
+    pair.draft.load_back()
     return [{"what": name, "MB": round(size / 1e6), "GB/s": max(rates)} for name, rates in found.items()]
 
 

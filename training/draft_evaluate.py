@@ -23,8 +23,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from adapters.demo import FOLDER
-from adapters.device.sampling.noise import gumbel
 from adapters.device.speculation.drafting import noise_of
+from adapters.models.kernels.noise import gumbel
 from training import tasks
 from training.agents import ToolLoop
 from training.batches import PAD_ID, flatten, row_random

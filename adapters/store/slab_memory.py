@@ -16,7 +16,7 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from adapters.models.kernels.offload import pinned
+from adapters.models.kernels.offload import allocate_pinned
 from adapters.process_memory import mapped
 
 SLAB = 64 << 20
@@ -165,7 +165,7 @@ class Memory:
     def _made(self, size: int, *, waited: bool = False) -> Tensor:
         """waited: does anybody's answer wait for it?"""
         if self.pin:
-            return pinned(size, aside=self.busy is not None and not waited)
+            return allocate_pinned(size, aside=self.busy is not None and not waited)
         return unpinned(size) if self.source is None else self.source(size)
 
     def _buffer(self, slab: Slab, span: tuple[int, int], size: int) -> Buffer:

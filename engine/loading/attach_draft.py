@@ -25,7 +25,7 @@ from states.settings import Settings
 def sent_away(drafting: DraftProposer[DraftModel] | None, settings: Settings) -> None:
     """Nobody needs the draft yet."""
     if drafting is not None and settings.residency.draft != "keep":
-        drafting.park(RequestId(0), unload(settings.residency, "draft"))
+        drafting.offload(RequestId(0), unload(settings.residency, "draft"))
 
 
 def beside_last(kernels: Sequence[Kernels | None]) -> Kernels:
@@ -56,6 +56,6 @@ def add_draft(
     else:
         drafting = Drafting(draft, shard.buckets, options.ddtree_budget)
     executor.proposed_to(drafting)
-    executor.handle(LoadModel, drafting.unpark)
-    executor.handle(UnloadModel, drafting.park)
+    executor.handle(LoadModel, drafting.load_back)
+    executor.handle(UnloadModel, drafting.offload)
     return drafting

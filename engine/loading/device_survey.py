@@ -16,6 +16,7 @@ from adapters.models.decoder.family import ModelConfig
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.pipelined_chunks import current
 from adapters.models.drafts.draft_parts import DraftShape
+from adapters.models.kernels import factory
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import ProductPlan
 from adapters.models.kernels.row_format import row_dtype
@@ -217,7 +218,7 @@ def prove(
             )
             proven.append(one.peer.prove(asked))
     own = tuple(
-        found[one.device][1].using(plan_served(found[one.device][0], fast=options.numerics == "fast"))
+        found[one.device][1].with_plan(plan_served(found[one.device][0], fast=options.numerics == "fast"))
         if one.device in found
         else None
         for one in plan
@@ -267,16 +268,11 @@ def probed(checkpoint: Checkpoint, kernels: Kernels, kept: Kept, **how: Any) -> 
 def build_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
     if device.type == "cuda":
         keep_compiled()
-        from adapters.models.kernels.cuda.kernels import TritonKernels  # noqa: PLC0415 - needs Triton, so a GPU build
-
-        return TritonKernels(device)
-    from adapters.models.kernels.cpu.kernels import CpuKernels  # noqa: PLC0415
-    from adapters.models.kernels.cpu.native.library import missing  # noqa: PLC0415
-
+        return factory.build_kernels(device, dtype)
     try:
-        if why := missing():
+        if why := factory.explain_missing_library():
             log.info("products by oneDNN alone: %s", why)
-        return CpuKernels(dtype)
+        return factory.build_kernels(device, dtype)
     except ValueError as error:
         raise UserError(str(error)) from error
 

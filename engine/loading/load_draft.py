@@ -154,12 +154,12 @@ def draft_kernels(
     """
     plan = numerics.plan
     if plan is None:
-        return kernels.fresh()
+        return kernels.copy_for_shard()
     target = config.products(plan.steps, capacity=shard.capacity, dtype=shard.dtype, threads=plan.threads[1])
     listed = found.products(evolve(target, threads=plan.threads), capacity=shard.capacity, vocab=config.vocab_size)
     key = kept_under(listed, kernels, shard.device, (str(shard.dtype), plan))
     proven = kept.made(key, lambda: kernels.prove(listed, plan).plan, plan_to_json, plan_from_json)
-    return kernels.using(evolve(proven, steps=()) if fast and proven is not None else proven)
+    return kernels.with_plan(evolve(proven, steps=()) if fast and proven is not None else proven)
 
 
 def draft_placement(options: Options, target: torch.device, peer: Peer | None = None) -> Placement:
@@ -197,7 +197,7 @@ def kernels_apart(
         listed = evolve(own, weights=(*own.weights, head))
         key = kept_under(listed, kernels, device, (str(shard.dtype), "apart"))
         proven = kept.made(key, lambda: kernels.prove(listed).plan, plan_to_json, plan_from_json)
-        return kernels.using(evolve(proven, steps=()) if fast and proven is not None else proven)
+        return kernels.with_plan(evolve(proven, steps=()) if fast and proven is not None else proven)
 
 
 def placed_draft(

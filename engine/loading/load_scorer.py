@@ -165,7 +165,7 @@ def add_drafter(
     settings = load_if_kept(compressor, settings)
     if found.peer is None and on(lane, found.device):
         executor.handle(CompressPrompt, compressor.compress)
-        moved: Movers = {} if drafting is None else {"draft": (drafting.unpark, drafting.park)}
+        moved: Movers = {} if drafting is None else {"draft": (drafting.load_back, drafting.offload)}
         moved_by_name(executor, {**moved, "drafter": (compressor.load, compressor.unload)})
         return Drafter(found, compressor, lane, identity=named), evolve(settings, drafter=found.limit)
     beside = DrafterLane(compressor, DeviceLane(found.device))
@@ -195,7 +195,7 @@ def load_if_kept(compressor: Compressor, settings: Settings) -> Settings:
     if settings.residency.drafter != "keep":
         return settings
     try:
-        compressor.scorer.weights.unpark()
+        compressor.scorer.weights.load_back()
     except torch.OutOfMemoryError:
         if settings.residency.policy != "auto":
             raise

@@ -35,13 +35,13 @@ def shards(
     rows: torch.dtype,
     fast: bool,
     pages: int = 0,
-    hosted: HostExperts | None = None,
-    hosts_table: bool = False,
+    offloaded: HostExperts | None = None,
+    offload_embedding: bool = False,
     **how: Any,
 ) -> Pipeline:
     """Each on its device, with the tensors of its own layers and no other. sources: of each, as `uploading` gives them.
-    pages, rows, hosted, hosts_table, how: as `Build` has it; shards in other processes have no pages and keep nothing
-    on the host.
+    pages, rows, offloaded, offload_embedding, how: as `Build` has it; shards in other processes have no pages and keep
+    nothing on the host.
     """
     parts = list[Shard]()
     for place, own, weights in zip(plan, kernels, sources, strict=True):
@@ -54,7 +54,7 @@ def shards(
         assert own is not None
         with current(place.device):
             where: dict[str, Any] = {"device": place.device, "layers": place.layers, "pages": pages}
-            where |= {"dtype": dtype, "rows": rows, "hosted": hosted, "hosts_table": hosts_table}
+            where |= {"dtype": dtype, "rows": rows, "offloaded": offloaded, "offload_embedding": offload_embedding}
             parts.append(checkpoint.family.build(checkpoint.config, weights, own, **where, **how))
     return Pipeline(parts)
 

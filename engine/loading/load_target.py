@@ -37,7 +37,7 @@ from engine.loading.expert_placement import counted, first_places
 from engine.loading.load_draft import BATCH_ROWS, find_draft, proposals, provable, short_of_memory, widths
 from engine.loading.load_scorer import Drafter, FoundDrafter, add_drafter, cannot_stay, find_drafter, pflash
 from engine.loading.load_shards import shards, uploading
-from engine.loading.memory_estimate import chosen, host_experts, hosts_table, shares_pages
+from engine.loading.memory_estimate import chosen, host_experts, shares_pages, should_offload_embedding
 from engine.loading.memory_fit import Fit
 from engine.loading.open_store import keeping, layout, stored, transfer_memory
 from engine.loading.plan_load import settled
@@ -83,7 +83,7 @@ class Target:
     kept: Kept
     draft: DraftModel | None = None
     drafter: Drafter | None = None
-    hosted: HostExperts | None = None
+    offloaded: HostExperts | None = None
     pflash: Mapping[str, Any] = {}
     transfer: Transfer | None = None  # None: neither host memory nor disk keep anything
 
@@ -158,14 +158,14 @@ class Target:
     def memory(self, blocks: int) -> Mapping[str, Any]:
         """The ledger, in bytes: where each model's weights are, the slots' rows and buffers, the cache's blocks."""
         target = self.shard.memory()
-        host = target["host"] + (0 if self.hosted is None else self.hosted.host_bytes)
+        host = target["host"] + (0 if self.offloaded is None else self.offloaded.host_bytes)
         draft = {} if self.draft is None else self.draft.memory()
         parts = [shown(part) for part in self.shard.parts]
         others = {"draft": draft, **({} if self.drafter is None else {"drafter": self.drafter.memory()})}
         models = {name: {"device": one["weights"], "host": one["host"]} for name, one in others.items() if one}
         return {
             "models": {"target": {"device": target["weights"], "host": host}, **models},
-            "experts": None if self.hosted is None else self.hosted.shown(),
+            "experts": None if self.offloaded is None else self.offloaded.shown(),
             "shards": parts,
             "draft": None if self.draft is None else shown_draft(self.draft),
             "drafter": None if self.drafter is None else shown_drafter(self.drafter),
@@ -234,7 +234,7 @@ def load_over(
     kept = Kept(user_folder(), proving=lambda: step(start_progress.PROBE))
     memory = transfer_memory(options, [one.device for one in plan], apart.lender)
     heard = checkpoint.followed(start_progress.parts(step, start_progress.WEIGHTS, len(checkpoint.tensors)))
-    away = hosts_table(checkpoint.config, dtype, plan, checkpoint.layouts)
+    away = should_offload_embedding(checkpoint.config, dtype, plan, checkpoint.layouts)
     with picking_beside(plan, checkpoint.config.vocab_size), uploading(heard, plan, memory, dtype) as sources:
         how: dict[str, Any] = {"fit": fit, "peer": apart.draft, "kept": kept, "step": step}
         fit, numerics, kernels, named = settled(options, checkpoint, dtype, plan, opened, **how)
@@ -243,14 +243,14 @@ def load_over(
         found = apart.drafting(provable(opened, numerics))
         scores = find_drafter(options, checkpoint.folder, plan[-1].device, fit.context, peer=apart.drafter)
         step(start_progress.WEIGHTS)
-        hosted = host_experts(options, checkpoint, dtype, plan)
+        offloaded = host_experts(options, checkpoint, dtype, plan)
         room: dict[str, Any] = {"slots": fit.slots, "capacity": fit.context, "pages": fit.pages, "fast": fast}
-        room |= {"rows": row_dtype(options.kv_dtype, dtype), "hosted": hosted, "hosts_table": away}
+        room |= {"rows": row_dtype(options.kv_dtype, dtype), "offloaded": offloaded, "offload_embedding": away}
         room |= {"state_places": options.state_checkpoints, "buckets": row_counts(numerics.buckets, fast=fast)}
         aux = () if found is None else found.shape.aux_layers
         shard = shards(heard, dtype, plan, kernels, sources, aux_layers=aux, **room)
-    first_places(hosted)
-    executor = DeviceExecutor(shard, numerics.buckets, lane=lane, fast=fast, experts=hosted)
+    first_places(offloaded)
+    executor = DeviceExecutor(shard, numerics.buckets, lane=lane, fast=fast, experts=offloaded)
     placing: dict[str, Any] = {"kernels": beside_last(kernels), "numerics": numerics, "kept": kept, "peer": apart.draft}
     drafting = add_draft(found, options, checkpoint, shard, executor=executor, step=step, **placing)
     draft = None if drafting is None else drafting.draft
@@ -258,7 +258,7 @@ def load_over(
     warm_up(shard, draft, BATCH_ROWS)
     step(start_progress.MEASURE)
     how = {"plan": plan, "numerics": numerics, "named": named, "kept": kept, "fit": fit}
-    settings = counted(decide(options, executor, shard, draft, scores, **how), hosted)
+    settings = counted(decide(options, executor, shard, draft, scores, **how), offloaded)
     if settings.beside_rows:
         executor.read_beside(DeviceLane(lane.device, beside="prompts"))
     drafter, settings = add_drafter(scores, options, executor, lane, drafting=drafting, settings=settings, kept=kept)
@@ -283,7 +283,7 @@ def load_over(
         kept=kept,
         draft=draft,
         drafter=drafter,
-        hosted=hosted,
+        offloaded=offloaded,
         pflash=pflash(options, settings, drafter),
         transfer=moving,
     )

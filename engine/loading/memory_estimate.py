@@ -13,9 +13,8 @@ from adapters.checkpoint.safetensors_folder import Shapes
 from adapters.models.decoder.dense_config import HEAD_ROWS, packed_parts
 from adapters.models.decoder.family import ModelConfig
 from adapters.models.decoder.host_experts import HostExperts
-from adapters.models.kernels.cpu.native.library import missing
-from adapters.models.kernels.cpu.native.products import PANEL
-from adapters.models.kernels.packed_formats import served
+from adapters.models.kernels.factory import explain_missing_library
+from adapters.models.kernels.packed_formats import PANEL, has_packed_kernel
 from adapters.models.kernels.product_list import ProductPlan, Products, Weight
 from adapters.models.kernels.row_format import row_dtype
 from adapters.models.open_checkpoint import Checkpoint
@@ -105,7 +104,11 @@ def needs(
     expected to.
     """
     hosted = experts_room(options, config, dtype, plan, layouts)
-    table = math.prod(config.tensors()[EMBEDDING]) * dtype.itemsize if hosts_table(config, dtype, plan, layouts) else 0
+    table = (
+        math.prod(config.tensors()[EMBEDDING]) * dtype.itemsize
+        if should_offload_embedding(config, dtype, plan, layouts)
+        else 0
+    )
     drafted = draft_placement(options, plan[-1].device, peer)
     found = list[DeviceNeed]()
     for memory in dict.fromkeys((*(one.memory for one in plan), *(() if draft is None else (drafted.memory,)))):
@@ -138,7 +141,7 @@ def needs(
     return found
 
 
-def hosts_table(
+def should_offload_embedding(
     config: ModelConfig, dtype: torch.dtype, plan: Sequence[Placement], layouts: Mapping[str, StepLayout]
 ) -> bool:
     """Whether the embedding stays in host memory: a step reads a few rows of it there, and a GPU has better use for the
@@ -246,7 +249,7 @@ def multiplied_packed(
             return True
         if proven is None:
             return expected and part.layout.fits(part.inputs)
-        return proven.as_packed(part.outputs, part.inputs, part.layout, gated=part.gated)
+        return proven.multiplies_packed(part.outputs, part.inputs, part.layout, gated=part.gated)
 
     numbers = taken = 0
     for weight, tensors in config.matrices(layers):
@@ -276,7 +279,7 @@ def packs(config: ModelConfig, dtype: torch.dtype) -> bool:
     its own a processor may well be faster with what they stand for, where there is room for that.
     """
     tiles = dtype != torch.float32 and bool(torch.cpu.get_capabilities().get("amx_bf16"))
-    return not missing() and not (tiles and on_host(config, dtype).unpacked)
+    return not explain_missing_library() and not (tiles and on_host(config, dtype).unpacked)
 
 
 def kept_packed(shapes: Shapes, layouts: Mapping[str, StepLayout], dtype: torch.dtype) -> dict[str, int]:
@@ -285,7 +288,7 @@ def kept_packed(shapes: Shapes, layouts: Mapping[str, StepLayout], dtype: torch.
     for name, shape in shapes.items():
         layout, both = layouts.get(name), [name.replace("gate_proj", "up_proj"), name.replace("up_proj", "gate_proj")]
         alike = {layouts.get(one) for one in both} == {layout}
-        if layout is not None and alike and ".experts." not in name and served(layout, shape[1], dtype):
+        if layout is not None and alike and ".experts." not in name and has_packed_kernel(layout, shape[1], dtype):
             found[name] = math.ceil(math.prod(shape) * layout.bits / 8)
     return found
 

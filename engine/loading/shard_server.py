@@ -111,7 +111,7 @@ class ServedModel:
             shard = checkpoint.family.build(
                 config,
                 checkpoint,
-                kernels.using(plan_served(numerics, fast=asked.fast)),
+                kernels.with_plan(plan_served(numerics, fast=asked.fast)),
                 device=self.device,
                 dtype=dtype,
                 rows=rows,
@@ -145,7 +145,7 @@ class ServedModel:
         config = checkpoint.config
         if not isinstance(config, DenseConfig):
             raise ValueError(f"{checkpoint.family.model_type} models cannot score")  # noqa: TRY004 - of the server's
-        own = kernels.using(plan_served(numerics, fast=asked.fast))
+        own = kernels.with_plan(plan_served(numerics, fast=asked.fast))
         scorer = Scorer(config, checkpoint, own, self.device, dtype, numerics.buckets, asked.most)
         return ServedDrafter(scorer)
 

@@ -13,17 +13,17 @@ from typing import Any
 
 import torch
 
-from adapters.device.lane.step_pacer import StepPacer
-from adapters.device.sampling.logit_penalties import PENDING
 from adapters.device.sampling.sampler import Draw, Picking, Sampler, picking
 from adapters.device.speculation.proposer import DraftModel
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.pipelined_chunks import current
 from adapters.models.decoder.shard import BUCKETS, Shard
 from adapters.models.drafts.cached_draft import CachedDraft, first_tokens
-from adapters.models.kernels.cuda.cuda_graphs import no_collection
+from adapters.models.kernels.collector_pause import pause_collector
+from adapters.models.kernels.factory import build_compiler, build_step_pacer
 from adapters.models.kernels.interface import ALONE
-from adapters.models.kernels.layer_kinds import one_of_each
+from adapters.models.kernels.layer_kinds import run_one_of_each
+from adapters.models.kernels.sampling_interface import PENDING
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.probe import PROBED_SLOTS, buckets_of, probe_key
 from adapters.models.numerics.synthetic import RandomWeights, packed_in
@@ -69,10 +69,10 @@ def compile_kernels(
     device = gpu_of(plan)
     if device is None:
         return
-    from adapters.models.kernels.cuda.compile import key_beside, tools_beside  # noqa: PLC0415 - needs Triton, so a GPU build
-
+    compiler = build_compiler()
     major, minor = torch.cuda.get_device_capability(device)
-    answers, buckets = (key_beside(), tools_beside(10 * major + minor)), buckets_of(BUCKETS, chunk)
+    answers = (compiler.start_key(), compiler.start_tool_versions(10 * major + minor))
+    buckets = buckets_of(BUCKETS, chunk)
     asked = probing(checkpoint, device, (dtype, rows), chunk, fit.context)
     probed = kept.proven(probe_key(checkpoint.family, checkpoint.config, build_kernels(device, dtype), **asked))
     paged = [{"slots": fit.slots, "pages": -(-fit.context // PAGE)}] if fit.pages else []
@@ -120,12 +120,10 @@ def compile_first(steps: Sequence[Callable[[], object]]) -> None:
 
 
 def compile_asked(steps: Sequence[Callable[[], object]]) -> None:
-    from adapters.models.kernels.cuda.compile_ahead import asking, compile_apart  # noqa: PLC0415 - needs Triton, so a GPU build
-
-    with asking() as asked, ThreadPoolExecutor(1, "asking") as thread:
+    with build_compiler().collect_requests() as requests, ThreadPoolExecutor(1, "asking") as thread:
         begun = [thread.submit(copy_context().run, step) for step in steps]
     tell_later(begun)
-    compile_apart(asked)
+    requests.compile_in_processes()
 
 
 def tell_later(steps: Iterable[Future[Any]]) -> None:
@@ -138,9 +136,7 @@ def run_side_by_side(steps: Sequence[Callable[[], None]]) -> None:
     be compiling; a kernel that several of them need is compiled once. Reading what an earlier start compiled takes an
     interpreter, for 0.15 s in all: threads that do so side by side keep it from each other for three times as long.
     """
-    from adapters.models.kernels.cuda.compile import compiling_aside  # noqa: PLC0415 - needs Triton, so a GPU build
-
-    with compiling_aside(), ThreadPoolExecutor(len(steps) or 1, "first-steps") as threads:
+    with build_compiler().compile_in_threads(), ThreadPoolExecutor(len(steps) or 1, "first-steps") as threads:
         begun, only_read = list[Future[None]](), True
         for step in steps:
             begun.append(threads.submit(copy_context().run, step))
@@ -185,9 +181,7 @@ def picking_beside(plan: Sequence[Placement], vocab: int) -> Iterator[None]:
 
 def pick_once(device: torch.device, vocab: int, *, first: bool) -> None:
     """first: nobody has ever compiled anything."""
-    from adapters.models.kernels.cuda.compile import key_beside  # noqa: PLC0415 - needs Triton, so a GPU build
-
-    key_beside().join()
+    build_compiler().start_key().join()
     if first:
         compile_first([partial(pick_some, device, vocab)])
     for one in pick_some(device, vocab):
@@ -201,14 +195,14 @@ def pick_some(device: torch.device, vocab: int) -> list[Picking]:
         rows = [Draw(Sampler(sampling, (0,), vocab, device), 1) for sampling in PICKED]
         for row in rows:
             row.sampler.append([0] * (PENDING + 1))
-        StepPacer(device).beat()  # as what picks does, it loads something
+        build_step_pacer(device).beat()  # as what picks does, it loads something
         return [picking(logits, asked) for asked in (rows, *([row] for row in rows))]
 
 
 def warm_up(shard: Pipeline, draft: DraftModel | None, most_rows: int) -> None:
     """Every bucket, and every shape that a draft that is here proposes in. most_rows: of one batched decode step."""
     passes = max(PASSES[device.type] for device in shard.devices)
-    with no_collection() if passes > 1 else nullcontext():  # once, and not for each graph
+    with pause_collector() if passes > 1 else nullcontext():  # once, and not for each graph
         _warm_up(shard, draft, most_rows, passes)
 
 
@@ -219,7 +213,7 @@ def _warm_up(shard: Pipeline, draft: DraftModel | None, most_rows: int, passes: 
     sizes = [(bucket, rows) for bucket, rows in each if rows <= bucket]  # `--numerics fast` has one of a single row
     for behind in reversed(range(passes)):
         give_back(shard.devices)
-        with one_of_each() if behind else nullcontext():
+        with run_one_of_each() if behind else nullcontext():
             for bucket, rows in sizes:
                 take_steps(shard, draft, bucket, rows, logits=bucket <= most_rows)
     if isinstance(draft, CachedDraft):

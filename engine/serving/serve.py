@@ -299,7 +299,7 @@ def costs(target: Target) -> str:
     kept = f", {checkpoint.bits_of(target.weights):.1f} in memory" if checkpoint.forms else ""
     beside = f", {size(away)} of it in host memory" if away else ""
     line = f"  weights={forms} ({checkpoint.bits:.1f} bits{kept}{error}, {size(target.weights)}{beside})"
-    line += f"{placed(target.hosted)}  context={size(shard.row_spec.token_bytes)} a token"
+    line += f"{placed(target.offloaded)}  context={size(shard.row_spec.token_bytes)} a token"
     kept, own = target.model_info["kv_dtype"], target.model_info["dtype"]
     line += "" if kept == own else f" in {kept}"
     return line + (f", {size(state)} a state" if state else "")

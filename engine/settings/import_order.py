@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
-import pkgutil
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
 
 from adapters.checkpoint import weights_digest
+from adapters.models.kernels.factory import has_triton, list_triton_modules, start_kernel_key
 from engine.settings.placement import Where
 from engine.settings.preload import gpu_driver, still_opening
 
@@ -47,23 +46,17 @@ def import_beside_torch(folders: Iterable[Path], gpu: int | None = None) -> None
     driver = None if gpu is None else gpu_driver()
     if driver is not None:
         Thread(target=open_gpu, args=(driver, gpu), name="gpu", daemon=True).start()
-    triton = driver is not None and importlib.util.find_spec("triton") is not None
+    triton = driver is not None and has_triton()
     if triton:
-        import_module("adapters.models.kernels.cuda.compile").key_beside()
+        start_kernel_key()
     import_module(TEXT)
-    for name in kernels() if triton else ():
+    for name in list_triton_modules() if triton else ():
         with suppress(ImportError):  # goes wrong again where there turns out to be a GPU for it
             import_module(name)
     for name in OURS:
         if driver is not None and not still_opening():
             return
         import_module(name)
-
-
-def kernels() -> Iterator[str]:
-    """The modules of what is written in Triton, and for it alone."""
-    package = import_module("adapters.models.kernels.triton")
-    return (found.name for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."))
 
 
 def open_gpu(driver: ctypes.CDLL, number: int) -> None:

@@ -34,7 +34,7 @@ def qwen3(slots: int = 4, device: str = "cpu", aux_layers: tuple[int, ...] = ())
     buckets = row_counts(BUCKETS, fast=True)
     shape = {"device": device, "slots": slots, "capacity": 256, "buckets": buckets, "aux_layers": aux_layers}
     if device == "cpu":
-        kernels = proven(TINY, torch.float32, 256, buckets).fresh()
+        kernels = proven(TINY, torch.float32, 256, buckets).copy_for_shard()
         return DenseShard(TINY, RandomWeights(TINY, scale=0.2), kernels, **shape)
     from adapters.models.kernels.cuda.kernels import TritonKernels  # noqa: PLC0415 - Triton comes with CUDA only
 

@@ -12,8 +12,8 @@ import pytest
 from attrs import evolve
 
 from adapters.device.lane.running_batch import OutcomeQueue, goes_on
-from adapters.device.lane.step_pacer import StepPacer
 from adapters.device.sampling.sampler import Picking
+from adapters.models.kernels.step_pacer import NoStepPacer
 from effects.all import EffectRequest, Launch
 from effects.decode import Decoded
 from effects.grammar import Grammar
@@ -283,8 +283,8 @@ async def test_steps_keep_an_even_pace_while_prompts_wait_for_each_other(on_fake
         return forward(self, step, inputs)
 
     monkeypatch.setattr(FakeShard, "forward", launched)
-    monkeypatch.setattr(StepPacer, "beat", lambda _: heard.append("even"))
-    monkeypatch.setattr(StepPacer, "stop", lambda _: heard.append("at once"))
+    monkeypatch.setattr(NoStepPacer, "beat", lambda _: heard.append("even"))
+    monkeypatch.setattr(NoStepPacer, "stop", lambda _: heard.append("at once"))
     on_fake.executor.decoding.ahead.crowded = lambda: heard.count("step") in (3, 4)
     await went(on_fake, *clients, steps=6)
     assert heard == [*["step", "at once"] * 2, *["step", "even"] * 2, *["step", "at once"] * 2]

@@ -35,7 +35,7 @@ MARKS = Marks(b"", b"", frozenset((0,)))
 
 def compressor() -> Compressor:
     weights, kernels = RandomWeights(TINY, scale=0.2), proven(TINY, torch.float32, 512, BUCKETS)
-    scorer = Scorer(TINY, weights, kernels.fresh(), torch.device("cpu"), torch.float32, BUCKETS, 512)
+    scorer = Scorer(TINY, weights, kernels.copy_for_shard(), torch.device("cpu"), torch.float32, BUCKETS, 512)
     return Compressor(scorer, MARKS)
 
 

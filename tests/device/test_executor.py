@@ -154,14 +154,14 @@ async def test_logprobs_come_with_every_token_when_asked_for(driver):
 async def test_effects_of_later_parts_are_carried_out_by_the_handlers_that_they_bring():
     seen = []
 
-    def park(request, effect):
+    def offload(request, effect):
         seen.append((request, effect, torch.is_inference_mode_enabled()))
         return DeviceFailed("broken", "no draft") if request == 2 else effect.outcomes[0]()
 
     def exhausted(request, effect):
         torch.empty(1 << 60, dtype=torch.uint8)
 
-    driver = drive(FakeShard(), handlers={UnloadModel: park, LoadModel: exhausted})
+    driver = drive(FakeShard(), handlers={UnloadModel: offload, LoadModel: exhausted})
     (parked,) = await driver.perform(EffectRequest(RequestId(1), UnloadModel("draft")))
     assert isinstance(parked, UnloadModel.outcomes[0])
     assert await driver.perform(EffectRequest(RequestId(2), UnloadModel("draft"))) == (

@@ -157,7 +157,7 @@ async def test_no_more_is_proposed_than_a_slot_has_room_for():
 def drafted(nodes: int = 0, **options) -> tuple[Driver, FakeDraft, FakeShard]:
     fake, draft = FakeShard(), FakeDraft(**options)
     drafting = Drafting(draft, BUCKETS, nodes)
-    handlers = {LoadModel: drafting.unpark, UnloadModel: drafting.park}
+    handlers = {LoadModel: drafting.load_back, UnloadModel: drafting.offload}
     return drive(fake, proposer=drafting, handlers=handlers), draft, fake
 
 

@@ -19,8 +19,8 @@ from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.shard import TargetHead
 from adapters.models.drafts.dflash.draft import DFlashDraft
 from adapters.models.kernels.cpu.kernels import CpuKernels
-from adapters.models.kernels.cpu.native.library import compiled
-from adapters.models.kernels.cpu.native.native_decode import NativeRound
+from adapters.models.kernels.cpu.native.decode_round import NativeRound
+from adapters.models.kernels.cpu.native.library import find_library
 from adapters.models.numerics.synthetic import RandomWeights
 from effects.ids import DeviceFailed, RequestId
 from effects.job import Sampling
@@ -29,7 +29,7 @@ from tests.device.driver import Driver
 from tests.models.checkpoints import same_bits
 from tests.models.drafts import GEOMETRIES, TARGET, random_tensors
 
-pytestmark = pytest.mark.skipif(compiled() is None, reason="no products in C here")
+pytestmark = pytest.mark.skipif(find_library() is None, reason="no products in C here")
 BUCKETS, CAPACITY, SLOTS, VOCAB = (4, 8, 16, 32), 256, 3, 7  # so few tokens that a random draft is often right
 KINDS = {
     "greedy": Sampling(),
@@ -203,9 +203,9 @@ async def test_weights_that_went_and_came_back_are_found_again(counted):
         client = await setup.driver.open([1, 2, 3, 4, 5], KINDS["drawn"])
         await client.prefill()
         some = []
-        for moved in (None, proposer.park, proposer.unpark):
+        for moved in (None, proposer.offload, proposer.load_back):
             if moved is not None:
-                effect = UnloadModel if moved == proposer.park else LoadModel
+                effect = UnloadModel if moved == proposer.offload else LoadModel
                 await lane.run(lambda moved=moved, effect=effect: moved(RequestId(0), effect("draft")))
             for _ in range(3):
                 some += await setup.driver.decode(client, propose=3)
@@ -225,7 +225,7 @@ async def test_nothing_is_kept_of_weights_that_went(counted):
     block = stale.draft().block
     held = [weakref.ref(one) for one in (block.layers, block.layers.layers[0], block.head, block.logits)]
     del block
-    await lane.run(lambda: proposer.park(RequestId(0), UnloadModel("draft")))
+    await lane.run(lambda: proposer.offload(RequestId(0), UnloadModel("draft")))
     gc.collect()
     assert counted == [3]
     assert [one() for one in held] == [None] * 4

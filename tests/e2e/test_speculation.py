@@ -302,7 +302,7 @@ async def test_a_request_scoped_draft_comes_and_goes_and_one_that_finds_no_room_
 ):
     draft, scoped = target.draft, resolved("request-scoped", has_draft=True, has_drafter=False)[0]
     weights = moves(target)["device"]
-    await target.lane.run(draft.park)
+    await target.lane.run(draft.offload)
     assert moves(target) == {"device": 0, "host": weights if target.shard.device.type == "cuda" else 0}
     how = {"facts": {}, "live": target.live, "paranoid": True}
     async with engine(evolve(target.settings, residency=scoped, rates=FLAT), target.executor, **how) as running:
@@ -328,7 +328,7 @@ async def test_a_request_scoped_draft_comes_and_goes_and_one_that_finds_no_room_
             raise torch.OutOfMemoryError("no room")
 
         with monkeypatch.context() as patch:
-            patch.setattr(draft, "unpark", exhausted)
+            patch.setattr(draft, "load_back", exhausted)
             one = await asked()
         assert one.tokens == plain[0].tokens
         assert one.closed.report.proposed == 0
@@ -337,7 +337,7 @@ async def test_a_request_scoped_draft_comes_and_goes_and_one_that_finds_no_room_
         one = await asked()
         assert one.tokens == plain[0].tokens
         assert one.closed.report.proposed > 0
-    await target.lane.run(draft.unpark)
+    await target.lane.run(draft.load_back)
     assert moves(target)["device"] == weights
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.settings.import_order import first_gpu, kernels
+from adapters.models.kernels.factory import list_triton_modules
+from engine.settings.import_order import first_gpu
 from engine.settings.placement import Where, read_devices
 
 ROOT = Path(__file__).parents[2]
@@ -32,9 +33,9 @@ def test_what_is_imported_beside_torch_does_not_wait_for_it() -> None:
 @pytest.mark.parametrize(("opening", "gpu", "before"), [(True, True, True), (False, True, False), (False, False, True)])
 def test_beside_a_gpu_what_is_needed_later_does_not_keep_torch_waiting(opening: bool, gpu: bool, before: bool) -> None:
     code = (
-        "import sys, threading; from engine import ahead; from engine.settings.preload import OPENING;"
+        "import sys, threading; from engine.settings import import_order as ahead; from engine.settings.preload import OPENING;"
         "over = threading.Event(); thread = threading.Thread(target=over.wait, name=OPENING);"
-        f"thread.start() if {opening} else None; ahead.open_gpu = ahead.importlib.util.find_spec = lambda *_: None;"
+        f"thread.start() if {opening} else None; ahead.open_gpu = ahead.has_triton = lambda *_: None;"
         f"ahead.gpu_driver = lambda: 'driver' if {gpu} else None; ahead.import_beside_torch([], 3); over.set();"
         "print(ahead.TEXT in sys.modules, *{name in sys.modules for name in ahead.OURS})"
     )
@@ -42,13 +43,14 @@ def test_beside_a_gpu_what_is_needed_later_does_not_keep_torch_waiting(opening: 
 
 
 def test_what_is_written_in_triton_is_imported_without_torch() -> None:
-    names = [*kernels()]
+    names = [*list_triton_modules()]
     assert "adapters.models.kernels.triton.hopper" in names
     assert {f"adapters.models.kernels.triton.{path.stem}" for path in KERNELS.glob("[a-z]*.py")} == {*names}
     pytest.importorskip("triton", reason="comes with CUDA builds of torch")
     code = (
-        "import sys; from importlib import import_module; from engine.settings.import_order import kernels;"
-        "[import_module(name) for name in kernels()]; print('torch' in sys.modules)"
+        "import sys; from importlib import import_module;"
+        "from adapters.models.kernels.factory import list_triton_modules;"
+        "[import_module(name) for name in list_triton_modules()]; print('torch' in sys.modules)"
     )
     assert said(code) == ["False"]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from adapters.models.drafts.cached_draft import BlockRequest, CachedDraft
-from adapters.models.kernels.seeded import seeded
+from adapters.models.kernels.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step
 from engine.loading.background_load import load_target
 from engine.loading.load_draft import built, find_draft, kernels_apart
@@ -26,7 +26,7 @@ def a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def proposed(draft: CachedDraft, width: int) -> list[int]:
     """To a slot whose 24 rows of context are random."""
-    drawn, said = seeded(5), list[int]()
+    drawn, said = make_generator(5), list[int]()
     aux = {layer: torch.randn(32, width, generator=drawn).to(torch.bfloat16) for layer in draft.aux_layers}
     draft.extend(Step((Segment(0, 0, 24),), 32), torch.arange(24), aux)
 
@@ -56,9 +56,9 @@ async def test_it_proposes_what_one_beside_its_target_does_and_its_copies_come_a
             assert proposed(apart, width) == expected
             copied = apart.memory()["weights"] - beside.memory()["weights"]
             assert copied >= head.embedding.nbytes
-            assert apart.park() > copied
+            assert apart.offload() > copied
             assert apart.memory()["weights"] == 0
-            apart.unpark()
+            apart.load_back()
             assert apart.memory()["weights"] - beside.memory()["weights"] == copied
             assert proposed(apart, width) == expected
             apart.close()

@@ -143,7 +143,7 @@ async def test_on_a_gpu_answers_are_those_of_experts_on_the_device(
         target = await load_target(Options(model=str(folder), experts=place, **how))
         try:
             found[place] = await answers(target)
-            if target.hosted is not None:
+            if target.offloaded is not None:
                 shown = target.memory(0)["experts"]
                 assert 0 < shown["on_device"] < shown["count"] == 48
                 assert 0 < shown["brought"] < shown["needed"]

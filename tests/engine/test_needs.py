@@ -17,7 +17,7 @@ from adapters.models.open_checkpoint import Checkpoint
 from engine.loading.background_load import load_target
 from engine.loading.device_survey import Placement, planned
 from engine.loading.load_draft import find_draft
-from engine.loading.memory_estimate import chosen, hosts_table, needs, there, weights
+from engine.loading.memory_estimate import chosen, needs, should_offload_embedding, there, weights
 from engine.loading.memory_fit import Fit
 from engine.settings.options import Options
 from tests.models.checkpoints import save_qwen3
@@ -117,10 +117,10 @@ def test_where_weights_leave_less_than_half_of_a_gpu_the_embedding_stays_on_the_
     monkeypatch.setattr("engine.loading.memory_estimate.allowed", lambda _: share * whole)
     monkeypatch.setattr("engine.loading.memory_estimate.there", lambda _: share * whole)
     table = 1000 * 64 * 4 if away else 0
-    assert hosts_table(config, F32, plan, {}) == away
+    assert should_offload_embedding(config, F32, plan, {}) == away
     gpu, *host = needs(Options(max_ctx=512, slots=1), config, F32, plan, None)
     assert [(one.name, one.fixed, one.row) for one in host] == ([("cpu", table, 0)] if away else [])
-    monkeypatch.setattr("engine.loading.memory_estimate.hosts_table", lambda *_: False)
+    monkeypatch.setattr("engine.loading.memory_estimate.should_offload_embedding", lambda *_: False)
     assert gpu.fixed == needs(Options(max_ctx=512, slots=1), config, F32, plan, None)[0].fixed - table
 
 

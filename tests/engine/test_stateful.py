@@ -339,7 +339,7 @@ async def test_a_draft_of_large_blocks_is_asked_for_what_can_be_rolled_back(
     lane, shard = DeviceLane(), Pipeline((Strict(2, 256, BUCKETS, state_block=16),))
     like = {"hidden_size": WIDTH, "num_layers": 1, "masks": (FULL,), "aux_layers": (0,)}
     config = config_of(**like, block=32, mask_token_id=VOCAB - 1)
-    kernels = proven_draft(config, torch.float32, 256, VOCAB).fresh()
+    kernels = proven_draft(config, torch.float32, 256, VOCAB).copy_for_shard()
     head = head_of(config, kernels, vocab=VOCAB)
     draft = DFlashDraft(config, random_tensors(config), kernels, head, slots=2, capacity=256, buckets=BUCKETS)
     executor = DeviceExecutor(shard, BUCKETS, lane=lane, proposer=Drafting(draft, BUCKETS))

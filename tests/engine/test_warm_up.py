@@ -16,7 +16,7 @@ from adapters import demo
 from adapters.device.lane.buckets import bucket_of
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.shard import BUCKETS
-from adapters.models.kernels.cuda.tiles import planned_rows
+from adapters.models.kernels.cuda.tiles import rows_to_plan
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.probe import buckets_of, probe_key
 from adapters.models.open_checkpoint import Checkpoint
@@ -71,7 +71,7 @@ def test_only_an_empty_folder_says_that_nothing_was_compiled(tmp_path: Path, mon
     ("bucket", "rows"), [(1, 128), (100, 128), (128, 128), (129, 1024), (1024, 1024), (1025, 2048), (4096, 4096)]
 )
 def test_tiles_of_all_usual_buckets_are_planned_by_two_kernels(bucket: int, rows: int) -> None:
-    assert planned_rows(bucket) == rows
+    assert rows_to_plan(bucket) == rows
 
 
 @pytest.mark.cuda

@@ -177,7 +177,7 @@ def settings(config: Any, name: str) -> dict[str, Any]:
     if getattr(config, "experts", None) is not None:
         found |= {
             "ARCH.expert_count": config.experts.count,
-            "ARCH.expert_used_count": config.experts.active,
+            "ARCH.expert_used_count": config.experts.chosen,
             "ARCH.expert_feed_forward_length": config.experts.inner,
         }
         if config.experts.shared:

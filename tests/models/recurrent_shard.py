@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import normalize, rms_norm, silu, softplus
 
 from adapters.models.decoder.shard import Kept, NamedTensors
-from adapters.models.kernels.seeded import seeded
+from adapters.models.kernels.seeded import make_generator
 from adapters.models.kernels.step import Forward, Segment, Step
 from adapters.sequence_layout import RowSpec, TensorSpec
 
@@ -84,7 +84,7 @@ class RecurrentShard:
     ) -> None:
         self.slots, self.capacity, self.buckets = slots, capacity, tuple(buckets)
         self.state_block, self.state_places = state_block, state_places
-        draw = seeded(11)
+        draw = make_generator(11)
 
         def weight(outputs: int, inputs: int) -> Tensor:
             return torch.randn(outputs, inputs, generator=draw) / inputs**0.5

@@ -23,7 +23,7 @@ from tests.models.test_hybrid_exact import config as hybrid
 CONFIGS: dict[str, DenseConfig] = {
     "dense": Qwen3Config(512, 96, 160, 5, 4, 2, 24, 2048, 1e6, tie_word_embeddings=True),
     "experts": Qwen3MoeConfig(
-        512, 96, 160, 5, 4, 2, 24, 2048, 1e6, experts=ExpertsShape(7, 2, 48, normed=True), dense_layers=(1,)
+        512, 96, 160, 5, 4, 2, 24, 2048, 1e6, experts=ExpertsShape(7, 2, 48, is_normalized=True), dense_layers=(1,)
     ),
     "hybrid": hybrid((2, 4, 32, 32), 512, 96, 160, 5, 3, 1, 32, 2048, 1e6, rotated=8, kinds="llflf"),
 }
@@ -38,7 +38,7 @@ def pipeline(kind: str, cuts: Sequence[int], dtype: torch.dtype = torch.bfloat16
     for end in cuts:
         weights = RandomWeights(own, scale=own.hidden_size**-0.5)
         how = {"slots": 3, "capacity": 512, "aux_layers": AUX, "state_places": 2, "layers": range(begin, end)}
-        parts.append(DenseShard(own, weights, kernels.fresh(), dtype=dtype, **how))
+        parts.append(DenseShard(own, weights, kernels.copy_for_shard(), dtype=dtype, **how))
         begin = end
     return Pipeline(parts)
 

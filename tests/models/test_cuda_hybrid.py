@@ -43,7 +43,7 @@ SPARSE = config(
     *((2, 4, 32, 32), 512, 96, 160, 3, 3, 1, 32, 2048, 1e6),
     rotated=8,
     family=Qwen3NextConfig,
-    experts=ExpertsShape(16, 3, 64, normed=True, shared=32),
+    experts=ExpertsShape(16, 3, 64, is_normalized=True, shared=32),
     dense_layers=(1,),
 )
 CONFIGS = {"small": SMALL, "27B's heads": WIDE, "every key head its own": ODD, "experts": SPARSE}

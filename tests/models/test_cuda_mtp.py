@@ -13,7 +13,7 @@ from adapters.models.drafts.cached_draft import BlockRequest
 from adapters.models.drafts.mtp.checkpoint import HeadCheckpoint
 from adapters.models.drafts.mtp.draft import MtpDraft
 from adapters.models.kernels.reference.kernels import ReferenceKernels
-from adapters.models.kernels.seeded import seeded
+from adapters.models.kernels.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.open_checkpoint import Checkpoint
 from tests.models.checkpoints import same_bits
@@ -51,7 +51,7 @@ def dtype(request):
 @pytest.fixture
 def rows(dtype) -> tuple[Tensor, Tensor]:
     """Tokens, and what the target's last layer left for each."""
-    generator = seeded(3)
+    generator = make_generator(3)
     tokens = torch.randint(16, 4096, (LENGTH + 1,), generator=generator)
     return tokens, torch.randn(LENGTH, 160, generator=generator).to(DEVICE, dtype)
 

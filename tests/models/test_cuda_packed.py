@@ -15,8 +15,8 @@ from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.family import ModelConfig
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.families.qwen3 import FAMILY, Qwen3Config
-from adapters.models.kernels.offload import size_of
-from adapters.models.kernels.seeded import seeded
+from adapters.models.kernels.offload import count_bytes
+from adapters.models.kernels.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.probe import probe
 from adapters.models.numerics.synthetic import RandomWeights, random_matrix
@@ -65,7 +65,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def inputs(count: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(count, columns, device=DEVICE, generator=seeded(1, DEVICE)).to(dtype)
+    return torch.randn(count, columns, device=DEVICE, generator=make_generator(1, DEVICE)).to(dtype)
 
 
 def stack_of(*parts: PackedMatrix | Tensor, dtype: torch.dtype = torch.bfloat16) -> Stack:
@@ -84,13 +84,13 @@ def test_a_packed_product_has_the_bits_of_the_unpacked_one_at_every_row_count(ke
     plain = [matrix.unpacked(dtype).to(DEVICE) for matrix in matrices]
     x = inputs(max(ROWS), columns, dtype)
     expected = kernels.linear(x, kernels.pack(plain[0]))
-    gated = kernels.gated(x, kernels.pack_gated(torch.cat(plain)))
+    gated = kernels.gated_linear(x, kernels.pack_gated(torch.cat(plain)))
     for count in ROWS:
         for first in {0, min(37, max(ROWS) - count)}:
             rows = slice(first, first + count)
             assert same_bits(kernels.linear(x[rows].contiguous(), one), expected[rows])
-            assert same_bits(kernels.gated(x[rows].contiguous(), both), gated[rows])
-    assert size_of(one) < 1.1 * layout.bits / 8 * 72 * columns + 72 * 64
+            assert same_bits(kernels.gated_linear(x[rows].contiguous(), both), gated[rows])
+    assert count_bytes(one) < 1.1 * layout.bits / 8 * 72 * columns + 72 * 64
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -137,7 +137,9 @@ def test_many_rows_go_through_a_large_weight_piece_by_piece(kernels):
     one, two = kernels.pack(stack_of(matrix)), kernels.pack_gated(stack_of(matrix, matrix))
     plain, x = matrix.unpacked(torch.bfloat16), inputs(300, 2048)
     assert same_bits(kernels.linear(x, one), kernels.linear(x, kernels.pack(plain)))
-    assert same_bits(kernels.gated(x, two), kernels.gated(x, kernels.pack_gated(torch.cat((plain, plain)))))
+    assert same_bits(
+        kernels.gated_linear(x, two), kernels.gated_linear(x, kernels.pack_gated(torch.cat((plain, plain))))
+    )
 
 
 CONFIG = Qwen3Config(4096, 512, 1280, 3, 8, 2, 64, 2048, 1e6, tie_word_embeddings=True)
@@ -188,7 +190,7 @@ def test_a_shard_of_packed_weights_has_the_bits_of_the_unpacked_one_however_rows
     weights = RandomWeights(CONFIG, 1, DEVICE, torch.bfloat16, layouts=mixed(CONFIG))
     weights = evolve(weights, layouts={name: one for name, one in weights.layouts.items() if "embed" not in name})
     ours, theirs = shard_of(weights), shard_of(Unpacked(weights))
-    tokens = torch.randint(0, CONFIG.vocab_size, (LENGTH,), generator=seeded(2))
+    tokens = torch.randint(0, CONFIG.vocab_size, (LENGTH,), generator=make_generator(2))
     whole, _ = in_pieces(theirs, tokens, 512, LENGTH)
     _, last = in_pieces(theirs, tokens, 16, 16)
     for bucket, count in ((512, LENGTH), (512, 333), (64, 64), (64, 37), (16, 16)):
@@ -204,7 +206,7 @@ def test_a_hybrid_of_packed_weights_has_the_bits_of_the_unpacked_one_however_row
     layouts = {name: one for name, one in mixed(HYBRID).items() if "embed" not in name}
     weights = RandomWeights(HYBRID, 1, DEVICE, torch.bfloat16, layouts=layouts)
     ours, theirs = shard_of(weights, HYBRID), shard_of(Unpacked(weights), HYBRID)
-    tokens = torch.randint(0, HYBRID.vocab_size, (LENGTH,), generator=seeded(2))
+    tokens = torch.randint(0, HYBRID.vocab_size, (LENGTH,), generator=make_generator(2))
     expected = hybrids.computed(theirs, tokens, hybrids.CHUNKS)
     for pieces in (hybrids.CHUNKS, [(64, 64)], [(64, 37), (16, 16), (4, 1)]):
         assert same_bits(hybrids.computed(ours, tokens, pieces), expected)

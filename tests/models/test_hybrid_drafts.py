@@ -97,7 +97,7 @@ def test_it_proposes_the_same_after_rows_and_state_came_back_together(tmp_path, 
     listed = config.products(BUCKETS, capacity=capacity, dtype=dtype, threads=torch.get_num_threads())
     place = {"dtype": dtype, "slots": 2, "capacity": capacity}
     kernels = kernels_for(listed, dtype, capacity)
-    shard = DenseShard(config, checkpoint, kernels.fresh(), aux_layers=SHAPE.aux_layers, **place)
+    shard = DenseShard(config, checkpoint, kernels.copy_for_shard(), aux_layers=SHAPE.aux_layers, **place)
     draft = DFlashDraft(SHAPE, draft_checkpoint, CpuKernels(dtype), Pipeline((shard,)).head, **place)
     tokens = tokens_of(301, 4000)
 

@@ -35,7 +35,7 @@ OWN = config(
     kinds="lf",
     rotated=8,
     family=Qwen3NextConfig,
-    experts=ExpertsShape(9, 3, 40, normed=True, shared=24),
+    experts=ExpertsShape(9, 3, 40, is_normalized=True, shared=24),
 )
 
 
@@ -45,7 +45,7 @@ def whole():
     dtype = torch.bfloat16
     how = {"slots": 4, "capacity": 512, "aux_layers": (1,), "state_places": 2}
     return whole_of(
-        DenseShard(OWN, RandomWeights(OWN, scale=0.125), proven(OWN, dtype, 512).fresh(), dtype=dtype, **how)
+        DenseShard(OWN, RandomWeights(OWN, scale=0.125), proven(OWN, dtype, 512).copy_for_shard(), dtype=dtype, **how)
     )
 
 

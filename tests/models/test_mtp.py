@@ -43,11 +43,13 @@ class TargetWithHead:
         listed = config.products(BUCKETS, capacity=capacity, dtype=dtype, threads=torch.get_num_threads())
         kernels = kernels_for(listed, dtype, capacity)
         shape = {"dtype": dtype, "slots": SLOTS, "capacity": capacity, "buckets": BUCKETS}
-        self.shard = DenseShard(config, checkpoint, kernels.fresh(), aux_layers=(config.num_layers - 1,), **shape)
+        self.shard = DenseShard(
+            config, checkpoint, kernels.copy_for_shard(), aux_layers=(config.num_layers - 1,), **shape
+        )
         head = HeadCheckpoint.open(checkpoint)
         own = head_products(head.config, listed, capacity=capacity, vocab=config.vocab_size)
         beside = kernels_for(evolve(own, weights=(*own.weights, *listed.weights)), dtype, capacity)
-        self.draft = MtpDraft(head.config, head, beside.fresh(), Pipeline((self.shard,)).head, **shape)
+        self.draft = MtpDraft(head.config, head, beside.copy_for_shard(), Pipeline((self.shard,)).head, **shape)
 
     def fill(self, slot: int, tokens: Tensor, pieces: list[int], start: int = 0, *, followed: bool = True) -> None:
         """pieces: rows of each step, the last one repeated."""
@@ -178,10 +180,10 @@ def test_parked_it_says_nothing_and_comes_back_the_same(pair, tokens):
     pair.fill(0, tokens[:LENGTH], [256])
     expected, _ = pair.said(ask(tokens, LENGTH))
     held = pair.draft.memory()["weights"]
-    assert pair.draft.park() == held > 0
+    assert pair.draft.offload() == held > 0
     with pytest.raises(NotLoaded, match="the draft is parked"):
         pair.said(ask(tokens, LENGTH))
-    assert pair.draft.unpark() == held
+    assert pair.draft.load_back() == held
     assert same_bits(pair.said(ask(tokens, LENGTH))[0][0], expected[0])
 
 
@@ -256,9 +258,9 @@ def test_its_identity_is_that_of_its_weights(changed):
 
     def identity(checkpoint: Checkpoint) -> str:
         config, head = checkpoint.config, HeadCheckpoint.open(checkpoint)
-        shard = DenseShard(config, checkpoint, kernels.fresh(), slots=1, capacity=64, buckets=(8,))
+        shard = DenseShard(config, checkpoint, kernels.copy_for_shard(), slots=1, capacity=64, buckets=(8,))
         place = {"slots": 1, "capacity": 64, "buckets": (8,)}
-        return MtpDraft(head.config, head, kernels.fresh(), Pipeline((shard,)).head, **place).identity
+        return MtpDraft(head.config, head, kernels.copy_for_shard(), Pipeline((shard,)).head, **place).identity
 
     shipped = identity(Checkpoint.open(FOLDER))
     assert identity(Checkpoint.open(FOLDER)) == shipped

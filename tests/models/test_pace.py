@@ -10,7 +10,7 @@ def ran(pace, steps, seconds):
     found = []
     for step in range(steps):
         found.append(pace.threads)
-        pace.took(seconds(found[-1], step))
+        pace.record(seconds(found[-1], step))
     return found
 
 

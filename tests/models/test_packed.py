@@ -17,10 +17,18 @@ from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.kernels.cpu.kernels import CpuKernels, CpuStack
 from adapters.models.kernels.cpu.native import library
 from adapters.models.kernels.cpu.native.products import NativeProducts
-from adapters.models.kernels.offload import size_of
-from adapters.models.kernels.product_list import NATIVE, PACKED, ProductPlan, Served, ServedHeads, Unproven, Weight
+from adapters.models.kernels.offload import count_bytes
+from adapters.models.kernels.product_list import (
+    NATIVE,
+    PACKED,
+    ProductPlan,
+    ServedHeads,
+    ServedWeight,
+    UnprovenProductError,
+    Weight,
+)
 from adapters.models.kernels.proof.prover import Prover
-from adapters.models.kernels.seeded import seeded
+from adapters.models.kernels.seeded import make_generator
 from adapters.models.open_checkpoint import Checkpoint
 from engine.loading.memory_estimate import packs, weights
 from tests.models.checkpoints import run, run_in_pieces, save_model, tokens_of
@@ -44,7 +52,7 @@ BUCKETS = (4, 16, 64, 256)
 
 
 def random_matrix(layout: StepLayout, rows: int, columns: int, seed: int = 0) -> PackedMatrix:
-    generator = seeded(seed)
+    generator = make_generator(seed)
 
     def whole(low: int, high: int, each: int = 1, dtype: torch.dtype = torch.int8) -> torch.Tensor:
         return torch.randint(low, high, (rows, columns // each), generator=generator, dtype=dtype)
@@ -87,7 +95,7 @@ def own(native_code: Any) -> NativeProducts:
 @pytest.fixture
 def installed(own: NativeProducts, monkeypatch: pytest.MonkeyPatch) -> None:
     """As these sources make them, whatever this tree has."""
-    monkeypatch.setattr(library, "loaded", lambda: (own.compiled, ""))
+    monkeypatch.setattr(library, "load_library", lambda: (own.compiled, ""))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -97,7 +105,7 @@ def test_products_are_those_of_the_numbers_and_alike_for_any_rows_in_any_instruc
 ) -> None:
     own = evolve(own, to=rows_in)
     gate, up = (random_matrix(layout, 72, 512, seed) for seed in (1, 2))
-    x = torch.randn(70, 512, generator=seeded(3)).bfloat16()
+    x = torch.randn(70, 512, generator=make_generator(3)).bfloat16()
     expected, terms = exactly(x, gate)
     found, gated = list[torch.Tensor](), list[torch.Tensor]()
     for level in range(own.compiled.level + 1):
@@ -204,7 +212,7 @@ def test_every_type_is_multiplied_as_the_gguf_package_unpacks_it(
     matrix = found.mapped(lambda one: one.reshape(rows, columns // count * one.shape[1]))
     wanted = torch.from_numpy(gguf.dequantize(blocks, kind).astype(np.float32)).view(rows, columns)
     assert torch.equal(matrix.unpacked(torch.float32), wanted)
-    x = torch.randn(4, columns, generator=seeded(3))
+    x = torch.randn(4, columns, generator=make_generator(3))
     product = own.multiply_packed(x, own.pack_steps(matrix))
     _, terms = exactly(x, matrix)
     assert float(((product - x.double() @ wanted.double().T).abs() / terms).max()) < 2**-22
@@ -257,15 +265,15 @@ def test_what_packed_weights_take_is_reckoned_before_they_are_read(plain: Any, t
             ProductPlan(
                 steps=(),
                 threads=(1, 1),
-                weights=tuple(Served(one, NATIVE, (4,), 4) for one in listed.weights),
+                weights=tuple(ServedWeight(one, NATIVE, (4,), 4) for one in listed.weights),
                 heads=tuple(ServedHeads(one, NATIVE, (4,), 256) for one in listed.heads),
-                packed=tuple(Served(one, PACKED, (4,), 4) for one in listed.packed if one not in left_out),
+                packed=tuple(ServedWeight(one, PACKED, (4,), 4) for one in listed.packed if one not in left_out),
             )
             for left_out in ((), (without,), listed.packed)
         ]
         held = list[int]()
         for plan in plans:
-            kernels = CpuKernels(dtype).using(plan)
+            kernels = CpuKernels(dtype).with_plan(plan)
             shard = DenseShard(config, checkpoint.rounded(dtype), kernels, dtype=dtype, slots=1, capacity=256)
             held.append(shard.memory()["weights"])
             shard.close()
@@ -298,8 +306,8 @@ def test_packed_products_are_proven_and_serve_with_the_same_bits_in_any_pieces(
     assert {served.weight for served in proof.plan.packed} == set(listed.packed)
     assert {served.way for served in proof.plan.packed} == {PACKED}
     without = evolve(proof.plan, packed=())
-    assert proof.plan.numbers() != without.numbers()
-    kernels = CpuKernels(torch.bfloat16).using(proof.plan)
+    assert proof.plan.bit_signature() != without.bit_signature()
+    kernels = CpuKernels(torch.bfloat16).with_plan(proof.plan)
     shard = DenseShard(
         checkpoint.config, checkpoint, kernels, dtype=torch.bfloat16, slots=1, capacity=512, buckets=BUCKETS
     )
@@ -310,7 +318,7 @@ def test_packed_products_are_proven_and_serve_with_the_same_bits_in_any_pieces(
     unpacked = DenseShard(
         checkpoint.config,
         checkpoint,
-        CpuKernels(torch.bfloat16).using(without),
+        CpuKernels(torch.bfloat16).with_plan(without),
         dtype=torch.bfloat16,
         slots=1,
         capacity=512,
@@ -339,7 +347,7 @@ def test_what_is_unpacked_is_twice_as_quick_every_time(
             timed[id(trial)] += 1
             return 9.0 if trial.way == PACKED and timed[id(trial)] <= disturbed else 1.0, chunk
 
-        monkeypatch.setattr(Prover, "cost", cost)
+        monkeypatch.setattr(Prover, "measure_cost", cost)
         plan = CpuKernels(torch.bfloat16).prove(listed).plan
         assert plan is not None
         assert {one.weight for one in plan.packed} == served
@@ -351,8 +359,8 @@ def test_a_row_count_that_is_not_proven_is_refused(installed: None) -> None:
     weight = kernels.pack(Stack((matrix,), torch.float32, torch.device("cpu")))
     assert isinstance(weight, CpuStack)
     assert kernels.linear(torch.ones(3, 64), weight).shape == (3, 64)
-    assert size_of(weight) == 64 * 64 * 8.5 / 8
-    with pytest.raises(Unproven, match="3 rows"):
+    assert count_bytes(weight) == 64 * 64 * 8.5 / 8
+    with pytest.raises(UnprovenProductError, match="3 rows"):
         kernels.linear(torch.ones(3, 64), evolve(weight, steps=frozenset({4})))
 
 

@@ -11,7 +11,7 @@ from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.kv_cache import KvCache, PagedKvCache
 from adapters.models.families.qwen3 import Qwen3Config
 from adapters.models.kernels.reference.kernels import ReferenceKernels
-from adapters.models.kernels.seeded import seeded
+from adapters.models.kernels.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights
 from effects.ids import PAGE
@@ -22,7 +22,7 @@ SIZE = (3, 2, 3 * PAGE, 16)
 
 
 class InPages(ReferenceKernels):
-    paged = True
+    is_paged = True
 
 
 def shard_of(kernels: ReferenceKernels, pages: int = 0) -> DenseShard:
@@ -37,7 +37,7 @@ def run(shard: DenseShard, slot: int, start: int, tokens: torch.Tensor) -> torch
 
 
 def tokens_of(count: int, seed: int) -> torch.Tensor:
-    return torch.randint(0, 64, (count,), generator=seeded(seed))
+    return torch.randint(0, 64, (count,), generator=make_generator(seed))
 
 
 def test_slots_that_share_pages_answer_as_slots_that_share_nothing() -> None:

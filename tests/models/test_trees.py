@@ -40,7 +40,7 @@ def shard(request, config):
 
         config = evolve(config, hidden_size=128, intermediate_size=224, head_dim=32)
         kernels = TritonKernels(torch.device(device))
-    kernels = kernels or proven(config, dtype, 1024).fresh()
+    kernels = kernels or proven(config, dtype, 1024).copy_for_shard()
     weights = RandomWeights(config, scale=config.hidden_size**-0.5)
     shape = {"device": device, "dtype": dtype, "slots": 4, "capacity": 1024, "aux_layers": (0, 1)}
     made = DenseShard(config, weights, kernels, **shape)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from attrs import define, field
 
-from adapters.models.kernels.triton.launch import launch, withholding
+from adapters.models.kernels.triton_launch import launch, withhold_launches
 
 
 @define(eq=False)
@@ -105,7 +105,7 @@ def test_withheld_launches_only_look_for_forms() -> None:
                 raise TypeError("not serializable")
 
     kernel, x = Looked(), torch.zeros(8)
-    with withholding():
+    with withhold_launches():
         for block in (4, 4, None):
             launch(kernel, (2,), x, 3, 0.5, BLOCK=block, num_warps=4)
     assert [grid for grid, _ in looked] == [(2,)] * 3

@@ -72,7 +72,7 @@ class RandomModel:
         raise ValueError("there is no draft here: name one with --draft")
 
     def load_drafter(self, asked: LoadDrafter) -> ServedDrafter:
-        kernels = proven(self.config, self.dtype, asked.most, BUCKETS).fresh()
+        kernels = proven(self.config, self.dtype, asked.most, BUCKETS).copy_for_shard()
         weights = RandomWeights(self.config, scale=self.config.hidden_size**-0.5)
         return ServedDrafter(
             Scorer(self.config, weights, kernels, torch.device("cpu"), self.dtype, BUCKETS, asked.most)
@@ -81,7 +81,7 @@ class RandomModel:
 
 def part(config: DenseConfig, layers: range, dtype: torch.dtype, **how) -> DenseShard:
     weights = RandomWeights(config, scale=config.hidden_size**-0.5)
-    return DenseShard(config, weights, proven(config, dtype, 512).fresh(), dtype=dtype, layers=layers, **how)
+    return DenseShard(config, weights, proven(config, dtype, 512).copy_for_shard(), dtype=dtype, layers=layers, **how)
 
 
 @define(eq=False)

@@ -81,7 +81,7 @@ class Elsewhere:
 def made(peer: Peer) -> RemoteDraft:
     peer.connect()
     asked = LoadDraft("F32", 0, SLOTS, CAPACITY, BUCKETS, NODES, 64, False, LIMIT, (1 << 20, 1 << 20))
-    kernels = proven_draft(CONFIG, F32, CAPACITY).fresh()
+    kernels = proven_draft(CONFIG, F32, CAPACITY).copy_for_shard()
     projection = FeatureProjection(CONFIG, random_tensors(CONFIG), kernels, torch.device("cpu"), F32)
     return RemoteDraft(peer, asked, CONFIG, DIGESTS, projection)
 
@@ -136,16 +136,16 @@ def story(draft, drafting) -> list:
     mover, run = Mover(draft, draft.row_spec), ((16, 80), data, 16)
     mover.put(3, *run) if mover.anywhere else mover.tell(3, [run], ())
     found.append(drafting.propose([asking(3, 80, Sampling(), 5, first=16)]))
-    draft.park()
+    draft.offload()
     assert draft.state == "parked"
     assert drafting.propose(REQUESTS[:1])[0].size == 0
-    assert draft.unpark() > 0
-    assert draft.unpark() == 0
+    assert draft.load_back() > 0
+    assert draft.load_back() == 0
     follow(draft, 3, 80, 8)
     found += [drafting.propose([asking(3, 88, Sampling(), 5, first=16)]), kept]
     draft.release()
     assert draft.state == "released"
-    draft.unpark()
+    draft.load_back()
     return [*found, drafting.propose(REQUESTS)]
 
 
@@ -202,7 +202,7 @@ def test_a_draft_that_dies_proposes_nothing_until_it_is_there_again(
     assert not apart.fates.coming
     assert apart.draft.peer.restarts == 1
     if apart.draft.state != "loaded":
-        apart.draft.unpark()
+        apart.draft.load_back()
     assert apart.drafting.propose(REQUESTS[:1])[0].size == 0, "its context went with it"
     same(story(apart.draft, apart.drafting), expected)
 

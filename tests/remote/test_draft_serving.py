@@ -116,7 +116,7 @@ async def test_answers_are_the_same_whatever_becomes_of_the_draft(serving: Draft
 @pytest.mark.parametrize("serving", ["demo"], indirect=True)
 async def test_a_draft_that_dies_while_its_rows_or_weights_move_costs_nothing_else(serving: DraftedTarget) -> None:
     scoped = evolve(serving.target.settings.residency, policy="request-scoped", draft="park")
-    serving.draft.park()
+    serving.draft.offload()
     for op in (Op.EXPORT_ROWS, Op.IMPORT_ROWS, Op.FETCH_DRAFT, Op.SEND_DRAFT_AWAY):
         serving.fates.coming[:] = [(op, "asked", 0)]
         for _ in range(2):  # what is kept by the first is loaded by the second

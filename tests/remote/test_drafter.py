@@ -41,7 +41,7 @@ MARKS, LOAD = Marks(b"", b"", frozenset((0,))), LoadModel("drafter")
 
 
 def here() -> Compressor:
-    kernels = proven(TINY, torch.bfloat16, MOST, BUCKETS).fresh()
+    kernels = proven(TINY, torch.bfloat16, MOST, BUCKETS).copy_for_shard()
     weights = RandomWeights(TINY, scale=TINY.hidden_size**-0.5)
     return Compressor(Scorer(TINY, weights, kernels, torch.device("cpu"), torch.bfloat16, BUCKETS, MOST), MARKS)
 

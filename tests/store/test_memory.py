@@ -160,7 +160,7 @@ def test_what_could_not_be_made_is_not_counted(error: type[Exception], monkeypat
 
 def test_one_slab_is_registered_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever maps memory keeps the interpreter, and the system lets nobody do so while another one is registered."""
-    under_way, most, real = [0], [0], adapters.store.slab_memory.pinned
+    under_way, most, real = [0], [0], adapters.store.slab_memory.allocate_pinned
 
     def slowly(size: int, *, aside: bool) -> torch.Tensor:
         under_way[0] += 1

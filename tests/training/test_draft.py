@@ -379,7 +379,7 @@ def test_the_server_computes_what_training_measured(shipped, source):
     served = DFlashDraft(
         checkpoint.config,
         checkpoint,
-        kernels.fresh(),
+        kernels.copy_for_shard(),
         TargetHead(table, kernels.pack(table), torch.ones_like(table[0])),
         capacity=256,
     )

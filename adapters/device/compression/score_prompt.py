@@ -27,7 +27,7 @@ CLOSING = 8  # last tokens of a message that is frozen: what closes it, and open
 
 
 class Movable(Protocol):
-    """Weights that come and go, as `ParkedWeights` do. loaded: None where they are not to be used."""
+    """Weights that come and go, as `OffloadableWeights` do. loaded: None where they are not to be used."""
 
     @property
     def loaded(self) -> object | None: ...
@@ -38,9 +38,9 @@ class Movable(Protocol):
     @property
     def host_bytes(self) -> int: ...
 
-    def unpark(self) -> int: ...
+    def load_back(self) -> int: ...
 
-    def park(self) -> object: ...
+    def offload(self) -> object: ...
 
     def release(self) -> object: ...
 
@@ -169,7 +169,7 @@ class Compressor:
         """Raises torch.OutOfMemoryError; whatever fails leaves the drafter where it was."""
         started = time.perf_counter_ns()
         try:
-            moved = self.scorer.weights.unpark()
+            moved = self.scorer.weights.load_back()
         except (CheckpointError, OSError) as error:
             return DeviceFailed("io", str(error))
         return ModelLoaded(moved, time.perf_counter_ns() - started, "drafter")
@@ -177,7 +177,7 @@ class Compressor:
     def unload(self, _: RequestId, effect: UnloadModel) -> ModelUnloaded:
         started, held = time.perf_counter_ns(), self.scorer.weights.weights_bytes
         if effect.keep:
-            self.scorer.weights.park()
+            self.scorer.weights.offload()
         else:
             self.scorer.weights.release()
         return ModelUnloaded(held, time.perf_counter_ns() - started)

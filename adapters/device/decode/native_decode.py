@@ -7,10 +7,7 @@ here: batches, trees, log-probabilities, penalties and grammars, positional stat
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import math
-from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import ref
@@ -19,8 +16,6 @@ from attrs import define, field
 
 from adapters.device.lane.buckets import bucket_of
 from adapters.device.lane.out_of_memory import ran_out_of_memory
-from adapters.device.sampling.native_draw import factors_at
-from adapters.device.sampling.noise import key_of
 from adapters.device.sampling.sampler import Sampler
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.draft_context import DraftContext
@@ -30,32 +25,11 @@ from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.shard import Shard
 from adapters.models.drafts.dflash.draft import DFlashDraft
-from adapters.models.kernels.cpu.native.native_decode import MOST_FED, Addresses, DrawOf, NativePass, NativeRound
+from adapters.models.kernels.decode_pass import MOST_ROWS, DecodePass, DecodeRound, DraftPass, RoundOutcome
 from adapters.models.kernels.step import Forward
 from effects.ids import Tokens
-from effects.job import Sampling
 
 log = logging.getLogger("rekindle.device")
-
-AHEAD = 64  # tokens whose noise is known before they are picked
-
-
-@define(eq=False)
-class NoiseAhead:
-    """The keys of the next tokens' noise of one request, for the library to read."""
-
-    seed: int
-    _first: int = field(init=False, default=0)  # position of the first of them
-    _keys: array[int] = field(init=False, factory=lambda: array("q"))
-    _at: int = field(init=False, default=0)
-
-    def at(self, position: int) -> int:
-        """The address of those of the tokens from that position on: of as many as a step has rows, and more."""
-        place = position - self._first
-        if not 0 <= place <= len(self._keys) - MOST_FED:
-            self._keys = array("q", [key_of(self.seed, position + one) for one in range(MOST_FED + AHEAD)])
-            self._first, self._at, place = position, self._keys.buffer_info()[0], 0
-        return self._at + self._keys.itemsize * place
 
 
 class RoundTaken(NamedTuple):
@@ -71,50 +45,23 @@ class RoundTaken(NamedTuple):
 
 @define(eq=False)
 class RoundAtOnce:
-    """Steps of one width, for whichever request comes: what the library is told of it stays while it is the same."""
+    """Steps of one width, for whichever request comes. What the round was told of a request holds until another one
+    comes. followed_by: the draft that follows rows later, where nobody proposes.
+    """
 
-    native: NativeRound
-    followed_by: DraftContext[Any] | None = field(init=False, default=None)  # late, where nobody proposes
-    _late: Addresses | None = field(init=False, default=None)
-    _told: Sampler | None = field(init=False, default=None)
-    _noise: NoiseAhead | None = field(init=False, default=None)
-    _stops: ctypes.Array[ctypes.c_int64] = field(init=False, factory=(ctypes.c_int64 * 0))
+    native: DecodeRound
+    draft: ref[DraftPass] | None
+    followed_by: DraftContext[Any] | None = field(init=False, default=None)
+    _described: Sampler | None = field(init=False, default=None)
 
-    def run(self, slot: int, state: SlotState, first: int, count: int) -> RoundTaken:
-        """Raises as `NativeRound.run` does."""
-        of, position = self.native.of, state.valid
-        if self._told is not state.sampler:
-            self._tell(state)
-        of.keys = None if self._noise is None else self._noise.at(position + 1)
-        self.native.run(slot, position, first, state.tokens[-1], count)
-        return RoundTaken(tuple(of.tokens[: of.kept]), of.proposed, of.accepted)
-
-    def leave(self, late: Addresses | None, row: int = 0) -> None:
-        """Where what the target leaves of the next step's row is copied to, if anywhere."""
-        if late is not self._late:
-            self.native.of.late = self._late = late
-        self.native.of.late_row = row
-
-    def _tell(self, state: SlotState) -> None:
-        """How its request picks, and where it ends."""
-        of, sampler, stops = self.native.of, state.sampler, sorted(state.stops)
-        self._stops = (ctypes.c_int64 * len(stops))(*stops)
-        of.stops, of.stopping, of.factors = ctypes.addressof(self._stops), len(stops), factors_at()
-        vocabulary = self.native.target.logits.shape[1]
-        for draw in self.native.draws:
-            _describe(draw, sampler.sampling, vocabulary)
-        for draw, share in zip(self.native.guesses, noise_of(len(self.native.guesses)), strict=True):
-            _describe(draw, warmed(sampler, share), vocabulary)
-        self._noise = NoiseAhead(sampler.sampling.seed) if sampler.sampling.temperature else None
-        self._told = sampler
-
-
-def _describe(draw: DrawOf, sampling: Sampling, vocabulary: int) -> None:
-    """As `native_draw.found_at_once` does, of all but the row."""
-    draw.mask, draw.known, draw.most, draw.told = None, -1, -1, None
-    draw.temperature, draw.mass = sampling.temperature, sampling.top_p
-    draw.least = math.log(sampling.min_p) if sampling.temperature and sampling.min_p else -math.inf
-    draw.limit = sampling.top_k if 0 < sampling.top_k < vocabulary else vocabulary
+    def run(self, slot: int, state: SlotState, first: int, count: int) -> RoundOutcome:
+        """Raises as `DecodeRound.run` does."""
+        if self._described is not state.sampler:
+            sampler = state.sampler
+            guesses = [warmed(sampler, share) for share in noise_of(self.native.rows)]
+            self.native.describe(sampler.sampling, guesses, sorted(state.stops))
+            self._described = sampler
+        return self.native.run(slot, state.valid, first, state.tokens[-1], count)
 
 
 @define(eq=False)
@@ -123,7 +70,7 @@ class NativeDecodeStep:
 
     shard: DenseShard
     buckets: Sequence[int]
-    _targets: dict[int, NativePass | None] = field(init=False, factory=dict)  # by rows
+    _targets: dict[int, DecodePass | None] = field(init=False, factory=dict)  # by rows
     _rounds: dict[tuple[int, int], RoundAtOnce] = field(init=False, factory=dict)  # by rows, of a block too
 
     def step(self, slot: int, state: SlotState, most: int, proposer: Proposer | None) -> RoundTaken | None:
@@ -154,26 +101,26 @@ class NativeDecodeStep:
             return None
         if not count:
             return self._plain(round_, slot, state, proposer)
-        taken = round_.run(slot, state, first, count)
-        if round_.native.of.followed:
-            state.draft(state.valid, state.valid + len(taken.tokens))
-        return taken
+        outcome = round_.run(slot, state, first, count)
+        if outcome.followed:
+            state.draft(state.valid, state.valid + len(outcome.tokens))
+        return RoundTaken(outcome.tokens, outcome.proposed, outcome.accepted)
 
     def _plain(self, round_: RoundAtOnce, slot: int, state: SlotState, proposer: Proposer | None) -> RoundTaken:
         """Nobody proposes. A draft has the row, to follow it later, where nothing else is to be done for that."""
         late = proposer.next_row(slot, state) if isinstance(proposer, DraftContext) else None
         if late is None or not isinstance(proposer, DraftContext):
-            round_.leave(None)
-            taken = round_.run(slot, state, state.valid, 0)
-            return taken if proposer is None else taken._replace(followed=False)
+            round_.native.copy_late_row(None)
+            outcome = round_.run(slot, state, state.valid, 0)
+            return RoundTaken(outcome.tokens, outcome.proposed, outcome.accepted, followed=proposer is None)
         if round_.followed_by is not proposer:
-            left = round_.native.target.forward.aux_hidden_states
+            left = self.left(round_.native.rows).aux_hidden_states
             round_.native.leave([left[layer] for layer in proposer.draft.aux_layers])
             round_.followed_by = proposer
-        round_.leave(proposer.late_rows.addresses, late.first + late.count)
-        taken = round_.run(slot, state, state.valid, 0)
-        late.count += len(taken.tokens)
-        return taken
+        round_.native.copy_late_row(proposer.late_rows.addresses, late.first + late.count)
+        outcome = round_.run(slot, state, state.valid, 0)
+        late.count += len(outcome.tokens)
+        return RoundTaken(outcome.tokens, outcome.proposed, outcome.accepted)
 
     def left(self, rows: int) -> Forward:
         """What steps of so many rows leave, of those that were served here."""
@@ -185,17 +132,17 @@ class NativeDecodeStep:
         """Steps with so many proposals, of a draft if there are any."""
         rows = bucket_of(self.buckets, 1 + count)
         if rows not in self._targets:
-            self._targets[rows] = self.shard.pass_at_once(rows) if rows <= MOST_FED else None
+            self._targets[rows] = self.shard.build_pass(rows) if rows <= MOST_ROWS else None
         if (target := self._targets[rows]) is None:
             return None
-        native = draft.at_once(count, target) if draft is not None and count else None
+        native = draft.build_draft_pass(count, target) if draft is not None and count else None
         if native is None and count:
             return None
-        kind = rows, 0 if native is None else native.block.rows
+        kind = rows, 0 if native is None else native.rows
         known = self._rounds.get(kind)
         draft_now = None if native is None else ref(native)
-        if known is None or known.native.draft != draft_now:  # its weights have gone and come back since
-            known = self._rounds[kind] = RoundAtOnce(NativeRound(target, draft_now))
+        if known is None or known.draft != draft_now:  # its weights have gone and come back since
+            known = self._rounds[kind] = RoundAtOnce(target.build_round(draft_now), draft_now)
         return known
 
 

@@ -13,14 +13,15 @@ from torch import Tensor
 from adapters.device.lane.buckets import bucket_of
 from adapters.device.lane.out_of_memory import out_of_memory, ran_out_of_memory
 from adapters.device.lane.running_batch import RunningBatch, going_on
-from adapters.device.lane.step_pacer import StepPacer
 from adapters.device.sampling.sampler import Draw, Picked, Picking, Sampler, picking
 from adapters.device.slots.checkpoints import Checkpoints
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.acceptance import Agreed, Member, agree, decoded
 from adapters.device.speculation.proposal_tree import chain
 from adapters.models.decoder.shard import Kept, Shard
+from adapters.models.kernels.factory import build_step_pacer
 from adapters.models.kernels.step import Forward, Segment, Step
+from adapters.models.kernels.step_pacer import StepPacer
 from effects.all import EffectRequest
 from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, RequestId
@@ -74,7 +75,7 @@ class OverlappedDecode:
     _under_way: InFlightStep | None = field(init=False, default=None)  # where one before it was looked at
 
     def __attrs_post_init__(self) -> None:
-        self._metronome = StepPacer(self.shard.device)
+        self._metronome = build_step_pacer(self.shard.device)
 
     def takes(self, asks: Sequence[EffectRequest]) -> bool:
         """Where the device can, steps follow each other, and nobody proposes."""

@@ -1,4 +1,5 @@
-"""From logits to tokens: penalties, truncation, noise and draws, with the same bits on hosts and GPUs.
+"""From logits to tokens: how each request's tokens are picked, grammar masks, and log-probabilities.
 
-Begin with `sampler.py`. Imports no other room of the device.
+Begin with `sampler.py`. The arithmetic (extremes, draws, penalties) is behind `SamplingKernels` in
+`adapters/models/kernels/sampling_interface.py`. Imports no other room of the device.
 """

@@ -10,17 +10,16 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Protocol, TypeAlias
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from adapters.models.kernels.sampling_interface import TokenMask
 from effects.grammar import Grammar
 from effects.ids import Tokens
 
 EIGHT = (1, 2, 4, 8, 16, 32, 64, 128)
 
-Mask: TypeAlias = NDArray[np.uint8]  # `[at most V / 8, rounded up]`: a bit a token, the lowest first
+Mask: TypeAlias = TokenMask
 
 
 class Matching(Protocol):

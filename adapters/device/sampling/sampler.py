@@ -17,17 +17,10 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from adapters.device.sampling.argmax import extremes
-from adapters.device.sampling.exact_exp import steady_weights
-from adapters.device.sampling.gpu_draw import draw_into, told_of
 from adapters.device.sampling.grammar_mask import Mask, Matching, forbidden
-from adapters.device.sampling.host_draw import drawn
-from adapters.device.sampling.logit_penalties import HostPenalties, changed, penalties_of
-from adapters.device.sampling.native_draw import found_at_once
 from adapters.device.sampling.side_stream import aside
-from adapters.device.sampling.truncation import leaders
-from adapters.models.kernels.cpu.native.library import compiled
-from adapters.models.kernels.exact_functions import BITS
+from adapters.models.kernels.factory import build_sampling
+from adapters.models.kernels.sampling_interface import build_penalties
 from effects.decode import Logprob
 from effects.ids import Tokens
 from effects.job import Sampling
@@ -40,8 +33,8 @@ class Sampler:
     it has one. Raises ValueError for a bias on a token that the model does not have.
 
     plain: the model's logits are used as they are, but for a grammar's mask. cheap: one more of its rows is hardly
-    noticed beside another. native: the compiled library, where that picks. guessing: how a draft guesses what is
-    picked, by its share of the noise.
+    noticed beside another. native: what picks in one call of the compiled library, where that serves. guessing: how a
+    draft guesses what is picked, by its share of the noise.
     """
 
     def __init__(
@@ -54,10 +47,11 @@ class Sampler:
     ) -> None:
         self.sampling, self.matching = sampling, matching
         self._device = torch.device(device)
-        self.penalties = penalties_of(sampling, prompt, vocab, self._device)
+        kernels = build_sampling(self._device)
+        self.penalties = build_penalties(kernels, sampling, prompt, vocab)
         self.plain = self.penalties is None
         self.cheap = self.plain and matching is None and sampling.logprobs < 0
-        self.native = compiled() if self._device.type == "cpu" else None
+        self.native = kernels.open_picker()
         self.guessing: dict[float, Sampling] = {}
 
     @property
@@ -188,7 +182,7 @@ def pick(logits: Tensor, rows: Sequence[Draw]) -> list[Picked]:
     raw = logits if logits.shape[0] == len(rows) else logits[: len(rows)]
     masks, ends = _masks(rows)
     wanted = [(row.sampler.sampling, row.position, mask) for row, mask in zip(rows, masks, strict=True)]
-    found = found_at_once(native, native.serving, raw, adjusted(raw, rows), wanted)
+    found = native.pick(raw, adjusted(raw, rows), wanted)
     return [
         _read(row, picked, told, ends.get(index))
         for index, (row, (picked, told)) in enumerate(zip(rows, found, strict=True))
@@ -204,12 +198,13 @@ def picking(logits: Tensor, rows: Sequence[Draw]) -> Picking:
     raw = logits[: len(rows)]
     used = adjusted(raw, rows)
     masks, ends = _masks(rows)
-    tokens, found = extremes(used)
+    kernels = build_sampling(raw.device)
+    tokens, found = kernels.find_extremes(used)
     told, out = found, None
     if any(mask is not None for mask in masks):
         out = forbidden(masks, raw.shape[-1], raw.device)
         used = used.masked_fill(out, -math.inf)
-        tokens, told = extremes(used)
+        tokens, told = kernels.find_extremes(used)
         found[:, 0] = told[:, 0]
     draw_some(tokens, found, used, told, rows)
     wanted = [index for index, row in enumerate(rows) if row.sampler.sampling.logprobs >= 0]
@@ -217,7 +212,7 @@ def picking(logits: Tensor, rows: Sequence[Draw]) -> Picking:
         return Picking(rows, tokens, ends, (), 0, found.flatten())
     most = min(max(row.sampler.sampling.logprobs for row in rows), raw.shape[-1])
     raw = raw if out is None else raw.masked_fill(out, -math.inf)
-    more = _logprobs(raw, wanted, tokens, most)
+    more = kernels.weigh_tokens(raw, wanted, tokens, most)
     return Picking(rows, tokens, ends, wanted, most, torch.cat((found.flatten(), more.flatten())))
 
 
@@ -238,54 +233,32 @@ def adjusted(logits: Tensor, rows: Sequence[Draw]) -> Tensor:
     """With bias and penalties where a row's request has any; otherwise `logits` itself. float32 `[R, V]`."""
     if all(row.sampler.plain for row in rows):
         return logits
-    if logits.is_cuda:
-        return changed(logits, [(row.sampler.penalties, row.drafted) for row in rows])
-    used = logits.clone()
-    for index, row in enumerate(rows):
-        if isinstance(row.sampler.penalties, HostPenalties):
-            used[index] = row.sampler.penalties.adjusted(logits[index], row.drafted)
-    return used
+    changes = [(row.sampler.penalties, row.drafted) for row in rows]
+    return build_sampling(logits.device).apply_penalties(logits, changes)
 
 
 def draw_some(tokens: Tensor, found: Tensor, used: Tensor, told: Tensor, rows: Sequence[Draw]) -> None:
     """Of rows with a temperature, tokens int64 `[R]` and the first column of `found` become those that are drawn from
-    adjusted logits. told: as `extremes` has it of these. The host does not wait.
+    adjusted logits. told: the extremes of these. The host does not wait.
     """
     at = [index for index, row in enumerate(rows) if row.sampler.sampling.temperature > 0]
     if not at:
         return
-    samplings, positions = [rows[index].sampler.sampling for index in at], [rows[index].position for index in at]
-    if used.is_cuda:
-        draw_into(used, told, at, samplings, positions, tokens=tokens, found=found)
-    else:
-        tokens[at] = drawn(used[at], samplings, positions)
-        found[:, 0] = tokens
-
-
-def _logprobs(logits: Tensor, rows: Sequence[int], tokens: Tensor, most: int) -> Tensor:
-    """Of some rows of float32 `[R, V]`, and the tokens that were picked there, int64 `[R]`: float64
-    `[len(rows), 2 + 2 most]`: how far the token's logit is below the highest, then the ids of the `most` likeliest,
-    then how far theirs are, then the sum of all weights, of which the highest has 1. The same bits on every device.
-    """
-    if logits.is_cuda:
-        return told_of(logits, extremes(logits)[1], rows, tokens, most)
-    logits, tokens = logits[rows], tokens[rows]
-    scaled = logits.double()
-    scaled -= scaled.amax(-1, keepdim=True)
-    total = steady_weights(scaled, BITS).sum(-1, keepdim=True).double() / 2.0**BITS
-    ids = leaders(logits, most)
-    return torch.cat((scaled.gather(-1, tokens.unsqueeze(-1)), ids.double(), scaled.gather(-1, ids), total), -1)
+    samplings = [rows[index].sampler.sampling for index in at]
+    positions = [rows[index].position for index in at]
+    build_sampling(used.device).draw_tokens(used, told, at, samplings, positions, tokens=tokens, found=found)
 
 
 def logprobs_of(logits: Tensor, tokens: Sequence[int], most: int) -> list[Logprob]:
     """Of these tokens, one a row, with the `most` likeliest beside each; as those of picked ones are."""
     given = torch.tensor(tokens, device=logits.device)
-    told = _logprobs(logits, range(len(tokens)), given, min(most, logits.shape[-1])).tolist()
+    kernels = build_sampling(logits.device)
+    told = kernels.weigh_tokens(logits, range(len(tokens)), given, min(most, logits.shape[-1])).tolist()
     return [_logprob(one) for one in told]
 
 
 def _logprob(told: list[float]) -> Logprob:
-    """What `_logprobs` found of a row. The logarithm is this processor's, whatever device found it."""
+    """What `SamplingKernels.weigh_tokens` found of a row. The logarithm is this processor's on every device."""
     most = len(told) // 2 - 1
     ids, theirs, total = told[1 : 1 + most], told[1 + most : -1], told[-1]
     log = math.log(total) if total > 0 else math.nan  # of a row that is not finite
@@ -295,8 +268,8 @@ def _logprob(told: list[float]) -> Logprob:
 
 
 def _read(row: Draw, picked: list[float], told: list[float], end: str | None) -> Picked:
-    """picked: token, lowest and highest logit. told: what `_logprobs` found, if it was asked. end: why the grammar lets
-    nothing follow.
+    """picked: token, lowest and highest logit. told: what `SamplingKernels.weigh_tokens` found, if it was asked.
+    end: why the grammar lets nothing follow.
     """
     token, lowest, highest = picked
     if not (math.isfinite(lowest) and math.isfinite(highest)):

@@ -22,7 +22,7 @@ from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.proposer import DraftModel
 from adapters.models.decoder.host_copy import move
 from adapters.models.decoder.shard import Kept
-from adapters.models.kernels.cpu.native.native_decode import Addresses, addresses
+from adapters.models.kernels.host_addresses import HostAddresses, list_addresses
 from adapters.models.kernels.step import Segment, Step
 
 log = logging.getLogger("rekindle.device")
@@ -70,7 +70,7 @@ class LateRows:
     """
 
     layers: Sequence[int]
-    addresses: Addresses | None = field(init=False, default=None)  # of the copies, which are on a host
+    addresses: HostAddresses | None = field(init=False, default=None)  # of the copies, which are on a host
     _copies: dict[int, Tensor] = field(init=False, factory=dict)  # by layer, each `[at least TOGETHER, D]`
     _places: Sequence[tuple[int, int, int]] = field(init=False, default=())  # layers, addresses, bytes of a row: a host
     _moves: Sequence[tuple[int, int, int]] = field(init=False, default=())  # of `_source`: to, from, bytes of a row
@@ -102,7 +102,7 @@ class LateRows:
         host = all(copy.device.type == "cpu" for copy in self._copies.values())
         places = [(layer, copy.data_ptr(), copy.nbytes // room) for layer, copy in self._copies.items()]
         self._places, self._moves, self._source = places if host else (), (), None
-        self.addresses = addresses([*self._copies.values()]) if host else None
+        self.addresses = list_addresses([*self._copies.values()]) if host else None
 
     @property
     def spare(self) -> int:

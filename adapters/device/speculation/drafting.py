@@ -21,16 +21,14 @@ from torch import Tensor
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.device.lane.out_of_memory import ran_out_of_memory
-from adapters.device.sampling.argmax import extremes
-from adapters.device.sampling.gpu_draw import draw_into
-from adapters.device.sampling.native_draw import found_at_once
-from adapters.device.sampling.noise import gumbel_of
 from adapters.device.sampling.sampler import Draw, Sampler, adjusted
-from adapters.device.sampling.truncation import column
 from adapters.device.speculation.draft_context import D, DraftContext
 from adapters.device.speculation.proposal_tree import Tree, best_first, chain, subtree
 from adapters.device.speculation.proposer import DraftHere, DraftRequest
 from adapters.models.drafts.cached_draft import BlockRequest
+from adapters.models.kernels.factory import build_sampling
+from adapters.models.kernels.noise import gumbel_of
+from adapters.models.kernels.truncation import make_column
 from effects.ids import DeviceFailed, RequestId
 from effects.job import Sampling
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
@@ -89,20 +87,20 @@ class DraftProposer(DraftContext[D], ABC):
 
     # --- residency ---
 
-    def unpark(self, _: RequestId, __: LoadModel) -> ModelLoaded | DeviceFailed:
+    def load_back(self, _: RequestId, __: LoadModel) -> ModelLoaded | DeviceFailed:
         """Raises torch.OutOfMemoryError; whatever fails leaves the draft where it was."""
         started = time.perf_counter_ns()
         try:
-            moved = self.draft.unpark()
+            moved = self.draft.load_back()
         except (CheckpointError, OSError) as error:
             return DeviceFailed("io", str(error))
         return ModelLoaded(moved, time.perf_counter_ns() - started)
 
-    def park(self, _: RequestId, effect: UnloadModel) -> ModelUnloaded:
+    def offload(self, _: RequestId, effect: UnloadModel) -> ModelUnloaded:
         self.catch_up(*self._late)
         started, held = time.perf_counter_ns(), self.draft.memory()["weights"]
         if effect.keep:
-            self.draft.park()
+            self.draft.offload()
         else:
             self.draft.release()
         return ModelUnloaded(held, time.perf_counter_ns() - started)
@@ -227,17 +225,19 @@ def guesses(logits: Tensor, rows: Sequence[Draw], noise: Sequence[float]) -> lis
     """One token a row, from float32 `[R, V]` with bias and penalties. noise: see `noise_of`."""
     warm = [index for index, row in enumerate(rows) if row.sampler.sampling.temperature]
     if logits.is_cuda:
-        tokens, found = extremes(logits)
+        kernels = build_sampling(logits.device)
+        tokens, found = kernels.find_extremes(logits)
         if warm:
             samplings = [warmed(rows[index].sampler, noise[index]) for index in warm]
-            draw_into(logits, found, warm, samplings, [rows[at].position for at in warm], tokens=tokens, found=found)
+            positions = [rows[at].position for at in warm]
+            kernels.draw_tokens(logits, found, warm, samplings, positions, tokens=tokens, found=found)
         return list(tokens.tolist())
     if not warm:
         return list(logits.argmax(-1).tolist())
     native = rows[0].sampler.native
     if native is not None:
         wanted = [(warmed(row.sampler, share), row.position, None) for row, share in zip(rows, noise, strict=True)]
-        return [int(token) for (token, _, _), _ in found_at_once(native, native.level, logits, logits, wanted)]
+        return [int(token) for (token, _, _), _ in native.pick(logits, logits, wanted)]
     ids, scores = candidates(logits, rows, noise)
     return list(ids.gather(-1, scores.argmax(-1, keepdim=True)).flatten().tolist())
 
@@ -260,17 +260,17 @@ def candidates(logits: Tensor, rows: Sequence[Draw], noise: Sequence[float]) -> 
     found, ids = logits.topk(min(CANDIDATES, logits.shape[-1]))
     asked = [row.sampler.sampling for row in rows]
     samplings = [sampling if sampling.temperature else Sampling(temperature=1) for sampling in asked]
-    warmth = column([sampling.temperature for sampling in samplings], found)
+    warmth = make_column([sampling.temperature for sampling in samplings], found)
     scaled = found / warmth
     drawn = gumbel_of([(sampling.seed, row.position) for sampling, row in zip(asked, rows, strict=True)], ids)
     heard = [share * (sampling.temperature > 0) for share, sampling in zip(noise, asked, strict=True)]
-    scores = scaled + drawn * column(heard, drawn)
+    scores = scaled + drawn * make_column(heard, drawn)
     shares = (scaled - (logits / warmth).logsumexp(-1, keepdim=True)).exp()
     before = shares.cumsum(-1) - shares
-    most = column([sampling.top_k or CANDIDATES for sampling in samplings], ids)
+    most = make_column([sampling.top_k or CANDIDATES for sampling in samplings], ids)
     out = torch.arange(ids.shape[1], device=ids.device) >= most
-    out |= before >= column([MASS * sampling.top_p for sampling in samplings], before)
-    out |= shares < shares[:, :1] * column([sampling.min_p for sampling in samplings], shares)
+    out |= before >= make_column([MASS * sampling.top_p for sampling in samplings], before)
+    out |= shares < shares[:, :1] * make_column([sampling.min_p for sampling in samplings], shares)
     return ids, scores.masked_fill_(out, -math.inf).float()
 
 

@@ -135,12 +135,12 @@ def layer_matrices(shape: LayerShape, prefix: str) -> Iterator[Matrix]:
 
 @frozen
 class WeightReader:
-    """Reads weights onto a device, in the model's dtype. hosted: where experts go that host memory keeps."""
+    """Reads weights onto a device, in the model's dtype. offloaded: where experts go that host memory keeps."""
 
     weights: WeightSource
     device: torch.device
     dtype: torch.dtype
-    hosted: HostExperts | None = None
+    offloaded: HostExperts | None = None
 
     def __call__(self, *names: str) -> Tensor:
         """The named tensors, stacked along their rows."""
@@ -232,7 +232,7 @@ def gated(kernels: Kernels, layer: DecoderLayer, attended: Tensor, own: Tensor) 
     if own.shape[1] == layer.width:
         return attended
     assert kernels.delta is not None
-    return kernels.delta.gate(attended, own[:, layer.width :])
+    return kernels.delta.apply_gate(attended, own[:, layer.width :])
 
 
 def finished(kernels: Kernels, frame: Frame, residual: Tensor, mixed: Tensor, batch: Batch) -> Tensor:

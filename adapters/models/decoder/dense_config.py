@@ -18,10 +18,10 @@ from adapters.models.decoder.decoder_layer import layer_matrices, layer_products
 from adapters.models.decoder.feed_forward import Matrix, idle_weights
 from adapters.models.decoder.rope import Rotary
 from adapters.models.decoder.tree_attention import check_tree
-from adapters.models.kernels.delta_interface import DeltaShape, raw_state, row_state
+from adapters.models.kernels.delta_interface import DeltaShape, make_raw_state, make_row_state
 from adapters.models.kernels.experts_interface import ExpertsShape
 from adapters.models.kernels.product_list import SMALL, TILE, Heads, Products, Weight
-from adapters.models.kernels.row_format import RowForm
+from adapters.models.kernels.row_format import RowFormat
 from adapters.models.kernels.step import Step
 
 HEAD_ROWS = 64  # logits are asked for of decoded and verified rows, a batch of them at most; of more in turns
@@ -88,7 +88,7 @@ class DenseConfig:
 
     def kv_bytes_per_token(self, dtype: torch.dtype, layers: range | None = None) -> int:
         attending = (self.num_layers if layers is None else len(layers)) - self.recurrent_layers(layers)
-        return 2 * attending * self.num_kv_heads * RowForm(dtype).width(self.head_dim) * dtype.itemsize
+        return 2 * attending * self.num_kv_heads * RowFormat(dtype).row_width(self.head_dim) * dtype.itemsize
 
     def state_bytes(self, dtype: torch.dtype, device: str = "cpu", layers: range | None = None) -> tuple[int, int]:
         count = self.recurrent_layers(layers)
@@ -99,7 +99,7 @@ class DenseConfig:
 
     def _layer_state(self, slots: int, places: int, dtype: torch.dtype, device: str) -> int:
         assert self.delta is not None
-        kept = raw_state if device == "cuda" else row_state
+        kept = make_raw_state if device == "cuda" else make_row_state
         state = kept(self.delta, slots, places, dtype, torch.device("meta"))
         return sum(tensor.nbytes for tensor in astuple(state, recurse=False))
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from adapters.checkpoint.weight_source import WeightSource
 from adapters.models.decoder.decoder_layer import DecoderLayer, WeightReader, finished, gated, load_layer, projected
 from adapters.models.decoder.dense_config import DenseConfig, check_arguments, check_step
-from adapters.models.decoder.embedding import embed
 from adapters.models.decoder.host_experts import HostExperts
 from adapters.models.decoder.kv_cache import KvCache, PagedKvCache
 from adapters.models.decoder.layer_buffers import Buffers, together
@@ -21,13 +20,12 @@ from adapters.models.decoder.recurrent_cache import RecurrentCache
 from adapters.models.decoder.recurrent_layer import DeltaLayer, load_delta_layer
 from adapters.models.decoder.shard import BUCKETS, Kept, NamedTensors, OutputHead
 from adapters.models.decoder.tree_attention import TreeAttention
-from adapters.models.kernels.cpu.layers import pass_of
-from adapters.models.kernels.cpu.native.native_decode import NativePass
+from adapters.models.kernels.decode_pass import DecodePass
 from adapters.models.kernels.delta_interface import CHUNK
 from adapters.models.kernels.interface import NARROW, Kernels
-from adapters.models.kernels.layer_kinds import left_out
-from adapters.models.kernels.offload import size_of
-from adapters.models.kernels.row_format import RowForm
+from adapters.models.kernels.layer_kinds import skipped_layers
+from adapters.models.kernels.offload import count_bytes
+from adapters.models.kernels.row_format import RowFormat
 from adapters.models.kernels.step import Forward, Step
 from adapters.models.kernels.step_batch import StateBatch
 from adapters.sequence_layout import RowSpec, TensorSpec
@@ -39,7 +37,7 @@ class DenseShard:
     aux_layers: global layer indices whose output (HF `hidden_states[i + 1]`) every forward leaves in its
     `aux_hidden_states`. buckets: the row counts that `forward` accepts. capacity is rounded up to whole key tiles of
     the kernels. rows: what keys and values are kept in; by default the dtype. pages: that slots are given; without,
-    each has memory for all of its rows. hosted: has the experts. hosts_table: as `Build` has it.
+    each has memory for all of its rows. offloaded: has the experts. offload_embedding: as `Build` has it.
     """
 
     def __init__(
@@ -58,10 +56,10 @@ class DenseShard:
         aux_layers: Sequence[int] = (),
         state_places: int = 0,
         pages: int = 0,
-        hosted: HostExperts | None = None,
-        hosts_table: bool = False,
+        offloaded: HostExperts | None = None,
+        offload_embedding: bool = False,
     ) -> None:
-        self._config, self._kernels, self._hosted = config, kernels, hosted
+        self._config, self._kernels, self._offloaded = config, kernels, offloaded
         self._device, self._dtype = torch.device(device), dtype
         self._layers = range(config.num_layers) if layers is None else layers
         check_arguments(config, self._layers, slots, capacity, (buckets, aux_layers))
@@ -72,20 +70,20 @@ class DenseShard:
         kinds = [[layer for layer in self._layers if config.recurrent(layer) is kind] for kind in (False, True)]
         self._places = {layer: place for kind in kinds for place, layer in enumerate(kind)}  # among those of its kind
         names, recurrent = ([f"layers.{layer}" for layer in kind] for kind in kinds)
-        form = RowForm(dtype if rows is None else rows)
-        shape = (slots, config.num_kv_heads, self._capacity, form.width(config.head_dim))
-        cache = PagedKvCache if kernels.paged and pages else KvCache
+        form = RowFormat(dtype if rows is None else rows)
+        shape = (slots, config.num_kv_heads, self._capacity, form.row_width(config.head_dim))
+        cache = PagedKvCache if kernels.is_paged and pages else KvCache
         self._cache = cache(names, shape, dtype=form.dtype, device=self._device, pages=pages)
         how: dict[str, Any] = {"slots": slots, "places": state_places, "dtype": dtype, "device": self._device}
         self._states = RecurrentCache(recurrent, config.delta, kernels.delta, **how)
-        self._load(WeightReader(weights, self._device, dtype, hosted), hosts_table=hosts_table)
+        self._load(WeightReader(weights, self._device, dtype, offloaded), offload_embedding=offload_embedding)
 
-    def _load(self, read: WeightReader, *, hosts_table: bool) -> None:
+    def _load(self, read: WeightReader, *, offload_embedding: bool) -> None:
         config, kernels = self._config, self._kernels
         last = self._layers.stop == config.num_layers
         self._stops = last and self._layers.stop - 1 not in self._aux_layers
         needed = self._layers.start == 0 or (last and config.tie_word_embeddings)
-        table = read.table(on_host=hosts_table and not config.tie_word_embeddings) if needed else None
+        table = read.table(on_host=offload_embedding and not config.tie_word_embeddings) if needed else None
         self._embedding = table if self._layers.start == 0 else None
         self._decoder: list[DecoderLayer | DeltaLayer] = [
             (load_delta_layer if config.recurrent(layer) else load_layer)(
@@ -96,7 +94,7 @@ class DenseShard:
         self._norm = read.norm("model.norm.weight", zero_centred=config.zero_centred) if last else None
         self._head: Any = kernels.pack(read.head(table if config.tie_word_embeddings else None)) if last else None
         self._host_bytes = 0 if table is None or table.device.type == self._device.type else table.nbytes
-        self._weights_bytes = size_of((self._embedding, self._norm, self._head, self._decoder)) - self._host_bytes
+        self._weights_bytes = count_bytes((self._embedding, self._norm, self._head, self._decoder)) - self._host_bytes
 
     @property
     def config(self) -> DenseConfig:
@@ -174,7 +172,7 @@ class DenseShard:
                 buffers.hidden.copy_(inputs)
             buffers.batch.before, buffers.batch.settles = self._states.start(step), step.rows_only
             buffers.batch.load(step, None if self._embedding is None else inputs)
-            self._kernels.prepare(buffers.batch)
+            self._kernels.prepare_step(buffers.batch)
             if step.branches:
                 self._run_tree(buffers, step)
                 return buffers.forward
@@ -219,26 +217,26 @@ class DenseShard:
             if hidden is not buffers.hidden:
                 buffers.hidden.copy_(hidden)
             given = (buffers.hidden, self._norm, self._config.rms_norm_eps, self._head, logits)
-            self._kernels.launch("logits", buffers.batch, lambda: self._kernels.logits(*given))
+            self._kernels.launch("logits", buffers.batch, lambda: self._kernels.write_logits(*given))
         return logits
 
-    def pass_at_once(self, bucket: int) -> NativePass | None:
+    def build_pass(self, bucket: int) -> DecodePass | None:
         """Where one call carries out all of the model, and none of it has positional state."""
         buffers = self._at(bucket)
-        stop, layers = buffers.at_once.get(0, (0, None))
+        stop, layers = buffers.fused_layers.get(0, (0, None))
         if layers is None or self._norm is None or stop < self._config.num_layers or self.state_specs:
             return None
         ending, logits = (self._norm, self._config.rms_norm_eps, self._head), buffers.logits_of(self.vocab_size)
-        return pass_of(layers, ending, buffers.batch, buffers.forward, logits, self._kernels.launch)
+        return self._kernels.build_pass(layers, ending, buffers.batch, buffers.forward, logits)
 
     def _run_layers(self, buffers: Buffers, tree: TreeAttention | None = None, *, early: bool = False) -> None:
         residual, delta = buffers.hidden, None
-        number, at_once = self._layers.start, buffers.at_once if tree is None else {}
-        skipped = left_out(self._layers, self._decoder) if self._device.type == "cuda" else ()
-        if self._embedding is not None and number not in at_once:
-            embed(self._embedding, buffers.batch.tokens, out=residual)
+        number, fused_layers = self._layers.start, buffers.fused_layers if tree is None else {}
+        skipped = skipped_layers(self._layers, self._decoder) if self._device.type == "cuda" else ()
+        if self._embedding is not None and number not in fused_layers:
+            self._kernels.embed(self._embedding, buffers.batch.tokens, out=residual)
         while number < self._layers.stop:
-            stop, whole = at_once.get(number, (number + 1, None))
+            stop, whole = fused_layers.get(number, (number + 1, None))
             stops = early and stop == self._layers.stop
             if whole is None and number not in skipped:
                 delta = self._run_layer(number, buffers, delta, tree, stops=stops)
@@ -281,8 +279,8 @@ class DenseShard:
                 aux_hidden_states[self._layers.stop - 1] = hidden  # as the last layer leaves it
             batch = StateBatch(bucket, self._device, pages=self._cache.table)
             forward = Forward(hidden, aux_hidden_states)
-            at_once = together(self._kernels, self._attending(), self._rope, forward, self._embedding)
-            self._buffers[bucket] = Buffers(batch, hidden, None, forward, at_once)
+            fused_layers = together(self._kernels, self._attending(), self._rope, forward, self._embedding)
+            self._buffers[bucket] = Buffers(batch, hidden, None, forward, fused_layers)
         return self._buffers[bucket]
 
     def _attending(self) -> Mapping[int, tuple[DecoderLayer, tuple[Tensor, Tensor]]]:
@@ -336,7 +334,7 @@ class DenseShard:
     def memory(self) -> Mapping[str, int]:
         buffers = sum(held.nbytes for held in tuple(self._buffers.values()))  # asked from other threads, too
         buffers += self._rope.cos.nbytes + self._rope.sin.nbytes
-        weights = self._weights_bytes + (0 if self._hosted is None else self._hosted.device_bytes)
+        weights = self._weights_bytes + (0 if self._offloaded is None else self._offloaded.device_bytes)
         kv = self._cache.nbytes + self._states.nbytes
         return {"weights": weights, "host": self._host_bytes, "kv": kv, "buffers": buffers}
 
@@ -347,5 +345,5 @@ class DenseShard:
         self._embedding = self._norm = self._head = None
         self._cache.close()
         self._states.close()
-        if self._hosted is not None:
-            self._hosted.close()
+        if self._offloaded is not None:
+            self._offloaded.close()

@@ -13,7 +13,7 @@ from adapters.checkpoint.weight_source import WeightSource
 from adapters.models.decoder.decoder_layer import WeightReader
 from adapters.models.decoder.shard import OutputHead, TargetHead
 from adapters.models.kernels.interface import Kernels
-from adapters.models.kernels.offload import size_of
+from adapters.models.kernels.offload import count_bytes
 
 
 @define(eq=False, slots=False)
@@ -55,4 +55,4 @@ class CopiedEnds:
         """Of what was read so far."""
         own = self.__dict__
         output = own.get("output")
-        return size_of((own.get("embedding"), None if output is None else (output.packed, output.norm)))
+        return count_bytes((own.get("embedding"), None if output is None else (output.packed, output.norm)))

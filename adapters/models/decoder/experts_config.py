@@ -26,9 +26,9 @@ def read_experts(raw: Mapping[str, Any], *, normed: bool, shared: bool) -> Exper
         raise CheckpointError(f"config.json: {count} experts in each of {layers} layers; accepted: {MOST} in all")
     return ExpertsShape(
         count=count,
-        active=active,
+        chosen=active,
         inner=read_size(raw, "moe_intermediate_size"),
-        normed=normed if raw.get("norm_topk_prob") is None else read_flag(raw, "norm_topk_prob"),
+        is_normalized=normed if raw.get("norm_topk_prob") is None else read_flag(raw, "norm_topk_prob"),
         shared=read_size(raw, "shared_expert_intermediate_size") if shared else 0,
     )
 

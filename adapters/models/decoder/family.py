@@ -113,16 +113,16 @@ class Build(Protocol):
         aux_layers: Sequence[int] = ...,
         state_places: int = ...,
         pages: int = ...,
-        hosted: HostExperts | None = ...,
-        hosts_table: bool = ...,
+        offloaded: HostExperts | None = ...,
+        offload_embedding: bool = ...,
     ) -> Shard:
         """Layers `[first, last)`, all by default; the embedding with the first, final norm and head with the last.
 
-        rows: what keys and values are kept in (`RowForm`); by default as they are computed. capacity: rows of a slot,
+        rows: what keys and values are kept in (`RowFormat`); by default as they are computed. capacity: rows of a slot,
         at least. buckets: the row counts that `forward` accepts. aux_layers: whose outputs every forward leaves in its
         `aux_hidden_states`. state_places: for positional states beside the slots; models without any need none, and
         make none. pages: of the pool that slots take their rows from; 0: there is none.
-        hosted: what has the experts' weights; None: the shard itself. hosts_table: the embedding is kept in host
+        offloaded: what has the experts' weights; None: the shard itself. offload_embedding: the embedding is kept in host
         memory, if it is not the head as well and the device can read it there.
         """
         ...

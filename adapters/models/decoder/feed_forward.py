@@ -16,7 +16,7 @@ from adapters.checkpoint.config_fields import LIMITS
 from adapters.checkpoint.packed_matrix import Stack
 from adapters.checkpoint.safetensors_folder import StoredTensor, TensorEntry
 from adapters.models.decoder.host_experts import HostExperts
-from adapters.models.kernels.experts_interface import Experts, ExpertsShape, GatedWeights, gated_feed
+from adapters.models.kernels.experts_interface import Experts, ExpertsShape, GatedWeights, run_feed_forward
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import Weight
 from adapters.models.kernels.step_batch import Batch
@@ -68,8 +68,8 @@ def feed_products(shape: FeedShape) -> tuple[Weight, ...]:
     if experts is None:
         return _gated_products(hidden, shape.intermediate_size)
     shared = _gated_products(hidden, experts.shared) if experts.shared else ()
-    routers = (Weight(experts.routed, hidden), Weight(experts.small().routed, hidden))
-    return (*routers, *_gated_products(hidden, experts.inner) * experts.active, *shared)
+    routers = (Weight(experts.router_outputs, hidden), Weight(experts.shrink_for_probe().router_outputs, hidden))
+    return (*routers, *_gated_products(hidden, experts.inner) * experts.chosen, *shared)
 
 
 def _gated_products(hidden: int, inner: int) -> tuple[Weight, ...]:
@@ -96,12 +96,12 @@ def _gated_matrices(hidden: int, inner: int, prefix: str) -> Iterator[Matrix]:
 def idle_weights(shape: FeedShape) -> int:
     """How many numbers there are that a row is not multiplied with."""
     experts = shape.experts
-    return 0 if experts is None else 3 * (experts.count - experts.active) * experts.inner * shape.hidden_size
+    return 0 if experts is None else 3 * (experts.count - experts.chosen) * experts.inner * shape.hidden_size
 
 
 class FeedReader(Protocol):
     @property
-    def hosted(self) -> HostExperts | None:
+    def offloaded(self) -> HostExperts | None:
         """Where a layer's experts go that host memory keeps; None: they stay where they are read."""
         ...
 
@@ -127,13 +127,13 @@ def load_feed(read: FeedReader, kernels: Kernels, shape: FeedShape, prefix: str)
     return Experts(
         experts,
         router=kernels.pack(read.matrix(*(f"{prefix}mlp.{gate}.weight" for gate in gates)).unpacked()),
-        each=kernels.stacked(each, experts.count) if read.hosted is None else read.hosted.layer(each),
+        each=kernels.stack_experts(each, experts.count) if read.offloaded is None else read.offloaded.layer(each),
         shared=gated("mlp.shared_expert") if experts.shared else None,
     )
 
 
 def fed(kernels: Kernels, feed: GatedWeights | Experts, x: Tensor, batch: Batch) -> Tensor:
-    return kernels.experts(x, feed, batch) if isinstance(feed, Experts) else gated_feed(kernels, x, feed)
+    return kernels.experts(x, feed, batch) if isinstance(feed, Experts) else run_feed_forward(kernels, x, feed)
 
 
 def cut_up(name: str, entry: StoredTensor, wanted: Container[str]) -> Mapping[str, StoredTensor]:

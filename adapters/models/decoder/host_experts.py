@@ -16,7 +16,7 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from adapters.models.kernels.experts_interface import ChosenExperts, GatedWeights, StackedExperts
-from adapters.models.kernels.offload import pinned, rebuilt, tensors_of
+from adapters.models.kernels.offload import allocate_pinned, list_tensors, map_tensors
 
 RING = 8  # experts on their way at once: what one row of a step chooses; of Qwen3-30B-A3B 72 MiB
 EVERY = 32  # steps between two reports of what was used
@@ -32,10 +32,10 @@ class ExpertForm:
 
     @classmethod
     def of(cls, weights: GatedWeights) -> ExpertForm:
-        parts = list(tensors_of(weights))
+        parts = list(list_tensors(weights))
         if any(part.layout is not torch.strided or not part.is_contiguous() for part in parts):
             raise ValueError("experts in host memory: these kernels pack weights in a form that cannot be copied")
-        tree = rebuilt(weights, lambda part: torch.empty_like(part, device="meta"))
+        tree = map_tensors(weights, lambda part: torch.empty_like(part, device="meta"))
         return cls(tree, sum(_whole(part.nbytes) for part in parts))
 
     def over(self, memory: Tensor) -> GatedWeights:
@@ -47,7 +47,7 @@ class ExpertForm:
             start, at = at, at + _whole(part.nbytes)
             return memory[start : start + part.nbytes].view(part.dtype).view(part.shape)
 
-        found = rebuilt(self.tree, view)
+        found = map_tensors(self.tree, view)
         assert isinstance(found, GatedWeights)
         return found
 
@@ -59,7 +59,7 @@ class ExpertForm:
             apart = self.size // first.element_size()
             return first.as_strided((rows, *first.shape), (apart, *first.stride()))
 
-        return StackedExperts(rebuilt(self.over(memory[0]), stack))
+        return StackedExperts(map_tensors(self.over(memory[0]), stack))
 
 
 def _whole(size: int) -> int:
@@ -115,9 +115,9 @@ class HostExperts:
                 self._form = ExpertForm.of(weights)
                 self._make_room(self._form)
             if not number:
-                memory = pinned(self.count * self._form.size)
+                memory = allocate_pinned(self.count * self._form.size)
             own = self._form.over(memory[number * self._form.size :][: self._form.size])
-            for target, source in zip(tensors_of(own), tensors_of(weights), strict=True):
+            for target, source in zip(list_tensors(own), list_tensors(weights), strict=True):
                 target.copy_(source)
         self._layers.append(memory)
         self._uses += [0] * self.count
@@ -197,7 +197,7 @@ class HostExperts:
             spot.memory.copy_(source, non_blocking=True)
             spot.arrived.record(self._stream)
 
-    def chosen(self, first: int, numbers: Sequence[int]) -> Iterator[GatedWeights]:
+    def fetch(self, first: int, numbers: Sequence[int]) -> Iterator[GatedWeights]:
         """The weights of a layer's experts, in this order, whose first one is `first` of all; those that have no place
         begin to come before the first is given out. What is given out is read before the next is asked for.
         """
@@ -216,7 +216,7 @@ class HostExperts:
                 if missing:
                     coming.append(self._bring(missing.popleft()))
 
-    def turns(self, first: int, numbers: Sequence[int]) -> Iterator[dict[int, int]]:
+    def fetch_in_turns(self, first: int, numbers: Sequence[int]) -> Iterator[dict[int, int]]:
         """The same, many at once, by the numbers of their spots: those that have a place first, while others come; then
         these, in runs of half of what may be on its way, so that the next run comes while one is read.
         """
@@ -290,8 +290,8 @@ class LayerOfExperts(ChosenExperts):
     def __init__(self, owner: HostExperts, first: int, places: StackedExperts) -> None:
         self._owner, self._first, self.places = owner, first, places
 
-    def chosen(self, numbers: Sequence[int]) -> Iterator[GatedWeights]:
-        return self._owner.chosen(self._first, numbers)
+    def fetch(self, numbers: Sequence[int]) -> Iterator[GatedWeights]:
+        return self._owner.fetch(self._first, numbers)
 
-    def turns(self, numbers: Sequence[int]) -> Iterator[dict[int, int]]:
-        return self._owner.turns(self._first, numbers)
+    def fetch_in_turns(self, numbers: Sequence[int]) -> Iterator[dict[int, int]]:
+        return self._owner.fetch_in_turns(self._first, numbers)

@@ -12,20 +12,20 @@ from torch import Tensor
 from adapters.models.decoder.decoder_layer import DecoderLayer
 from adapters.models.decoder.tree_attention import TreeAttention
 from adapters.models.kernels.experts_interface import Experts, GatedWeights
-from adapters.models.kernels.interface import AttentionMask, Embedding, Kernels, LayersAtOnce, Rope, WholeLayer
+from adapters.models.kernels.interface import AttentionMask, Embedding, FusedLayers, Kernels, Rope, WholeLayer
 from adapters.models.kernels.step import Forward
 from adapters.models.kernels.step_batch import StateBatch
 
 
 @define(eq=False)
 class Buffers:
-    """The static tensors of one bucket. at_once: by the first one's number, layers that run together up to another."""
+    """The static tensors of one bucket. fused_layers: by the first one's number, layers that run together up to another."""
 
     batch: StateBatch
     hidden: Tensor
     logits: Tensor | None
     forward: Forward
-    at_once: Mapping[int, tuple[int, LayersAtOnce]]
+    fused_layers: Mapping[int, tuple[int, FusedLayers]]
     tree: TreeAttention | None = field(init=False, default=None)
 
     def logits_of(self, vocabulary: int) -> Tensor:
@@ -47,18 +47,18 @@ def together(
     rope: Rope,
     forward: Forward,
     embedding: Tensor | None,
-) -> Mapping[int, tuple[int, LayersAtOnce]]:
+) -> Mapping[int, tuple[int, FusedLayers]]:
     """Of layers of attention, by number, and their caches: the runs that the kernels carry out at once, the ends by the
     beginnings. embedding: of the model's first layer.
     """
-    found, whole = dict[int, tuple[int, LayersAtOnce]](), list[tuple[int, WholeLayer]]()
+    found, whole = dict[int, tuple[int, FusedLayers]](), list[tuple[int, WholeLayer]]()
     for number, (layer, caches) in layers.items():
         if not isinstance(layer.frame.feed, Experts):
             before = forward.aux_hidden_states.get(number - 1)
             whole.append((number, whole_layer(layer, layer.frame.feed, caches, before)))
     for _, pairs in groupby(enumerate(whole), lambda pair: pair[1][0] - pair[0]):
         run = [one for _, one in pairs]
-        made = kernels.at_once(
+        made = kernels.fuse_layers(
             [layer for _, layer in run],
             rope,
             len(forward.hidden),

@@ -50,7 +50,7 @@ class RecurrentCache:
         self.slots, self.places, self._kernels = slots, places if names else 0, kernels
         self.layers, specs = list[DeltaState](), list[TensorSpec]()
         if shape is not None and kernels is not None:
-            self.layers += (kernels.state(shape, slots, places, dtype, device) for _ in names)
+            self.layers += (kernels.make_state(shape, slots, places, dtype, device) for _ in names)
             memory = (shape.value_heads, shape.key_size, shape.value_size)
             for name in names:
                 specs.append(TensorSpec(f"{name}.conv", dtype_name(dtype), (TAPS - 1, shape.channels)))
@@ -145,7 +145,7 @@ class RecurrentCache:
             base = self._base(segment.slot, segment.start)
             rows = segment.start - base + (keep if isinstance(keep, int) else len(keep))
             if rows >= CHUNK:
-                self._kernels.fold(self.layers, segment.slot, base)
+                self._kernels.advance_state(self.layers, segment.slot, base)
                 base, rows = base + CHUNK, rows - CHUNK
             self._standing[segment.slot] = Standing(base, rows)
 

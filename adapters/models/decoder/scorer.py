@@ -26,7 +26,7 @@ from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.recurrent_cache import RecurrentCache
 from adapters.models.decoder.recurrent_layer import DeltaLayer, load_delta_layer
 from adapters.models.kernels.interface import HeadPrep, Kernels
-from adapters.models.kernels.offload import ParkedWeights
+from adapters.models.kernels.offload import OffloadableWeights
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import StateBatch
 
@@ -81,10 +81,10 @@ class Scorer:
     dtype: torch.dtype
     buckets: tuple[int, ...]
     limit: int
-    weights: ParkedWeights[ScorerWeights] = field(init=False)
+    weights: OffloadableWeights[ScorerWeights] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.weights = ParkedWeights(self._load, self.device)
+        self.weights = OffloadableWeights(self._load, self.device)
 
     @property
     def chunk(self) -> int:
@@ -213,7 +213,7 @@ class Scoring:
             batch = self._batches[key] = batch or StateBatch(step.bucket, self.scorer.device)
             batch.before, batch.settles = (0,) if states is None else states.start(step), True
             batch.load(step, None)
-            self.scorer.kernels.prepare(batch)
+            self.scorer.kernels.prepare_step(batch)
         return batch
 
     def _run(

@@ -76,7 +76,7 @@ class TreeAttention:
 
     def load(self, step: Step) -> None:
         self.flat.load(Step((Segment(0, 0, step.rows),), self.bucket), None)
-        self.kernels.prepare(self.flat)
+        self.kernels.prepare_step(self.flat)
         spans = [torch.arange(one.start, one.start + one.count) for one in step.segments]
         positions = torch.cat(spans).to(self.tables.cos.device)
         for table, rows in ((self.tables.cos, self.rope.cos), (self.tables.sin, self.rope.sin)):
@@ -89,7 +89,7 @@ class TreeAttention:
             self._spare.append(Batch(self.bucket, self.flat.device, pages=self.cache.table))
         batch = self._spare[number]
         batch.load(Step(tuple(piece.segment for piece in pieces), self.bucket), None)
-        self.kernels.prepare(batch)
+        self.kernels.prepare_step(batch)
         rows = torch.zeros(self.bucket, dtype=torch.int64)
         torch.cat([torch.arange(one.row, one.row + one.segment.count) for one in pieces], out=rows[:count])
         return Wave(pieces, rows.to(self.flat.device), count, batch)

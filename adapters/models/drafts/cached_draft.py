@@ -21,7 +21,7 @@ from adapters.models.decoder.pipelined_chunks import current
 from adapters.models.decoder.shard import BUCKETS, NamedTensors, TargetHead
 from adapters.models.drafts.draft_parts import DraftShape, DraftWeights
 from adapters.models.kernels.interface import Kernels
-from adapters.models.kernels.offload import ParkedWeights, State
+from adapters.models.kernels.offload import OffloadableWeights, State
 from adapters.models.kernels.step import Segment, Step
 from adapters.sequence_layout import RowSpec
 
@@ -89,10 +89,12 @@ class CachedDraft(ABC, Generic[L]):
         size = (slots, shape.num_kv_heads, rows, shape.head_dim)
         self._cache = KvCache(names, size, dtype=dtype, device=self._device, capacity=capacity)
         self._make_buffers()
-        self._parking: ParkedWeights[HeldWeights[L]] = ParkedWeights(partial(self._read, weights), self._device)
-        self._parking.unpark()
+        self._offloadable: OffloadableWeights[HeldWeights[L]] = OffloadableWeights(
+            partial(self._read, weights), self._device
+        )
+        self._offloadable.load_back()
         self._try()
-        facts = (weights.digest(), shape.row_facts(), str(dtype), kernels.numbers)
+        facts = (weights.digest(), shape.row_facts(), str(dtype), kernels.bit_signature)
         self.identity = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
     def _read(self, weights: DraftWeights) -> HeldWeights[L]:
@@ -205,7 +207,7 @@ class CachedDraft(ABC, Generic[L]):
 
     @property
     def state(self) -> State:
-        return self._parking.state
+        return self._offloadable.state
 
     # --- rows ---
 
@@ -227,7 +229,7 @@ class CachedDraft(ABC, Generic[L]):
 
     # --- residency ---
 
-    def park(self) -> int:
+    def offload(self) -> int:
         """Give the weights' memory on the device back; context rows stay. Returns the bytes given back.
 
         On CUDA they are kept in pinned host memory; on CPU the checkpoint is read again, from the page cache at best.
@@ -235,25 +237,25 @@ class CachedDraft(ABC, Generic[L]):
         if self.state != "loaded":
             return 0
         self._forget()
-        return self._parking.park()
+        return self._offloadable.offload()
 
-    def unpark(self) -> int:
+    def load_back(self) -> int:
         """Bring the weights back; returns the bytes. Whatever fails leaves the draft as it was.
 
         Raises torch.OutOfMemoryError where there is no room, CheckpointError if the files have gone or are cut short.
         """
-        return self._parking.unpark()
+        return self._offloadable.load_back()
 
     def release(self) -> None:
         """Give back what parking keeps on the host as well; unparking reads the checkpoint again."""
         self._forget()
-        self._parking.release()
+        self._offloadable.release()
 
     def memory(self) -> Mapping[str, int]:
         """Bytes: `weights`, `kv` and `buffers` on the device; `host` pinned by parking. Nothing shared is counted."""
         return {
-            "weights": self._parking.weights_bytes,
-            "host": self._parking.host_bytes,
+            "weights": self._offloadable.weights_bytes,
+            "host": self._offloadable.host_bytes,
             "kv": self._cache.nbytes,
             "buffers": self._rope.cos.nbytes + self._rope.sin.nbytes + self._buffers_bytes(),
         }
@@ -267,7 +269,7 @@ class CachedDraft(ABC, Generic[L]):
         """Buffers go, and recorded graphs with the weights' addresses in them: fresh kernels have recorded nothing."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._kernels = self._kernels.fresh()
+        self._kernels = self._kernels.copy_for_shard()
         self._forget_buffers()
 
     def _loaded(self) -> L:
@@ -279,7 +281,7 @@ class CachedDraft(ABC, Generic[L]):
 
     @property
     def _held(self) -> HeldWeights[L]:
-        held = self._parking.loaded
+        held = self._offloadable.loaded
         if held is None:
             raise NotLoaded(f"the draft is {self.state}")
         return held

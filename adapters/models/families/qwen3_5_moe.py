@@ -28,7 +28,7 @@ class Qwen35MoeConfig(Qwen35Config):
     def probed(self) -> Sequence[tuple[DenseConfig, range]]:
         """One layer of each kind that there is, with few experts where it has any."""
         assert self.experts is not None
-        few = self.experts.small()
+        few = self.experts.shrink_for_probe()
         dense = ((0,) if layer in self.dense_layers else () for layer in range(self.num_layers))
         kinds = dict.fromkeys(zip(self.layer_types, dense, strict=True))
         return tuple(

@@ -31,7 +31,7 @@ class Qwen3MoeConfig(Qwen3Config):
         """A layer of few experts and a dense one, as far as there are such."""
         assert self.experts is not None
         kinds = dict.fromkeys((0,) if layer in self.dense_layers else () for layer in range(self.num_layers))
-        few = self.experts.small()
+        few = self.experts.shrink_for_probe()
         return tuple((self._small(experts=few, dense_layers=dense), range(1)) for dense in kinds)
 
 

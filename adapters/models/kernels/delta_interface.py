@@ -1,17 +1,19 @@
 """The gated delta rule: what a recurrent layer keeps of a slot, and the operations that kernels have for such layers.
 
-With S the state `[dk, dv]` of a head, a row does S <- e^g S; d = beta (v - S^T k); S <- S + k d^T; o = S^T q. Computed
-is the same sum from the state S0 at the last multiple of 64. With G_i the sum of g over the rows of the chunk up to i:
+With S the state `[dk, dv]` of a head, one row does S <- e^g S; d = beta (v - S^T k); S <- S + k d^T; o = S^T q.
+Kernels compute the same sum from S0, the state at the last multiple of 64. G_i is the sum of g over the rows of the
+chunk up to row i:
 
-    u_i = beta_i (v_i - e^(G_i) S0^T k_i)          what the row would correct, were it the first of its chunk
+    u_i = beta_i (v_i - e^(G_i) S0^T k_i)          what the row would correct if it were the first of its chunk
     A_ij = beta_i e^(G_i - G_j) (k_i . k_j), j < i
     T = (I + A)^-1, so T_i = e_i - sum_{j<i} A_ij T_j
     d_i = sum_{j<=i} T_ij u_j
     o_i = e^(G_i) S0^T q_i + sum_{j<=i} e^(G_i - G_j) (k_j . q_i) d_j
     S'  = e^(G_63) S0 + sum_j e^(G_63 - G_j) k_j d_j^T      the state at the next multiple of 64
 
-Row i needs S0 and rows j <= i, in sums of one width and order, whether it comes alone, in a verification or in a chunk
-of prefill. So any row between two multiples of 64 can be gone on from, and taking rows back is forgetting them.
+Row i needs S0 and the rows j <= i. Its sums have one width and one order, whether the row comes alone, in a
+verification or in a prefill chunk. So a sequence can continue from any row between two multiples of 64, and taking
+rows back means forgetting them.
 """
 
 from __future__ import annotations
@@ -25,18 +27,19 @@ from torch import Tensor
 
 from adapters.models.kernels.step_batch import StateBatch
 
-CHUNK = 64  # a state stands at a multiple of so many rows
-# Rows behind a state that are kept: of its chunk, and of what one step may compute past the chunk's end.
+CHUNK = 64  # a state stands at a multiple of this many rows
+# Rows that are kept behind a state: those of its chunk, and those that one step may compute past the chunk's end.
 RING = 2 * CHUNK
 UNSETTLED = CHUNK  # rows of one slot in a step that may be rolled back: 63 + 64 fit into the ring
-BLOCK = 16  # rows of which the factor may be inverted at once
+BLOCK = 16  # rows of a block of the factor, which is inverted as a whole
 TAPS = 4
 
 
 @frozen
 class DeltaShape:
-    """Nk heads of keys (and queries) of size dk, Nv heads of values of size dv; value head n reads key head
-    n // (Nv / Nk).
+    """The heads of a recurrent layer: Nk heads of keys and queries of size dk, and Nv heads of values of size dv.
+
+    Value head n reads key head n // (Nv / Nk).
     """
 
     key_heads: int
@@ -46,6 +49,7 @@ class DeltaShape:
 
     @property
     def group(self) -> int:
+        """Value heads that share a key head."""
         return self.value_heads // self.key_heads
 
     @property
@@ -58,13 +62,15 @@ class DeltaShape:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: q heads | k heads | v heads."""
+        """Channels of the convolution: query heads, then key heads, then value heads."""
         return 2 * self.keys + self.values
 
 
 @frozen(eq=False)
 class DeltaWeights:
-    """taps: `[channels, 4]`, the last one of the row itself. rate: -exp(A_log), dt_bias: both `[Nv]`. All float32."""
+    """The weights of a layer, all float32. taps: `[channels, 4]`, the last one for the row itself. rate: -exp(A_log)
+    and dt_bias, both `[Nv]`.
+    """
 
     shape: DeltaShape
     taps: Tensor
@@ -74,19 +80,24 @@ class DeltaWeights:
 
 @frozen(eq=False)
 class DeltaState:
-    """What one layer keeps of every slot: the state at a multiple of 64, and of up to 128 rows from there on what later
-    rows need. Row p of a slot is at p % 128 of the rings. All zeroed at start, so what is masked is always finite.
+    """The state that one layer keeps of every slot: S at a multiple of 64, and what later rows need of up to 128 rows
+    from there on.
 
-    Exported, and copied to places, which are numbered behind the slots:
-    memory: float32 `[slots + places, Nv, dk, dv]`, S at the state's position.
-    conv: `[slots + places, 3, channels]` in the model's dtype, the convolution's inputs of the three rows before it.
+    Row p of a slot lies at p % 128 of the rings. All tensors are zeroed at the start, so what is masked is always
+    finite.
 
-    Of the rows from there on, `[slots, ...]`, each as `DeltaKernels.state` makes it; kernels may use them for forms of
-    their own, and what they do not need is empty. Whoever copies a slot copies all of them:
-    inputs: `[128, channels]`, of the convolution, in the model's dtype.
-    keys, deltas: float32 `[Nk, 128, dk]` normalised, `[Nv, 128, dv]` (d above).
-    decays: float32 `[Nv, 128]`, G above.
-    values, factors: float32 `[Nv, 128, dv]`, `[Nv, 128, 64]`: what the kernels keep of u and T, in a form of their own.
+    Two tensors are exported and copied to checkpoint places, which are numbered behind the slots:
+    * memory: float32 `[slots + places, Nv, dk, dv]`, S at the state's position.
+    * conv: `[slots + places, 3, channels]` in the model's dtype, the convolution's inputs of the three rows before
+      it.
+
+    The others describe the rows from there on, `[slots, ...]`, as `DeltaKernels.make_state` makes them. Kernels may
+    use them for forms of their own, and a tensor that they do not need is empty. A copy of a slot copies all of them:
+    * inputs: `[128, channels]`, inputs of the convolution in the model's dtype.
+    * keys: float32 `[Nk, 128, dk]`, normalised. deltas: float32 `[Nv, 128, dv]`, d above.
+    * decays: float32 `[Nv, 128]`, G above.
+    * values, factors: float32 `[Nv, 128, dv]` and `[Nv, 128, 64]`, what the kernels keep of u and T in a form of
+      their own.
     """
 
     memory: Tensor
@@ -99,11 +110,14 @@ class DeltaState:
     factors: Tensor
 
 
-def row_state(
+def make_row_state(
     shape: DeltaShape, slots: int, places: int, dtype: torch.dtype, device: torch.device, *, factored: bool = True
 ) -> DeltaState:
-    """As described above, zeroed. Whoever goes from row to row keeps no rows of the factor."""
-    heads, rows = shape.value_heads, RING if factored else 0
+    """Return a zeroed state as `DeltaState` describes it. factored: keep rows of the factor T, which kernels that go
+    row by row do not need.
+    """
+    heads = shape.value_heads
+    rows = RING if factored else 0
 
     def zeros(*size: int, kind: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(size, dtype=kind, device=device)
@@ -120,10 +134,10 @@ def row_state(
     )
 
 
-def raw_state(shape: DeltaShape, slots: int, places: int, dtype: torch.dtype, device: torch.device) -> DeltaState:
-    """As kernels keep it that work a chunk's rows out anew in each step, zeroed: about half as much.
+def make_raw_state(shape: DeltaShape, slots: int, places: int, dtype: torch.dtype, device: torch.device) -> DeltaState:
+    """Return a zeroed state for kernels that compute a chunk's rows anew in each step, which is about half as large.
 
-    keys: `[slots, 128, k heads | v heads]` in the model's dtype; decays: beta and g `[slots, Nv, 2, 128]`.
+    keys: `[slots, 128, k heads | v heads]` in the model's dtype. decays: beta and g, `[slots, Nv, 2, 128]`.
     """
 
     def zeros(*size: int, kind: torch.dtype = dtype) -> Tensor:
@@ -145,46 +159,53 @@ class DeltaKernels(Protocol):
     """The operations of recurrent layers, and the gate of attention's output, on one device.
 
     A batch's slots have their states at `batch.bases`, and the rows from there up to a segment's start are in the
-    rings. A step that may be rolled back (`not batch.settles`) has at most 64 rows of a slot: it writes them into the
-    rings and leaves memory and conv as they are. One that is settled at once may have any number: it moves memory
-    and conv to the last multiple of 64 at or below its end, and writes at least the rows from there on. Padded rows
-    write nothing. Rows of inputs may be columns of a wider tensor, so their stride is not their width.
+    rings. A step that may be rolled back (`not batch.settles`) has at most 64 rows of a slot. It writes them into the
+    rings and leaves memory and conv as they are. A step that settles may have any number of rows. It moves memory and
+    conv to the last multiple of 64 at or below its end, and writes at least the rows from there on. Padded rows write
+    nothing. Rows of inputs may be columns of a wider tensor, so their stride is not their width.
     """
 
-    def state(self, shape: DeltaShape, slots: int, places: int, dtype: torch.dtype, device: torch.device) -> DeltaState:
-        """Of one layer, zeroed: memory and conv as `DeltaState` says, the rows in whatever form these kernels keep."""
+    def make_state(
+        self, shape: DeltaShape, slots: int, places: int, dtype: torch.dtype, device: torch.device
+    ) -> DeltaState:
+        """Return the zeroed state of one layer: memory and conv as `DeltaState` says, the rows in the form that these
+        kernels keep.
+        """
         ...
 
     def convolve(self, mixed: Tensor, weights: DeltaWeights, state: DeltaState, batch: StateBatch) -> Tensor:
-        """mixed `[R, channels]` in the model's dtype -> silu of the causal convolution, for `delta_rule`.
+        """Apply the causal convolution and silu to mixed `[R, channels]` in the model's dtype, as input of
+        `delta_rule`.
 
-        Float32 `[R, channels]`; kernels whose `delta_rule` likes another form better return that.
+        Returns float32 `[R, channels]`, or the form that the `delta_rule` of these kernels reads faster.
         """
         ...
 
     def delta_rule(
         self, convolved: Tensor, gates: Tensor, weights: DeltaWeights, state: DeltaState, batch: StateBatch
     ) -> Tensor:
-        """What rows read from the state: float32 `[R, Nv, dv]`.
+        """Return what rows read from the state: float32 `[R, Nv, dv]`.
 
-        gates `[R, 2 Nv]`, rows laid out `b | a`: beta = sigmoid(b), g = rate softplus(a + dt_bias). Queries and keys
-        are divided by their length, sqrt(sum of squares + 1e-6), and queries multiplied with dk ** -0.5.
+        gates: `[R, 2 Nv]`, rows laid out `b | a`, with beta = sigmoid(b) and g = rate softplus(a + dt_bias). Queries
+        and keys are divided by their length, sqrt(sum of squares + 1e-6), and queries multiplied with dk ** -0.5.
         """
         ...
 
-    def fold(self, states: Sequence[DeltaState], slot: int, base: int) -> None:
-        """Move the slot's state in all layers from `base` to `base + 64`: those rows are in the rings, and settled.
+    def advance_state(self, states: Sequence[DeltaState], slot: int, base: int) -> None:
+        """Move the slot's state in all layers from `base` to `base + 64`. Those rows are in the rings and settled.
 
-        The same bits as a settled step over these rows leaves.
+        The result has the same bits as a settled step over these rows.
         """
         ...
 
     def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x float32 `[R, Nv, dv]`, gate `[R, Nv dv]` -> RMSNorm of each head times weight `[dv]` (float32) times
-        silu(gate), computed in float32: `[R, Nv dv]` in the gate's dtype.
+        """Return RMSNorm of each head times weight times silu(gate), computed in float32: `[R, Nv dv]` in the gate's
+        dtype.
+
+        x: float32 `[R, Nv, dv]`. gate: `[R, Nv dv]`. weight: float32 `[dv]`.
         """
         ...
 
-    def gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x times sigmoid(gate), both `[R, N]` in the model's dtype; computed in float32, rounded once."""
+    def apply_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Return x times sigmoid(gate), both `[R, N]` in the model's dtype; computed in float32 and rounded once."""
         ...

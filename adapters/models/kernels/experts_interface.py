@@ -1,8 +1,10 @@
-"""Experts: many feed-forwards, of which a row goes through a few, and what these make of it added up.
+"""Mixture of experts: many feed-forwards, of which each row goes through a few, and the weighted sum of their
+results.
 
-What keeps a row's bits its own: its experts follow from its own logits, of equal ones the lowest number is taken; the
-rows of an expert are multiplied in a number that is proven, where neighbours never matter; and what its experts made of
-a row is added up one after the other, in float32, the most wanted first, however many rows there are.
+Three rules keep a row's bits independent of its neighbours:
+* A row's experts follow from its own logits alone; of equal logits the expert with the lower number is taken.
+* The rows of an expert are multiplied in a row count that is proven, where neighbours never matter.
+* The results of a row's experts are added one after the other in float32, the most wanted expert first.
 """
 
 from __future__ import annotations
@@ -16,36 +18,36 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from adapters.models.kernels.offload import rebuilt
+from adapters.models.kernels.offload import map_tensors
 from adapters.models.kernels.step_batch import Batch
-from adapters.models.kernels.vector_functions import by_vectors
+from adapters.models.kernels.vector_functions import apply_in_vectors
 
-_VECTOR = 64  # logits in a row of whole vectors, however wide the processor's are
-_PROBED = 6  # experts of a probed layer, two of which a row goes through: what differs with their number is the router
+_VECTOR = 64  # a row of logits is padded to a multiple of this, whole vectors on every processor
+_PROBED = 6  # experts of a probed layer, of which a row goes through two; only the router depends on their number
 
 
 @frozen
 class ExpertsShape:
-    """So many experts with `inner` columns each; a row goes through `active` of them.
+    """The experts of a layer: `count` of them with `inner` columns each, of which a row goes through `chosen`.
 
-    normed: the weights of those that were chosen add up to one. shared: columns of one more expert, which all rows go
-    through, by a gate of its own; 0: there is none.
+    is_normalized: the weights of the chosen experts add up to one. shared: columns of one more expert that all rows
+    go through, with a gate of its own; 0: there is none.
     """
 
     count: int
-    active: int
+    chosen: int
     inner: int
-    normed: bool
+    is_normalized: bool
     shared: int = 0
 
     @property
-    def routed(self) -> int:
-        """Outputs of the router: a logit of each expert, and the gate of the shared one."""
+    def router_outputs(self) -> int:
+        """Outputs of the router: a logit for each expert, and the gate of the shared one."""
         return self.count + (1 if self.shared else 0)
 
-    def small(self) -> ExpertsShape:
-        """Few of them, whose products are those of all."""
-        return evolve(self, count=min(self.count, _PROBED), active=min(self.active, 2))
+    def shrink_for_probe(self) -> ExpertsShape:
+        """Return a layer with few experts, whose products are the same ones as those of all."""
+        return evolve(self, count=min(self.count, _PROBED), chosen=min(self.chosen, 2))
 
 
 @frozen(eq=False)
@@ -58,12 +60,12 @@ class GatedWeights:
 
 @frozen(eq=False)
 class StackedExperts:
-    """Experts of one layer in one piece: every tensor of `weights` has those of all of them, by number."""
+    """The experts of one layer in one piece: every tensor of `weights` holds those of all experts, by number."""
 
     weights: GatedWeights
 
     def __getitem__(self, number: int) -> GatedWeights:
-        found = rebuilt(self.weights, lambda stack: stack[number])
+        found = map_tensors(self.weights, lambda stack: stack[number])
         assert isinstance(found, GatedWeights)
         return found
 
@@ -72,27 +74,30 @@ EveryExpert: TypeAlias = Sequence[GatedWeights] | StackedExperts
 
 
 class ChosenExperts(ABC):
-    """Experts of one layer whose weights are brought from elsewhere once it is known who was chosen.
+    """The experts of one layer whose weights are brought to the device once it is known which are chosen.
 
-    places: the memory that they are brought to, of which each is given a part.
+    places: the device memory that they are brought to; each expert gets a part of it.
     """
 
     places: StackedExperts
 
     @abstractmethod
-    def chosen(self, numbers: Sequence[int]) -> Iterable[GatedWeights]:
-        """In this order, each read before the next is asked for."""
+    def fetch(self, numbers: Sequence[int]) -> Iterable[GatedWeights]:
+        """Return the weights of these experts in this order. Each is read before the next one is asked for."""
 
     @abstractmethod
-    def turns(self, numbers: Sequence[int]) -> Iterable[Mapping[int, int]]:
-        """All of them, some in each turn, by their places; what reads them is launched before the next is asked for."""
+    def fetch_in_turns(self, numbers: Sequence[int]) -> Iterable[Mapping[int, int]]:
+        """Bring all of these experts, some in each turn, and return their places by number. The launches that read a
+        turn are made before the next turn is asked for.
+        """
 
 
 @frozen(eq=False)
 class Experts:
-    """router: packed, `[E, D]`; the shared expert's gate is one more row.
+    """The weights of a layer of experts. router: packed, `[E, D]`, with one more row for the shared expert's gate.
 
-    each: by number. Only those are asked for that some row goes through, once a step and in ascending order.
+    each: the experts by number. Only those that some row goes through are asked for, once a step and in ascending
+    order.
     """
 
     shape: ExpertsShape
@@ -100,23 +105,23 @@ class Experts:
     each: EveryExpert | ChosenExperts
     shared: GatedWeights | None
 
-    def of(self, numbers: Sequence[int]) -> Iterable[GatedWeights]:
+    def weights_of(self, numbers: Sequence[int]) -> Iterable[GatedWeights]:
         each = self.each
-        return each.chosen(numbers) if isinstance(each, ChosenExperts) else (each[number] for number in numbers)
+        return each.fetch(numbers) if isinstance(each, ChosenExperts) else (each[number] for number in numbers)
 
 
 class PackedProducts(Protocol):
     def linear(self, x: Tensor, packed: Any) -> Tensor: ...
 
-    def gated(self, x: Tensor, packed: Any) -> Tensor: ...
+    def gated_linear(self, x: Tensor, packed: Any) -> Tensor: ...
 
 
 @frozen(eq=False)
 class Dispatch:
-    """The rows of each expert side by side, behind those of lower numbers, and padded.
+    """The rows of each expert side by side, behind those of experts with lower numbers, and padded.
 
-    experts, sizes: those with rows, and how many, padding included. sources: the row of x for each of these rows.
-    places: where a row's experts are among them, row by row, the most wanted first.
+    experts, sizes: the experts that have rows, and how many with padding. sources: which row of x each of these rows
+    is. places: where the results of a row's experts are among them, row by row, the most wanted expert first.
     """
 
     experts: tuple[int, ...]
@@ -125,74 +130,81 @@ class Dispatch:
     places: Tensor
 
 
-def one_by_one(each: Iterable[GatedWeights], count: int) -> EveryExpert:  # noqa: ARG001
-    """The experts of a layer for kernels that ask for one after the other: as they are."""
+def list_experts(each: Iterable[GatedWeights], count: int) -> EveryExpert:  # noqa: ARG001
+    """Return the experts of a layer as they are, for kernels that compute one expert after the other."""
     return tuple(each)
 
 
-def gated_feed(kernels: PackedProducts, x: Tensor, weights: GatedWeights) -> Tensor:
-    return kernels.linear(kernels.gated(x, weights.gate_up), weights.down)
+def run_feed_forward(kernels: PackedProducts, x: Tensor, weights: GatedWeights) -> Tensor:
+    return kernels.linear(kernels.gated_linear(x, weights.gate_up), weights.down)
 
 
-def experts_feed(
+def run_experts(
     kernels: PackedProducts, x: Tensor, experts: Experts, batch: Batch, padded: Callable[[int], int] = int
 ) -> Tensor:
-    """x `[R, D]` -> `[R, D]`. Padded rows go through no expert, and are zeros.
+    """Run x `[R, D]` through its experts: `[R, D]`. Padded rows go through no expert and become zeros.
 
-    padded: how many rows a product is to have, to be one that is proven, where there are so many.
+    padded: returns the row count to which so many rows of an expert are padded, so that the product is a proven one.
     """
-    shape, rows = experts.shape, sum(segment.count for segment in batch.segments)
+    shape = experts.shape
+    rows = sum(segment.count for segment in batch.segments)
     logits = kernels.linear(x, experts.router)[:rows].float()
-    chosen, weights = choose(logits[:, : shape.count], shape)
-    where = dispatched(chosen, shape.count, padded)
+    chosen, weights = choose_experts(logits[:, : shape.count], shape)
+    where = dispatch_rows(chosen, shape.count, padded)
     parts = torch.split(x.index_select(0, where.sources), where.sizes)
-    weighted = zip(parts, experts.of(where.experts), strict=True)
-    made = torch.cat([gated_feed(kernels, part, weights) for part, weights in weighted])
-    by_rank = made.index_select(0, where.places).view(rows, shape.active, -1)
-    total = added(by_rank.float() * weights.unsqueeze(2))
+    weighted = zip(parts, experts.weights_of(where.experts), strict=True)
+    made = torch.cat([run_feed_forward(kernels, part, weights) for part, weights in weighted])
+    by_rank = made.index_select(0, where.places).view(rows, shape.chosen, -1)
+    total = add_in_order(by_rank.float() * weights.unsqueeze(2))
     if experts.shared is not None:
-        own = gated_feed(kernels, x, experts.shared)[:rows]
-        total = total + own.float() * by_vectors(torch.sigmoid, logits[:, shape.count :].contiguous())
+        own = run_feed_forward(kernels, x, experts.shared)[:rows]
+        total = total + own.float() * apply_in_vectors(torch.sigmoid, logits[:, shape.count :].contiguous())
     out = torch.zeros_like(x)
     out[:rows] = total
     return out
 
 
-def choose(logits: Tensor, shape: ExpertsShape) -> tuple[Tensor, Tensor]:
-    """logits float32 `[n, E]` -> numbers of experts, int64 `[n, k]`, and their weights, float32.
+def choose_experts(logits: Tensor, shape: ExpertsShape) -> tuple[Tensor, Tensor]:
+    """Return the numbers of each row's experts, int64 `[n, k]`, and their weights in float32. logits: float32 `[n,
+    E]`.
 
-    The greatest logit first, of equal ones that of the lower number: integers that compare as the logits do, each less
-    its expert's number, are all different, so there is one way to sort them.
+    The greatest logit comes first, and of equal logits the lower number. For that the logits become integers that
+    compare alike, from which each expert's number is subtracted. All of them differ, so there is one way to sort
+    them.
     """
-    bits = (logits + 0.0).view(torch.int32)  # of two zeros none is less
+    bits = (logits + 0.0).view(torch.int32)  # makes -0 equal to 0
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
     numbers = torch.arange(shape.count, device=logits.device)
-    chosen = ((ordered << 16) - numbers).topk(shape.active).indices
+    chosen = ((ordered << 16) - numbers).topk(shape.chosen).indices
     whole = torch.nn.functional.pad(logits, (0, -shape.count % _VECTOR), value=-torch.inf)
     weights = whole.softmax(1).gather(1, chosen)
-    return chosen, weights / added(weights).unsqueeze(1) if shape.normed else weights
+    return chosen, weights / add_in_order(weights).unsqueeze(1) if shape.is_normalized else weights
 
 
-def dispatched(chosen: Tensor, count: int, padded: Callable[[int], int]) -> Dispatch:
-    """Waits for the device, since how many rows an expert has is known there."""
+def dispatch_rows(chosen: Tensor, count: int, padded: Callable[[int], int]) -> Dispatch:
+    """Sort rows by expert. Waits for the device, because only the device knows how many rows an expert has."""
     flat = chosen.flatten()
     order = flat.argsort(stable=True)
-    experts, sizes, shifts = list[int](), list[int](), [0] * count
+    experts = list[int]()
+    sizes = list[int]()
+    shifts = [0] * count
     before = first = 0
     for number, rows in enumerate(torch.bincount(flat, minlength=count).tolist()):
         if rows:
             shifts[number] = first - before
             experts.append(number)
             sizes.append(padded(rows))
-            first, before = first + sizes[-1], before + rows
+            first = first + sizes[-1]
+            before = before + rows
     shift = torch.tensor(shifts, device=flat.device)
     at = torch.arange(len(flat), device=flat.device) + shift[flat[order]]
-    sources, places = flat.new_zeros(first), torch.empty_like(flat)
+    sources = flat.new_zeros(first)
+    places = torch.empty_like(flat)
     sources[at] = order // chosen.shape[1]
     places[order] = at
     return Dispatch(tuple(experts), sizes, sources, places)
 
 
-def added(parts: Tensor) -> Tensor:
-    """`[n, k, ...]` -> `[n, ...]`, one after the other."""
+def add_in_order(parts: Tensor) -> Tensor:
+    """Add up the second dimension one after the other: `[n, k, ...]` becomes `[n, ...]`."""
     return reduce(torch.add, parts.unbind(1))

@@ -1,4 +1,4 @@
-"""Of a model's layers most are of one kind: what the first one of it makes on its first use, the others find made."""
+"""Kinds of layers: most layers of a model launch the same kernels, so warming up one layer of each kind is enough."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from adapters.models.kernels.offload import rebuilt
+from adapters.models.kernels.offload import map_tensors
 
-ALIGNED = 16  # bytes: what compilers of kernels tell addresses apart by
+ALIGNED = 16  # bytes; Triton compiles another form for addresses that are no multiple of this
 
-# By the identity of layers, which of them are left out; None: none of any.
+# By the identity of a list of layers, which of them are left out. None: nothing is left out.
 _left_out: ContextVar[dict[int, Container[int]] | None] = ContextVar("left_out", default=None)
 
 
 @contextmanager
-def one_of_each() -> Iterator[None]:
-    """Forwards of this thread on a GPU compute one layer of each kind. What they leave is of no meaning: kernels are
-    there then, and buffers, after a fraction of the launches. Nothing is recorded meanwhile, and layers stay what they
-    are.
+def run_one_of_each() -> Iterator[None]:
+    """Let forwards of this context on a GPU compute only one layer of each kind.
+
+    Their results mean nothing, but kernels and buffers exist afterwards, after a fraction of the launches. Nothing is
+    recorded as a graph meanwhile. The layers themselves must not change.
     """
     outer = _left_out.set({})
     try:
@@ -28,24 +29,27 @@ def one_of_each() -> Iterator[None]:
         _left_out.reset(outer)
 
 
-def leaves_out() -> bool:
-    """Is what forwards do now not all that they are there for?"""
+def is_leaving_out() -> bool:
+    """Return whether forwards of this context leave layers out now."""
     return _left_out.get() is not None
 
 
-def left_out(numbers: range, layers: Sequence[Any]) -> Container[int]:
-    """Of a forward through layers of these numbers and weights: none, or within `one_of_each` all but the first ones of
-    each kind.
+def skipped_layers(numbers: range, layers: Sequence[Any]) -> Container[int]:
+    """Return which layers a forward leaves out: none, or inside `run_one_of_each` all but the first of each kind.
+
+    numbers, layers: the layers of the forward and their weights.
     """
     known = _left_out.get()
     if known is None:
         return ()
     if id(layers) not in known:
-        first = {kind(layer): number for number, layer in reversed(list(zip(numbers, layers, strict=True)))}
+        first = {describe_kind(layer): number for number, layer in reversed(list(zip(numbers, layers, strict=True)))}
         known[id(layers)] = set(numbers).difference(first.values())
     return known[id(layers)]
 
 
-def kind(layer: object) -> str:
-    """Layers of one kind launch the same kernels: they differ in the numbers of their weights alone."""
-    return repr(rebuilt(layer, lambda one: (one.shape, one.stride(), one.dtype, one.data_ptr() % ALIGNED)))
+def describe_kind(layer: object) -> str:
+    """Return a text that is equal for layers that launch the same kernels: they differ in the numbers of their
+    weights alone.
+    """
+    return repr(map_tensors(layer, lambda one: (one.shape, one.stride(), one.dtype, one.data_ptr() % ALIGNED)))

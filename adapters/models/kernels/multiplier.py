@@ -32,7 +32,7 @@ class ExactAttention(Protocol):
 class Multiplier(Protocol):
     """The products of one kind of kernels, before any row count is proven. Only tests replace it."""
 
-    def dtypes(self) -> Sequence[torch.dtype]:
+    def attention_dtypes(self) -> Sequence[torch.dtype]:
         """Return the dtypes that products of attention may be computed in, the preferred one first."""
         ...
 
@@ -40,7 +40,7 @@ class Multiplier(Protocol):
         """Return how products with weights may be computed, the preferred way first. wider: float32 is allowed too."""
         ...
 
-    def rows_in(self, way: str) -> torch.dtype:
+    def operand_dtype(self, way: str) -> torch.dtype:
         """Return the dtype that both operands of a product of this way have."""
         ...
 
@@ -59,15 +59,15 @@ class Multiplier(Protocol):
     def multiply_gated(self, x: Tensor, gate: Any, up: Any) -> Tensor: ...
 
     @property
-    def own_attention(self) -> ExactAttention | None:
+    def native_attention(self) -> ExactAttention | None:
         """The attention of the compiled library. Where there is one it is preferred to products and softmax."""
         ...
 
-    def own_rule(self, shape: DeltaShape) -> DeltaKernels | None:
+    def native_rule(self, shape: DeltaShape) -> DeltaKernels | None:
         """Return the delta rule of the compiled library, or None where it is missing or has no room for such heads."""
         ...
 
-    def batched_rule(self) -> DeltaKernels:
+    def make_batched_rule(self) -> DeltaKernels:
         """Return the delta rule made of batched products of any row count: only its time is measured."""
         ...
 

@@ -1,6 +1,6 @@
-"""Weights that can leave their device and come back: parked in pinned host memory, or released and read again.
+"""Weights that can leave their device and come back: offloaded to pinned host memory, or released and read again.
 
-A change of place is a transaction: it completes, or the previous state is still there.
+A move is a transaction: it completes, or the previous state is still there.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ State: TypeAlias = Literal["loaded", "parked", "released"]
 _ALIGNED = 256
 
 
-class ParkedWeights(Generic[T]):
-    """Holds a tree of weights (tensors in attrs classes, tuples and lists) or knows where to get it from.
+class OffloadableWeights(Generic[T]):
+    """A tree of weights (tensors in attrs classes, tuples and lists), or the knowledge of where to get it from.
 
-    load: makes the tree on `device`. On CUDA the first parking copies it to the host; the copy is kept while the
-    weights are loaded again, since they do not change, so parking once more costs nothing. On CPU parking gives the
-    memory back to the system and unparking loads anew. Starts out released.
+    load: makes the tree on `device`. On CUDA the first `offload` copies it to the host. That copy is kept while the
+    weights are on the device again, because weights do not change, so a later `offload` copies nothing. On a CPU
+    `offload` gives the memory back to the system and `load_back` loads anew. The tree is released at the start.
     """
 
     def __init__(self, load: Callable[[], T], device: torch.device) -> None:
-        self._load, self._device = load, device
+        self._load = load
+        self._device = device
         self._loaded: T | None = None
         self._host: T | None = None
-        self._bytes = self._host_bytes = 0  # counted when they change: every request asks
+        self._bytes = self._host_bytes = 0  # computed when they change, because every request reads them
         self._released = True
 
     @property
@@ -52,28 +53,34 @@ class ParkedWeights(Generic[T]):
 
     @property
     def weights_bytes(self) -> int:
-        """On the device."""
+        """Bytes on the device."""
         return self._bytes
 
     @property
     def host_bytes(self) -> int:
-        """On the host."""
+        """Bytes on the host."""
         return self._host_bytes
 
-    def park(self) -> int:
-        """Returns the bytes given back; on a failure the weights stay loaded. Nothing of the device may use them."""
+    def offload(self) -> int:
+        """Give the device's memory back and return its bytes. After an error the weights are still loaded. No kernel
+        that runs may use the weights.
+        """
         if self._loaded is None:
             return 0
         given = self.weights_bytes
         if self._device.type == "cuda" and self._host is None:
-            self._host_bytes, self._host = kept_on_host(self._loaded)
+            self._host_bytes, self._host = copy_to_host(self._loaded)
             torch.cuda.synchronize(self._device)
-        self._loaded, self._bytes, self._released = None, 0, False
-        give_back(self._device)
+        self._loaded = None
+        self._bytes = 0
+        self._released = False
+        release_unused(self._device)
         return given
 
-    def unpark(self) -> int:
-        """Returns the bytes brought back; on a failure nothing has changed. torch.OutOfMemoryError: no room."""
+    def load_back(self) -> int:
+        """Bring the weights back and return their bytes; after an error nothing has changed. Raises
+        torch.OutOfMemoryError where there is no room.
+        """
         if self._loaded is not None:
             return 0
         try:
@@ -82,38 +89,44 @@ class ParkedWeights(Generic[T]):
             if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
                 raise torch.OutOfMemoryError(f"no memory for the weights: {error}") from error
             raise
-        self._loaded, self._bytes, self._released = loaded, size_of(loaded), False
+        self._loaded = loaded
+        self._bytes = count_bytes(loaded)
+        self._released = False
         return self._bytes
 
     def _from_host(self, host: T) -> T:
-        loaded = relocated(host, lambda size: torch.empty(size, dtype=torch.uint8, device=self._device))
+        loaded = copy_tree(host, lambda size: torch.empty(size, dtype=torch.uint8, device=self._device))
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return loaded
 
     def release(self) -> None:
-        """Give back the host's copy too."""
-        self._loaded, self._host, self._bytes, self._host_bytes, self._released = None, None, 0, 0, True
-        give_back(self._device)
+        """Give back the host's copy as well."""
+        self._loaded = None
+        self._host = None
+        self._bytes = 0
+        self._host_bytes = 0
+        self._released = True
+        release_unused(self._device)
 
 
-def tensors_of(tree: Any) -> Iterator[Tensor]:
-    """Every tensor in attrs classes, tuples and lists."""
+def list_tensors(tree: Any) -> Iterator[Tensor]:
+    """Yield every tensor in attrs classes, tuples and lists."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, tuple | list):
         for part in tree:
-            yield from tensors_of(part)
+            yield from list_tensors(part)
     elif attrs.has(kind := type(tree)):
         for field in attrs.fields(kind):
-            yield from tensors_of(getattr(tree, field.name))
+            yield from list_tensors(getattr(tree, field.name))
 
 
-def size_of(tree: Any) -> int:
-    """Bytes of all tensors; memory that several share counts once."""
+def count_bytes(tree: Any) -> int:
+    """Return the bytes of all tensors. Memory that several tensors share counts once."""
     storages: dict[int, int] = {}
     opaque = 0
-    for tensor in tensors_of(tree):
+    for tensor in list_tensors(tree):
         if tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
@@ -122,10 +135,11 @@ def size_of(tree: Any) -> int:
     return opaque + sum(storages.values())
 
 
-def relocated(tree: Any, place: Callable[[int], Tensor]) -> Any:
-    """The same tree over copies of its memory; what shared memory still does.
+def copy_tree(tree: Any, place: Callable[[int], Tensor]) -> Any:
+    """Return the same tree over copies of its memory. Tensors that shared memory still do.
 
-    place(bytes) gives a uint8 tensor wherever the copy shall be, aligned for every dtype. Copies do not wait.
+    place: returns a uint8 tensor of so many bytes where the copy shall be, aligned for every dtype. The copies are
+    asynchronous.
     """
     copies: dict[int, Tensor] = {}
 
@@ -139,45 +153,48 @@ def relocated(tree: Any, place: Callable[[int], Tensor]) -> Any:
         typed = copy.view(tensor.dtype)
         return typed.as_strided(tensor.size(), tensor.stride(), typed.storage_offset() + tensor.storage_offset())
 
-    return rebuilt(tree, move)
+    return map_tensors(tree, move)
 
 
-def rebuilt(tree: Any, move: Callable[[Tensor], Any]) -> Any:
-    """The tree with every tensor replaced by what `move` makes of it."""
+def map_tensors(tree: Any, move: Callable[[Tensor], Any]) -> Any:
+    """Return the tree with every tensor replaced by the result of `move`."""
     if isinstance(tree, Tensor):
         return move(tree)
     if isinstance(tree, tuple | list):
-        return type(tree)(rebuilt(part, move) for part in tree)
+        return type(tree)(map_tensors(part, move) for part in tree)
     if attrs.has(type(tree)):
-        parts = {field.alias: rebuilt(getattr(tree, field.name), move) for field in attrs.fields(type(tree))}
+        parts = {field.alias: map_tensors(getattr(tree, field.name), move) for field in attrs.fields(type(tree))}
         return type(tree)(**parts)
     return tree
 
 
-def kept_on_host(tree: T) -> tuple[int, T]:
-    """A copy of the tree in one run of pinned memory, and its bytes. The copies are still under way."""
-    sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors_of(tree)}
+def copy_to_host(tree: T) -> tuple[int, T]:
+    """Copy the tree into one run of pinned memory; return its bytes and the copy. The copies are still under way."""
+    sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in list_tensors(tree)}
     total = sum(-(-size // _ALIGNED) * _ALIGNED for size in sizes.values())
-    memory, at = pinned(total), 0
+    memory = allocate_pinned(total)
+    at = 0
 
     def place(size: int) -> Tensor:
         nonlocal at
-        start, at = at, at + -(-size // _ALIGNED) * _ALIGNED
+        start = at
+        at = at + -(-size // _ALIGNED) * _ALIGNED
         return memory[start : start + size]
 
-    return total, relocated(tree, place)
+    return total, copy_tree(tree, place)
 
 
 class PinnedMap(mmap.mmap):
-    """Private memory of exactly the size asked for (torch's pinned allocator rounds up to powers of two and keeps
-    what it has), registered with CUDA until nobody refers to it any more. No process that is forked has it: a copy
-    of its pages would be made, and CUDA might go on with the ones that this process has no longer.
+    """Private memory of exactly the size asked for, registered with CUDA until it is no longer referenced.
+
+    Torch's pinned allocator rounds up to powers of two and keeps what it has. A forked process does not get this
+    memory: its pages would be copied, and CUDA might continue with pages that this process no longer has.
     """
 
     address = 0
 
     def register(self, address: int) -> None:
-        """Raises torch.cuda.CudaError if CUDA cannot pin it."""
+        """Register the memory with CUDA. Raises torch.cuda.CudaError if CUDA cannot pin it."""
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, len(self), 0))  # type: ignore[no-untyped-call]
         self.address = address
 
@@ -186,11 +203,12 @@ class PinnedMap(mmap.mmap):
             torch.cuda.cudart().cudaHostUnregister(self.address)  # type: ignore[no-untyped-call]
 
 
-def pinned(size: int, *, aside: bool = False) -> Tensor:
-    """A uint8 tensor `[size]`, pinned where CUDA can; gone with the last tensor on it. Raises MemoryError.
+def allocate_pinned(size: int, *, aside: bool = False) -> Tensor:
+    """Return a uint8 tensor `[size]`, pinned where CUDA is available. It is freed with the last tensor on it. Raises
+    MemoryError.
 
-    Its pages are there before CUDA is asked, which keeps everybody else's calls waiting for as long as that takes.
-    aside: this thread makes them alone, which takes longer, and others have the processors meanwhile.
+    All pages exist before CUDA registers them: CUDA blocks every other call for as long as it makes pages. aside:
+    only this thread makes them, which takes longer but leaves the processors to others.
     """
     memory = mapped(size, PinnedMap)
     advise(memory, "MADV_DONTFORK")
@@ -207,8 +225,8 @@ def pinned(size: int, *, aside: bool = False) -> Tensor:
     return tensor[:size]
 
 
-def give_back(device: torch.device) -> None:
-    """Return what nobody uses to the device or the system, rather than keep it for later."""
+def release_unused(device: torch.device) -> None:
+    """Return memory that is not used to the device or the system, rather than keep it for later."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return

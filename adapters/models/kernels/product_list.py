@@ -1,8 +1,8 @@
-"""The closed list: every matrix product that serving a model can ask for, and in which shapes it was proven.
+"""The closed list: every matrix product that serving a model can ask for, and the shapes in which each was proven.
 
-`Products` says what there is to multiply: it follows from the model's configuration, the row counts of its steps, how
-many rows a slot holds, and the threads. `ProductPlan` says what serves: for every weight and every kind of attention
-the row counts that gave each row the same bits. A step of another number of rows is multiplied in pieces, or padded.
+`Products` says what there is to multiply. It follows from the model's configuration, the row counts of its steps, the
+rows of a slot and the threads. `ProductPlan` says what serves: for every weight and every kind of attention the row
+counts that gave each row the same bits. A step with another number of rows is multiplied in pieces, or padded.
 """
 
 from __future__ import annotations
@@ -15,29 +15,32 @@ from adapters.checkpoint.packed_matrix import StepLayout
 from adapters.models.kernels.delta_interface import BLOCK, CHUNK, DeltaShape
 
 TILE = 256  # keys are read in whole tiles
-NARROW = 16  # rows of a step that mostly decodes
-# A narrow step over this many bytes of weights may be over before others' threads have left the cores to it: it runs on
-# one thread or on all, whichever was quicker lately (`pace.py`).
+NARROW = 16  # a step with up to this many rows mostly decodes
+# A narrow step over up to this many bytes of weights may end before the threads of other processes have left the cores.
+# It runs on one thread or on all, whichever was quicker lately (`cpu/thread_tuning.py`).
 SMALL = 96 << 20
 BATCHED = (4, 8, 16, 32, 64, 128)  # rows of the batched products of recurrent layers
-SCORES = 1 << 21  # attention scores at a time, float32, so that they stay in the processor's caches
+SCORES = 1 << 21  # attention scores that are computed together in float32, so that they stay in the processor's caches
 COUNTS = (4, 8, 16, 32, 64, 128, 256, 512)  # query rows that attend together
 QUERIES = 256  # query rows that attend at a time
-NATIVE = "native"  # our own in C, a way to multiply with a weight or to attend; any other is a dtype of oneDNN's
-PACKED = "packed"  # our own, with weights as they are packed
+NATIVE = "native"  # the way of the compiled library; other ways are dtypes of oneDNN's products
+PACKED = "packed"  # the way of the compiled library with packed weights
 _EXACT_TILES = 8
 
 
-class Unproven(RuntimeError):
-    """A product was asked for that is not on the list: a bug, since the list is meant to hold all there can be."""
+class UnprovenProductError(RuntimeError):
+    """A product was asked for that is not on the list. That is a bug, because the list is meant to hold all there can
+    be.
+    """
 
 
 @frozen(order=True)
 class Weight:
-    """A weight matrix `[outputs, inputs]`; gated: two of them, silu(x @ gate) * (x @ up), in one operation.
+    """A weight matrix `[outputs, inputs]`. gated: two of them, silu(x @ gate) * (x @ up), in one operation.
 
-    layout: as it is packed. part_of: outputs of the weight that it is a part of, if other parts are packed otherwise.
-    most: rows that it is ever multiplied with at once; a head sees the rows whose logits are asked for, no chunks.
+    layout: how it is packed. part_of: outputs of the whole weight, where other parts of it are packed in another way.
+    most: rows that it is ever multiplied with together; a head sees only rows whose logits are asked for, never whole
+    chunks.
     """
 
     outputs: int
@@ -50,7 +53,7 @@ class Weight:
 
 @frozen(order=True)
 class Heads:
-    """Attention where `group` query heads of `size` share a key/value head, over slots of `keys` rows at most."""
+    """Attention in which `group` query heads of `size` share a key head, over slots of at most `keys` rows."""
 
     group: int
     size: int
@@ -59,12 +62,12 @@ class Heads:
 
 @frozen
 class Products:
-    """Everything that may be multiplied. rows: of the steps, ascending, the last is a prefill's chunk. deltas: of
-    recurrent layers, whose heads are multiplied in batches.
+    """Everything that may be multiplied. rows: row counts of steps, ascending; the last one is a prefill chunk.
+    deltas: recurrent layers, whose heads are multiplied in batches.
 
-    threads: of narrow steps to begin with, and of wide ones; narrow ones may run on either number. wider: 16-bit
-    weights may be kept in float32, if that is faster. packed: weights as they are packed, with all parts of such as are
-    packed in several ways. unpacked: they may be kept as what they stand for, if that is faster.
+    threads: the number that narrow steps begin with, and the number for wide steps; narrow steps may run on either.
+    wider: 16-bit weights may be kept in float32 if that is faster. packed: weights in their packed form, with all
+    parts of weights that are packed in several ways. unpacked: packed weights may be unpacked if that is faster.
     """
 
     weights: tuple[Weight, ...]
@@ -78,11 +81,12 @@ class Products:
 
 
 @frozen
-class Served:
-    """How products with one weight are computed.
+class ServedWeight:
+    """The way in which products with one weight are computed.
 
-    way: a dtype of oneDNN's products, or our own; the result is rounded to the model's dtype. rows: the counts that
-    agree bit for bit, ascending. wide: the one among them in which more rows are multiplied piece by piece.
+    way: a dtype of oneDNN's products, or the compiled library; the result is rounded to the model's dtype. rows: the
+    row counts that agree bit for bit, ascending. wide: the count in which a step with more rows is multiplied piece
+    by piece.
     """
 
     weight: Weight
@@ -90,19 +94,19 @@ class Served:
     rows: tuple[int, ...]
     wide: int
 
-    def piece(self, rows: int) -> int:
-        """What a step of so many rows is cut into, or padded up to."""
+    def piece_rows(self, rows: int) -> int:
+        """Return the row count that a step of so many rows is cut into, or padded up to."""
         fitting = [count for count in self.rows if count <= min(rows, self.wide)]
         return fitting[-1] if fitting else self.rows[0]
 
 
 @frozen
 class ServedHeads:
-    """How one kind of attention is computed.
+    """The way in which one kind of attention is computed.
 
     dtype: of the product of weights and values. terms: keys of one such product; the results are added up in float32.
-    rows: counts of query rows that agree, ascending. Where attention is our own, dtype says so, rows are those of
-    steps, and terms mean nothing.
+    rows: counts of query rows that agree, ascending. For attention of the compiled library dtype is NATIVE, rows are
+    row counts of steps, and terms mean nothing.
     """
 
     heads: Heads
@@ -113,9 +117,10 @@ class ServedHeads:
 
 @frozen
 class ServedDelta:
-    """How one kind of recurrent layer is computed, in float32. rows: the counts at which all its products agree.
+    """The way in which one kind of recurrent layer is computed, in float32. rows: the counts at which all its
+    products agree.
 
-    Where the rule is our own, way says so, and rows are those of steps.
+    For the rule of the compiled library way is NATIVE, and rows are row counts of steps.
     """
 
     delta: DeltaShape
@@ -125,25 +130,25 @@ class ServedDelta:
 
 @frozen
 class ProductPlan:
-    """What serves: the proven part of the list. steps: the row counts of steps; none: any, and nothing is promised."""
+    """The proven part of the list. steps: row counts of steps; an empty tuple allows any count and promises nothing."""
 
     steps: tuple[int, ...]
     threads: tuple[int, int]
-    weights: tuple[Served, ...]
+    weights: tuple[ServedWeight, ...]
     heads: tuple[ServedHeads, ...]
     deltas: tuple[ServedDelta, ...] = ()
-    packed: tuple[Served, ...] = ()
+    packed: tuple[ServedWeight, ...] = ()
 
-    def numbers(self) -> tuple[object, ...]:
-        """All of it that bits depend on."""
+    def bit_signature(self) -> tuple[object, ...]:
+        """Return all parts of the plan that bits depend on."""
         weights = ((one.weight.outputs, one.weight.inputs, one.weight.gated, one.way, one.rows) for one in self.weights)
         heads = ((one.heads.group, one.heads.size, one.dtype, one.rows, one.terms) for one in self.heads)
         deltas = ((repr(one.delta), one.way, one.rows) for one in self.deltas)
         packed = ((str(one.weight.layout), one.weight.outputs, one.weight.inputs, one.way) for one in self.packed)
         return (self.steps, *sorted(weights), *sorted(heads), *sorted(deltas), *sorted(packed))
 
-    def shown(self) -> list[str]:
-        """A line for each product."""
+    def describe_lines(self) -> list[str]:
+        """Return a line of text for each product."""
         weights = (
             f"{one.weight.inputs} to {one.weight.outputs}{', gated' if one.weight.gated else ''}: "
             f"{one.way if one.weight.layout is None else f'{one.way} {one.weight.layout}'}, "
@@ -162,36 +167,39 @@ class ProductPlan:
         )
         return [*weights, *heads, *deltas]
 
-    def weight(self, outputs: int, inputs: int, *, gated: bool = False) -> Served:
-        """Raises Unproven."""
+    def find_weight(self, outputs: int, inputs: int, *, gated: bool = False) -> ServedWeight:
+        """Return how a weight is multiplied. Raises UnprovenProductError."""
         for served in self.weights:
             if served.weight == Weight(outputs, inputs, gated):
                 return served
-        raise Unproven(f"products with a {'gated ' if gated else ''}weight of {outputs} x {inputs} were never proven")
+        raise UnprovenProductError(
+            f"products with a {'gated ' if gated else ''}weight of {outputs} x {inputs} were never proven"
+        )
 
-    def as_packed(self, outputs: int, inputs: int, layout: StepLayout, *, gated: bool = False) -> bool:
-        """Whether such a weight is multiplied as it is packed."""
+    def multiplies_packed(self, outputs: int, inputs: int, layout: StepLayout, *, gated: bool = False) -> bool:
+        """Return whether such a weight is multiplied in its packed form."""
         wanted = Weight(outputs, inputs, gated, layout)
         return any(served.weight == wanted for served in self.packed)
 
-    def attention(self, group: int, size: int) -> ServedHeads:
-        """Raises Unproven."""
+    def find_attention(self, group: int, size: int) -> ServedHeads:
+        """Return how attention of this kind is computed. Raises UnprovenProductError."""
         for served in self.heads:
             if (served.heads.group, served.heads.size) == (group, size):
                 return served
-        raise Unproven(f"attention of {group} query heads of {size} to a key head was never proven")
+        raise UnprovenProductError(f"attention of {group} query heads of {size} to a key head was never proven")
 
-    def delta(self, shape: DeltaShape) -> ServedDelta:
-        """Raises Unproven."""
+    def find_delta(self, shape: DeltaShape) -> ServedDelta:
+        """Return how a recurrent layer is computed. Raises UnprovenProductError."""
         for served in self.deltas:
             if served.delta == shape:
                 return served
-        raise Unproven(f"products of {shape} were never proven")
+        raise UnprovenProductError(f"products of {shape} were never proven")
 
 
-def batched(delta: DeltaShape) -> tuple[tuple[int, int, int], ...]:
-    """The products of a recurrent layer: heads, terms of a sum, outputs."""
-    heads, size = delta.value_heads, delta.value_size
+def list_batched_products(delta: DeltaShape) -> tuple[tuple[int, int, int], ...]:
+    """Return the products of a recurrent layer: heads, terms of a sum, outputs."""
+    heads = delta.value_heads
+    size = delta.value_size
     return (
         (delta.key_heads, delta.key_size, CHUNK),  # keys and queries with the chunk's keys
         (heads, delta.key_size, size),  # the same with the state
@@ -200,12 +208,15 @@ def batched(delta: DeltaShape) -> tuple[tuple[int, int, int], ...]:
     )
 
 
-def spans(capacity: int) -> tuple[int, ...]:
-    """How many keys a row may attend over, for rows up to `capacity`: whole tiles, in steps of an eighth at most.
+def list_spans(capacity: int) -> tuple[int, ...]:
+    """Return how many keys a row may attend over, for rows up to `capacity`: whole tiles, in steps of at most an
+    eighth.
 
-    So that the list stays short however long the context is: what is read beyond a row's own keys weighs exactly zero.
+    The list stays short however long the context is, because keys beyond a row's own weigh exactly zero.
     """
-    found, keys, step = list[int](), TILE, TILE
+    found = list[int]()
+    keys = TILE
+    step = TILE
     while keys < capacity:
         found.append(keys)
         if keys >= step * 2 * _EXACT_TILES:
@@ -215,22 +226,22 @@ def spans(capacity: int) -> tuple[int, ...]:
 
 
 def span_of(keys: int, capacity: int) -> int:
-    """The shortest span that holds so many keys."""
+    """Return the shortest span that holds so many keys."""
     step = TILE
     while keys > step * 2 * _EXACT_TILES:
         step *= 2
     return min(-(-keys // step) * step, capacity)
 
 
-def queries(group: int, keys: int, rows: Sequence[int]) -> int:
-    """How many rows of a sequence, each of `group` queries, attend together over so many keys."""
+def count_query_rows(group: int, keys: int, rows: Sequence[int]) -> int:
+    """Return how many rows of a sequence, each with `group` queries, attend together over so many keys."""
     most = min(QUERIES, SCORES // keys)
     fitting = [count for count in rows if count <= most] or rows[:1]
     return max(1, fitting[-1] // group)
 
 
-def checked(plan: ProductPlan) -> ProductPlan:
-    """Raises ValueError for a plan, read from somewhere, that no proof can have made."""
+def check_plan(plan: ProductPlan) -> ProductPlan:
+    """Return the plan. Raises ValueError for one, read from a file or a message, that no proof can have made."""
     groups = (
         [one.rows for one in (*plan.weights, *plan.packed)]
         + [one.rows for one in plan.heads]
@@ -251,11 +262,12 @@ def checked(plan: ProductPlan) -> ProductPlan:
 
 @frozen
 class Proof:
-    """plan: what serves; None for kernels that need none, or if some product agrees with itself at no row count.
+    """The result of a proof. plan: what serves; None for kernels that need none, or if some product agrees with
+    itself at no row count.
 
     holds: any row count of a step may serve. shapes: how many products were proven. checks: how many comparisons that
-    took. single: one thread gives the same bits, so the thread count is no part of the numerics class. digest: of the
-    bits that came out.
+    took. single: one thread gives the same bits, so the thread count is no part of the numerics class. digest: a
+    digest of the resulting bits.
     """
 
     plan: ProductPlan | None

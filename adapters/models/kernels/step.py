@@ -27,15 +27,15 @@ class Segment:
 
 @frozen
 class Step:
-    """What one forward computes: the segments' rows in order, padded up to `bucket` rows.
+    """One forward as data: the segments' rows in order, padded up to `bucket` rows.
 
-    A prefill chunk is one segment; a batched decode has one segment of one row per request; a verification has one
+    A prefill chunk is one segment. A batched decode has one segment of one row per request. A verification has one
     segment of block-size rows per request, or a tree: several segments of one slot, one after the other. They are the
-    chain pieces of the tree in depth-first order, so the row before a piece's first one is the last row so far at the
-    position before it. The root alone is at the first position.
+    chain pieces of the tree in depth-first order, so the row before a piece's first row is the last row so far at the
+    position before it. Only the root is at the first position.
 
-    rows_only: nobody will ask for logits or hidden states, as in prefill: the target's last layer stops once its keys
-    and values are written. Captures of the layers before it are as always.
+    rows_only: no logits or hidden states will be asked for, as in prefill. The target's last layer then stops once
+    its keys and values are written; auxiliary hidden states of earlier layers are written as always.
     """
 
     segments: tuple[Segment, ...]
@@ -53,18 +53,17 @@ class Step:
 
     @property
     def branches(self) -> bool:
-        """Is there a tree in it?"""
+        """Whether the step has a tree."""
         return len(self.parts) < len(self.segments)
 
 
 @frozen
 class Forward:
-    """What one forward leaves behind. The tensors are the shard's static buffers: read them before the next forward.
+    """The tensors that one forward leaves behind: static buffers of the shard, to be read before the next forward.
 
-    hidden: `[bucket, D]` in the model's dtype, the residual stream after the shard's last layer (no final norm); of
-        no use on the last shard after a step of `rows_only`.
-    aux_hidden_states: layer index -> `[bucket, D]`, the residual stream after that decoder layer (what a DFlash draft
-    reads).
+    hidden: `[bucket, D]` in the model's dtype, the residual stream after the shard's last layer (no final norm). It
+    means nothing on the last shard after a step of `rows_only`. aux_hidden_states: layer index -> `[bucket, D]`, the
+    residual stream after that decoder layer (what a DFlash draft reads).
     """
 
     hidden: Tensor

@@ -1,4 +1,4 @@
-"""Elementwise functions on a CPU, so that where a number stands in a tensor never changes it."""
+"""Elementwise functions on a CPU whose result for a number does not depend on where it stands in a tensor."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-_VECTOR = 64  # elements; a whole number of vectors of any processor, however far a loop is unrolled
-_PIECE = 1 << 14  # below what torch would share among threads, whose parts could end anywhere
+_VECTOR = 64  # elements: a whole number of vectors on any processor, even in an unrolled loop
+_PIECE = 1 << 14  # elements; torch splits larger tensors among threads, whose parts could end anywhere
 
 
-def by_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """An elementwise function, every element of which is computed in a whole vector of the processor: what is left
-    over at the end of a loop may be computed otherwise."""
+def apply_in_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply an elementwise function so that every element is computed in a whole vector of the processor.
+
+    Torch computes the rest at the end of a loop by scalar code, which may round differently.
+    """
     count = x.numel()
     if count <= _PIECE and not count % _VECTOR and x.is_contiguous():
         return function(x)
@@ -25,4 +27,4 @@ def by_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def silu(x: Tensor) -> Tensor:
-    return by_vectors(torch.sigmoid, x).mul_(x)
+    return apply_in_vectors(torch.sigmoid, x).mul_(x)

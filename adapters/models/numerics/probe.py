@@ -25,8 +25,8 @@ from adapters.models.decoder.family import Family, ModelConfig
 from adapters.models.decoder.shard import BUCKETS, Shard
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import Proof
-from adapters.models.kernels.row_format import RowForm
-from adapters.models.kernels.seeded import seeded
+from adapters.models.kernels.row_format import RowFormat
+from adapters.models.kernels.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.probe_result import BLOCK_SIZE, Numerics, kept_under, machine
 from adapters.models.numerics.state_probe import StateBench
@@ -147,7 +147,7 @@ def _layer(
     shard = family.build(
         config,
         weights,
-        kernels.using(proof.plan),
+        kernels.with_plan(proof.plan),
         device=device,
         dtype=dtype,
         rows=rows,
@@ -174,7 +174,7 @@ def _layer(
 
 def _served(buckets: Sequence[int], proof: Proof, threads: int) -> str:
     """16 hex digits of the shapes that serve: whoever serves in others shares nothing with us."""
-    plan = None if proof.plan is None else proof.plan.numbers()
+    plan = None if proof.plan is None else proof.plan.bit_signature()
     parts = (tuple(buckets), plan, 0 if proof.single else threads, proof.digest)
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
@@ -216,14 +216,14 @@ class LayerBench:
     fingerprint: str = field(init=False, default="")
 
     def __attrs_post_init__(self) -> None:
-        shard, generator = self.shard, seeded(2)
+        shard, generator = self.shard, make_generator(2)
         self.tokens = torch.randint(0, shard.vocab_size, (self.capacity,), generator=generator)
-        generator = seeded(3, shard.device)
+        generator = make_generator(3, shard.device)
         if shard.layers.start:  # hidden states come in, one vector for each token of the vocabulary
             table = torch.empty(shard.vocab_size, self.hidden_size, device=shard.device, dtype=shard.dtype)
             self.vectors = table.normal_(generator=generator)
-        spec, form, rows = shard.row_spec, RowForm(torch_dtype(shard.row_spec.dtype)), dict[str, Tensor]()
-        shape = (spec.heads, self.capacity, form.head(spec.width))
+        spec, form, rows = shard.row_spec, RowFormat(torch_dtype(shard.row_spec.dtype)), dict[str, Tensor]()
+        shape = (spec.heads, self.capacity, form.head_size(spec.width))
         for name in spec.names:
             drawn = torch.empty(shape, device=shard.device, dtype=shard.dtype)
             rows[name] = form.encode(drawn.normal_(generator=generator))

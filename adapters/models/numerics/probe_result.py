@@ -16,7 +16,7 @@ from cattrs import Converter
 from cattrs.errors import BaseValidationError
 
 from adapters.models.kernels.interface import Kernels
-from adapters.models.kernels.product_list import ProductPlan, Products, checked
+from adapters.models.kernels.product_list import ProductPlan, Products, check_plan
 
 BLOCK_SIZE = 64
 _VERSION = 9
@@ -79,7 +79,7 @@ class Numerics:
                 "spans": self.spans,
                 "products": self.shapes,
             },
-            "products": [] if self.plan is None else self.plan.shown(),
+            "products": [] if self.plan is None else self.plan.describe_lines(),
             "failures": list(self.failures),
         }
 
@@ -101,7 +101,7 @@ class Numerics:
         if not sound or not buckets or buckets[-1] != found.chunk:
             raise ValueError("the numerics probe's outcome has impossible buckets")
         if found.plan is not None:
-            checked(found.plan)
+            check_plan(found.plan)
         return found
 
 
@@ -146,7 +146,7 @@ def plan_from_json(text: str) -> ProductPlan | None:
         found = None if value.get("plan") is None else _converter.structure(value["plan"], ProductPlan)
     except (BaseValidationError, TypeError, ValueError) as error:
         raise ValueError("a plan of products has missing or malformed fields") from error
-    return None if found is None else checked(found)
+    return None if found is None else check_plan(found)
 
 
 def _exactly(value: Any, kind: type) -> Any:

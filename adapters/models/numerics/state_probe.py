@@ -14,7 +14,7 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from adapters.models.decoder.shard import Shard
-from adapters.models.kernels.seeded import seeded
+from adapters.models.kernels.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.probe_result import BLOCK_SIZE
 
@@ -43,7 +43,7 @@ class StateBench:
     _kept: bool = field(init=False, default=False)
 
     def __attrs_post_init__(self) -> None:
-        generator = seeded(2)
+        generator = make_generator(2)
         self.tokens = torch.randint(0, self.shard.vocab_size, (self.capacity,), generator=generator)
 
     @property

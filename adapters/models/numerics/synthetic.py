@@ -15,7 +15,7 @@ from adapters.checkpoint.safetensors_folder import Shapes
 from adapters.models.decoder.family import ModelConfig
 from adapters.models.drafts.dflash.checkpoint import draft_tensors
 from adapters.models.drafts.dflash.config import DFlashConfig
-from adapters.models.kernels.seeded import seeded
+from adapters.models.kernels.seeded import make_generator
 
 
 @frozen
@@ -127,7 +127,7 @@ def random_matrix(
 
 def _generator(name: str, device: torch.device | None) -> torch.Generator:
     key = hashlib.blake2b(name.encode(), digest_size=7).digest()
-    return seeded(int.from_bytes(key, "little"), device or "cpu")
+    return make_generator(int.from_bytes(key, "little"), device or "cpu")
 
 
 def _normal(shape: tuple[int, ...], name: str, device: torch.device, dtype: torch.dtype, scale: float) -> Tensor:

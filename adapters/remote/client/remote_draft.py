@@ -214,7 +214,7 @@ class RemoteDraft:
 
     # --- residency ---
 
-    def park(self) -> int:
+    def offload(self) -> int:
         return self._send_away("parked")
 
     def release(self) -> None:
@@ -229,24 +229,24 @@ class RemoteDraft:
             self._wanted = where
             with suppress(OSError):  # refused: they stay where they are, and are fetched from there
                 moved = self._move(Op.SEND_DRAFT_AWAY, SendAway(where == "parked"))
-        moved += self.projection.park()
+        moved += self.projection.offload()
         if where == "released":
             self.projection.release()
         return moved
 
-    def unpark(self) -> int:
+    def load_back(self) -> int:
         """Raises torch.OutOfMemoryError, and OSError where it is not there."""
         self._check()
         if self._wanted == "loaded":
             return 0
-        here = self.projection.unpark()
+        here = self.projection.load_back()
         try:
             with self._moving:
                 moved = self._move(Op.FETCH_DRAFT, Nothing())
                 self._check()
                 self._wanted = "loaded"
         except BaseException:
-            self.projection.park()
+            self.projection.offload()
             raise
         return here + moved
 

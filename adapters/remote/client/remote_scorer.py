@@ -64,18 +64,18 @@ class RemoteWeights:
     def host_bytes(self) -> int:
         return self._memory[1]
 
-    def unpark(self) -> int:
+    def load_back(self) -> int:
         """Raises OSError where it cannot be had, and torch.OutOfMemoryError."""
         done = self.ask(Op.FETCH_DRAFT, Nothing(), DraftMoved, seconds=self.peer.deadlines.load)
         self.loaded, self._fetched, self._memory = True, self.lives, done.memory
         return done.bytes
 
     def there(self) -> None:
-        """Also where the process is another one than had them. As `unpark`."""
+        """Also where the process is another one than had them. As `load_back`."""
         if self._fetched != self.lives:
-            self.unpark()
+            self.load_back()
 
-    def park(self) -> None:
+    def offload(self) -> None:
         self._send_away(keep=True)
 
     def release(self) -> None:

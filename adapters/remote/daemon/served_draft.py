@@ -125,13 +125,13 @@ class ServedDraft:
         return Answering(Nothing())
 
     def fetch(self, _: Nothing, __: TensorBytes) -> Answering:
-        moved = self.draft.unpark()
+        moved = self.draft.load_back()
         return Answering(DraftMoved(moved, self._memory()))
 
     def send_away(self, asked: SendAway, _: TensorBytes) -> Answering:
         held = self.draft.memory()["weights"]
         if asked.keep:
-            self.draft.park()
+            self.draft.offload()
         else:
             self.draft.release()
         return Answering(DraftMoved(held, self._memory()))

@@ -78,14 +78,14 @@ class ServedDrafter:
         return Answering(Nothing())
 
     def fetch(self, _: Nothing, __: TensorBytes) -> Answering:
-        moved = self.scorer.weights.unpark()
+        moved = self.scorer.weights.load_back()
         return Answering(DraftMoved(moved, self._memory()))
 
     def send_away(self, asked: SendAway, _: TensorBytes) -> Answering:
         held = self.scorer.weights.weights_bytes
         self._underway.clear()
         if asked.keep:
-            self.scorer.weights.park()
+            self.scorer.weights.offload()
         else:
             self.scorer.weights.release()
         return Answering(DraftMoved(held, self._memory()))

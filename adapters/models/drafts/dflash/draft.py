@@ -20,7 +20,6 @@ from attrs import define
 from torch import Tensor
 
 from adapters.models.decoder.decoder_layer import WeightReader, finished, projected
-from adapters.models.decoder.embedding import embed
 from adapters.models.decoder.layer_buffers import whole_layer
 from adapters.models.decoder.pipelined_chunks import current, inference
 from adapters.models.decoder.shard import TargetHead
@@ -29,16 +28,15 @@ from adapters.models.drafts.dflash.config import DFlashConfig
 from adapters.models.drafts.dflash.draft_blocks import MOST_ROWS, SMALLEST_BLOCK, block_rows, turns
 from adapters.models.drafts.dflash.weights import LoadedDraft, load_draft
 from adapters.models.drafts.draft_parts import DraftWeights
-from adapters.models.kernels.cpu.layers import pass_of
-from adapters.models.kernels.cpu.native.native_decode import NativeDraft, NativeFollowing, NativePass
-from adapters.models.kernels.cpu.native.norm_and_head import NativeContext
+from adapters.models.kernels.decode_pass import DecodePass, DraftPass
 from adapters.models.kernels.experts_interface import Experts
 from adapters.models.kernels.interface import (
-    ContextAtOnce,
     ContextLayer,
+    ContextPass,
     Embedding,
+    FusedContext,
+    FusedLayers,
     Kernels,
-    LayersAtOnce,
     WholeLayer,
 )
 from adapters.models.kernels.step import Forward, Segment, Step
@@ -53,7 +51,7 @@ class ContextBuffers:
 
     batch: Batch
     given: Tensor
-    at_once: ContextAtOnce | None
+    fused_layers: FusedContext | None
 
 
 @define(eq=False)
@@ -63,7 +61,7 @@ class BlockBuffers:
     batch: BlockBatch
     hidden: Tensor
     logits: Tensor
-    at_once: LayersAtOnce | None
+    fused_layers: FusedLayers | None
 
 
 class DFlashDraft(CachedDraft[LoadedDraft]):
@@ -101,7 +99,7 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
             here = [one if one.device == self._device else one.to(self._device) for one in given]
             torch.cat(here, 1, out=buffers.given)
             buffers.batch.load(step, None)
-            self._kernels.prepare(buffers.batch)
+            self._kernels.prepare_step(buffers.batch)
             self._kernels.launch("extend", buffers.batch, lambda: self._run_context(loaded, buffers))
 
     def take(self, step: Step, tokens: Tensor, features: Tensor) -> None:  # noqa: ARG002 - as in `extend`
@@ -111,7 +109,7 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
         with inference(), current(self._device):
             buffers.given[: step.rows].copy_(features)
             buffers.batch.load(step, None)
-            self._kernels.prepare(buffers.batch)
+            self._kernels.prepare_step(buffers.batch)
             self._kernels.launch("take", buffers.batch, lambda: self._store(loaded, buffers, buffers.given))
 
     def propose(self, requests: Sequence[BlockRequest], pick: Pick) -> None:
@@ -152,14 +150,14 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
         with inference(), current(self._device):
             buffers.batch.before = tuple(request.first for request in requests)
             buffers.batch.load(step, tokens)
-            self._kernels.prepare(buffers.batch)
+            self._kernels.prepare_step(buffers.batch)
             self._kernels.launch("propose", buffers.batch, lambda: self._run_block(loaded, buffers))
         return buffers.logits
 
     def _run_context(self, loaded: LoadedDraft, buffers: ContextBuffers) -> None:
         kernels, eps = self._kernels, self._config.rms_norm_eps
-        if buffers.at_once is not None:
-            buffers.at_once.run(buffers.given, buffers.batch)
+        if buffers.fused_layers is not None:
+            buffers.fused_layers.run(buffers.given, buffers.batch)
             return
         context = kernels.add_norm(kernels.linear(buffers.given, loaded.fc), None, loaded.hidden_norm, eps)
         self._store(loaded, buffers, context)
@@ -172,11 +170,11 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
 
     def _run_block(self, loaded: LoadedDraft, buffers: BlockBuffers) -> None:
         kernels, batch, residual, eps = self._kernels, buffers.batch, buffers.hidden, self._config.rms_norm_eps
-        if buffers.at_once is not None:
-            buffers.at_once.run(residual, batch, stops=False)
-            kernels.logits(residual, loaded.norm, eps, self._head.packed, buffers.logits)
+        if buffers.fused_layers is not None:
+            buffers.fused_layers.run(residual, batch, stops=False)
+            kernels.write_logits(residual, loaded.norm, eps, self._head.packed, buffers.logits)
             return
-        embed(self._head.embedding, batch.tokens, out=residual)
+        kernels.embed(self._head.embedding, batch.tokens, out=residual)
         if loaded.mask is not None:
             masked = (batch.tokens == self._config.mask_token_id).unsqueeze(1)
             residual.copy_(torch.where(masked, loaded.mask, residual))
@@ -189,29 +187,33 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
         x = kernels.add_norm(residual, delta, loaded.norm, eps)
         buffers.logits.copy_(kernels.linear(x, self._head.packed))
 
-    def at_once(self, count: int, target: NativePass) -> NativeDraft | None:
+    def build_draft_pass(self, count: int, target: DecodePass) -> DraftPass | None:
         """For decode steps of one slot with so many proposals and what the target's pass leaves, in one call, where the
         library carries out all of it. The same one until the weights go.
         """
         rows = block_rows(BlockRequest(0, 0, 0, 0, count), self.block)
-        if (rows, target) not in self._at_once:
+        if (rows, target) not in self._draft_passes:
             fits = rows in self._buckets and target.rows in self._buckets
-            self._at_once[rows, target] = self._made_at_once(rows, target) if fits else None
-        return self._at_once[rows, target]
+            self._draft_passes[rows, target] = self._make_draft_pass(rows, target) if fits else None
+        return self._draft_passes[rows, target]
 
-    def _made_at_once(self, rows: int, target: NativePass) -> NativeDraft | None:
-        loaded, following = self._loaded(), list[NativeFollowing]()
+    def _make_draft_pass(self, rows: int, target: DecodePass) -> DraftPass | None:
+        loaded = self._loaded()
+        contexts = list[ContextPass]()
         for bucket in self._buckets[: self._buckets.index(target.rows) + 1]:
             context = self._context(bucket, len(self.aux_layers))
-            if not isinstance(context.at_once, NativeContext):
+            if context.fused_layers is None:
                 return None
-            following.append(NativeFollowing(context.at_once, context.batch, context.given))
-        own, ending = self._block(rows), (loaded.norm, self._config.rms_norm_eps, self._head.packed)
-        if own.at_once is None:
+            contexts.append(ContextPass(context.fused_layers, context.batch, context.given))
+        own = self._block(rows)
+        if own.fused_layers is None:
             return None
-        block = pass_of(own.at_once, ending, own.batch, Forward(own.hidden, {}), own.logits, self._kernels.launch)
-        left = tuple(target.forward.aux_hidden_states[layer] for layer in self.aux_layers)
-        return None if block is None else NativeDraft(block, tuple(following), left, self._config.mask_token_id)
+        ending = (loaded.norm, self._config.rms_norm_eps, self._head.packed)
+        block = self._kernels.build_pass(own.fused_layers, ending, own.batch, Forward(own.hidden, {}), own.logits)
+        if block is None:
+            return None
+        left = [target.forward.aux_hidden_states[layer] for layer in self.aux_layers]
+        return self._kernels.build_draft_pass(block, contexts, left, self._config.mask_token_id)
 
     def rehearsals(self, slots: int, rows: int) -> Iterator[list[BlockRequest]]:
         """Blocks of every size for one slot, and whole ones for as many as a step holds."""
@@ -228,12 +230,12 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
     def _make_buffers(self) -> None:
         self._contexts: dict[tuple[int, int], ContextBuffers] = {}
         self._blocks: dict[int, BlockBuffers] = {}
-        self._at_once: dict[tuple[int, NativePass], NativeDraft | None] = {}
+        self._draft_passes: dict[tuple[int, DecodePass], DraftPass | None] = {}
 
     def _forget_buffers(self) -> None:
         self._contexts.clear()
         self._blocks.clear()
-        self._at_once.clear()
+        self._draft_passes.clear()
 
     def _buffers_bytes(self) -> int:
         held = 0
@@ -248,32 +250,32 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
         if (bucket, states) not in self._contexts:
             width = states * self._config.hidden_size
             given = torch.zeros(bucket, width, dtype=self._dtype, device=self._device)
-            at_once = self._context_at_once(bucket) if states == len(self.aux_layers) else None
-            self._contexts[bucket, states] = ContextBuffers(Batch(bucket, self._device), given, at_once)
+            fused = self._fuse_context(bucket) if states == len(self.aux_layers) else None
+            self._contexts[bucket, states] = ContextBuffers(Batch(bucket, self._device), given, fused)
         return self._contexts[bucket, states]
 
     def _block(self, bucket: int) -> BlockBuffers:
         if bucket not in self._blocks:
             hidden = torch.zeros(bucket, self._config.hidden_size, dtype=self._dtype, device=self._device)
             logits = torch.zeros(bucket, len(self._head.embedding), device=self._device)
-            at_once = self._layers_at_once(bucket)
-            self._blocks[bucket] = BlockBuffers(BlockBatch(bucket, self._device), hidden, logits, at_once)
+            fused = self._fuse_layers(bucket)
+            self._blocks[bucket] = BlockBuffers(BlockBatch(bucket, self._device), hidden, logits, fused)
         return self._blocks[bucket]
 
-    def _context_at_once(self, bucket: int) -> ContextAtOnce | None:
+    def _fuse_context(self, bucket: int) -> FusedContext | None:
         loaded = self._loaded()
         layers = [
             ContextLayer(layer.kv, layer.decoder.prep, *caches)
             for layer, caches in zip(loaded.layers, self._cache.layers, strict=True)
         ]
         eps = self._config.rms_norm_eps
-        return self._kernels.context_at_once(loaded.fc, loaded.hidden_norm, eps, layers, self._rope, bucket)
+        return self._kernels.fuse_context(loaded.fc, loaded.hidden_norm, eps, layers, self._rope, bucket)
 
-    def _layers_at_once(self, bucket: int) -> LayersAtOnce | None:
+    def _fuse_layers(self, bucket: int) -> FusedLayers | None:
         loaded, layers = self._loaded(), list[WholeLayer]()
         for layer, caches, mask in zip(loaded.layers, self._cache.layers, self._config.masks, strict=True):
             feed = layer.decoder.frame.feed
             assert not isinstance(feed, Experts), "drafts are dense"
             layers.append(whole_layer(layer.decoder, feed, caches, mask=mask))
         embedding = Embedding(self._head.embedding, loaded.mask, self._config.mask_token_id)
-        return self._kernels.at_once(layers, self._rope, bucket, embedding)
+        return self._kernels.fuse_layers(layers, self._rope, bucket, embedding)

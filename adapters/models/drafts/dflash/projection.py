@@ -16,7 +16,7 @@ from adapters.models.decoder.pipelined_chunks import current, inference
 from adapters.models.drafts.dflash.config import DFlashConfig
 from adapters.models.drafts.draft_parts import DraftWeights
 from adapters.models.kernels.interface import Kernels
-from adapters.models.kernels.offload import ParkedWeights
+from adapters.models.kernels.offload import OffloadableWeights
 from adapters.models.kernels.step import Step
 from adapters.models.kernels.step_batch import Batch
 
@@ -45,12 +45,12 @@ class FeatureProjection:
     kernels: Kernels
     device: torch.device
     dtype: torch.dtype
-    _parking: ParkedWeights[ProjectionWeights] = field(init=False)
+    _offloadable: OffloadableWeights[ProjectionWeights] = field(init=False)
     _buffers: dict[int, ProjectionBuffers] = field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
-        self._parking = ParkedWeights(self._load, self.device)
-        self._parking.unpark()
+        self._offloadable = OffloadableWeights(self._load, self.device)
+        self._offloadable.load_back()
 
     def _load(self) -> ProjectionWeights:
         with current(self.device):
@@ -59,10 +59,10 @@ class FeatureProjection:
 
     @property
     def numbers(self) -> str:
-        return repr(self.kernels.numbers)
+        return repr(self.kernels.bit_signature)
 
     def features(self, step: Step, aux_hidden_states: Mapping[int, Tensor]) -> Tensor:
-        loaded = self._parking.loaded
+        loaded = self._offloadable.loaded
         assert loaded is not None, "the projection is parked"
         buffers = self._at(step.bucket)
 
@@ -74,33 +74,33 @@ class FeatureProjection:
             here = [aux_hidden_states[layer].to(self.device) for layer in self.config.aux_layers]
             torch.cat(here, 1, out=buffers.fused)
             buffers.batch.load(step, None)
-            self.kernels.prepare(buffers.batch)
+            self.kernels.prepare_step(buffers.batch)
             self.kernels.launch("project", buffers.batch, body)
         return buffers.out
 
-    def park(self) -> int:
+    def offload(self) -> int:
         self._forget()
-        return self._parking.park()
+        return self._offloadable.offload()
 
-    def unpark(self) -> int:
-        """Raises as `ParkedWeights.unpark`."""
-        return self._parking.unpark()
+    def load_back(self) -> int:
+        """Raises as `OffloadableWeights.load_back`."""
+        return self._offloadable.load_back()
 
     def release(self) -> None:
         self._forget()
-        self._parking.release()
+        self._offloadable.release()
 
     def memory(self) -> Mapping[str, int]:
         held = sum(
             one.batch.table.nbytes + one.fused.nbytes + one.out.nbytes for one in tuple(self._buffers.values())
         )  # asked from other threads, too
-        return {"weights": self._parking.weights_bytes, "host": self._parking.host_bytes, "buffers": held}
+        return {"weights": self._offloadable.weights_bytes, "host": self._offloadable.host_bytes, "buffers": held}
 
     def _forget(self) -> None:
         """Recorded graphs have the weights' addresses in them."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.kernels = self.kernels.fresh()
+        self.kernels = self.kernels.copy_for_shard()
         self._buffers.clear()
 
     def _at(self, bucket: int) -> ProjectionBuffers:

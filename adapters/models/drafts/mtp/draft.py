@@ -22,7 +22,6 @@ from attrs import define, field
 from torch import Tensor
 
 from adapters.models.decoder.decoder_layer import WeightReader, finished, gated, projected
-from adapters.models.decoder.embedding import embed
 from adapters.models.decoder.pipelined_chunks import current, inference
 from adapters.models.drafts.cached_draft import AnyHead, BlockRequest, CachedDraft, Pick
 from adapters.models.drafts.draft_parts import DraftWeights
@@ -159,7 +158,7 @@ class MtpDraft(CachedDraft[LoadedHead]):
     def _prepare(self, batch: HeadBatch, step: Step, tokens: Tensor, before: Sequence[int], *, chained: bool) -> None:
         batch.before, batch.chained = tuple(before), chained
         batch.load(step, tokens)
-        self._kernels.prepare(batch)
+        self._kernels.prepare_step(batch)
 
     def _run_context(self, loaded: LoadedHead, buffers: HeadBuffers) -> None:
         kernels, batch = self._kernels, buffers.batch
@@ -188,7 +187,7 @@ class MtpDraft(CachedDraft[LoadedHead]):
         """What the layer begins with, of the rows' tokens and the hidden states before them."""
         kernels, eps = self._kernels, self._eps
         table = self._head.embedding
-        embedded = embed(table, batch.tokens, self._hidden.new_empty(batch.bucket, table.shape[1]))
+        embedded = kernels.embed(table, batch.tokens, self._hidden.new_empty(batch.bucket, table.shape[1]))
         embedded = kernels.add_norm(embedded, None, loaded.embedding_norm, eps)
         before = kernels.add_norm(self._hidden.index_select(0, batch.sources), None, loaded.hidden_norm, eps)
         return kernels.linear(torch.cat((embedded, before), 1), loaded.fc)

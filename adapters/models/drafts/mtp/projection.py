@@ -22,10 +22,10 @@ class LastHidden:
     def features(self, step: Step, aux_hidden_states: Mapping[int, Tensor]) -> Tensor:  # noqa: ARG002
         return aux_hidden_states[self.layer]
 
-    def park(self) -> int:
+    def offload(self) -> int:
         return 0
 
-    def unpark(self) -> int:
+    def load_back(self) -> int:
         return 0
 
     def release(self) -> None:

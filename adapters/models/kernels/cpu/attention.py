@@ -1,8 +1,8 @@
-"""Attention on a CPU: our own in C, or a product with the keys, softmax, and products with the values, over spans of a
-slot's cache.
+"""Attention on a CPU: by the compiled library, or by products and a softmax over spans of a slot's cache.
 
-Spans are whole tiles, and products run with numbers of rows that were proven. A key that is not seen weighs exactly
-zero, and zeros change no bit of a sum.
+Without the library a span of keys is multiplied with the queries, the scores go through softmax, and the weights are
+multiplied with the values. Spans are whole tiles, and products run with row counts that were proven. A key that is
+not seen weighs exactly zero, and zeros change no bit of a sum.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from adapters.models.kernels.product_list import (
     Heads,
     ProductPlan,
     ServedHeads,
-    Unproven,
-    queries,
+    UnprovenProductError,
+    count_query_rows,
     span_of,
 )
-from adapters.models.kernels.row_format import form_of
+from adapters.models.kernels.row_format import format_of
 from adapters.models.kernels.step import Segment
 from adapters.models.kernels.step_batch import Batch, BlockBatch
 
@@ -37,8 +37,10 @@ _TERMS = 1024  # keys of one product with values where there is no plan
 
 
 @frozen
-class Hidden:
-    """`[rows or 1, 1, n]`, added to the scores of the n keys from `key` on: 0 where a row sees them, else -inf."""
+class ScoreMask:
+    """A mask `[rows or 1, 1, n]` that is added to the scores of the n keys from `key` on: 0 where a row sees them,
+    else -inf.
+    """
 
     key: int
     scores: Tensor
@@ -46,32 +48,32 @@ class Hidden:
 
 @frozen
 class Span:
-    """Rows that attend together: those of `segment`, which begin at `row` of the batch, to the keys `[first, stop)`."""
+    """Rows that attend together to the keys `[first, stop)`: those of `segment`, which begin at `row` of the batch."""
 
     segment: Segment
     row: int
     first: int
     stop: int
-    masks: tuple[Hidden, ...]
+    masks: tuple[ScoreMask, ...]
 
 
 @define(eq=False)
 class StepPlan:
-    """What the layers of one step share."""
+    """The plan of one step that its layers share. Its parts are made when the first layer asks for them."""
 
-    given: tuple[Segment, ...]
+    segments: tuple[Segment, ...]
     _angles: tuple[Tensor, Tensor] | None = None
     _spans: dict[AttentionMask | None, list[Span]] = field(init=False, factory=dict)
     _seen: dict[AttentionMask, tuple[Tensor, Tensor]] = field(init=False, factory=dict)
 
     @cached_property
-    def segments(self) -> list[tuple[int, Segment]]:
-        """With their first rows of the batch."""
-        rows = accumulate((segment.count for segment in self.given), initial=0)
-        return list(zip(rows, self.given, strict=False))
+    def segments_with_rows(self) -> list[tuple[int, Segment]]:
+        """The segments, each with its first row of the batch."""
+        rows = accumulate((segment.count for segment in self.segments), initial=0)
+        return list(zip(rows, self.segments, strict=False))
 
-    def seen(self, mask: AttentionMask, batch: BlockBatch) -> tuple[Tensor, Tensor]:
-        """The first key that each row of blocks sees, and the first one behind the last: int64 `[R]`."""
+    def find_seen_keys(self, mask: AttentionMask, batch: BlockBatch) -> tuple[Tensor, Tensor]:
+        """Return the first key that each row of blocks sees, and the key behind the last one: int64 `[R]` both."""
         found = self._seen.get(mask)
         if found is None:
             low = batch.firsts
@@ -80,42 +82,50 @@ class StepPlan:
             found = self._seen[mask] = low, batch.positions + 1 if mask.causal else batch.lengths
         return found
 
-    def spans(self, mask: AttentionMask | None, make: Callable[[], list[Span]]) -> list[Span]:
-        """Made once a step for every kind of mask."""
+    def make_spans_once(self, mask: AttentionMask | None, make: Callable[[], list[Span]]) -> list[Span]:
+        """Return the spans of one kind of mask, made once a step."""
         found = self._spans.get(mask)
         if found is None:
             found = self._spans[mask] = make()
         return found
 
-    def angles(self, rope: Rope, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Float32 `[R, 1, n]` factors of the part of a head that is rotated, and of that part with its halves swapped;
-        gathered once a step.
+    def gather_angles(self, rope: Rope, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines for the rotated part of each head, gathered once a step.
+
+        Both are float32 `[R, 1, n]`: factors of the part itself, and of the part with its halves swapped.
         """
         if self._angles is None:
             at = batch.positions.clamp(min=0)
-            cos, sin = rope.cos[at], rope.sin[at]
+            cos = rope.cos[at]
+            sin = rope.sin[at]
             self._angles = torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1)
         return self._angles
 
-    def check(self, slots: int, rows: int) -> None:
-        """Raises IndexError for rows that the caches do not have."""
-        for segment in self.given:
+    def check_caches(self, slots: int, rows: int) -> None:
+        """Raise IndexError for rows that the caches do not have."""
+        for segment in self.segments:
             if not 0 <= segment.slot < slots or not 0 <= segment.start <= segment.start + segment.count <= rows:
                 raise IndexError(f"{segment} in {slots} slots of {rows} rows")
 
-    def write(self, keys: Tensor, values: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-        """Put keys and values, each `[R, KV, hd]`, at the rows' slots and positions."""
-        form = form_of(k_cache)
-        k, v = form.encode(keys).transpose(0, 1), form.encode(values).transpose(0, 1)
-        for row, segment in self.segments:
-            slot, start, count = segment.slot, segment.start, segment.count
+    def write_caches(self, keys: Tensor, values: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+        """Write keys and values, each `[R, KV, hd]`, at the slots and positions of their rows."""
+        form = format_of(k_cache)
+        k = form.encode(keys).transpose(0, 1)
+        v = form.encode(values).transpose(0, 1)
+        for row, segment in self.segments_with_rows:
+            slot = segment.slot
+            start = segment.start
+            count = segment.count
             k_cache.select(0, slot).narrow(1, start, count).copy_(k.narrow(1, row, count))
             v_cache.select(0, slot).narrow(1, start, count).copy_(v.narrow(1, row, count))
 
 
 @define(eq=False)
 class CpuAttention:
-    """Keeps buffers of its own for each bucket. plan: in which shapes products run; None: in whatever comes."""
+    """Attention of one shard, with an output buffer for each bucket.
+
+    plan: the shapes in which products run; None: in whatever shape comes, and nothing is promised.
+    """
 
     kernels: Multiplier
     dtype: torch.dtype
@@ -126,46 +136,58 @@ class CpuAttention:
 
     def __attrs_post_init__(self) -> None:
         rows = torch.arange(QUERIES).unsqueeze(1)
-        self._later = _hiding(torch.arange(QUERIES + TILE) > rows)  # keys counted from the first row's own
+        self._later = _make_mask(torch.arange(QUERIES + TILE) > rows)  # keys counted from the first row's own
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
-        plan, how, capacity = batch.plan, self._how(*q.shape[2:]), k_cache.shape[2]
+        plan = batch.plan
+        how = self._find_proven(*q.shape[2:])
+        capacity = k_cache.shape[2]
         if how.dtype == NATIVE:
-            return self._attend_own(q, k_cache, v_cache, batch, how, (None, batch.lengths))
+            return self._attend_natively(q, k_cache, v_cache, batch, how, (None, batch.lengths))
 
         def make() -> list[Span]:
-            return [span for row, one in plan.segments for span in self._causal(row, one, how, capacity)]
+            return [
+                span for row, one in plan.segments_with_rows for span in self._causal_spans(row, one, how, capacity)
+            ]
 
-        return self._attend(q, k_cache, v_cache, batch, plan.spans(None, make))
+        return self._attend_spans(q, k_cache, v_cache, batch, plan.make_spans_once(None, make))
 
     def attend_block(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, mask: AttentionMask
     ) -> Tensor:
-        plan, how, capacity = batch.plan, self._how(*q.shape[2:]), k_cache.shape[2]
+        plan = batch.plan
+        how = self._find_proven(*q.shape[2:])
+        capacity = k_cache.shape[2]
         if how.dtype == NATIVE:
-            return self._attend_own(q, k_cache, v_cache, batch, how, plan.seen(mask, batch))
+            return self._attend_natively(q, k_cache, v_cache, batch, how, plan.find_seen_keys(mask, batch))
 
         def make() -> list[Span]:
-            pairs = zip(plan.segments, batch.before, strict=True)
-            return [span for (row, one), before in pairs for span in self._block(row, one, before, mask, how, capacity)]
+            pairs = zip(plan.segments_with_rows, batch.before, strict=True)
+            return [
+                span
+                for (row, one), before in pairs
+                for span in self._block_spans(row, one, before, mask, how, capacity)
+            ]
 
-        return self._attend(q, k_cache, v_cache, batch, plan.spans(mask, make))
+        return self._attend_spans(q, k_cache, v_cache, batch, plan.make_spans_once(mask, make))
 
-    def own_serves(self, group: int, size: int, rows: int) -> bool:
-        """Whether attention in steps of so many rows is our own."""
-        how = self._how(group, size)
+    def is_native(self, group: int, size: int, rows: int) -> bool:
+        """Return whether the compiled library attends in steps of so many rows."""
+        how = self._find_proven(group, size)
         return how.dtype == NATIVE and (self.plan is None or not self.plan.steps or rows in how.rows)
 
-    def _how(self, group: int, size: int) -> ServedHeads:
+    def _find_proven(self, group: int, size: int) -> ServedHeads:
         found = self._attentions.get((group, size))
         if found is None:
-            way = NATIVE if self.kernels.own_attention is not None else dtype_name(self.kernels.dtypes()[0])
+            way = (
+                NATIVE if self.kernels.native_attention is not None else dtype_name(self.kernels.attention_dtypes()[0])
+            )
             unproven = ServedHeads(Heads(group, size, 0), way, () if way == NATIVE else COUNTS, _TERMS)
-            found = unproven if self.plan is None else self.plan.attention(group, size)
+            found = unproven if self.plan is None else self.plan.find_attention(group, size)
             self._attentions[group, size] = found
         return found
 
-    def _attend_own(
+    def _attend_natively(
         self,
         q: Tensor,
         k_cache: Tensor,
@@ -174,80 +196,87 @@ class CpuAttention:
         how: ServedHeads,
         seen: tuple[Tensor | None, Tensor],
     ) -> Tensor:
-        own = self.kernels.own_attention
+        own = self.kernels.native_attention
         if own is None:
-            raise Unproven("a plan for attention of our own, and this installation has none")
+            raise UnprovenProductError("a plan for attention of our own, and this installation has none")
         if self.plan is not None and self.plan.steps and batch.bucket not in how.rows:
-            raise Unproven(f"attention of {batch.bucket} rows; proven: {how.rows}")
-        batch.plan.check(k_cache.shape[0], k_cache.shape[2])
+            raise UnprovenProductError(f"attention of {batch.bucket} rows; proven: {how.rows}")
+        batch.plan.check_caches(k_cache.shape[0], k_cache.shape[2])
         return own.attend(q, batch.slots, seen, k_cache, v_cache)
 
-    def _causal(self, row: int, segment: Segment, how: ServedHeads, capacity: int) -> Iterator[Span]:
-        done, group = 0, how.heads.group
+    def _causal_spans(self, row: int, segment: Segment, how: ServedHeads, capacity: int) -> Iterator[Span]:
+        done = 0
+        group = how.heads.group
         while done < segment.count:
             start = segment.start + done
-            count = min(queries(group, span_of(start + QUERIES, capacity), how.rows), segment.count - done)
+            count = min(count_query_rows(group, span_of(start + QUERIES, capacity), how.rows), segment.count - done)
             stop = span_of(start + count, capacity)
-            yield Span(Segment(segment.slot, start, count), row + done, 0, stop, self._later_keys(start, count, stop))
+            yield Span(
+                Segment(segment.slot, start, count), row + done, 0, stop, self._mask_later_keys(start, count, stop)
+            )
             done += count
 
-    def _later_keys(self, start: int, count: int, stop: int) -> tuple[Hidden, ...]:
+    def _mask_later_keys(self, start: int, count: int, stop: int) -> tuple[ScoreMask, ...]:
         near = min(stop - start, self._later.shape[2])
-        masks = [Hidden(start, self._later[:count, :, :near])]
+        masks = [ScoreMask(start, self._later[:count, :, :near])]
         if start + near < stop:
-            masks.append(Hidden(start + near, _hiding(torch.ones(1, stop - start - near, dtype=torch.bool))))
+            masks.append(ScoreMask(start + near, _make_mask(torch.ones(1, stop - start - near, dtype=torch.bool))))
         return tuple(masks)
 
     @staticmethod
-    def _block(
+    def _block_spans(
         row: int, segment: Segment, before: int, mask: AttentionMask, how: ServedHeads, capacity: int
     ) -> Iterator[Span]:
-        """A sliding window is read from the key tile on in which it starts."""
+        """Cut a block into spans. A sliding window is read from the key tile on in which it starts."""
         end = segment.start + segment.count
         low = mask.lowest(before, segment.start)
         first = low // TILE * TILE
         keys = span_of(end - first, capacity)
         first = min(first, capacity - keys)
-        together = queries(how.heads.group, keys, how.rows)
+        together = count_query_rows(how.heads.group, keys, how.rows)
         for done in range(0, segment.count, together):
             rows = torch.arange(segment.start + done, min(segment.start + done + together, end)).unsqueeze(1)
             masks = []
             if low > first:
-                masks.append(Hidden(first, _hiding(torch.ones(1, low - first, dtype=torch.bool))))
+                masks.append(ScoreMask(first, _make_mask(torch.ones(1, low - first, dtype=torch.bool))))
             if mask.window:
-                masks.append(Hidden(low, _hiding(torch.arange(low, end) <= rows - mask.window)))
+                masks.append(ScoreMask(low, _make_mask(torch.arange(low, end) <= rows - mask.window)))
             last = rows if mask.causal else rows.new_tensor([[end - 1]])
-            masks.append(Hidden(segment.start, _hiding(torch.arange(segment.start, first + keys) > last)))
+            masks.append(ScoreMask(segment.start, _make_mask(torch.arange(segment.start, first + keys) > last)))
             part = evolve(segment, start=segment.start + done, count=len(rows))
             yield Span(part, row + done, first, first + keys, tuple(masks))
 
-    def _attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, spans: list[Span]) -> Tensor:
+    def _attend_spans(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, spans: list[Span]) -> Tensor:
         if len(spans) == 1 and spans[0].segment.count == batch.bucket:
             return self._attend_span(q, k_cache, v_cache, spans[0]).to(self.dtype)
-        out = self._output(q, batch)
+        out = self._output_buffer(q, batch)
         for span in spans:
             out.narrow(0, span.row, span.segment.count).copy_(self._attend_span(q, k_cache, v_cache, span))
         return out
 
-    def _output(self, q: Tensor, batch: Batch) -> Tensor:
+    def _output_buffer(self, q: Tensor, batch: Batch) -> Tensor:
         out = self._outputs.get(batch.bucket)
         if out is None:
             out = self._outputs[batch.bucket] = torch.zeros(batch.bucket, q[0].numel(), dtype=self.dtype)
         return out
 
     def _attend_span(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, span: Span) -> Tensor:
-        """`[count, H hd]`, float32 or in the dtype of products.
+        """Attend over one span: `[count, H hd]`, float32 or in the dtype of products.
 
-        The heads of a group go together, so that keys and values are read once.
-        Scores are float32 in every dtype: rounded to bfloat16 they would be the coarsest step of the whole model.
+        The heads of a group go together, so that keys and values are read once. Scores are float32 in every dtype:
+        rounded to bfloat16 they would be the coarsest step of the whole model.
         """
-        count, keys, how, form = span.segment.count, span.stop - span.first, self._how(*q.shape[2:]), form_of(k_cache)
+        count = span.segment.count
+        keys = span.stop - span.first
+        how = self._find_proven(*q.shape[2:])
+        form = format_of(k_cache)
         k_slot = k_cache.select(0, span.segment.slot).narrow(1, span.first, keys)
         v_slot = v_cache.select(0, span.segment.slot).narrow(1, span.first, keys)
-        rows, group = q.narrow(0, span.row, count), q.shape[2]
+        rows = q.narrow(0, span.row, count)
+        group = q.shape[2]
         most = next((proven for proven in how.rows if proven >= count * group), 0)
         if not most:
-            raise Unproven(f"attention of {count * group} query rows; proven: {how.rows}")
+            raise UnprovenProductError(f"attention of {count * group} query rows; proven: {how.rows}")
         parts = []
         for head in range(q.shape[1]):
             asking = rows.select(1, head).reshape(count * group, -1)
@@ -258,12 +287,14 @@ class CpuAttention:
             for mask in span.masks:
                 wide.narrow(2, mask.key - span.first, mask.scores.shape[2]).add_(mask.scores)
             torch.softmax(scores, -1, out=scores)  # in place: large buffers that come and go cost page faults
-            found = self._weighted(scores, form.decode(v_slot.select(0, head)), how)
+            found = self._weigh_values(scores, form.decode(v_slot.select(0, head)), how)
             parts.append(found.narrow(0, 0, count * group).view(count, -1))
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
-    def _weighted(self, weights: Tensor, values: Tensor, how: ServedHeads) -> Tensor:
-        """weights float32 `[M, n]` @ values `[n, hd]`, the sums of `terms` keys each added up in float32."""
+    def _weigh_values(self, weights: Tensor, values: Tensor, how: ServedHeads) -> Tensor:
+        """Multiply weights float32 `[M, n]` with values `[n, hd]`; the sums of `terms` keys each are added up in
+        float32.
+        """
         dtype = getattr(torch, how.dtype)
         if len(values) <= how.terms:
             return self.kernels.multiply(weights.to(dtype), values.to(dtype).t())
@@ -277,6 +308,6 @@ class CpuAttention:
         return total
 
 
-def _hiding(hidden: Tensor) -> Tensor:
-    """bool `[rows, keys]` -> float32 `[rows, 1, keys]`, to be added to the scores of every head of a group."""
+def _make_mask(hidden: Tensor) -> Tensor:
+    """Turn bool `[rows, keys]` into float32 `[rows, 1, keys]`, to be added to the scores of every head of a group."""
     return torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf")).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""The taps of convolutions in the order in which CPU kernels read them, made once for each layer's weights."""
+"""Convolution taps in the order in which CPU kernels read them, made once for each layer's weights."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from adapters.models.kernels.delta_interface import DeltaWeights
 
 
 @define(eq=False)
-class TapsByPlace:
-    """Taps of convolutions as `[4, channels]`; kept with what they were made from, so that the identity stays taken."""
+class TransposedTaps:
+    """A cache of taps as `[4, channels]`. An entry keeps the weights that it was made from, so that no other object
+    can take over their identity.
+    """
 
     _found: dict[int, tuple[DeltaWeights, Tensor]] = field(init=False, factory=dict)
 
-    def of(self, weights: DeltaWeights) -> Tensor:
+    def taps_of(self, weights: DeltaWeights) -> Tensor:
+        """Return the transposed taps of a layer."""
         found = self._found.get(id(weights))
         if found is None:
             found = self._found[id(weights)] = (weights, weights.taps.T.contiguous())

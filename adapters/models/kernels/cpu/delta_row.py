@@ -1,5 +1,6 @@
-"""A single row of the gated delta rule on a CPU, as decoding has one of each slot: the bits of `cpu_delta.py`, in few
-calls, since at one row calls are what costs.
+"""A single row of the gated delta rule on a CPU, as decoding has one for each slot.
+
+It has the bits of `delta.py` in fewer calls, because calls are what a single row costs.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from attrs import frozen
 from torch import Tensor
 
 from adapters.models.kernels.delta_interface import BLOCK, CHUNK, RING, DeltaShape, DeltaState
-from adapters.models.kernels.vector_functions import by_vectors
+from adapters.models.kernels.vector_functions import apply_in_vectors
 
 # What a row of a chunk reads of the blocks before its own.
 _EARLY = (torch.arange(CHUNK) < torch.arange(CHUNK).unsqueeze(1) // BLOCK * BLOCK).float()
@@ -19,7 +20,9 @@ _NOTHING = torch.zeros(())
 
 @frozen(eq=False)
 class RowBuffers:
-    """What products read, in as many rows as were proven: the row's own come first, the others are always zero."""
+    """Operands of products with as many rows as were proven. The row's own data comes first; the other rows are
+    always zero.
+    """
 
     keys: Tensor  # [Nk, M, dk]
     shared: Tensor  # [Nv, M, dk]
@@ -28,14 +31,17 @@ class RowBuffers:
 
     @classmethod
     def of(cls, shape: DeltaShape, rows: int) -> RowBuffers:
-        heads, size = shape.value_heads, shape.key_size
+        heads = shape.value_heads
+        size = shape.key_size
         sizes = ((shape.key_heads, size), (heads, size), (heads, CHUNK), (heads, BLOCK))
         return cls(*(torch.zeros(count, rows, width) for count, width in sizes))
 
 
 @frozen(eq=False)
 class DeltaRow:
-    """asking: query and key of each head, `[Nk, 2, dk]`. value `[Nv, dv]`; beta and decay (g), `[Nv, 1]`."""
+    """The inputs of one row. asking: query and key of each head, `[Nk, 2, dk]`. value: `[Nv, dv]`. beta and decay
+    (g): `[Nv, 1]`.
+    """
 
     asking: Tensor
     value: Tensor
@@ -46,9 +52,11 @@ class DeltaRow:
 def read_row(
     buffers: RowBuffers, shape: DeltaShape, state: DeltaState, slot: int, position: int, row: DeltaRow
 ) -> Tensor:
-    """What it reads, `[Nv, dv]`; what later rows need of it is left in the rings."""
-    heads, group = shape.value_heads, shape.group
-    first, start = position % CHUNK, position // CHUNK * CHUNK % RING
+    """Return what the row reads, `[Nv, dv]`, and leave in the rings what later rows need of it."""
+    heads = shape.value_heads
+    group = shape.group
+    first = position % CHUNK
+    start = position // CHUNK * CHUNK % RING
     rings = (state.keys, state.deltas, state.decays, state.values, state.factors)
     keys, deltas, decays, values, factors = (ring[slot].narrow(1, start, CHUNK) for ring in rings)
     if not first:
@@ -61,13 +69,14 @@ def read_row(
     known = torch.bmm(buffers.shared, state.memory[slot])
     total = decays[:, first - 1 : first] + row.decay if first else row.decay
     decays[:, first : first + 1] = total
-    faded = by_vectors(torch.exp, total - decays)
+    faded = apply_in_vectors(torch.exp, total - decays)
     faded[:, first + 1 :] = 0.0
-    decay = by_vectors(torch.exp, torch.nn.functional.pad(total, (0, CHUNK - 1)))[:, :1]
+    decay = apply_in_vectors(torch.exp, torch.nn.functional.pad(total, (0, CHUNK - 1)))[:, :1]
     seen = (alike.unsqueeze(1) * faded.view(-1, group, 1, CHUNK)).view(heads, 2, CHUNK)
     own = seen[:, 1] * row.beta
     wanted = (row.value - known[:, 1] * decay) * row.beta
-    block, here = first - first % BLOCK, first % BLOCK
+    block = first - first % BLOCK
+    here = first % BLOCK
     if block:
         torch.mul(own, _EARLY[first], out=buffers.chunk[:, 0])
         wanted = wanted - torch.bmm(buffers.chunk, deltas)[:, 0]

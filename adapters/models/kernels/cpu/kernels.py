@@ -1,22 +1,21 @@
-"""CPU kernels: products of our own and oneDNN's, of weights and in attention, called so that a row never sees its
+"""Kernels for CPUs: products of the compiled library and of oneDNN, called so that a row's bits do not depend on its
 bucket.
 
-What makes a row's bits its own:
-* a product runs with a number of rows that was proven to agree with all others that are used (`proof.py`): a step of
-  more rows is multiplied in pieces, one of fewer is padded; how oneDNN cuts a sum differs with the row count, the
-  processor and the threads;
-* where products of our own are installed, what happens to rows between products is in C with them (`native/rows.py`);
-* activations run inside the product, whose vector tails are masked; an ATen elementwise loop may end in scalar code,
-  so outside of both only correctly rounded operations (+, *, /, sqrt, casts) touch the rows, and softmax over rows of
-  whole vectors;
-* attention is made of such products, too (`cpu_attention.py`).
+Four rules make a row's bits its own:
+* A product runs with a row count that was proven to agree with all others in use (`proof/`). A step with more rows is
+  multiplied in pieces, one with fewer is padded. How oneDNN cuts a sum differs with the row count, the processor and
+  the threads.
+* Where the compiled library is installed, it also does what happens to rows between products (`native/rows.py`).
+* Activations run inside the product, whose vector tails are masked. An ATen elementwise loop may end in scalar code,
+  so outside of products only correctly rounded operations touch the rows (+, *, /, sqrt, casts), and softmax over
+  rows of whole vectors.
+* Attention is made of such products as well (`attention.py`).
 
 Without a plan nothing is cut, padded or promised: that is for tests and for the proof itself.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -24,64 +23,77 @@ import torch
 from torch import Tensor
 
 from adapters.checkpoint.packed_matrix import PackedMatrix, Stack
+from adapters.models.kernels.cpu import layers as fused
 from adapters.models.kernels.cpu import onednn
 from adapters.models.kernels.cpu.attention import CpuAttention, StepPlan
 from adapters.models.kernels.cpu.delta import CpuDelta
-from adapters.models.kernels.cpu.layers import context_at_once, head_at_once, layers_at_once
+from adapters.models.kernels.cpu.heads import PreparedHeadsCache, rotate_heads
 from adapters.models.kernels.cpu.native.attention import NativeAttention
-from adapters.models.kernels.cpu.native.delta import NativeDelta
-from adapters.models.kernels.cpu.native.delta import fits as has_room_for
-from adapters.models.kernels.cpu.native.library import compiled
+from adapters.models.kernels.cpu.native.delta import NativeDelta, has_room_for
+from adapters.models.kernels.cpu.native.library import find_library
 from adapters.models.kernels.cpu.native.norm_and_head import NativeHead
-from adapters.models.kernels.cpu.native.products import FORMS, NativePacked, NativeProducts, NativeWeight
-from adapters.models.kernels.cpu.native.rows import NativeRows, PreparedHeads
+from adapters.models.kernels.cpu.native.products import DTYPE_CODES, NativePacked, NativeProducts, NativeWeight
+from adapters.models.kernels.cpu.native.rows import NativeRows
 from adapters.models.kernels.cpu.packed import CpuPacking, CpuStack, CpuWeight, check_rows
 from adapters.models.kernels.cpu.thread_tuning import ThreadTuning
+from adapters.models.kernels.decode_pass import DecodePass, DraftPass
 from adapters.models.kernels.delta_interface import DeltaKernels, DeltaShape
-from adapters.models.kernels.experts_interface import Experts, experts_feed, one_by_one
+from adapters.models.kernels.experts_interface import Experts, list_experts, run_experts
 from adapters.models.kernels.interface import (
     AttentionMask,
-    ContextAtOnce,
     ContextLayer,
+    ContextPass,
     Embedding,
+    FusedContext,
+    FusedLayers,
     HeadPrep,
-    LayersAtOnce,
     Rope,
     WholeLayer,
 )
 from adapters.models.kernels.multiplier import dtype_name
-from adapters.models.kernels.product_list import NARROW, NATIVE, TILE, ProductPlan, Products, Proof, Unproven
+from adapters.models.kernels.product_list import (
+    NARROW,
+    NATIVE,
+    TILE,
+    ProductPlan,
+    Products,
+    Proof,
+    UnprovenProductError,
+)
 from adapters.models.kernels.proof.prover import prove
-from adapters.models.kernels.row_format import form_of
+from adapters.models.kernels.row_format import format_of
+from adapters.models.kernels.step import Forward
 from adapters.models.kernels.step_batch import Batch, BlockBatch
 
 T = TypeVar("T")
 
-# oneDNN's AMX kernels read 16-bit inputs in blocks of so many; in what lies past the end of one a NaN would spread.
+# oneDNN's AMX kernels read 16-bit inputs in blocks of this many columns. A NaN past the end of a row would spread.
 _COLUMNS = 32
 
 
 class CpuKernels:
-    """Keeps only what the steps of one shard share; the weights are the shard's.
+    """Implements `Kernels`. It keeps only what the steps of one shard share; the weights belong to the shard.
 
-    plan: in which shapes products run; a product that is not in it raises Unproven. own: products of our own, where
-    this installation has them.
+    plan: the shapes in which products run; a product that is not in it raises UnprovenProductError. own: use the
+    compiled library where this installation has it.
     """
 
     kv_tile = TILE
-    paged, packs_experts = False, True
-    stacked = staticmethod(one_by_one)
+    is_paged = False
+    packs_experts = True
+    stack_experts = staticmethod(list_experts)
 
     def __init__(self, dtype: torch.dtype, plan: ProductPlan | None = None, *, own: bool = True) -> None:
-        self._dtype, self._plan = dtype, plan
-        found = compiled() if own else None
-        fits = found is not None and dtype in FORMS
+        self._dtype = dtype
+        self._plan = plan
+        found = find_library() if own else None
+        fits = found is not None and dtype in DTYPE_CODES
         self._native = None if found is None else NativeProducts(found, found.serving, dtype if fits else None)
         self._packed = None if self._native is None else CpuPacking(self._native, plan)
         self._rows = NativeRows(found, found.serving) if found is not None and fits else None
-        self._paces: dict[tuple[str, int], ThreadTuning] = {}
+        self._tunings: dict[tuple[str, int], ThreadTuning] = {}
         self._heads: dict[int, tuple[CpuWeight | CpuStack, NativeHead | None]] = {}  # by rows
-        self._preps: dict[tuple[int, int], tuple[HeadPrep, PreparedHeads]] = {}
+        self._heads_of = PreparedHeadsCache()
         self._own_attention = NativeAttention(found, found.serving, dtype) if found is not None and fits else None
         self._attention = CpuAttention(self, dtype, plan)
         self._own_rule = NativeDelta(found, found.serving) if found is not None and fits else None
@@ -94,59 +106,61 @@ class CpuKernels:
         return f"{native}{'onednn' if onednn.ONEDNN else 'aten'}-{dtype_name(self._dtype)}"
 
     @property
-    def numbers(self) -> tuple[object, ...]:
-        return () if self._plan is None else self._plan.numbers()
+    def bit_signature(self) -> tuple[object, ...]:
+        return () if self._plan is None else self._plan.bit_signature()
 
-    def fresh(self) -> CpuKernels:
-        return self.using(self._plan)
+    def copy_for_shard(self) -> CpuKernels:
+        return self.with_plan(self._plan)
 
     # --- products, in no particular pieces ---
 
-    def dtypes(self) -> Sequence[torch.dtype]:
-        own = [self._dtype] if onednn.multiplies(self._dtype) else []
+    def attention_dtypes(self) -> Sequence[torch.dtype]:
+        own = [self._dtype] if onednn.supports(self._dtype) else []
         return tuple(dict.fromkeys([*own, torch.float32]))
 
     def ways(self, *, wider: bool) -> Sequence[str]:
-        own = [NATIVE] if self._native is not None and (wider or self._dtype in FORMS) else []
-        return [*own, *(dtype_name(dtype) for dtype in self.dtypes()[: 2 if wider else 1])]
+        own = [NATIVE] if self._native is not None and (wider or self._dtype in DTYPE_CODES) else []
+        return [*own, *(dtype_name(dtype) for dtype in self.attention_dtypes()[: 2 if wider else 1])]
 
-    def rows_in(self, way: str) -> torch.dtype:
+    def operand_dtype(self, way: str) -> torch.dtype:
         if way == NATIVE:
-            return self._dtype if self._dtype in FORMS else torch.float32
+            return self._dtype if self._dtype in DTYPE_CODES else torch.float32
         return getattr(torch, way)
 
     def reorder(self, weight: Tensor, way: str) -> Tensor | NativeWeight:
         if way != NATIVE:
             return onednn.reorder(weight)
         if self._native is None:
-            raise Unproven("a plan for products of our own, and this installation has none")
+            raise UnprovenProductError("a plan for products of our own, and this installation has none")
         return self._native.pack(weight)
 
     def pack_steps(self, matrix: PackedMatrix) -> NativePacked | None:
-        return None if self._packed is None else self._packed.one(matrix)
+        return None if self._packed is None else self._packed.pack_matrix(matrix)
 
     def multiply(self, x: Tensor, weight: Any) -> Tensor:
         if isinstance(weight, NativePacked) and self._native is not None:
             return self._native.multiply_packed(x, weight)
-        return self._multiply_own(x, weight) if isinstance(weight, NativeWeight) else onednn.product(x, weight)
+        return self._multiply_native(x, weight) if isinstance(weight, NativeWeight) else onednn.multiply(x, weight)
 
     def multiply_gated(self, x: Tensor, gate: Any, up: Any) -> Tensor:
         if isinstance(gate, NativePacked) and self._native is not None:
             return self._native.multiply_packed(x, gate, up)
-        return self._multiply_own(x, gate, up) if isinstance(gate, NativeWeight) else onednn.gated_product(x, gate, up)
+        return (
+            self._multiply_native(x, gate, up) if isinstance(gate, NativeWeight) else onednn.multiply_gated(x, gate, up)
+        )
 
-    def _multiply_own(self, x: Tensor, weight: NativeWeight, up: NativeWeight | None = None) -> Tensor:
+    def _multiply_native(self, x: Tensor, weight: NativeWeight, up: NativeWeight | None = None) -> Tensor:
         assert self._native is not None
         return self._native.multiply(x, weight, up)
 
     @property
-    def own_attention(self) -> NativeAttention | None:
+    def native_attention(self) -> NativeAttention | None:
         return self._own_attention
 
-    def own_rule(self, shape: DeltaShape) -> NativeDelta | None:
+    def native_rule(self, shape: DeltaShape) -> NativeDelta | None:
         return self._own_rule if has_room_for(shape) else None
 
-    def batched_rule(self) -> CpuDelta:
+    def make_batched_rule(self) -> CpuDelta:
         return CpuDelta(None)
 
     # --- what is proven of them ---
@@ -154,7 +168,7 @@ class CpuKernels:
     def prove(self, products: Products, known: ProductPlan | None = None) -> Proof:
         return prove(self, products, known)
 
-    def using(self, plan: ProductPlan | None) -> CpuKernels:
+    def with_plan(self, plan: ProductPlan | None) -> CpuKernels:
         return CpuKernels(self._dtype, plan, own=self._native is not None)
 
     # --- weights ---
@@ -162,53 +176,57 @@ class CpuKernels:
     def pack(self, weight: Tensor | Stack) -> CpuWeight | CpuStack:
         if isinstance(weight, Tensor):
             return self._pack(weight, gated=False)
-        stack = None if self._packed is None else self._packed.stacked(weight, lambda one: self._pack(one, gated=False))
+        stack = (
+            None if self._packed is None else self._packed.pack_stack(weight, lambda one: self._pack(one, gated=False))
+        )
         return self._pack(weight.unpacked(), gated=False) if stack is None else stack
 
     def pack_gated(self, weight: Tensor | Stack) -> CpuWeight | CpuStack:
         if isinstance(weight, Tensor):
             return self._pack(*weight.chunk(2), gated=True)
-        stack = None if self._packed is None else self._packed.gating(weight)
+        stack = None if self._packed is None else self._packed.pack_gated(weight)
         return self._pack(*weight.unpacked().chunk(2), gated=True) if stack is None else stack
 
     def _pack(self, *weights: Tensor, gated: bool) -> CpuWeight:
         outputs, inputs = weights[0].shape
-        way, pieces = self.ways(wider=True)[0], None
+        way = self.ways(wider=True)[0]
+        pieces = None
         if self._plan is not None:
-            served = self._plan.weight(outputs, inputs, gated=gated)
+            served = self._plan.find_weight(outputs, inputs, gated=gated)
             way = served.way
             if self._plan.steps:
-                pieces = {rows: served.piece(rows) for rows in self._plan.steps}
-        dtype = self.rows_in(way)
+                pieces = {rows: served.piece_rows(rows) for rows in self._plan.steps}
+        dtype = self.operand_dtype(way)
         whole = way == NATIVE or dtype is torch.float32
         columns = inputs if whole else -(-inputs // _COLUMNS) * _COLUMNS
-        parts, spare = [weight.to(dtype) for weight in weights], columns - inputs
+        parts = [weight.to(dtype) for weight in weights]
+        spare = columns - inputs
         wide = (torch.nn.functional.pad(part, (0, spare)) if spare else part for part in parts)
         return CpuWeight(tuple(self.reorder(weight.contiguous(), way) for weight in wide), dtype, columns, pieces)
 
     def linear(self, x: Tensor, packed: CpuWeight | CpuStack) -> Tensor:
         if isinstance(packed, CpuStack):
             check_rows(x, packed.steps)
-            return packed.linear(x.to(self.rows_in(NATIVE)), lambda one: self.linear(x, one)).to(self._dtype)
+            return packed.linear(x.to(self.operand_dtype(NATIVE)), lambda one: self.linear(x, one)).to(self._dtype)
         [weight] = packed.weights
-        return self._in_pieces(x, packed, lambda rows: self.multiply(rows, weight))
+        return self._multiply_in_pieces(x, packed, lambda rows: self.multiply(rows, weight))
 
-    def gated(self, x: Tensor, packed: CpuWeight | CpuStack) -> Tensor:
+    def gated_linear(self, x: Tensor, packed: CpuWeight | CpuStack) -> Tensor:
         if isinstance(packed, CpuStack):
             check_rows(x, packed.steps)
-            return packed.gated(x.to(self.rows_in(NATIVE))).to(self._dtype)
+            return packed.gated_linear(x.to(self.operand_dtype(NATIVE))).to(self._dtype)
         gate, up = packed.weights
-        return self._in_pieces(x, packed, lambda rows: self.multiply_gated(rows, gate, up))
+        return self._multiply_in_pieces(x, packed, lambda rows: self.multiply_gated(rows, gate, up))
 
     def experts(self, x: Tensor, experts: Experts, batch: Batch) -> Tensor:
-        return experts_feed(self, x, experts, batch, self._padded)
+        return run_experts(self, x, experts, batch, self._pad_row_count)
 
-    def _padded(self, rows: int) -> int:
-        """The least row count of a step that so many rows fit into: products of such steps are proven."""
+    def _pad_row_count(self, rows: int) -> int:
+        """Return the smallest row count of a step that holds so many rows: products of such steps are proven."""
         steps = () if self._plan is None else self._plan.steps
         return next((count for count in steps if count >= rows), rows)
 
-    def _in_pieces(self, x: Tensor, packed: CpuWeight, multiply: Callable[[Tensor], Tensor]) -> Tensor:
+    def _multiply_in_pieces(self, x: Tensor, packed: CpuWeight, multiply: Callable[[Tensor], Tensor]) -> Tensor:
         rows, inputs = x.shape
         check_rows(x, packed.pieces)
         count = rows if packed.pieces is None else packed.pieces[rows]
@@ -229,101 +247,84 @@ class CpuKernels:
             residual.add_(delta)
         return torch.rms_norm(residual.to(weight.dtype), weight.shape, weight, eps).to(residual.dtype)
 
-    def at_once(
+    def fuse_layers(
         self, layers: Sequence[WholeLayer], rope: Rope, rows: int, embedding: Embedding | None
-    ) -> LayersAtOnce | None:
+    ) -> FusedLayers | None:
         if self._own_attention is None:
             return None
         native = self._own_attention.compiled
-        found = layers_at_once(native, layers, rope, rows, self._dtype, embedding, self._prepared)
-        return found if found is not None and self._attention.own_serves(*found.heads, rows) else None
+        found = fused.fuse_layers(native, layers, rope, rows, self._dtype, embedding, self._heads_of)
+        return found if found is not None and self._attention.is_native(*found.attention_heads, rows) else None
 
-    def context_at_once(
+    def fuse_context(
         self, fc: Any, norm: Tensor, eps: float, layers: Sequence[ContextLayer], rope: Rope, rows: int
-    ) -> ContextAtOnce | None:
+    ) -> FusedContext | None:
         if self._rows is None:
             return None
-        return context_at_once(self._rows.compiled, (fc, norm, eps), layers, rope, rows, self._prepared)
+        return fused.fuse_context(self._rows.compiled, (fc, norm, eps), layers, rope, rows, self._heads_of)
 
-    def logits(self, hidden: Tensor, norm: Tensor, eps: float, packed: CpuWeight | CpuStack, out: Tensor) -> None:
+    def build_pass(
+        self,
+        layers: FusedLayers,
+        ending: tuple[Tensor, float, CpuWeight | CpuStack],
+        batch: Batch,
+        forward: Forward,
+        logits: Tensor,
+    ) -> DecodePass | None:
+        return fused.build_pass(layers, ending, batch, forward, logits, self.launch)
+
+    def build_draft_pass(
+        self, block: DecodePass, contexts: Sequence[ContextPass], left: Sequence[Tensor], mask: int
+    ) -> DraftPass | None:
+        return fused.build_draft_pass(block, contexts, left, mask)
+
+    def embed(self, table: Tensor, tokens: Tensor, out: Tensor) -> Tensor:
+        return torch.index_select(table, 0, tokens, out=out)
+
+    def write_logits(self, hidden: Tensor, norm: Tensor, eps: float, packed: CpuWeight | CpuStack, out: Tensor) -> None:
         known, own = self._heads.get(rows := hidden.shape[0], (None, None))
         if known is not packed:
-            own = None if self._rows is None else head_at_once(self._rows.compiled, norm, eps, packed, rows)
+            own = None if self._rows is None else fused.fuse_head(self._rows.compiled, norm, eps, packed, rows)
             self._heads[rows] = packed, own
         if own is None:
             out.copy_(self.linear(self.add_norm(hidden, None, norm, eps), packed))
         else:
-            own.put(hidden, out)
+            own.write_logits(hidden, out)
 
-    def prepare(self, batch: Batch) -> None:
+    def prepare_step(self, batch: Batch) -> None:
         batch.plan = StepPlan(batch.segments)
 
     def rotate_store(
         self, qkv: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor
     ) -> Tensor:
-        kv, head = k_cache.shape[1], form_of(k_cache).head(k_cache.shape[3])
+        kv = k_cache.shape[1]
+        head = format_of(k_cache).head_size(k_cache.shape[3])
         queries = qkv.shape[1] // head - 2 * kv
         if self._rows is not None:
-            q = self._own_heads(self._rows, qkv, prep, rope, batch, k_cache, v_cache)
+            q = self._prepare_heads_natively(self._rows, qkv, prep, rope, batch, k_cache, v_cache)
             return q.view(batch.bucket, kv, queries // kv, head)
-        rotated, values = self._rotated(qkv, prep, rope, batch, (queries, kv, head))
-        batch.plan.write(rotated[:, queries:], values, k_cache, v_cache)
+        rotated, values = rotate_heads(qkv, self._heads_of(prep, (queries, kv, head)), rope, batch, kv)
+        batch.plan.write_caches(rotated[:, queries:], values, k_cache, v_cache)
         return rotated[:, :queries].contiguous().view(batch.bucket, kv, queries // kv, head)
 
     def store(self, kv: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor) -> None:
         if self._rows is not None:
-            self._own_heads(self._rows, kv, prep, rope, batch, k_cache, v_cache)
+            self._prepare_heads_natively(self._rows, kv, prep, rope, batch, k_cache, v_cache)
             return
-        head = form_of(k_cache).head(k_cache.shape[3])
-        keys, values = self._rotated(kv, prep, rope, batch, (0, k_cache.shape[1], head))
-        batch.plan.write(keys, values, k_cache, v_cache)
+        head = format_of(k_cache).head_size(k_cache.shape[3])
+        keys, values = rotate_heads(
+            kv, self._heads_of(prep, (0, k_cache.shape[1], head)), rope, batch, k_cache.shape[1]
+        )
+        batch.plan.write_caches(keys, values, k_cache, v_cache)
 
-    def _own_heads(
+    def _prepare_heads_natively(
         self, own: NativeRows, x: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor
     ) -> Tensor:
         slots, kv, capacity, width = k_cache.shape
-        head = form_of(k_cache).head(width)
-        batch.plan.check(slots, min(capacity, len(rope.cos)))
-        heads = self._prepared(prep, (x.shape[1] // head - 2 * kv, kv, head))
-        return own.prepare(x, heads, rope, (batch.slots, batch.positions), k_cache, v_cache)
-
-    def _rotated(
-        self, projected: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, shape: tuple[int, int, int]
-    ) -> tuple[Tensor, Tensor]:
-        """Queries and keys, float32 `[R, H + KV, hd]`, prepared and rotated to the rows' positions; and values.
-
-        shape: H, KV and hd.
-        """
-        queries, kv, head = shape
-        heads = projected.view(batch.bucket, queries + 2 * kv, head)
-        how = self._prepared(prep, shape)
-        if how.bias is not None:
-            heads = heads.float() + how.bias
-        turned, values = heads[:, :-kv].float(), heads[:, -kv:]
-        if how.normed:
-            turned = torch.rms_norm(turned, (head,), None, how.eps)
-        turned = turned * how.weight
-        cos, sin = batch.plan.angles(rope, batch)
-        part = turned[..., : cos.shape[2]]
-        swapped = torch.roll(part, part.shape[2] // 2, 2)
-        part.mul_(cos).add_(swapped.mul_(sin))
-        return turned, values
-
-    def _prepared(self, prep: HeadPrep, shape: tuple[int, int, int]) -> PreparedHeads:
-        """In float32: what queries and keys are multiplied with, attention's scale of q included; the bias `[H + 2 KV,
-        hd]`. Kept with what it was made from, so that the identity stays taken.
-        """
-        queries, kv, head = shape
-        found = self._preps.get((id(prep), queries))
-        if found is None:
-            one = torch.ones(head)
-            q_norm, k_norm = (one if norm is None else norm.float() for norm in (prep.q_norm, prep.k_norm))
-            scaled = q_norm * head**-0.5
-            weight = torch.cat((scaled.expand(queries, -1), k_norm.expand(kv, -1)))
-            bias = None if prep.bias is None else prep.bias.float().view(queries + 2 * kv, head)
-            heads = PreparedHeads(bias, weight, prep.q_norm is not None, prep.eps)
-            found = self._preps[id(prep), queries] = (prep, heads)
-        return found[1]
+        head = format_of(k_cache).head_size(width)
+        batch.plan.check_caches(slots, min(capacity, len(rope.cos)))
+        heads = self._heads_of(prep, (x.shape[1] // head - 2 * kv, kv, head))
+        return own.prepare_heads(x, heads, rope, (batch.slots, batch.positions), k_cache, v_cache)
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
         return self._attention.attend(q, k_cache, v_cache, batch)
@@ -336,18 +337,13 @@ class CpuKernels:
     def launch(self, name: str, batch: Batch, body: Callable[[], T]) -> T:
         if self._plan is None:
             return body()
-        (narrow, wide), threads = self._plan.threads, torch.get_num_threads()
+        narrow, wide = self._plan.threads
+        threads = torch.get_num_threads()
         if threads != wide:
-            raise Unproven(f"products were proven for {wide} threads, and there are {threads} now")
+            raise UnprovenProductError(f"products were proven for {wide} threads, and there are {threads} now")
         if batch.bucket > NARROW or narrow == wide:
             return body()
-        pace = self._paces.get(kind := (name, batch.bucket)) or self._paces.setdefault(kind, ThreadTuning(narrow, wide))
-        threads, start = pace.threads, time.perf_counter()
-        if threads != wide:
-            torch.set_num_threads(threads)
-        try:
-            return body()
-        finally:
-            if threads != wide:
-                torch.set_num_threads(wide)
-            pace.took(time.perf_counter() - start)
+        kind = (name, batch.bucket)
+        if kind not in self._tunings:
+            self._tunings[kind] = ThreadTuning(narrow, wide)
+        return self._tunings[kind].run(body)

@@ -1,4 +1,4 @@
-"""oneDNN's products with weights, where torch brings them; torch's own where it does not."""
+"""oneDNN's products with weights, where torch has them; torch's own products elsewhere."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-c
 
 
 def reorder(weight: Tensor) -> Tensor:
+    """Return a weight in oneDNN's memory layout."""
     return torch.ops.mkldnn._reorder_linear_weight.default(weight) if ONEDNN else weight  # noqa: SLF001
 
 
 @cache
-def multiplies(dtype: torch.dtype) -> bool:
-    """Whether this is done in that dtype on this processor; otherwise in float32."""
+def supports(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN multiplies in this dtype on this processor; otherwise products run in float32."""
     if dtype is torch.float32:
         return True
     if not ONEDNN:
         return False
-    half, brain = torch.ops.mkldnn._is_mkldnn_fp16_supported, torch.ops.mkldnn._is_mkldnn_bf16_supported  # noqa: SLF001
+    half = torch.ops.mkldnn._is_mkldnn_fp16_supported
+    brain = torch.ops.mkldnn._is_mkldnn_bf16_supported  # noqa: SLF001
     return brain() if dtype is torch.bfloat16 else half()
 
 
@@ -30,13 +32,13 @@ if ONEDNN:
     _linear_binary = torch.ops.mkldnn._linear_pointwise.binary  # noqa: SLF001
 
 
-def product(x: Tensor, packed: Tensor) -> Tensor:
+def multiply(x: Tensor, packed: Tensor) -> Tensor:
     if not ONEDNN:
         return torch.nn.functional.linear(x, packed)
     return _linear(x, packed, None, "none", [], "")
 
 
-def gated_product(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+def multiply_gated(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     if not ONEDNN:
-        return torch.nn.functional.silu(product(x, gate)).mul_(product(x, up))
+        return torch.nn.functional.silu(multiply(x, gate)).mul_(multiply(x, up))
     return _linear_binary(x, _linear(x, gate, None, "swish", [], ""), up, None, "mul")

@@ -1,4 +1,4 @@
-"""How Triton's kernels are compiled and found again: alike in each process, and by several threads at once."""
+"""Compiling Triton's kernels and finding them again: with the same digests in each process, and by several threads."""
 
 from __future__ import annotations
 
@@ -14,44 +14,47 @@ from threading import Thread
 from triton import AsyncCompileMode
 from triton.runtime import build, cache, jit
 
-from adapters.models.kernels.cuda.digests import known_first
-from adapters.models.kernels.cuda.launchers import kept_apart
+from adapters.models.kernels.cuda.digests import hash_callees_first
+from adapters.models.kernels.cuda.launchers import load_separately
 
 if hasattr(build, "_load_module_from_path"):
-    build._load_module_from_path = kept_apart(build._load_module_from_path)  # noqa: SLF001 - nothing else is offered
+    build._load_module_from_path = load_separately(build._load_module_from_path)  # noqa: SLF001 - nothing else is offered
 
 if (finder := getattr(jit, "DependenciesFinder", None)) is not None and hasattr(finder, "_update_hash"):
-    finder._update_hash = known_first(finder._update_hash)  # noqa: SLF001
+    finder._update_hash = hash_callees_first(finder._update_hash)  # noqa: SLF001
 
-# A kernel goes through five forms. The last one, which is launched, is kept with its source: a later start would read
-# all that it finds.
+# Triton compiles a kernel through five forms. Only the last one, which is launched, is kept with its source, because a
+# later start would read all of them.
 os.environ.setdefault("TRITON_STORE_BINARY_ONLY", "1")
 
 
 @once
-def key_beside() -> Thread:
-    """Every kernel is looked up by a digest of all of Triton, half a second's work, which is taken by a thread from the
-    first call on. To be waited for before kernels are launched: each thread that finds it missing would take it once
-    more.
+def start_key() -> Thread:
+    """Return the thread that computes Triton's digest of itself, by which every kernel is looked up.
+
+    It takes half a second and starts with the first call. Join the thread before launching kernels: each launching
+    thread that finds the digest missing would compute it once more.
     """
-    return beside(getattr(cache, "triton_key", None), getattr(build, "platform_key", None))
+    return call_on_thread(getattr(cache, "triton_key", None), getattr(build, "platform_key", None))
 
 
-def tools_beside(capability: int) -> Thread:
-    """The same of the version of what compiles for GPUs of that compute capability, 90 for 9.0: part of every kernel's
-    name, and a program has to be asked.
+def start_tool_versions(capability: int) -> Thread:
+    """Start a thread that asks the assembler for its version, which is part of every kernel's name and takes a
+    subprocess.
+
+    capability: the GPU's compute capability, 90 for 9.0.
     """
     asked = list[Callable[[], object]]()
     with suppress(ImportError, AttributeError):
         from triton.backends.nvidia import compiler  # noqa: PLC0415 - there is none in what is built for others
 
         asked.append(partial(compiler.get_ptxas_version, capability))
-    return beside(*asked)
+    return call_on_thread(*asked)
 
 
-def beside(*asked: Callable[[], object] | None) -> Thread:
-    """They are called on a thread of their own, where there are such; their answers are kept by themselves. What goes
-    wrong goes wrong again, and is told, where a kernel is looked up.
+def call_on_thread(*asked: Callable[[], object] | None) -> Thread:
+    """Call functions on a thread of their own, where they exist; they cache their answers themselves. An error shows
+    up again where a kernel is looked up.
     """
 
     def call() -> None:
@@ -65,9 +68,11 @@ def beside(*asked: Callable[[], object] | None) -> Thread:
 
 
 @contextmanager
-def compiling_aside() -> Iterator[None]:
-    """What is launched in here, by any thread that runs in a copy of this context, is compiled by other threads, and
-    but once. What cannot be compiled fails where it is launched.
+def compile_in_threads() -> Iterator[None]:
+    """Compile the launches of this context, and of threads that run in a copy of it, on other threads, each kernel
+    once.
+
+    A kernel that cannot be compiled fails where it is launched.
     """
     threads = ThreadPoolExecutor(os.cpu_count() or 1, "compiling")
     with threads, AsyncCompileMode(threads, ignore_errors=True):

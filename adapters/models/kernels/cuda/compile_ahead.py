@@ -1,7 +1,8 @@
-"""Triton's kernels compiled by processes: found out without a launch, and found in Triton's cache by whoever launches.
+"""Triton's kernels compiled by worker processes before their first launch.
 
-To compile one takes half a second, of which Python's own part keeps the interpreter from every other thread; and who
-launches one after the other would wait for each. So all of them are asked for first, by launches that are withheld.
+Compiling one takes half a second, and Python's own part of it keeps the interpreter from every other thread. A caller
+that launches kernels one after the other would wait for each. So launches are withheld first, which collects all
+kernels that are missing, then processes compile them, and the real launches find them in Triton's cache.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from triton import knobs
 from triton.runtime import cache, driver
 
 import adapters.models.kernels.cuda.compile  # noqa: F401 - the same digests as with who compiles
-from adapters.models.kernels.cuda.worker_pool import all_done
-from adapters.models.kernels.triton.launch import withholding
+from adapters.models.kernels.cuda.worker_pool import run_lines
+from adapters.models.kernels.triton_launch import withhold_launches
 
 log = logging.getLogger("rekindle")
 
@@ -32,16 +33,18 @@ def _triton_key() -> str:
 
 
 @define(eq=False)
-class KernelsAsked:
-    """Kernels that withheld launches ask for: each a line of JSON, as `triton_worker` reads them, by how long its
-    source is.
+class RequestedKernels:
+    """Implements `CompileRequests`. lines: each kernel as a line of JSON for `compile_worker`, with the length of its
+    source.
     """
 
     lines: dict[str, int] = field(init=False, factory=dict[str, int])
     key: str = field(factory=_triton_key)
 
-    def hear(self, *, fn: Any, compile: dict[str, Any], **_: object) -> bool:  # noqa: A002 - Triton's name for it
-        """As Triton calls a `jit_cache_hook`; True keeps it from compiling."""
+    def request(self, *, fn: Any, compile: dict[str, Any], **_: object) -> bool:  # noqa: A002 - Triton's name for it
+        """Record a kernel that Triton is about to compile, and return True to keep it from compiling
+        (`jit_cache_hook`).
+        """
         target = driver.active.get_current_target()
         kind = {"module": fn.module, "name": fn.name, "triton": self.key}
         on = [target.backend, target.arch, target.warp_size]
@@ -49,13 +52,19 @@ class KernelsAsked:
         self.lines[line] = len(fn.jit_function.src)
         return True
 
+    def compile_in_processes(self) -> None:
+        """Compile all of them, the longest first. What is not compiled in the end will be where it is launched."""
+        for why in run_lines(sorted(self.lines, key=lambda line: -self.lines[line]), WORKER):
+            log.debug("a kernel is compiled later: %s", why)
 
-_asked: ContextVar[KernelsAsked | None] = ContextVar("asked", default=None)
+
+_asked: ContextVar[RequestedKernels | None] = ContextVar("asked", default=None)
 
 
-class AskersHook:
-    """Triton's `jit_cache_hook`, of every kernel that the process does not know, whoever launches it. There is none but
-    for who asks: Triton would write a kernel's constants down for it, and not all can be.
+class RequestHook:
+    """Triton's `jit_cache_hook`, called for every kernel that the process does not have. It is false outside
+    `collect_requests`: Triton would write a kernel's constants down for the hook, and not all constants can be
+    written.
     """
 
     def __bool__(self) -> bool:
@@ -63,26 +72,22 @@ class AskersHook:
 
     def __call__(self, **about: Any) -> bool:
         asked = _asked.get()
-        return asked is not None and asked.hear(**about)
+        return asked is not None and asked.request(**about)
 
 
 @contextmanager
-def asking() -> Iterator[KernelsAsked]:
-    """What this context launches in here is not launched, and what is not compiled is asked for, in a process that has
-    launched nothing like it before. Where somebody else listens to Triton, it is compiled at once.
+def collect_requests() -> Iterator[RequestedKernels]:
+    """Withhold the launches of this context and collect the kernels that are missing.
+
+    The process must not have launched such kernels before. Where another hook is installed, kernels are compiled at
+    once.
     """
-    asked = KernelsAsked()
+    asked = RequestedKernels()
     if knobs.runtime.jit_cache_hook is None:
-        knobs.runtime.jit_cache_hook = AskersHook()
+        knobs.runtime.jit_cache_hook = RequestHook()
     outer = _asked.set(asked)
     try:
-        with withholding():
+        with withhold_launches():
             yield asked
     finally:
         _asked.reset(outer)
-
-
-def compile_apart(asked: KernelsAsked) -> None:
-    """All of them, the longest first. What is not compiled in the end will be where it is launched."""
-    for why in all_done(sorted(asked.lines, key=lambda line: -asked.lines[line]), WORKER):
-        log.debug("a kernel is compiled later: %s", why)

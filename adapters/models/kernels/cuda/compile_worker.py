@@ -1,8 +1,8 @@
 """The process that compiles kernels for another one: `python -m adapters.models.kernels.cuda.compile_worker`.
 
-Reads a line of JSON for each: the function's module and name, the target, and what Triton's `preload` takes. Triton's
-cache has the kernel then, and what launches it, and a line is written: empty, or why there is none. It ends when nobody
-writes to it any more. It needs no GPU, and never opens one.
+It reads a line of JSON for each kernel: the function's module and name, the target, and the argument of Triton's
+`preload`. It leaves the kernel and its launcher in Triton's cache and answers with a line: empty, or the reason why
+it failed. It ends when its input is closed. It needs no GPU and never opens one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import adapters.models.kernels.cuda.compile  # noqa: F401 - the same digests as 
 
 @frozen
 class NoDriver:
-    """As much of Triton's driver as compiling takes."""
+    """The part of Triton's driver that compiling needs."""
 
     target: GPUTarget
 
@@ -44,8 +44,8 @@ def compile_one(asked: dict[str, Any]) -> None:
 
 
 def build_launcher(kernel: Any, backend: str) -> None:
-    """A kernel is launched by a module that a C compiler makes, one for all of a signature, and Triton keeps that, too.
-    What cannot be made here is made by who launches it.
+    """Build the C extension that launches a kernel, one for all kernels of a signature, into Triton's cache. On
+    failure the launching process builds it.
     """
     if backend == "cuda":
         with suppress(AssertionError, AttributeError, ImportError, OSError, RuntimeError, SubprocessError):
@@ -54,12 +54,12 @@ def build_launcher(kernel: Any, backend: str) -> None:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="backslashreplace")
-    os.dup2(2, 1)  # whatever else is printed is no answer
+    os.dup2(2, 1)  # other output must not be taken for an answer
     for line in sys.stdin:
         why = ""
         try:
             compile_one(json.loads(line))
-        except Exception as error:  # noqa: BLE001 - whoever asked is told, and compiles it by itself
+        except Exception as error:  # noqa: BLE001 - the answer says so, and the asking process compiles it
             why = " ".join(f"{type(error).__name__}: {error}".split())
         answers.write(why + "\n")
         answers.flush()

@@ -1,4 +1,4 @@
-"""Triton's digests of kernels, by which they are found again."""
+"""Triton's digests of kernels, by which compiled kernels are found again."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Any, TypeAlias
 Update: TypeAlias = Callable[[Any, Any], None]
 
 
-def known_first(update: Update) -> Update:
-    """`update(finder, function)` of a caller's digest with a function that it calls, once that one's own is known.
+def hash_callees_first(update: Update) -> Update:
+    """Wrap `update(finder, function)` so that the digest of a called function is known before its caller's digest
+    uses it.
 
-    Triton takes over the constants that the function has been found to use before it looks for them. So the digest of
-    its first caller is without them, and of others with: it depends on which kernels the process asked for before, and
-    another order of threads, or another process, would compile again what is kept.
+    Triton takes over the constants that the called function has been found to use before it looks for them. So the
+    digest of its first caller lacks them, and those of others have them. The digest would depend on the order of
+    requests, and another order of threads, or another process, would compile again what is cached.
     """
 
-    def updated(finder: Any, function: Any) -> None:
+    def update_after_callee(finder: Any, function: Any) -> None:
         _ = function.cache_key
         update(finder, function)
 
-    return updated
+    return update_after_callee

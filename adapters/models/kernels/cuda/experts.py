@@ -1,7 +1,7 @@
 """Launches of a layer of experts on a CUDA device: six, however many experts there are, and none waits for the host.
 
-Where a layer's experts lie in one piece, their numbers are the places of their weights; of experts in host memory those
-that are on the device have places in one piece, and go through the same kernels in as many turns as it takes to bring
+Where a layer's experts lie in one piece, an expert's number is the place of its weights. Of experts in host memory,
+those on the device have places in one piece. They go through the same kernels, in as many turns as it takes to bring
 the others. Tiles are free, as everywhere: no tile cuts a sum.
 """
 
@@ -15,18 +15,18 @@ from attrs import define, evolve, frozen
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from adapters.models.kernels.cuda.attention import launching
+from adapters.models.kernels.cuda.attention import launch_options
 from adapters.models.kernels.experts_interface import (
     ChosenExperts,
     Experts,
     ExpertsShape,
     GatedWeights,
     PackedProducts,
-    gated_feed,
+    run_feed_forward,
 )
 from adapters.models.kernels.step_batch import Batch
 from adapters.models.kernels.triton import experts as programs
-from adapters.models.kernels.triton.launch import launch
+from adapters.models.kernels.triton_launch import launch
 
 _COUNTED = 1024  # pairs that a program counts at once
 _FEW = 64  # pairs, whose tiles do not fill the device unless they are narrow
@@ -34,7 +34,7 @@ _FEW = 64  # pairs, whose tiles do not fill the device unless they are narrow
 
 @frozen
 class GroupTile:
-    """Pairs x columns x depth of one program's step, its warps and the steps that are loaded ahead."""
+    """The step of one program: pairs x columns x depth, its warps, and the steps that are loaded ahead."""
 
     pairs: int
     columns: int
@@ -47,15 +47,17 @@ class GroupTile:
         return self.pairs, self.columns, self.depth
 
     @property
-    def tall(self) -> bool:
-        """A tensor core takes 64 of the taller operand: of the weights, where there are fewer pairs."""
+    def has_tall_weights(self) -> bool:
+        """Return whether the weights are the taller operand, of which a tensor core takes 64 rows: where there are
+        fewer pairs.
+        """
         return self.pairs < 64
 
 
 def choose_group_tile(pairs: int, experts: int, dtype: torch.dtype, shared: int) -> GroupTile:
-    """For as many pairs as an expert has when they are shared out evenly; weights are read once for each tile.
+    """Choose a tile for as many pairs as an expert has on average; weights are read once for each tile.
 
-    shared: bytes of shared memory a program may have, which bounds how many steps are loaded ahead.
+    shared: bytes of shared memory that a program may have, which bounds how many steps are loaded ahead.
     """
     each = triton.cdiv(pairs, experts)
     if dtype == torch.float32:
@@ -69,8 +71,8 @@ def choose_group_tile(pairs: int, experts: int, dtype: torch.dtype, shared: int)
 
 
 @frozen
-class Dealt:
-    """Which pairs are whose, on the device; for the experts of one turn."""
+class PairTiles:
+    """The assignment of pairs to experts, on the device, for the experts of one turn."""
 
     pairs: Tensor
     tiles: Tensor
@@ -79,23 +81,28 @@ class Dealt:
 
 @define(eq=False)
 class CudaExperts:
-    """shared: bytes of shared memory that a program may have. pdl: the kernel may start while the one before drains."""
+    """Layers of experts on one device. shared: bytes of shared memory that a program may have. pdl: see
+    `launch_options`.
+    """
 
     shared: int
     pdl: bool | None
 
-    def feed(self, kernels: PackedProducts, x: Tensor, experts: Experts, weights: GatedWeights, batch: Batch) -> Tensor:
-        """weights: of all places, those of one place behind those of another in tensors `[places, N, K]`."""
-        shape, rows = experts.shape, len(x)
-        chosen, shares = self.choose(kernels.linear(x, experts.router), shape, batch.positions)
+    def run_experts(
+        self, kernels: PackedProducts, x: Tensor, experts: Experts, weights: GatedWeights, batch: Batch
+    ) -> Tensor:
+        """Run x through a layer of experts. weights: of all places, one behind the other, in `[places, N, K]`."""
+        shape = experts.shape
+        rows = len(x)
+        chosen, shares = self.choose_experts(kernels.linear(x, experts.router), shape, batch.positions)
         tile = choose_group_tile(chosen.numel(), shape.count, x.dtype, self.shared)
         inner = x.new_empty(chosen.numel(), shape.inner)
         made = x.new_empty(chosen.numel(), x.shape[1])
-        for places in self._turns(experts, chosen):
-            dealt = self._deal(chosen, places, tile, shape)
-            self._product(x, weights.gate_up.weight, inner, dealt, tile, share=shape.active)
-            self._product(inner, weights.down.weight, made, dealt, tile)
-        own = made if experts.shared is None else gated_feed(kernels, x, experts.shared)  # never read without
+        for places in self._fetch_places(experts, chosen):
+            dealt = self._deal_pairs(chosen, places, tile, shape)
+            self._multiply_groups(x, weights.gate_up.weight, inner, dealt, tile, share=shape.chosen)
+            self._multiply_groups(inner, weights.down.weight, made, dealt, tile)
+        own = made if experts.shared is None else run_feed_forward(kernels, x, experts.shared)  # never read without
         out = torch.empty_like(x)
         block = min(1024, triton.next_power_of_2(x.shape[1]))
         launch(
@@ -107,21 +114,22 @@ class CudaExperts:
             batch.positions,
             out,
             x.shape[1],
-            ACTIVE=shape.active,
+            ACTIVE=shape.chosen,
             RANKS=shares.shape[1],
             SHARED=bool(shape.shared),
             BLOCK=block,
             enable_fp_fusion=False,
-            **launching(4, self.pdl),
+            **launch_options(4, self.pdl),
         )
         return out
 
-    def choose(self, logits: Tensor, shape: ExpertsShape, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Numbers of experts, int32 `[R, k]`, E in padded rows; and their weights, float32 `[R, n]`, behind them the
-        shared one's.
+    def choose_experts(self, logits: Tensor, shape: ExpertsShape, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the experts of each row, int32 `[R, k]`, E in padded rows; and their weights, float32 `[R, n]`,
+        followed by the shared expert's.
         """
-        rows, ranks = len(logits), triton.next_power_of_2(shape.active + bool(shape.shared))
-        chosen = torch.empty(rows, shape.active, dtype=torch.int32, device=logits.device)
+        rows = len(logits)
+        ranks = triton.next_power_of_2(shape.chosen + bool(shape.shared))
+        chosen = torch.empty(rows, shape.chosen, dtype=torch.int32, device=logits.device)
         shares = torch.empty(rows, ranks, dtype=torch.float32, device=logits.device)
         launch(
             programs.choose,
@@ -131,30 +139,32 @@ class CudaExperts:
             chosen,
             shares,
             COUNT=shape.count,
-            ACTIVE=shape.active,
+            ACTIVE=shape.chosen,
             EXPERTS=triton.next_power_of_2(shape.count),
             RANKS=ranks,
-            NORMED=shape.normed,
+            NORMED=shape.is_normalized,
             SHARED=bool(shape.shared),
-            **launching(1, self.pdl),
+            **launch_options(1, self.pdl),
         )
         return chosen, shares
 
-    def _turns(self, experts: Experts, chosen: Tensor) -> Iterator[Tensor | None]:
-        """Where the weights of the experts of each turn are, int32 `[E]`, -1 for those of others; None: all at once."""
+    def _fetch_places(self, experts: Experts, chosen: Tensor) -> Iterator[Tensor | None]:
+        """Yield where the weights of each turn's experts are, int32 `[E]`, -1 for experts of other turns; None: all
+        are in place.
+        """
         if not isinstance(experts.each, ChosenExperts):
             yield None
             return
         count = experts.shape.count
         uses = torch.bincount(chosen.flatten(), minlength=count)[:count].tolist()
-        for turn in experts.each.turns([number for number, used in enumerate(uses) if used]):
+        for turn in experts.each.fetch_in_turns([number for number, used in enumerate(uses) if used]):
             places = [turn.get(number, -1) for number in range(count)]
             yield torch.tensor(places, dtype=torch.int32).to(chosen.device, non_blocking=True)
 
-    def _deal(self, chosen: Tensor, places: Tensor | None, tile: GroupTile, shape: ExpertsShape) -> Dealt:
+    def _deal_pairs(self, chosen: Tensor, places: Tensor | None, tile: GroupTile, shape: ExpertsShape) -> PairTiles:
         pairs = chosen.numel()
         some = min(pairs, shape.count)  # experts with pairs: each may have a tile that is not full
-        dealt = Dealt(
+        dealt = PairTiles(
             torch.empty_like(chosen.view(-1)),
             chosen.new_empty((pairs + some * (tile.pairs - 1)) // tile.pairs, 4),
             chosen.new_empty(1),
@@ -173,16 +183,20 @@ class CudaExperts:
             PLACED=places is not None,
             TILE=tile.pairs,
             BLOCK=min(_COUNTED, triton.next_power_of_2(pairs)),
-            **launching(4, self.pdl),
+            **launch_options(4, self.pdl),
         )
         return dealt
 
-    def _product(self, x: Tensor, weight: Tensor, out: Tensor, dealt: Dealt, tile: GroupTile, share: int = 1) -> None:
-        """share: pairs that have one row of x in common; 1: each has its own."""
+    def _multiply_groups(
+        self, x: Tensor, weight: Tensor, out: Tensor, dealt: PairTiles, tile: GroupTile, share: int = 1
+    ) -> None:
+        """Multiply the pairs of each expert with its weight. share: pairs that have one row of x in common; 1: each
+        has its own.
+        """
         _, columns, depth = weight.shape
         descriptor = TensorDescriptor.from_tensor(weight, [1, tile.columns, tile.depth])
         launch(
-            programs.grouped,
+            programs.multiply_groups,
             (len(dealt.tiles) * triton.cdiv(columns, tile.columns),),
             x,
             descriptor,
@@ -197,8 +211,8 @@ class CudaExperts:
             BLOCK_N=tile.columns,
             BLOCK_K=tile.depth,
             STAGES=tile.stages,
-            TALL=tile.tall,
+            TALL=tile.has_tall_weights,
             GATED=out.shape[1] * 2 == columns,
             PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-            **launching(tile.warps, self.pdl),
+            **launch_options(tile.warps, self.pdl),
         )

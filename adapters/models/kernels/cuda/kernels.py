@@ -1,7 +1,8 @@
-"""CUDA kernels of the decoder layer: Triton programs whose bits do not depend on the bucket, the row or its neighbours.
+"""CUDA kernels of the decoder layer: Triton programs whose bits do not depend on the bucket, the row or its
+neighbours.
 
-This file launches; what is computed, and why its order is fixed, stands in `kernels/triton`. Attention's launches are a
-file of their own, `triton_attention.py`, and so are the tiles of products, `triton_tiles.py`.
+This module launches; `triton/` says what is computed and why its order is fixed. Attention's launches are in
+`attention.py`, the tiles of products in `tiles.py`.
 """
 
 from __future__ import annotations
@@ -17,27 +18,41 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from adapters.checkpoint.packed_matrix import Stack
-from adapters.models.kernels.cuda.attention import KV_TILE, CudaAttention, StepTiles, laid_out, launching, sizes
+from adapters.models.kernels.cuda.attention import (
+    KV_TILE,
+    CudaAttention,
+    StepTiles,
+    cache_sizes,
+    describe_blocks,
+    launch_options,
+)
 from adapters.models.kernels.cuda.cuda_graphs import GraphCache
 from adapters.models.kernels.cuda.delta import CudaDelta
 from adapters.models.kernels.cuda.experts import CudaExperts
 from adapters.models.kernels.cuda.packed import CudaPacking, CudaStack
-from adapters.models.kernels.cuda.tiles import H200_SHARED, choose_tile, choose_tile_ahead, parts, power_of_two
+from adapters.models.kernels.cuda.tiles import (
+    H200_SHARED,
+    choose_tile,
+    choose_tile_ahead,
+    count_parts,
+    round_up_to_power,
+)
+from adapters.models.kernels.decode_pass import DecodePass, DraftPass
 from adapters.models.kernels.experts_interface import (
     ChosenExperts,
     EveryExpert,
     Experts,
     GatedWeights,
     StackedExperts,
-    experts_feed,
+    run_experts,
 )
-from adapters.models.kernels.interface import NARROW, AttentionMask, ContextAtOnce, HeadPrep, LayersAtOnce, Rope
-from adapters.models.kernels.offload import rebuilt, tensors_of
+from adapters.models.kernels.interface import NARROW, AttentionMask, FusedContext, FusedLayers, HeadPrep, Rope
+from adapters.models.kernels.offload import list_tensors, map_tensors
 from adapters.models.kernels.product_list import ProductPlan, Products, Proof
-from adapters.models.kernels.row_format import LIMITS, form_of
+from adapters.models.kernels.row_format import LIMITS, format_of
 from adapters.models.kernels.step_batch import Batch, BlockBatch, StateBatch
 from adapters.models.kernels.triton import hopper, linear, rows
-from adapters.models.kernels.triton.launch import launch
+from adapters.models.kernels.triton_launch import launch
 from effects.ids import PAGE
 
 T = TypeVar("T")
@@ -47,20 +62,20 @@ HEAD_SIZES = (16, 32, 64, 128, 256)
 
 @frozen
 class CudaWeight:
-    """A weight `[N, K]` as the products read it; gated ones hold gate and up rows in turn."""
+    """A weight `[N, K]` as products read it; gated ones hold gate rows and up rows in turn."""
 
     weight: Tensor
     gated: bool = False
 
 
-def groupable(weights: GatedWeights) -> bool:
-    """Can products of many such experts be one launch?"""
+def can_be_grouped(weights: GatedWeights) -> bool:
+    """Return whether products of many such experts can be one launch."""
     return isinstance(weights.gate_up, CudaWeight) and isinstance(weights.down, CudaWeight)
 
 
-def _tiled(rows: int) -> int:
-    """Rows of an expert, padded: up to NARROW one tile holds them all, and a tile's rows are a power of two."""
-    return power_of_two(rows) if rows <= NARROW else rows
+def _pad_row_count(rows: int) -> int:
+    """Pad the rows of an expert: up to NARROW one tile holds them all, and a tile's rows are a power of two."""
+    return round_up_to_power(rows) if rows <= NARROW else rows
 
 
 @define(eq=False)
@@ -78,12 +93,12 @@ class TritonKernels:
     _shared: int = field(init=False, default=H200_SHARED)
     _hopper: bool = field(init=False, default=False)
     _attention: CudaAttention = field(init=False)
-    grouped: CudaExperts = field(init=False)
+    grouped_experts: CudaExperts = field(init=False)
     _packing: CudaPacking = field(init=False)
 
     name = "triton-1"
     kv_tile = KV_TILE
-    paged = True
+    is_paged = True
     packs_experts = False  # the products of all of a layer's are one launch
     delta: CudaDelta = field(init=False)
 
@@ -98,26 +113,26 @@ class TritonKernels:
             self._hopper = properties.major == 9
         self.delta = CudaDelta(self.device, self.pdl)
         self._attention = CudaAttention(self.device, self._processors, self._shared, self.pdl, self._hopper)
-        self.grouped = CudaExperts(self._shared, self.pdl)
+        self.grouped_experts = CudaExperts(self._shared, self.pdl)
         self._packing = CudaPacking(self.device, self._processors, self._shared, self.pdl)
 
     @property
-    def numbers(self) -> tuple[object, ...]:
+    def bit_signature(self) -> tuple[object, ...]:
         return ()
 
-    def fresh(self) -> TritonKernels:
+    def copy_for_shard(self) -> TritonKernels:
         return TritonKernels(self.device, self.pdl)
 
     def prove(self, products: Products, known: ProductPlan | None = None) -> Proof:  # noqa: ARG002
         """Every element is one chain over ascending K whatever the shape: the probe's whole layer is the proof."""
         return Proof(None)
 
-    def using(self, plan: ProductPlan | None) -> TritonKernels:  # noqa: ARG002
-        return self.fresh()
+    def with_plan(self, plan: ProductPlan | None) -> TritonKernels:  # noqa: ARG002
+        return self.copy_for_shard()
 
     def pack(self, weight: Tensor | Stack) -> CudaWeight | CudaStack:
         if isinstance(weight, Stack):
-            return self._packing.stacked(weight, self._pack) or self._pack(weight.unpacked())
+            return self._packing.pack_stack(weight, self._pack) or self._pack(weight.unpacked())
         return self._pack(weight)
 
     def _pack(self, weight: Tensor) -> CudaWeight:
@@ -129,7 +144,7 @@ class TritonKernels:
 
     def pack_gated(self, weight: Tensor | Stack) -> CudaWeight | CudaStack:
         if isinstance(weight, Stack):
-            return self._packing.gating(weight) or self.pack_gated(weight.unpacked())
+            return self._packing.pack_gated(weight) or self.pack_gated(weight.unpacked())
         gate, up = weight.chunk(2)
         return CudaWeight(self._pack(torch.stack((gate, up), 1).flatten(0, 1)).weight, gated=True)
 
@@ -141,33 +156,36 @@ class TritonKernels:
         self._multiply(x, packed.weight, out, gated=packed.gated)
         return out
 
-    def gated(self, x: Tensor, packed: CudaWeight | CudaStack) -> Tensor:
+    def gated_linear(self, x: Tensor, packed: CudaWeight | CudaStack) -> Tensor:
         return self.linear(x, packed)
 
-    def stacked(self, each: Iterable[GatedWeights], count: int) -> EveryExpert:
-        """One after the other, so that no more than one is there twice."""
+    def stack_experts(self, each: Iterable[GatedWeights], count: int) -> EveryExpert:
+        """Copy one expert after the other, so that no more than one is in memory twice."""
         rest = iter(each)
         first = next(rest)
-        if not groupable(first):
+        if not can_be_grouped(first):
             return (first, *rest)
-        stack = rebuilt(first, lambda part: part.new_empty(count, *part.shape))
+        stack = map_tensors(first, lambda part: part.new_empty(count, *part.shape))
         for number, weights in enumerate(chain((first,), rest)):
-            for target, source in zip(tensors_of(stack), tensors_of(weights), strict=True):
+            for target, source in zip(list_tensors(stack), list_tensors(weights), strict=True):
                 target[number].copy_(source)
         return StackedExperts(stack)
 
     def experts(self, x: Tensor, experts: Experts, batch: Batch) -> Tensor:
-        """Where the host has to know what the router chose, layer by layer, nothing of the shard can be recorded."""
+        """Run a layer of experts. Where the host has to know the router's choice, layer by layer, nothing of the
+        shard can be recorded as a graph.
+        """
         each = experts.each
         if isinstance(each, StackedExperts):
-            return self.grouped.feed(self, x, experts, each.weights, batch)
+            return self.grouped_experts.run_experts(self, x, experts, each.weights, batch)
         self.graphs.enabled = False
-        if isinstance(each, ChosenExperts) and groupable(each.places.weights):
-            return self.grouped.feed(self, x, experts, each.places.weights, batch)
-        return experts_feed(self, x, experts, batch, _tiled)
+        if isinstance(each, ChosenExperts) and can_be_grouped(each.places.weights):
+            return self.grouped_experts.run_experts(self, x, experts, each.places.weights, batch)
+        return run_experts(self, x, experts, batch, _pad_row_count)
 
     def _multiply(self, x: Tensor, w: Tensor, out: Tensor, *, gated: bool) -> None:
-        (count, depth), columns = x.shape, w.shape[0]
+        (count, depth) = x.shape
+        columns = w.shape[0]
         precision = "ieee" if x.dtype == torch.float32 else "tf32"
         if self._hopper and count <= NARROW and x.dtype != torch.float32:
             self._multiply_ahead(x, w, out, gated=gated)
@@ -179,28 +197,29 @@ class TritonKernels:
         options = self._options(tile.warps) | {"GATED": gated, "PRECISION": precision}
         sizes = (count, columns, depth, out.stride(0))
         if count <= NARROW:
-            grid = (parts(columns, tile.columns), parts(count, tile.rows))
+            grid = (count_parts(columns, tile.columns), count_parts(count, tile.rows))
             launch(linear.linear_narrow, grid, w_desc, x_desc, out, *sizes, **shape, **options)
         else:
             options["GROUP"] = 8 if gated else 4
-            grid = (parts(count, tile.rows) * parts(columns, tile.columns), 1)
+            grid = (count_parts(count, tile.rows) * count_parts(columns, tile.columns), 1)
             launch(linear.linear_wide, grid, x_desc, w_desc, out, *sizes, **shape, **options)
 
     def _multiply_ahead(self, x: Tensor, w: Tensor, out: Tensor, *, gated: bool) -> None:
-        (count, depth), columns = x.shape, w.shape[0]
+        (count, depth) = x.shape
+        columns = w.shape[0]
         tile = choose_tile_ahead(count, x.dtype, self._shared)
-        grid = (parts(columns, tile.columns), parts(count, tile.rows))
-        descriptors = laid_out(w, tile.columns, tile.depth), laid_out(x, tile.rows, tile.depth)
+        grid = (count_parts(columns, tile.columns), count_parts(count, tile.rows))
+        descriptors = describe_blocks(w, tile.columns, tile.depth), describe_blocks(x, tile.rows, tile.depth)
         options = self._options(tile.warps) | {"STAGES": tile.stages, "GATED": gated}
         launch(hopper.linear_ahead, grid, *descriptors, out, count, columns, depth, out.stride(0), **options)
 
     def _options(self, warps: int) -> dict[str, Any]:
-        return launching(warps, self.pdl)
+        return launch_options(warps, self.pdl)
 
     def add_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(residual)
         count, width = residual.shape
-        block = power_of_two(width)
+        block = round_up_to_power(width)
         launch(
             rows.add_norm,
             (count,),
@@ -220,14 +239,16 @@ class TritonKernels:
     def rotate_store(
         self, qkv: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor
     ) -> Tensor:
-        (_, kv, capacity), form = sizes(k_cache, batch), form_of(k_cache)
-        head, coded = form.head(k_cache.shape[3]), form.coded
+        (_, kv, capacity) = cache_sizes(k_cache, batch)
+        form = format_of(k_cache)
+        head = form.head_size(k_cache.shape[3])
+        coded = form.is_coded
         if head not in HEAD_SIZES:
             raise ValueError(f"head_dim {head} is not supported on CUDA; accepted: {', '.join(map(str, HEAD_SIZES))}")
         heads = qkv.shape[1] // head - 2 * kv  # none, if rows are only stored
         q = qkv.new_empty(len(qkv), heads, head)
         at_once = 8
-        grid = (len(qkv), parts(heads + 2 * kv, at_once))
+        grid = (len(qkv), count_parts(heads + 2 * kv, at_once))
         rotated = 2 * rope.cos.shape[1]
         bias, q_norm, k_norm = (rope.cos if one is None else one for one in (prep.bias, prep.q_norm, prep.k_norm))
         launch(
@@ -253,7 +274,7 @@ class TritonKernels:
             KV=kv,
             HALF=rotated // 2,
             REST=head - rotated,
-            PADDED=power_of_two(head - rotated),
+            PADDED=round_up_to_power(head - rotated),
             HAS_BIAS=prep.bias is not None,
             HAS_NORM=prep.k_norm is not None,
             WIDE=prep.k_norm is not None and prep.k_norm.dtype != qkv.dtype,
@@ -276,28 +297,42 @@ class TritonKernels:
     ) -> Tensor:
         return self._attention.attend_block(q, k_cache, v_cache, batch, mask)
 
-    def at_once(self, *_: object) -> LayersAtOnce | None:
+    def fuse_layers(self, *_: object) -> FusedLayers | None:
         return None
 
-    def context_at_once(self, *_: object) -> ContextAtOnce | None:
+    def fuse_context(self, *_: object) -> FusedContext | None:
         return None
 
-    def logits(self, hidden: Tensor, norm: Tensor, eps: float, packed: Any, out: Tensor) -> None:
+    def build_pass(self, *_: object) -> DecodePass | None:
+        return None
+
+    def build_draft_pass(self, *_: object) -> DraftPass | None:
+        return None
+
+    def embed(self, table: Tensor, tokens: Tensor, out: Tensor) -> Tensor:
+        if table.device == out.device:
+            return torch.index_select(table, 0, tokens, out=out)
+        launch(rows.gather, (len(tokens),), table, tokens, out, table.shape[1], BLOCK=1024, num_warps=4)
+        return out
+
+    def write_logits(self, hidden: Tensor, norm: Tensor, eps: float, packed: Any, out: Tensor) -> None:
         out.copy_(self.linear(self.add_norm(hidden, None, norm, eps), packed))
 
-    def prepare(self, batch: Batch) -> None:
+    def prepare_step(self, batch: Batch) -> None:
         if batch.plan is None:
             batch.plan = StepTiles()
-        batch.plan.stale, batch.plan.merges = True, self._attention.merges(batch)
+        batch.plan.stale = True
+        batch.plan.merges = self._attention.merges_in_kernel(batch)
 
     def launch(self, name: str, batch: Batch, body: Callable[[], T]) -> T:
-        def planned() -> T:
-            batch.plan.stale, self._attention.running = True, name
+        def run_planned() -> T:
+            batch.plan.stale = True
+            self._attention.running = name
             if isinstance(batch, StateBatch):
-                self.delta.begin(name, batch)
-            if name in self._attention.attending and batch.plan.tiles is not None:
-                self._attention.plan(batch)
+                self.delta.begin_body(name, batch)
+            if name in self._attention.planned_bodies and batch.plan.tiles is not None:
+                self._attention.plan_tiles(batch)
             return body()
 
-        merges = batch.plan.merges = batch.plan.merges and name in self._attention.attending
-        return self.graphs.run((name, batch.bucket, merges), planned)
+        merges = batch.plan.merges = batch.plan.merges and name in self._attention.planned_bodies
+        return self.graphs.run((name, batch.bucket, merges), run_planned)

@@ -1,4 +1,4 @@
-"""Triton's launchers: an extension module for each signature, all of one name."""
+"""Triton's launchers: an extension module for each signature of kernels, all with the same module name."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from typing import TypeAlias
 Load: TypeAlias = Callable[[str, str], ModuleType | SimpleNamespace]
 
 
-def kept_apart(load: Load) -> Load:
-    """`load(name, path)` of extension modules that several threads may load.
+def load_separately(load: Load) -> Load:
+    """Wrap `load(name, path)` of extension modules so that several threads may load them.
 
-    Such a module, loaded before (PEP 489's single-phase initialisation, `m_size` -1), is given as `sys.modules[name]`,
-    overwritten with what this path's module holds. So of two threads with a kernel each, one may get the other's
-    launcher, and launch with another signature than the kernel's. Here each gets what it holds, by itself, and what
-    has been loaded, for a kernel of the same signature, is there.
+    Such a module, loaded before (PEP 489's single-phase initialisation, `m_size` -1), is given as
+    `sys.modules[name]`, overwritten with the content of this path's module. So of two threads with a kernel each, one
+    may get the other's launcher and launch with another signature than the kernel's. Here each thread gets the
+    module's content in an object of its own, and modules that were loaded before are reused.
     """
-    alone, known = Lock(), dict[tuple[str, str], SimpleNamespace]()
+    alone = Lock()
+    known = dict[tuple[str, str], SimpleNamespace]()
 
-    def loaded(name: str, path: str) -> SimpleNamespace:
+    def load_once(name: str, path: str) -> SimpleNamespace:
         with alone:
             if (name, path) not in known:
                 known[name, path] = SimpleNamespace(**vars(load(name, path)))
             return known[name, path]
 
-    return loaded
+    return load_once

@@ -1,7 +1,7 @@
-"""Work that other processes do, a line of it for a line of answer, as many at once as there are processors.
+"""Work for other processes: a line of work for a line of answer, as many processes as there are processors.
 
-They end when nobody writes to them any more, so also when this process is killed: those of a `ProcessPoolExecutor` go
-on waiting then, since each of them holds the end of the pipe that it reads from.
+The processes end when their input is closed, so also when this process is killed. Those of a `ProcessPoolExecutor`
+would wait on, because each of them holds the writing end of the pipe that it reads from.
 """
 
 from __future__ import annotations
@@ -18,27 +18,29 @@ from functools import partial
 from pathlib import Path
 from threading import BoundedSemaphore, Timer
 
-MOST = 16  # processes, whoever has them
-PATIENCE_S = 120.0  # for an answer
-LEAVE_S = 5.0  # to end in
+MOST = 16  # processes, in all pools together
+PATIENCE_S = 120.0  # seconds to wait for an answer
+LEAVE_S = 5.0  # seconds that a process has to end
 _places = BoundedSemaphore(MOST)
 
 
-def all_done(lines: Sequence[str], module: str) -> list[str]:
-    """What went wrong. lines: in the order in which they are begun. module: is run by processes of this interpreter;
-    reads a line, does what it says, writes an empty one or why it was not done, and ends when nobody writes to it.
+def run_lines(lines: Sequence[str], module: str) -> list[str]:
+    """Run all lines and return what went wrong. lines: in the order in which they are begun.
+
+    module: run by processes of this interpreter. It reads a line, does the work, answers with an empty line or the
+    reason why it failed, and ends when its input is closed.
     """
     waiting = deque(lines)
     count = min(MOST, os.cpu_count() or 1, len(waiting))
     if not count:
         return []
     with ThreadPoolExecutor(count, "workers") as threads:
-        failed = [why for one in threads.map(lambda _: list(_done(waiting, module)), range(count)) for why in one]
-    return [*failed, *(f"nobody was left for: {line[:80]}" for line in waiting)]
+        failed = [why for one in threads.map(lambda _: list(_run_worker(waiting, module)), range(count)) for why in one]
+    return [*failed, *(f"no process was left for: {line[:80]}" for line in waiting)]
 
 
-def _done(waiting: deque[str], module: str) -> Iterator[str]:
-    """By a process of its own, while there is anything to do and it has not ended. Why something was not done."""
+def _run_worker(waiting: deque[str], module: str) -> Iterator[str]:
+    """Work on lines in a process of its own while there are any and the process lives. Yields why a line failed."""
     with _places:
         if not waiting:
             return
@@ -57,19 +59,19 @@ def _done(waiting: deque[str], module: str) -> Iterator[str]:
             yield str(error)
             return
         try:
-            while (line := _next(waiting)) is not None:
-                answer = _answer(process, line)
+            while (line := _take_line(waiting)) is not None:
+                answer = _ask(process, line)
                 if not answer.endswith("\n"):
                     yield f"its process ended: {line[:80]}"
                     return
                 if why := answer.strip():
                     yield why
         finally:
-            _end(process)
+            _end_process(process)
 
 
-def _answer(process: subprocess.Popen[str], line: str) -> str:
-    """Not a line, if the process has ended, or been ended for taking too long."""
+def _ask(process: subprocess.Popen[str], line: str) -> str:
+    """Return the answer to a line. It lacks its newline if the process has ended, or was killed for taking too long."""
     assert process.stdin is not None
     assert process.stdout is not None
     late = Timer(PATIENCE_S, partial(_kill, process))
@@ -84,8 +86,8 @@ def _answer(process: subprocess.Popen[str], line: str) -> str:
         late.cancel()
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    """Nobody writes to it any more, so it ends, or is ended with all that it has started."""
+def _end_process(process: subprocess.Popen[str]) -> None:
+    """Close the input, so that the process ends, or kill it with all processes that it has started."""
     assert process.stdin is not None
     assert process.stdout is not None
     with suppress(OSError):
@@ -103,7 +105,7 @@ def _kill(process: subprocess.Popen[str]) -> None:
         os.killpg(process.pid, signal.SIGKILL)  # of the session that it has begun
 
 
-def _next(waiting: deque[str]) -> str | None:
+def _take_line(waiting: deque[str]) -> str | None:
     try:
         return waiting.popleft()
     except IndexError:  # another thread has taken the last

@@ -1,7 +1,7 @@
 """Trials of one product: which row counts give each row the same bits, and how long they take.
 
-The numbers are made so that each sum cancels: what is left is rounding, and any other order of adding shows in nearly
-every element.
+The numbers are made so that each sum cancels. Only rounding errors are left, and any other order of adding shows in
+nearly every element.
 """
 
 from __future__ import annotations
@@ -14,24 +14,23 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from adapters.checkpoint.packed_matrix import TABLES, PackedMatrix, StepLayout
 from adapters.models.kernels.multiplier import ExactAttention, Multiplier, dtype_name
 from adapters.models.kernels.product_list import NATIVE, PACKED, SCORES, TILE, Heads, Weight
-from adapters.models.kernels.seeded import seeded
+from adapters.models.kernels.proof.cancelling import make_cancelling, make_cancelling_packed
+from adapters.models.kernels.seeded import make_generator
 
-_MOST = 1 << 22  # random elements of a weight; a larger one repeats them
 _RUNS = 4
-# Seconds that a product which is not the library's costs a step besides: it takes its layer out of the one call for all
-# of them (`Kernels.at_once`), and a layer's ten ways into C and back are shared by its four products.
+# Seconds that a product outside the library adds to a step: its layer can no longer be fused (`Kernels.fuse_layers`),
+# and the ten calls of a layer are shared by its four products.
 _APART = 30e-6
 _WHOLE = {2: torch.int16, 4: torch.int32}
-# Row counts that are no bucket: where a step's layers are one call of the library, its padded rows are passed over.
+# Row counts that are no bucket. Fused layers skip padded rows, so their products have such counts.
 BETWEEN = (1, 2, 3, 5, 7, 11, 13)
 
 
 @define(eq=False)
 class Group:
-    """Row counts that agree. reference: every row of the trial's x, as they all compute it."""
+    """Row counts that agree. reference: the result for every row of the trial's x, as all of them compute it."""
 
     rows: list[int]
     reference: Tensor
@@ -39,132 +38,149 @@ class Group:
 
 @define(eq=False)
 class Trial:
-    """One product, tried with rows of x `[C, K]`. way: how it is computed. threads: under which it may be asked for."""
+    """A product that is tried with rows of x `[C, K]`. way: how it is computed. thread_counts: under which it may be
+    asked for.
+    """
 
     name: str
     way: str
     x: Tensor
-    threads: tuple[int, ...]
+    thread_counts: tuple[int, ...]
     multiply: Callable[[Tensor], Tensor]
     checks: int = 0
     failures: list[str] = field(factory=list)
 
-    def whole(self, count: int, threads: int) -> Tensor:
+    def compute_all(self, count: int, threads: int) -> Tensor:
         torch.set_num_threads(threads)
         return torch.cat([self.multiply(part) for part in torch.split(self.x, count)])
 
-    def same(self, found: Tensor, expected: Tensor) -> bool:
+    def has_same_bits(self, found: Tensor, expected: Tensor) -> bool:
         self.checks += 1
-        whole = _WHOLE[found.itemsize]  # whole elements, wherever they lie: by the byte it took most of a proof's time
+        whole = _WHOLE[
+            found.itemsize
+        ]  # whole elements are compared, because comparing bytes took most of a proof's time
         return torch.equal(found.view(whole), expected.view(whole))
 
-    def agrees(self, count: int, reference: Tensor, threads: int) -> str | None:
-        """None, or how a row of such a product differs from its reference."""
+    def find_difference(self, count: int, reference: Tensor, threads: int) -> str | None:
+        """Return how a row of a product with so many rows differs from its reference, or None."""
         torch.set_num_threads(threads)
-        x, last = self.x, len(self.x) - count
+        x = self.x
+        last = len(self.x) - count
         for at in sorted({0, last}):
-            if not self.same(self.multiply(x[at : at + count]), reference[at : at + count]):
+            if not self.has_same_bits(self.multiply(x[at : at + count]), reference[at : at + count]):
                 return f"{count} rows differ from {{}} ({threads} threads)"
-        moved, expected = rolled(x, count), rolled(reference, count)
-        if not self.same(self.multiply(moved), expected):
+        moved = roll_rows(x, count)
+        expected = roll_rows(reference, count)
+        if not self.has_same_bits(self.multiply(moved), expected):
             return f"{count} rows: where a row stands changes it ({threads} threads)"
         for others, said in ((0.0, "its neighbours"), (float("nan"), "a neighbour that is not a number")):
             for at, row in ((0, len(x) - 1), (count - 1, 0)):
-                beside = torch.full_like(x[:count], others)
-                beside[at] = x[row]
-                if not self.same(self.multiply(beside)[at], reference[row]):
+                neighbours = torch.full_like(x[:count], others)
+                neighbours[at] = x[row]
+                if not self.has_same_bits(self.multiply(neighbours)[at], reference[row]):
                     return f"{count} rows: {said} change a row ({threads} threads)"
         return None
 
-    def groups(self, counts: Sequence[int]) -> list[Group]:
-        """Each count in the first group that it agrees with; one that does not even agree with itself in none."""
+    def find_groups(self, counts: Sequence[int]) -> list[Group]:
+        """Put each count into the first group that it agrees with. A count that does not agree with itself is in no
+        group.
+        """
         found: list[Group] = []
         for count in counts:
-            home = next((group for group in found if self.differs(count, group.reference) is None), None)
+            home = next(
+                (group for group in found if self.find_difference_on_threads(count, group.reference) is None), None
+            )
             if home is not None:
                 home.rows.append(count)
                 continue
-            own = self.whole(count, self.threads[0])
-            why = self.differs(count, own)
+            own = self.compute_all(count, self.thread_counts[0])
+            why = self.find_difference_on_threads(count, own)
             if why is None:
                 found.append(Group([count], own))
             else:
                 self.failures.append(f"{self.name}: {why.format('themselves')}")
-        return found if self.way not in {NATIVE, PACKED} or self.agrees_between(found, counts) else []
+        return found if self.way not in {NATIVE, PACKED} or self.check_other_counts(found, counts) else []
 
-    def agrees_between(self, found: Sequence[Group], counts: Sequence[int]) -> bool:
-        """Do all counts agree, and those that are no bucket with them?"""
+    def check_other_counts(self, found: Sequence[Group], counts: Sequence[int]) -> bool:
+        """Return whether all counts agree, and counts that are no bucket agree with them."""
         if [one.rows for one in found] != [[*counts]]:
             self.failures += [f"{self.name}: {one.rows} rows differ from {found[0].rows}" for one in found[1:]]
             return False
         between = (count for count in BETWEEN if count < max(counts))
-        whys = [why for count in between if (why := self.differs(count, found[0].reference)) is not None]
+        whys = [
+            why for count in between if (why := self.find_difference_on_threads(count, found[0].reference)) is not None
+        ]
         self.failures += [f"{self.name}: {why.format(found[0].rows[0])}" for why in whys]
         return not whys
 
-    def differs(self, count: int, reference: Tensor) -> str | None:
-        return next((why for one in self.threads if (why := self.agrees(count, reference, one)) is not None), None)
+    def find_difference_on_threads(self, count: int, reference: Tensor) -> str | None:
+        return next(
+            (why for one in self.thread_counts if (why := self.find_difference(count, reference, one)) is not None),
+            None,
+        )
 
-    def seconds(self, count: int, threads: int) -> float:
+    def measure(self, count: int, threads: int) -> float:
         torch.set_num_threads(threads)
-        part, best = self.x[:count], float("inf")
+        part = self.x[:count]
+        best = float("inf")
         for _ in range(_RUNS):
             start = time.perf_counter()
             self.multiply(part)
             best = min(best, time.perf_counter() - start)
         return best
 
-    def of_a_step(self, count: int, threads: int) -> float:
-        """Seconds that a step of so many rows takes for it."""
-        return self.seconds(count, threads) + (0 if self.way in {NATIVE, PACKED} else _APART)
+    def measure_in_step(self, count: int, threads: int) -> float:
+        """Return the seconds that a step of so many rows takes for this product."""
+        return self.measure(count, threads) + (0 if self.way in {NATIVE, PACKED} else _APART)
 
 
 @define(eq=False)
 class ScoresTrial(Trial):
-    """Queries times keys: besides the row count, how many keys there are changes from step to step."""
+    """Queries times keys: besides the row count, the number of keys changes from step to step."""
 
     keys: Tensor = field(kw_only=True)
     spans: tuple[int, ...] = field(kw_only=True)
     product: Callable[[Tensor, Tensor], Tensor] = field(kw_only=True)
     least: int = field(kw_only=True)
 
-    def agrees(self, count: int, reference: Tensor, threads: int) -> str | None:
-        why = super().agrees(count, reference, threads)
+    def find_difference(self, count: int, reference: Tensor, threads: int) -> str | None:
+        why = super().find_difference(count, reference, threads)
         if why is not None:
             return why
-        moved, expected = rolled(self.x, count), rolled(reference, count)
+        moved = roll_rows(self.x, count)
+        expected = roll_rows(reference, count)
         for span in self.spans:
             if count <= max(self.least, SCORES // span):
                 found = self.product(moved, self.keys[:span])
-                if not self.same(found, expected[:, :span]):
+                if not self.has_same_bits(found, expected[:, :span]):
                     return f"{count} rows over {span} keys differ from {{}} over {len(self.keys)} ({threads} threads)"
         return None
 
 
 @define(eq=False)
 class ValuesTrial(Trial):
-    """Weights times values: fewer keys than `terms` must give what the missing ones with weight zero give."""
+    """Weights times values: fewer keys than `terms` must give what missing keys with weight zero give."""
 
     values: Tensor = field(kw_only=True)  # [K, hd]
     product: Callable[[Tensor, Tensor], Tensor] = field(kw_only=True)
 
-    def agrees(self, count: int, reference: Tensor, threads: int) -> str | None:
-        why = super().agrees(count, reference, threads)
+    def find_difference(self, count: int, reference: Tensor, threads: int) -> str | None:
+        why = super().find_difference(count, reference, threads)
         if why is not None:
             return why
         for terms in range(TILE, len(self.values), TILE):
             short = self.x[:count, :terms].contiguous()
             padded = torch.zeros_like(self.x[:count])
             padded[:, :terms] = short
-            if not self.same(self.product(short, self.values[:terms]), self.multiply(padded)):
+            if not self.has_same_bits(self.product(short, self.values[:terms]), self.multiply(padded)):
                 return f"{count} rows: {terms} values and {len(self.values)} differ ({threads} threads)"
         return None
 
 
-def weight_trial(kernels: Multiplier, weight: Weight, rows: int, way: str, threads: tuple[int, ...]) -> Trial:
-    """rows: the most that come at once."""
+def make_weight_trial(kernels: Multiplier, weight: Weight, rows: int, way: str, threads: tuple[int, ...]) -> Trial:
+    """Make the trial of a weight. rows: the most that are multiplied together."""
     name = f"{weight.inputs} to {weight.outputs} in {way}"
-    x, w = cancelling(rows, weight.outputs, weight.inputs, kernels.rows_in(way))
+    x, w = make_cancelling(rows, weight.outputs, weight.inputs, kernels.operand_dtype(way))
     packed = kernels.reorder(w, way)
     if not weight.gated:
         return Trial(name, way, x, threads, lambda some: kernels.multiply(some, packed))
@@ -172,11 +188,12 @@ def weight_trial(kernels: Multiplier, weight: Weight, rows: int, way: str, threa
     return Trial(f"gated {name}", way, x, threads, lambda some: kernels.multiply_gated(some, packed, up))
 
 
-def packed_trial(kernels: Multiplier, weight: Weight, rows: int, threads: tuple[int, ...]) -> Trial | None:
-    """Of a weight that has a layout; None where nothing multiplies it as it is."""
-    layout, name = weight.layout, f"{weight.inputs} to {weight.outputs} in {weight.layout}"
+def make_packed_trial(kernels: Multiplier, weight: Weight, rows: int, threads: tuple[int, ...]) -> Trial | None:
+    """Make the trial of a weight that has a layout; None where nothing multiplies it in its packed form."""
+    layout = weight.layout
+    name = f"{weight.inputs} to {weight.outputs} in {weight.layout}"
     assert layout is not None
-    x, matrix = cancelling_packed((rows, weight.outputs, weight.inputs), layout, kernels.rows_in(NATIVE))
+    x, matrix = make_cancelling_packed((rows, weight.outputs, weight.inputs), layout, kernels.operand_dtype(NATIVE))
     packed = kernels.pack_steps(matrix)
     if packed is None:
         return None
@@ -186,15 +203,17 @@ def packed_trial(kernels: Multiplier, weight: Weight, rows: int, threads: tuple[
     return Trial(f"gated {name}", PACKED, x, threads, lambda some: kernels.multiply_gated(some, packed, up))
 
 
-def scores_trial(
+def make_scores_trial(
     multiply: Callable[[Tensor, Tensor], Tensor],
     heads: Heads,
     rows: tuple[int, int],
     found: tuple[int, ...],
     threads: tuple[int, ...],
 ) -> ScoresTrial:
-    """rows: the most of queries, and the least that any span allows. found: spans."""
-    x, keys = cancelling(rows[0], heads.keys, heads.size, torch.float32)
+    """Make the trial of attention scores. rows: the most query rows, and the fewest that any span allows. found:
+    spans.
+    """
+    x, keys = make_cancelling(rows[0], heads.keys, heads.size, torch.float32)
     return ScoresTrial(
         f"scores of heads of {heads.size}",
         dtype_name(x.dtype),
@@ -208,7 +227,7 @@ def scores_trial(
     )
 
 
-def values_trial(
+def make_values_trial(
     multiply: Callable[[Tensor, Tensor], Tensor],
     heads: Heads,
     rows: int,
@@ -216,8 +235,9 @@ def values_trial(
     dtype: torch.dtype,
     threads: tuple[int, ...],
 ) -> ValuesTrial:
-    x, w = cancelling(rows, heads.size, terms, dtype)
-    values, name = w.t().contiguous(), f"{terms} values of heads of {heads.size} in {dtype_name(dtype)}"
+    x, w = make_cancelling(rows, heads.size, terms, dtype)
+    values = w.t().contiguous()
+    name = f"{terms} values of heads of {heads.size} in {dtype_name(dtype)}"
 
     def product(some: Tensor, those: Tensor) -> Tensor:
         return multiply(some, those.t())
@@ -227,10 +247,12 @@ def values_trial(
     )
 
 
-def batched_trial(rows: int, shape: tuple[int, int, int], threads: tuple[int, ...]) -> Trial:
-    """All heads multiply the same rows, each with a weight of its own. shape: heads, terms of a sum, outputs."""
+def make_batched_trial(rows: int, shape: tuple[int, int, int], threads: tuple[int, ...]) -> Trial:
+    """Make a trial in which all heads multiply the same rows, each with its own weight. shape: heads, terms of a sum,
+    outputs.
+    """
     heads, terms, outputs = shape
-    x, w = cancelling(rows, heads * outputs, terms, torch.float32)
+    x, w = make_cancelling(rows, heads * outputs, terms, torch.float32)
     weights = w.view(heads, outputs, terms).transpose(1, 2).contiguous()
 
     def multiply(some: Tensor) -> Tensor:
@@ -239,19 +261,24 @@ def batched_trial(rows: int, shape: tuple[int, int, int], threads: tuple[int, ..
     return Trial(f"{heads} times {terms} to {outputs}", dtype_name(x.dtype), x, threads, multiply)
 
 
-def attention_trial(
+def make_attention_trial(
     own: ExactAttention, dtype: torch.dtype, shape: tuple[int, int], rows: int, threads: tuple[int, ...]
 ) -> Trial:
-    """Attention of our own by `rows` rows, all of which see the same keys: some of the first of its tiles and of the
-    last, and all between. What rows see otherwise is tried layer by layer (`probe.py`). shape: queries to a key head,
-    and their size. dtype: of keys and values; what is compared is never rounded to it.
+    """Make the trial of the library's attention with `rows` rows that all see the same keys.
+
+    The keys include parts of the first and of the last tile and all tiles between. What else rows may see is tried
+    layer by layer (`probe.py`). shape: queries for each key head, and their size. dtype: of keys and values; the
+    compared results are never rounded to it.
     """
     group, size = shape
-    generator, keys = seeded(size), 2 * TILE
+    generator = make_generator(size)
+    keys = 2 * TILE
     x = torch.randn(rows, group * size, generator=generator) * size**-0.25
     k, v = (torch.randn(2, 1, 1, keys, size, generator=generator) * size**-0.25).to(dtype)
-    slots, exact = torch.zeros(rows, dtype=torch.int64), own.with_output(torch.float32)
-    low, high = slots + 3, slots + keys - 131
+    slots = torch.zeros(rows, dtype=torch.int64)
+    exact = own.with_output(torch.float32)
+    low = slots + 3
+    high = slots + keys - 131
 
     def attend(some: Tensor) -> Tensor:
         seen = low[: len(some)], high[: len(some)]
@@ -260,67 +287,30 @@ def attention_trial(
     return Trial(f"attention of heads of {size}", NATIVE, x, threads, attend)
 
 
-def cancelling(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x `[rows, inputs]` and w `[outputs, inputs]` whose products are sums of pairs that cancel each other.
-
-    The same for the same shape. Rounded to bfloat16 an ordinary sum hides most changes of its order; of such a sum
-    only rounding errors are left, which no other order repeats.
-    """
-    generator = seeded(rows * 31 + inputs)
-    half, own = -(-inputs // 2), max(1, min(outputs, _MOST // inputs))
-    order = torch.randperm(half, generator=generator)
-    x = torch.randn(rows, half, generator=generator)
-    w = torch.randn(own, half, generator=generator)
-    x = torch.cat((x, -x[:, order]), 1)[:, :inputs]
-    w = torch.cat((w, w[:, order]), 1)[:, :inputs].to(dtype)
-    return x.to(dtype).contiguous(), w.repeat(-(-outputs // own), 1)[:outputs].contiguous()
+def find_agreeing_rows(
+    heads: Heads, weighed: list[Group], scored: list[Group]
+) -> list[tuple[tuple[int, ...], Group, Group]]:
+    """Return the row counts at which both products agree, if a position's queries fit into one of them."""
+    found = []
+    for values in weighed:
+        for scores in scored:
+            rows = tuple(count for count in values.rows if count in scores.rows)
+            if rows and rows[-1] >= heads.group:
+                found.append((rows, scores, values))
+    return found
 
 
-def cancelling_packed(
-    shape: tuple[int, int, int], layout: StepLayout, dtype: torch.dtype
-) -> tuple[Tensor, PackedMatrix]:
-    """x `[rows, inputs]` and a packed weight whose products are such sums: its groups are there twice, and what they
-    are multiplied with is once negative. shape: rows, outputs, inputs.
-    """
-    rows, outputs, inputs = shape
-    generator, half = seeded(rows * 31 + inputs), -(-inputs // 2 // layout.span) * layout.span
-    own = max(1, min(outputs, _MOST // inputs))
-
-    def twice(one: Tensor, each: int) -> Tensor:
-        whole = torch.cat((one, one), 1)[:, : inputs // each]
-        return whole.repeat(-(-outputs // own), 1)[:outputs].contiguous()
-
-    def level(each: int) -> Tensor:
-        return twice(torch.randint(1, 60, (own, half // each), generator=generator, dtype=torch.int8), each)
-
-    def scale() -> Tensor:
-        found = torch.rand(own, half // layout.span, generator=generator) + 0.5
-        return twice(found.to(getattr(torch, layout.scale)), layout.span)
-
-    steps = torch.randint(0, 15 if layout.steps in TABLES else 120, (own, half), generator=generator, dtype=torch.uint8)
-    x = torch.randn(rows, half, generator=generator)
-    matrix = PackedMatrix(
-        layout,
-        twice(steps.to(torch.int8) if layout.steps == "int8" else steps, 1),
-        scale(),
-        level(layout.group) if layout.inner else None,
-        level(layout.group) if layout.least else None,
-        scale() if layout.least == "own" else None,
-    )
-    return torch.cat((x, -x), 1)[:, :inputs].to(dtype).contiguous(), matrix
-
-
-def rolled(rows: Tensor, count: int) -> Tensor:
-    """The last row, and the first ones behind it."""
+def roll_rows(rows: Tensor, count: int) -> Tensor:
+    """Return the last row followed by the first ones."""
     return torch.cat((rows[-1:], rows[: count - 1]))
 
 
-def bits(tensor: Tensor) -> Tensor:
+def view_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
 @contextmanager
-def threads_kept() -> Iterator[None]:
+def restore_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     try:
         yield

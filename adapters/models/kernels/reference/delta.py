@@ -1,4 +1,4 @@
-"""The gated delta rule in plain torch, row by row as it is defined: slow, short and the oracle of the fast ones."""
+"""The gated delta rule in plain torch, row by row as it is defined: slow, short, and the oracle of the fast kernels."""
 
 from __future__ import annotations
 
@@ -8,25 +8,40 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from adapters.models.kernels.delta_interface import CHUNK, RING, TAPS, DeltaShape, DeltaState, DeltaWeights, row_state
+from adapters.models.kernels.delta_interface import (
+    CHUNK,
+    RING,
+    TAPS,
+    DeltaShape,
+    DeltaState,
+    DeltaWeights,
+    make_row_state,
+)
 from adapters.models.kernels.step_batch import StateBatch
 
 
-def unit(x: Tensor) -> Tensor:
-    """Each row divided by its length."""
+def normalize(x: Tensor) -> Tensor:
+    """Divide each row by its length."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 class ReferenceDelta:
-    """Keeps keys, corrections and decays of rows, no factors, and makes no promise about bits."""
+    """Implements `DeltaKernels`. It keeps keys, corrections and decays of rows but no factors, and promises nothing
+    about bits.
+    """
 
-    def state(self, shape: DeltaShape, slots: int, places: int, dtype: torch.dtype, device: torch.device) -> DeltaState:
-        return row_state(shape, slots, places, dtype, device)
+    def make_state(
+        self, shape: DeltaShape, slots: int, places: int, dtype: torch.dtype, device: torch.device
+    ) -> DeltaState:
+        return make_row_state(shape, slots, places, dtype, device)
 
     def convolve(self, mixed: Tensor, weights: DeltaWeights, state: DeltaState, batch: StateBatch) -> Tensor:
-        found, row = mixed.new_zeros(mixed.shape, dtype=torch.float32), 0
+        found = mixed.new_zeros(mixed.shape, dtype=torch.float32)
+        row = 0
         for segment, base in zip(batch.segments, batch.before, strict=True):
-            slot, start, stop = segment.slot, segment.start, segment.start + segment.count
+            slot = segment.slot
+            start = segment.start
+            stop = segment.start + segment.count
             before = torch.arange(base, start, device=mixed.device) % RING
             behind = torch.cat((state.conv[slot], state.inputs[slot, before]))[1 - TAPS :]
             rows = slice(row, row + segment.count)
@@ -46,14 +61,19 @@ class ReferenceDelta:
     ) -> Tensor:
         shape = weights.shape
         q, k, v = torch.split(convolved, [shape.keys, shape.keys, shape.values], -1)
-        q, k = (unit(one.reshape(-1, shape.key_heads, shape.key_size)) for one in (q, k))
-        q, v = q * shape.key_size**-0.5, v.reshape(-1, shape.value_heads, shape.value_size)
+        q, k = (normalize(one.reshape(-1, shape.key_heads, shape.key_size)) for one in (q, k))
+        q = q * shape.key_size**-0.5
+        v = v.reshape(-1, shape.value_heads, shape.value_size)
         b, a = gates.float().chunk(2, -1)
-        beta, g = b.sigmoid(), weights.rate * softplus(a + weights.dt_bias)
-        found, row = torch.zeros_like(v), 0
+        beta = b.sigmoid()
+        g = weights.rate * softplus(a + weights.dt_bias)
+        found = torch.zeros_like(v)
+        row = 0
         for segment, base in zip(batch.segments, batch.before, strict=True):
-            slot, stop = segment.slot, segment.start + segment.count
-            memory, total = state.memory[slot], torch.zeros_like(g[0])
+            slot = segment.slot
+            stop = segment.start + segment.count
+            memory = state.memory[slot]
+            total = torch.zeros_like(g[0])
             for position in range(base, stop):
                 at = position % RING
                 if position % CHUNK == 0:
@@ -61,7 +81,8 @@ class ReferenceDelta:
                 known = position < segment.start
                 key = state.keys[slot, :, at].clone() if known else k[row]
                 decay = state.decays[slot, :, at] - total if known else g[row]
-                keys, memory = key.repeat_interleave(shape.group, 0), memory * decay.exp()[:, None, None]
+                keys = key.repeat_interleave(shape.group, 0)
+                memory = memory * decay.exp()[:, None, None]
                 found_there = (memory * keys.unsqueeze(-1)).sum(1)
                 delta = state.deltas[slot, :, at].clone() if known else beta[row].unsqueeze(-1) * (v[row] - found_there)
                 memory = memory + keys.unsqueeze(-1) * delta.unsqueeze(1)
@@ -69,14 +90,15 @@ class ReferenceDelta:
                 if not known:
                     queries = q[row].repeat_interleave(shape.group, 0)
                     found[row] = (memory * queries.unsqueeze(-1)).sum(1)
-                    state.keys[slot, :, at], state.deltas[slot, :, at] = key, delta
+                    state.keys[slot, :, at] = key
+                    state.deltas[slot, :, at] = delta
                     state.decays[slot, :, at] = total
                     row += 1
                 if batch.settles and (position + 1) % CHUNK == 0:
                     state.memory[slot] = memory
         return found
 
-    def fold(self, states: Sequence[DeltaState], slot: int, base: int) -> None:
+    def advance_state(self, states: Sequence[DeltaState], slot: int, base: int) -> None:
         for state in states:
             rows = slice(base % RING, base % RING + CHUNK)
             total = state.decays[slot, :, rows]
@@ -91,5 +113,5 @@ class ReferenceDelta:
         normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
         return (normed.flatten(1) * silu(gate.float())).to(gate.dtype)
 
-    def gate(self, x: Tensor, gate: Tensor) -> Tensor:
+    def apply_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         return (x.float() * gate.float().sigmoid()).to(x.dtype)

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from adapters.checkpoint.packed_matrix import Stack
+from adapters.models.kernels.decode_pass import DecodePass, DraftPass
 from adapters.models.kernels.delta_interface import DeltaKernels
-from adapters.models.kernels.experts_interface import Experts, experts_feed, one_by_one
-from adapters.models.kernels.interface import AttentionMask, ContextAtOnce, HeadPrep, LayersAtOnce, Rope
+from adapters.models.kernels.experts_interface import Experts, list_experts, run_experts
+from adapters.models.kernels.interface import AttentionMask, FusedContext, FusedLayers, HeadPrep, Rope
 from adapters.models.kernels.product_list import ProductPlan, Products, Proof
 from adapters.models.kernels.reference.delta import ReferenceDelta
-from adapters.models.kernels.row_format import form_of
+from adapters.models.kernels.row_format import format_of
 from adapters.models.kernels.step_batch import Batch, BlockBatch
 from effects.ids import PAGE
 
@@ -22,23 +23,26 @@ T = TypeVar("T")
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """A weight in float32 is multiplied in float32."""
+    """Return the RMSNorm of x times weight. A float32 weight is multiplied in float32."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (normed.to(weight.dtype) * weight).to(x.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x `[R, heads, hd]`; cos, sin float32 `[R, 1, n]`; half-split over the first 2 n numbers, computed in float32,
-    rounded once.
+    """Rotate the first 2 n numbers of each head, half-split, in float32, rounded once.
+
+    x: `[R, heads, hd]`. cos, sin: float32 `[R, 1, n]`.
     """
     size = cos.shape[-1]
-    first, second, rest = x[..., :size].float(), x[..., size : 2 * size].float(), x[..., 2 * size :].float()
+    first = x[..., :size].float()
+    second = x[..., size : 2 * size].float()
+    rest = x[..., 2 * size :].float()
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).to(x.dtype)
 
 
-def rows_of(cache: Tensor, batch: Batch, slot: int, stop: int) -> Tensor:
-    """`[KV, stop, hd]`, from wherever they are."""
+def read_rows(cache: Tensor, batch: Batch, slot: int, stop: int) -> Tensor:
+    """Return the rows of a slot up to `stop`, `[KV, stop, hd]`, whether or not they are paged."""
     if batch.pages is None:
         return cache[slot, :, :stop]
     pages = batch.pages[slot, : -(-stop // PAGE)].long()
@@ -50,23 +54,23 @@ class ReferenceKernels:
 
     name = "reference"
     kv_tile = 64
-    paged = False  # as an oracle is used; rows are read in both ways
+    is_paged = False  # as an oracle is used; rows are read in both ways
     packs_experts = False
     delta: DeltaKernels | None = ReferenceDelta()
-    stacked = staticmethod(one_by_one)
+    stack_experts = staticmethod(list_experts)
 
     @property
-    def numbers(self) -> tuple[object, ...]:
+    def bit_signature(self) -> tuple[object, ...]:
         return ()
 
-    def fresh(self) -> ReferenceKernels:
+    def copy_for_shard(self) -> ReferenceKernels:
         return ReferenceKernels()
 
     def prove(self, products: Products, known: ProductPlan | None = None) -> Proof:  # noqa: ARG002
         return Proof(None)
 
-    def using(self, plan: ProductPlan | None) -> ReferenceKernels:  # noqa: ARG002
-        return self.fresh()
+    def with_plan(self, plan: ProductPlan | None) -> ReferenceKernels:  # noqa: ARG002
+        return self.copy_for_shard()
 
     def pack(self, weight: Tensor | Stack) -> Tensor:
         return weight.unpacked() if isinstance(weight, Stack) else weight
@@ -82,22 +86,32 @@ class ReferenceKernels:
     def rotate_store(
         self, qkv: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor
     ) -> Tensor:
-        form = form_of(k_cache)
-        kv, head = k_cache.shape[1], form.head(k_cache.shape[3])
+        form = format_of(k_cache)
+        kv = k_cache.shape[1]
+        head = form.head_size(k_cache.shape[3])
         biased = qkv if prep.bias is None else (qkv.float() + prep.bias.float()).to(qkv.dtype)
         heads = biased.reshape(len(qkv), qkv.shape[1] // head, head)
-        q, k, v = heads[:, : -2 * kv], heads[:, -2 * kv : -kv], heads[:, -kv:]
+        q = heads[:, : -2 * kv]
+        k = heads[:, -2 * kv : -kv]
+        v = heads[:, -kv:]
         if prep.q_norm is not None and prep.k_norm is not None:
-            q, k = rms_norm(q, prep.q_norm, prep.eps), rms_norm(k, prep.k_norm, prep.eps)
+            q = rms_norm(q, prep.q_norm, prep.eps)
+            k = rms_norm(k, prep.k_norm, prep.eps)
         at = batch.positions.clamp(min=0)
-        cos, sin = rope.cos[at].unsqueeze(1), rope.sin[at].unsqueeze(1)
-        q, k, v = rotate(q, cos, sin), form.encode(rotate(k, cos, sin)), form.encode(v)
+        cos = rope.cos[at].unsqueeze(1)
+        sin = rope.sin[at].unsqueeze(1)
+        q = rotate(q, cos, sin)
+        k = form.encode(rotate(k, cos, sin))
+        v = form.encode(v)
         row = 0
         for segment in batch.segments:
-            rows, span = slice(row, row + segment.count), slice(segment.start, segment.start + segment.count)
+            rows = slice(row, row + segment.count)
+            span = slice(segment.start, segment.start + segment.count)
             if batch.pages is not None:
-                page, place = batch.pages[segment.slot, at[rows] // PAGE].long(), at[rows] % PAGE
-                k_cache[page, :, place], v_cache[page, :, place] = k[rows], v[rows]
+                page = batch.pages[segment.slot, at[rows] // PAGE].long()
+                place = at[rows] % PAGE
+                k_cache[page, :, place] = k[rows]
+                v_cache[page, :, place] = v[rows]
             else:
                 k_cache[segment.slot, :, span] = k[rows].transpose(0, 1)
                 v_cache[segment.slot, :, span] = v[rows].transpose(0, 1)
@@ -108,20 +122,20 @@ class ReferenceKernels:
         self.rotate_store(kv, prep, rope, batch, k_cache, v_cache)
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
-        def hidden(segment: int, keys: Tensor, positions: Tensor) -> Tensor:  # noqa: ARG001
+        def is_hidden(segment: int, keys: Tensor, positions: Tensor) -> Tensor:  # noqa: ARG001
             return keys > positions
 
-        return self._attend(q, k_cache, v_cache, batch, hidden)
+        return self._attend(q, k_cache, v_cache, batch, is_hidden)
 
     def attend_block(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, mask: AttentionMask
     ) -> Tensor:
-        def hidden(segment: int, keys: Tensor, positions: Tensor) -> Tensor:
+        def is_hidden(segment: int, keys: Tensor, positions: Tensor) -> Tensor:
             past = keys > positions if mask.causal else torch.zeros_like(keys > positions)
             early = keys <= positions - mask.window if mask.window else past
             return past | early | (keys < batch.before[segment])
 
-        return self._attend(q, k_cache, v_cache, batch, hidden)
+        return self._attend(q, k_cache, v_cache, batch, is_hidden)
 
     def _attend(
         self,
@@ -129,20 +143,25 @@ class ReferenceKernels:
         k_cache: Tensor,
         v_cache: Tensor,
         batch: Batch,
-        hidden: Callable[[int, Tensor, Tensor], Tensor],
+        is_hidden: Callable[[int, Tensor, Tensor], Tensor],
     ) -> Tensor:
-        """hidden(segment, keys `[n]`, positions `[rows, 1]`) -> bool `[rows, n]`: what a row must not see."""
+        """Attend to the keys that are not hidden.
+
+        is_hidden: returns bool `[rows, n]` for a segment, keys `[n]` and positions `[rows, 1]`.
+        """
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         group = q.shape[1] // k_cache.shape[1]
-        row, form = 0, form_of(k_cache)
+        row = 0
+        form = format_of(k_cache)
         for index, segment in enumerate(batch.segments):
-            rows, stop = slice(row, row + segment.count), segment.start + segment.count
+            rows = slice(row, row + segment.count)
+            stop = segment.start + segment.count
             k, v = (
-                form.decode(rows_of(cache, batch, segment.slot, stop)).float().repeat_interleave(group, dim=0)
+                form.decode(read_rows(cache, batch, segment.slot, stop)).float().repeat_interleave(group, dim=0)
                 for cache in (k_cache, v_cache)
             )
             scores = q[rows].transpose(0, 1).float() @ k.transpose(1, 2) * q.shape[2] ** -0.5
-            unseen = hidden(index, torch.arange(stop, device=q.device), batch.positions[rows].unsqueeze(1))
+            unseen = is_hidden(index, torch.arange(stop, device=q.device), batch.positions[rows].unsqueeze(1))
             weights = scores.masked_fill(unseen, float("-inf")).softmax(-1)
             out[rows] = (weights @ v).transpose(0, 1).to(q.dtype)
             row += segment.count
@@ -151,23 +170,32 @@ class ReferenceKernels:
     def pack_gated(self, weight: Tensor | Stack) -> Tensor:
         return self.pack(weight)
 
-    def gated(self, x: Tensor, packed: Tensor) -> Tensor:
+    def gated_linear(self, x: Tensor, packed: Tensor) -> Tensor:
         gate, up = self.linear(x, packed).chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * up
 
     def experts(self, x: Tensor, experts: Experts, batch: Batch) -> Tensor:
-        return experts_feed(self, x, experts, batch)
+        return run_experts(self, x, experts, batch)
 
-    def at_once(self, *_: object) -> LayersAtOnce | None:
+    def fuse_layers(self, *_: object) -> FusedLayers | None:
         return None
 
-    def context_at_once(self, *_: object) -> ContextAtOnce | None:
+    def fuse_context(self, *_: object) -> FusedContext | None:
         return None
 
-    def logits(self, hidden: Tensor, norm: Tensor, eps: float, packed: Any, out: Tensor) -> None:
+    def build_pass(self, *_: object) -> DecodePass | None:
+        return None
+
+    def build_draft_pass(self, *_: object) -> DraftPass | None:
+        return None
+
+    def embed(self, table: Tensor, tokens: Tensor, out: Tensor) -> Tensor:
+        return out.copy_(table[tokens.to(table.device)])
+
+    def write_logits(self, hidden: Tensor, norm: Tensor, eps: float, packed: Any, out: Tensor) -> None:
         out.copy_(self.linear(self.add_norm(hidden, None, norm, eps), packed))
 
-    def prepare(self, batch: Batch) -> None:
+    def prepare_step(self, batch: Batch) -> None:
         """Nothing is shared between layers."""
 
     def launch(self, name: str, batch: Batch, body: Callable[[], T]) -> T:  # noqa: ARG002

@@ -1,6 +1,6 @@
-"""The largest of a row of logits and where it is, the smallest, and whether all are numbers, in Triton.
+"""The largest and smallest logit of each row, where the largest is, and whether all are numbers, in Triton.
 
-Comparisons give the same whatever their order, so a row is cut into parts as it suits.
+Comparisons give the same result in every order, so a row may be cut into any parts.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ import triton.language as tl
 
 @triton.jit
 def part_extremes(logits_ptr, values_ptr, places_ptr, stride, width, parts, BLOCK: tl.constexpr):
-    """Of BLOCK logits of one row: values float32 `[R, parts, 2]`, smallest and largest, both NaN where one of them is;
-    places int32 `[R, parts]`, where the largest is, the first of equal ones.
+    """Find the extremes of BLOCK logits of one row.
+
+    values: float32 `[R, parts, 2]`, the smallest and the largest, both NaN where one of the logits is. places: int32
+    `[R, parts]`, where the largest is, the first of equal ones.
     """
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
     at = part * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
     x = tl.load(logits_ptr + row * stride + at, inside, float("-inf"))
@@ -29,7 +32,7 @@ def part_extremes(logits_ptr, values_ptr, places_ptr, stride, width, parts, BLOC
 
 @triton.jit
 def row_extremes(values_ptr, places_ptr, tokens_ptr, told_ptr, width, parts, PARTS: tl.constexpr):
-    """Of all parts of a row: its token int64 `[R]`, and told float64 `[R, 3]`: that, smallest and largest."""
+    """Join all parts of a row: its token, int64 `[R]`, and told, float64 `[R, 3]`: token, smallest, largest logit."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     inside = part < parts

@@ -1,4 +1,4 @@
-"""What attention in Triton reads: queries of some rows, and tiles of keys and values from wherever, coded or not."""
+"""Loads of attention in Triton: queries of some rows, and tiles of keys and values, paged or not, coded or not."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ def load_q(
     BLOCK_M: tl.constexpr,
     HEAD: tl.constexpr,
 ):
-    """A tile of queries `[BLOCK_M, HEAD]`: PADDED heads (GROUP real ones) of BLOCK_M / PADDED rows.
+    """Load a tile of queries `[BLOCK_M, HEAD]`: PADDED heads (GROUP real ones) of BLOCK_M / PADDED rows.
 
     Also returns which of them are real, and the number of each in `[bucket, HEADS]`.
     """
     i = tl.arange(0, BLOCK_M)
-    row, member = i // PADDED, i % PADDED
+    row = i // PADDED
+    member = i % PADDED
     real = (row < count) & (member < GROUP)
     at = ((row0 + row) * HEADS + kv_head * GROUP + member).to(tl.int64)
     q = tl.load(q_ptr + at[:, None] * HEAD + tl.arange(0, HEAD)[None, :], real[:, None], 0.0)
@@ -32,7 +33,9 @@ def load_q(
 
 @triton.jit
 def row_of(at, base, pages_ptr, kv_head, KV: tl.constexpr, PAGE: tl.constexpr):
-    """Where the caches have key `at` of the slot; a tile from there on is in one piece. PAGE: 0 if all of them are."""
+    """Return the cache row of key `at` of the slot; a tile from there on lies in one piece. PAGE: 0 if rows are not
+    paged.
+    """
     row = base + at
     if PAGE > 0:
         row = (tl.load(pages_ptr + at // PAGE) * KV + kv_head) * PAGE + at % PAGE
@@ -41,8 +44,10 @@ def row_of(at, base, pages_ptr, kv_head, KV: tl.constexpr, PAGE: tl.constexpr):
 
 @triton.jit
 def load_tile(rows, scales, row, HEAD: tl.constexpr, BLOCK_N: tl.constexpr, CODED: tl.constexpr, dtype: tl.constexpr):
-    """BLOCK_N rows from one on, and what each is to be multiplied with: of CODED ones. rows: a descriptor, or where
-    coded ones are; a code is exact in every dtype.
+    """Load BLOCK_N rows from `row` on, and the scale of each CODED row. rows: a descriptor, or a pointer to coded
+    rows.
+
+    A code is exact in every dtype.
     """
     if CODED:
         at = (row + tl.arange(0, BLOCK_N)).to(tl.int64) * (HEAD + 4)

@@ -1,8 +1,10 @@
-"""Attention of a draft's blocks in Triton: each block over its own context and itself, in both directions or causally.
+"""Attention of a draft's blocks in Triton: each block over its own context and itself, in both directions or
+causally.
 
-The keys that a block sees fall into splits `[s * SPLIT, (s + 1) * SPLIT)` at absolute positions. Each is a work item
-that leaves a partial; `merge` weighs them. Everything about a block comes from device memory, row by row, so one graph
-serves every set of blocks of a bucket. The rows that open a tile are found anew by every program: a bucket is short.
+The keys that a block sees fall into splits `[s * SPLIT, (s + 1) * SPLIT)` at absolute positions. Each split is a work
+item that leaves a partial, and `merge` weighs the partials. Everything about a block comes from device memory, row by
+row, so one graph serves every set of blocks of a bucket. Every program finds the rows that open a tile anew, because
+a bucket is short.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from adapters.models.kernels.triton.attention_tiles import load_q
 
 @triton.jit
 def _lowest(first, start, WINDOW: tl.constexpr):
-    """The first key that the row at `start` sees."""
+    """Return the first key that the row at `start` sees."""
     if WINDOW > 0:
         first = tl.maximum(first, start - WINDOW + 1)
     return first
@@ -55,11 +57,11 @@ def attend_splits(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Key splits of all (tile of a block's rows, key head) pairs, dealt out evenly to however many programs there are.
+    """Process the key splits of all (tile of a block's rows, key head) pairs, dealt out evenly to the programs.
 
-    Each leaves acc float32 `[bucket, HEADS, split_limit, HEAD]`, and its peak and total in sums float32
-    `[bucket, HEADS, split_limit, 2]`. A tile has TILE = BLOCK_M / PADDED rows of one block and is
-    named by the one that opens it.
+    Each leaves acc float32 `[bucket, HEADS, split_limit, HEAD]`, and its peak and total in sums float32 `[bucket,
+    HEADS, split_limit, 2]`. A tile has TILE = BLOCK_M / PADDED rows of one block and is named by the row that opens
+    it.
     """
     if PDL:
         gdc_launch_dependents()
@@ -112,7 +114,7 @@ def attend_splits(
             scores = tl.dot(q, k.T, input_precision=PRECISION)
             seen = (key[None, :] <= last[:, None]) & (key[None, :] >= early[:, None])
             scores = tl.where(seen, scores, float("-inf"))
-            # Rows that nobody may see may hold anything.
+            # Rows outside the block may hold anything, NaN included.
             v = tl.where(((key >= first0) & (key < stop0))[:, None], v, 0.0)
             new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
             weights = tl.exp2(scores * scale - new_peak[:, None])

@@ -1,7 +1,7 @@
-"""Rows of logits in parts, for kernels that pick from them: what is compared, weighed and drawn with, in Triton.
+"""Rows of logits in parts, for kernels that pick from them: comparing, weighing and noise, in Triton.
 
-exp and log are those of `kernels/steady.py`. Launch with `enable_fp_fusion=False`: no compiler may make one rounding of
-two.
+exp and log are those of `exact_exp.py`. Launch with `enable_fp_fusion=False`: no compiler may merge two roundings
+into one.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ NONE = tl.constexpr(-(2**63))  # below every key
 
 
 @triton.jit
-def steady_weight(scaled, factors_ptr):
-    """round(exp(scaled) * 2**BITS) of float64 that are at most 0, int64."""
+def exact_weight(scaled, factors_ptr):
+    """Return round(exp(scaled) * 2**BITS) of float64 values that are at most 0, as int64."""
     values = tl.where(scaled < LOWEST, LOWEST, scaled)
     steps = values * INVERSE + WHOLE - WHOLE
     rest = values - steps * STEP - steps * REST
@@ -48,8 +48,8 @@ def steady_weight(scaled, factors_ptr):
 
 
 @triton.jit
-def steady_log(values):
-    """The natural logarithm of positive float64 values that are normal."""
+def exact_log(values):
+    """Return the natural logarithm of positive, normal float64 values."""
     bits = values.to(tl.int64, bitcast=True) - HALF_ROOT
     power = (bits >> 52).to(tl.float64)
     rest = ((bits & FRACTION) + HALF_ROOT).to(tl.float64, bitcast=True) - 1
@@ -62,25 +62,27 @@ def steady_log(values):
 
 
 @triton.jit
-def shifted(z, BY: tl.constexpr):
-    """Zeros come in from above."""
+def shift_right(z, BY: tl.constexpr):
+    """Shift right and fill with zeros."""
     return (z.to(tl.uint64, bitcast=True) >> BY).to(tl.int64, bitcast=True)
 
 
 @triton.jit
 def gumbel(key, token):
-    """`noise.py` of a key and token ids, int64 -> float64."""
+    """Return the noise of `noise.py` for a key and token ids, int64 to float64."""
     z = key + (token + 1) * GOLDEN
-    z = (z ^ shifted(z, 30)) * FIRST
-    z = (z ^ shifted(z, 27)) * SECOND
-    z = z ^ shifted(z, 31)
-    uniform = (shifted(z, 12).to(tl.float64) + 0.5) * (1 / 2**52)
-    return -steady_log(-steady_log(uniform))
+    z = (z ^ shift_right(z, 30)) * FIRST
+    z = (z ^ shift_right(z, 27)) * SECOND
+    z = z ^ shift_right(z, 31)
+    uniform = (shift_right(z, 12).to(tl.float64) + 0.5) * (1 / 2**52)
+    return -exact_log(-exact_log(uniform))
 
 
 @triton.jit
-def ordered(x, token):
-    """int64, the larger the likelier: by the logit, float32, whose zeros are equal, then by the lower id, int64."""
+def order_key(x, token):
+    """Return int64 keys, the larger the likelier: by the logit, float32, whose zeros are equal, then by the lower id,
+    int64.
+    """
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) + (0xFFFFFFFF - token)
 
@@ -98,27 +100,30 @@ def logit_of(key):
 
 @triton.jit
 def block_of(logits_ptr, part, width, BLOCK: tl.constexpr):
-    """The logits of a part, their keys and their ids; beyond the row's end minus infinity, and below every key."""
+    """Return the logits of a part, their keys and their ids; beyond the row's end minus infinity, and a value below
+    every key.
+    """
     at = part.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
     x = tl.load(logits_ptr + at, inside, float("-inf"))
-    return x, tl.where(inside, ordered(x, at), NONE), at
+    return x, tl.where(inside, order_key(x, at), NONE), at
 
 
 @triton.jit
 def next_part(keys, lanes, bound, last, parts):
-    """The first part behind `last` that has a key above the bound; `parts`: none."""
+    """Return the first part behind `last` that has a key above the bound; `parts` if there is none."""
     return tl.min(tl.where((keys > bound) & (lanes > last), lanes, parts), 0)
 
 
 @triton.jit
 def ahead(logits_ptr, factors_ptr, keys, lanes, bound, largest, temperature, width, parts, BLOCK: tl.constexpr):
-    """How many tokens are likelier than the bound's, and the sum of their weights, int64."""
-    count, before = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
+    """Return how many tokens are likelier than the bound's, and the sum of their weights, int64."""
+    count = tl.zeros((), tl.int64)
+    before = tl.zeros((), tl.int64)
     part = next_part(keys, lanes, bound, -1, parts)
     while part < parts:
         x, found, _ = block_of(logits_ptr, part, width, BLOCK)
-        weights = steady_weight((x.to(tl.float64) - largest) / temperature, factors_ptr)
+        weights = exact_weight((x.to(tl.float64) - largest) / temperature, factors_ptr)
         before += tl.sum(tl.where(found > bound, weights, 0), 0)
         count += tl.sum((found > bound).to(tl.int64), 0)
         part = next_part(keys, lanes, bound, part, parts)
@@ -127,7 +132,7 @@ def ahead(logits_ptr, factors_ptr, keys, lanes, bound, largest, temperature, wid
 
 @triton.jit
 def without(logits_ptr, keys, lanes, key, width, BLOCK: tl.constexpr):
-    """The parts' likeliest ones, when the likeliest of all, `key`, has been taken out."""
+    """Return the likeliest keys of the parts after the likeliest of all, `key`, has been taken out."""
     part = tl.max(tl.where(keys == key, lanes, 0), 0)
     _, found, _ = block_of(logits_ptr, part, width, BLOCK)
     return tl.where(lanes == part, tl.max(tl.where(found < key, found, NONE), 0), keys)

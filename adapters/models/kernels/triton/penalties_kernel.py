@@ -1,6 +1,6 @@
-"""Biases and penalties of all rows of a step, in one launch, in Triton: to the bit what a host makes of each.
+"""Biases and penalties of all rows of a step in one launch, in Triton: to the bit what a host makes of each row.
 
-Launch with `enable_fp_fusion=False`, as what is in `picking.py`.
+Launch with `enable_fp_fusion=False`, as the kernels of `draw_kernel.py`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ CHANGED = tl.constexpr(7)  # numbers of a row
 
 @triton.jit(do_not_specialize=["rows"])
 def change_part(logits_ptr, out_ptr, asked_ptr, stride, width, rows, BLOCK: tl.constexpr):
-    """BLOCK logits of a row with bias and penalties: out float32 `[rows, width]`.
+    """Adjust BLOCK logits of a row by its bias and penalties: out float32 `[rows, width]`.
 
-    asked int64 `[rows, CHANGED]`: where what was seen so far is, int32 `[V]`, twice how often in the answer and one
-    more for the prompt, and the bias, float32 `[V]`; 0, where there is none; the bits of the float32 penalties:
-    repetition, presence, frequency; where, behind all of that, tokens are that were seen besides, and how many.
+    asked: int64 `[rows, CHANGED]`. Of each row: the address of its history, int32 `[V]`, twice how often a token is
+    in the answer and one more if it is in the prompt; the address of its bias, float32 `[V]`; 0 where there is none.
+    Then the bits of the float32 penalties: repetition, presence, frequency. Then where, behind all rows, the tokens
+    begin that the history does not count yet, and how many they are.
     """
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
     asked = asked_ptr + CHANGED * row
-    history, bias = tl.load(asked), tl.load(asked + 1)
+    history = tl.load(asked)
+    bias = tl.load(asked + 1)
     at = part.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
     x = tl.load(logits_ptr + row * stride + at, inside, 0.0)
@@ -31,7 +34,8 @@ def change_part(logits_ptr, out_ptr, asked_ptr, stride, width, rows, BLOCK: tl.c
         repetition = tl.load(asked + 2).to(tl.int32).to(tl.float32, bitcast=True)
         presence = tl.load(asked + 3).to(tl.int32).to(tl.float32, bitcast=True)
         frequency = tl.load(asked + 4).to(tl.int32).to(tl.float32, bitcast=True)
-        more, count = asked_ptr + CHANGED * rows + tl.load(asked + 5), tl.load(asked + 6)
+        more = asked_ptr + CHANGED * rows + tl.load(asked + 5)
+        count = tl.load(asked + 6)
         seen = tl.load(history.to(tl.pointer_type(tl.int32)) + at, inside, 0)
         one = count * 0
         while one < count:
@@ -45,13 +49,13 @@ def change_part(logits_ptr, out_ptr, asked_ptr, stride, width, rows, BLOCK: tl.c
 
 @triton.jit
 def mark_token(history_ptr, tokens_ptr):
-    """A token of the prompt: of each program its own."""
+    """Mark a token of the prompt; each program marks its own."""
     tl.store(history_ptr + tl.load(tokens_ptr + tl.program_id(0)), 1)
 
 
 @triton.jit
 def count_token(history_ptr, tokens_ptr):
-    """One more of a token in the answer."""
+    """Count one more occurrence of a token in the answer."""
     tl.atomic_add(history_ptr + tl.load(tokens_ptr + tl.program_id(0)), 2)
 
 

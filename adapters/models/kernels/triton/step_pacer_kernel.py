@@ -1,4 +1,4 @@
-"""A GPU's own clock, by which it keeps steps apart, in Triton."""
+"""The clock of a GPU, by which it keeps steps apart, in Triton."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from triton.language.extra.cuda import globaltimer
 
 @triton.jit(do_not_specialize=["anew"])
 def beat(clock_ptr, anew, LATE: tl.constexpr, LONGEST: tl.constexpr):
-    """Runs in the steps' stream behind each of them, and ends when that is to be over. One program of one warp.
+    """Wait until the step's usual time has passed. Runs in the steps' stream behind each step, one program of one
+    warp.
 
-    clock: int64 `[2 + LATE]`: when the step before was over, in nanoseconds; how many were kept apart; what the last of
-    these took, without what they waited for. anew: nobody kept the pace before this one, so its beginning is not known.
+    clock: int64 `[2 + LATE]`: when the step before was over, in nanoseconds; how many steps were paced; the durations
+    of the last ones, without what they waited for. anew: no step was paced before this one, so its beginning is not
+    known.
     """
-    before, count, at = tl.load(clock_ptr), tl.load(clock_ptr + 1), tl.arange(0, LATE)
+    before = tl.load(clock_ptr)
+    count = tl.load(clock_ptr + 1)
+    at = tl.arange(0, LATE)
     late = tl.load(clock_ptr + 2 + at)
     now = globaltimer()
     if anew == 0:

@@ -1,7 +1,7 @@
-// Attention of each row over its own interval of its slot's keys. What a row finds over the keys of one tile is a value of
-// its own, with the greatest score and the sum of weights there: chains over ascending terms, from zero, as every product
-// is (tiles.h). Tiles stand at multiples of KEYS and are joined in ascending order. So neither the rows that go together,
-// nor the threads that take tiles, can be seen in a row's bits.
+// Attention of each row over its own interval of its slot's keys. The result over the keys of one tile is computed from
+// zero, with the greatest score and the sum of weights there, by chains over ascending terms as in every product
+// (tiles.h). Tiles stand at multiples of KEYS and are joined in ascending order. So a row's bits depend neither on the
+// rows that are computed with it nor on the threads that compute tiles.
 #define ASKING 96      // queries that go over a tile together: its keys and values are made ready once for all of them
 #define SCORED (KEYS + 16) // room for a row's scores: rows never a power of two apart
 #define PARTS (1L << 22) // numbers that tiles which are shared out may leave behind
@@ -48,7 +48,7 @@ static int bench_of(bench_t *bench, long asking, long size) {
     return 0;
 }
 
-// What the queries of some rows find over one tile.
+// The results of some rows' queries over one tile.
 static void over_tile(
     const attention_t *job, const bench_t *bench, long row, long rows, long head, long tile, long stop, float *parts
 ) {
@@ -132,7 +132,7 @@ static void attend_unit(void *of, long unit) {
     put_out(job, row, rows, head, bench.joined);
 }
 
-// What is found in tiles that were shared out, joined in the order of tiles.
+// Joins the results of tiles that several threads computed, in the order of tiles.
 static void join_shared(void *of, long pair) {
     attention_t *const job = of;
     const long row = job->blocks[2 * (pair / job->kv)], rows = job->blocks[2 * (pair / job->kv) + 1];

@@ -1,6 +1,6 @@
-// Recurrent layers: see recurrent.h for what is done, kernels/delta.py for what it is. State S of a head, [dk, dv], row by
-// row: S *= left; d = beta (v - S^T k); S += k d^T; out = S^T q. A step goes on from the state at the last multiple of 64,
-// with the rows behind it that are in the rings: what was done with them is done again, in the same operations.
+// Recurrent layers: recurrent.h has the operations, delta_interface.py explains them. The state S of a head, [dk, dv],
+// changes row by row: S *= left; d = beta (v - S^T k); S += k d^T; out = S^T q. A step starts from the state at the last
+// multiple of 64 and repeats the rows behind it, which are in the rings, in the same operations.
 
 static void convolve_end(const convolve_t *job, const int64_t *counts, long first, int settles, char *conv, char *inputs) {
     const long slot = job->slots[first], start = job->positions[first], base = job->bases[first];

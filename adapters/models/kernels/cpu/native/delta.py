@@ -1,7 +1,7 @@
-"""Recurrent layers by the compiled library: row after row, as the gated delta rule is defined, whatever a step brings.
+"""Recurrent layers by the compiled library (delta.h): row after row, as the gated delta rule is defined.
 
-What was done with the rows between a state and a step is done again, in the same operations, from what the rings have
-of them. So a state is one chain over its sequence, and rows that are taken back have never been in it.
+The rows between a state and a step are computed again by the same operations, from what the rings keep of them. So a
+state is one chain over its sequence, and rows that were taken back have never been in it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from adapters.models.kernels.cpu.convolution_taps import TapsByPlace
-from adapters.models.kernels.cpu.native.library import NativeCode
-from adapters.models.kernels.cpu.native.products import FORMS, WIDEST, check_lies
+from adapters.models.kernels.cpu.convolution_taps import TransposedTaps
+from adapters.models.kernels.cpu.native.library import NativeLibrary
+from adapters.models.kernels.cpu.native.products import DTYPE_CODES, WIDEST, check_layout
 from adapters.models.kernels.delta_interface import (
     CHUNK,
     RING,
@@ -24,37 +24,44 @@ from adapters.models.kernels.delta_interface import (
     DeltaShape,
     DeltaState,
     DeltaWeights,
-    row_state,
+    make_row_state,
 )
 from adapters.models.kernels.step_batch import StateBatch
 
 
-def fits(shape: DeltaShape) -> bool:
-    """Has the library room for such heads?"""
+def has_room_for(shape: DeltaShape) -> bool:
+    """Return whether the library has room for such heads."""
     return shape.key_size <= WIDEST
 
 
 class NativeDelta:
-    """level: as `NativeProducts` has it. The rings' `decays` are what is left of a state from one row to the next."""
+    """Implements `DeltaKernels` at one level of instructions. The rings' `decays` are the factors e^g from one row to
+    the next.
+    """
 
-    def __init__(self, compiled: NativeCode, level: int) -> None:
-        self._code, self._level = compiled.code, level
-        self._taps = TapsByPlace()
+    def __init__(self, compiled: NativeLibrary, level: int) -> None:
+        self._code = compiled.code
+        self._level = level
+        self._taps = TransposedTaps()
 
-    def state(self, shape: DeltaShape, slots: int, places: int, dtype: torch.dtype, device: torch.device) -> DeltaState:
-        return row_state(shape, slots, places, dtype, device, factored=False)
+    def make_state(
+        self, shape: DeltaShape, slots: int, places: int, dtype: torch.dtype, device: torch.device
+    ) -> DeltaState:
+        return make_row_state(shape, slots, places, dtype, device, factored=False)
 
     def convolve(self, mixed: Tensor, weights: DeltaWeights, state: DeltaState, batch: StateBatch) -> Tensor:
-        """Queries and keys are divided by their length."""
-        shape, rows, taps = weights.shape, len(mixed), self._taps.of(weights)
-        _check(batch, len(state.inputs), rows)
-        alike = mixed.dtype in FORMS and state.inputs.dtype is mixed.dtype and state.conv.dtype is mixed.dtype
-        if not alike or mixed.stride(1) != 1 or mixed.shape[1] != shape.channels or not fits(shape):
+        """Convolve as `DeltaKernels.convolve` says, and divide queries and keys by their length."""
+        shape = weights.shape
+        rows = len(mixed)
+        taps = self._taps.taps_of(weights)
+        _check_step(batch, len(state.inputs), rows)
+        alike = mixed.dtype in DTYPE_CODES and state.inputs.dtype is mixed.dtype and state.conv.dtype is mixed.dtype
+        if not alike or mixed.stride(1) != 1 or mixed.shape[1] != shape.channels or not has_room_for(shape):
             raise TypeError(f"a convolution of {mixed.dtype} {list(mixed.shape)} beside {state.inputs.dtype}, {shape}")
         slots = len(state.inputs)
-        check_lies("taps", taps, (TAPS, shape.channels), torch.float32)
-        check_lies("inputs before a state", state.conv, (len(state.conv), TAPS - 1, shape.channels), mixed.dtype)
-        check_lies("inputs behind a state", state.inputs, (slots, RING, shape.channels), mixed.dtype)
+        check_layout("taps", taps, (TAPS, shape.channels), torch.float32)
+        check_layout("inputs before a state", state.conv, (len(state.conv), TAPS - 1, shape.channels), mixed.dtype)
+        check_layout("inputs behind a state", state.inputs, (slots, RING, shape.channels), mixed.dtype)
         if len(state.conv) < slots:
             raise ValueError(f"{slots} slots, and inputs before the states of {len(state.conv)}")
         out = torch.empty(rows, shape.channels)
@@ -66,11 +73,11 @@ class NativeDelta:
             shape.key_heads,
             shape.key_size,
             taps.data_ptr(),
-            *_told(batch),
+            *_step_arguments(batch),
             state.conv.data_ptr(),
             state.inputs.data_ptr(),
             out.data_ptr(),
-            FORMS[mixed.dtype],
+            DTYPE_CODES[mixed.dtype],
             int(batch.settles),
             torch.get_num_threads(),
             self._level,
@@ -80,67 +87,77 @@ class NativeDelta:
     def delta_rule(
         self, convolved: Tensor, gates: Tensor, weights: DeltaWeights, state: DeltaState, batch: StateBatch
     ) -> Tensor:
-        shape, rows = weights.shape, len(convolved)
+        shape = weights.shape
+        rows = len(convolved)
         heads = shape.value_heads
-        _check(batch, len(state.keys), rows)
+        _check_step(batch, len(state.keys), rows)
         if (
             convolved.dtype is not torch.float32
             or not convolved.is_contiguous()
             or convolved.shape[1] != shape.channels
         ):
             raise TypeError(f"rows of {convolved.dtype} {list(convolved.shape)} for {shape}")
-        if gates.dtype not in FORMS or gates.stride(1) != 1 or gates.shape != (rows, 2 * heads) or not fits(shape):
+        if (
+            gates.dtype not in DTYPE_CODES
+            or gates.stride(1) != 1
+            or gates.shape != (rows, 2 * heads)
+            or not has_room_for(shape)
+        ):
             raise TypeError(f"gates of {gates.dtype} {list(gates.shape)} for {rows} rows of {shape}")
         for name, one in (("rates", weights.rate), ("biases of gates", weights.dt_bias)):
-            check_lies(name, one, (heads,), torch.float32)
+            check_layout(name, one, (heads,), torch.float32)
         _check_state(state, shape)
-        room, out = torch.empty(rows, 2 * heads), torch.empty(rows, heads, shape.value_size)
+        room = torch.empty(rows, 2 * heads)
+        out = torch.empty(rows, heads, shape.value_size)
         self._code.rekindle_delta(
             convolved.data_ptr(),
             gates.data_ptr(),
             gates.stride(0),
             rows,
-            *_sizes(shape),
+            *_head_sizes(shape),
             weights.rate.data_ptr(),
             weights.dt_bias.data_ptr(),
-            *_told(batch),
-            *_rings(state),
+            *_step_arguments(batch),
+            *_ring_addresses(state),
             room.data_ptr(),
             out.data_ptr(),
-            FORMS[gates.dtype],
+            DTYPE_CODES[gates.dtype],
             int(batch.settles),
             torch.get_num_threads(),
             self._level,
         )
         return out
 
-    def fold(self, states: Sequence[DeltaState], slot: int, base: int) -> None:
+    def advance_state(self, states: Sequence[DeltaState], slot: int, base: int) -> None:
         for state in states:
             _, heads, size, width = state.memory.shape
             shape = DeltaShape(state.keys.shape[1], heads, size, width)
             _check_state(state, shape)
-            if not 0 <= slot < len(state.keys) or base < 0 or base % CHUNK or not fits(shape):
+            if not 0 <= slot < len(state.keys) or base < 0 or base % CHUNK or not has_room_for(shape):
                 raise IndexError(f"slot {slot} of {len(state.keys)} with its state at {base}")
-            self._code.rekindle_fold(slot, base, *_sizes(shape), *_rings(state), torch.get_num_threads(), self._level)
+            self._code.rekindle_fold(
+                slot, base, *_head_sizes(shape), *_ring_addresses(state), torch.get_num_threads(), self._level
+            )
             end = base % RING + CHUNK
             state.conv[slot] = state.inputs[slot, end - TAPS + 1 : end]
 
     def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        check_lies("a norm's weight", weight, tuple(x.shape[2:]), torch.float32)
+        check_layout("a norm's weight", weight, tuple(x.shape[2:]), torch.float32)
         if x.dtype is not torch.float32:
             raise TypeError(f"a norm of {x.dtype} {list(x.shape)}")
-        return self._gated(x, gate, weight, eps)
+        return self._apply_gate(x, gate, weight, eps)
 
-    def gate(self, x: Tensor, gate: Tensor) -> Tensor:
+    def apply_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         if x.dtype is not gate.dtype:
             raise TypeError(f"{x.dtype} with a gate in {gate.dtype}")
-        return self._gated(x.unsqueeze(1), gate, None, 0.0)
+        return self._apply_gate(x.unsqueeze(1), gate, None, 0.0)
 
-    def _gated(self, x: Tensor, gate: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    def _apply_gate(self, x: Tensor, gate: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         rows, heads, size = x.shape
-        if gate.shape != (rows, heads * size) or gate.dtype not in FORMS or gate.stride(1) != 1:
+        if gate.shape != (rows, heads * size) or gate.dtype not in DTYPE_CODES or gate.stride(1) != 1:
             raise TypeError(f"a gate of {gate.dtype} {list(gate.shape)} for {list(x.shape)}")
-        x, out = x.contiguous(), torch.empty(rows, heads * size, dtype=gate.dtype)
+        x = x.contiguous()
+        out = torch.empty(rows, heads * size, dtype=gate.dtype)
         self._code.rekindle_gated(
             x.data_ptr(),
             gate.data_ptr(),
@@ -150,7 +167,7 @@ class NativeDelta:
             size,
             None if weight is None else weight.data_ptr(),
             out.data_ptr(),
-            FORMS[gate.dtype],
+            DTYPE_CODES[gate.dtype],
             eps,
             torch.get_num_threads(),
             self._level,
@@ -158,8 +175,8 @@ class NativeDelta:
         return out
 
 
-def _check(batch: StateBatch, slots: int, rows: int) -> None:
-    """Raises for rows that nothing goes on to: the library would read and write beside the rings."""
+def _check_step(batch: StateBatch, slots: int, rows: int) -> None:
+    """Raise for a step that does not continue its states: the library would read and write outside the rings."""
     if sum(segment.count for segment in batch.segments) > rows or batch.bucket != rows:
         raise ValueError(f"{rows} rows for a step of {batch.bucket}, {batch.segments}")
     for segment, base in zip(batch.segments, batch.before, strict=True):
@@ -169,7 +186,8 @@ def _check(batch: StateBatch, slots: int, rows: int) -> None:
 
 
 def _check_state(state: DeltaState, shape: DeltaShape) -> None:
-    slots, heads = len(state.keys), shape.value_heads
+    slots = len(state.keys)
+    heads = shape.value_heads
     if len(state.memory) < slots or heads % shape.key_heads:
         raise ValueError(f"{slots} slots with {len(state.memory)} states of {shape}")
     tensors = {
@@ -179,11 +197,11 @@ def _check_state(state: DeltaState, shape: DeltaShape) -> None:
         "decays": (state.decays, (slots, heads, RING)),
     }
     for name, (tensor, lies) in tensors.items():
-        check_lies(name, tensor, lies, torch.float32)
+        check_layout(name, tensor, lies, torch.float32)
 
 
-def _told(batch: StateBatch) -> tuple[object, ...]:
-    """What the library is told of a step, in the order of its arguments."""
+def _step_arguments(batch: StateBatch) -> tuple[object, ...]:
+    """Return the library's arguments that describe a step, in their order."""
     count = len(batch.segments)
     counts = (segment.count for segment in batch.segments)
     firsts = (ctypes.c_long * (count + 1))(*accumulate(counts, initial=0))
@@ -191,9 +209,9 @@ def _told(batch: StateBatch) -> tuple[object, ...]:
     return *(column.data_ptr() for column in columns), firsts, count
 
 
-def _sizes(shape: DeltaShape) -> tuple[int, int, int, int]:
+def _head_sizes(shape: DeltaShape) -> tuple[int, int, int, int]:
     return shape.key_heads, shape.value_heads, shape.key_size, shape.value_size
 
 
-def _rings(state: DeltaState) -> tuple[int, int, int, int]:
+def _ring_addresses(state: DeltaState) -> tuple[int, int, int, int]:
     return state.memory.data_ptr(), state.keys.data_ptr(), state.deltas.data_ptr(), state.decays.data_ptr()

@@ -1,5 +1,5 @@
-// A token is drawn from each row of logits, as adapters/device/sampling/sampler.py and host_draw.py have it, with the same bits.
-// Noise is for those tokens alone that could be the one; which may be drawn is found without putting them in order.
+// Draws a token from each row of logits, with the same bits as kernels/cpu/host_draw.py. Noise is computed only for
+// tokens that could be drawn. Which tokens may be drawn is found without sorting.
 
 typedef struct {
     const float *used, *raw;       // logits: with bias and penalties; the model's own
@@ -68,7 +68,7 @@ static inline uint32_t place_of(float logit) { // -0 is where 0 is
     return bits & 0x80000000 ? ~bits : bits | 0x80000000;
 }
 
-// Of a positive number, by operations that have one right answer: see adapters/device/sampling/exact_exp.py.
+// Of a positive number, by operations that have one right answer: see adapters/models/kernels/exact_exp.py.
 static double steady_log(double value) {
     const int64_t bits = word_of(value) - word_of(HALF_ROOT), power = bits >> 52;
     const double rest = double_of((bits & 0xfffffffffffff) + word_of(HALF_ROOT)) - 1.0, s = rest / (rest + 2.0), z = s * s;
@@ -77,8 +77,8 @@ static double steady_log(double value) {
     return (double)power * 0x1.62e42fefap-1 + ((s * series + (double)power * 0x1.cf79abc9e3b3ap-40) + (s + s));
 }
 
-// Fractions whose noise makes up for so many natural logarithms, and hardly any that do not: exp may be off by far more
-// than it is.
+// The fractions whose noise makes up for so many natural logarithms, and hardly any others. The margin is far larger than
+// the error of exp.
 static void expect(search_t *search) {
     search->bound = search->best;
     for (int depth = 0; depth <= DEEPEST; depth++) {
@@ -121,7 +121,7 @@ static chance_t last_of(const chance_t *chances, long count, double goal, chance
     return chances[last];
 }
 
-// What is not behind `last` stays, in the order that it had: how many that is.
+// Keeps what is not behind `last`, in its order. Returns how many that are.
 static long until(chance_t *chances, long count, chance_t last) {
     long kept = 0;
     for (long i = 0; i < count; i++) {

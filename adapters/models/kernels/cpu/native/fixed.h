@@ -3,11 +3,11 @@
 // every lane), EVENS and ODDS (bytes 0 and 2, 1 and 3 of words as pairs), NIBBLES, PLACES (16 bytes that steps of four bits
 // stand for), PLACED (what the low halves of bytes stand for), SPREAD_WORD, WHOLE (words as floats), and FIXED_TILES.
 //
-// The terms of a row that belong to one group of the weight become whole numbers of 16 bits, multiples of a power of two
-// that their greatest asks for, each rounded to the nearest one. Sums of their products with steps are exact, so nothing is
-// to be said about their order; a group is taken in as fma(scale * unit, sum, ...), then fma(least, -(the group's terms
-// added up), ...). Steps are kept raised so that none is negative, and a group's sum begins with what that adds, subtracted.
-// Of eight terms 0 and 4, 1 and 5, 2 and 6, 3 and 7 go together, in rows as in steps.
+// The terms of a row that belong to one group of the weight become 16-bit integers: multiples of a power of two that
+// follows from the greatest of them, each rounded to the nearest. Sums of their products with steps are exact, so their
+// order does not matter. A group is added as fma(scale * unit, sum, ...), then fma(least, -(sum of the group's terms),
+// ...). Steps are stored with an offset so that none is negative, and a group's sum begins with minus that offset's share.
+// Of eight terms 0 and 4, 1 and 5, 2 and 6, 3 and 7 are paired, in rows as in steps.
 
 // What a row of bfloat16 becomes. to: as many numbers. of: one for each group.
 static FOR void ON(fix)(const packed_t *form, const uint16_t *x, long terms, int16_t *to, fixed_t *of) {

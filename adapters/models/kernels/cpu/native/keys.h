@@ -1,5 +1,5 @@
-// Attention over some keys, in the instructions that the including file names (see tiles.h): the keys and values of a slot
-// as products want them, weights of scores, and how what was found over some keys is joined to what was found before.
+// Attention over some keys, in the instructions that the including file names (see tiles.h): keys and values of a slot in
+// the layout of products, the weights of scores, and how the result over some keys is joined to earlier results.
 
 // What `turn` does, of codes: four of each of 32 keys are a word.
 static inline __attribute__((always_inline)) FOR void ON(turn_codes)(

@@ -1,5 +1,6 @@
-"""What layers.h is told of weights and layers, as it has them, and what must be so before it is: the library checks
-nothing.
+"""Descriptions of weights and layers in the structures of layers.h, and checks before they are passed.
+
+The library checks nothing itself.
 """
 
 from __future__ import annotations
@@ -9,12 +10,16 @@ import ctypes
 import torch
 from attrs import frozen
 
-from adapters.models.kernels.cpu.native.products import FORMS, NativePacked, NativeWeight, PackedForm
+from adapters.models.kernels.cpu.native.products import DTYPE_CODES, NativePacked, NativeWeight, PackedForm
 
-_NUMBER, _POINTER, _SIZE, _REAL = ctypes.c_int, ctypes.c_void_p, ctypes.c_long, ctypes.c_float
+_NUMBER = ctypes.c_int
+_POINTER = ctypes.c_void_p
+_SIZE = ctypes.c_long
+_REAL = ctypes.c_float
 
 
-class PartOf(ctypes.Structure):  # these as layers.h has them
+# The structures of layers.h, field by field.
+class PartOf(ctypes.Structure):
     _fields_ = [
         *((name, _POINTER) for name in ("panels", "up", "packed")),
         *((name, _SIZE) for name in ("outputs", "terms", "piece")),
@@ -55,22 +60,23 @@ class EmbeddingOf(ctypes.Structure):
 
 @frozen(eq=False)
 class NativePart:
-    """Some outputs of a weight. up: what they gate. piece: rows that are multiplied together."""
+    """Some outputs of a weight. up: the weight that these outputs gate. piece: rows that are multiplied together."""
 
     weight: NativeWeight | NativePacked
     up: NativeWeight | NativePacked | None
     piece: int
 
 
-def matrix_of(parts: tuple[NativePart, ...]) -> MatrixOf:
-    described = (PartOf * len(parts))(*map(_part, parts))
+def describe_matrix(parts: tuple[NativePart, ...]) -> MatrixOf:
+    described = (PartOf * len(parts))(*map(_describe_part, parts))
     return MatrixOf(described, len(parts), parts[0].weight.terms, sum(part.weight.outputs for part in parts))
 
 
-def _part(part: NativePart) -> PartOf:
-    weight, up = part.weight.panels.data_ptr(), None if part.up is None else part.up.panels.data_ptr()
+def _describe_part(part: NativePart) -> PartOf:
+    weight = part.weight.panels.data_ptr()
+    up = None if part.up is None else part.up.panels.data_ptr()
     if isinstance(part.weight, NativeWeight):
-        shape = (part.weight.outputs, part.weight.terms, part.piece, FORMS[part.weight.panels.dtype])
+        shape = (part.weight.outputs, part.weight.terms, part.piece, DTYPE_CODES[part.weight.panels.dtype])
         return PartOf(weight, up, None, *shape)
     packed: PackedForm = part.weight.form
     return PartOf(weight, up, ctypes.addressof(packed), part.weight.outputs, part.weight.panels.shape[1], part.piece, 0)
@@ -79,8 +85,8 @@ def _part(part: NativePart) -> PartOf:
 def check_parts(
     name: str, parts: tuple[NativePart, ...], outputs: int, terms: int, dtype: torch.dtype, *, gated: bool
 ) -> None:
-    """dtype: of rows."""
-    check_fixed(parts, dtype)
+    """Raise ValueError where parts do not form a weight of so many outputs and terms. dtype: of rows."""
+    check_fixed_point(parts, dtype)
     fits = sum(part.weight.outputs for part in parts) == outputs and all(part.piece > 0 for part in parts)
     if not fits or any(part.weight.terms != terms for part in parts):
         raise ValueError(f"{name}: {[part.weight.kind for part in parts]}, not {outputs} x {terms}")
@@ -90,6 +96,7 @@ def check_parts(
         raise ValueError(f"{name}: a gate, and what it gates, must be alike")
 
 
-def check_fixed(parts: tuple[NativePart, ...], dtype: torch.dtype) -> None:
+def check_fixed_point(parts: tuple[NativePart, ...], dtype: torch.dtype) -> None:
+    """Raise TypeError for fixed-point weights with rows that are not bfloat16."""
     if dtype is not torch.bfloat16 and any(isinstance(one.weight, NativePacked) and one.weight.fixed for one in parts):
         raise TypeError(f"rows of {dtype} with a weight for those of bfloat16 in fixed point")

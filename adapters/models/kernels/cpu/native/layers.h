@@ -1,6 +1,6 @@
-// Some layers of a decoder, one after the other, in one call: norms, products, heads and attention as calls of their own
-// carry them out, with the same numbers and in the same order, so with the same bits. What is saved is the way back to
-// the caller in between: a dozen operations a layer, each of which would take longer to be asked for than many take.
+// Several decoder layers in one call: norms, products, heads and attention with the same numbers and in the same order as
+// in separate calls, so with the same bits. What is saved are the ways back to the caller: a layer has a dozen operations,
+// and calling one takes longer than many of them run.
 
 typedef struct { // some outputs of a weight
     const void *panels, *up; // up: what they gate, or not there
@@ -91,7 +91,7 @@ static int multiply_matrix(
     return 0;
 }
 
-// Behind the real rows are padded ones, at position -1, of which nothing is kept, so they are not computed.
+// Padded rows, at position -1, stand behind the real ones. They are not computed, because nothing of them is kept.
 static long real_of(const int64_t *positions, long rows) {
     while (rows > 0 && positions[rows - 1] < 0) rows--;
     return rows;

@@ -1,5 +1,7 @@
-"""Some layers of a decoder in one call of the compiled library: the operations that calls of their own carry out, in
-the same order, and so with the same bits, but with no way back to Python in between.
+"""Several decoder layers in one call of the compiled library (layers.h).
+
+The operations are those of separate calls in the same order, and so have the same bits. What is saved are the ways
+back to Python in between.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ from adapters.models.kernels.cpu.native.layer_description import (
     LayerOf,
     NativePart,
     check_parts,
-    matrix_of,
+    describe_matrix,
 )
-from adapters.models.kernels.cpu.native.library import NativeCode
-from adapters.models.kernels.cpu.native.products import FORMS, ROW_FORMS, WIDEST, check_caches
+from adapters.models.kernels.cpu.native.library import NativeLibrary
+from adapters.models.kernels.cpu.native.products import DTYPE_CODES, ROW_DTYPE_CODES, WIDEST, check_caches
 from adapters.models.kernels.cpu.native.rows import PreparedHeads, check_heads, check_rope
 from adapters.models.kernels.interface import AttentionMask, Embedding, Rope
-from adapters.models.kernels.row_format import form_of
+from adapters.models.kernels.row_format import format_of
 from adapters.models.kernels.step_batch import Batch, BlockBatch
 
 _NO_TOKEN = -2
@@ -32,9 +34,10 @@ _NO_TOKEN = -2
 
 @frozen(eq=False)
 class NativeLayer:
-    """A decoder layer whose every operation is the library's: parts of its weights, how heads are prepared, its caches.
+    """A decoder layer whose every operation is the library's: parts of its weights, the preparation of heads, its
+    caches.
 
-    before: `[R, D]`, where the rows are left as they come into the layer, if anybody wants them. mask: of blocks.
+    before: `[R, D]`, where the rows are left as they enter the layer, or None. mask: what rows of blocks see.
     """
 
     input_norm: Tensor
@@ -53,12 +56,12 @@ class NativeLayer:
 
 @define(eq=False)
 class NativeLayers:
-    """Layers one after the other, for steps of so many rows of that dtype. level: as `NativeProducts` has it.
+    """Implements `FusedLayers` for steps of one row count and dtype, at one level of instructions.
 
-    Raises ValueError where what they are made of does not fit together: the library checks nothing.
+    Raises ValueError where its parts do not fit together: the library checks nothing.
     """
 
-    compiled: NativeCode
+    compiled: NativeLibrary
     level: int
     layers: Sequence[NativeLayer]
     rope: Rope
@@ -73,10 +76,12 @@ class NativeLayers:
     def __attrs_post_init__(self) -> None:
         first = self.layers[0]
         slots, kv, capacity, wide = first.k_cache.shape
-        head, (width,), dtype = form_of(first.k_cache).head(wide), first.input_norm.shape, self.dtype
+        head = format_of(first.k_cache).head_size(wide)
+        (width,) = first.input_norm.shape
+        dtype = self.dtype
         heads = len(first.prep.weight) - kv
         for layer in self.layers:
-            _check(layer, first, (self.rows, width, heads, kv, head), dtype)
+            _check_layer(layer, first, (self.rows, width, heads, kv, head), dtype)
         check_rope(self.rope)
         turned = self.rope.cos.shape[1]
         self.room = slots, min(capacity, len(self.rope.cos))
@@ -88,29 +93,36 @@ class NativeLayers:
                 raise ValueError(f"an embedding of {one.dtype} {list(one.shape)} for rows of {width}")
         self._decoder = DecoderOf(
             *(width, heads, kv, head, self.rope.cos.data_ptr(), self.rope.sin.data_ptr(), turned),
-            *(first.k_cache.stride(0), first.k_cache.stride(1), FORMS[dtype], ROW_FORMS[first.k_cache.dtype]),
+            *(
+                first.k_cache.stride(0),
+                first.k_cache.stride(1),
+                DTYPE_CODES[dtype],
+                ROW_DTYPE_CODES[first.k_cache.dtype],
+            ),
         )
-        self._described = (LayerOf * len(self.layers))(*map(_described, self.layers))
+        self._described = (LayerOf * len(self.layers))(*map(_describe_layer, self.layers))
 
     @property
-    def heads(self) -> tuple[int, int]:
-        """Query heads to a head of keys, and their size."""
+    def attention_heads(self) -> tuple[int, int]:
+        """Query heads for each key head, and their size."""
         return self._decoder.queries // self._decoder.kv, self._decoder.head
 
     def run(self, residual: Tensor, batch: Batch, *, stops: bool) -> None:
-        """As `LayersAtOnce` has it. Raises IndexError for a token that the embedding does not have."""
+        """Run the layers as `FusedLayers.run` says. Raises IndexError for a token that the embedding does not have."""
         known = self._given
         if known is None or known[0] is not residual or known[1] is not batch:
-            known = self._given = residual, batch, self.arguments(residual, batch)
-        batch.plan.check(*self.room)
+            known = self._given = residual, batch, self.call_arguments(residual, batch)
+        batch.plan.check_caches(*self.room)
         failed = self.compiled.code.rekindle_layers(*known[2], int(stops), torch.get_num_threads(), self.level)
         if failed == _NO_TOKEN:
             raise IndexError(f"tokens {batch.tokens.tolist()}: the embedding has others")
         if failed:
             raise MemoryError(f"no memory for layers of {self.rows} rows")
 
-    def arguments(self, residual: Tensor, batch: Batch) -> tuple[Any, ...]:
-        """Of the library's function. Static tensors come again and again, and are kept with what was made of them."""
+    def call_arguments(self, residual: Tensor, batch: Batch) -> tuple[Any, ...]:
+        """Return arguments of the library's function for these static tensors, which the caller keeps for the next
+        step.
+        """
         alike = residual.shape == (self.rows, self._decoder.width) and residual.dtype is self.dtype
         if not alike or not residual.is_contiguous() or batch.bucket != self.rows:
             raise ValueError(f"{residual.dtype} {list(residual.shape)} for layers of {self.rows} rows in {self.dtype}")
@@ -119,7 +131,7 @@ class NativeLayers:
             self._described,
             len(self.layers),
             self.rows,
-            None if self.embedding is None else ctypes.byref(_embedding(self.embedding, batch)),
+            None if self.embedding is None else ctypes.byref(_describe_embedding(self.embedding, batch)),
             residual.data_ptr(),
             batch.slots.data_ptr(),
             batch.positions.data_ptr(),
@@ -128,7 +140,9 @@ class NativeLayers:
         )
 
 
-def _check(layer: NativeLayer, first: NativeLayer, shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
+def _check_layer(
+    layer: NativeLayer, first: NativeLayer, shape: tuple[int, int, int, int, int], dtype: torch.dtype
+) -> None:
     rows, width, heads, kv, head = shape
     inner = sum(part.weight.outputs for part in layer.gate_up)
     wanted = {
@@ -151,17 +165,17 @@ def _check(layer: NativeLayer, first: NativeLayer, shape: tuple[int, int, int, i
         raise ValueError(f"{left.dtype} {list(left.shape)} for rows of {width}")
 
 
-def _described(layer: NativeLayer) -> LayerOf:
+def _describe_layer(layer: NativeLayer) -> LayerOf:
     pointers = (layer.prep.bias, layer.prep.weight, layer.k_cache, layer.v_cache, layer.before)
     return LayerOf(
         *(layer.input_norm.data_ptr(), layer.post_norm.data_ptr()),
-        *map(matrix_of, (layer.projection, layer.out, layer.gate_up, layer.down)),
+        *map(describe_matrix, (layer.projection, layer.out, layer.gate_up, layer.down)),
         *(None if one is None else one.data_ptr() for one in pointers),
         *(int(layer.prep.normed), int(layer.input_norm.dtype is torch.bfloat16), layer.eps, layer.prep.eps),
         *(layer.mask.window, int(layer.mask.causal)),
     )
 
 
-def _embedding(given: Embedding, batch: Batch) -> EmbeddingOf:
+def _describe_embedding(given: Embedding, batch: Batch) -> EmbeddingOf:
     masked = None if given.masked is None else given.masked.data_ptr()
     return EmbeddingOf(given.table.data_ptr(), batch.tokens.data_ptr(), len(given.table), masked, given.mask)

@@ -1,4 +1,4 @@
-"""The compiled products: found, checked against their sources, loaded; or why there are none."""
+"""The compiled library: found, checked against its sources and loaded, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ SOURCES = (
 )
 FILE = "librekindle.so"
 SWITCH = "REKINDLE_NATIVE"
-PAIRS = 3  # the level that has them
-TIMED = 8  # times, of which the quickest counts: 0.5 ms
+PAIRS = 3  # the level with instructions for pairs of bfloat16
+TIMED = 8  # measurements of each level, of which the quickest counts; 0.5 ms in all
 _SWITCHED = {"on": True, "off": False}
 
 
 @frozen(eq=False)
-class NativeCode:
-    """level: the best instructions that this processor has: 3 AVX-512 with pairs of bfloat16, 2 AVX-512, 1 AVX2 with
-    FMA, 0 none of these. serving: those whose products are quickest. The same bits.
+class NativeLibrary:
+    """The loaded library. code: its functions.
+
+    level: the best instructions that this processor has: 3 AVX-512 with pairs of bfloat16, 2 AVX-512, 1 AVX2 with
+    FMA, 0 none of these. serving: the level whose products are quickest here. All levels give the same bits.
     """
 
     code: ctypes.CDLL
@@ -34,31 +36,33 @@ class NativeCode:
     serving: int
 
 
-def wanted() -> bool:
-    """What the environment says. Raises ValueError."""
+def is_enabled() -> bool:
+    """Return whether the environment allows the library. Raises ValueError for a value that it does not know."""
     said = os.environ.get(SWITCH, "on")
     if said not in _SWITCHED:
         raise ValueError(f"{SWITCH}={said[:80]}: accepted: {', '.join(_SWITCHED)}")
     return _SWITCHED[said]
 
 
-def compiled() -> NativeCode | None:
-    """What serves: the compiled products, unless there are none or the environment turns them off."""
-    return loaded()[0] if wanted() else None
+def find_library() -> NativeLibrary | None:
+    """Return the library, or None where there is none or the environment turns it off."""
+    return load_library()[0] if is_enabled() else None
 
 
-def missing() -> str:
-    """Why no compiled products serve; empty if they do."""
-    return loaded()[1] if wanted() else f"turned off by {SWITCH}"
+def explain_missing() -> str:
+    """Return why no library serves; empty if one does."""
+    return load_library()[1] if is_enabled() else f"turned off by {SWITCH}"
 
 
 @cache
-def loaded() -> tuple[NativeCode | None, str]:
-    return opened(FOLDER)
+def load_library() -> tuple[NativeLibrary | None, str]:
+    return open_library(FOLDER)
 
 
-def opened(folder: Path) -> tuple[NativeCode | None, str]:
-    """The library of a folder, which must have been made of the sources there; or why not."""
+def open_library(folder: Path) -> tuple[NativeLibrary | None, str]:
+    """Return the library of a folder and an empty text, or None and the reason. It must have been compiled from the
+    sources there.
+    """
     try:
         sources = b"\0".join((folder / name).read_bytes() for name in SOURCES)
         code = ctypes.CDLL(str(folder / FILE))
@@ -68,7 +72,9 @@ def opened(folder: Path) -> tuple[NativeCode | None, str]:
         return None, "no compiled products in this installation: it had no C compiler, or they are not for this system"
     if made_of != hashlib.blake2b(sources, digest_size=8).hexdigest():
         return None, "the compiled products are not of this version's sources: install again"
-    number, pointer, size = ctypes.c_int, ctypes.c_void_p, ctypes.c_long
+    number = ctypes.c_int
+    pointer = ctypes.c_void_p
+    size = ctypes.c_long
     code.rekindle_pack.argtypes = [pointer, pointer, size, size, number, number]
     code.rekindle_pack.restype = None
     code.rekindle_product.argtypes = [
@@ -120,16 +126,20 @@ def opened(folder: Path) -> tuple[NativeCode | None, str]:
     code.rekindle_draw.argtypes = [pointer, size, size, pointer, number, number]
     code.rekindle_round.argtypes = [pointer, number, number]
     level = code.rekindle_level()
-    return NativeCode(code, level, quickest(code, level)), ""
+    return NativeLibrary(code, level, choose_level(code, level)), ""
 
 
-def quickest(code: ctypes.CDLL, level: int) -> int:
-    """Of the levels that a processor has. Where there are pairs of bfloat16, one instruction for a pair may take longer
-    than the two for its floats, so both are timed: by products of a chunk's rows that are all in the cache, in turn.
+def choose_level(code: ctypes.CDLL, level: int) -> int:
+    """Return the quickest level of those that the processor has.
+
+    Where there are pairs of bfloat16, one instruction for a pair may take longer than the two for its floats. So both
+    are timed in turn, with products of a chunk's rows that fit into the cache.
     """
     if level < PAIRS:
         return level
-    rows, terms, outputs = 48, 256, 128
+    rows = 48
+    terms = 256
+    outputs = 128
     x, weight, out = ((ctypes.c_uint16 * count)() for count in (rows * terms, terms * outputs, rows * outputs))
 
     def took(one: int) -> float:

@@ -1,4 +1,4 @@
-// Numbers and what is made of one, alike on every processor; and what each instruction set brings.
+// Functions of single numbers that every processor rounds alike, and the macros of each instruction set.
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -12,8 +12,8 @@
 #define HALF_ROOT 0x1.6a09e667f3bcdp-1 // of a half: its square root
 #define GOLDEN 0x9e3779b97f4a7c15u
 
-// How numbers are stored: float32, bfloat16; keys and values also as codes, int8 or float8 (e4m3), with a float32 behind
-// those of a head that they are multiplied with.
+// How numbers are stored: float32, bfloat16; keys and values also as codes, int8 or float8 (e4m3), with a float32 scale
+// behind the codes of a head.
 enum { FLOATS, BRAINS, INT8S, FLOAT8S };
 
 static inline long number_size(int form) { return form == FLOATS ? 4 : form == BRAINS ? 2 : 1; }
@@ -33,7 +33,7 @@ static inline uint32_t bits_of(float one) {
     return bits;
 }
 
-// The last part of SplitMix64; see adapters/device/sampling/noise.py.
+// The last part of SplitMix64; see adapters/models/kernels/noise.py.
 static inline __attribute__((always_inline)) uint64_t mixed(uint64_t z) {
     z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
     z = (z ^ z >> 27) * 0x94d049bb133111ebu;
@@ -66,8 +66,8 @@ static inline __attribute__((always_inline)) int64_t word_of(double one) {
     return word;
 }
 
-// e^x is what is returned times 2^power, within two units in the last place. Only operations that every processor rounds
-// alike. x: between -104 and 104, or no number.
+// Returns a number that times 2^power is e^x, within two units in the last place, by operations that every processor
+// rounds alike. x: between -104 and 104, or NaN.
 static inline __attribute__((always_inline)) float powered(float x, uint32_t *power) {
     const float shifted = __builtin_fmaf(x, 1.44269504088896341f, 12582912.0f);
     const float whole = shifted - 12582912.0f;
@@ -92,7 +92,7 @@ static inline __attribute__((always_inline)) float exponential(float x) {
     return found * float_of((half + 127) << 23) * float_of((power - half + 127) << 23);
 }
 
-// e^x of what is not above zero; zero where that is hardly more.
+// e^x of a number that is not above zero; zero where e^x is hardly more.
 static inline __attribute__((always_inline)) float weight_of(float x) {
     uint32_t power;
     const float kept = x < -87.0f ? -87.0f : x, found = powered(kept, &power) * float_of((power + 127) << 23);
@@ -116,7 +116,7 @@ static inline __attribute__((always_inline)) float decoded(uint32_t word, int fo
     return float_of((word & 0x80000000) | (word & 0x7f000000) >> 4) * 0x1p120f; // exponents begin at -6, not at -126
 }
 
-// The code nearest to a number, or the even one of two; what no code comes near has some code all the same.
+// The code nearest to a number, ties to even. A number beyond all codes gets some code as well.
 static inline __attribute__((always_inline)) uint8_t encoded(float one, int form) {
     if (form == INT8S) return (uint8_t)bits_of(one + 12582912.0f);
     const uint32_t bits = bits_of(one) & 0x7fffffff, sign = bits_of(one) >> 24 & 0x80;

@@ -1,5 +1,5 @@
-// What is drawn from a row of logits, in the instructions that the including file names (see tiles.h): the parts that look
-// at every token of a vocabulary. Sums are of integers, and every operation on a number is rounded by itself.
+// The parts of drawing that look at every token of a vocabulary, in the instructions that the including file names (see
+// tiles.h). Sums are of integers, and every operation on a number is rounded by itself.
 
 // Returns 0 where some logit is no number.
 static FOR int ON(extremes)(const float *logits, long count, float *lowest, float *highest) {
@@ -16,7 +16,7 @@ static FOR int ON(extremes)(const float *logits, long count, float *lowest, floa
     return !odd;
 }
 
-// weights[i] = round(exp((logits[i] - peak) / temperature) * 2^42), by the operations of adapters/device/sampling/exact_exp.py.
+// weights[i] = round(exp((logits[i] - peak) / temperature) * 2^42), by the operations of adapters/models/kernels/exact_exp.py.
 static FOR void ON(weights)(
     const float *logits, long count, double peak, double temperature, const double *factors, int64_t *weights
 ) {
@@ -35,7 +35,7 @@ static FOR void ON(weights)(
     }
 }
 
-// Which of 64 tokens have so much noise that they could be the one: a bit each. enough: fractions, by how far a token is
+// Which of 64 tokens have so much noise that they could be drawn: one bit each. enough: fractions, by how far a token is
 // below the likeliest one, in natural logarithms.
 static FOR uint64_t ON(likely)(
     const float *logits, long first, double peak, double inverse, uint64_t key, const int64_t *enough

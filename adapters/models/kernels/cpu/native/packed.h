@@ -1,4 +1,4 @@
-// Products with packed weights, shared out among threads as those of products.c are.
+// Products with packed weights, divided among threads as those of products.c are.
 
 #define AT_ONCE 256 // terms of a panel that are expanded together; a span of 256 is one record
 #define FIXED_TERMS 1024 // of a panel that are multiplied with all rows before the next: 32 KiB of steps

@@ -1,6 +1,6 @@
-// A few threads that share one loop, without a second OpenMP beside torch's: started when first wanted, asleep in between.
-// A caller takes part itself, and waits for nobody who has not begun: a thread that the system does not run costs nothing.
-// Two callers at once do not share: the second one's loop is its own.
+// A few threads that share one loop, without a second OpenMP beside torch's. They start at the first call and sleep in
+// between. The caller works too, and does not wait for threads that have not begun, so a thread that the system does not
+// run costs nothing. Of two calls at the same time the second one runs its loop alone.
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>

@@ -1,5 +1,5 @@
-// Matrix products whose bits are fixed by what they are, not by how they are computed: see tiles.h and docs/DETERMINISM.md.
-// Compiled at installation (hatch_build.py), loaded by compiled.py, which checks all arguments; nothing here does.
+// Matrix products whose bits depend on the operands alone, not on how they are computed: see tiles.h, docs/DETERMINISM.md.
+// Compiled at installation (hatch_build.py), loaded by library.py. The Python modules check all arguments; nothing here does.
 #define _GNU_SOURCE
 #include "numbers.h"
 #include "pool.h"
@@ -333,8 +333,8 @@ static const isa_t *fixed_isa_of(int level) {
     return isa_of(level);
 }
 
-// Products with weights in bfloat16 take numbers too small to be normal for zeros, and leave zeros for such, as the
-// instruction for pairs does. Returns how it was before.
+// Makes products with bfloat16 weights treat subnormal numbers as zeros, and flush subnormal results to zero, as the
+// instruction for pairs does. Returns the previous setting.
 static unsigned without_subnormals(void) {
 #if defined(__x86_64__)
     const unsigned before = _mm_getcsr();
@@ -356,7 +356,7 @@ static void as_before(unsigned before) {
 #ifdef PAIRED
 #define TRIED 64 // terms
 
-// Whether this processor's instruction for pairs adds up as tiles.h has it, which not every maker says of his.
+// Whether this processor's instruction for pairs adds in the order of tiles.h, which not every maker documents.
 static int pairs_agree(void) {
     uint16_t x[12 * TRIED], w[32 * TRIED];
     float wide[12 * TRIED], chains[12 * 32], found[12 * 32];

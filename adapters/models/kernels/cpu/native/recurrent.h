@@ -1,6 +1,6 @@
-// What recurrent layers do, in the instructions that the including file names (see tiles.h): the convolution, the gates, the
-// gated delta rule, and the gated norm behind it. Each row, and each column of a state, is a chain of its own: what goes on
-// beside it, and in which pieces its rows come, is nothing that it could see.
+// The operations of recurrent layers, in the instructions that the including file names (see tiles.h): the convolution,
+// the gates, the gated delta rule, and the gated norm behind it. Each row, and each column of a state, is a chain of its
+// own, which depends neither on other chains nor on the pieces in which its rows come.
 
 // Divided by its length, times `scale`.
 static inline __attribute__((always_inline)) FOR void ON(unit)(float *of, long size, float scale) {

@@ -1,6 +1,6 @@
-// A decode step of one slot in one call: what a draft proposes, how far the target agrees with it, and the draft's rows of
-// what stays. Calls of their own carry out each part of it with the same numbers and in the same order, so with the same
-// bits. What is saved is the way back to the caller in between, who has nothing in his caches after each.
+// A decode step of one slot in one call: the draft proposes, the target verifies, and the draft computes its context rows
+// of what stays. The numbers and their order are those of separate calls, so the bits are the same. What is saved are the
+// ways back to the caller, whose data has left the processor's caches after each call.
 
 #define MOST_FED 64      // rows of a step
 #define MOST_PARTS 64    // that a target leaves of a row
@@ -144,7 +144,7 @@ static int follow(const round_t *round, int threads, int level) {
     );
 }
 
-// The target's forward of so many rows; what it leaves for a draft goes where that wants it.
+// The target's forward of so many rows; what it leaves for a draft is written where the draft reads it.
 static int forward(const round_t *round, long rows, int threads, int level) {
     const size_t bytes = (size_t)round->target->decoder->width * (round->target->decoder->brain ? 2 : 4);
     char *to[MOST_PARTS];

@@ -1,6 +1,6 @@
-// What happens to a row between products, in the instructions that the including file names (see tiles.h): norms, and what
-// projected heads go through. The compiler makes vectors of these loops as it likes: every operation in them is rounded
-// by itself, and sums are sixteen chains, one for each place modulo 16, added up in pairs.
+// Operations on a row between products, in the instructions that the including file names (see tiles.h): norms, and the
+// preparation of projected heads. The compiler may vectorise these loops in any way: every operation in them is rounded by
+// itself, and sums are sixteen chains, one for each place modulo 16, added up in pairs.
 
 static FOR void ON(widen)(const uint16_t *x, float *to, long count) {
     for (long i = 0; i < count; i++) to[i] = widened(x[i]);

@@ -4,7 +4,7 @@
 //
 // A number of a weight is step * scale - least; scales and what is least belong to groups of a row's terms. Of each group
 // an output has a chain over its steps, fma(x[k], step[k], ...) over ascending k, from zero, and takes it in as
-// fma(scale, chain, sum), then fma(least, -(the group's x added up), sum). So nothing depends on how many rows there are.
+// fma(scale, chain, sum), then fma(least, -(sum of the group's x), sum). So nothing depends on the number of rows.
 
 // One level of scales: LANES of them from `at` on. kind: how they are stored.
 static inline __attribute__((always_inline)) FOR V ON(scales)(const char *at, long from, int kind) {

@@ -3,8 +3,8 @@
 // TILES: rows and panels that go together.
 //
 // Every output is one chain: fma(x[k], w[k], ...) over ascending k, from zero; of weights in bfloat16 over ascending pairs,
-// the second of each first, as processors with an instruction for such pairs have it. A tile may stop and go on, since its
-// sums are stored and loaded as they are. Which rows and outputs go together is nothing that a chain could see.
+// the second of each pair first, as processors with an instruction for such pairs do. A tile may stop and continue, since
+// its sums are stored and loaded as they are. A chain does not depend on which rows and outputs are computed together.
 
 // x: rows `stride` apart. w: of each panel `terms` rows of 32 weights, or half as many of 32 pairs; panels are `apart` bytes
 // from each other. sums: rows `width` floats apart, 32 to a panel. unit: LANES outputs of a panel, and those 16 behind them;

@@ -1,8 +1,8 @@
-"""exp and log by operations that have one right answer: what comes of them has the same bits on every processor.
+"""exp and log by operations that have one right answer, so that their results have the same bits on every processor.
 
-IEEE 754 says what a float64 product, sum and rounding are; of exp and log libraries differ in the last bit. So the sum
-of a row's weights, and with it every log-probability, is the same wherever the row lies. Each operation is one call, so
-no compiler makes one rounding of two.
+IEEE 754 defines the product, the sum and the rounding of float64 numbers; libraries differ in the last bit of exp and
+log. With these functions the sum of a row's weights, and with it every log-probability, is the same wherever the row
+lies. Each operation is a call of its own, so no compiler merges two roundings into one.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from torch import Tensor
 
 from adapters.models.kernels.exact_functions import HALF_ROOT, INVERSE, LOWEST, PARTS, REST, SERIES, STEP
 
-DOUBT = 2.0**-7  # of a weight up to 2**42, whose last bit is 2**-10
+DOUBT = 2.0**-7  # error that is allowed for in a weight up to 2**42, whose last bit is 2**-10
 
 
-def steady_weights(values: Tensor, bits: int) -> Tensor:
-    """round(exp(values) * 2**bits) of float64 values that are at most 0, as int64; bits: up to 42. Anything, where one
-    is NaN. On a host, where the library's exp decides wherever its last bits could not round it otherwise, in a part of
-    the time.
+def exact_weights(values: Tensor, bits: int) -> Tensor:
+    """Return round(exp(values) * 2**bits) as int64. values: float64, at most 0. bits: up to 42.
+
+    Runs on a host, where the library's exp decides unless its last bits could change the rounding. That takes a part
+    of the time of `rounded_exp`. The result for NaN is arbitrary.
     """
     found = values.exp().mul_(2.0**bits)
     whole = found.round()
@@ -32,7 +33,7 @@ def steady_weights(values: Tensor, bits: int) -> Tensor:
 
 
 def rounded_exp(values: Tensor, bits: int) -> Tensor:
-    """The same, of every one of them by the operations below."""
+    """Return the same as `exact_weights`, computed for every value by the operations below."""
     values = values.clamp_min(LOWEST)
     steps = (values * INVERSE).round_()
     rest = values.sub_(steps * STEP).sub_(steps * REST)
@@ -40,15 +41,16 @@ def rounded_exp(values: Tensor, bits: int) -> Tensor:
     for factor in SERIES[1:]:
         series.add_(factor).mul_(rest)
     whole = steps.long()
-    parts = factors(str(values.device))[whole & ((1 << PARTS) - 1)]
+    parts = exp_factors(str(values.device))[whole & ((1 << PARTS) - 1)]
     found = (parts * series).add_(parts)
     powers = ((whole >> PARTS) + (bits + 1023)).bitwise_left_shift_(52).view(torch.float64)  # of 2, exactly
     return found.mul_(powers).round_().long()
 
 
-def steady_log(values: Tensor) -> Tensor:
-    """The natural logarithm of positive float64 values that are normal, within two units in the last place; by
-    operations that have one right answer, too.
+def exact_log(values: Tensor) -> Tensor:
+    """Return the natural logarithm of positive, normal float64 values, within two units in the last place.
+
+    Only operations with one right answer are used.
     """
     bits = values.view(torch.int64) - HALF_ROOT
     power = (bits >> 52).double()
@@ -62,8 +64,8 @@ def steady_log(values: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def factors(device: str) -> Tensor:
-    """2**(i / 256), rounded once: float64 `[256]`."""
+def exp_factors(device: str) -> Tensor:
+    """Return 2**(i / 256) for i in 0..255, each rounded once: float64 `[256]` on a device."""
     with localcontext() as context:
         context.prec = 40
         step = Decimal(2) ** (Decimal(1) / (1 << PARTS))
