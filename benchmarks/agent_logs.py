@@ -17,7 +17,7 @@ from typing import Any
 import attrs
 
 from benchmarks.report import machine, raw, table
-from effects.scope import Scope, parse
+from effects.scope import Scope, parse_scope
 from engine.tools.simulation.logs.logged_requests import Session
 from engine.tools.simulation.logs.read_log import read_logs
 from engine.tools.simulation.simulate_scope import Setup, Simulation, fitted
@@ -70,7 +70,7 @@ def main() -> int:
         settings = fitted(Settings(slots=4, store=True, min_tokens=512, rates=costs.rates()), logs.sessions)
         budget = given.tokens * costs.token_bytes
         setup = Setup(settings, costs, budget, 0, given.restart_every, given.interleave)
-        for scope in map(parse, given.scopes.split(",")):
+        for scope in map(parse_scope, given.scopes.split(",")):
             rows.append(one(setup, logs.sessions, scope, server, f"{given.tokens:,} tokens"))
         endless = attrs.evolve(setup, disk_budget=ENDLESS)
         rows.append(one(endless, logs.sessions, Scope("full"), server, "none"))

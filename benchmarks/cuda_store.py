@@ -104,7 +104,7 @@ class StoreBench:
             outcome = await self.perform(RunPrefill(SLOT, start, end))
             assert isinstance(outcome, PrefillAdvanced), outcome
             if end - start == self.settings.chunk:
-                self.rates = rates.prefilled(self.rates, start, end - start, outcome.ns, beside=beside)
+                self.rates = rates.record_prefill(self.rates, start, end - start, outcome.ns, concurrent=beside)
             start = end
 
     async def run(self, prompt: Tokens, tier: Tier, mode: str) -> dict[str, Any]:
@@ -116,7 +116,9 @@ class StoreBench:
         assert isinstance(found, PrefixFound), found
         assert found.tier == tier, f"it is in {found.tier} and not in {tier}"
         stop = found.length
-        front = {"recompute": stop, "restore": 0}.get(mode, policy.front(self.settings, self.rates, 0, stop, tier))
+        front = {"recompute": stop, "restore": 0}.get(
+            mode, policy.choose_front(self.settings, self.rates, 0, stop, tier)
+        )
         restored: list[BlocksRestored] = []
         if front == stop:
             self.moving.lookup.release(request, ReleasePrefix(found.lease))
@@ -135,7 +137,7 @@ class StoreBench:
         seconds = time.perf_counter() - started
         for one in restored:
             assert (one.start, one.stop) == (front, stop), one
-            self.rates = rates.restored(self.rates, tier, stop - front, one.ns, beside=front > 0)
+            self.rates = rates.record_load(self.rates, tier, stop - front, one.ns, concurrent=front > 0)
         loaded = sum(one.bytes for one in restored)
         spent = sum(one.ns for one in restored)
         return {"seconds": seconds, "front": front, "bytes": loaded, "rate": loaded / spent * 1e9 if spent else 0.0}

@@ -49,7 +49,7 @@ from engine.serving.wiring import Engine, engine
 from engine.settings.options import Options
 from engine.settings.paths import model_folder
 from states.rates import Rates
-from states.residency import resolved
+from states.residency import resolve_residency
 
 ANSWER = 48  # tokens
 LONGEST = 700  # tokens of a prompt
@@ -230,7 +230,7 @@ class Comparison:
         """The draft is parked whenever nobody needs it."""
         target = self.target
         assert target.draft is not None
-        residency, _ = resolved("request-scoped", has_draft=True, has_drafter=False)
+        residency, _ = resolve_residency("request-scoped", has_draft=True, has_prompt_scorer=False)
         await target.lane.run(target.draft.offload)
         try:
             return await together(target, self.jobs, residency=residency)

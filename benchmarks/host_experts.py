@@ -33,7 +33,7 @@ from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights
 from benchmarks.report import machine, median, raw, table
 from engine.loading.expert_placement import expert_weights, first_places
-from states.experts import Residents, begin, moved
+from states.experts import Residents, choose_moves, make_residents
 
 CONTEXT = 256
 SHAPES = {
@@ -137,7 +137,7 @@ def learnt(runs: Runs, offloaded: HostExperts, residents: Residents, how: str, r
         while not counts:
             runs.decode(tokens, 8)
             counts = offloaded.report()
-        residents, moves = moved(residents, counts)
+        residents, moves = choose_moves(residents, counts)
         offloaded.place(moves)
     return residents
 
@@ -153,7 +153,7 @@ def host(setting: Setting, gib: float, reports: int, draws: Sequence[str], found
     offloaded, began = HostExperts(setting.device, config.experts.count, room), time.perf_counter()
     shard = made(setting, setting.device, offloaded)
     first_places(offloaded)
-    runs, residents = Runs(setting, shard), begin(offloaded.experts, offloaded.places)
+    runs, residents = Runs(setting, shard), make_residents(offloaded.experts, offloaded.places)
     memory, said = shard.memory(), runs.digest()
     found["host, memory"] = {**offloaded.shown(), **memory, "loaded_s": time.perf_counter() - began}
     print("host:", found["host, memory"], flush=True)

@@ -252,7 +252,7 @@ async def tier(options: Options, ends: Tokens, count: int) -> list[dict[str, Any
             for name in names:
                 watched = WatchedProposer(proposer, {})
                 target.executor.proposed_to(watched)
-                rows = launch_prices.filled(1 + target.settings.block)
+                rows = launch_prices.round_up_to_bucket(1 + target.settings.block)
                 flat = Rates(decode=((0, 1, 0, 1000, 0), (0, 1, rows, 1001, 1000)))
                 settings = evolve(target.settings, rates=flat)
                 async with engine(settings, target.executor, transfer=target.transfer, facts={}) as running:

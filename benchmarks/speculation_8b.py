@@ -46,7 +46,7 @@ from effects.residency import LoadModel, UnloadModel
 from effects.scope import Scope
 from effects.stream import EmitTokens
 from engine.serving.wiring import engine
-from states.residency import Policy, resolved
+from states.residency import Policy, resolve_residency
 from states.settings import Settings
 
 LAYERS, BLOCK = 36, 16
@@ -271,7 +271,7 @@ async def residency(pair: Pair) -> list[dict[str, Any]]:
     rows = list[dict[str, Any]]()
     pair.executor.proposed_to(pair.drafting)
     for policy in POLICIES:
-        resolution, _ = resolved(policy, has_draft=True, has_drafter=False)
+        resolution, _ = resolve_residency(policy, has_draft=True, has_prompt_scorer=False)
         await pair.lane.run(pair.draft.offload if resolution.draft == "park" else pair.draft.load_back)
         settings = Settings(
             slots=1,

@@ -129,15 +129,15 @@ async def demo() -> StepLoop:
 @contextmanager
 def way(name: str) -> Iterator[None]:
     """asked: no step is taken without asking. alone: and none begins before what the last one picked was read."""
-    unwatched, runs_ahead = phases.unwatched, DenseShard.runs_ahead
+    unwatched, runs_ahead = phases.count_unwatched_tokens, DenseShard.runs_ahead
     if name == "asked":
-        phases.unwatched = lambda *_: 1
+        phases.count_unwatched_tokens = lambda *_: 1
     if name != "ahead":
         DenseShard.runs_ahead = property(lambda _: False)  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:
-        phases.unwatched = unwatched
+        phases.count_unwatched_tokens = unwatched
         DenseShard.runs_ahead = runs_ahead  # type: ignore[method-assign]
 
 

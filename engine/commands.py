@@ -281,7 +281,7 @@ def diagram(*, markdown: Annotated[bool, Parameter(negative="")] = False) -> int
     from states import diagram as draw  # noqa: PLC0415
     from states.table import TABLE  # noqa: PLC0415
 
-    print(draw.markdown(TABLE) if markdown else draw.mermaid(TABLE), end="")
+    print(draw.render_markdown(TABLE) if markdown else draw.render_mermaid(TABLE), end="")
     return 0
 
 

@@ -1,4 +1,7 @@
-"""How the slots that share one pool of pages come to more of them while answers grow, and who has to wait for that."""
+"""Growth of slots that share one pool of pages: how they get more while answers grow, and which requests wait.
+
+`states/pages.py` explains why giving pages out in this way never blocks all requests.
+"""
 
 from __future__ import annotations
 
@@ -13,66 +16,81 @@ from states import pages
 from states.pages import Pages
 from states.request_states import State
 from states.settings import Settings
-from states.slots import Slots, evictable, following, forget, running
+from states.slot_admission import next_to_admit
+from states.slots import Slots, forget_rows, list_evictable, list_running_jobs, replace_slot
 
 
-def grown(
-    slots: Slots, ask: EffectRequest, requests: Mapping[RequestId, State], settings: Settings
+def grow_for_decode_step(
+    slots: Slots, effect_request: EffectRequest, requests: Mapping[RequestId, State], settings: Settings
 ) -> tuple[Slots, EffectRequest | None]:
-    """A decode step with the pages that its rows take, from idle slots where need be. Where there are none to be had,
-    it proposes as little as its last page has room for; None: not even the token fits, and it has to wait.
+    """Give a decode step the pages that its rows take, from idle slots where need be. Other effects need none.
+
+    Where there are no more pages, the step proposes only what its last page has room for. None: even the next token has
+    no room, and the step has to wait.
     """
-    effect, page = ask.effect, settings.page
+    effect = effect_request.effect
     if not isinstance(effect, RunDecode):
-        return slots, ask
-    held = slots.slots[effect.slot].pages
-    missing = pages.needed(effect.position + 1 + effect.propose, page) - len(held)
+        return slots, effect_request
+    page_rows = settings.page
+    slot = slots.slots[effect.slot]
+    held_rows = len(slot.pages) * page_rows
+    missing = pages.count_pages(effect.position + 1 + effect.propose, page_rows) - len(slot.pages)
     if missing <= 0:
-        return slots, within(ask, effect, len(held) * page)
-    more = None if ask.request in slots.short else spared(slots, effect.slot, missing, requests, settings)
-    if more is not None:
-        slots, new = more
-        slot = evolve(slots.slots[effect.slot], pages=(*held, *new))
-        after = (*slots.slots[: effect.slot], slot, *slots.slots[effect.slot + 1 :])
-        grown = evolve(effect, pages=(*effect.pages, *new))
-        return evolve(slots, slots=after), within(ask, grown, len(slot.pages) * page)
-    slots = evolve(slots, short=slots.short | {ask.request})
-    room = len(held) * page - effect.position - 1
-    return slots, within(ask, evolve(effect, propose=room), len(held) * page) if room >= 0 else None
+        return slots, limit_to_rows(effect_request, effect, held_rows)
+    taken = None
+    if effect_request.request not in slots.short_of_pages:
+        taken = take_pages(slots, effect.slot, missing, requests, settings)
+    if taken is not None:
+        slots, new_pages = taken
+        slots = replace_slot(slots, effect.slot, evolve(slots.slots[effect.slot], pages=(*slot.pages, *new_pages)))
+        grown = evolve(effect, pages=(*effect.pages, *new_pages))
+        return slots, limit_to_rows(effect_request, grown, held_rows + len(new_pages) * page_rows)
+    slots = evolve(slots, short_of_pages=slots.short_of_pages | {effect_request.request})
+    proposable = held_rows - effect.position - 1
+    if proposable < 0:
+        return slots, None
+    return slots, limit_to_rows(effect_request, evolve(effect, propose=proposable), held_rows)
 
 
-def within(ask: EffectRequest, effect: RunDecode, rows: int) -> EffectRequest:
-    """It goes on alone as far as there are rows."""
-    return alone(ask if effect is ask.effect else evolve(ask, effect=effect), rows - effect.position)
+def limit_to_rows(effect_request: EffectRequest, effect: RunDecode, rows: int) -> EffectRequest:
+    """Return the request for this effect, which may continue alone only as far as its slot has rows."""
+    if effect is not effect_request.effect:
+        effect_request = evolve(effect_request, effect=effect)
+    return limit_steps(effect_request, rows - effect.position)
 
 
-def alone(ask: EffectRequest, most: int) -> EffectRequest:
-    """A decode step that goes on alone for so many steps at most."""
-    effect = ask.effect
+def limit_steps(effect_request: EffectRequest, most: int) -> EffectRequest:
+    """Limit the steps that a decode step may take without asking the core."""
+    effect = effect_request.effect
     if not isinstance(effect, RunDecode) or effect.steps <= max(1, most):
-        return ask
-    return evolve(ask, effect=evolve(effect, steps=max(1, most)))
+        return effect_request
+    return evolve(effect_request, effect=evolve(effect, steps=max(1, most)))
 
 
-def spared(
+def take_pages(
     slots: Slots, number: SlotId, count: int, requests: Mapping[RequestId, State], settings: Settings
 ) -> tuple[Slots, Pages] | None:
-    """So many pages more for a busy slot, where all that run can still come to their ends."""
-    jobs = running(slots, requests)
-    claims = {one: (slots.slots[one].pages, pages.claim(settings, job)) for one, job in jobs.items()}
-    held, most = claims[number]
-    for given_up in (None, *evictable(slots)):
-        slots = slots if given_up is None else forget(slots, given_up)
-        new = pages.free([slot.pages for slot in slots.slots], settings.pages, count)
-        if new is not None:
-            claims[number] = (*held, *new), most
-            return (slots, new) if pages.safe(list(claims.values()), settings.pages) else None
+    """Take so many more pages for a slot that is held. Idle slots lose theirs one after the other, as far as needed.
+
+    None: there are too few, or some running request could not be sure to end any more.
+    """
+    jobs = list_running_jobs(slots, requests)
+    claims = {one: (slots.slots[one].pages, pages.compute_claim(settings, job)) for one, job in jobs.items()}
+    held, claim = claims[number]
+    for evicted in (None, *list_evictable(slots)):
+        slots = slots if evicted is None else forget_rows(slots, evicted)
+        new_pages = pages.find_free_pages([slot.pages for slot in slots.slots], settings.pages, count)
+        if new_pages is not None:
+            claims[number] = ((*held, *new_pages), claim)
+            return (slots, new_pages) if pages.can_all_finish(list(claims.values()), settings.pages) else None
     return None
 
 
-def held_back(slots: Slots, requests: Mapping[RequestId, State], settings: Settings) -> Slots:
-    """Whoever is next could not be admitted. Is a slot free, then pages are missing: nobody looks for them again before
-    some come free."""
+def mark_short_of_pages(slots: Slots, requests: Mapping[RequestId, State], settings: Settings) -> Slots:
+    """Note that the next request could not be admitted for want of pages, if a slot is free for it.
+
+    Pages are not looked for again before some come free.
+    """
     free = [number for number, slot in enumerate(slots.slots) if slot.holder is None]
-    request = following(slots, free, requests, settings)
-    return slots if request is None else evolve(slots, short=slots.short | {request})
+    request = next_to_admit(slots, free, requests, settings)
+    return slots if request is None else evolve(slots, short_of_pages=slots.short_of_pages | {request})

@@ -1,7 +1,8 @@
-"""The rows of a slot are gone: its request is looked up again, once, and fails clearly when that happens again.
+"""Transitions after a slot's rows are lost: the request is served again from the start, once.
 
-What the client has heard of the answer is not said twice: the same prompt gets the same answer, so it is computed again
-from the start and compared with what was heard.
+When rows are lost a second time, the request fails. Tokens of the answer that the client has heard are not sent again:
+the same prompt gives the same answer, so it is computed again from its start and compared with what was heard.
+Effects that were in flight when the rows were lost still answer, and their outcomes are dropped here.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from effects.restore import BlocksRestored
 from effects.stream import Abandon, CloseStream
 from states.events import Cancelled, SlotEmptied
 from states.machine import Transition
-from states.phases import emptied, park, report, report_early
+from states.phases import forget_all_rows, make_report, make_report_without_slot, unload_model
 from states.request_states import (
     FINISH,
     Draining,
@@ -32,99 +33,123 @@ from states.request_states import (
     Snapshotting,
     Waiting,
     Yielding,
-    remains,
+    get_remainder,
 )
 from states.settings import DecisionContext
 
-Lost: TypeAlias = Transition[Recovering, Abandon] | Transition[Draining, CloseStream, Abandon]
-Answered: TypeAlias = Transition[Recovering] | Transition[Waiting]
-Resumed: TypeAlias = Transition[Waiting] | Transition[Yielding, UnloadModel]
+RecoverOrFail: TypeAlias = Transition[Recovering, Abandon] | Transition[Draining, CloseStream, Abandon]
+KeepRecovering: TypeAlias = Transition[Recovering] | Transition[Waiting]
+RequeueOrYield: TypeAlias = Transition[Waiting] | Transition[Yielding, UnloadModel]
 
-TWICE = "the rows of its slot were lost a second time"
-
-
-def lost(state: Open, _: SlotEmptied, known: DecisionContext) -> Lost:
-    """What is in flight is of no use any more, and answers all the same."""
-    left = emptied(remains(state))
-    flying = state.loading + state.computing if isinstance(state, Restoring) else 1
-    if left.prompt.heard is None:
-        left = evolve(left, prompt=evolve(left.prompt, heard=left.answer))
-        return Transition(Recovering(left, flying), Abandon())
-    return Transition(Draining(left, flying, lost=True), CloseStream("lost", report(known, state), TWICE), Abandon())
+LOST_TWICE = "the rows of its slot were lost a second time"
 
 
-def lost_behind(state: Draining, _: SlotEmptied, __: DecisionContext) -> Transition[Draining]:
-    return Transition(Draining(emptied(state.remains), state.flying, lost=True))
+# --- the rows are lost ---
 
 
-def lost_saving(state: Snapshotting, _: SlotEmptied, __: DecisionContext) -> Transition[Snapshotting]:
-    return Transition(Snapshotting(emptied(state.remains)))
+def recover_or_fail(state: Open, _: SlotEmptied, context: DecisionContext) -> RecoverOrFail:
+    """Abandon what is in flight, and wait for its outcomes before the request waits for a slot again."""
+    left = forget_all_rows(get_remainder(state))
+    in_flight = state.loading + state.computing if isinstance(state, Restoring) else 1
+    if left.prompt.heard_tokens is None:
+        left = evolve(left, prompt=evolve(left.prompt, heard_tokens=left.answer))
+        return Transition(Recovering(left, in_flight), Abandon())
+    closing = CloseStream("lost", make_report(context, state), LOST_TWICE)
+    return Transition(Draining(left, in_flight, rows_lost=True), closing, Abandon())
 
 
-def lost_parking(state: Parking, _: SlotEmptied, __: DecisionContext) -> Transition[Parking]:
-    return Transition(Parking(emptied(state.remains)))
+def forget_rows_while_draining(state: Draining, _: SlotEmptied, __: DecisionContext) -> Transition[Draining]:
+    return Transition(Draining(forget_all_rows(state.remainder), state.in_flight, rows_lost=True))
 
 
-def found(state: Recovering, event: PrefixFound, _: DecisionContext) -> Transition[Waiting, ReleasePrefix]:
-    """The lookup was all that was in flight. What was compared is known, and not compared again."""
-    return Transition(Waiting(compared(state.remains, event).prompt), ReleasePrefix(event.lease))
+def forget_rows_while_snapshotting(
+    state: Snapshotting, _: SlotEmptied, __: DecisionContext
+) -> Transition[Snapshotting]:
+    return Transition(Snapshotting(forget_all_rows(state.remainder)))
 
 
-def missed(state: Recovering, event: PrefixMissed, _: DecisionContext) -> Transition[Waiting]:
-    return Transition(Waiting(compared(state.remains, event).prompt))
+def forget_rows_while_parking(state: Parking, _: SlotEmptied, __: DecisionContext) -> Transition[Parking]:
+    return Transition(Parking(forget_all_rows(state.remainder)))
 
 
-def compared(left: RequestRemainder, event: PrefixFound | PrefixMissed) -> RequestRemainder:
-    return evolve(left, prompt=evolve(left.prompt, shared=left.prompt.shared or event.shared))
+# --- outcomes of what was in flight ---
 
 
-def loaded(state: Recovering, _: BlocksRestored | StoreFailed, __: DecisionContext) -> Answered:
-    if state.flying > 1:
-        return Transition(Recovering(state.remains, state.flying - 1))
-    return Transition(Waiting(state.remains.prompt))
+def release_found_prefix(
+    state: Recovering, event: PrefixFound, _: DecisionContext
+) -> Transition[Waiting, ReleasePrefix]:
+    """Give the lease back. The lookup was all that was in flight."""
+    return Transition(Waiting(note_shared_tokens(state.remainder, event).prompt), ReleasePrefix(event.lease))
 
 
-def compressed(
-    state: Recovering, _: PromptScored | PromptCompressed, known: DecisionContext
+def requeue_after_miss(state: Recovering, event: PrefixMissed, _: DecisionContext) -> Transition[Waiting]:
+    return Transition(Waiting(note_shared_tokens(state.remainder, event).prompt))
+
+
+def note_shared_tokens(left: RequestRemainder, event: PrefixFound | PrefixMissed) -> RequestRemainder:
+    """Keep the result of the comparison with recent prompts: the next lookup does not compare again."""
+    return evolve(left, prompt=evolve(left.prompt, shared_tokens=left.prompt.shared_tokens or event.shared))
+
+
+def drop_restored_rows(state: Recovering, _: BlocksRestored | StoreFailed, __: DecisionContext) -> KeepRecovering:
+    if state.in_flight > 1:
+        return Transition(Recovering(state.remainder, state.in_flight - 1))
+    return Transition(Waiting(state.remainder.prompt))
+
+
+def yield_prompt_scorer(
+    state: Recovering, _: PromptScored | PromptCompressed, context: DecisionContext
 ) -> Transition[Yielding, UnloadModel]:
-    """It is scored again, in whatever slot."""
-    return Transition(Yielding(state.remains), park(known.settings, "drafter"))
+    """Give the prompt scorer back. The prompt is scored again in the next slot."""
+    return Transition(Yielding(state.remainder), unload_model(context.settings, "drafter"))
 
 
-def fetched(state: Recovering, event: ModelLoaded, known: DecisionContext) -> Transition[Yielding, UnloadModel]:
-    return Transition(Yielding(evolve(state.remains, leased=event.name)), park(known.settings, event.name))
+def yield_loaded_model(
+    state: Recovering, event: ModelLoaded, context: DecisionContext
+) -> Transition[Yielding, UnloadModel]:
+    left = evolve(state.remainder, leased_model=event.name)
+    return Transition(Yielding(left), unload_model(context.settings, event.name))
 
 
-def computed(
-    state: Recovering, event: PrefillAdvanced | DeviceFailed, known: DecisionContext
-) -> Transition[Recovering] | Resumed:
+def drop_computed_rows(
+    state: Recovering, event: PrefillAdvanced | DeviceFailed, context: DecisionContext
+) -> Transition[Recovering] | RequeueOrYield:
     if isinstance(event, PrefillAdvanced) and event.more:
         return Transition(state)
-    if state.flying > 1:
-        return Transition(Recovering(state.remains, state.flying - 1))
-    return resumed(state, known)
+    if state.in_flight > 1:
+        return Transition(Recovering(state.remainder, state.in_flight - 1))
+    return requeue_or_yield(state, context)
 
 
-def decoded(state: Recovering, event: Decoded, known: DecisionContext) -> Transition[Recovering] | Resumed:
-    return Transition(state) if event.more else resumed(state, known)
+def drop_decoded_tokens(
+    state: Recovering, event: Decoded, context: DecisionContext
+) -> Transition[Recovering] | RequeueOrYield:
+    return Transition(state) if event.more else requeue_or_yield(state, context)
 
 
-def resumed(state: Recovering, known: DecisionContext) -> Resumed:
-    if state.remains.leased:
-        return Transition(Yielding(state.remains), park(known.settings, state.remains.leased))
-    return Transition(Waiting(state.remains.prompt))
+def requeue_or_yield(state: Recovering, context: DecisionContext) -> RequeueOrYield:
+    """Wait for a slot again, after the leased model is given back if there is one."""
+    leased_model = state.remainder.leased_model
+    if leased_model:
+        return Transition(Yielding(state.remainder), unload_model(context.settings, leased_model))
+    return Transition(Waiting(state.remainder.prompt))
 
 
-def yielded(state: Yielding, _: ModelUnloaded | DeviceFailed, __: DecisionContext) -> Transition[Waiting]:
-    return Transition(Waiting(state.remains.prompt))
+def requeue_request(state: Yielding, _: ModelUnloaded | DeviceFailed, __: DecisionContext) -> Transition[Waiting]:
+    return Transition(Waiting(state.remainder.prompt))
 
 
-def drain(state: Recovering, event: Cancelled, _: DecisionContext) -> Transition[Draining, CloseStream, Abandon]:
-    closing = CloseStream(FINISH[event.reason], report_early(state.remains.prompt), event.reason)
-    return Transition(Draining(state.remains, state.flying, lost=True), closing, Abandon())
+# --- cancelled meanwhile ---
 
 
-def park_on(state: Yielding, event: Cancelled, _: DecisionContext) -> Transition[Parking, CloseStream]:
-    return Transition(
-        Parking(state.remains), CloseStream(FINISH[event.reason], report_early(state.remains.prompt), event.reason)
-    )
+def cancel_recovering(
+    state: Recovering, event: Cancelled, _: DecisionContext
+) -> Transition[Draining, CloseStream, Abandon]:
+    report = make_report_without_slot(state.remainder.prompt)
+    closing = CloseStream(FINISH[event.reason], report, event.reason)
+    return Transition(Draining(state.remainder, state.in_flight, rows_lost=True), closing, Abandon())
+
+
+def cancel_yielding(state: Yielding, event: Cancelled, _: DecisionContext) -> Transition[Parking, CloseStream]:
+    report = make_report_without_slot(state.remainder.prompt)
+    return Transition(Parking(state.remainder), CloseStream(FINISH[event.reason], report, event.reason))

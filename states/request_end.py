@@ -1,4 +1,8 @@
-"""Snapshotting, Parking, Draining: what happens behind the client's back."""
+"""Transitions of Draining, Snapshotting and Parking: what happens after the client's stream is closed.
+
+A request that is cancelled while effects are in flight drains first: the effects are abandoned, and their outcomes
+still come. Then rows that are worth it are saved, and the leased model is given back.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +22,17 @@ from effects.stream import Abandon, CloseStream
 from states.events import Cancelled
 from states.machine import Transition
 from states.phases import (
-    GiveBack,
-    Leave,
-    LeaveEarly,
-    leave,
-    leave_early,
-    leave_leased,
-    let_go,
-    park,
-    report,
-    trusted,
-    unloaded,
+    EndRequest,
+    EndWithoutLease,
+    ReleaseModel,
+    end_request,
+    end_with_lease,
+    end_without_lease,
+    keep_rows_after_failed_load,
+    keep_trusted_rows,
+    make_report,
+    release_model,
+    unload_model,
 )
 from states.request_states import (
     FINISH,
@@ -44,109 +48,130 @@ from states.request_states import (
     Snapshotting,
     Speculating,
     Unparking,
-    remains,
+    get_remainder,
 )
 from states.settings import DecisionContext
 
-Settled: TypeAlias = Transition[Draining] | Leave
-SettledEarly: TypeAlias = Transition[Draining] | LeaveEarly  # no draft yet
+DrainOrEnd: TypeAlias = Transition[Draining] | EndRequest
+DrainOrEndWithoutLease: TypeAlias = Transition[Draining] | EndWithoutLease
 
 
-def drain(
+# --- cancelled ---
+
+
+def cancel_and_drain(
     state: LookingUp | Fetching | Compressing | Unparking | Prefilling | Speculating,
     event: Cancelled,
-    known: DecisionContext,
+    context: DecisionContext,
 ) -> Transition[Draining, CloseStream, Abandon]:
-    closing = CloseStream(FINISH[event.reason], report(known, state), event.reason)
-    return Transition(Draining(remains(state), 1), closing, Abandon())
+    """Close the stream, and wait for the outcome of the one effect that is in flight."""
+    closing = CloseStream(FINISH[event.reason], make_report(context, state), event.reason)
+    return Transition(Draining(get_remainder(state), 1), closing, Abandon())
 
 
-def drain_both(
-    state: Restoring, event: Cancelled, known: DecisionContext
+def cancel_and_drain_both(
+    state: Restoring, event: Cancelled, context: DecisionContext
 ) -> Transition[Draining, CloseStream, Abandon]:
-    closing = CloseStream(FINISH[event.reason], report(known, state), event.reason)
-    return Transition(Draining(remains(state), state.loading + state.computing), closing, Abandon())
+    """Close the stream, and wait for the outcomes of the load and of the chunk that is computed meanwhile."""
+    closing = CloseStream(FINISH[event.reason], make_report(context, state), event.reason)
+    return Transition(Draining(get_remainder(state), state.loading + state.computing), closing, Abandon())
 
 
-def settle(state: Draining, _: PrefixMissed, known: DecisionContext) -> LeaveEarly:
-    """It was all that was in flight, and nothing came of it that would be worth keeping."""
-    return leave_early(known.settings, state.remains)
+# --- outcomes of what was in flight ---
 
 
-def settle_scored(
-    state: Draining, _: PromptScored | PromptCompressed, known: DecisionContext
-) -> Transition[Snapshotting, SaveSnapshot] | GiveBack:
-    """The same; the drafter is leased."""
-    return leave_leased(known.settings, state.remains)
+def end_after_miss(state: Draining, _: PrefixMissed, context: DecisionContext) -> EndWithoutLease:
+    """End the request. The lookup was all that was in flight."""
+    return end_without_lease(context.settings, state.remainder)
 
 
-def settle_loss(state: Draining, event: StoreFailed, known: DecisionContext) -> SettledEarly:
-    left = state.remains
-    left = evolve(left, seat=unloaded(left.seat, event), prompt=evolve(left.prompt, stored=0))
-    return still(state, left) if state.flying > 1 else leave_early(known.settings, left)
+def end_after_scoring(
+    state: Draining, _: PromptScored | PromptCompressed, context: DecisionContext
+) -> Transition[Snapshotting, SaveSnapshot] | ReleaseModel:
+    """End the request, which has leased the prompt scorer."""
+    return end_with_lease(context.settings, state.remainder)
 
 
-def settle_failure(state: Draining, event: DeviceFailed, known: DecisionContext) -> Settled:
-    left = trusted(state.remains, event)
-    return still(state, left) if state.flying > 1 else leave(known.settings, left)
+def end_after_store_failure(state: Draining, event: StoreFailed, context: DecisionContext) -> DrainOrEndWithoutLease:
+    left = state.remainder
+    slot_lease = keep_rows_after_failed_load(left.slot_lease, event)
+    left = evolve(left, slot_lease=slot_lease, prompt=evolve(left.prompt, stored_rows=0))
+    return keep_draining(state, left) if state.in_flight > 1 else end_without_lease(context.settings, left)
 
 
-def settle_found(state: Draining, event: PrefixFound, _: DecisionContext) -> Transition[Done, ReleasePrefix]:
-    """The lookup was all that was in flight."""
-    return Transition(Done(state.remains), ReleasePrefix(event.lease))
+def end_after_device_failure(state: Draining, event: DeviceFailed, context: DecisionContext) -> DrainOrEnd:
+    left = keep_trusted_rows(state.remainder, event)
+    return keep_draining(state, left) if state.in_flight > 1 else end_request(context.settings, left)
 
 
-def settle_model(state: Draining, event: ModelLoaded, known: DecisionContext) -> GiveBack:
-    """The draft or the drafter came after all: give it back."""
-    return Transition(Parking(evolve(state.remains, leased=event.name)), park(known.settings, event.name))
+def end_after_found_prefix(state: Draining, event: PrefixFound, _: DecisionContext) -> Transition[Done, ReleasePrefix]:
+    """End the request. The lookup was all that was in flight, and the store has what it found."""
+    return Transition(Done(state.remainder), ReleasePrefix(event.lease))
 
 
-def settle_rows(state: Draining, event: PrefillAdvanced, known: DecisionContext) -> Settled:
-    left = state.remains
-    if not state.lost:
-        left = evolve(left, seat=left.seat.computed(event.stop))
+def end_after_model_load(state: Draining, event: ModelLoaded, context: DecisionContext) -> ReleaseModel:
+    """Give the draft or the prompt scorer back, which was loaded after all."""
+    left = evolve(state.remainder, leased_model=event.name)
+    return Transition(Parking(left), unload_model(context.settings, event.name))
+
+
+def end_after_prefill(state: Draining, event: PrefillAdvanced, context: DecisionContext) -> DrainOrEnd:
+    left = state.remainder
+    if not state.rows_lost:
+        left = evolve(left, slot_lease=left.slot_lease.with_computed_rows(event.stop))
     if event.more:
-        return Transition(evolve(state, remains=left))
-    return still(state, left) if state.flying > 1 else leave(known.settings, left)
+        return Transition(evolve(state, remainder=left))
+    return keep_draining(state, left) if state.in_flight > 1 else end_request(context.settings, left)
 
 
-def settle_restored(
+def end_after_restore(
     state: Draining, event: BlocksRestored, _: DecisionContext
 ) -> Transition[Draining] | Transition[Done]:
-    """Loaded rows stay in the slot if none is missing before them; the store has them all."""
-    left = state.remains
-    if event.start <= left.seat.rows and left.seat.valid < event.stop and not state.lost:
-        left = evolve(left, seat=left.seat.loaded(event.start, event.stop, left.seat.tier))
-    return still(state, left) if state.flying > 1 else Transition(Done(left))
+    """Keep the loaded rows in the slot if no row before them is missing. They need not be saved: the store has them."""
+    left = state.remainder
+    lease = left.slot_lease
+    if event.start <= lease.rows and lease.valid_rows < event.stop and not state.rows_lost:
+        left = evolve(left, slot_lease=lease.with_loaded_rows(event.start, event.stop, lease.tier))
+    return keep_draining(state, left) if state.in_flight > 1 else Transition(Done(left))
 
 
-def settle_decode(state: Draining, event: Decoded, known: DecisionContext) -> Settled:
-    """The decode step fed one more token that the client has seen: its row is valid. What it picked, nobody saw.
+def end_after_decode(state: Draining, event: Decoded, context: DecisionContext) -> DrainOrEnd:
+    """Count the row of the token that the step fed, which the client has seen. The tokens that it picked are dropped.
 
-    Positional state may have gone past that, and so may a launch that goes on: the slot keeps all of it.
+    A launch that continues alone has gone further, and positional state may have. Then the slot keeps all of it, and
+    the picked tokens become part of the answer, so that rows and tokens agree.
     """
-    left = state.remains
-    if not state.lost:
-        rows = 1
-        if event.more or event.steps > 1 or known.settings.stateful:
-            left, rows = evolve(left, answer=left.answer + event.tokens), len(event.tokens)
-        left = evolve(left, seat=evolve(left.seat, valid=left.seat.valid + rows))
-    return Transition(evolve(state, remains=left)) if event.more else leave(known.settings, left)
+    left = state.remainder
+    if not state.rows_lost:
+        row_count = 1
+        if event.more or event.steps > 1 or context.settings.stateful:
+            row_count = len(event.tokens)
+            left = evolve(left, answer=left.answer + event.tokens)
+        valid_rows = left.slot_lease.valid_rows + row_count
+        left = evolve(left, slot_lease=evolve(left.slot_lease, valid_rows=valid_rows))
+    return Transition(evolve(state, remainder=left)) if event.more else end_request(context.settings, left)
 
 
-def still(state: Draining, left: RequestRemainder) -> Transition[Draining]:
-    """Something else has not answered yet."""
-    return Transition(Draining(left, state.flying - 1, state.lost))
+def keep_draining(state: Draining, left: RequestRemainder) -> Transition[Draining]:
+    """Wait for the other effect that is in flight."""
+    return Transition(Draining(left, state.in_flight - 1, state.rows_lost))
 
 
-def snapshotted(state: Snapshotting, _: SnapshotSaved, known: DecisionContext) -> GiveBack | Transition[Done]:
-    return let_go(known.settings, state.remains)
+# --- saving rows and giving models back ---
 
 
-def unsaved(state: Snapshotting, event: StoreFailed, known: DecisionContext) -> GiveBack | Transition[Done]:
-    """A failed snapshot loses time, nothing else."""
-    return let_go(known.settings, trusted(state.remains, event))
+def end_after_snapshot(
+    state: Snapshotting, _: SnapshotSaved, context: DecisionContext
+) -> ReleaseModel | Transition[Done]:
+    return release_model(context.settings, state.remainder)
 
 
-def parked(state: Parking, _: ModelUnloaded | DeviceFailed, __: DecisionContext) -> Transition[Done]:
-    return Transition(Done(state.remains))
+def end_after_failed_snapshot(
+    state: Snapshotting, event: StoreFailed, context: DecisionContext
+) -> ReleaseModel | Transition[Done]:
+    """End the request. Rows that could not be saved are computed again when they are needed."""
+    return release_model(context.settings, keep_trusted_rows(state.remainder, event))
+
+
+def finish_parking(state: Parking, _: ModelUnloaded | DeviceFailed, __: DecisionContext) -> Transition[Done]:
+    return Transition(Done(state.remainder))

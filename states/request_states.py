@@ -4,7 +4,7 @@
         -> Speculating -> Snapshotting -> Parking -> Done;     cancelled or failed with work in flight: Draining
     its slot's rows lost, once: Recovering -> Yielding -> Waiting
 
-A state has exactly the data that is valid in its phase.
+A state has exactly the data that is valid in its phase. Phases that are not needed are skipped (`states/phases.py`).
 """
 
 from __future__ import annotations
@@ -13,77 +13,82 @@ from typing import TypeAlias
 
 from attrs import frozen
 
-from effects.compression import Compressed, remaining, taken
+from effects.compression import Compressed
 from effects.decode import Logprob
 from effects.ids import ModelName, SlotId, Tier, Tokens
 from effects.job import Job
 from effects.ports import CancelReason
 from effects.stream import Finish
-from states.sequences import continued, whole_blocks
-from states.settings import Settings
 from states.speculation_control import SpeculationControl
 
 
 @frozen
 class SlotLease:
-    """A slot, and how far its rows can be believed.
+    """A slot that a request holds, and how many of its rows can be trusted.
 
-    Where the model has positional state, it is the one behind row `valid`: the next row to be computed is that one.
+    Where the model has positional state, the slot has the one behind row `valid_rows`, and computes on from there.
     """
 
     slot: SlotId
-    valid: int = 0  # rows [0, valid) are acknowledged
-    restored: int = 0  # prompt rows that were kept or loaded, not computed
-    tier: Tier = "none"  # where most of these came from
-    ahead: int = 0  # rows from `valid` on that are there too, only the state behind them is not; until one is computed
+    valid_rows: int = 0  # rows [0, valid_rows) are acknowledged, with the state behind them
+    restored_rows: int = 0  # rows of the prompt that were kept or loaded, and not computed
+    tier: Tier = "none"  # where most of the restored rows came from
+    rows_ahead: int = 0  # further rows that are there without the state behind them; computing overwrites them
 
     @property
     def rows(self) -> int:
-        """Rows [0, rows) are there."""
-        return self.valid + self.ahead
+        """The number of rows that are there, whether or not the state behind them is."""
+        return self.valid_rows + self.rows_ahead
 
-    def loaded(self, start: int, stop: int, tier: Tier) -> SlotLease:
-        """Rows `[start, stop)` came from this tier, with the state behind them; those before them were there."""
-        restored = self.restored + stop - self.valid
-        most = tier if 2 * (stop - start) > restored else "device" if self.tier == "none" else self.tier
-        return SlotLease(self.slot, stop, restored, most, max(0, self.rows - stop))
+    def with_loaded_rows(self, start: int, stop: int, tier: Tier) -> SlotLease:
+        """Return the lease after rows `[start, stop)` came from a tier, with the state behind them.
 
-    def computed(self, stop: int) -> SlotLease:
-        """Rows up to there are acknowledged; computing has overwritten what followed."""
-        return SlotLease(self.slot, stop, self.restored, self.tier)
+        The rows before `start` were there already.
+        """
+        restored_rows = self.restored_rows + stop - self.valid_rows
+        most: Tier = "device" if self.tier == "none" else self.tier
+        if 2 * (stop - start) > restored_rows:
+            most = tier
+        return SlotLease(self.slot, stop, restored_rows, most, max(0, self.rows - stop))
+
+    def with_computed_rows(self, stop: int) -> SlotLease:
+        """Return the lease after rows up to `stop` were computed. Computing has overwritten what followed."""
+        return SlotLease(self.slot, stop, self.restored_rows, self.tier)
 
 
 @frozen
 class Prompt:
-    """What is served, where it came from, and what is known of it elsewhere."""
+    """The tokens that are served of a job's prompt, and what is known of its rows elsewhere."""
 
     job: Job
-    tokens: Tokens  # the job's prompt, or what compression made of it
-    compressed: bool = False  # compression was tried, or remembered; once is enough
-    compression: Compressed | None = None  # what came of it, once it was tried here
-    shared: int = 0  # tokens that the job's prompt begins with as the likest of the recent prompts does
-    stored: int = 0  # rows that host memory or disk have, by what is known; 0 after one could not be restored
-    miss: str = ""  # why no (more) rows were restored
+    tokens: Tokens  # that are served: the job's prompt, or what compression made of it
+    compression_tried: bool = False  # it is tried once at most
+    compression: Compressed | None = None  # what came of it, or of earlier freezing
+    shared_tokens: int = 0  # that the job's prompt has in common with the most similar recent prompt
+    stored_rows: int = 0  # that host memory or disk are known to have; 0 after one could not be restored
+    miss_reason: str = ""  # why no rows, or no more rows, were restored
     logprobs: tuple[Logprob, ...] = ()  # of its tokens but the first, as far as they were asked for and are known
-    heard: Tokens | None = None  # of the answer, when the rows of its slot were lost; None: that has not happened yet
+    heard_tokens: Tokens | None = (
+        None  # of the answer, that the client had when the slot's rows were lost; None: no loss
+    )
 
     @property
-    def target(self) -> int:
+    def prefill_rows(self) -> int:
         """Rows that prefill computes: all but the last token, which the first decode step feeds."""
         return len(self.tokens) - 1
 
 
 @frozen
 class Drafted:
-    """The draft is leased."""
+    """The request has leased the draft."""
 
-    control: SpeculationControl  # what is known of it
+    control: SpeculationControl  # how well its proposals do
     reason: str = ""  # why nothing is proposed now; empty while something is
 
 
 @frozen
 class Undrafted:
-    """Nothing is proposed."""
+    """The request proposes nothing."""
 
     reason: str
 
@@ -100,58 +105,62 @@ class Generated:
     proposed: int = 0
     accepted: int = 0  # proposals that became tokens of the answer
 
-    def room(self, job: Job) -> int:
-        """For proposals: tokens that may follow the next one."""
+    def count_proposable(self, job: Job) -> int:
+        """Count the tokens that may follow the next one, which is what a draft may propose at most."""
         return job.max_tokens - len(self.tokens) - 1
 
 
 @frozen
 class RequestRemainder:
-    """What a request leaves behind once its stream is closed: the rows of a slot, and perhaps a lease of a model."""
+    """The rows of a slot, and perhaps a lease of a model, that a request leaves behind once its stream is closed."""
 
-    seat: SlotLease
+    slot_lease: SlotLease
     prompt: Prompt
     answer: Tokens = ()
-    leased: ModelName | None = None
+    leased_model: ModelName | None = None
 
     @property
     def rows(self) -> Tokens:
-        """What the slot's valid rows stand for."""
-        prompt, valid = self.prompt.tokens, self.seat.valid
-        return prompt[:valid] if valid <= len(prompt) else prompt + self.answer[: valid - len(prompt)]
+        """The tokens that the slot's valid rows stand for."""
+        prompt = self.prompt.tokens
+        valid_rows = self.slot_lease.valid_rows
+        if valid_rows <= len(prompt):
+            return prompt[:valid_rows]
+        return prompt + self.answer[: valid_rows - len(prompt)]
 
 
 @frozen
-class New: ...
+class New:
+    """The request is not known yet."""
 
 
 @frozen
 class Waiting:
-    """For a slot."""
+    """The request waits for a slot."""
 
     prompt: Prompt
 
 
 @frozen
 class LookingUp:
-    """For more of the prompt than the slot has already, in host memory and on disk."""
+    """Host memory and disk are searched for more of the prompt than the slot has."""
 
-    seat: SlotLease
+    slot_lease: SlotLease
     prompt: Prompt
 
 
 @frozen
 class Restoring:
-    """Rows `[front, stop)` are loaded while `[valid, front)` is computed.
+    """Rows `[front, stop)` are loaded while `[valid_rows, front)` is computed.
 
-    Where the model has positional state, that at `stop` is loaded, and nothing is computed meanwhile.
+    Where the model has positional state, the state at `stop` is loaded, and nothing is computed meanwhile.
     """
 
-    seat: SlotLease
+    slot_lease: SlotLease
     prompt: Prompt
     front: int
     stop: int
-    tier: Tier  # where they are loaded from
+    tier: Tier  # that they are loaded from
     loading: bool = True
     computing: bool = False
     loaded: bool = False
@@ -159,48 +168,50 @@ class Restoring:
 
 @frozen
 class Fetching:
-    """The drafter is brought in."""
+    """The prompt scorer is loaded."""
 
-    seat: SlotLease
+    slot_lease: SlotLease
     prompt: Prompt
 
 
 @frozen
 class Compressing:
-    """Chunk after chunk is scored; one is in flight. The drafter is leased."""
+    """The prompt is scored chunk by chunk; one chunk is in flight. The prompt scorer is leased."""
 
-    seat: SlotLease
+    slot_lease: SlotLease
     prompt: Prompt
 
 
 @frozen
 class Releasing:
-    """The drafter is given back."""
+    """The prompt scorer is given back."""
 
-    seat: SlotLease
+    slot_lease: SlotLease
     prompt: Prompt  # that will be served
 
 
 @frozen
 class Unparking:
-    seat: SlotLease
+    """The draft is loaded."""
+
+    slot_lease: SlotLease
     prompt: Prompt
 
 
 @frozen
 class Prefilling:
-    """Chunk after chunk; one is in flight."""
+    """The prompt is computed chunk by chunk; one effect is in flight."""
 
-    seat: SlotLease
+    slot_lease: SlotLease
     prompt: Prompt
     speculation: Speculation
 
 
 @frozen
 class Speculating:
-    """Step after step, with proposals or without; one is in flight."""
+    """The answer is decoded step by step, with proposals or without; one effect is in flight."""
 
-    seat: SlotLease
+    slot_lease: SlotLease
     prompt: Prompt
     speculation: Speculation
     answer: Generated
@@ -210,45 +221,45 @@ class Speculating:
 class Snapshotting:
     """The stream is closed. The slot's new rows are copied out to be kept."""
 
-    remains: RequestRemainder
+    remainder: RequestRemainder
 
 
 @frozen
 class Parking:
-    """The draft is given back."""
+    """The stream is closed. The leased model is given back."""
 
-    remains: RequestRemainder
+    remainder: RequestRemainder
 
 
 @frozen
 class Draining:
-    """The stream is closed. What is in flight answers first."""
+    """The stream is closed. Effects that are in flight answer first."""
 
-    remains: RequestRemainder
-    flying: int  # effects that have not answered
-    lost: bool = False  # the slot's rows are gone, whatever is acknowledged yet
+    remainder: RequestRemainder
+    in_flight: int  # effects that have not answered
+    rows_lost: bool = False  # the slot's rows are gone, whatever is acknowledged yet
 
 
 @frozen
 class Recovering:
-    """The rows of its slot are gone. What is in flight answers first; then it waits for a slot again."""
+    """The slot's rows are lost. Effects that are in flight answer first; then the request waits for a slot again."""
 
-    remains: RequestRemainder
-    flying: int  # effects that have not answered
+    remainder: RequestRemainder
+    in_flight: int  # effects that have not answered
 
 
 @frozen
 class Yielding:
-    """The same; the draft is given back first."""
+    """The slot's rows are lost. The leased model is given back before the request waits for a slot again."""
 
-    remains: RequestRemainder
+    remainder: RequestRemainder
 
 
 @frozen
 class Done:
-    """Leaves the world at once. None: it never had a slot."""
+    """The request leaves the world at once."""
 
-    remains: RequestRemainder | None = None
+    remainder: RequestRemainder | None = None  # None: it never had a slot
 
 
 State: TypeAlias = (
@@ -269,11 +280,10 @@ State: TypeAlias = (
     | Yielding
     | Done
 )
-Early: TypeAlias = (
-    LookingUp | Restoring | Fetching | Compressing | Releasing | Unparking
-)  # nothing is generated, no draft is there
-Open: TypeAlias = Early | Prefilling | Speculating  # the client waits, the slot is held
-Leaving: TypeAlias = Snapshotting | Parking | Draining | Recovering | Yielding  # the slot, if not the request
+# Nothing is generated yet, and no draft is leased.
+Early: TypeAlias = LookingUp | Restoring | Fetching | Compressing | Releasing | Unparking
+Open: TypeAlias = Early | Prefilling | Speculating  # the client waits, and the request holds a slot
+Leaving: TypeAlias = Snapshotting | Parking | Draining | Recovering | Yielding  # the request will give up its slot
 Held: TypeAlias = Open | Leaving
 
 FINISH: dict[CancelReason, Finish] = {
@@ -284,66 +294,20 @@ FINISH: dict[CancelReason, Finish] = {
 }
 
 
-def remains(state: Held) -> RequestRemainder:
-    """If it ended now."""
+def get_remainder(state: Held) -> RequestRemainder:
+    """Return what the request would leave behind if it ended now."""
     match state:
-        case Speculating(seat, prompt, speculation, answer):
-            return RequestRemainder(seat, prompt, answer.tokens, leased(speculation))
-        case Prefilling(seat, prompt, speculation):
-            return RequestRemainder(seat, prompt, leased=leased(speculation))
-        case Compressing(seat, prompt) | Releasing(seat, prompt):
-            return RequestRemainder(seat, prompt, leased="drafter")
+        case Speculating(slot_lease, prompt, speculation, answer):
+            return RequestRemainder(slot_lease, prompt, answer.tokens, get_leased_draft(speculation))
+        case Prefilling(slot_lease, prompt, speculation):
+            return RequestRemainder(slot_lease, prompt, leased_model=get_leased_draft(speculation))
+        case Compressing(slot_lease, prompt) | Releasing(slot_lease, prompt):
+            return RequestRemainder(slot_lease, prompt, leased_model="drafter")
         case LookingUp() | Restoring() | Fetching() | Unparking():
-            return RequestRemainder(state.seat, state.prompt)
+            return RequestRemainder(state.slot_lease, state.prompt)
         case _:
-            return state.remains
+            return state.remainder
 
 
-def leased(speculation: Speculation) -> ModelName | None:
+def get_leased_draft(speculation: Speculation) -> ModelName | None:
     return "draft" if isinstance(speculation, Drafted) else None
-
-
-def kept(settings: Settings, left: RequestRemainder) -> int:
-    """Rows that may be continued from later: decoded ones only where they equal prefilled ones."""
-    return left.seat.valid if settings.keep_decoded else min(left.seat.valid, left.prompt.target)
-
-
-def sequence(settings: Settings, left: RequestRemainder) -> Tokens:
-    """What a slot keeps."""
-    if left.seat.ahead:
-        return left.prompt.tokens[: left.seat.rows]
-    return left.rows[: kept(settings, left)]
-
-
-def live(settings: Settings, left: RequestRemainder) -> int:
-    """Where the slot itself has the positional state that what it keeps can be gone on from; 0: nowhere.
-
-    It has the one at its last block's end. Where decoded rows are not believed, blocks may be longer than what the
-    model's own state is apart: then only a prefill that stopped there has left it there.
-    """
-    valid = left.seat.valid
-    at = whole_blocks(settings, valid)
-    there = at <= kept(settings, left) and (settings.keep_decoded or at == valid)
-    return at if settings.stateful and there else 0
-
-
-def usable(settings: Settings, prompt: Prompt, length: int) -> int:
-    """How many of `length` restorable tokens are worth having: the last prompt token is always computed."""
-    return whole_blocks(settings, min(length, prompt.target))
-
-
-def begun(job: Job) -> Prompt:
-    """What is served of it at first: messages that were frozen before are what they were frozen to."""
-    spans = remaining(job.compression.parts, len(job.prompt))
-    if spans == ((0, len(job.prompt)),):
-        return Prompt(job, job.prompt)
-    told = Compressed(len(job.prompt), "", spans, keep=job.compression.keep)
-    return Prompt(job, taken(job.prompt, spans), compression=told)
-
-
-def continuing(settings: Settings, seat: SlotLease, held: Tokens, tokens: Tokens) -> SlotLease:
-    """The seat as these tokens can be continued from it, which has rows of those: at a cache position."""
-    rows = continued(settings, held, tokens)
-    valid = rows if not settings.stateful else seat.valid if seat.valid <= rows else 0
-    tier = seat.tier if valid else "none"
-    return SlotLease(seat.slot, valid, min(seat.restored, valid), tier, rows - valid)

@@ -41,7 +41,7 @@ from effects.decode import RunDecode
 from effects.experts import PlaceExperts
 from effects.ids import DeviceFailed, RequestId, SlotId, Tokens
 from effects.job import Sampling
-from effects.ports import Settle
+from effects.ports import DeliverOutcomes
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.stream import StopLaunch
 
@@ -145,7 +145,7 @@ class DeviceExecutor:
 
         self._lanes.open(effect.slot, partial(self._open, request, effect), opened)
 
-    def submit(self, launch: Launch, done: Settle) -> None:
+    def submit(self, launch: Launch, done: DeliverOutcomes) -> None:
         """`done` hears of each ask what comes of it, until that was the last; or the exception that is a bug: an effect
         without a handler, a batch that there is not.
         """

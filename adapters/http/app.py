@@ -205,19 +205,19 @@ class Edge:
 
     async def _held(self, asked: Asked, request: Request) -> Asked:
         async def gone() -> bool:
-            return self.door.takes() == "draining" or await request.is_disconnected()
+            return self.door.get_acceptance() == "draining" or await request.is_disconnected()
 
         try:
             return await held(asked, self.text, self.options, gone, request.scope.get(CALLER, ""))
         except GaveUp:
-            if self.door.takes() != "draining":
+            if self.door.get_acceptance() != "draining":
                 raise left() from None
             raise unavailable(SHUTTING_DOWN, self.options.retry_after_s) from None
 
     @asynccontextmanager
     async def _ready(self, request: Request) -> AsyncIterator[Fields]:
         """The body, unless nothing can be generated now anyway."""
-        takes = self.door.takes()
+        takes = self.door.get_acceptance()
         if takes == "draining":
             raise unavailable(SHUTTING_DOWN, self.options.retry_after_s)
         if takes == "queue_full":

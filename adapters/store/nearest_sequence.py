@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from adapters.store.block_keys import WIDTH, unpack
-from effects.ports import DIVERGED, Divergence
+from effects.ports import MAX_DIVERGED_TOKENS, Divergence
 
 if TYPE_CHECKING:
     from adapters.store.block_index import Index
@@ -22,7 +22,7 @@ def nearest(indices: Mapping[StateCheckpoint, Index], key: bytes, at: int, rest:
     behind it, a block at least.
     """
     found = [
-        Divergence(at + shared, unpack(other[shared * WIDTH : (shared + DIVERGED) * WIDTH]), place)
+        Divergence(at + shared, unpack(other[shared * WIDTH : (shared + MAX_DIVERGED_TOKENS) * WIDTH]), place)
         for place, index in indices.items()
         for other in index.following(key)
         for shared in (alike(rest, other),)

@@ -19,7 +19,7 @@ from attrs import define, evolve, field, frozen
 from adapters.store.block_keys import WIDTH, pack, unpack
 from adapters.store.files.append_log import framed, records
 from effects.ids import Tokens
-from effects.ports import DIVERGED, Divergence
+from effects.ports import MAX_DIVERGED_TOKENS, Divergence
 
 if TYPE_CHECKING:
     import numpy as np
@@ -100,7 +100,7 @@ class Recents:
             return None
         one = self._prompts[serial]
         start = (shared - one.shared) * WIDTH
-        following = unpack(one.rest[start : start + DIVERGED * WIDTH])
+        following = unpack(one.rest[start : start + MAX_DIVERGED_TOKENS * WIDTH])
         return Divergence(shared - before, following, "none") if following and following[0] >= 0 else None
 
     def restore(self, recent: Recent) -> bool:

@@ -13,12 +13,12 @@ from attrs import define, field
 from effects.all import EffectRequest
 from effects.ids import RequestId, Tokens
 from effects.job import Report
-from effects.ports import DIVERGED, Divergence
+from effects.ports import MAX_DIVERGED_TOKENS, Divergence
 from effects.prefill import OpenSlot
-from states.sequences import alike, whole_blocks
+from states.sequences import count_common_tokens, round_down_to_block
 from states.settings import Settings
-from states.slots import resident, whose
-from states.world import Out, World
+from states.slots import find_row_salt, get_resident_tokens
+from states.world import Output, World
 
 ABSENT = frozenset(("empty_store", "nothing_shared_on_device", "too_short"))  # said of what a tier has not got
 
@@ -31,7 +31,7 @@ class Misses:
     settings: Settings
     _slots: dict[RequestId, Divergence | None] = field(factory=dict[RequestId, "Divergence | None"])  # of live requests
 
-    def observe(self, outs: tuple[Out, ...], before: World) -> None:
+    def observe(self, outs: tuple[Output, ...], before: World) -> None:
         """Whoever is admitted opens a slot."""
         for out in outs:
             match out:
@@ -55,7 +55,7 @@ def is_compressed(report: Report) -> bool:
 
 def has_all(report: Report, settings: Settings) -> bool:
     """Were all rows there that can be restored of such a prompt, and any? Its last token is always computed."""
-    return 0 < report.restored_tokens >= whole_blocks(settings, report.prompt_tokens - 1)
+    return 0 < report.restored_tokens >= round_down_to_block(settings, report.prompt_tokens - 1)
 
 
 def miss_of(report: Report, diverged: Divergence | None, settings: Settings) -> str:
@@ -82,20 +82,20 @@ def in_slots(opening: OpenSlot, world: World) -> Divergence | None:
     The rows that it keeps are of the likest one; where it keeps none, each differs within its first block.
     """
     prompt, slots = opening.prompt, world.slots.slots
-    if opening.keep >= whole_blocks(world.settings, len(prompt) - 1):
+    if opening.keep >= round_down_to_block(world.settings, len(prompt) - 1):
         return None
     looked_at = [slots[opening.source]] if opening.keep else slots
     rows = [
-        resident(slot, world.requests, world.settings)
+        get_resident_tokens(slot, world.requests, world.settings)
         for slot in looked_at
-        if whose(slot, world.requests) == opening.salt
+        if find_row_salt(slot, world.requests) == opening.salt
     ]
     return diverged(rows, prompt)
 
 
 def diverged(sequences: Sequence[Tokens], prompt: Tokens) -> Divergence | None:
     """From the likest of them, but for those of which one only goes on where the other ends."""
-    left = [(alike(rows, prompt), rows) for rows in sequences]
+    left = [(count_common_tokens(rows, prompt), rows) for rows in sequences]
     there = [(at, rows) for at, rows in left if at < min(len(rows), len(prompt))]
     at, rows = max(there, key=itemgetter(0), default=(0, ()))
-    return Divergence(at, rows[at : at + DIVERGED], "device") if there else None
+    return Divergence(at, rows[at : at + MAX_DIVERGED_TOKENS], "device") if there else None

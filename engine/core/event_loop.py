@@ -14,9 +14,9 @@ from attrs import define, field, frozen
 
 from effects.all import EffectRequest, Launch, Outcome
 from effects.ids import DeviceFailed, FailureKind, LaneId, StoreFailed
-from effects.ports import LaunchFailed, Notify, Perform, RowsLost, Submit, Told
+from effects.ports import LaunchFailed, NotifyEffect, PerformEffect, RequestOutcome, RowsLost, SubmitLaunch
 from states.events import ForEngine, ForRequest, Happened, SlotsLost
-from states.world import Out, World, advance
+from states.world import Output, World, advance
 
 log = logging.getLogger("rekindle.engine")
 
@@ -38,13 +38,13 @@ class Executors:
     own then. notify: effects nobody awaits, done at once, in order, never blocking.
     """
 
-    submit: Mapping[LaneId, Submit]
-    perform: Mapping[type, Perform]
-    notify: Mapping[type, tuple[Notify, ...]]
+    submit: Mapping[LaneId, SubmitLaunch]
+    perform: Mapping[type, PerformEffect]
+    notify: Mapping[type, tuple[NotifyEffect, ...]]
 
 
-Journal = Callable[[Envelope, "tuple[Out, ...]", World], None]
-Observe = Callable[[Envelope, "tuple[Out, ...]", World, World], None]
+Journal = Callable[[Envelope, "tuple[Output, ...]", World], None]
+Observe = Callable[[Envelope, "tuple[Output, ...]", World, World], None]
 
 
 def describe(error: BaseException) -> str:
@@ -122,7 +122,7 @@ class Runner:
                 self._bug = sys.exc_info()[1]
                 self.close()
 
-    def hand_out(self, out: Out, tasks: TaskGroup) -> None:
+    def hand_out(self, out: Output, tasks: TaskGroup) -> None:
         if isinstance(out, Launch):
             self.executors.submit[out.lane](out, self.landed)
         elif out.effect.outcomes:
@@ -137,7 +137,7 @@ class Runner:
             for notify in self.executors.notify[type(out.effect)]:
                 notify(out.request, out.effect)
 
-    def fold(self, happened: Happened) -> tuple[Out, ...]:
+    def fold(self, happened: Happened) -> tuple[Output, ...]:
         envelope = Envelope(self.seq, self.clock_ns(), happened)
         before = self.world
         self.world, outs = advance(before, happened)
@@ -148,7 +148,7 @@ class Runner:
             self.observe(envelope, outs, before, self.world)
         return outs
 
-    def landed(self, told: Sequence[Told] | LaunchFailed) -> None:
+    def landed(self, told: Sequence[RequestOutcome] | LaunchFailed) -> None:
         """What came of a launch, or has come of it so far. An outcome that the effect cannot have finds no row: the
         fold calls it the bug that it is.
         """

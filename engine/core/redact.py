@@ -17,8 +17,8 @@ from effects.ids import RequestId, Tokens
 from effects.pflash import PromptCompressed
 from engine.core.event_loop import Envelope
 from states.events import Event, ForEngine, ForModel, ForRequest, Submitted
-from states.request_states import Held, Speculating, remains
-from states.world import Out, World, advance
+from states.request_states import Held, Speculating, get_remainder
+from states.world import Output, World, advance
 
 
 @define
@@ -35,7 +35,7 @@ class Redactor:
     key: bytes = field(factory=lambda: secrets.token_bytes(32), repr=False)
     _links: dict[RequestId, Links] = field(factory=dict[RequestId, "Links"])
 
-    def again(self, envelope: Envelope) -> tuple[Envelope, tuple[Out, ...], World]:
+    def again(self, envelope: Envelope) -> tuple[Envelope, tuple[Output, ...], World]:
         """The same envelope without its text, and what follows from it."""
         match envelope.happened:
             case ForRequest(request, event):
@@ -60,7 +60,7 @@ class Redactor:
                 return evolve(event, prompt=self.prompt(request, prompt))
             case Decoded(tokens):
                 state = self.world.requests.get(request)
-                stops = remains(state).prompt.job.stop_tokens if isinstance(state, Held) else ()
+                stops = get_remainder(state).prompt.job.stop_tokens if isinstance(state, Held) else ()
                 if isinstance(state, Speculating) and not state.answer.tokens:
                     self._links[request].last = self._links[request].served  # its first, or its first once more
                 return evolve(event, tokens=self.chain(request, tokens, stops), logprobs=())

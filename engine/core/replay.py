@@ -14,7 +14,7 @@ from engine.core.event_loop import Envelope
 from engine.core.trace import UNREADABLE, Digest, Header, LineCutShort, Record, converter, digest, read
 from engine.settings.progress import progress
 from states.machine import IllegalEvent
-from states.world import Out, World, advance, begin
+from states.world import Output, World, advance, make_world
 
 T = TypeVar("T")
 CUT_SHORT = 3  # exit status: of a trace that has no end, and agrees as far as it goes
@@ -34,15 +34,15 @@ class Replay:
 
     world: World
     event: Envelope | None = None
-    expected: list[Out] = field(factory=list["Out"])
+    expected: list[Output] = field(factory=list["Output"])
     events: int = 0
     ended: bool = False
 
     @classmethod
     def of(cls, header: Header) -> Replay:
-        return cls(begin(header.settings))
+        return cls(make_world(header.settings))
 
-    def feed(self, number: int, record: Record) -> tuple[Out, ...]:
+    def feed(self, number: int, record: Record) -> tuple[Output, ...]:
         """What a record led to: the asks, when it was an event."""
         if self.ended:
             raise self.differs(number, "nothing after the last digest", record)
@@ -56,7 +56,7 @@ class Replay:
             self.expected.pop(0)
         return ()
 
-    def happened(self, number: int, envelope: Envelope) -> tuple[Out, ...]:
+    def happened(self, number: int, envelope: Envelope) -> tuple[Output, ...]:
         if self.expected:
             raise self.differs(number, self.expected[0], "no (further) ask")
         if envelope.seq != self.events:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from attrs import define, field
 
 from effects.ids import RequestId
-from effects.ports import MOST_RECENT, Stage
+from effects.ports import MAX_RECENT_SHOWN, Stage
 from effects.residency import LoadModel, UnloadModel
 from engine.core.event_loop import Envelope
 from states import request_states
-from states.world import Out, World
+from states.world import Output, World
 
 STAGES: Mapping[type[request_states.State], Stage] = {
     request_states.Waiting: "Waiting",
@@ -51,7 +51,7 @@ def stage_of(state: request_states.State, world: World) -> Stage:
     running = [ask.effect for lane in world.lanes.values() for ask in lane.running]
     if any(type(one) is type(move) and one.name == move.name for one in running):
         return STAGES[type(state)]
-    if isinstance(state, request_states.Unparking) and state.seat.valid >= state.prompt.target:
+    if isinstance(state, request_states.Unparking) and state.slot_lease.valid_rows >= state.prompt.prefill_rows:
         return "Speculating"
     return behind
 
@@ -66,7 +66,7 @@ class Meter:
     _told: deque[RequestId] = field(factory=deque[RequestId])  # whose stream has closed; the last of them
     _now_ns: int = 0
 
-    def observe(self, envelope: Envelope, _: tuple[Out, ...], before: World, after: World) -> None:
+    def observe(self, envelope: Envelope, _: tuple[Output, ...], before: World, after: World) -> None:
         """One event moves others, too: who is admitted by another's leaving, who was only waiting for a model."""
         self._now_ns = envelope.at_ns
         for request, state in after.requests.items():
@@ -95,7 +95,7 @@ class Meter:
     def closed(self, request: RequestId) -> Mapping[Stage, float]:
         """Its stream closes now: milliseconds in each stage so far. What follows behind it is measured all the same."""
         self._told.append(request)
-        if len(self._told) > MOST_RECENT:
+        if len(self._told) > MAX_RECENT_SHOWN:
             self._spent.pop(self._told.popleft(), None)
         # what follows has only just begun
         return {stage: spent for stage, spent in self.stages_ms(request).items() if spent}

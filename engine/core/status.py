@@ -10,7 +10,16 @@ from itertools import islice
 from attrs import define, evolve, field
 
 from effects.ids import RequestId
-from effects.ports import MOST_RECENT, MOST_RUNNING, Closed, PastRequest, RequestStatus, SlotStatus, Stage, Totals
+from effects.ports import (
+    MAX_RECENT_SHOWN,
+    MAX_RUNNING_SHOWN,
+    Closed,
+    PastRequest,
+    RequestStatus,
+    SlotStatus,
+    Stage,
+    Totals,
+)
 from engine.core.request_meter import Meter, stage_of
 from states import pages, request_states
 from states.slots import Slot
@@ -30,16 +39,16 @@ def kv_pages(world: World) -> dict[str, int]:
         return {}
     busy = (slot.pages for slot in slots if slot.holder is not None)
     idle = (slot.pages for slot in slots if slot.holder is None)
-    of_use = pages.use(busy, idle, settings.pages)
-    return {"rows": settings.page, "total": settings.pages, **of_use, "waiting": len(world.slots.short)}
+    of_use = pages.count_use(busy, idle, settings.pages)
+    return {"rows": settings.page, "total": settings.pages, **of_use, "waiting": len(world.slots.short_of_pages)}
 
 
 def running(world: World, meter: Meter, now_ns: int) -> tuple[RequestStatus, ...]:
     """The first of them that have a slot, then of those that wait for one."""
     seated = (one for one in world.requests.items() if not isinstance(one[1], request_states.Waiting))
     waiting = (one for one in world.requests.items() if isinstance(one[1], request_states.Waiting))
-    shown = [*islice(seated, MOST_RUNNING)]
-    shown += islice(waiting, MOST_RUNNING - len(shown))
+    shown = [*islice(seated, MAX_RUNNING_SHOWN)]
+    shown += islice(waiting, MAX_RUNNING_SHOWN - len(shown))
     return tuple(
         request_status(request, state, stage_of(state, world), meter.stages_ms(request, now_ns))
         for request, state in shown
@@ -53,7 +62,7 @@ def request_status(
         return RequestStatus(request, stage, stages_ms, len(state.prompt.tokens), 0, 0, "none")
     assert not isinstance(state, request_states.New | request_states.Done), "left within the fold"
     left, answer = (
-        request_states.remains(state),
+        request_states.get_remainder(state),
         state.answer if isinstance(state, request_states.Speculating) else request_states.Generated(),
     )
     return RequestStatus(
@@ -62,9 +71,9 @@ def request_status(
         stages_ms,
         prompt_tokens=len(left.prompt.tokens),
         # the first decode step feeds the last token
-        done=len(left.prompt.tokens) if answer.tokens else min(left.seat.rows, len(left.prompt.tokens)),
-        restored_tokens=left.seat.restored,
-        tier=left.seat.tier,
+        done=len(left.prompt.tokens) if answer.tokens else min(left.slot_lease.rows, len(left.prompt.tokens)),
+        restored_tokens=left.slot_lease.restored_rows,
+        tier=left.slot_lease.tier,
         completion_tokens=len(left.answer),
         decode_steps=answer.decode_steps,
     )
@@ -74,7 +83,7 @@ def request_status(
 class Past:
     """Requests that have ended, summed up, and the last few of them one by one."""
 
-    _recent: deque[PastRequest] = field(factory=lambda: deque[PastRequest](maxlen=MOST_RECENT))
+    _recent: deque[PastRequest] = field(factory=lambda: deque[PastRequest](maxlen=MAX_RECENT_SHOWN))
     _finished: Counter[str] = field(factory=Counter[str])
     _hits: Counter[str] = field(factory=Counter[str])
     _misses: Counter[str] = field(factory=Counter[str])

@@ -12,8 +12,8 @@ from attrs import asdict, define, evolve, field
 
 from effects.ids import RequestId
 from effects.job import Job, Report
-from effects.ports import Activity, CancelReason, Closed, Divergence, Message, Status, Takes
-from effects.scope import parse
+from effects.ports import Activity, CancelReason, Closed, Divergence, JobAcceptance, Message, Status
+from effects.scope import parse_scope
 from effects.stream import CloseStream, EmitTokens, ReportProgress
 from engine.core.cache_misses import miss_of
 from engine.core.event_loop import Runner
@@ -50,20 +50,20 @@ class EngineTicket:
         self._messages.append(message)
         self._told()
 
-    def take(self) -> Message | None:
+    def next_message(self) -> Message | None:
         return self._messages.popleft() if self._messages else None
 
-    def hear(self, told: Callable[[], object]) -> None:
-        self._told = told
+    def set_listener(self, listener: Callable[[], object]) -> None:
+        self._told = listener
 
     async def __aiter__(self) -> AsyncIterator[Message]:
         while True:
-            while (message := self.take()) is not None:
+            while (message := self.next_message()) is not None:
                 yield message
                 if isinstance(message, Closed):
                     return
             news = anyio.Event()
-            self.hear(news.set)
+            self.set_listener(news.set)
             await news.wait()
 
     def cancel(self, reason: CancelReason) -> None:
@@ -126,7 +126,7 @@ class EngineDoor:
         slots, most = self.runner.world.slots, self.runner.world.settings.max_queue
         return len(slots.waiting) >= most and all(slot.holder is not None for slot in slots.slots)
 
-    def takes(self) -> Takes:
+    def get_acceptance(self) -> JobAcceptance:
         return "draining" if self._shut else "queue_full" if self._full else "ready"
 
     def status(self) -> Status:
@@ -146,7 +146,7 @@ class EngineDoor:
                 **live,
                 "kv_pages": kv_pages(world),
                 "rates_ns": asdict(world.rates),
-                "runtime": {"draft_residency": residency.shown(world.models, world.settings, held(live))},
+                "runtime": {"draft_residency": residency.describe_residency(world.models, world.settings, held(live))},
                 "requests": dict(Counter(stage_of(state, world) for state in world.requests.values())),
             },
         )
@@ -180,7 +180,7 @@ def held(live: Mapping[str, Any]) -> Mapping[str, tuple[int, int]]:
 
 def described(report: Report, live: Mapping[str, Any]) -> str:
     """For the log: what was kept of a request, under which policy, and what of it was there before, by shard."""
-    scope, recent = parse(report.cache.scope), live.get("full_cache", {}).get("recent", 0)
+    scope, recent = parse_scope(report.cache.scope), live.get("full_cache", {}).get("recent", 0)
     window = f" window={scope.count} recent={recent}" if scope.kind == "auto" else ""
     came = f"{report.restored_tokens} of {report.prompt_tokens} prompt tokens restored ({report.tier})"
     return f"{report.cache}{window}; {came}{report.miss and ', '}{report.miss}{adopted(report, live)}"

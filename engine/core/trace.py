@@ -36,7 +36,7 @@ from engine.core.event_loop import Envelope
 from engine.core.redact import Redactor
 from states.events import Common, Event, Happened
 from states.settings import Settings
-from states.world import Out, World, begin
+from states.world import Output, World, make_world
 
 log = logging.getLogger("rekindle.trace")
 
@@ -168,14 +168,14 @@ class Recorder:
     path: Path
     header: Header
     lost: str = ""  # why the trace ended early
-    _backlog: queue.Queue[tuple[Envelope, tuple[Out, ...], World | None] | None] = field(init=False)
+    _backlog: queue.Queue[tuple[Envelope, tuple[Output, ...], World | None] | None] = field(init=False)
     _world: World = field(init=False)  # after the last event that was handed over
     _thread: Watched = field(init=False)
     _file: IO[str] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self._backlog = queue.Queue(BACKLOG)
-        self._world = begin(self.header.settings)
+        self._world = make_world(self.header.settings)
         self._thread = Watched("trace", self._write, died=self._died)
 
     def start(self) -> None:
@@ -184,7 +184,7 @@ class Recorder:
         self._file.write(json.dumps(converter().unstructure(self.header), separators=(",", ":")) + "\n")
         self._thread.start()
 
-    def record(self, envelope: Envelope, outs: tuple[Out, ...], world: World) -> None:
+    def record(self, envelope: Envelope, outs: tuple[Output, ...], world: World) -> None:
         if self.lost:
             return
         try:
@@ -217,7 +217,7 @@ class Recorder:
                 self._backlog.get_nowait()
 
     def _write(self) -> None:
-        redactor = Redactor(begin(self.header.settings)) if self.header.redacted else None
+        redactor = Redactor(make_world(self.header.settings)) if self.header.redacted else None
         seq = -1
         try:
             while (item := self._backlog.get()) is not None:

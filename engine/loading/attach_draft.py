@@ -18,14 +18,14 @@ from effects.residency import LoadModel, UnloadModel
 from engine.loading.load_draft import FoundDraft, placed_draft
 from engine.settings import start_progress
 from engine.settings.options import Options
-from states.residency import unload
+from states.residency import make_unload
 from states.settings import Settings
 
 
 def sent_away(drafting: DraftProposer[DraftModel] | None, settings: Settings) -> None:
     """Nobody needs the draft yet."""
     if drafting is not None and settings.residency.draft != "keep":
-        drafting.offload(RequestId(0), unload(settings.residency, "draft"))
+        drafting.offload(RequestId(0), make_unload(settings.residency, "draft"))
 
 
 def beside_last(kernels: Sequence[Kernels | None]) -> Kernels:

@@ -26,7 +26,7 @@ from effects.prefill import OpenSlot, RunPrefill
 from engine.loading.device_survey import Placement
 from engine.settings.calibration_cache import Kept, alike
 from states import launch_prices
-from states.rates import FIRST, Rates
+from states.rates import FIRST_SPAN, Rates
 
 BUDGET_NS = 1_600_000_000  # for all decode steps: a slow model is measured once
 STEADY = 8  # they fall, if one is less by more than that part
@@ -142,7 +142,7 @@ def prefill(shard: Shard, chunk: int, context: int) -> tuple[int, ...]:
     far = (min(context, FAR[shard.device.type]) - rows) // shard.state_block * shard.state_block
     near_ns = quickest(lambda: run_chunk(shard, 0, rows, chunk))
     slope = max(0.0, quickest(lambda: run_chunk(shard, far, rows, chunk)) - near_ns) / far if far else 0.0
-    found, start, stop = list[int](), 0, FIRST
+    found, start, stop = list[int](), 0, FIRST_SPAN
     while start < context:
         middle = (start + min(stop, context)) / 2
         found.append(max(1, round((near_ns + slope * max(0.0, middle - rows / 2)) / rows)))

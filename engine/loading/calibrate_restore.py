@@ -22,7 +22,7 @@ from adapters.transfer.measure_copies import Load, Rehearsal
 from engine.loading.calibrate_compute import quickest, run_chunk
 from engine.loading.shard_peers import placement
 from engine.settings.calibration_cache import Kept, alike
-from states.rates import ALONE, SLOWEST, Rates, factor, prefill_time
+from states.rates import ALONE, SLOWEST, Rates, compute_slowdown, estimate_prefill_time
 
 log = logging.getLogger("rekindle")
 
@@ -97,7 +97,7 @@ def with_loading(rates: Rates, store: Store[Disk], shard: Pipeline, *, chunk: in
     started, rows = time.perf_counter(), min(chunk, shard.capacity)
     try:
         rehearsal = Rehearsal(store, shard.parts, shard.capacity, rows)
-        quick = prefill_time(rates, 0, rows) <= SLOW_NS
+        quick = estimate_prefill_time(rates, 0, rows) <= SLOW_NS
         compute = partial(run_chunk, shard, 0, rows, chunk) if quick else None
         found = known(kept, key(store, shard, chunk), rehearsal, compute)
     except (OSError, MemoryError, RuntimeError) as error:
@@ -142,7 +142,7 @@ def known(kept: Kept, key: str, rehearsal: Rehearsal, compute: Callable[[], None
         if compute is not None:
             alone = quickest(compute)
             load_ns, compute_ns = rehearsal.beside(own or loads.get(codec) or rehearsal.copies(), compute)
-            prefill, load = factor(compute_ns, alone), factor(load_ns, found.disk or found.host)
+            prefill, load = compute_slowdown(compute_ns, alone), compute_slowdown(load_ns, found.disk or found.host)
             found = evolve(found, prefill_beside=prefill, load_beside=load)
     kept.remember(key, found.to_json())
     return found

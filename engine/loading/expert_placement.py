@@ -14,7 +14,7 @@ from engine.loading.device_survey import Placement, host_memory
 from engine.settings.formatting import size
 from engine.settings.options import Options
 from engine.settings.user_error import UserError
-from states import experts as placing
+from states import experts
 from states.settings import Settings
 
 INNER = ".mlp.experts."
@@ -54,7 +54,7 @@ def room(options: Options, config: ModelConfig, dtype: torch.dtype, plan: Sequen
 def first_places(hosted: HostExperts | None) -> None:
     """As the world has them before anything happens; on the lane."""
     if hosted is not None:
-        hosted.place(enumerate(placing.begin(hosted.experts, hosted.places).places))
+        hosted.place(enumerate(experts.make_residents(hosted.experts, hosted.places).places))
 
 
 def counted(settings: Settings, hosted: HostExperts | None) -> Settings:

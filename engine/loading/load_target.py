@@ -58,7 +58,7 @@ from engine.settings.model_catalog import served_name
 from engine.settings.options import Options
 from engine.settings.paths import model_folder, user_folder
 from engine.settings.user_error import UserError
-from states.residency import resolved
+from states.residency import resolve_residency
 from states.settings import Settings
 
 log = logging.getLogger("rekindle")
@@ -310,12 +310,12 @@ def decide(
         why = "each node of a tree would need a state of its own in this model's recurrent layers" if stateful else ""
         log.warning("--ddtree: %s; chains are proposed", why or "a prediction head says one token after the other")
     tree = options.ddtree_budget if options.ddtree and branches else 0
-    residency, message = resolved(
+    residency, message = resolve_residency(
         options.residency,
         has_draft=has_draft,
-        has_drafter=scores is not None,
+        has_prompt_scorer=scores is not None,
         low_memory=short_of_memory(shard.device),
-        drafter_low_memory=scores is not None and cannot_stay(scores),
+        scorer_low_memory=scores is not None and cannot_stay(scores),
     )
     if message:
         log.warning(message)

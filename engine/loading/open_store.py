@@ -24,7 +24,7 @@ from adapters.store.slab_memory import Memory
 from adapters.store.store import Store
 from adapters.transfer.transfer import Transfer, transfer
 from adapters.watched_thread import Watched
-from effects.scope import parse
+from effects.scope import parse_scope
 from engine.loading.calibrate_restore import with_loading
 from engine.settings.calibration_cache import Kept
 from engine.settings.options import Options
@@ -42,7 +42,7 @@ def layout(shard: Pipeline, draft: DraftModel | None, named: str, block_size: in
 
 def disk_folder(options: Options) -> Path | None:
     """Where things are kept on disk, if anything is to be."""
-    if parse(options.disk_prefix_cache).kind == "off" or not options.kv_cache_budget:
+    if parse_scope(options.disk_prefix_cache).kind == "off" or not options.kv_cache_budget:
         return None
     return options.kv_cache_dir or cache_folder()
 

@@ -39,7 +39,7 @@ from engine.settings.options import Options
 from engine.settings.progress import progress
 from engine.settings.user_error import UserError
 from states.events import ForRequest
-from states.world import Out
+from states.world import Output
 
 CARRIED_OUT = (RunPrefill, RunDecode)
 MOST = 63  # tokens that are proposed in a row
@@ -138,7 +138,7 @@ class Execution:
     loaded: dict[RequestId, Span] = field(factory=dict[RequestId, Span])  # rows that wait for those before them
     tokens: int = 0
 
-    async def carry_out(self, number: int, out: Out) -> None:
+    async def carry_out(self, number: int, out: Output) -> None:
         match out:
             case Launch(asks) if any(isinstance(ask.effect, RunDecode) and ask.effect.steps > 1 for ask in asks):
                 self.going |= {ask.request: ask.effect for ask in asks if isinstance(ask.effect, RunDecode)}

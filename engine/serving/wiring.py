@@ -18,7 +18,7 @@ from effects.experts import PlaceExperts
 from effects.ids import MAIN, PROMPTS, LaneId, RequestId
 from effects.lookup import FindPrefix, ReleasePrefix
 from effects.pflash import KeepFrozen
-from effects.ports import Perform, Submit
+from effects.ports import PerformEffect, SubmitLaunch
 from effects.prefill import OpenSlot
 from effects.restore import RestoreBlocks
 from effects.snapshot import SaveSnapshot
@@ -34,7 +34,7 @@ from states import invariants
 from states.events import ExpertsUsed, ForEngine, ForModel, SlotsLost
 from states.settings import Settings
 from states.slots import Slots
-from states.world import Out, World, begin, crowded, hurried, reading
+from states.world import Output, World, has_prefill_backlog, is_first_token_pending, is_slot_requested, make_world
 
 SPARE = 1024  # live requests beyond slots and queue: those that are being refused or are draining
 
@@ -71,13 +71,13 @@ async def engine(
     metrics.watch_damage(lambda: live().get("damaged", {}))
     meter, misses = Meter(metrics.stage), Misses({} if transfer is None else transfer.lookup.diverged, settings)
 
-    def observe(envelope: Envelope, outs: tuple[Out, ...], before: World, after: World) -> None:
+    def observe(envelope: Envelope, outs: tuple[Output, ...], before: World, after: World) -> None:
         meter.observe(envelope, outs, before, after)
         misses.observe(outs, before)
         if after.slots is not before.slots:
             shown(metrics, after.slots)
         if paranoid:
-            invariants.check(after)
+            invariants.check_world(after)
 
     notify: dict[type, tuple[Any, ...]] = {
         OpenSlot: (executor.open,),
@@ -90,7 +90,7 @@ async def engine(
         metrics.watch_cache(transfer.store.figures)
         notify |= {OpenSlot: (executor.open, transfer.restorer.opened), ReleasePrefix: (transfer.lookup.release,)}
     runner = Runner(
-        begin(settings),
+        make_world(settings),
         Executors(lanes(settings, executor, drafter), moving(transfer), notify),
         time.monotonic_ns,
         settings.slots + settings.max_queue + SPARE,
@@ -134,10 +134,10 @@ def heard(executor: DeviceExecutor, transfer: Transfer | None, runner: Runner, m
     for whom what is kept gives way, and memory for that, and decode steps do.
     """
     if transfer is not None:
-        transfer.saver.hurried = lambda: hurried(runner.world)
-        transfer.saver.reading = lambda: reading(runner.world)
+        transfer.saver.hurried = lambda: is_slot_requested(runner.world)
+        transfer.saver.reading = lambda: is_first_token_pending(runner.world)
         transfer.store.memory.busy = lambda: bool(runner.world.requests)
-    executor.decoding.ahead.crowded = lambda: crowded(runner.world)
+    executor.decoding.ahead.crowded = lambda: has_prefill_backlog(runner.world)
     metrics.watch_pages(lambda: kv_pages(runner.world))
     executor.lost_to(
         lambda slots: runner.tell(ForEngine(SlotsLost(slots))), lambda there: runner.tell(ForModel("draft", there))
@@ -145,14 +145,14 @@ def heard(executor: DeviceExecutor, transfer: Transfer | None, runner: Runner, m
     executor.used_to(lambda counts: runner.tell(ForEngine(ExpertsUsed(counts))))
 
 
-def lanes(settings: Settings, executor: DeviceExecutor, drafter: Drafter | None) -> dict[LaneId, Submit]:
+def lanes(settings: Settings, executor: DeviceExecutor, drafter: Drafter | None) -> dict[LaneId, SubmitLaunch]:
     """What carries out the launches of each."""
     beside = None if drafter is None else drafter.beside
-    apart: dict[LaneId, Submit] = {} if beside is None else {settings.drafter_lane: beside.submit}
+    apart: dict[LaneId, SubmitLaunch] = {} if beside is None else {settings.drafter_lane: beside.submit}
     return {MAIN: executor.submit, PROMPTS: executor.submit, **apart}
 
 
-def moving(transfer: Transfer | None) -> dict[type, Perform]:
+def moving(transfer: Transfer | None) -> dict[type, PerformEffect]:
     """What goes on beside the lanes, where rows are kept beyond the device."""
     if transfer is None:
         return {}

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from cyclopts import Parameter, Token
 
-from effects.scope import ACCEPTED, parse
+from effects.scope import ACCEPTED_FORMS, parse_scope
 from engine.settings.placement import ELSEWHERE, read_devices, read_listen, read_weights, read_where
 
 Residency: TypeAlias = Literal["auto", "persistent", "request-scoped"]
@@ -117,9 +117,9 @@ def known_host(_: Any, value: str) -> None:
 
 def known_scope(_: Any, value: str) -> None:
     try:
-        parse(value)
+        parse_scope(value)
     except ValueError:
-        raise ValueError(f"Must be {ACCEPTED}.") from None
+        raise ValueError(f"Must be {ACCEPTED_FORMS}.") from None
 
 
 def known_names(_: Any, value: tuple[str, ...]) -> None:

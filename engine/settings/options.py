@@ -10,7 +10,7 @@ from attrs import frozen
 from cyclopts.validators import Number
 
 from adapters import demo
-from effects.scope import Scope, parse
+from effects.scope import Scope, parse_scope
 from engine.settings.completion import model_names
 from engine.settings.log_format import LogFormat, LogLevel
 from engine.settings.option_types import (
@@ -274,14 +274,14 @@ class Options(ModelOption):
             asked = f"--prefill-compression {self.prefill_compression}, --prefill-drafter-device"
             raise UserError(f"{asked}: there is no model that could score prompts; name one with --prefill-drafter")
         self._check_freezing()
-        if self.kv_cache_dir is not None and parse(self.disk_prefix_cache).kind == "off":
+        if self.kv_cache_dir is not None and parse_scope(self.disk_prefix_cache).kind == "off":
             raise UserError("--disk-prefix-cache off uses no folder, and --kv-cache-dir names one: leave one out")
 
     def _check_freezing(self) -> None:
         if self.disk_prefix_cache_compress and self.prefill_compression == "off":
             how = "shortens messages where --prefill-compression says so, and it is off"
             raise UserError(f"--disk-prefix-cache-compress {how}: accepted with it: auto, always")
-        kept = self.kv_cache_budget and parse(self.disk_prefix_cache).kind != "off"
+        kept = self.kv_cache_budget and parse_scope(self.disk_prefix_cache).kind != "off"
         if self.disk_prefix_cache_compress and not kept:
             where = "keeps what messages were frozen to beside the prefix cache on disk, and --disk-prefix-cache off or"
             raise UserError(f"--disk-prefix-cache-compress {where} --kv-cache-budget 0 declines that: leave one out")
@@ -335,7 +335,7 @@ class Options(ModelOption):
     @property
     def scope(self) -> Scope:
         """Of requests that do not say. Without a disk, host memory still keeps everything."""
-        asked = parse(self.disk_prefix_cache)
+        asked = parse_scope(self.disk_prefix_cache)
         return Scope("full") if asked.kind == "off" else asked
 
     def shown(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from adapters.checkpoint.quantised.quantisation_config import find_quantisation
 from adapters.http.wire.address import bind
 from adapters.models import ARCHITECTURES, FAMILIES
 from adapters.store.files.private_folder import LOCK, Folder, FolderUnusable, check_private
-from effects.scope import parse
+from effects.scope import parse_scope
 from engine.settings.model_catalog import located
 from engine.settings.options import Options
 from engine.settings.user_error import UserError
@@ -49,7 +49,7 @@ def prepared(options: Options) -> Options:
         raise UserError(f"--draft-device {options.draft_device} is for a draft, and --draft none asks for none")
     if options.trace is not None:
         check_trace(options.trace)
-    if options.kv_cache_dir is not None and parse(options.disk_prefix_cache).kind != "off":
+    if options.kv_cache_dir is not None and parse_scope(options.disk_prefix_cache).kind != "off":
         check_cache(options.kv_cache_dir)
     if options.api_key_file is None:
         return options

@@ -18,7 +18,7 @@ from effects.all import EffectRequest, Launch
 from effects.decode import Decoded
 from effects.grammar import Grammar
 from effects.ids import DeviceFailed, RequestId
-from effects.ports import LaunchFailed, Told
+from effects.ports import LaunchFailed, RequestOutcome
 from effects.stream import StopLaunch
 from tests.device.driver import GREEDY, PENALISED, SAMPLED, VOCAB, Caller, Driver, drive, prompt_of
 from tests.device.fake_shard import FakeShard
@@ -28,9 +28,11 @@ STEPS = 20
 TOLD = evolve(SAMPLED, seed=9, logprobs=3)
 
 
-async def went(driver: Driver, *clients: Caller, steps: int, propose: int = 0, joins: bool = False) -> list[Told]:
+async def went(
+    driver: Driver, *clients: Caller, steps: int, propose: int = 0, joins: bool = False
+) -> list[RequestOutcome]:
     """What came of it, in order."""
-    found, missing, ended = list[Told](), {client.request: client for client in clients}, anyio.Event()
+    found, missing, ended = list[RequestOutcome](), {client.request: client for client in clients}, anyio.Event()
 
     def done(told) -> None:
         for request, outcome in told:
@@ -236,7 +238,7 @@ async def test_who_joins_has_a_step_before_others_have_the_lane(driver):
 async def test_what_a_step_raises_is_told_to_all_who_are_in_it_and_to_nobody_else(on_fake, monkeypatch):
     monkeypatch.setattr(FakeShard, "runs_ahead", True)
     first, second, third = await opened(on_fake)
-    forward, heard, ended, rows = FakeShard.forward, list[Told](), anyio.Event(), list[int]()
+    forward, heard, ended, rows = FakeShard.forward, list[RequestOutcome](), anyio.Event(), list[int]()
 
     def broken(self, step, inputs):
         rows.append(step.rows)
@@ -312,7 +314,7 @@ async def test_who_has_left_the_lane_is_not_halted(driver):
     assert len(client.answer) == STEPS
 
 
-def of(*tokens: int, proposed: int = 0, more: bool = True) -> tuple[Told, ...]:
+def of(*tokens: int, proposed: int = 0, more: bool = True) -> tuple[RequestOutcome, ...]:
     return ((RequestId(1), Decoded(tokens, proposed, ns=10, more=more)),)
 
 

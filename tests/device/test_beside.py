@@ -22,7 +22,7 @@ from adapters.models.numerics.synthetic import RandomWeights
 from effects.all import EffectRequest, Launch, Outcome
 from effects.decode import Decoded, RunDecode
 from effects.ids import MAIN, PROMPTS, DeviceFailed, RequestId
-from effects.ports import LaunchFailed, Told
+from effects.ports import LaunchFailed, RequestOutcome
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.stream import StopLaunch
 from tests.device.driver import (
@@ -278,7 +278,7 @@ async def test_a_chunk_that_there_is_no_memory_for_ends_it_behind_those_before_i
     client = await driver.open(prompt_of(1, 4 * CHUNK + 1), GREEDY, 1)
     told, ended = list[Outcome](), anyio.Event()
 
-    def heard(some: Sequence[Told] | LaunchFailed) -> None:
+    def heard(some: Sequence[RequestOutcome] | LaunchFailed) -> None:
         assert not isinstance(some, LaunchFailed)
         told.extend(outcome for _, outcome in some)
         if not goes_on(told[-1]):

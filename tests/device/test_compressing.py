@@ -16,7 +16,7 @@ from adapters.models.decoder.scorer import TAIL as QUERIES
 from adapters.models.decoder.scorer import Scorer
 from adapters.models.numerics.synthetic import RandomWeights
 from effects.all import EffectRequest, Launch, Outcome
-from effects.compression import PromptPart, tokens_in
+from effects.compression import PromptPart, count_tokens
 from effects.decode import Decoded
 from effects.ids import DeviceFailed, RequestId
 from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
@@ -248,7 +248,7 @@ async def test_messages_are_shortened_one_by_one_each_to_its_own_ratio(driver: D
     for part in AGED:
         mine = [span for span in made.kept if part.start <= span[0] and span[1] <= part.stop]
         length = part.stop - part.start
-        assert 0 < tokens_in(mine) <= length * part.keep // 1000 + 8
+        assert 0 < count_tokens(mine) <= length * part.keep // 1000 + 8
         assert mine[-1][1] == part.stop, "what closes it"
     assert all(any(part.start <= start < stop <= part.stop for part in AGED) for start, stop in made.kept)
 

@@ -34,7 +34,7 @@ from engine.settings.config_file import checked
 from states.events import Event, ForRequest, Submitted
 from states.rates import Rates
 from states.settings import Settings
-from states.world import advance, begin
+from states.world import advance, make_world
 
 SHAPE = {"device": "cpu", "max_ctx": 2048, "slots": 1, "threads": 1}
 EVEN = Rates(prefill=(1000,), disk=1000)  # half of what was found is computed while the rest is loaded
@@ -70,7 +70,7 @@ class Recording:
             self.recorder.close()
 
     async def fold(self) -> None:
-        world, seq = begin(self.settings), 0
+        world, seq = make_world(self.settings), 0
         self.events.append(Submitted(Job(PROMPT, max_tokens=4)))
         while self.events:
             self.order.append(event := self.events.popleft())
@@ -128,7 +128,7 @@ async def test_a_load_that_was_done_before_the_front_is_no_divergence(session: R
 async def test_a_chunk_that_the_device_does_not_compute_is_a_difference(session: Recording, tmp_path: Path) -> None:
     raw = json.loads(session.file.read_text().partition("\n")[0])
     raw["settings"] |= {"chunk": 2 * raw["settings"]["chunk"], "store": False}
-    file, world = tmp_path / "odd.jsonl", begin(converter().structure(raw, Header).settings)
+    file, world = tmp_path / "odd.jsonl", make_world(converter().structure(raw, Header).settings)
     lines = [json.dumps(raw)]
     for seq, event in enumerate((session.order[0], PrefillAdvanced(raw["settings"]["chunk"]))):
         world, outs = advance(world, ForRequest(ONE, event))

@@ -27,7 +27,7 @@ from engine.loading.load_text import begin_text
 from engine.serving.serve import Gate, listen, serve_model
 from engine.settings.options import Options
 from engine.settings.start_progress import Steps
-from states.speculation_control import UNIT, chain
+from states.speculation_control import UNIT, estimate_chain_gain
 from tests.importing import importing
 
 CONTAINERS = (dict, set, list, deque)
@@ -98,7 +98,7 @@ async def test_requests_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest
     )  # the last ones that are shown: as many as there are before it is counted
     for width in range(PROPOSALS + 1):  # a table that fills as chances come up, by where the request that is left stops
         for each in range(UNIT + 1):
-            chain(width, each)
+            estimate_chain_gain(width, each)
     logging.disable()  # what pytest keeps of each line is not ours
     try:
         options = Options(port=0, kv_cache_dir=tmp_path / "kv", trace=tmp_path / "trace.jsonl.zst", slots=2)

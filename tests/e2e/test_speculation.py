@@ -42,7 +42,7 @@ from engine.serving.re_execute import execute
 from engine.serving.wiring import Engine, engine
 from engine.settings.options import Options
 from states.rates import Rates
-from states.residency import resolved
+from states.residency import resolve_residency
 from tests.e2e.prepared import refused, serving
 from tests.e2e.test_restart import kill, written
 from tests.models.drafts import FULL, random_tensors, save_draft
@@ -300,7 +300,7 @@ def moves(target: Target) -> dict[str, int]:
 async def test_a_request_scoped_draft_comes_and_goes_and_one_that_finds_no_room_is_done_without(
     target, jobs, plain, monkeypatch
 ):
-    draft, scoped = target.draft, resolved("request-scoped", has_draft=True, has_drafter=False)[0]
+    draft, scoped = target.draft, resolve_residency("request-scoped", has_draft=True, has_prompt_scorer=False)[0]
     weights = moves(target)["device"]
     await target.lane.run(draft.offload)
     assert moves(target) == {"device": 0, "host": weights if target.shard.device.type == "cuda" else 0}

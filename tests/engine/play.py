@@ -17,7 +17,7 @@ from effects.all import EffectRequest, Launch, Outcome
 from effects.decode import Decoded, RunDecode
 from effects.ids import MAIN, DeviceFailed, RequestId
 from effects.job import Job
-from effects.ports import Closed, LaunchFailed, Perform, Settle
+from effects.ports import Closed, DeliverOutcomes, LaunchFailed, PerformEffect
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress, StopLaunch
 from engine.core.cache_misses import Misses
@@ -27,7 +27,7 @@ from engine.core.submission import EngineDoor, EngineTicket
 from engine.core.trace import VERSION, Header, Recorder
 from states import invariants
 from states.settings import Settings
-from states.world import begin
+from states.world import make_world
 
 SETTINGS = Settings(slots=2, max_context=1024, max_queue=2, chunk=64, block_size=16, batch_rows=8)
 
@@ -106,7 +106,7 @@ async def engine(
     trace: Path | None = None,
     *,
     redacted: bool = False,
-    perform: Mapping[type, Perform] = MappingProxyType({}),
+    perform: Mapping[type, PerformEffect] = MappingProxyType({}),
 ) -> AsyncIterator[PlayedEngine]:
     """Running inside the block; drained and closed at its end, the trace complete."""
     device = device or ScriptedDevice()
@@ -125,7 +125,7 @@ async def engine(
         StopLaunch: (lambda *_: None,),
     }
 
-    def submit(launch: Launch, settle: Settle) -> None:
+    def submit(launch: Launch, settle: DeliverOutcomes) -> None:
         async def carry_out() -> None:
             requests = tuple(ask.request for ask in launch.asks)
             try:
@@ -137,12 +137,12 @@ async def engine(
 
         tasks.start_soon(carry_out)
 
-    runner = Runner(begin(settings), Executors({MAIN: submit}, perform, notify), tick, 64)
+    runner = Runner(make_world(settings), Executors({MAIN: submit}, perform, notify), tick, 64)
     door = EngineDoor(runner, meter, {}, dict, closed.append, Misses({}, settings).told)
     notify |= {EmitTokens: (door.emit,), ReportProgress: (door.emit,), CloseStream: (door.close_stream,)}
 
     def watch(envelope: Any, outs: Any, before: Any, after: Any) -> None:
-        invariants.check(after)
+        invariants.check_world(after)
         meter.observe(envelope, outs, before, after)
 
     runner.observe = watch

@@ -28,7 +28,7 @@ from states.events import Cancelled, Event, ForEngine, ForRequest, Happened, Slo
 from states.rates import Rates
 from states.residency import Resolved
 from states.settings import Settings
-from states.world import Out, World, advance, begin
+from states.world import Output, World, advance, make_world
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 PLAIN = Settings(slots=2, max_context=256, max_queue=1, chunk=32, block_size=16, batch_rows=8)
@@ -55,17 +55,17 @@ class Teller:
     seq: int = 0
 
     def __attrs_post_init__(self) -> None:
-        self.world = begin(self.settings)
+        self.world = make_world(self.settings)
         first = Header(VERSION, "golden", self.settings, "scripted", {})
         self.lines.append(json.dumps(converter().unstructure(first), separators=(",", ":")))
 
-    def tell(self, request: RequestId, *events: Event) -> tuple[Out, ...]:
-        outs: tuple[Out, ...] = ()
+    def tell(self, request: RequestId, *events: Event) -> tuple[Output, ...]:
+        outs: tuple[Output, ...] = ()
         for event in events:
             outs = self.happen(ForRequest(request, event))
         return outs
 
-    def happen(self, happened: Happened) -> tuple[Out, ...]:
+    def happen(self, happened: Happened) -> tuple[Output, ...]:
         self.world, outs = advance(self.world, happened)
         self.lines += [encode(Envelope(self.seq, self.seq * 1000, happened)), *map(encode, outs)]
         if self.seq % DIGEST_EVERY == DIGEST_EVERY - 1:
@@ -78,7 +78,7 @@ class Teller:
         return "\n".join(self.lines) + "\n"
 
 
-def launched(outs: tuple[Out, ...]) -> list[EffectRequest]:
+def launched(outs: tuple[Output, ...]) -> list[EffectRequest]:
     return [ask for out in outs if isinstance(out, Launch) for ask in out.asks]
 
 

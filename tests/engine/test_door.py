@@ -94,13 +94,13 @@ async def test_a_stream_begins_with_accepted_and_ends_once(opened: Open) -> None
 async def test_status_is_whole_and_of_the_same_kinds_whatever_goes_on(opened: Open) -> None:
     go = anyio.Event()
     async with opened(go) as (door, _):
-        states, takes = [door.status()], [door.takes()]
+        states, takes = [door.status()], [door.get_acceptance()]
         one = door.submit(JOB)
         states.append(await until(door, lambda status: status.slots_busy == 1))
-        takes.append(door.takes())
+        takes.append(door.get_acceptance())
         two = door.submit(JOB)
         states.append(await until(door, lambda status: status.queue == 1))
-        takes.append(door.takes())
+        takes.append(door.get_acceptance())
         turned_away = await heard(door.submit(JOB))
         go.set()
         await heard(one)
@@ -146,7 +146,7 @@ async def test_a_door_that_shuts_ends_what_waits_and_takes_no_more(opened: Open)
         await heard(door.submit(JOB))
         assert door.status().state == "ready"
         await shut()
-        assert door.status().state == door.takes() == "draining"
+        assert door.status().state == door.get_acceptance() == "draining"
         (closed,) = await heard(door.submit(JOB))
     assert isinstance(closed, Closed)
     assert (closed.finish, closed.report.prompt_tokens, closed.stages_ms) == ("shutdown", 100, {})

@@ -29,7 +29,7 @@ from engine.loading.calibrate_restore import Loading, key, known, with_loading
 from engine.settings.calibration_cache import LARGEST, Kept
 from states import policy
 from states import rates as world_rates
-from states.rates import Rates, prefilled, restored
+from states.rates import Rates, record_load, record_prefill
 from states.settings import Settings
 
 FOUND = Loading(host=900, disk=2_000, prefill_beside=1100, load_beside=1500, single=4_000, zstd=800)
@@ -304,29 +304,29 @@ def test_the_first_decision_is_the_hundredth(length: int, load_ns: int) -> None:
     for _ in range(100):
         taught = loading_taught(taught, load_ns)
     for tier in ("host", "disk"):
-        fronts = {policy.front(settings(rates), rates, 0, length, tier) for rates in (first, taught)}
+        fronts = {policy.choose_front(settings(rates), rates, 0, length, tier) for rates in (first, taught)}
         assert len(fronts) == 1
-    unknown = policy.front(settings(first), evolve(first, disk=0), 0, length, "disk")
+    unknown = policy.choose_front(settings(first), evolve(first, disk=0), 0, length, "disk")
     assert unknown == 0, "only what is not known is trusted"
 
 
 def loading_taught(rates: Rates, load_ns: int) -> Rates:
-    rates = prefilled(rates, 0, 100, 100_000, beside=False)
+    rates = record_prefill(rates, 0, 100, 100_000, concurrent=False)
     for tier in ("host", "disk"):
-        rates = restored(rates, tier, 100, 100 * load_ns, beside=False)
-        rates = restored(rates, tier, 100, 110 * load_ns, beside=True)
-    return prefilled(rates, 0, 100, 120_000, beside=True)
+        rates = record_load(rates, tier, 100, 100 * load_ns, concurrent=False)
+        rates = record_load(rates, tier, 100, 110 * load_ns, concurrent=True)
+    return record_prefill(rates, 0, 100, 120_000, concurrent=True)
 
 
 def test_a_slow_disk_is_not_trusted_by_the_first_request() -> None:
     """The fault: a new process knew nothing of its disk, and restored in 250 ms what it computes in 55."""
     known_at_start = Loading(disk=61_000, host=3_000).added(Rates(prefill=(25_000, 26_000)))
     house = evolve(settings(known_at_start), chunk=1024)
-    assert policy.front(house, known_at_start, 0, 1984, "disk") == 1984
-    assert policy.front(house, known_at_start, 0, 1984, "host") == 0
-    assert policy.front(house, Rates(prefill=(25_000, 26_000)), 0, 1984, "disk") == 0
+    assert policy.choose_front(house, known_at_start, 0, 1984, "disk") == 1984
+    assert policy.choose_front(house, known_at_start, 0, 1984, "host") == 0
+    assert policy.choose_front(house, Rates(prefill=(25_000, 26_000)), 0, 1984, "disk") == 0
 
 
 def test_the_first_span_is_one_constant() -> None:
     assert not hasattr(calibrate_compute, "BAND")
-    assert calibrate_compute.FIRST is world_rates.FIRST
+    assert calibrate_compute.FIRST_SPAN is world_rates.FIRST_SPAN

@@ -8,11 +8,11 @@ from effects.all import EffectRequest
 from effects.compression import Compressed
 from effects.ids import SlotId, Tokens
 from effects.job import Report
-from effects.ports import DIVERGED, Divergence
+from effects.ports import MAX_DIVERGED_TOKENS, Divergence
 from effects.prefill import OpenSlot
 from engine.core.cache_misses import Misses, miss_of
 from states.request_states import Speculating
-from states.slots import Slot, Slots, resident
+from states.slots import Slot, Slots, get_resident_tokens
 from states.world import World
 from tests.states.builders import HERE, ONE, PLAIN, PROMPT, TWO, a, a_job, answering
 
@@ -32,7 +32,7 @@ def an_opening(prompt: Tokens, keep: int = 0, source: int = 0, salt: str = "") -
     [
         ((*PROMPT[:10], 7, 8, 9), 8, Divergence(10, (7, 8, 9), "device")),
         ((7, 8, 9), 0, Divergence(0, (7, 8, 9), "device")),
-        ((*PROMPT[:10], *LONG), 8, Divergence(10, LONG[:DIVERGED], "device")),
+        ((*PROMPT[:10], *LONG), 8, Divergence(10, LONG[:MAX_DIVERGED_TOKENS], "device")),
         ((*PROMPT[:18], 7, 8, 9, 10), 16, Divergence(18, (7, 8, 9, 10), "device")),
         ((*PROMPT, 7, 8), 20, None),  # whole blocks are there
         (PROMPT[:10], 8, None),  # it ends there
@@ -58,7 +58,7 @@ def test_of_several_the_likest_is_told_and_only_of_the_same_salt() -> None:
 def test_the_sequence_of_a_busy_slot_counts_with_its_answer() -> None:
     busy = a(Speculating, answering(job=a_job()))
     house = World(PLAIN, Slots((Slot(), Slot(holder=TWO))), {TWO: busy})
-    rows = resident(house.slots.slots[1], house.requests, PLAIN)
+    rows = get_resident_tokens(house.slots.slots[1], house.requests, PLAIN)
     prompt = (*rows[:-1], 77, *PROMPT)
     misses = Misses({}, PLAIN)
     misses.observe((an_opening(prompt, source=1),), house)

@@ -25,7 +25,7 @@ from engine.core.replay import CutShort, Diverged, replay_file, world_json
 from engine.core.trace import BadTrace, Digest, Recorder, converter, digest, encode, read
 from states.events import Cancelled, ForRequest, Submitted
 from states.settings import Settings
-from states.world import advance, begin
+from states.world import advance, make_world
 from tests.engine.play import collect, engine, header
 from tests.engine.stories import GOLDEN, STORIES, files
 
@@ -85,7 +85,7 @@ def tokens_of(envelope: Envelope) -> tuple[int, ...]:
 
 
 def test_redaction_keeps_equal_prefixes_equal_and_nothing_else() -> None:
-    redactor = Redactor(begin(Settings()))
+    redactor = Redactor(make_world(Settings()))
     one = redactor.prompt(RequestId(1), (1, 2, 3, 4))
     other = redactor.prompt(RequestId(2), (1, 2, 9, 4))
     assert one[:2] == other[:2]
@@ -289,7 +289,7 @@ def test_a_disk_that_is_full_ends_the_trace_and_nothing_else(tmp_path: Path) -> 
     recorder.start()
     recorder._file.close()  # noqa: SLF001
     recorder._file = full.open("w")  # noqa: SLF001
-    world = begin(Settings())
+    world = make_world(Settings())
     for seq in range(100):
         event = Submitted(Job(prompt=(seq,) * 500, max_tokens=1))
         world, outs = advance(world, ForRequest(RequestId(seq), event))
@@ -318,11 +318,11 @@ def test_events_survive_the_file(job: Job) -> None:
 
 
 def test_the_digest_sees_every_value() -> None:
-    world = begin(Settings())
+    world = make_world(Settings())
     seen = {digest(world)}
     for event in (Submitted(Job((1, 2, 3), 4)), Submitted(Job((1, 2, 4), 4)), Submitted(Job((1, 2, 3), 5))):
         seen.add(digest(advance(world, ForRequest(RequestId(1), event))[0]))
     seen.add(digest(advance(world, ForRequest(RequestId(2), Submitted(Job((1, 2, 3), 4))))[0]))
     assert len(seen) == 5
     assert digest(advance(world, ForRequest(RequestId(1), Cancelled("deadline")))[0]) == digest(world)
-    assert Digest(0, digest(world)) == Digest(0, digest(begin(Settings())))
+    assert Digest(0, digest(world)) == Digest(0, digest(make_world(Settings())))

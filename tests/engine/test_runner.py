@@ -16,7 +16,7 @@ from effects.decode import Decoded, RunDecode
 from effects.ids import RequestId, SlotId
 from effects.job import Job
 from effects.lookup import FindPrefix, PrefixMissed
-from effects.ports import MOST_RECENT, Perform, RowsLost
+from effects.ports import MAX_RECENT_SHOWN, PerformEffect, RowsLost
 from effects.prefill import RunPrefill
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from effects.stream import EmitTokens, ReportProgress
@@ -230,7 +230,7 @@ async def test_what_is_posted_while_an_event_is_folded_comes_behind_it() -> None
             observe(envelope, *more)
 
         running.runner.observe = noted
-        ticket.hear(lambda: ticket.cancel("client_gone"))
+        ticket.set_listener(lambda: ticket.cancel("client_gone"))
         await anyio.sleep(0.01)
         _, closed = await collect(ticket)
     assert closed.finish == "cancelled"
@@ -329,7 +329,9 @@ async def failing_later(*_: Any) -> PrefixMissed:
     ("find", "stage"),
     [(missed, Prefilling), (failing, Prefilling), (missed_later, LookingUp), (failing_later, LookingUp)],
 )
-async def test_what_the_store_knows_is_answered_before_anybody_else_has_a_turn(find: Perform, stage: type) -> None:
+async def test_what_the_store_knows_is_answered_before_anybody_else_has_a_turn(
+    find: PerformEffect, stage: type
+) -> None:
     """What fails is a miss either way."""
     async with engine(evolve(SETTINGS, store=True), perform={FindPrefix: find}) as running:
         await anyio.wait_all_tasks_blocked()  # it has begun
@@ -370,7 +372,7 @@ async def test_nothing_is_left_behind() -> None:
         await anyio.sleep(0.01)
         assert not running.runner.world.requests
         assert not running.door._tickets  # noqa: SLF001
-        assert len(running.door.meter._spent) == MOST_RECENT  # noqa: SLF001 - the last ones are shown
+        assert len(running.door.meter._spent) == MAX_RECENT_SHOWN  # noqa: SLF001 - the last ones are shown
         assert not running.door.meter._since  # noqa: SLF001
 
 

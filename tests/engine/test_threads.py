@@ -20,7 +20,7 @@ from engine.serving.serve import stopped
 from engine.settings.user_error import UserError
 from states.events import Event, ForRequest, Submitted
 from states.settings import Settings
-from states.world import advance, begin
+from states.world import advance, make_world
 from tests.engine.play import header
 
 
@@ -81,7 +81,7 @@ async def test_nobody_waits_for_a_lane_that_has_died_and_the_server_stops(caplog
 
 
 def fed(recorder: Recorder, count: int) -> None:
-    world = begin(Settings())
+    world = make_world(Settings())
     for seq in range(count):
         event = Submitted(Job(prompt=(seq,) * 5, max_tokens=1))
         world, outs = advance(world, ForRequest(RequestId(seq), event))
@@ -93,7 +93,7 @@ def test_a_trace_writer_that_dies_of_anything_ends_the_trace_and_lets_go(
 ) -> None:
     recorder = Recorder(tmp_path / "x.jsonl", header(Settings()))
     recorder.start()
-    recorder.record(Envelope(0, 0, ForRequest(RequestId(0), cast("Event", object()))), (), begin(Settings()))
+    recorder.record(Envelope(0, 0, ForRequest(RequestId(0), cast("Event", object()))), (), make_world(Settings()))
     recorder._thread.join(10)  # noqa: SLF001
     fed(recorder, 1000)
     assert recorder.lost

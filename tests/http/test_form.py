@@ -105,7 +105,7 @@ async def test_who_waits_for_a_grammar_is_told_what_has_happened_meanwhile(
             await anyio.sleep(0.01)
         for name, value in meanwhile.items():
             monkeypatch.setattr(site.door, name, value)
-        assert site.door.takes() == takes
+        assert site.door.get_acceptance() == takes
     assert answers == [status]
 
 

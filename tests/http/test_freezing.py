@@ -12,11 +12,11 @@ from attrs import evolve
 from adapters.http.edge_options import CompressionDefaults
 from adapters.http.history.frozen_messages import HOT, LEAST, SHORTEST, FrozenMessages, band_of
 from adapters.store.files.private_folder import Folder
-from effects.compression import Compression, PromptPart, tokens_in
+from effects.compression import Compression, PromptPart, count_tokens
 from effects.ids import RequestId
-from effects.job import Job, aged, freezes
+from effects.job import Job, find_aged_messages, freezes_messages
 from effects.pflash import KeepFrozen
-from states.request_states import begun
+from states.kept_rows import make_prompt
 from tests.http.conftest import Site, served
 
 DEFAULTS = CompressionDefaults("auto", 1000, 100, drafter=8000, freeze=True)
@@ -52,7 +52,9 @@ async def asked(site: Site, messages: list[dict[str, Any]], **fields: Any) -> Jo
 
 def freeze(memory: FrozenMessages, job: Job) -> None:
     """As the engine says it, of all that has aged."""
-    kept = {part.name: ((0, 10), (part.stop - part.start - 10, part.stop - part.start)) for part in aged(job)}
+    kept = {
+        part.name: ((0, 10), (part.stop - part.start - 10, part.stop - part.start)) for part in find_aged_messages(job)
+    }
     memory.keep(SOMEBODY, KeepFrozen(tuple(kept.items())))
 
 
@@ -61,8 +63,8 @@ async def test_a_job_says_which_of_its_messages_have_aged(freezing: Site) -> Non
     told = [(part.role, part.keep) for part in job.compression.parts]
     first = [("system", 0), ("user", 100), ("assistant", 0), ("user", 100), ("assistant", 0)]
     assert told == [*first, ("user", 100), ("assistant", 0), ("user", 0), ("assistant", 0)], "short ones stay"
-    assert freezes(job)
-    assert aged(job) == tuple(part for part in job.compression.parts if part.keep)
+    assert freezes_messages(job)
+    assert find_aged_messages(job) == tuple(part for part in job.compression.parts if part.keep)
 
 
 async def test_the_next_turn_finds_what_they_were_frozen_to_and_nothing_else_is_new(freezing: Site) -> None:
@@ -70,9 +72,9 @@ async def test_the_next_turn_finds_what_they_were_frozen_to_and_nothing_else_is_
     freeze(freezing.frozen, before := await asked(freezing, talk(3, "next ")))
     job = await asked(freezing, talk(4, "next "))
     known = [part for part in job.compression.parts if part.kept is not None]
-    assert [part.name for part in known] == [part.name for part in aged(before)]
+    assert [part.name for part in known] == [part.name for part in find_aged_messages(before)]
     assert len([part for part in job.compression.parts if part.keep]) == len(known) + 1
-    assert len(begun(job).tokens) == len(job.prompt) - sum(part.stop - part.start - 20 for part in known)
+    assert len(make_prompt(job).tokens) == len(job.prompt) - sum(part.stop - part.start - 20 for part in known)
 
 
 @pytest.mark.parametrize(
@@ -84,17 +86,17 @@ async def test_the_next_turn_finds_what_they_were_frozen_to_and_nothing_else_is_
     ],
 )
 async def test_a_request_may_decline(freezing: Site, fields: dict[str, Any]) -> None:
-    assert not freezes(await asked(freezing, talk(3), **fields))
+    assert not freezes_messages(await asked(freezing, talk(3), **fields))
 
 
 async def test_another_ratio_and_another_salt_find_nothing(freezing: Site) -> None:
     assert freezing.frozen is not None
     messages = talk(3, "other ")
     freeze(freezing.frozen, await asked(freezing, messages))
-    assert len(aged(await asked(freezing, messages))) == 0
-    assert len(aged(await asked(freezing, messages, compression={"keep_ratio": 0.2}))) == 3
-    assert len(aged(await asked(freezing, messages, cache_salt="mine"))) == 3
-    assert len(aged(await asked(freezing, messages, compression={"keep_ratio": 1}))) == 0
+    assert len(find_aged_messages(await asked(freezing, messages))) == 0
+    assert len(find_aged_messages(await asked(freezing, messages, compression={"keep_ratio": 0.2}))) == 3
+    assert len(find_aged_messages(await asked(freezing, messages, cache_salt="mine"))) == 3
+    assert len(find_aged_messages(await asked(freezing, messages, compression={"keep_ratio": 1}))) == 0
 
 
 async def test_what_fits_the_context_once_it_is_frozen_is_taken_and_what_does_not_is_told(freezing: Site) -> None:
@@ -184,6 +186,6 @@ def test_spans_that_no_message_has_do_not_get_into_a_job() -> None:
     with pytest.raises(ValueError, match="cannot be"):
         Compression("auto", least=-1)
     part = PromptPart("user", 0, 10, keep=100, kept=((0, 4), (6, 10)))
-    assert tokens_in(part.kept or ()) == 8
+    assert count_tokens(part.kept or ()) == 8
     assert (HOT, SHORTEST, LEAST) == (2, 64, 512)
     assert evolve(part, kept=()).kept == ()

@@ -20,7 +20,7 @@ from adapters.models.kernels.step import Forward, Segment, Step
 from effects.all import EffectRequest, Launch, Outcome
 from effects.ids import DeviceFailed, RequestId, SlotId
 from effects.job import Sampling
-from effects.ports import LaunchFailed, RowsLost, Told
+from effects.ports import LaunchFailed, RequestOutcome, RowsLost
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from tests.models.checkpoints import same_bits
 from tests.models.splits import AUX, CONFIGS, CUTS, TOKENS, pipeline, whole_of
@@ -115,7 +115,7 @@ async def test_how_far_it_came_is_told_behind_each_chunk() -> None:
     executor, told, done = executor_of(far("dense", "two")), list[Outcome](), anyio.Event()
     executor.open(ONE, OpenSlot(SLOT, SLOT, 0, tuple(TOKENS[:300].tolist()), Sampling()))
 
-    def hear(heard: Sequence[Told] | LaunchFailed) -> None:
+    def hear(heard: Sequence[RequestOutcome] | LaunchFailed) -> None:
         assert not isinstance(heard, LaunchFailed)
         told.extend(outcome for _, outcome in heard)
         if not goes_on(told[-1]):

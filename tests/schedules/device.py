@@ -22,7 +22,7 @@ from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
-from states.residency import IDLE, StateCheckpoint, after_use
+from states.residency import IDLE_PLACE, WeightsPlace, get_action_after_use
 from states.settings import Settings
 
 Answer: TypeAlias = tuple[RequestId, Any]
@@ -138,13 +138,13 @@ class Device:
     abandoned: set[RequestId] = field(factory=set)  # flags on what is in flight; gone with its outcome
     halted: set[RequestId] = field(factory=set)  # the same, of launches that are to go on no further
     scored: dict[RequestId, tuple[CompressPrompt, int]] = field(factory=dict)  # prompts, and how far they came
-    weights: dict[ModelName, StateCheckpoint] = field(init=False)
+    weights: dict[ModelName, WeightsPlace] = field(init=False)
     places: list[Tokens] = field(init=False)  # what the positional state in each stands for
 
     def __attrs_post_init__(self) -> None:
         self.places = [()] * self.settings.state_places
         names: tuple[ModelName, ...] = ("draft", "drafter")
-        self.weights = {name: IDLE[after_use(self.settings.residency, name)] for name in names}
+        self.weights = {name: IDLE_PLACE[get_action_after_use(self.settings.residency, name)] for name in names}
         memory, page = [NOTHING] * self.settings.pages * self.settings.page, self.settings.page
         self.slots = [
             DeviceSlot(PooledRows(memory, page) if memory else [NOTHING] * self.settings.max_context)

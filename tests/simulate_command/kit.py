@@ -16,7 +16,7 @@ from engine.tools.simulation.simulated_costs import Costs
 from engine.tools.simulation.simulated_process import Process
 from engine.tools.simulation.simulated_store import Keeping
 from states.events import Event
-from states.invariants import check
+from states.invariants import check_world
 from states.settings import Settings
 
 SECOND = 1_000_000_000
@@ -72,7 +72,7 @@ def watch(monkeypatch: Any) -> list[str]:
 
     def checked_feed(self: Process, request: RequestId, event: Event) -> None:
         feed(self, request, event)
-        check(self.world)
+        check_world(self.world)
         seen.append(type(event).__name__)
 
     def checked_find(self: Keeping, effect: FindPrefix) -> PrefixFound | PrefixMissed:

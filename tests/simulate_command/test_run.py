@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from effects.compression import Compression
 from effects.ids import RequestId
-from effects.scope import parse
+from effects.scope import parse_scope
 from engine.tools.simulation.logs.logged_requests import Agent, Session, made_up
 from engine.tools.simulation.simulate_scope import Simulation
 from engine.tools.simulation.simulated_process import Process
@@ -85,7 +85,7 @@ def test_what_checkpoints_weigh_decides_what_is_worth_loading() -> None:
 
 
 def test_scopes_limit_what_is_written() -> None:
-    written = {word: run(FOUR, parse(word), restart_every=1).figures() for word in ("off", "20", "auto", "full")}
+    written = {word: run(FOUR, parse_scope(word), restart_every=1).figures() for word in ("off", "20", "auto", "full")}
     assert written["off"].written_bytes == written["off"].hit_tokens == 0
     assert 0 < written["20"].written_bytes < written["auto"].written_bytes < written["full"].written_bytes
     assert written["20"].selected_mean == 20
@@ -161,9 +161,9 @@ def test_decode_steps_that_nothing_comes_between_are_one_event_and_change_nothin
         )
         for name, at in (("a", 0.0), ("b", 0.05), ("c", 0.4), ("d", 9.0))
     ]
-    together = watched(talkative, monkeypatch, scope=parse(scope), **how)
+    together = watched(talkative, monkeypatch, scope=parse_scope(scope), **how)
     monkeypatch.setattr(Process, "undisturbed", lambda *_: 1)
-    one_by_one = watched(talkative, monkeypatch, scope=parse(scope), **how)
+    one_by_one = watched(talkative, monkeypatch, scope=parse_scope(scope), **how)
     assert together[0].figures() == one_by_one[0].figures()
     assert together[0].tally.written == one_by_one[0].tally.written
     assert together[0].clock.now == one_by_one[0].clock.now
@@ -191,7 +191,7 @@ def test_no_log_finds_more_than_there_was_or_leaves_anything_open(data: st.DataO
         )
         for number, prompts in enumerate(data.draw(agents))
     ]
-    scope = parse(data.draw(st.sampled_from(("off", "full", "auto:1", "auto", "12"))))
+    scope = parse_scope(data.draw(st.sampled_from(("off", "full", "auto:1", "auto", "12"))))
     one = run(
         sessions,
         scope,

@@ -12,7 +12,7 @@ from effects.compression import Compressed, Compression
 from effects.ids import RequestId, SlotId, Tier, Tokens
 from effects.job import Job, Report
 from states import speculation_control as control
-from states.phases import report
+from states.phases import make_report
 from states.rates import Rates
 from states.request_states import (
     Done,
@@ -81,8 +81,8 @@ class Flat:
 
     @property
     def early(self) -> tuple[SlotLease, Prompt]:
-        seat = SlotLease(self.slot, self.valid, self.restored, self.tier, self.ahead)
-        return seat, Prompt(
+        slot_lease = SlotLease(self.slot, self.valid, self.restored, self.tier, self.ahead)
+        return slot_lease, Prompt(
             self.job, self.prompt, self.compressed, self.compression, self.shared, self.stored, self.miss
         )
 
@@ -95,7 +95,7 @@ class Flat:
         return Generated(self.answer, self.decode_steps, self.proposed, self.accepted)
 
     @property
-    def remains(self) -> RequestRemainder:
+    def remainder(self) -> RequestRemainder:
         return RequestRemainder(*self.early, self.answer, None if self.control is None else "draft")
 
 
@@ -107,7 +107,7 @@ def a(state: type, flat: Flat, *more: Any, **named: Any) -> Any:
     elif issubclass(state, Speculating):
         parts = iter((*flat.early, flat.drafted, flat.generated))
     elif issubclass(state, Snapshotting | Parking | Draining | Done):
-        parts = iter((flat.remains,))
+        parts = iter((flat.remainder,))
     return state(*parts, *more, **named)
 
 
@@ -117,7 +117,7 @@ def knowing(settings: Settings = PLAIN, **rates: Any) -> DecisionContext:
 
 def leased(settings: Settings = DRAFT, **changes: Any) -> control.SpeculationControl:
     """What is known of a draft that has proposed nothing yet."""
-    return evolve(control.fresh(settings, Rates()), **changes)
+    return evolve(control.make_control(settings, Rates()), **changes)
 
 
 def some(settings: Settings = PLAIN, **changes: Any) -> Flat:
@@ -138,7 +138,7 @@ def answering(settings: Settings = PLAIN, **changes: Any) -> Flat:
 
 def a_report(flat: Flat, settings: Settings = PLAIN) -> Report:
     """Of a request that has decoded."""
-    return report(knowing(settings), a(Speculating, flat))
+    return make_report(knowing(settings), a(Speculating, flat))
 
 
 def a_restoring(flat: Flat | None = None, **changes: Any) -> Restoring:

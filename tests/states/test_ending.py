@@ -18,8 +18,9 @@ from effects.snapshot import SaveSnapshot, SnapshotSaved
 from effects.stream import Abandon, CloseStream
 from states import request_end
 from states.events import Cancelled, Event
+from states.kept_rows import find_own_state, get_kept_sequence
 from states.machine import Transition, step
-from states.phases import leave, report
+from states.phases import end_request, make_report
 from states.request_states import (
     Compressing,
     Done,
@@ -32,9 +33,7 @@ from states.request_states import (
     Snapshotting,
     Speculating,
     Unparking,
-    live,
-    remains,
-    sequence,
+    get_remainder,
 )
 from states.settings import DecisionContext
 from states.table import TABLE
@@ -68,22 +67,22 @@ def settle(hold: Any, event: Event, known: DecisionContext = KNOWN, flying: int 
 def test_a_cancellation_closes_the_stream_at_once_and_drains(state: Any) -> None:
     hold = answering()
     before = a(state, hold)
-    then = request_end.drain(before, GONE, knowing())
-    closing = CloseStream("cancelled", report(knowing(), before), "client_gone")
-    assert then == Transition(Draining(remains(before), 1), closing, Abandon())
+    then = request_end.cancel_and_drain(before, GONE, knowing())
+    closing = CloseStream("cancelled", make_report(knowing(), before), "client_gone")
+    assert then == Transition(Draining(get_remainder(before), 1), closing, Abandon())
 
 
 def test_a_stop_string_is_a_stop() -> None:
     before = a(Speculating, answering())
-    then = request_end.drain(before, Cancelled("stop_string"), knowing())
-    closing = CloseStream("stop", report(knowing(), before), "stop_string")
+    then = request_end.cancel_and_drain(before, Cancelled("stop_string"), knowing())
+    closing = CloseStream("stop", make_report(knowing(), before), "stop_string")
     assert then == Transition(a(Draining, answering(), 1), closing, Abandon())
 
 
 @pytest.mark.parametrize(("loading", "computing", "flying"), [(True, True, 2), (True, False, 1), (False, True, 1)])
 def test_draining_waits_for_both_lanes(loading: bool, computing: bool, flying: int) -> None:
-    then = request_end.drain_both(a_restoring(loading=loading, computing=computing), GONE, knowing(STORE))
-    closing = CloseStream("cancelled", report(knowing(STORE), a_restoring()), "client_gone")
+    then = request_end.cancel_and_drain_both(a_restoring(loading=loading, computing=computing), GONE, knowing(STORE))
+    closing = CloseStream("cancelled", make_report(knowing(STORE), a_restoring()), "client_gone")
     assert then == Transition(a(Draining, some(STORE), flying), closing, Abandon())
 
 
@@ -122,24 +121,24 @@ def test_of_a_decode_step_that_was_running_the_row_of_the_token_it_fed_is_kept()
     assert settle(before, Decoded((9, 10)), knowing(DRAFT)) == Transition(
         a(Parking, evolve(before, valid=23)), UnloadModel("draft")
     )
-    assert evolve(before, valid=23).remains.rows == (*PROMPT, 7, 8)
+    assert evolve(before, valid=23).remainder.rows == (*PROMPT, 7, 8)
 
 
 def test_positional_state_takes_the_sequence_along_past_what_the_client_saw() -> None:
     before = answering(evolve(DRAFT, stateful=True), control=leased())
-    left = settle(before, Decoded((9, 10)), knowing(evolve(DRAFT, stateful=True))).state.remains
-    assert (left.seat.valid, left.rows) == (24, (*PROMPT, 7, 8, 9))
+    left = settle(before, Decoded((9, 10)), knowing(evolve(DRAFT, stateful=True))).state.remainder
+    assert (left.slot_lease.valid_rows, left.rows) == (24, (*PROMPT, 7, 8, 9))
 
 
 def test_rows_without_their_state_stay_with_what_is_brought_behind_them() -> None:
     before = some(STATEFUL, valid=4, restored=4, tier="device", ahead=12)
-    left = settle(before, BlocksRestored(8, 8, 99), knowing(STATEFUL)).state.remains
-    assert left.seat == SlotLease(HERE, 8, 8, "device", 8)
-    assert (sequence(STATEFUL, left), live(STATEFUL, left)) == (PROMPT[:16], 8)
-    left = settle(before, StoreFailed("io", ""), knowing(STATEFUL)).state.remains
-    assert (sequence(STATEFUL, left), live(STATEFUL, left)) == (PROMPT[:16], 4)
-    left = settle(before, StoreFailed("lost", ""), knowing(STATEFUL)).state.remains
-    assert (sequence(STATEFUL, left), live(STATEFUL, left)) == (PROMPT[:16], 0)
+    left = settle(before, BlocksRestored(8, 8, 99), knowing(STATEFUL)).state.remainder
+    assert left.slot_lease == SlotLease(HERE, 8, 8, "device", 8)
+    assert (get_kept_sequence(STATEFUL, left), find_own_state(STATEFUL, left)) == (PROMPT[:16], 8)
+    left = settle(before, StoreFailed("io", ""), knowing(STATEFUL)).state.remainder
+    assert (get_kept_sequence(STATEFUL, left), find_own_state(STATEFUL, left)) == (PROMPT[:16], 4)
+    left = settle(before, StoreFailed("lost", ""), knowing(STATEFUL)).state.remainder
+    assert (get_kept_sequence(STATEFUL, left), find_own_state(STATEFUL, left)) == (PROMPT[:16], 0)
 
 
 def test_the_end_of_an_answer_is_kept_with_the_state_there() -> None:
@@ -149,11 +148,13 @@ def test_the_end_of_an_answer_is_kept_with_the_state_there() -> None:
         (22, False, STORE),
         (22, False, evolve(STATEFUL, keep_decoded=False)),
     ):
-        then = leave(settings, answering(settings, valid=valid, answer=(7, 8, 9, 10)).remains)
+        then = end_request(settings, answering(settings, valid=valid, answer=(7, 8, 9, 10)).remainder)
         assert then.effects == (SaveSnapshot(HERE, (*PROMPT, 7, 8, 9)[: valid // 4 * 4], checkpoint),) or not checkpoint
         assert [effect.checkpoint for effect in then.effects] == [checkpoint]
     fixed = answering(STATEFUL, job=a_job(scope=Scope("fixed", 9)))
-    assert leave(STATEFUL, fixed.remains).effects == (SaveSnapshot(HERE, PROMPT[:8]),), "that is not where it is"
+    assert end_request(STATEFUL, fixed.remainder).effects == (SaveSnapshot(HERE, PROMPT[:8]),), (
+        "that is not where it is"
+    )
 
 
 def test_both_sides_answer_in_any_order_and_what_joins_is_kept() -> None:
@@ -193,24 +194,26 @@ def test_an_abandoned_effect_leaves_what_was_acknowledged_and_a_broken_slot_noth
 def test_after_the_snapshot_the_draft_is_given_back_or_nothing_is_left_to_do() -> None:
     saved = SnapshotSaved(20, 99)
     drafted = prefilled(EVERYTHING, control=leased())
-    assert request_end.snapshotted(a(Snapshotting, drafted), saved, knowing(EVERYTHING)) == Transition(
+    assert request_end.end_after_snapshot(a(Snapshotting, drafted), saved, knowing(EVERYTHING)) == Transition(
         a(Parking, drafted), UnloadModel("draft")
     )
-    assert request_end.snapshotted(a(Snapshotting, prefilled()), saved, knowing(EVERYTHING)) == Transition(
+    assert request_end.end_after_snapshot(a(Snapshotting, prefilled()), saved, knowing(EVERYTHING)) == Transition(
         a(Done, prefilled())
     )
 
 
 def test_a_failed_snapshot_loses_time_and_nothing_else() -> None:
     hold = prefilled(STORE)
-    assert request_end.unsaved(a(Snapshotting, hold), DeviceFailed("out_of_memory", ""), knowing(STORE)) == Transition(
-        a(Done, hold)
-    )
-    assert request_end.unsaved(a(Snapshotting, hold), DeviceFailed("broken", ""), knowing(STORE)) == Transition(
-        a(Done, evolve(hold, valid=0))
-    )
+    assert request_end.end_after_failed_snapshot(
+        a(Snapshotting, hold), DeviceFailed("out_of_memory", ""), knowing(STORE)
+    ) == Transition(a(Done, hold))
+    assert request_end.end_after_failed_snapshot(
+        a(Snapshotting, hold), DeviceFailed("broken", ""), knowing(STORE)
+    ) == Transition(a(Done, evolve(hold, valid=0)))
     drafted = prefilled(EVERYTHING, control=leased())
-    then = request_end.unsaved(a(Snapshotting, drafted), DeviceFailed("out_of_memory", ""), knowing(EVERYTHING))
+    then = request_end.end_after_failed_snapshot(
+        a(Snapshotting, drafted), DeviceFailed("out_of_memory", ""), knowing(EVERYTHING)
+    )
     assert then == Transition(a(Parking, drafted), UnloadModel("draft"))
 
 
@@ -230,14 +233,14 @@ def test_a_slot_is_believed_only_after_failures_that_say_nothing_about_it(kind: 
     hold = prefilled()
     failure = DeviceFailed(kind, "")
     assert settle(hold, failure, knowing()) == Transition(a(Done, evolve(hold, valid=valid)))
-    assert request_end.unsaved(a(Snapshotting, hold), failure, knowing()) == Transition(
+    assert request_end.end_after_failed_snapshot(a(Snapshotting, hold), failure, knowing()) == Transition(
         a(Done, evolve(hold, valid=valid))
     )
 
 
 @pytest.mark.parametrize("event", [ModelUnloaded(), DeviceFailed("io", "")])
 def test_parking_is_the_last_thing_whatever_comes_of_it(event: Any) -> None:
-    assert request_end.parked(a(Parking, prefilled(DRAFT)), event, knowing(DRAFT)) == Transition(
+    assert request_end.finish_parking(a(Parking, prefilled(DRAFT)), event, knowing(DRAFT)) == Transition(
         a(Done, prefilled(DRAFT))
     )
 

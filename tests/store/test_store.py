@@ -21,7 +21,7 @@ from adapters.store.files.seekable import Damaged
 from adapters.store.lease import Miss
 from adapters.store.open_store import open_store
 from effects.ids import Tokens
-from effects.ports import DIVERGED, Divergence
+from effects.ports import MAX_DIVERGED_TOKENS, Divergence
 from tests.store.kit import (
     BIG,
     EVERYTHING,
@@ -94,7 +94,7 @@ def test_a_lookup_says_where_a_prompt_leaves_what_is_kept() -> None:
     assert where(store, (*ONE, 1)) is None, "all whole blocks are there"
     longer = (*ONE, *range(50, 150))
     save(store, longer)
-    assert where(store, (*ONE, 50, 51, 7, 7, 7)) == Divergence(42, longer[42 : 42 + DIVERGED], "host")
+    assert where(store, (*ONE, 50, 51, 7, 7, 7)) == Divergence(42, longer[42 : 42 + MAX_DIVERGED_TOKENS], "host")
     save(store, (*ONE[:30], 7, 7, 7))
     assert where(store, (*ONE[:30], 8, 8, 8)) == Divergence(30, (7, 7), "host"), "the last that came behind the block"
     assert where(store, (*ONE[:31], 8, 8)) == Divergence(31, ONE[31:40], "host"), "and the likest of the two"

@@ -10,7 +10,7 @@ from adapters.text.conversation import ChatMessage, Conversation, FunctionTool, 
 from adapters.text.explain_miss import SIDE, Explained, explain
 from adapters.text.model_text import Text
 from effects.job import Job
-from effects.ports import DIVERGED, Divergence
+from effects.ports import MAX_DIVERGED_TOKENS, Divergence
 
 CALL = ToolCall("c1", "lookup", '{"city": "Rome"}')
 TALK = [
@@ -27,7 +27,7 @@ async def explained(text: Text, sent: Conversation, kept: Conversation) -> Expla
     one, other = (await text.prompt(sent)).tokens, (await text.prompt(kept)).tokens
     at = next(place for place, (mine, its) in enumerate(zip(one, other, strict=False)) if mine != its)
     job = Job(one, 1, boundaries=text.openings.boundaries(one))
-    return explain(Divergence(at, other[at : at + DIVERGED], "device"), job, sent.messages, text.tokenizer)
+    return explain(Divergence(at, other[at : at + MAX_DIVERGED_TOKENS], "device"), job, sent.messages, text.tokenizer)
 
 
 def changed(place: int, **to: object) -> list[ChatMessage]:
@@ -80,7 +80,7 @@ def test_a_prompt_of_no_messages_has_texts_alone(folder: Path) -> None:
     tokenizer = Text.load(folder).tokenizer
     prompt, other = (tokenizer.encode_now([f"{'x' * 100} {word} {'y' * 100}"])[0] for word in ("one", "two"))
     at = next(place for place, (mine, its) in enumerate(zip(prompt, other, strict=False)) if mine != its)
-    told = explain(Divergence(at, other[at:][:DIVERGED], "disk"), Job(prompt, 1), (), tokenizer)
+    told = explain(Divergence(at, other[at:][:MAX_DIVERGED_TOKENS], "disk"), Job(prompt, 1), (), tokenizer)
     assert (told.message, told.at, told.tier) == (None, at, "disk")
     assert len(told.sent) == len(told.kept) == 2 * SIDE
     assert told.sent.startswith("x" * (SIDE - 2))

@@ -31,7 +31,7 @@ from engine.tools.timeline.collect_timeline import Timeline
 from engine.tools.timeline.timeline_page import Viewed, page, written
 from states.events import ForRequest, Submitted
 from states.settings import Settings
-from states.world import advance, begin
+from states.world import advance, make_world
 from tests.engine.play import collect as collected
 from tests.engine.play import engine, header
 from tests.engine.stories import GOLDEN, STORIES, Teller
@@ -241,7 +241,7 @@ def test_no_token_is_on_the_page(tmp_path: Path) -> None:
 
 def test_ten_thousand_requests_are_a_small_page() -> None:
     """Driven by hand: each is answered at once, with its first token."""
-    world = begin(Settings(slots=4, max_context=256, chunk=32, block_size=16))
+    world = make_world(Settings(slots=4, max_context=256, chunk=32, block_size=16))
     timeline, seq = Timeline(), 0
 
     def happen(request: RequestId, event: Any) -> None:
@@ -333,7 +333,7 @@ def test_where_the_page_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_times_that_cannot_be_are_shown_in_order() -> None:
-    world, timeline = begin(Settings()), Timeline()
+    world, timeline = make_world(Settings()), Timeline()
     for seq, at_ns in enumerate((10**9, 5, 10**40, 7)):
         event = ForRequest(RequestId(seq), Submitted(Job((1, 2), 1)))
         after, outs = advance(world, event)

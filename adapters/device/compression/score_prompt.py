@@ -15,10 +15,10 @@ from adapters.device.lane.lane import DeviceLane
 from adapters.device.lane.out_of_memory import out_of_memory, ran_out_of_memory
 from adapters.models.decoder.scorer import TAIL
 from effects.all import EffectRequest, Launch, Outcome
-from effects.compression import WHOLE, PromptPart, taken
+from effects.compression import WHOLE, PromptPart, select_tokens
 from effects.ids import DeviceFailed, RequestId, Span, Tokens
 from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
-from effects.ports import LaunchFailed, Settle
+from effects.ports import DeliverOutcomes, LaunchFailed
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 
 log = logging.getLogger("rekindle.device")
@@ -202,7 +202,7 @@ class DrafterLane:
     _flying: set[RequestId] = field(init=False, factory=set)
     _abandoned: set[RequestId] = field(init=False, factory=set)
 
-    def submit(self, launch: Launch, done: Settle) -> None:
+    def submit(self, launch: Launch, done: DeliverOutcomes) -> None:
         """As `DeviceExecutor.submit` has it."""
         [ask] = launch.asks
         self._flying.add(ask.request)
@@ -257,7 +257,7 @@ def told(prompt: Tokens, kept: Survivors | None, ns: int) -> PromptCompressed:
     """kept: None where nothing may be left out that would help."""
     if kept is None or kept.tokens >= len(prompt):
         return PromptCompressed(prompt, ((0, len(prompt)),), ns=ns)
-    return PromptCompressed(taken(prompt, kept.spans), kept.spans, kept.forced, ns)
+    return PromptCompressed(select_tokens(prompt, kept.spans), kept.spans, kept.forced, ns)
 
 
 def moved(spans: tuple[Span, ...], by: int) -> tuple[Span, ...]:

@@ -13,7 +13,7 @@ from adapters.device.lane.lane import DeviceLane
 from effects.all import EffectRequest, Launch, Outcome
 from effects.decode import Decoded
 from effects.ids import DeviceFailed, RequestId
-from effects.ports import LaunchFailed, Settle, Submit, Told
+from effects.ports import DeliverOutcomes, LaunchFailed, RequestOutcome, SubmitLaunch
 from effects.prefill import PrefillAdvanced
 
 
@@ -28,10 +28,10 @@ class OutcomeQueue:
 
     tell: Callable[[OutcomeQueue], object]  # from the lane
     members: dict[RequestId, None]
-    _steps: deque[Sequence[Told]] = field(init=False, factory=deque)
+    _steps: deque[Sequence[RequestOutcome]] = field(init=False, factory=deque)
     _told: bool = field(init=False, default=False)
 
-    def put(self, step: Sequence[Told]) -> None:
+    def put(self, step: Sequence[RequestOutcome]) -> None:
         """On the lane: a step of every member, or what came of some of them."""
         for request, outcome in step:
             if not goes_on(outcome):
@@ -41,7 +41,7 @@ class OutcomeQueue:
             self._told = True
             self.tell(self)
 
-    def take(self) -> tuple[Told, ...]:
+    def take(self) -> tuple[RequestOutcome, ...]:
         """On the event loop. A step that comes while it looks is told again, or taken now: never neither."""
         self._told = False
         return tuple(joined([self._steps.popleft() for _ in range(len(self._steps))]))
@@ -69,7 +69,7 @@ class RunningBatch:
         """Between two steps: are there to be no more? Who joins has one before anybody who waits has the lane."""
         return self.lane.interrupted() and not self._joining
 
-    def tell(self, told: Sequence[Told]) -> None:
+    def tell(self, told: Sequence[RequestOutcome]) -> None:
         self.report()
         self.steps.put(told)
 
@@ -81,10 +81,10 @@ class InFlightRequests:
     """
 
     abandoned: set[RequestId] = field(init=False, factory=set[RequestId])
-    _flying: dict[RequestId, tuple[DeviceLane, Settle]] = field(init=False, factory=dict)
+    _flying: dict[RequestId, tuple[DeviceLane, DeliverOutcomes]] = field(init=False, factory=dict)
 
     def begin(
-        self, launch: Launch, lane: DeviceLane, done: Settle, wake: Callable[..., object]
+        self, launch: Launch, lane: DeviceLane, done: DeliverOutcomes, wake: Callable[..., object]
     ) -> tuple[OutcomeQueue, Callable[[BaseException], None]]:
         """What the lane puts outcomes into, and what it tells of a failure."""
         requests = [ask.request for ask in launch.asks]
@@ -109,7 +109,7 @@ class InFlightRequests:
             self.abandoned.add(request)
 
     def _heard(self, steps: OutcomeQueue) -> None:
-        found = dict[Settle, list[Told]]()
+        found = dict[DeliverOutcomes, list[RequestOutcome]]()
         for request, outcome in steps.take():
             found.setdefault(self._flying[request][1], []).append((request, outcome))
             if not goes_on(outcome):
@@ -118,18 +118,18 @@ class InFlightRequests:
             done(told)
 
     def _failed(self, steps: OutcomeQueue, error: BaseException) -> None:
-        found = dict[Settle, list[RequestId]]()
+        found = dict[DeliverOutcomes, list[RequestId]]()
         for request in steps.members:
             found.setdefault(self._land(request), []).append(request)
         for done, requests in found.items():
             done(LaunchFailed(tuple(requests), error))
 
-    def _land(self, request: RequestId) -> Settle:
+    def _land(self, request: RequestId) -> DeliverOutcomes:
         self.abandoned.discard(request)
         return self._flying.pop(request)[1]
 
 
-def joined(steps: Iterable[Sequence[Told]]) -> Iterator[Told]:
+def joined(steps: Iterable[Sequence[RequestOutcome]]) -> Iterator[RequestOutcome]:
     """Of each, plain steps that follow each other as one, and of chunks the last; steps with proposals, and failures,
     each say something of their own.
     """
@@ -171,11 +171,11 @@ def behind(one: Outcome, other: Outcome) -> Outcome:
     return both(one, other) if isinstance(one, Decoded) and isinstance(other, Decoded) else other
 
 
-async def performed(submit: Submit, launch: Launch) -> tuple[Outcome, ...]:
+async def performed(submit: SubmitLaunch, launch: Launch) -> tuple[Outcome, ...]:
     """Submit a launch, wait for what comes of all its steps, and return that. A cancelled caller waits all the same."""
     finished, outcomes, errors = anyio.Event(), dict[RequestId, Outcome](), list[BaseException]()
 
-    def done(told: Sequence[Told] | LaunchFailed) -> None:
+    def done(told: Sequence[RequestOutcome] | LaunchFailed) -> None:
         if isinstance(told, LaunchFailed):
             errors.append(told.error)
         else:

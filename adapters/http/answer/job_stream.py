@@ -101,7 +101,7 @@ class Jobs:
     def follow(self, one: Planned, ticket: Ticket) -> None:
         self.requests.append(ticket.request)
         self._followers.append(follower(one, ticket, self.tokenizer))
-        ticket.hear(self._tell)
+        ticket.set_listener(self._tell)
         self._tell()
 
     def _tell(self) -> None:
@@ -197,7 +197,7 @@ class JobStream:
     def heard(self) -> Iterator[Progress | Said]:
         """What there is: the prompt's progress, and then all that is said, as one."""
         pieces: list[AnswerPiece] = []
-        while self.closed is None and (message := self.ticket.take()) is not None:
+        while self.closed is None and (message := self.ticket.next_message()) is not None:
             match message:
                 case EmitTokens():
                     pieces += self.read(message)

@@ -18,9 +18,9 @@ import msgspec
 from attrs import define, evolve, field, frozen
 
 from adapters.http.history.persistent_lru import DIGEST, UNREADABLE, Limits, PersistentLru, is_signed
-from effects.compression import WHOLE, Compression, PromptPart, remaining, tokens_in
+from effects.compression import WHOLE, Compression, PromptPart, count_tokens, select_remaining_spans
 from effects.ids import RequestId, Span, Tokens
-from effects.job import Job, aged
+from effects.job import Job, find_aged_messages
 from effects.pflash import KeepFrozen
 
 HOT = 2  # last messages, which stay as they are: what is spoken of
@@ -138,5 +138,5 @@ def band_of(parts: Sequence[PromptPart], messages: int) -> range:
 
 def frozen_length(job: Job) -> int:
     """Tokens of a prompt once all that has aged is frozen, at most."""
-    gained = sum(max(0, part.length * (WHOLE - part.keep) // WHOLE - FRAME) for part in aged(job))
-    return tokens_in(remaining(job.compression.parts, len(job.prompt))) - gained
+    gained = sum(max(0, part.length * (WHOLE - part.keep) // WHOLE - FRAME) for part in find_aged_messages(job))
+    return count_tokens(select_remaining_spans(job.compression.parts, len(job.prompt))) - gained

@@ -16,7 +16,7 @@ from adapters.text.answer.answer_parser import AnswerReader
 from adapters.text.conversation import ChatMessage
 from effects.compression import WHOLE, Compression, Mode, PromptPart
 from effects.ids import Tokens
-from effects.job import Job, aged, freezes, uncompressed
+from effects.job import Job, explain_no_compression, find_aged_messages, freezes_messages
 
 KEYS = ("mode", "threshold", "keep_ratio", "session", "freeze")
 MODES: tuple[Mode, ...] = ("off", "auto", "always")
@@ -123,13 +123,17 @@ def fitted(job: Job, asked: int | None, context: int, drafter: int, path: str) -
     answer. Raises ApiError with what there is and what could be kept.
     """
     count = len(job.prompt)
-    why = ("" if aged(job) else "nothing_aged") if freezes(job) else uncompressed(job, drafter)
+    why = (
+        ("" if find_aged_messages(job) else "nothing_aged")
+        if freezes_messages(job)
+        else explain_no_compression(job, drafter)
+    )
     if why:
         error = context_exceeded(count, context, path)
         if job.compression.mode != "off":
             error.message += f" It cannot be compressed: {why}."
         raise error
-    keep = frozen_length(job) if freezes(job) else kept_length(job)
+    keep = frozen_length(job) if freezes_messages(job) else kept_length(job)
     if keep >= context:
         error = context_exceeded(count, context, path)
         ratio = job.compression.keep / WHOLE

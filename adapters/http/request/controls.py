@@ -32,10 +32,10 @@ from adapters.text.answer.answer_parser import PLAIN, AnswerReader
 from adapters.text.boundaries import Openings
 from adapters.text.conversation import ChatMessage
 from adapters.text.tokenizer import Tokenizer
-from effects.compression import remaining, tokens_in
+from effects.compression import count_tokens, select_remaining_spans
 from effects.ids import Tokens
 from effects.job import Job, Sampling
-from effects.scope import ACCEPTED, MOST, Scope, count, parse
+from effects.scope import ACCEPTED_FORMS, MAX_COUNT, Scope, parse_count, parse_scope
 
 MAX_STOPS = 16
 MAX_STOP_BYTES = 256
@@ -199,14 +199,14 @@ def read_scope(fields: Fields, default: Scope) -> Scope:
     scope, asked, window = default, cache.data.get("scope"), cache.data.get("window")
     if asked is not None:
         try:
-            scope = parse(asked)
+            scope = parse_scope(asked)
         except ValueError:
-            raise cache.wrong("scope", ACCEPTED) from None
+            raise cache.wrong("scope", ACCEPTED_FORMS) from None
     if window is None:
         return scope
-    recent = count(window)
+    recent = parse_count(window)
     if recent is None:
-        raise cache.wrong("window", f"a positive integer up to {MOST}")
+        raise cache.wrong("window", f"a positive integer up to {MAX_COUNT}")
     if scope.kind != "auto":
         raise invalid(cache.at("window"), f"goes with scope auto only, and the scope is {scope}")
     if isinstance(asked, str) and ":" in asked and recent != scope.count:
@@ -270,7 +270,7 @@ def plan(
         if frozen is not None:
             ratio, longest = partial(ratio_of, how, options.compression), options.compression.drafter
             compression = Aging(frozen, ratio, longest, controls.salt).applied(compression, prompt, len(messages))
-        room = options.max_ctx - tokens_in(remaining(compression.parts, len(prompt)))
+        room = options.max_ctx - count_tokens(select_remaining_spans(compression.parts, len(prompt)))
         boundaries = tuple(sorted({*opened, *cuts}))
         if tail is not None:
             boundaries = boundaries[: bisect_right(boundaries, tail)]

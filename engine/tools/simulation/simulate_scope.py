@@ -20,7 +20,7 @@ from engine.tools.simulation.simulated_process import Live, Process
 from engine.tools.simulation.simulated_store import Keeping, SimulatedDisk, layout
 from engine.tools.simulation.tally import Count, Figures, Infinite, Ran, Tally, quantile, ratio
 from engine.tools.simulation.virtual_clock import Clock
-from states.sequences import whole_blocks
+from states.sequences import round_down_to_block
 from states.settings import Settings
 
 NO_CACHE = "no cache"
@@ -175,6 +175,6 @@ def fitted(settings: Settings, sessions: Sequence[Session]) -> Settings:
         for agent in session.agents
         for request in agent.requests
     )
-    context = whole_blocks(settings, longest) + settings.block_size
+    context = round_down_to_block(settings, longest) + settings.block_size
     requests = sum(session.count for session in sessions)
     return evolve(settings, max_context=max(context, settings.max_context), max_queue=requests)

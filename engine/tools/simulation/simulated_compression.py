@@ -8,7 +8,7 @@ from itertools import pairwise
 from attrs import define, evolve, field
 
 from adapters.http.history.frozen_messages import Aging, FrozenMessages
-from effects.compression import WHOLE, Compression, PromptPart, taken
+from effects.compression import WHOLE, Compression, PromptPart, select_tokens
 from effects.ids import Span, Tokens
 from effects.pflash import CompressPrompt, PromptCompressed
 
@@ -40,7 +40,7 @@ def shortened(asked: CompressPrompt, ns: int) -> PromptCompressed:
         return PromptCompressed((), kept, ns=ns)
     length = len(asked.tokens)
     spans = tuple(ends(0, length, min(asked.keep, asked.most) * WHOLE // length))
-    return PromptCompressed(taken(asked.tokens, spans), spans, ns=ns)
+    return PromptCompressed(select_tokens(asked.tokens, spans), spans, ns=ns)
 
 
 def ends(start: int, stop: int, keep: int) -> Iterator[Span]:

@@ -24,10 +24,10 @@ from engine.tools.simulation.simulated_store import Keeping
 from engine.tools.simulation.tally import Count
 from engine.tools.simulation.virtual_clock import Clock, Queue
 from states.events import Event, ForRequest, Submitted
-from states.request_states import Held, remains
-from states.sequences import whole_blocks
+from states.request_states import Held, get_remainder
+from states.sequences import round_down_to_block
 from states.settings import Settings
-from states.world import Out, World, advance, begin
+from states.world import Output, World, advance, make_world
 
 
 @define(eq=False)
@@ -63,7 +63,7 @@ class Process:
 
     def __attrs_post_init__(self) -> None:
         assert not self.settings.block
-        self.world = begin(self.settings)
+        self.world = make_world(self.settings)
         self.lane = Queue(self.clock)
 
     @property
@@ -81,7 +81,7 @@ class Process:
         for out in outs:
             self.carry_out(out, quiet=quiet)
 
-    def carry_out(self, out: Out, *, quiet: bool) -> None:
+    def carry_out(self, out: Output, *, quiet: bool) -> None:
         """quiet: beside a launch nothing was asked for that takes time."""
         match out:
             case Launch(asks, joins=True):
@@ -126,7 +126,7 @@ class Process:
             case RunDecode():
                 for ask in asks:
                     if isinstance(ask.effect, RunDecode) and ask.effect.checkpoint:
-                        self.checkpoint(ask.request, whole_blocks(self.settings, ask.effect.position))
+                        self.checkpoint(ask.request, round_down_to_block(self.settings, ask.effect.position))
                 self.decode(asks, 1 if not quiet else self.undisturbed(asks))
             case CompressPrompt() as asked:
                 took = self.costs.launch + scored(asked) * self.costs.drafter
@@ -196,7 +196,7 @@ class Process:
         self.feed(request, PrefillAdvanced(chunk.stop, took))
 
     def checkpoint(self, request: RequestId, at: int) -> None:
-        left = remains(self.held(request))
+        left = get_remainder(self.held(request))
         self.keeping.checkpoint((left.prompt.tokens + left.answer)[:at], left.prompt.job.salt)
 
     def held(self, request: RequestId) -> Held:
@@ -224,7 +224,7 @@ class Process:
 
     def save(self, request: RequestId, saving: SaveSnapshot) -> None:
         """Copy out what no tier has; then it is kept, and waits to be written."""
-        tokens, salt = saving.tokens, remains(self.held(request)).prompt.job.salt
+        tokens, salt = saving.tokens, get_remainder(self.held(request)).prompt.job.salt
         runs = self.keeping.gaps(tokens, salt)
         copied = sum(run.length for run in runs) + self.costs.state_tokens * saving.checkpoint
 
@@ -241,7 +241,7 @@ class Process:
         outcome = self.keeping.find(effect)
         if isinstance(outcome, PrefixFound | PrefixMissed):
             count = self.live[request].count
-            count.found = max(count.found, whole_blocks(self.settings, min(outcome.length, count.prompt - 1)))
+            count.found = max(count.found, round_down_to_block(self.settings, min(outcome.length, count.prompt - 1)))
         took = len(effect.prompt) * self.costs.find
         self.clock.at(self.clock.now + took, partial(self.answer, request, outcome))
 
@@ -269,5 +269,5 @@ class Process:
         count.served = report.prompt_tokens
         if report.cache.rows:
             count.selected = min(report.cache.boundary, count.prompt)
-            count.needed = whole_blocks(self.settings, min(count.selected, count.prompt - 1))
+            count.needed = round_down_to_block(self.settings, min(count.selected, count.prompt - 1))
         live.closed()

@@ -9,7 +9,7 @@ from attrs import frozen
 from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
-from effects.scope import ACCEPTED, Scope, parse
+from effects.scope import ACCEPTED_FORMS, Scope, parse_scope
 
 POLICY = Group("What is tried", sort_key=1)
 SERVER = Group("On what", sort_key=2)
@@ -19,9 +19,9 @@ OUTPUT = Group("Output", sort_key=3)
 def known_scopes(_: Any, value: str) -> None:
     for word in value.split(","):
         try:
-            parse(word.strip())
+            parse_scope(word.strip())
         except ValueError:
-            raise ValueError(f"Must be {ACCEPTED}; several with commas between them.") from None
+            raise ValueError(f"Must be {ACCEPTED_FORMS}; several with commas between them.") from None
 
 
 def natural(most: int = 1 << 30, least: int = 0) -> Number:
@@ -92,4 +92,4 @@ class Wanted:
     @property
     def scopes(self) -> tuple[Scope, ...]:
         """Each once."""
-        return tuple(dict.fromkeys(parse(word.strip()) for word in self.scope.split(",")))
+        return tuple(dict.fromkeys(parse_scope(word.strip()) for word in self.scope.split(",")))

@@ -13,7 +13,7 @@ from engine.core.event_loop import Envelope
 from engine.core.request_meter import STAGES
 from engine.tools.timeline.columns import Kinds, steps
 from states.events import ForModel, ForRequest, Submitted
-from states.world import Out, World
+from states.world import Output, World
 
 # Events of one page. A million with what they led to are some 16 MiB of it, compressed, and some 200 MiB of a browser's
 # memory: a tab may have several times that.
@@ -69,7 +69,7 @@ class Timeline:
     _running: dict[LaneId, int] = field(factory=dict[LaneId, int])  # the launch on each lane
     _awaited: dict[RequestId, tuple[int, Effect]] = field(factory=dict[RequestId, "tuple[int, Effect]"])  # of the store
 
-    def observe(self, envelope: Envelope, outs: tuple[Out, ...], before: World, after: World) -> None:
+    def observe(self, envelope: Envelope, outs: tuple[Output, ...], before: World, after: World) -> None:
         if envelope.seq < self.first:
             return
         if len(self.times) >= MOST_EVENTS:
@@ -126,7 +126,7 @@ class Timeline:
         if (bar := self._bar.pop(request, None)) is not None:
             self.bars.stop[bar] = number
 
-    def asked(self, outs: tuple[Out, ...], after: World, number: int) -> None:
+    def asked(self, outs: tuple[Output, ...], after: World, number: int) -> None:
         first = len(self.ask_rows)
         for lane in [lane for lane in self._running if not after.lanes[lane].running]:
             self.launches.stop[self._running.pop(lane)] = number

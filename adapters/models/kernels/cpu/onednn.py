@@ -22,7 +22,7 @@ def supports(dtype: torch.dtype) -> bool:
         return True
     if not ONEDNN:
         return False
-    half = torch.ops.mkldnn._is_mkldnn_fp16_supported
+    half = torch.ops.mkldnn._is_mkldnn_fp16_supported  # noqa: SLF001
     brain = torch.ops.mkldnn._is_mkldnn_bf16_supported  # noqa: SLF001
     return brain() if dtype is torch.bfloat16 else half()
 
