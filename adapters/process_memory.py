@@ -1,6 +1,4 @@
-"""What the C library holds of memory that nobody uses any more; memory that comes from the system itself, and what that
-is told of it.
-"""
+"""Memory of this process: limits on what the C library keeps, and memory mapped directly from the system."""
 
 from __future__ import annotations
 
@@ -11,31 +9,35 @@ from contextlib import suppress
 from typing import TypeVar
 
 M = TypeVar("M", bound=mmap.mmap)
-_ARENA_MAX = -8  # mallopt's name for it
-ARENAS = 4  # for the event loop, the lane, and threads that come and go
+_ARENA_MAX = -8  # M_ARENA_MAX of mallopt
+ARENAS = 4  # for the event loop, the device thread, and short-lived threads
 
 
-def share() -> None:
-    """Few arenas for all threads, unless the environment says how many. Before there are threads.
+def limit_arenas() -> None:
+    """Let all threads share few arenas, unless the environment sets a number. Call this before threads are started.
 
-    glibc gives each thread its own, 8 a core at most, and what is free at the end of one stays there, trimmed or not:
-    the same work, done on one thread after another, costs its memory once for each.
+    glibc gives each thread its own arena, up to 8 per core. The free memory at the end of an arena stays there, trimmed
+    or not. So the same work, done on one thread after another, would take its memory once per thread.
     """
     call = getattr(ctypes.CDLL(None), "mallopt", None)
     if call is not None and "MALLOC_ARENA_MAX" not in os.environ and "GLIBC_TUNABLES" not in os.environ:
         call(_ARENA_MAX, ARENAS)
 
 
-def trim() -> None:
-    """Free pages go back to the system, those between allocations too. Some 20 ms, in which others' wait."""
+def trim_heap() -> None:
+    """Return free pages to the system, also those between allocations.
+
+    This takes some 20 ms, during which allocations of other threads wait.
+    """
     call = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
     if call is not None:
         call(0)
 
 
-def mapped(size: int, kind: type[M] = mmap.mmap) -> M:  # type: ignore[assignment] # the bound is its own default
-    """Private memory of so many bytes, a page at least, in large pages where the system gives them: to touch it first
-    takes a fifth of the time then. Raises MemoryError.
+def map_memory(size: int, kind: type[M] = mmap.mmap) -> M:  # type: ignore[assignment] # the bound is its own default
+    """Map `size` bytes of private memory, at least one page. Raises MemoryError.
+
+    Large pages are used where the system has them. Touching the memory first then takes a fifth of the time.
     """
     try:
         memory = kind(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -46,7 +48,7 @@ def mapped(size: int, kind: type[M] = mmap.mmap) -> M:  # type: ignore[assignmen
 
 
 def advise(memory: mmap.mmap, advice: str) -> None:
-    """advice: a name of `madvise`'s, such as MADV_HUGEPAGE. A system that does not know it goes on without."""
+    """Give the system advice on memory, which it may ignore. advice: a name of `madvise`, such as MADV_HUGEPAGE."""
     if hasattr(mmap, advice):
         with suppress(OSError):
             memory.madvise(getattr(mmap, advice))

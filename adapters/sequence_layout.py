@@ -1,6 +1,6 @@
-"""What a model keeps of a sequence, as data: names, shapes and element types of tensors. Imports no torch.
+"""The state that a model keeps of a sequence, as data: names, shapes and element types of tensors. Imports no torch.
 
-Element types are called as in safetensors, so that whoever only looks at a cache folder needs no library for them.
+Element types have the names of safetensors, so that a tool that reads a cache folder needs no library for them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from attrs import frozen
 if TYPE_CHECKING:
     import torch
 
-# Bytes of an element.
-SIZES: Mapping[str, int] = {"F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "U8": 1, "I8": 1, "F8_E4M3": 1}
+# Bytes of an element, by element type.
+ELEMENT_BYTES: Mapping[str, int] = {"F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "U8": 1, "I8": 1, "F8_E4M3": 1}
 _TORCH = {
     "F32": "float32",
     "BF16": "bfloat16",
@@ -31,7 +31,7 @@ _NAMES = {f"torch.{long}": short for short, long in _TORCH.items()}
 
 @frozen
 class TensorSpec:
-    """One tensor as our own model makes it."""
+    """One tensor of a model's state."""
 
     name: str
     dtype: str
@@ -39,15 +39,15 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        return prod(self.shape) * SIZES[self.dtype]
+        return prod(self.shape) * ELEMENT_BYTES[self.dtype]
 
 
 @frozen
 class RowSpec:
-    """What one model keeps of every token: each of `names` is `[heads, tokens, width]` of `dtype`.
+    """The rows that one model keeps of every token: each of `names` is a tensor `[heads, tokens, width]` of `dtype`.
 
-    The names are a layer's keys and its values in turn, and say the order in which rows lie end to end. In I8 and
-    F8_E4M3 the last four bytes of a head's `width` are the float32 that its codes are multiplied with.
+    The names are the keys and the values of each layer in turn, in the order in which rows are stored. In I8 and
+    F8_E4M3 the last four bytes of a head's `width` are the float32 scale of its codes.
     """
 
     names: tuple[str, ...]
@@ -57,15 +57,15 @@ class RowSpec:
 
     @property
     def token_bytes(self) -> int:
-        return len(self.names) * self.heads * self.width * SIZES[self.dtype]
+        return len(self.names) * self.heads * self.width * ELEMENT_BYTES[self.dtype]
 
-    def specs(self, tokens: int) -> tuple[TensorSpec, ...]:
+    def tensor_specs(self, tokens: int) -> tuple[TensorSpec, ...]:
         return tuple(TensorSpec(name, self.dtype, (self.heads, tokens, self.width)) for name in self.names)
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Of one of `SIZES`."""
-    import torch  # noqa: PLC0415 - it takes a second, and only those who have tensors come here
+    """Return the torch dtype of an element type, one of ELEMENT_BYTES."""
+    import torch  # noqa: PLC0415 - importing takes a second, and this is called only where there are tensors
 
     found = getattr(torch, _TORCH[name])
     assert isinstance(found, torch.dtype)
@@ -73,5 +73,5 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """One of `SIZES`."""
+    """Return the element type of a torch dtype, one of ELEMENT_BYTES."""
     return _NAMES[str(dtype)]

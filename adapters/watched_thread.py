@@ -1,4 +1,4 @@
-"""A thread that cannot die unseen: it logs what it died of, keeps it for /health, and tells whoever must act on it."""
+"""A thread whose death is always noticed: it logs the exception, keeps it for /health, and calls a function."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Callable
 log = logging.getLogger("rekindle.threads")
 
 
-class Watched(threading.Thread):
-    """Runs `work` until it returns. An exception that gets out of it is a bug, whatever its type.
+class WatchedThread(threading.Thread):
+    """Runs `work` until it returns. Any exception that leaves `work` is a bug.
 
-    restarts: how often `work` is called anew after one; it must have let go of what it was at. died: called on this
-    thread when that was once too often, so that nobody goes on waiting for it. trouble: the last exception in one line,
-    empty as long as there was none.
+    restarts: how often `work` is called again after an exception. It must have released everything it held.
+    died: called on this thread after the last restart failed, so that no caller waits for the thread for ever.
+    trouble: the last exception in one line. Empty as long as there was none.
     """
 
     def __init__(
@@ -27,9 +27,11 @@ class Watched(threading.Thread):
         daemon: bool = True,
     ) -> None:
         super().__init__(name=name, daemon=daemon)
-        self._work, self._died, self._restarts = work, died, restarts
+        self._work = work
+        self._died = died
+        self._restarts = restarts
         self.trouble = ""
-        self.dead = False
+        self.is_dead = False
 
     def run(self) -> None:
         for left in range(self._restarts, -1, -1):
@@ -40,5 +42,5 @@ class Watched(threading.Thread):
                 log.critical("the thread %s %s", self.name, "starts again" if left else "has died", exc_info=error)
             else:
                 return
-        self.dead = True
+        self.is_dead = True
         self._died()

@@ -19,7 +19,7 @@ import anyio
 import jsonschema
 from attrs import evolve
 
-from adapters.text.grammars.grammar import Grammars, json_grammar
+from adapters.text.grammars.grammar import Grammars, build_json_grammar
 from adapters.text.tokenizer import Tokenizer
 from benchmarks.arguments import options_of, server_parser
 from benchmarks.never_slower import Took, together
@@ -82,7 +82,7 @@ async def compared(
             Job(
                 tokenizer.encode_now([f"Answer as JSON.\n{json.dumps(schema)}\n"])[0],
                 MOST,
-                Sampling(temperature=0.7, seed=first + at, grammar=json_grammar(schema)),
+                Sampling(temperature=0.7, seed=first + at, grammar=build_json_grammar(schema)),
                 tokenizer.end_tokens,
                 Scope("off"),
             )
@@ -133,7 +133,7 @@ async def measure(options: Options, count: int, streams: Sequence[int]) -> dict[
     grammars, schemas = Grammars(tokenizer), [schema_of(seed) for seed in range(count)]
     try:
         target.executor.matched_by(grammars.match)
-        compile_ms = await admitted(grammars, [json_grammar(schema) for schema in schemas])
+        compile_ms = await admitted(grammars, [build_json_grammar(schema) for schema in schemas])
         rows = list[dict[str, Any]]()
         async with engine(target.settings, target.executor, facts={}) as running:
             for together_ in streams:

@@ -148,7 +148,7 @@ class DrawnTensor:
         return self.entry.files
 
     @property
-    def form(self) -> str:
+    def packing_name(self) -> str:
         return "" if self.layout is None else f"drawn {self.layout.steps}"
 
     @property
@@ -170,10 +170,10 @@ class DrawnTensor:
     def read(self, name: str, fetch: Fetch | None = None) -> torch.Tensor:
         return self.weights.read(name)
 
-    def packed(self, name: str, fetch: Fetch | None = None) -> PackedMatrix:
-        return self.weights.packed(name)
+    def read_packed(self, name: str, fetch: Fetch | None = None) -> PackedMatrix:
+        return self.weights.read_packed(name)
 
-    def rounded(self, dtype: torch.dtype) -> DrawnTensor:
+    def with_dtype(self, dtype: torch.dtype) -> DrawnTensor:
         return self
 
 
@@ -203,7 +203,9 @@ def serve(packing: str, gib: float, words: Sequence[str]) -> None:
         found = opened(*where, **how)
         assert isinstance(found.config, Qwen35Config)
         weights = drawn(found.config, packing)
-        tensors = {name: DrawnTensor(entry, weights.layout(name), weights) for name, entry in found.tensors.items()}
+        tensors = {
+            name: DrawnTensor(entry, weights.find_layout(name), weights) for name, entry in found.tensors.items()
+        }
         return evolve(found, tensors=tensors)
 
     Checkpoint.open = drawing  # type: ignore[method-assign]

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import triton
 
-from adapters.checkpoint.packed_matrix import Stack, StepLayout
+from adapters.checkpoint.packed_matrix import StackedWeight, StepLayout
 from adapters.models.kernels.cuda.kernels import TritonKernels
 from adapters.models.kernels.cuda.packed import (
     CudaPackedMatrix,
@@ -64,13 +64,15 @@ def kernels_of() -> TritonKernels:
     return kernels
 
 
-def matrices(name: str, outputs: int, columns: int, *, gated: bool) -> Stack:
+def matrices(name: str, outputs: int, columns: int, *, gated: bool) -> StackedWeight:
     share = 1 + gated
     shape = (outputs // share, columns)
-    return Stack(tuple(random_matrix(shape, FORMATS[name], part, DEVICE) for part in "ab"[:share]), DTYPE, DEVICE)
+    return StackedWeight(
+        tuple(random_matrix(shape, FORMATS[name], part, DEVICE) for part in "ab"[:share]), DTYPE, DEVICE
+    )
 
 
-def packed(kernels: TritonKernels, stack: Stack, *, gated: bool) -> CudaPackedMatrix:
+def packed(kernels: TritonKernels, stack: StackedWeight, *, gated: bool) -> CudaPackedMatrix:
     weight = kernels.pack_gated(stack) if gated else kernels.pack(stack)
     assert isinstance(weight, CudaStack)
     (part,) = weight.parts
@@ -83,7 +85,7 @@ def differing(name: str, tiles: list[str]) -> list[dict[str, Any]]:
     kernels, wrong, total = kernels_of(), Counter[str](), 0
     for columns, gated in itertools.product((1280, 4096), (False, True)):
         stack = matrices(name, 832, columns, gated=gated)
-        weight, plain = packed(kernels, stack, gated=gated), stack.unpacked()
+        weight, plain = packed(kernels, stack, gated=gated), stack.unpack()
         x = torch.randn(256, columns, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1)).to(DTYPE)
         wide = kernels.gated_linear(x, kernels.pack_gated(plain)) if gated else kernels.linear(x, kernels.pack(plain))
         for count in (1, 4, 16, 32, 50):

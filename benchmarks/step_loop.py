@@ -24,14 +24,14 @@ import anyio
 import torch
 from attrs import define, evolve, field
 
-from adapters.checkpoint.text_files import TextFiles
+from adapters.checkpoint.text_files import read_text_files
 from adapters.device.executor import DeviceExecutor
 from adapters.device.lane.lane import DeviceLane
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.shard import Shard
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights
-from adapters.text.grammars.grammar import Grammars, json_grammar
+from adapters.text.grammars.grammar import Grammars, build_json_grammar
 from adapters.text.tokenizer import Tokenizer
 from benchmarks.report import machine, raw, table
 from effects.ids import Tokens
@@ -60,7 +60,7 @@ ITEM = {
     "required": ["name", "kind", "size", "tags"],
     "additionalProperties": False,
 }
-HELD = json_grammar({"type": "array", "items": ITEM, "minItems": 400})  # no answer here is as long
+HELD = build_json_grammar({"type": "array", "items": ITEM, "minItems": 400})  # no answer here is as long
 MIXED = (Sampling(), Sampling(temperature=0.8, top_p=0.95))
 QWEN = Sampling(temperature=0.7, top_k=20, top_p=0.8)
 SAMPLINGS = {  # of streams in turn
@@ -108,14 +108,14 @@ def widened(size: int) -> Tokenizer:
     """The demo's tokenizer with pairs of its tokens as further ones, up to a size that models have. Texts are cut into
     its own alone, which is nothing to a grammar: any of them may follow.
     """
-    files = TextFiles.read(DEMO)
+    files = read_text_files(DEMO)
     described, added = files.tokenizer, files.tokenizer["added_tokens"]
     vocabulary, controls = described["model"]["vocab"], {token["content"] for token in added}
     plain = [text for text in vocabulary if text not in controls]
     pairs = (one + other for one in plain for other in plain if one + other not in vocabulary)
     first = 1 + max([*vocabulary.values(), *(token["id"] for token in added)])
     model = {**described["model"], "vocab": {**vocabulary, **dict(zip(pairs, range(first, size), strict=False))}}
-    return Tokenizer.of(evolve(files, tokenizer={**described, "model": model}))
+    return Tokenizer.from_files(evolve(files, tokenizer={**described, "model": model}))
 
 
 async def demo() -> StepLoop:

@@ -1,4 +1,4 @@
-"""Check that the weights of a checkpoint are finite: one tensor at a time, or all together at the end of a load."""
+"""Checks that the weights of a checkpoint are finite: each tensor at once, or all together at the end of a load."""
 
 from __future__ import annotations
 
@@ -14,40 +14,44 @@ from torch import Tensor
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
 
-Doubt: TypeAlias = tuple[object, str, tuple[Tensor, Tensor]]  # where a tensor lies, its name, least and greatest
-_doubts: ContextVar[list[Doubt] | None] = ContextVar("doubts", default=None)
+# Where a tensor lies, its name, and its least and greatest value on the tensor's device.
+PendingCheck: TypeAlias = tuple[object, str, tuple[Tensor, Tensor]]
+_doubts: ContextVar[list[PendingCheck] | None] = ContextVar("doubts", default=None)
 
 
 def check_finite(tensor: Tensor, where: object, name: str) -> None:
-    """Raises CheckpointError, here or where `told_together` ends. At the speed of memory; `isfinite` takes twenty times
-    as long. A NaN is the least and the greatest at once.
+    """Raise CheckpointError for a tensor that is not finite, here or at the end of `defer_finite_checks`.
+
+    This runs at the speed of memory. `isfinite` takes twenty times as long. A NaN is both the least and the greatest.
     """
     if not tensor.numel():
         return
-    doubt, later = (where, name, tensor.aminmax()), _doubts.get()
+    doubt = (where, name, tensor.aminmax())
+    later = _doubts.get()
     if later is None:
-        tell([doubt])
+        raise_for_non_finite([doubt])
     else:
         later.append(doubt)
 
 
 @contextmanager
-def told_together() -> Iterator[None]:
-    """Whether what is read in here is finite is told at its end: a GPU that is asked of each tensor keeps the host
-    waiting for as long as all the rest of loading takes. Raises CheckpointError there.
+def defer_finite_checks() -> Iterator[None]:
+    """Check all tensors that are read in this context at its end. Raises CheckpointError there.
+
+    Asking a GPU for the result of each tensor would make the host wait for as long as the rest of loading takes.
     """
-    doubts = list[Doubt]()
+    doubts = list[PendingCheck]()
     outer = _doubts.set(doubts)
     try:
         yield
     finally:
         _doubts.reset(outer)
-    tell(doubts)
+    raise_for_non_finite(doubts)
 
 
-def tell(doubts: Iterable[Doubt]) -> None:
-    """Raises CheckpointError for one that is not finite. A device is waited for once for each of its types."""
-    alike = defaultdict[tuple[torch.device, torch.dtype], list[Doubt]](list)
+def raise_for_non_finite(doubts: Iterable[PendingCheck]) -> None:
+    """Raise CheckpointError for a tensor that is not finite. This waits for each device once per element type."""
+    alike = defaultdict[tuple[torch.device, torch.dtype], list[PendingCheck]](list)
     for doubt in doubts:
         least = doubt[2][0]
         alike[least.device, least.dtype].append(doubt)

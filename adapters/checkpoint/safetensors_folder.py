@@ -1,7 +1,7 @@
-"""The tensors of a checkpoint's folder: safetensors, one file or several with an index. Nothing is ever unpickled.
+"""The tensors of a folder in safetensors format: one file, or several with an index. Nothing is ever unpickled.
 
-Headers are read by hand: their offsets tell where the bytes are that identify the weights, a file that shrinks under
-us is an error and not a crash, as it would be with a map of it, and nothing in them is allocated before it is checked.
+Headers are parsed here, for three reasons. Their offsets are needed for the digest of the weights. A file that shrinks
+while it is read is an error; with a memory map it would be a crash. Nothing is allocated before it is checked.
 """
 
 from __future__ import annotations
@@ -16,47 +16,48 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from adapters import bounded_json
-from adapters.checkpoint.checkpoint_error import CheckpointError, shown
+from adapters.checkpoint.checkpoint_error import CheckpointError, describe_value
 from adapters.checkpoint.config_fields import open_regular, read_json
 from adapters.checkpoint.finite_check import check_finite
 from adapters.checkpoint.packed_matrix import PackedMatrix, StepLayout
 from adapters.checkpoint.weights_digest import MAX_HEADER, digest_of_files
 
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-# What packed matrices are made of besides; nobody but their packing knows what these numbers stand for.
+# The other element types of packed matrices. Only the packing knows what their numbers stand for.
 PACKED = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
 ALL = {**FLOATS, **PACKED}
-_MAX_PARTS = 1 << 18  # lists and objects in it: three for each tensor
+_MAX_PARTS = 1 << 18  # lists and objects in a header: three for each tensor
 _MAX_RANK = 8
 
-Shapes = Mapping[str, tuple[int, ...]]  # of tensors, by their published names
-Fetch = Callable[["TensorEntry", str], Tensor]  # what lies there, called so if that fails
+Shapes = Mapping[str, tuple[int, ...]]  # the shapes of tensors, by their published names
+# Reads the bytes of an entry as a tensor. The text is the name of the tensor for error messages.
+Fetch = Callable[["TensorEntry", str], Tensor]
 
 
 class StoredTensor(Protocol):
-    """One tensor of a checkpoint, in whatever format, of which nobody else has to know.
+    """One tensor of a checkpoint, in any format.
 
-    What files hold as it is may be fetched to a device: what is made of it is made there, with the same bits.
+    Its stored parts may be fetched to a device first. Then the tensor is made there, with the same bits.
     """
 
     @property
     def files(self) -> Mapping[Path, int]:
-        """Those that it lies in, and of each how many bytes come first, before all tensors."""
+        """The files that hold the tensor, with the size of each file's header in bytes."""
         ...
 
     @property
-    def form(self) -> str:
-        """How it is packed; empty where it is not. Other numbers from the same bytes are another form."""
+    def packing_name(self) -> str:
+        """The name of the packing, or an empty text. Equal bytes that are read differently have different names."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """What it takes in its form."""
+        """The size of the tensor as it is stored, in bytes."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """What is read."""
+        """The dtype of the tensor that `read` returns."""
         ...
 
     @property
@@ -64,30 +65,33 @@ class StoredTensor(Protocol):
 
     @property
     def sources(self) -> tuple[TensorEntry, ...]:
-        """What is fetched for it; none where it has to be made on the host."""
+        """The stored parts to fetch. Empty: the tensor must be made on the host."""
         ...
 
     def read(self, name: str, fetch: Fetch = ...) -> Tensor:
-        """The tensor, on the host or where it was fetched; called `name` if that fails. Raises CheckpointError."""
+        """Return the tensor, on the host or on the device to which it was fetched. Raises CheckpointError.
+
+        name: for error messages.
+        """
         ...
 
     @property
     def layout(self) -> StepLayout | None:
-        """As it can be multiplied with, where that is not unpacked."""
+        """The layout in which the tensor can be multiplied with packed, or None."""
         ...
 
-    def packed(self, name: str, fetch: Fetch = ...) -> PackedMatrix:
-        """Of a tensor that has a layout. Raises CheckpointError."""
+    def read_packed(self, name: str, fetch: Fetch = ...) -> PackedMatrix:
+        """Return a tensor that has a layout, packed. Raises CheckpointError."""
         ...
 
-    def rounded(self, dtype: torch.dtype) -> StoredTensor:
-        """The same, to be read in `dtype`, if it is stored in a form that has to be read in one of torch's."""
+    def with_dtype(self, dtype: torch.dtype) -> StoredTensor:
+        """Return this tensor with `dtype` as the dtype of what `read` returns. Only packed tensors can choose it."""
         ...
 
 
 @frozen
 class TensorEntry:
-    """Where one tensor lies: bytes `[start, stop)` of `file`."""
+    """One tensor in a safetensors file: the bytes `[start, stop)` of `file`. header: size of the file's header."""
 
     file: Path
     dtype: torch.dtype
@@ -101,7 +105,7 @@ class TensorEntry:
         return {self.file: self.header}
 
     @property
-    def form(self) -> str:
+    def packing_name(self) -> str:
         return ""
 
     @property
@@ -113,7 +117,7 @@ class TensorEntry:
         return (self,)
 
     def read(self, name: str, fetch: Fetch | None = None) -> Tensor:
-        """The tensor, as stored, on the host or fetched; it is called `name` if that fails."""
+        """Return the tensor as stored, on the host, or as `fetch` returns it. name: for error messages."""
         if fetch is not None:
             return fetch(self, name)
         data = read_bytes(self.file, self.start, self.stop, name)
@@ -126,26 +130,26 @@ class TensorEntry:
     def layout(self) -> None:
         return None
 
-    def packed(self, name: str, fetch: Fetch | None = None) -> PackedMatrix:  # noqa: ARG002
+    def read_packed(self, name: str, fetch: Fetch | None = None) -> PackedMatrix:  # noqa: ARG002
         raise AssertionError(f"{name} is not packed")
 
-    def rows(self, first: int, count: int) -> TensorEntry:
-        """So many of its rows, those of all matrices of a stack counted through."""
+    def slice_rows(self, first: int, count: int) -> TensorEntry:
+        """Return `count` of its rows. In a stack of matrices, the rows of all matrices are counted through."""
         width = self.shape[-1]
         start = self.start + first * width * self.dtype.itemsize
         return evolve(self, shape=(count, width), start=start, stop=start + count * width * self.dtype.itemsize)
 
-    def rounded(self, dtype: torch.dtype) -> TensorEntry:  # noqa: ARG002 - it is read as stored
+    def with_dtype(self, dtype: torch.dtype) -> TensorEntry:  # noqa: ARG002 - unpacked tensors are read as stored
         return self
 
 
-def kind_of(dtype: torch.dtype) -> str:
-    """As files call it."""
+def name_dtype(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in safetensors files."""
     return next(kind for kind, one in ALL.items() if one == dtype)
 
 
 def read_bytes(path: Path, start: int, stop: int, name: str) -> bytearray:
-    """Bytes `[start, stop)` of a file, which belong to the tensor `name`. Raises CheckpointError."""
+    """Read the bytes `[start, stop)` of a file, which belong to the tensor `name`. Raises CheckpointError."""
     data = bytearray(stop - start)
     try:
         with path.open("rb") as file:
@@ -158,14 +162,14 @@ def read_bytes(path: Path, start: int, stop: int, name: str) -> bytearray:
     return data
 
 
-def digest_of(tensors: Mapping[str, StoredTensor]) -> str:
-    """Identifies weights, by `digest_of_files` over those that they lie in."""
+def digest_tensors(tensors: Mapping[str, StoredTensor]) -> str:
+    """Return the digest that identifies weights: `digest_of_files` over all files that hold them."""
     headers = {file: header for entry in tensors.values() for file, header in entry.files.items()}
-    return digest_of_files(headers, {entry.form for entry in tensors.values()} - {""})
+    return digest_of_files(headers, {entry.packing_name for entry in tensors.values()} - {""})
 
 
 def scan_tensors(folder: Path, kinds: Mapping[str, torch.dtype] = FLOATS) -> dict[str, TensorEntry]:
-    """Every tensor of the folder, by its name with the `model.` prefix. kinds: the types that are accepted."""
+    """Return all tensors of a folder by their names with the `model.` prefix. kinds: the accepted types."""
     index = folder / "model.safetensors.index.json"
     single = folder / "model.safetensors"
     if single.is_file():
@@ -178,16 +182,18 @@ def scan_tensors(folder: Path, kinds: Mapping[str, torch.dtype] = FLOATS) -> dic
     found: dict[str, TensorEntry] = {}
     for name in sorted(set(names.values())):
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise CheckpointError(f"{index}: {shown(name)} is not the name of a .safetensors file in the folder")
+            raise CheckpointError(
+                f"{index}: {describe_value(name)} is not the name of a .safetensors file in the folder"
+            )
         found.update(read_header(folder / name, kinds))
     for name in names:
-        if _canonical(name) not in found:
+        if _canonical_name(name) not in found:
             raise CheckpointError(f"{index}: tensor {name[:200]} is not in {names[name]}")
     return found
 
 
-def _canonical(name: str) -> str:
-    """Some exports leave out the `model.` prefix."""
+def _canonical_name(name: str) -> str:
+    """Return a tensor's name with the `model.` prefix, which some exports leave out."""
     bare = name.startswith(("layers.", "embed_tokens.", "norm."))
     return f"model.{name}" if bare else name
 
@@ -204,7 +210,7 @@ def _header_length(path: Path, file: BinaryIO) -> int:
 
 
 def read_header(path: Path, kinds: Mapping[str, torch.dtype] = FLOATS) -> dict[str, TensorEntry]:
-    """Every tensor of one safetensors file, by its name with the `model.` prefix; nothing but the header is read."""
+    """Return all tensors of one safetensors file, by their names with the `model.` prefix. Reads only the header."""
     try:
         with open_regular(path) as file:
             length = _header_length(path, file)
@@ -221,19 +227,21 @@ def read_header(path: Path, kinds: Mapping[str, torch.dtype] = FLOATS) -> dict[s
         raise CheckpointError(f"{path}: the safetensors header is not an object")
     header.pop("__metadata__", None)
     size = path.stat().st_size
-    entries = {name: _entry(path, name, value, (8 + length, size), kinds) for name, value in header.items()}
-    last, end = "", 0
+    entries = {name: _read_entry(path, name, value, (8 + length, size), kinds) for name, value in header.items()}
+    last = ""
+    end = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
         if entry.start < end:
             raise CheckpointError(f"{path}: the bytes of {last[:200]} and {name[:200]} overlap")
-        last, end = name, entry.stop
-    return {_canonical(name): entry for name, entry in entries.items()}
+        last = name
+        end = entry.stop
+    return {_canonical_name(name): entry for name, entry in entries.items()}
 
 
-def _entry(
+def _read_entry(
     path: Path, name: str, value: object, ends: tuple[int, int], kinds: Mapping[str, torch.dtype]
 ) -> TensorEntry:
-    """ends: of the file's header, and of the file."""
+    """Check one entry of a header. Raises CheckpointError. ends: where the header and the file end, in bytes."""
     base, size = ends
     match value:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(stop)]} if len(
@@ -252,7 +260,7 @@ def _entry(
 
 
 def check_tensors(folder: Path, tensors: Mapping[str, StoredTensor], expected: Shapes, what: str) -> None:
-    """Raises CheckpointError for a tensor that is missing, has another shape or is no part of `what`."""
+    """Raise CheckpointError for a tensor that is missing, has another shape or is not part of `what`."""
     for name, shape in expected.items():
         if name not in tensors:
             raise CheckpointError(f"{folder}: tensor {name} is missing")

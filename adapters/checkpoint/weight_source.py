@@ -8,8 +8,8 @@ from torch import Tensor
 
 
 class WeightSource(Protocol):
-    """Where a shard gets its tensors from, by their Hugging Face names."""
+    """A source of tensors for shards, by their Hugging Face names."""
 
     def read(self, name: str) -> Tensor:
-        """The tensor `name` in any floating dtype on any device; the shard casts and moves it."""
+        """Return the tensor `name`, in any floating dtype and on any device. The shard casts and moves it."""
         ...

@@ -1,5 +1,7 @@
-"""What identifies weights. To hash it takes as long as to import torch, which is not needed here: a thread of its own
-may do that meanwhile.
+"""The digest that identifies weights.
+
+Hashing takes about as long as importing torch, which is not needed here. So a thread may hash at start while torch is
+imported (`start_digest`), and `digest_of_files` takes the result.
 """
 
 from __future__ import annotations
@@ -14,52 +16,55 @@ from typing import TypeAlias
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.config_fields import open_regular, read_json
 
-MAX_HEADER = 16 << 20  # eight times what 10,000 tensors need; the format itself allows 100 MB
-_WHOLE = 256 << 20
+MAX_HEADER = 16 << 20  # bytes: eight times what 10,000 tensors need; the format itself allows 100 MB
+_WHOLE = 256 << 20  # bytes up to which the whole content is hashed
 _PIECE = 1 << 20
 _PIECES = 64
-_TOGETHER = 16 << 20  # bytes that are hashed at once: after each piece a thread would wait for the interpreter
+_TOGETHER = 16 << 20  # bytes that are hashed at once, since the thread waits for the GIL after each call
 
-Files: TypeAlias = tuple[tuple[Path, int, int, int], ...]  # each with the bytes of its header and in all, and its time
-_begun = dict[Files, Future[str]]()
+# Each file with the size of its header, its whole size, and its time of modification in ns.
+Files: TypeAlias = tuple[tuple[Path, int, int, int], ...]
+_pending = dict[Files, Future[str]]()
 
 
 def digest_of_files(headers: Mapping[Path, int], forms: Iterable[str] = ()) -> str:
-    """Identifies weights: 32 hex digits of blake2b over every file's header, size and content, and how that is read.
+    """Return 32 hex digits that identify weights: blake2b over each file's header, size and content.
 
-    Up to 256 MiB in all the whole content is hashed. Above, 64 pieces of 1 MiB a file, evenly spread with both ends
-    included, stand for it: that tells apart models and training steps, not a forgery.
+    Up to 256 MiB in all, the whole content is hashed. Above that, 64 pieces of 1 MiB per file stand for it, evenly
+    spread with both ends included. This distinguishes models and training steps, but it does not detect a forgery.
 
-    headers: of each file how many bytes come first, before all tensors. forms: in which they are packed.
+    headers: the files, with the size of each header in bytes. forms: the names of the packings, which are hashed too.
     """
-    files, packed = as_they_are(headers), sorted(forms)
-    begun = None if packed else _begun.pop(files, None)
+    files = stat_files(headers)
+    packed = sorted(forms)
+    begun = None if packed else _pending.pop(files, None)
     if begun is not None and begun.exception() is None:
         return begun.result()
-    return hashed(files, packed)
+    return hash_files(files, packed)
 
 
-def begin(folder: Path) -> None:
-    """The digest of a folder's safetensors, for whoever asks for it next. What goes wrong here, and what cannot be
-    known from these files alone, is left to them.
+def start_digest(folder: Path) -> None:
+    """Start a thread that computes the digest of a folder's safetensors files for the next `digest_of_files`.
+
+    Errors are ignored here: that call raises them.
     """
     try:
-        files = as_they_are({file: header_of(file) for file in files_of(folder)})
+        files = stat_files({file: read_header_length(file) for file in list_files(folder)})
     except (OSError, ValueError, CheckpointError):
         return
-    found = _begun[files] = Future[str]()
+    found = _pending[files] = Future[str]()
 
     def take() -> None:
         try:
-            found.set_result(hashed(files))
+            found.set_result(hash_files(files))
         except (OSError, MemoryError) as error:
             found.set_exception(error)
 
     Thread(target=take, name="digest", daemon=True).start()
 
 
-def files_of(folder: Path) -> list[Path]:
-    """Raises OSError, CheckpointError or ValueError."""
+def list_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a folder. Raises OSError, CheckpointError or ValueError."""
     single = folder / "model.safetensors"
     if single.is_file():
         return [single]
@@ -69,8 +74,8 @@ def files_of(folder: Path) -> list[Path]:
     return [folder / name for name in set(names.values())]
 
 
-def header_of(file: Path) -> int:
-    """Raises OSError, CheckpointError or ValueError."""
+def read_header_length(file: Path) -> int:
+    """Return the size of a file's header in bytes. Raises OSError, CheckpointError or ValueError."""
     with open_regular(file) as opened:
         length = int.from_bytes(opened.read(8), "little")
     if length > MAX_HEADER:
@@ -78,13 +83,15 @@ def header_of(file: Path) -> int:
     return 8 + length
 
 
-def as_they_are(headers: Mapping[Path, int]) -> Files:
+def stat_files(headers: Mapping[Path, int]) -> Files:
     stats = ((file, header, file.stat()) for file, header in sorted(headers.items()))
     return tuple((file, header, stat.st_size, stat.st_mtime_ns) for file, header, stat in stats)
 
 
-def hashed(files: Files, forms: Iterable[str] = ()) -> str:
-    whole, buffer = sum(size for _, _, size, _ in files) <= _WHOLE, memoryview(bytearray(_TOGETHER))
+def hash_files(files: Files, forms: Iterable[str] = ()) -> str:
+    """Compute the digest, see `digest_of_files`. Raises OSError or MemoryError."""
+    whole = sum(size for _, _, size, _ in files) <= _WHOLE
+    buffer = memoryview(bytearray(_TOGETHER))
     digest = hashlib.blake2b(digest_size=16, person=b"rekindle-weights")
     for form in forms:
         digest.update(f"{form};".encode())
@@ -92,7 +99,7 @@ def hashed(files: Files, forms: Iterable[str] = ()) -> str:
         digest.update(f"{size}:".encode())
         with file.open("rb") as source:
             digest.update(source.read(header))
-            starts = range(0, size, _PIECE) if whole else _spread(size)
+            starts = range(0, size, _PIECE) if whole else _spread_pieces(size)
             filled = 0
             for start in starts:
                 source.seek(start)
@@ -104,6 +111,6 @@ def hashed(files: Files, forms: Iterable[str] = ()) -> str:
     return digest.hexdigest()
 
 
-def _spread(size: int) -> list[int]:
+def _spread_pieces(size: int) -> list[int]:
     last = max(size - _PIECE, 0)
     return sorted({last * piece // (_PIECES - 1) for piece in range(_PIECES)})

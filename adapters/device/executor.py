@@ -35,7 +35,7 @@ from adapters.device.slots.slots import SlotState, abandoned, begun, check, clip
 from adapters.device.speculation.proposer import Proposer
 from adapters.models.decoder.host_experts import HostExperts
 from adapters.models.decoder.shard import Shard
-from adapters.watched_thread import Watched
+from adapters.watched_thread import WatchedThread
 from effects.all import EffectRequest, Launch, Outcome
 from effects.decode import RunDecode
 from effects.experts import PlaceExperts
@@ -105,7 +105,7 @@ class DeviceExecutor:
         self._lanes.prompts = lane
 
     @property
-    def threads(self) -> tuple[Watched, ...]:
+    def threads(self) -> tuple[WatchedThread, ...]:
         return self._lanes.threads
 
     def checkpointed_by(self, keep: KeepState) -> None:

@@ -59,8 +59,8 @@ from adapters.http.wire.read_body import reading
 from adapters.http.wire.retry_after import Preparing, Turnover
 from adapters.metrics import Metrics
 from adapters.text.model_text import Text
-from adapters.text.template import text_of
-from adapters.text.tokenizer import GaveUp, TooLong
+from adapters.text.template import join_rendered
+from adapters.text.tokenizer import ClientLeft, TooManyTokens
 from effects.ports import Door
 
 log = logging.getLogger("rekindle.http")
@@ -209,7 +209,7 @@ class Edge:
 
         try:
             return await held(asked, self.text, self.options, gone, request.scope.get(CALLER, ""))
-        except GaveUp:
+        except ClientLeft:
             if self.door.get_acceptance() != "draining":
                 raise left() from None
             raise unavailable(SHUTTING_DOWN, self.options.retry_after_s) from None
@@ -247,18 +247,18 @@ class Edge:
             most = max(MOST_TOKENIZED, self.options.counted)
             try:
                 (tokens,) = await self.text.tokenizer.encode(
-                    [content], controls=special, start=start, most=most, gone=request.is_disconnected
+                    [content], controls=special, start=start, max_tokens=most, is_disconnected=request.is_disconnected
                 )
-            except TooLong:
+            except TooManyTokens:
                 raise invalid("$.content", f"has more than {most} tokens; send it in parts") from None
-            except GaveUp:
+            except ClientLeft:
                 raise left() from None
             if not fields.flag("with_pieces"):
                 return JSONResponse({"tokens": tokens})
             return JSONResponse({"tokens": [{"id": token, "piece": self._piece(token)} for token in tokens]})
 
     def _piece(self, token: int) -> str | list[int]:
-        raw = self.text.tokenizer.piece(token)
+        raw = self.text.tokenizer.token_bytes(token)
         try:
             return raw.decode()
         except UnicodeDecodeError:
@@ -278,7 +278,7 @@ class Edge:
             conversation = await anyio.to_thread.run_sync(openai_chat.read_conversation, fields, self.text)
             turns = self._asker(request).turns(controls.read_salt(fields))
             return JSONResponse(
-                {"prompt": text_of(await rendered(conversation, fields, self.text, self.options, turns))}
+                {"prompt": join_rendered(await rendered(conversation, fields, self.text, self.options, turns))}
             )
 
     # -- about the server

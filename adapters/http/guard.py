@@ -88,7 +88,7 @@ class Guard:
             await error_response(scope, failed)(scope, receive, watched)
         finally:
             path = scope["path"] if scope["path"] in self.paths else "other"
-            self.metrics.http(path, status)
+            self.metrics.count_response(path, status)
             level = logging.DEBUG if scope["method"] != "POST" and status < 400 else logging.INFO
             spent, note = time.monotonic() - start, scope.get(NOTE, "")
             if path == "other":

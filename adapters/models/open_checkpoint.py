@@ -15,10 +15,17 @@ from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.config_fields import DTYPES, read_json
 from adapters.checkpoint.gguf.header import is_gguf
 from adapters.checkpoint.packed_matrix import PackedMatrix, StepLayout
-from adapters.checkpoint.quantised.packed_tensors import folded
+from adapters.checkpoint.quantised.packed_tensors import fold_packed_tensors
 from adapters.checkpoint.quantised.quantisation_config import find_quantisation
-from adapters.checkpoint.quantised.rounding import GROUP, error_of, rounded_all
-from adapters.checkpoint.safetensors_folder import ALL, Shapes, StoredTensor, check_tensors, digest_of, scan_tensors
+from adapters.checkpoint.quantised.rounding import GROUP, measure_error, round_matrices
+from adapters.checkpoint.safetensors_folder import (
+    ALL,
+    Shapes,
+    StoredTensor,
+    check_tensors,
+    digest_tensors,
+    scan_tensors,
+)
 from adapters.models.decoder.family import Family, ModelConfig, family_of
 from adapters.models.decoder.feed_forward import cut_up
 
@@ -61,7 +68,9 @@ class Checkpoint:
             raise CheckpointError(f"{path}: {error}") from None
         if not (path / "tokenizer.json").is_file():
             raise CheckpointError(f"{path}: tokenizer.json is missing")
-        scanned = scan_tensors(path) if quantised is None else folded(path, scan_tensors(path, ALL), quantised)
+        scanned = (
+            scan_tensors(path) if quantised is None else fold_packed_tensors(path, scan_tensors(path, ALL), quantised)
+        )
         expected = config.tensors()
         tensors, others = _named(path, family, scanned, expected)
         # A tied checkpoint may still carry its head; rotary buffers are recomputed.
@@ -77,12 +86,12 @@ class Checkpoint:
         self.heard()
         return tensor
 
-    def layout(self, name: str) -> StepLayout | None:
+    def find_layout(self, name: str) -> StepLayout | None:
         return self.tensors[name].layout
 
-    def packed(self, name: str) -> PackedMatrix:
+    def read_packed(self, name: str) -> PackedMatrix:
         """One tensor that has a layout, as it is packed."""
-        matrix = self.tensors[name].packed(name)
+        matrix = self.tensors[name].read_packed(name)
         self.heard()
         return matrix
 
@@ -97,14 +106,14 @@ class Checkpoint:
         return evolve(self, heard=heard)
 
     def digest(self) -> str:
-        return digest_of(self.tensors)
+        return digest_tensors(self.tensors)
 
     @property
     def forms(self) -> tuple[str, ...]:
         """How weights are packed, what most of them are in first; none where they are not."""
         sizes = Counter[str]()
         for entry in self.tensors.values():
-            sizes[entry.form] += math.prod(entry.shape)
+            sizes[entry.packing_name] += math.prod(entry.shape)
         return tuple(form for form, _ in sizes.most_common() if form)
 
     @property
@@ -119,7 +128,7 @@ class Checkpoint:
     @property
     def error(self) -> float | None:
         """Of weights that `quantised` rounds, once they have been read: relative, by root mean square."""
-        return error_of(self.tensors)
+        return measure_error(self.tensors)
 
     def quantised(self, bits: int) -> Checkpoint:
         """The same, with its matrices to be rounded to so many bits as they are read. Raises CheckpointError."""
@@ -127,12 +136,13 @@ class Checkpoint:
             what = f"weights are packed already ({'; '.join(self.forms[:3])})"
             raise CheckpointError(f"{self.folder}: --quantize int{bits}: its {what}; accepted: none")
         chosen = {name for name, entry in self.tensors.items() if _worth_rounding(name, entry.shape)}
-        return evolve(self, tensors=rounded_all(self.tensors, bits, chosen))
+        return evolve(self, tensors=round_matrices(self.tensors, bits, chosen))
 
     def rounded(self, dtype: torch.dtype) -> Checkpoint:
         """The same, with packed weights to be read in `dtype`: what they are computed in."""
         tensors, others = (
-            {name: entry.rounded(dtype) for name, entry in entries.items()} for entries in (self.tensors, self.others)
+            {name: entry.with_dtype(dtype) for name, entry in entries.items()}
+            for entries in (self.tensors, self.others)
         )
         return evolve(self, tensors=tensors, others=others)
 
@@ -147,7 +157,12 @@ def _adds_nothing(name: str, tensors: Mapping[str, StoredTensor]) -> bool:
     """A bias of zeros beside a packed matrix: tools for GPTQ write one where the model has none."""
     matrix = tensors.get(f"{name.removesuffix('.bias')}.weight") if name.endswith(".bias") else None
     bias = tensors[name]
-    return matrix is not None and matrix.form != "" and bias.shape == matrix.shape[:1] and not bias.read(name).any()
+    return (
+        matrix is not None
+        and matrix.packing_name != ""
+        and bias.shape == matrix.shape[:1]
+        and not bias.read(name).any()
+    )
 
 
 def _named(

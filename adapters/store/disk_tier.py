@@ -32,7 +32,7 @@ from adapters.store.recent_prompts import Recents
 from adapters.store.recent_prompts_file import RecentFile
 from adapters.store.slab_memory import Buffer, Memory
 from adapters.store.tier import Note, Write
-from adapters.watched_thread import Watched
+from adapters.watched_thread import WatchedThread
 
 log = logging.getLogger("rekindle.store")
 
@@ -60,7 +60,7 @@ class Disk:
     queued: int = 0
     _queue: SimpleQueue[Write | Note | None] = field(factory=SimpleQueue)
     _readers: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(DECODERS, "store-reader"))
-    writer: Watched = field(init=False)
+    writer: WatchedThread = field(init=False)
     _closing: bool = False  # nothing more is taken
     _begun: threading.Event = field(factory=threading.Event)  # the journal is whole, or cannot be written
     _ended: bool = False  # the writer's thread has been told so
@@ -72,7 +72,7 @@ class Disk:
     _chosen: Fixed | None = None  # by `auto`, at an earlier start
 
     def __attrs_post_init__(self) -> None:
-        self.writer = Watched("store-writer", self._work, died=self._give_up, restarts=RESTARTS)
+        self.writer = WatchedThread("store-writer", self._work, died=self._give_up, restarts=RESTARTS)
         self._upkeep = Upkeep(self.folder, self.lock)
         self._journal = JournalFile(self.index, self._upkeep)
         self._recent = RecentFile(self.recents, self.index.origin, self._upkeep)
@@ -136,7 +136,7 @@ class Disk:
         return self._upkeep.damaged
 
     @property
-    def threads(self) -> tuple[Watched, ...]:
+    def threads(self) -> tuple[WatchedThread, ...]:
         return (self.writer,)
 
     @staticmethod

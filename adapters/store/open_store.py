@@ -20,7 +20,7 @@ from adapters.store.host_tier import HostTier
 from adapters.store.recent_prompts import MOST_BYTES, Recents
 from adapters.store.slab_memory import ALIGN, Memory
 from adapters.store.store import AHEAD, RUN_BYTES, Store
-from adapters.watched_thread import Watched
+from adapters.watched_thread import WatchedThread
 
 GPU_RUN_BYTES = 32 << 20  # a copy of less does not reach the bus's speed
 MOVING = 8  # runs that are on their way to or from the device
@@ -51,7 +51,7 @@ def open_store(
         pool.slab = slab_size(layout, run_bytes)
     disk = None if path is None else open_disk(layout, Folder.open(path), lock, budget=disk_bytes, codec=codec)
     ready = threading.Event()
-    Watched("store-memory", partial(prepare, pool, run_bytes, ready)).start()
+    WatchedThread("store-memory", partial(prepare, pool, run_bytes, ready)).start()
     if disk is not None:
         disk.most_queued = max(disk.most_queued, host_bytes, physical() // QUEUE_SHARE)
     return Store(layout, HostTier(index(layout, host_bytes), pool), disk, lock, run_bytes, ready=ready)

@@ -17,7 +17,7 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from adapters.models.kernels.offload import allocate_pinned
-from adapters.process_memory import mapped
+from adapters.process_memory import map_memory
 
 SLAB = 64 << 20
 # Each slab that is registered holds up whoever asks CUDA for anything, by some milliseconds: so much of them is there
@@ -175,4 +175,4 @@ class Memory:
 
 def unpinned(size: int) -> Tensor:
     """Raises MemoryError."""
-    return torch.frombuffer(mapped(size), dtype=torch.uint8)[:size]
+    return torch.frombuffer(map_memory(size), dtype=torch.uint8)[:size]

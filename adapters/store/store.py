@@ -21,7 +21,7 @@ from adapters.store.nearest_sequence import nearest
 from adapters.store.recent_prompts import Recents
 from adapters.store.slab_memory import Buffer, Memory
 from adapters.store.tier import LowerTier, Note, StateCheckpoint, Tier, Write
-from adapters.watched_thread import Watched
+from adapters.watched_thread import WatchedThread
 from effects.ids import LeaseId, Span, Tokens
 from effects.ports import Divergence
 
@@ -315,7 +315,7 @@ class Store(Generic[D]):
     # --- the rest ---
 
     @property
-    def threads(self) -> tuple[Watched, ...]:
+    def threads(self) -> tuple[WatchedThread, ...]:
         """Whose troubles /health tells. What they do not do any more costs hits only."""
         return () if self.disk is None else self.disk.threads
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from attrs import define, field, frozen
 
-from adapters.sequence_layout import SIZES
+from adapters.sequence_layout import ELEMENT_BYTES
 from adapters.store import index_journal as journal
 from adapters.store import recent_prompts
 from adapters.store.block_index import Entry
@@ -242,7 +242,7 @@ def span(about: Mapping[str, Any]) -> tuple[int, int]:
     shape = about["shape"]
     if len(shape) > MOST_SHAPE or not all(type(one) is int and one >= 0 for one in (start, stop, *shape)):
         raise ValueError("no positions")
-    if stop - start != prod(shape) * SIZES[about["dtype"]]:
+    if stop - start != prod(shape) * ELEMENT_BYTES[about["dtype"]]:
         raise ValueError("another length than its shape")
     return start, stop
 

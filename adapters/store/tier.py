@@ -14,7 +14,7 @@ from adapters.store.block_index import Entry, Index
 from adapters.store.files.file_format import Run
 from adapters.store.recent_prompts import Recent, Recents
 from adapters.store.slab_memory import Buffer
-from adapters.watched_thread import Watched
+from adapters.watched_thread import WatchedThread
 
 StateCheckpoint: TypeAlias = Literal["host", "disk"]
 
@@ -68,7 +68,7 @@ class LowerTier(Tier, Protocol):
     def recents(self) -> Recents: ...
 
     @property
-    def threads(self) -> tuple[Watched, ...]:
+    def threads(self) -> tuple[WatchedThread, ...]:
         """Whose troubles /health tells. What they do not do any more costs hits only."""
         ...
 

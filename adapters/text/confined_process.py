@@ -1,20 +1,25 @@
-"""Renders a chat template, or tries grammars, in a process of its own, which its parent may kill. Run by path; needs
-only jinja2 or llguidance.
+"""The program of the confined process: it renders one chat template or tries grammars. Its parent may kill it.
 
-Frames in both directions: four bytes of length (big endian), then JSON. The first frame is the set-up with `max_bytes`
-and `seconds`, answered by `{"ok": ""}` or an error. With `{"template", "controls", "variables", "nonce", "max_chars"}`
-every later frame holds the variables of one render; with `{"tokens", "special", "ends", "limits"}` it is a grammar,
-or `{"rules"}`, in GBNF or Lark, to be answered as Lark, or `{"schemas"}`, a list of them, to be answered as JSON: what
-`fit_schema.py` makes of each.
-They are answered by `{"ok": text}` or `{"error": kind, "message": text}` with kind `refused` (the template's own
-raise_exception, a grammar that cannot be used) or `failed`.
+`confined_worker.py` runs this file by its path. It imports only the standard library and jinja2 (or llguidance).
 
-Marks: a control token counts only where the template itself writes it. So in the parsed template every constant that
-may reach the output has its control tokens replaced by marks (a nonce that nobody outside can know, between two
-Unicode noncharacters). Constants that are compared with, or split by, are left alone, so that templates which look for
-`</think>` in a message still find it. What a client typed is never touched and can never be a mark. Where this cannot
-follow a template (a token put together from parts, a text compared with a variable that holds one), the token is plain
-text: it errs on the safe side, and `Text.check` warns at start.
+Protocol. Each frame has four bytes of length (big endian) and then JSON, in both directions. The first frame is the
+set-up, with `max_bytes` and `seconds`. It is answered by `{"ok": ""}` or an error. The set-up decides the work:
+
+* `{"template", "controls", "variables", "nonce", "max_chars"}`: each later frame holds the variables of one render.
+* `{"tokens", "special", "ends", "limits"}`: each later frame is one of three requests. A text is a grammar, which is
+  compiled. `{"rules"}` is GBNF or Lark, and the answer is Lark. `{"schemas"}` is a list of JSON schemas, and the answer
+  is what `fit_schema.py` makes of each, as JSON.
+
+The answer is `{"ok": text}` or `{"error": kind, "message": text}`. The kind is `refused` (the template called
+raise_exception, or a grammar cannot be used) or `failed`.
+
+Marks. A control token counts only where the template itself writes it. So every constant of the parsed template that
+may reach the output has its control tokens replaced by marks. A mark is a secret nonce between two Unicode
+noncharacters. Constants that a template compares with, or splits by, stay as they are: a template that looks for
+`</think>` in a message still finds it. The text of a client is never changed and can never hold a mark.
+
+Some templates cannot be followed: they put a token together from parts, or compare a text with a variable that holds
+one. Such a token is plain text. This errs on the safe side, and `Text.check` warns at start.
 """
 
 from __future__ import annotations
@@ -38,22 +43,23 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# Their arguments are looked for in a text, never written out.
+# Methods of a text whose arguments are searched for and never written out.
 SEARCHES = {
     *("count", "endswith", "find", "index", "lstrip", "partition", "removeprefix", "removesuffix", "replace", "rfind"),
     *("rindex", "rpartition", "rsplit", "rstrip", "split", "startswith", "strip"),
 }
+# Filters whose arguments name attributes or tests and are never written out.
 SELECTORS = {
     *("attr", "groupby", "map", "reject", "rejectattr", "replace", "select", "selectattr", "sort", "trim", "unique"),
 }
 
 
 class Refused(jinja2.TemplateError):
-    """The template called raise_exception: the conversation is not one it can render. Or a grammar cannot be used."""
+    """The template called raise_exception for this conversation, or a grammar cannot be used."""
 
 
 class Marker:
-    """Control tokens to marks and back."""
+    """Replaces control tokens by marks, and marks by control tokens."""
 
     def __init__(self, controls: list[str], nonce: str) -> None:
         self.marks = {token: f"\ufdd0{nonce}\ufdd2{number}\ufdd1" for number, token in enumerate(controls)}
@@ -65,11 +71,11 @@ class Marker:
     def mark(self, text: str) -> str:
         return self.tokens.sub(lambda found: self.marks[found[0]], text)
 
-    def plain(self, text: str) -> str:
+    def unmark(self, text: str) -> str:
         return self.marked.sub(lambda found: self.controls[int(found[1])], text)
 
     def mark_tree(self, node: nodes.Node) -> None:
-        """Mark every constant below `node` that may reach the output."""
+        """Mark the control tokens in every constant below `node` that may reach the output."""
         match node:
             case nodes.TemplateData():
                 node.data = self.mark(node.data)
@@ -98,7 +104,7 @@ class Marker:
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """As transformers sets it up for chat templates, less the ways to read the machine."""
+    """The environment that transformers uses for chat templates, without the functions that read the machine."""
 
     def __init__(self, marker: Marker) -> None:
         # optimized=False: constants are not folded while compiling, where no time limit would have begun yet
@@ -116,17 +122,20 @@ class Sandbox(ImmutableSandboxedEnvironment):
         }
 
     def refuse(self, message: object) -> None:
-        raise Refused(self.marker.plain(str(message)))
+        raise Refused(self.marker.unmark(str(message)))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - jinja's own names
-        """Texts are searched for what a constant says, not for its mark: also when it came through a variable."""
+        """Call a function. A text is searched for the control token itself, not for its mark.
+
+        The argument may have come through a variable, so marking constants alone cannot ensure this.
+        """
         if isinstance(getattr(__obj, "__self__", None), str) and __obj.__name__ in SEARCHES:
-            args = tuple(__self.marker.plain(arg) if isinstance(arg, str) else arg for arg in args)
+            args = tuple(__self.marker.unmark(arg) if isinstance(arg, str) else arg for arg in args)
         return super().call(__context, __obj, *args, **kwargs)
 
 
 class Generation(Extension):
-    """`{% generation %}` marks what a model writes, for training; here its body is rendered as it is."""
+    """Renders the body of `{% generation %}` unchanged. The tag marks what a model writes and is meant for training."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja declares it so
 
@@ -142,11 +151,13 @@ def tojson(
 
 
 def strftime_now(layout: str) -> str:
-    """Local time, as templates expect: read only by templates that ask for it."""
+    """Format the local time, as templates expect it."""
     return datetime.now().astimezone().strftime(layout)
 
 
 class Renderer:
+    """Renders one template. The output is limited to `max_chars` characters."""
+
     def __init__(self, setup: dict[str, Any]) -> None:
         self.marker = Marker(setup["controls"], setup["nonce"])
         self.max_chars: int = setup["max_chars"]
@@ -157,7 +168,9 @@ class Renderer:
         self.template = sandbox.from_string(tree)
 
     def render(self, variables: dict[str, Any]) -> str:
-        parts, chars = [], 0
+        """Return the rendered text. Raises OverflowError where it is too long."""
+        parts = []
+        chars = 0
         for part in self.template.generate(self.variables | variables):
             chars += len(part)
             if chars > self.max_chars:
@@ -167,47 +180,48 @@ class Renderer:
 
 
 class GrammarTrial:
-    """Compiles grammars for a vocabulary; what costs too much ends this process, not the server's."""
+    """Compiles grammars for one vocabulary. A grammar that costs too much ends this process, not the server."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
         import llguidance  # noqa: PLC0415 - templates are rendered without it
 
         class Vocabulary:
             is_tokenizer_wrapper = True
-            eos_token_id, bos_token_id = setup["ends"][0], None
+            eos_token_id = setup["ends"][0]
+            bos_token_id = None
             tokens = [bytes.fromhex(token) for token in setup["tokens"]]  # noqa: RUF012 - llguidance reads it so
             special_token_ids = setup["special"]
 
             def __call__(self, _: Any) -> list[int]:
-                return []  # only what is forced would be tokenized, and nothing is answered here
+                return []  # only forced text would be tokenized, and this process generates no answers
 
         self.limits = llguidance.LLParserLimits(**setup["limits"])
         self.layout: dict[str, Any] = setup.get("layout", {})
-        self.fitting = load_beside("fit_schema")  # before time is limited
+        self.schema_module = load_sibling_module("fit_schema")  # loaded before processor time is limited
         self.matcher = llguidance.LLMatcher
         vocabulary: Any = Vocabulary()
         self.tokenizer = llguidance.LLTokenizer(vocabulary, eos_token=setup["ends"])
 
     def render(self, asked: str | dict[str, Any]) -> str:
-        """Nothing, if the grammar can be used; with `rules`, these as Lark has them; with `schemas`, what fits."""
+        """Answer one request, see the head of this file. A grammar that can be used gives the empty text."""
         if isinstance(asked, dict) and "schemas" in asked:
-            return json.dumps(self.fitting.fitted(asked["schemas"], self.complaint))
+            return json.dumps(self.schema_module.fit_schemas(asked["schemas"], self.find_complaint))
         if isinstance(asked, dict):
-            return self.translated(asked["rules"])
+            return self.translate_rules(asked["rules"])
         found = self.matcher(self.tokenizer, asked, log_level=0, limits=self.limits)
         if found.is_error():
             raise Refused(found.get_error())
         return ""
 
-    def complaint(self, schema: dict[str, Any]) -> str:
-        """What is wrong with a schema, or nothing."""
+    def find_complaint(self, schema: dict[str, Any]) -> str:
+        """Compile a schema and return the compiler's complaint, or the empty text."""
         source = self.matcher.grammar_from_json_schema(json.dumps({**schema, "x-guidance": self.layout}))
         found = self.matcher(self.tokenizer, source, log_level=0, limits=self.limits)
         return str(found.get_error()) if found.is_error() else ""
 
     @staticmethod
-    def translated(rules: str) -> str:
-        """Time is limited for this, too: empty lines alone cost their number's square."""
+    def translate_rules(rules: str) -> str:
+        """Translate GBNF or Lark to Lark. This may be slow as well: the cost grows with the square of empty lines."""
         from llguidance.gbnf_to_lark import any_to_lark  # noqa: PLC0415 - templates are rendered without it
 
         try:
@@ -216,8 +230,8 @@ class GrammarTrial:
             raise Refused(f"it must be a grammar in GBNF or Lark: {' '.join(str(error).split())[:200]}") from None
 
 
-def load_beside(name: str) -> Any:
-    """A module that lies beside this file. This process knows no packages of ours."""
+def load_sibling_module(name: str) -> Any:
+    """Load a module from the folder of this file. This process cannot import our packages."""
     found = importlib.util.spec_from_file_location(name, os.path.join(os.path.dirname(__file__), f"{name}.py"))  # noqa: PTH118, PTH120 - one less import
     assert found is not None
     assert found.loader is not None
@@ -226,8 +240,8 @@ def load_beside(name: str) -> Any:
     return module
 
 
-def answer(work: Any) -> dict[str, str]:
-    """Do `work` and say what came of it, whatever came of it."""
+def run_and_reply(work: Any) -> dict[str, str]:
+    """Run `work` and return its answer frame. Every exception becomes an error frame."""
     try:
         return {"ok": work()}
     except Refused as refusal:
@@ -236,25 +250,25 @@ def answer(work: Any) -> dict[str, str]:
         return {"error": "failed", "message": "the template used too much memory"}
     except RecursionError:
         return {"error": "failed", "message": "the template calls itself without end"}
-    except Exception as error:  # noqa: BLE001 - a template can raise anything; the parent is told
+    except Exception as error:  # noqa: BLE001 - a template can raise anything, and the parent must learn of it
         return {"error": "failed", "message": f"{type(error).__name__}: {error}"[:2000]}
 
 
-def receive(source: BinaryIO) -> Any:
+def receive_frame(source: BinaryIO) -> Any:
     head = source.read(4)
     if len(head) < 4:
         raise EOFError
     return json.loads(source.read(struct.unpack(">I", head)[0]))
 
 
-def send(sink: BinaryIO, reply: dict[str, str]) -> None:
+def send_frame(sink: BinaryIO, reply: dict[str, str]) -> None:
     body = json.dumps(reply).encode()
     sink.write(struct.pack(">I", len(body)) + body)
     sink.flush()
 
 
 def confine(max_bytes: int) -> None:
-    """No more memory than this, no files, no further processes, no core dump."""
+    """Limit this process to `max_bytes` of address space. Forbid written files, child processes and core dumps."""
     limits = {
         resource.RLIMIT_AS: max_bytes,
         resource.RLIMIT_FSIZE: 0,
@@ -266,15 +280,17 @@ def confine(max_bytes: int) -> None:
             resource.setrlimit(limit, (most, most))
 
 
-def limit(seconds: float) -> None:
-    """End this process by SIGPROF after so much processor time, whatever it is at; 0: never."""
+def limit_processor_time(seconds: float) -> None:
+    """End this process by SIGPROF after `seconds` of processor time. 0 means no limit."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def main() -> None:
-    source, sink = os.fdopen(0, "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    setup = receive(source)
+    """Read frames from standard input and answer them until the parent closes the pipe."""
+    source = os.fdopen(0, "rb")
+    sink = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # so that nothing else can write to the pipe of answers
+    setup = receive_frame(source)
     confine(setup["max_bytes"])
     made: list[Renderer | GrammarTrial] = []
 
@@ -283,13 +299,14 @@ def main() -> None:
         return ""
 
     if "template" in setup:
-        limit(setup["seconds"])  # compiling computes, too; reading the model's own vocabulary is nobody's grammar
-    send(sink, answer(set_up))
+        # Compiling a template may be slow as well. A vocabulary is the model's own and is read without a limit.
+        limit_processor_time(setup["seconds"])
+    send_frame(sink, run_and_reply(set_up))
     while made:
-        limit(0)
-        asked = receive(source)
-        limit(setup["seconds"])
-        send(sink, answer(lambda given=asked: made[0].render(given)))
+        limit_processor_time(0)
+        asked = receive_frame(source)
+        limit_processor_time(setup["seconds"])
+        send_frame(sink, run_and_reply(lambda given=asked: made[0].render(given)))
 
 
 if __name__ == "__main__":

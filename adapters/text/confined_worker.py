@@ -1,6 +1,7 @@
-"""A process of its own for work that strangers thought up (`confined.py`), killed when it takes too long.
+"""Starts and asks the process that renders untrusted templates and compiles untrusted grammars.
 
-The event loop only waits.
+The process runs `confined_process.py` with little memory and is killed when it takes too long. The event loop only
+waits for it.
 """
 
 from __future__ import annotations
@@ -13,75 +14,99 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
-from attrs import define, field
+from attrs import define, field, frozen
 
 SCRIPT = Path(__file__).with_name("confined_process.py")
-START_SECONDS = 60  # a fresh interpreter on a busy machine
-PATIENCE = 15  # seconds by the clock for each of processor time: a busy machine is not the work's fault
+START_SECONDS = 60  # for a fresh interpreter on a busy machine
+WALL_CLOCK_FACTOR = 15  # seconds by the clock for each second of processor time, since the machine may be busy
 INHERITED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "LANG", "TZ", "SYSTEMROOT")
 
 
 class WorkFailed(Exception):
-    """It was not done. The message lacks its subject: "did not end within 30 s"."""
+    """The work was not done. The message lacks its subject, for example "did not end within 30 s"."""
 
 
-class WorkLate(WorkFailed):
-    """It might have been done on a machine that is less busy."""
+class WorkTimedOut(WorkFailed):
+    """The work did not end in time by the clock. It might have ended on a machine that is less busy."""
+
+
+@frozen
+class WorkReply:
+    """The answer to one request.
+
+    text: the result, or the error message.
+    error: why there is no result. `refused`: the input cannot be used. `failed`: the work broke. Empty: there is one.
+    """
+
+    text: str
+    error: Literal["", "refused", "failed"] = ""
+
+    @staticmethod
+    def from_json(frame: Mapping[str, Any]) -> WorkReply:
+        """Read an answer frame of `confined_process.py`."""
+        if "error" in frame:
+            return WorkReply(frame["message"], frame["error"])
+        return WorkReply(frame["ok"])
 
 
 @define(eq=False)
-class Confined:
-    """Answers one question after the other. The process starts with the first of them and after a kill.
+class ConfinedWorker:
+    """Answers one request after the other. The process starts with the first request, and again after a kill.
 
-    setup: what it is told first, beside these limits.  seconds: of processor time for each, a template's compilation
-    included.  max_bytes: its address space.  most: bytes of an answer.
+    setup: makes the set-up frame, to which the limits are added.
+    seconds: processor time for each request. The time to compile a template is included.
+    max_bytes: address space of the process.
+    max_reply_bytes: size of one answer.
     """
 
     setup: Callable[[], Mapping[str, Any]]
     seconds: float
     max_bytes: int
-    most: int
-    worker: Worker | None = field(default=None, init=False)
+    max_reply_bytes: int
+    worker: WorkerProcess | None = field(default=None, init=False)
     _lock: anyio.Lock = field(factory=anyio.Lock, init=False)
 
-    async def ask(self, asked: Any) -> dict[str, Any]:
-        """`{"ok": ...}` or `{"error": kind, "message": text}`. Raises WorkFailed where it gave no answer."""
+    async def ask(self, asked: Any) -> WorkReply:
+        """Send a request, which must be JSON, and return the answer. Raises WorkFailed where there is no answer."""
         async with self._lock:
             if self.worker is None:
-                told = await anyio.to_thread.run_sync(self._told)  # a vocabulary takes a while to write out
-                self.worker = await Worker.start()
-                reply = await self._ask(told, START_SECONDS)
-                if "error" in reply:
+                setup = await anyio.to_thread.run_sync(self._encode_setup)  # a vocabulary takes a while to encode
+                self.worker = await WorkerProcess.start()
+                reply = await self._exchange(setup, START_SECONDS)
+                if reply.error:
                     await self.aclose()
                     return reply
-            return await self._ask(json.dumps(asked).encode(), PATIENCE * self.seconds)
+            return await self._exchange(json.dumps(asked).encode(), WALL_CLOCK_FACTOR * self.seconds)
 
     async def aclose(self) -> None:
-        """End the process. The next question starts another."""
-        if self.worker is not None:
-            worker, self.worker = self.worker, None
+        """End the process. The next request starts another one."""
+        worker = self.worker
+        self.worker = None
+        if worker is not None:
             await worker.kill()
 
-    def _told(self) -> bytes:
+    def _encode_setup(self) -> bytes:
         return json.dumps({**self.setup(), "seconds": self.seconds, "max_bytes": self.max_bytes}).encode()
 
-    async def _ask(self, frame: bytes, seconds: float) -> dict[str, Any]:
-        """It is killed unless it answers in time and the caller stays to hear it."""
-        worker, answered = self.worker, False
+    async def _exchange(self, frame: bytes, seconds: float) -> WorkReply:
+        """Send a frame and wait for the answer. Without an answer in time, or when cancelled, kill the process."""
+        worker = self.worker
+        answered = False
         assert worker is not None
         try:
             with anyio.fail_after(seconds):
-                reply = await worker.ask(frame, self.most)
+                reply = await worker.ask(frame, self.max_reply_bytes)
             answered = True
         except TimeoutError:
-            raise WorkLate(f"did not end within {seconds} s") from None
+            raise WorkTimedOut(f"did not end within {seconds} s") from None
         except (anyio.EndOfStream, anyio.IncompleteRead, anyio.BrokenResourceError, anyio.ClosedResourceError):
-            if await worker.ended() == -signal.SIGPROF:  # `aclose` may have ended it, too
+            # `aclose` may also have ended the process.
+            if await worker.wait_for_exit() == -signal.SIGPROF:
                 raise WorkFailed(f"took more than {self.seconds} s of processor time") from None
             raise WorkFailed("ended its process") from None
         finally:
@@ -91,14 +116,15 @@ class Confined:
 
 
 @define(eq=False)
-class Worker:
-    """The process at the other end of two pipes."""
+class WorkerProcess:
+    """The running process and the two pipes to it."""
 
     process: Process
     replies: BufferedByteReceiveStream
 
     @staticmethod
-    async def start() -> Worker:
+    async def start() -> WorkerProcess:
+        """Start the process."""
         kept = {name: os.environ[name] for name in INHERITED if name in os.environ}
         process = await anyio.open_process(
             [sys.executable, "-P", str(SCRIPT)],
@@ -107,19 +133,19 @@ class Worker:
             start_new_session=True,  # Ctrl-C is for the server to handle
         )
         assert process.stdout is not None
-        return Worker(process, BufferedByteReceiveStream(process.stdout))
+        return WorkerProcess(process, BufferedByteReceiveStream(process.stdout))
 
-    async def ask(self, frame: bytes, most: int) -> dict[str, Any]:
+    async def ask(self, frame: bytes, max_reply_bytes: int) -> WorkReply:
+        """Send a frame and wait for the answer. Raises WorkFailed for an answer that is too long."""
         assert self.process.stdin is not None
         await self.process.stdin.send(struct.pack(">I", len(frame)) + frame)
         (length,) = struct.unpack(">I", await self.replies.receive_exactly(4))
-        if length > most:
+        if length > max_reply_bytes:
             raise WorkFailed("wrote too much")
-        reply: dict[str, Any] = json.loads(await self.replies.receive_exactly(length))
-        return reply
+        return WorkReply.from_json(json.loads(await self.replies.receive_exactly(length)))
 
-    async def ended(self) -> int | None:
-        """How, if it has."""
+    async def wait_for_exit(self) -> int | None:
+        """Wait up to a second for the process to end, and return its exit status. None: it still runs."""
         with anyio.move_on_after(1):
             return await self.process.wait()
         return None

@@ -1,4 +1,4 @@
-"""Everything about text that a server needs from a checkpoint folder."""
+"""Everything about text that a server needs from one checkpoint folder: begin reading the room of text here."""
 
 from __future__ import annotations
 
@@ -10,79 +10,103 @@ import anyio
 from attrs import define, field, frozen
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
-from adapters.checkpoint.text_files import TextFiles
+from adapters.checkpoint.text_files import read_text_files
 from adapters.text.answer.answer_parser import NONE, AnswerReader
-from adapters.text.answer.detect_call_form import detect_calls, detect_reasoning, opened
-from adapters.text.boundaries import Openings, find_openings
-from adapters.text.conversation import ChatMessage, Conversation, MovedText, templated, with_object_arguments
+from adapters.text.answer.detect_call_form import detect_call_form, detect_reasoning, opens_reasoning
+from adapters.text.boundaries import MessageOpenings, find_message_openings
+from adapters.text.conversation import (
+    ChatMessage,
+    Conversation,
+    MovedText,
+    build_template_variables,
+    with_object_arguments,
+)
 from adapters.text.grammars.grammar import Grammars
-from adapters.text.reasoning_efforts import find_efforts, with_accepted_effort
-from adapters.text.recall_tokens import AnswerOpening, Recall, recaller
-from adapters.text.shared_cuts import cuts_of
-from adapters.text.template import ChatTemplate, Control, Rendered, Spliced, TemplateFailed, TemplateRefused, text_of
-from adapters.text.tokenizer import Gone, Tokenizer, TokenizerPanicked
+from adapters.text.reasoning_efforts import apply_accepted_effort, find_efforts
+from adapters.text.recall_tokens import AnswerOpening, TurnLookup, build_recaller
+from adapters.text.shared_cuts import find_cuts
+from adapters.text.template import (
+    ChatTemplate,
+    ControlToken,
+    Rendered,
+    Spliced,
+    TemplateFailed,
+    TemplateRefused,
+    join_rendered,
+)
+from adapters.text.tokenizer import DisconnectCheck, Tokenizer, TokenizerPanicked
 from effects.ids import Tokens
 from effects.job import Sampling
 
 
 @frozen
 class ChatPrompt:
-    """A conversation, ready to be answered, and how the answer is to be read.
+    """The prompt of a conversation, and how its answer is to be read.
 
-    cuts: places that the client marked in it, besides those where messages open.  messages, opens, stabilized: as the
-    conversation has them.  tail: from here on no later prompt will be the same.
-    remembered: so many of its tokens are those that were generated.  opening: for who remembers the answer.
+    cuts: token positions up to which the client says that prompts are shared. Message boundaries come in addition.
+    messages, is_opening, applied_rules, moved_texts: the same as in the conversation.
+    volatile_tail_start: later prompts will differ from this token position on.
+    reused_token_count: this many tokens are those of earlier answers, instead of what the template wrote.
+    answer_opening: what is needed to remember the tokens of the answer.
+    has_tools: the prompt describes tools.
     """
 
     tokens: Tokens
     reader: AnswerReader
     cuts: Tokens = ()
     messages: Sequence[ChatMessage] = ()
-    opens: bool = False
-    stabilized: tuple[str, ...] = ()
-    tail: int | None = None
-    remembered: int = 0
-    opening: AnswerOpening | None = None
-    tools: bool = False  # it describes some
-    moved: tuple[MovedText, ...] | None = None  # as the conversation has it
+    is_opening: bool = False
+    applied_rules: tuple[str, ...] = ()
+    volatile_tail_start: int | None = None
+    reused_token_count: int = 0
+    answer_opening: AnswerOpening | None = None
+    has_tools: bool = False  # it describes some
+    moved_texts: tuple[MovedText, ...] | None = None  # as the conversation has it
 
 
 @define(eq=False)
 class Text:
-    """A tokenizer, a chat template if there is one, and how the checkpoint wants to be sampled.
+    """A tokenizer, a chat template if there is one, and the checkpoint's defaults for sampling.
 
-    openings: of messages, as the template writes them.  calls, reasoning: the names of the forms that answers are read
-    by. What is not given of them is known from `check` on.  grammars: for answers that keep to one.
+    openings: how the template opens messages.
+    calls, reasoning: the names of the forms in which answers have calls and reasoning.
+    grammars: the grammars of this tokenizer.
+    reads_content_parts: the template reads contents as lists of parts only.
+    single_system: the template accepts no system message but the first.
+    efforts: the value that the template gets for each level of reasoning effort.
+
+    `check` finds all of these that were not given.
     """
 
     tokenizer: Tokenizer
     template: ChatTemplate | None = None
     grammars: Grammars = field(init=False)
     sampling: Sampling = field(factory=Sampling)
-    openings: Openings = field(factory=Openings)
+    openings: MessageOpenings = field(factory=MessageOpenings)
     calls: str | None = None
     reasoning: str | None = None
-    parts: bool = False  # the template reads contents as lists of parts only
-    one_system: bool = False  # it knows no system message but the first
-    efforts: Mapping[str, str | None] = field(factory=dict)  # what it is told for each level of reasoning effort
+    reads_content_parts: bool = False  # the template reads contents as lists of parts only
+    single_system: bool = False  # it knows no system message but the first
+    efforts: Mapping[str, str | None] = field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
         self.grammars = Grammars(self.tokenizer)
 
     @staticmethod
     def load(folder: Path, calls: str | None = None, reasoning: str | None = None) -> Text:
-        """Raises CheckpointError."""
-        files = TextFiles.read(folder)
-        tokenizer, template = Tokenizer.of(files), None
+        """Load the tokenizer and the template of a folder. Raises CheckpointError."""
+        files = read_text_files(folder)
+        tokenizer = Tokenizer.from_files(files)
+        template = None
         if files.template is not None:
             template = ChatTemplate(files.template, tuple(tokenizer.controls.values()), tokenizer.variables)
-        return Text(tokenizer, template, default_sampling(files.generation), calls=calls, reasoning=reasoning)
+        return Text(tokenizer, template, read_default_sampling(files.generation), calls=calls, reasoning=reasoning)
 
     async def check(self) -> tuple[str, ...]:
-        """Try the template. Returns warnings; raises CheckpointError if it does not work at all.
+        """Try the template and find out what it does. Return warnings. Raises CheckpointError if it does not work.
 
-        Warns where a template puts control tokens together from parts, which then are served as plain text. From now
-        on it is known how the template opens messages, and what it makes of tool calls and reasoning.
+        This finds how the template opens messages, and how it writes tool calls and reasoning. A warning is returned
+        where the template puts control tokens together from parts, since such tokens are served as plain text.
         """
         if self.template is None:
             return ("the checkpoint has no chat template: only completions are served",)
@@ -92,68 +116,73 @@ class Text:
             raise CheckpointError(f"what the chat template writes cannot be tokenized: {error}") from error
         if not tokens:
             raise CheckpointError("the chat template does not work: the tokenizer has no token for what it wrote")
-        self.openings = await find_openings(self.template, self.tokenizer)
-        self.parts = await reads_only_parts(self.template)
-        self.one_system = not await takes_systems(self.template, self.parts)
-        self.efforts = await find_efforts(self.template, self.parts)
-        self.calls = self.calls or await detect_calls(self.template)
+        self.openings = await find_message_openings(self.template, self.tokenizer)
+        self.reads_content_parts = await reads_only_parts(self.template)
+        self.single_system = not await accepts_system_anywhere(self.template, self.reads_content_parts)
+        self.efforts = await find_efforts(self.template, self.reads_content_parts)
+        self.calls = self.calls or await detect_call_form(self.template)
         self.reasoning = self.reasoning or detect_reasoning(self.template)
         messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}]
         try:
             rendered = await self.template.render([*messages, messages[0]])
         except (TemplateRefused, TemplateFailed) as error:
             return (f"the chat template does not render a conversation of several turns: {error}",)
-        whole = (await self.tokenizer.encode([text_of(rendered)], controls=True))[0]
+        whole = (await self.tokenizer.encode([join_rendered(rendered)], controls=True))[0]
         if whole != await self.tokenizer.encode_rendered(rendered):
             return ("the chat template puts control tokens together from parts, which are served as plain text",)
         return ()
 
-    async def prompt(
+    async def build_prompt(
         self,
         conversation: Conversation,
-        most: int | None = None,
-        gone: Gone | None = None,
-        recall: Recall | None = None,
+        max_tokens: int | None = None,
+        is_disconnected: DisconnectCheck | None = None,
+        recall: TurnLookup | None = None,
     ) -> ChatPrompt:
-        """Raises TemplateRefused or TemplateFailed.  most, gone: as `Tokenizer.encode` has them.
+        """Return the prompt of a conversation. Raises TemplateRefused or TemplateFailed.
 
-        recall: what earlier answers were made of.
+        max_tokens, is_disconnected: see `Tokenizer.encode`.
+        recall: finds the tokens of earlier answers.
         """
-        again = recaller(
+        again = build_recaller(
             conversation, self.tokenizer, self.openings.markers, self.calls or NONE, self.reasoning or NONE
         )
-        recalled = None if recall is None else await again.recalled(conversation, recall, most)
-        rendered = await self.rendered(conversation if recalled is None else recalled.conversation)
+        recalled = None if recall is None else await again.recall(conversation, recall, max_tokens)
+        rendered = await self.render_conversation(conversation if recalled is None else recalled.conversation)
         written: Spliced = rendered
         remembered = 0
-        if recalled is not None and recalled.known:
-            written, remembered = await anyio.to_thread.run_sync(again.spliced, rendered, recalled)
-        tokens = await self.tokenizer.encode_rendered(written, most, gone)
+        if recalled is not None and recalled.recognised:
+            written, remembered = await anyio.to_thread.run_sync(again.splice, rendered, recalled)
+        tokens = await self.tokenizer.encode_rendered(written, max_tokens, is_disconnected)
         if not tokens:
             raise TemplateFailed("the tokenizer has no token for what the chat template wrote")
-        cuts, tail = await anyio.to_thread.run_sync(cuts_of, conversation, written, tokens, self.tokenizer)
+        cuts, tail = await anyio.to_thread.run_sync(find_cuts, conversation, written, tokens, self.tokenizer)
         answered = recalled is not None and conversation.generate and not conversation.continues
-        lead = again.lead(tokens) if answered else None
+        lead = again.find_lead(tokens) if answered else None
         opening = None if recalled is None or lead is None else AnswerOpening(recalled.history, lead)
-        reader, known = self.reader(conversation, rendered), conversation
-        served = known.messages, known.opens, known.stabilized, tail
-        return ChatPrompt(tokens, reader, cuts, *served, remembered, opening, bool(known.tools), known.moved)
+        reader = self.build_reader(conversation, rendered)
+        known = conversation
+        served = known.messages, known.is_opening, known.applied_rules, tail
+        return ChatPrompt(tokens, reader, cuts, *served, remembered, opening, bool(known.tools), known.moved_texts)
 
-    async def rendered(self, conversation: Conversation) -> Rendered:
+    async def render_conversation(self, conversation: Conversation) -> Rendered:
+        """Render a conversation. Raises TemplateRefused or TemplateFailed."""
         assert self.template is not None
-        conversation = with_accepted_effort(conversation, self.efforts)
-        variables = templated(conversation, self.template.wants_argument_text, self.parts, self.one_system)
+        conversation = apply_accepted_effort(conversation, self.efforts)
+        variables = build_template_variables(
+            conversation, self.template.wants_argument_text, self.reads_content_parts, self.single_system
+        )
         generate = conversation.generate and not conversation.continues
-        rendered = await self._written(variables.pop("messages"), generate, variables)
+        rendered = await self._render_messages(variables.pop("messages"), generate, variables)
         if not conversation.continues:
             return rendered
         last = conversation.messages[-1]
-        return cut_behind(rendered, (last.content or last.reasoning).strip())
+        return cut_after(rendered, (last.content or last.reasoning).strip())
 
-    async def _written(
+    async def _render_messages(
         self, messages: Sequence[Mapping[str, Any]], generate: bool, variables: Mapping[str, Any]
     ) -> Rendered:
-        """Render the messages, and once more with objects for arguments that are none where the template fails."""
+        """Render the messages. If the template fails, render them again with an object for each call's arguments."""
         assert self.template is not None
         try:
             return await self.template.render(messages, generate=generate, **variables)
@@ -163,23 +192,32 @@ class Text:
                 raise
         return await self.template.render(again, generate=generate, **variables)
 
-    def reader(self, conversation: Conversation, rendered: Rendered) -> AnswerReader:
-        """How to read what follows this prompt."""
-        calls, reasoning = self.calls or NONE, self.reasoning or NONE
+    def build_reader(self, conversation: Conversation, rendered: Rendered) -> AnswerReader:
+        """Return how the answer to this prompt is to be read."""
+        calls = self.calls or NONE
+        reasoning = self.reasoning or NONE
         last = conversation.messages[-1]
-        thinking = reasoning != NONE and not last.content if conversation.continues else opened(rendered, reasoning)
+        thinking = (
+            reasoning != NONE and not last.content if conversation.continues else opens_reasoning(rendered, reasoning)
+        )
         return AnswerReader(
-            calls, conversation.callable, conversation.parallel, reasoning, thinking, conversation.choice
+            calls, conversation.callable_tools, conversation.parallel, reasoning, thinking, conversation.choice
         )
 
     async def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], most: int | None = None, gone: Gone | None = None, **variables: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        max_tokens: int | None = None,
+        is_disconnected: DisconnectCheck | None = None,
+        **variables: Any,
     ) -> Tokens:
-        """A conversation's prompt, ready for the assistant's answer. The checkpoint must have a template.
+        """Return the tokens of messages, up to the opening of the answer. The checkpoint must have a template.
 
-        most, gone: as `Tokenizer.encode` has them.
+        max_tokens, is_disconnected: see `Tokenizer.encode`.
         """
-        return await self.tokenizer.encode_rendered(await self.render(messages, **variables), most, gone)
+        return await self.tokenizer.encode_rendered(
+            await self.render(messages, **variables), max_tokens, is_disconnected
+        )
 
     async def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> Rendered:
         assert self.template is not None
@@ -192,46 +230,49 @@ class Text:
 
 
 async def reads_only_parts(template: ChatTemplate) -> bool:
-    """Is a content that is text not shown, but one that is a list of parts?"""
-    word, shown = "wordqz", []
+    """Does the template show contents that are lists of parts, but none that are text?"""
+    word = "wordqz"
+    shown = []
     for content in (word, [{"type": "text", "text": word}]):
         try:
-            shown.append(word in text_of(await template.render([{"role": "user", "content": content}])))
+            shown.append(word in join_rendered(await template.render([{"role": "user", "content": content}])))
         except (TemplateRefused, TemplateFailed):
             shown.append(False)
     return shown == [False, True]
 
 
-async def takes_systems(template: ChatTemplate, parts: bool) -> bool:
-    """Are system messages shown wherever they stand, and several of them?"""
+async def accepts_system_anywhere(template: ChatTemplate, parts: bool) -> bool:
+    """Does the template show several system messages, wherever they stand?"""
     word = "wordqz"
-    system, late, user = ChatMessage("system", "First."), ChatMessage("system", word), ChatMessage("user", "Hello")
+    system = ChatMessage("system", "First.")
+    late = ChatMessage("system", word)
+    user = ChatMessage("user", "Hello")
     for messages in ([system, late, user], [user, ChatMessage("assistant", "Hi."), late, user]):
-        told = templated(Conversation(messages), template.wants_argument_text, parts)
+        variables = build_template_variables(Conversation(messages), template.wants_argument_text, parts)
         try:
-            if word not in text_of(await template.render(told["messages"])):
+            if word not in join_rendered(await template.render(variables["messages"])):
                 return False
         except (TemplateRefused, TemplateFailed):
             return False
     return True
 
 
-def cut_behind(rendered: Rendered, text: str) -> Rendered:
-    """Without what closes the message that ends with this text. Raises TemplateRefused where it is not shown."""
+def cut_after(rendered: Rendered, text: str) -> Rendered:
+    """Remove all that follows the last occurrence of `text`. Raises TemplateRefused where it does not occur."""
     for place in range(len(rendered) - 1, -1, -1):
         piece = rendered[place]
-        # backwards, as `rfind` may take the product of both lengths, and `find` does not
-        at = -1 if isinstance(piece, Control) else piece[::-1].find(text[::-1])
+        # Search the reversed text, since `rfind` may take time in proportion to the product of both lengths.
+        at = -1 if isinstance(piece, ControlToken) else piece[::-1].find(text[::-1])
         if at >= 0 and text:
             assert isinstance(piece, str)
             return (*rendered[:place], piece[: len(piece) - at])
     raise TemplateRefused("it does not show the message that the answer is to continue as it was sent")
 
 
-def default_sampling(settings: Mapping[str, Any]) -> Sampling:
-    """generation_config.json, then OpenAI's: temperature 1, top-p 1. With `do_sample: false` in it: greedy.
+def read_default_sampling(settings: Mapping[str, Any]) -> Sampling:
+    """Return the default sampling: the values of generation_config.json, or else OpenAI's (temperature 1, top-p 1).
 
-    Raises CheckpointError for a value out of range.
+    `do_sample: false` means greedy. Raises CheckpointError for a value out of range.
     """
     ranges = {
         "temperature": (0, 2),

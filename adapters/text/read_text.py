@@ -1,7 +1,7 @@
-"""What an assistant's message says, however it is written: the same text, reasoning and calls are the same reading.
+"""Compares assistant messages by their meaning: by text, reasoning and calls, however they are written.
 
-Clients write a call's arguments anew, with other white space, other escapes, and their members in another order. What
-is compared is the JSON value.
+Clients write the arguments of a call anew, with other white space, other escapes and their members in another order.
+So the JSON values are compared. `recall_tokens.py` uses this to find the tokens of earlier answers.
 """
 
 from __future__ import annotations
@@ -17,126 +17,143 @@ from typing import Any, TypeAlias
 from attrs import evolve, field, frozen
 
 from adapters.text.answer.answer_parser import AnswerReader
-from adapters.text.answer.answer_pieces import AnswerPiece, calls_of, reasoning_of, text_of
-from adapters.text.conversation import DEEPEST, ChatMessage, FunctionTool, ToolCall
+from adapters.text.answer.answer_pieces import AnswerPiece, collect_calls, join_reasoning, join_text
+from adapters.text.conversation import MAX_ARGUMENT_DEPTH, ChatMessage, FunctionTool, ToolCall
 
 Tools: TypeAlias = Mapping[str, FunctionTool]
 NONE: Mapping[str, Any] = MappingProxyType({})
 NUMBER = re.compile(r"(-?)(\d+)(?:\.(\d+))?(?:[eE]([+-]?\d+))?")
 
 
-def stripped(text: str) -> str:
+def strip_text(text: str) -> str:
     return text.strip()
 
 
 @frozen
 class Reading:
-    """calls: their names and canonical arguments. White space around text and reasoning says nothing."""
+    """The meaning of an assistant's message.
 
-    text: str = field(default="", converter=stripped)
+    calls: the name and the canonical arguments of each call. White space around text and reasoning is ignored.
+    """
+
+    text: str = field(default="", converter=strip_text)
     calls: tuple[tuple[str, str], ...] = ()
-    reasoning: str = field(default="", converter=stripped)
+    reasoning: str = field(default="", converter=strip_text)
 
     @staticmethod
-    def of(text: str, calls: Iterable[ToolCall], reasoning: str, tools: Tools = NONE) -> Reading:
-        """tools: what may be called, so that an argument that is a default says nothing."""
-        read = ((call.name, canonical(call.arguments, defaults_of(tools.get(call.name)))) for call in calls)
+    def from_parts(text: str, calls: Iterable[ToolCall], reasoning: str, tools: Tools = NONE) -> Reading:
+        """Build a reading. tools: the callable functions. An argument that equals its default is ignored."""
+        read = (
+            (call.name, canonicalize_arguments(call.arguments, read_defaults(tools.get(call.name)))) for call in calls
+        )
         return Reading(text, tuple(read), reasoning)
 
     @staticmethod
-    def of_message(message: ChatMessage, tools: Tools = NONE) -> Reading:
-        return Reading.of(message.content, message.calls, message.reasoning, tools)
+    def from_message(message: ChatMessage, tools: Tools = NONE) -> Reading:
+        return Reading.from_parts(message.content, message.calls, message.reasoning, tools)
 
     @staticmethod
-    def of_pieces(pieces: Sequence[AnswerPiece], tools: Tools = NONE) -> Reading:
-        return Reading.of(text_of(pieces), calls_of(pieces), reasoning_of(pieces), tools)
+    def from_pieces(pieces: Sequence[AnswerPiece], tools: Tools = NONE) -> Reading:
+        return Reading.from_parts(join_text(pieces), collect_calls(pieces), join_reasoning(pieces), tools)
 
-    def says(self, other: Reading) -> bool:
-        """Is that what the other one says, whose reasoning may be left out?"""
+    def matches(self, other: Reading) -> bool:
+        """Is the meaning the same as that of `other`, which may lack the reasoning?"""
         return evolve(self, reasoning=other.reasoning and self.reasoning) == other
 
 
-def read(text: str, reader: AnswerReader) -> Reading:
-    """Takes its time."""
-    parser = reader.start(lambda: "")
-    return Reading.of_pieces([*parser.push(text), *parser.finish()], reader.tools)
+def read_answer(text: str, reader: AnswerReader) -> Reading:
+    """Parse an answer and return its meaning. This is slow for a long text: call it in a thread."""
+    parser = reader.start_parser(lambda: "")
+    return Reading.from_pieces([*parser.push(text), *parser.finish()], reader.tools)
 
 
 @frozen
-class Utterance:
+class AssistantTurn:
     """An assistant's message in its conversation.
 
-    place: its number.  key: of what it says, behind what was said before it.  calls: the ids of its calls.
+    message_index: its index among the messages.
+    key: identifies the meaning of this message and of all messages before it.
+    calls: the ids of its calls.
     """
 
-    place: int
+    message_index: int
     key: str
     calls: tuple[str, ...]
     reading: Reading
 
 
-def heard(messages: Sequence[ChatMessage], owner: str) -> tuple[list[Utterance], bytes]:
-    """What the assistant has said, and a digest of all that was: for the key of what it says next. Takes its time.
+def read_history(messages: Sequence[ChatMessage], owner: str) -> tuple[list[AssistantTurn], bytes]:
+    """Return the assistant's messages, and a digest of all messages, from which the next answer's key is made.
 
-    owner: whose conversation it is. Reasoning is no part of it, since many clients leave it out.
+    This is slow for a long conversation: call it in a thread. Reasoning is not part of a key or the digest, since many
+    clients leave it out.
+
+    owner: a name for the API key whose conversation this is.
     """
-    history, said = blake2b(framed("owner", owner), digest_size=32), list[Utterance]()
+    history = blake2b(frame_texts("owner", owner), digest_size=32)
+    said = list[AssistantTurn]()
     for place, message in enumerate(messages):
-        reading = Reading.of_message(message)
+        reading = Reading.from_message(message)
         if message.role == "assistant":
             said.append(
-                Utterance(place, key_of(history.digest(), reading), tuple(one.id for one in message.calls), reading)
+                AssistantTurn(
+                    place, turn_key(history.digest(), reading), tuple(one.id for one in message.calls), reading
+                )
             )
-        history.update(framed(message.role, reading.text, *flat(reading)))
+        history.update(frame_texts(message.role, reading.text, *flatten_calls(reading)))
     return said, history.digest()
 
 
-def key_of(history: bytes, reading: Reading) -> str:
-    return blake2b(history + framed(reading.text, *flat(reading)), digest_size=16).hexdigest()
+def turn_key(history: bytes, reading: Reading) -> str:
+    return blake2b(history + frame_texts(reading.text, *flatten_calls(reading)), digest_size=16).hexdigest()
 
 
-def flat(reading: Reading) -> Iterable[str]:
+def flatten_calls(reading: Reading) -> Iterable[str]:
     return (part for call in reading.calls for part in call)
 
 
-def framed(*texts: str) -> bytes:
-    """No other texts have these bytes."""
+def frame_texts(*texts: str) -> bytes:
+    """Encode texts with their lengths, so that no other texts give the same bytes."""
     parts = [text.encode(errors="surrogatepass") for text in texts]
     return b"".join(b"%d " % len(part) + part for part in (b"%d" % len(parts), *parts))
 
 
-def canonical(arguments: str, defaults: Mapping[str, Any] = NONE) -> str:
-    """One text for each JSON value, less its members that are defaults; what is no JSON, or nested beyond measure, is
-    itself, but for the white space around it.
+def canonicalize_arguments(arguments: str, defaults: Mapping[str, Any] = NONE) -> str:
+    """Return one text for each JSON value. Members that equal their default are left out.
+
+    Text that is not JSON, or that is nested too deeply, is returned without the white space around it.
     """
     try:
-        value = exactly(arguments or "{}")
+        value = parse_exactly(arguments or "{}")
         if isinstance(value, dict):
-            said = {key: ordered(one) for key, one in value.items()}
+            said = {key: to_comparable(one) for key, one in value.items()}
             value = {key: value[key] for key, one in said.items() if key not in defaults or one != defaults[key]}
-        return repr(ordered(value))
+        return repr(to_comparable(value))
     except (ValueError, RecursionError):
         return "not JSON: " + arguments.strip()
 
 
-def defaults_of(tool: FunctionTool | None) -> Mapping[str, Any]:
-    """By its arguments: clients write those out that were left out (Claude Code's `replace_all`)."""
+def read_defaults(tool: FunctionTool | None) -> Mapping[str, Any]:
+    """Return the defaults of a tool's arguments. Some clients add defaults that the model left out.
+
+    One example is `replace_all` of Claude Code.
+    """
     properties = (tool.parameters or {}).get("properties") if tool is not None else None
     found = dict[str, Any]()
     for key, one in properties.items() if isinstance(properties, Mapping) else ():
         if isinstance(one, Mapping) and "default" in one:
             with suppress(ValueError, TypeError, RecursionError):
-                found[key] = ordered(exactly(json.dumps(one["default"])))
+                found[key] = to_comparable(parse_exactly(json.dumps(one["default"])))
     return found
 
 
-def exactly(text: str) -> Any:
-    """The value of a JSON text. Raises ValueError."""
-    return json.loads(text, parse_int=number, parse_float=number, parse_constant=refused)
+def parse_exactly(text: str) -> Any:
+    """Parse JSON with exact numbers. Raises ValueError."""
+    return json.loads(text, parse_int=parse_number, parse_float=parse_number, parse_constant=refuse_constant)
 
 
-def number(written: str) -> tuple[str, int]:
-    """Its digits, and the power of ten that they are to be multiplied with: exact, whatever its size."""
+def parse_number(written: str) -> tuple[str, int]:
+    """Return the digits of a number and its power of ten. This is exact for any size."""
     found = NUMBER.fullmatch(written)
     assert found is not None
     sign, whole, part, exponent = found.groups(default="")
@@ -145,20 +162,21 @@ def number(written: str) -> tuple[str, int]:
     return (sign + least, int(exponent or 0) - len(part) + len(digits) - len(least)) if least else ("0", 0)
 
 
-def ordered(value: Any, room: int = DEEPEST) -> Any:
-    """Objects as their members in order. Neither these nor numbers look like anything that JSON has besides.
+def to_comparable(value: Any, room: int = MAX_ARGUMENT_DEPTH) -> Any:
+    """Return a value in which every object is a tuple of its members in order.
 
-    Raises ValueError for what is nested deeper than `room`, wherever it is asked: a stack's end comes sooner or later.
+    Neither such a tuple nor an exact number can be mistaken for another JSON value. Raises ValueError for a value that
+    is nested more than `room` levels. The interpreter's own limit depends on how deep its stack already is.
     """
     if not room:
         raise ValueError("nested too deeply")
     match value:
         case dict():
-            return ("object", *((key, ordered(value[key], room - 1)) for key in sorted(value)))
+            return ("object", *((key, to_comparable(value[key], room - 1)) for key in sorted(value)))
         case list():
-            return [ordered(one, room - 1) for one in value]
+            return [to_comparable(one, room - 1) for one in value]
     return value
 
 
-def refused(name: str) -> None:
+def refuse_constant(name: str) -> None:
     raise ValueError(name)

@@ -11,7 +11,7 @@ from typing import Any
 
 from attrs import evolve
 
-from adapters.text.conversation import ChatMessage, Conversation, templated, thinking
+from adapters.text.conversation import ChatMessage, Conversation, build_template_variables, build_thinking_variables
 from adapters.text.template import ChatTemplate, TemplateFailed, TemplateRefused
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # ascending; `none`: the model does not think
@@ -19,25 +19,29 @@ VARIABLE = "reasoning_effort"
 
 
 async def find_efforts(template: ChatTemplate, parts: bool) -> Mapping[str, str | None]:
-    """Return what the template is told for each level; None: its own default. parts: see `templated`."""
-    accepted = [level for level in EFFORTS if await renders(template, thinking(level), parts)]
-    return {level: nearest(level, accepted) for level in EFFORTS}
+    """Return the value that the template gets for each level. None: the template's own default.
+
+    parts: see `build_template_variables`.
+    """
+    accepted = [level for level in EFFORTS if await accepts_variables(template, build_thinking_variables(level), parts)]
+    return {level: find_nearest(level, accepted) for level in EFFORTS}
 
 
-async def renders(template: ChatTemplate, variables: Mapping[str, Any], parts: bool) -> bool:
+async def accepts_variables(template: ChatTemplate, variables: Mapping[str, Any], parts: bool) -> bool:
+    """Does the template render a conversation with these variables?"""
     conversation = Conversation((ChatMessage("user", "Hello"),), variables=variables)
-    told = templated(conversation, template.wants_argument_text, parts)
+    rendered = build_template_variables(conversation, template.wants_argument_text, parts)
     try:
-        await template.render(told.pop("messages"), **told)
+        await template.render(rendered.pop("messages"), **rendered)
     except (TemplateRefused, TemplateFailed):
         return False
     return True
 
 
-def nearest(level: str, accepted: list[str]) -> str | None:
+def find_nearest(level: str, accepted: list[str]) -> str | None:
     """Return the nearest accepted level, the lower one of two that are equally near.
 
-    A model that is asked to think is never told `none`, and the other way round.
+    A request to think never becomes `none`, and `none` never becomes a request to think.
     """
     if level in accepted:
         return level
@@ -46,22 +50,22 @@ def nearest(level: str, accepted: list[str]) -> str | None:
     return min(levels, key=lambda one: (abs(EFFORTS.index(one) - place), EFFORTS.index(one)), default=None)
 
 
-def asked_and_served(conversation: Conversation, efforts: Mapping[str, str | None]) -> tuple[str | None, str | None]:
-    """Return the level that the request asks for, and what the template is told."""
+def resolve_effort(conversation: Conversation, efforts: Mapping[str, str | None]) -> tuple[str | None, str | None]:
+    """Return the level that the request asks for, and the level that the template gets."""
     asked: str | None = conversation.variables.get(VARIABLE)
     return asked, None if asked is None else efforts.get(asked, asked)
 
 
-def with_accepted_effort(conversation: Conversation, efforts: Mapping[str, str | None]) -> Conversation:
+def apply_accepted_effort(conversation: Conversation, efforts: Mapping[str, str | None]) -> Conversation:
     """Return the conversation with the level that its template accepts."""
-    asked, served = asked_and_served(conversation, efforts)
+    asked, served = resolve_effort(conversation, efforts)
     if served == asked:
         return conversation
     rest = {name: value for name, value in conversation.variables.items() if name != VARIABLE}
     return evolve(conversation, variables=rest if served is None else {**rest, VARIABLE: served})
 
 
-def replaced_effort(conversation: Conversation, efforts: Mapping[str, str | None]) -> str:
+def describe_replaced_effort(conversation: Conversation, efforts: Mapping[str, str | None]) -> str:
     """Return what a header says of a level that is served as another one; empty where there is none."""
-    asked, served = asked_and_served(conversation, efforts)
+    asked, served = resolve_effort(conversation, efforts)
     return "" if served == asked else f"{served or 'default'}; the chat template does not accept {asked}"

@@ -1,11 +1,15 @@
-"""The tokens that were generated, in the place of what a template writes of them when the conversation comes back.
+"""Puts the tokens of earlier answers into the prompt when a conversation comes back, so that the cache matches.
 
-A template writes an assistant's message from what its client sends: arguments as that client spells them, reasoning
-only where the client has kept it, text cut into tokens as a tokenizer does and not as the model did. What stands there
-is read like an answer; where it reads as what was generated, with the same control tokens in the same order, the
-generated tokens stand there instead. So a prompt goes on exactly where the last answer ended, and what the model sees
-never says anything else than what the client sent. Where a template leaves out what was thought, it reads otherwise,
-and is left as it is.
+The problem: a template writes an assistant's message from what the client sends. The client spells arguments in its
+own way and may drop the reasoning, and the tokenizer cuts text into other tokens than the model did. So the prompt
+diverges from the tokens that were generated, and from the cache.
+
+The idea: the message that the template wrote is parsed like an answer. If its meaning is that of the generated answer,
+with the same control tokens in the same order, the generated tokens replace it. So the prompt continues exactly where
+the last answer ended.
+
+The invariant: the prompt never means anything else than what the client sent. Where a template leaves out the
+reasoning, the meaning differs, and the message stays as the template wrote it.
 """
 
 from __future__ import annotations
@@ -19,39 +23,44 @@ from attrs import evolve, field, frozen
 
 from adapters.text.answer.answer_parser import REASONING, AnswerReader
 from adapters.text.conversation import ChatMessage, Conversation, FunctionTool
-from adapters.text.read_text import Reading, Utterance, heard, read
-from adapters.text.template import Control, Rendered, Spliced, Verbatim
+from adapters.text.read_text import AssistantTurn, Reading, read_answer, read_history
+from adapters.text.template import ControlToken, Rendered, Spliced, VerbatimTokens
 from adapters.text.tokenizer import Tokenizer
 from effects.ids import Tokens
 
-MOST_LEAD = 64  # tokens that a template opens an answer with, the marker of a message not included
+MAX_LEAD_TOKENS = 64  # tokens with which a template opens an answer, without the marker of the message
 
 
 @frozen
-class Turn:
-    """tokens: of an assistant's message, between what opens it and what ends it.  lead: so many are the template's."""
+class GeneratedTurn:
+    """The tokens of an assistant's message, without those that open and end a message.
+
+    lead: the first tokens, of this number, were written by the template.
+    """
 
     tokens: Tokens
     lead: int
 
 
-class Recall(Protocol):
-    """What one caller's answers were made of."""
+class TurnLookup(Protocol):
+    """Finds the generated tokens of one caller's answers."""
 
     @property
     def owner(self) -> str: ...
 
-    def find(self, said: Utterance) -> Turn | None: ...
+    def find(self, said: AssistantTurn) -> GeneratedTurn | None: ...
 
 
 @frozen
-class Recognised:
-    """A turn that is remembered, as it reads. lead: what the template has written of it.
+class RecognisedTurn:
+    """A remembered turn, parsed.
 
-    generated: how many of its tokens were.  controls: all control tokens in it, in their order.
+    generated: number of generated tokens.
+    controls: all control tokens in it, in their order.
+    lead: the text at its beginning that the template wrote.
     """
 
-    verbatim: Verbatim
+    verbatim: VerbatimTokens
     generated: int
     controls: Tokens
     lead: str
@@ -60,28 +69,29 @@ class Recognised:
 
 @frozen
 class AnswerOpening:
-    """Where an answer begins: what was said before it, and the tokens that the template opens it with."""
+    """The beginning of an answer: a digest of the messages before it, and the tokens that the template wrote."""
 
     history: bytes
     lead: Tokens
 
 
 @frozen
-class Recalled:
-    """A conversation with the reasoning that its client has left out, and what is known of its turns, by their places.
+class RecalledConversation:
+    """A conversation with the reasoning that the client left out.
 
-    history: a digest of all of it.
+    turns: the assistant's messages. recognised: the remembered turns among them, by message index.
+    history: a digest of all messages.
     """
 
     conversation: Conversation
-    said: Sequence[Utterance]
-    known: Mapping[int, Recognised]
+    turns: Sequence[AssistantTurn]
+    recognised: Mapping[int, RecognisedTurn]
     history: bytes
 
 
 @frozen
 class WrittenTurn:
-    """What a template wrote of a message, `[start, stop)` of its pieces: as it reads, and the control tokens in it."""
+    """A message as the template wrote it: the pieces `[start, stop)`, their meaning and their control tokens."""
 
     start: int
     stop: int
@@ -89,85 +99,104 @@ class WrittenTurn:
     controls: Tokens
     reading: Reading
 
-    def is_made_of(self, one: Recognised) -> bool:
+    def matches(self, one: RecognisedTurn) -> bool:
         return self.text.startswith(one.lead) and (self.controls, self.reading) == (one.controls, one.reading)
 
 
 @frozen
-class Recaller:
-    """reader: of answers, whatever may be called in them.  markers: control tokens that open messages."""
+class TurnRecaller:
+    """Replaces what the template wrote by remembered tokens.
+
+    reader: reads answers, with all functions that are called anywhere in the conversation.
+    markers: control tokens that open messages.
+    """
 
     tokenizer: Tokenizer
     reader: AnswerReader
     markers: Collection[int]
     controls: frozenset[int] = field(init=False)
-    hidden: frozenset[int] = field(init=False)  # those that have no text in an answer
+    hidden: frozenset[int] = field(init=False)  # control tokens that have no text in an answer
 
     def __attrs_post_init__(self) -> None:
         controls = self.tokenizer.controls
-        seen = {controls[name].id for name in self.reader.controls if name in controls}
+        seen = {controls[name].id for name in self.reader.visible_controls if name in controls}
         object.__setattr__(self, "controls", frozenset(control.id for control in controls.values()))
         object.__setattr__(self, "hidden", self.tokenizer.special - seen)
 
-    async def recalled(self, conversation: Conversation, recall: Recall, most: int | None) -> Recalled:
-        """most: tokens of what is recalled, the latest first: no prompt has room for more."""
-        said, history = await anyio.to_thread.run_sync(heard, conversation.lasting, recall.owner)
+    async def recall(
+        self, conversation: Conversation, recall: TurnLookup, max_tokens: int | None
+    ) -> RecalledConversation:
+        """Find the remembered turns of a conversation.
+
+        max_tokens: at most this many tokens are recalled, from the latest turn on. A prompt has room for no more.
+        """
+        said, history = await anyio.to_thread.run_sync(read_history, conversation.lasting_messages, recall.owner)
         if conversation.continues:
-            said = said[:-1]  # the answer goes on with it
-        found, size = list[tuple[int, Turn]](), 0
+            said = said[:-1]  # the answer continues this message
+        found = list[tuple[int, GeneratedTurn]]()
+        size = 0
         for at, one in reversed([*enumerate(said)]):
             generated = recall.find(one)
             size += 0 if generated is None else len(generated.tokens)
-            if most is not None and size > most:
+            if max_tokens is not None and size > max_tokens:
                 break
             if generated is not None:
                 found.append((at, generated))
         if not found:
-            return Recalled(conversation, said, {}, history)
-        said = await anyio.to_thread.run_sync(self.without_defaults, said, conversation.messages)
-        known = await anyio.to_thread.run_sync(self.known, [(said[at], generated) for at, generated in found])
+            return RecalledConversation(conversation, said, {}, history)
+        said = await anyio.to_thread.run_sync(self.remove_defaults, said, conversation.messages)
+        known = await anyio.to_thread.run_sync(self.recognise, [(said[at], generated) for at, generated in found])
         messages = list(conversation.messages)
         for place, turn in known.items():
             messages[place] = evolve(messages[place], reasoning=turn.reading.reasoning)
-        return Recalled(evolve(conversation, messages=messages), said, known, history)
+        return RecalledConversation(evolve(conversation, messages=messages), said, known, history)
 
-    def without_defaults(self, said: Iterable[Utterance], messages: Sequence[ChatMessage]) -> list[Utterance]:
-        """As answers are read: arguments that a client writes out where the model left them to their schema."""
+    def remove_defaults(self, said: Iterable[AssistantTurn], messages: Sequence[ChatMessage]) -> list[AssistantTurn]:
+        """Read turns again without arguments that are defaults: clients add them where the model left them out."""
         tools = self.reader.tools
-        return [evolve(one, reading=Reading.of_message(messages[one.place], tools)) for one in said]
+        return [evolve(one, reading=Reading.from_message(messages[one.message_index], tools)) for one in said]
 
-    def known(self, found: Iterable[tuple[Utterance, Turn]]) -> dict[int, Recognised]:
-        """Those that say what their messages say. Takes its time."""
+    def recognise(self, found: Iterable[tuple[AssistantTurn, GeneratedTurn]]) -> dict[int, RecognisedTurn]:
+        """Return the turns whose meaning is that of their messages. This is slow: call it in a thread."""
         known = {}
         for said, turn in found:
-            if not all(map(self.tokenizer.piece, turn.tokens)):
-                continue  # it is another tokenizer's
-            lead, text = self.text(turn.tokens[: turn.lead]), self.text(turn.tokens)
-            reading = self.read(lead, text)
-            if reading.says(said.reading):
+            if not all(map(self.tokenizer.token_bytes, turn.tokens)):
+                continue  # these tokens are of another tokenizer
+            lead = self.decode_visible(turn.tokens[: turn.lead])
+            text = self.decode_visible(turn.tokens)
+            reading = self.read_after_lead(lead, text)
+            if reading.matches(said.reading):
                 controls = tuple(token for token in turn.tokens if token in self.controls)
-                written = Verbatim(turn.tokens, self.text(turn.tokens, hidden=()))
-                known[said.place] = Recognised(written, len(turn.tokens) - turn.lead, controls, lead, reading)
+                written = VerbatimTokens(turn.tokens, self.decode_visible(turn.tokens, hidden=()))
+                known[said.message_index] = RecognisedTurn(
+                    written, len(turn.tokens) - turn.lead, controls, lead, reading
+                )
         return known
 
-    def spliced(self, rendered: Rendered, recalled: Recalled) -> tuple[Spliced, int]:
-        """With what was generated wherever it is what stands there, and how many tokens that were. Takes its time.
+    def splice(self, rendered: Rendered, recalled: RecalledConversation) -> tuple[Spliced, int]:
+        """Return the prompt with the remembered tokens, and how many of them were generated.
 
-        Messages are found in their order, the unknown ones, too: several may say the same.
+        This is slow: call it in a thread. All messages are searched in their order, even those that are not
+        remembered, since several messages may have the same meaning.
         """
         alike = defaultdict[object, deque[WrittenTurn]](deque)
-        for one in self.shown(rendered, sorted({one.lead for one in recalled.known.values()}, key=len)):
+        for one in self.iterate_written_turns(
+            rendered, sorted({one.lead for one in recalled.recognised.values()}, key=len)
+        ):
             alike[one.reading.text, one.reading.calls].append(one)
-        written, at, tokens = list[Control | str | Verbatim](), 0, 0
-        for said in recalled.said:
+        written = list[ControlToken | str | VerbatimTokens]()
+        at = 0
+        tokens = 0
+        for said in recalled.turns:
             same = alike[said.reading.text, said.reading.calls]
             while same and same[0].start < at:
                 same.popleft()
             if not same:
                 continue
-            shown, turn = same.popleft(), recalled.known.get(said.place)
+            shown = same.popleft()
+            turn = recalled.recognised.get(said.message_index)
             written += rendered[at : shown.start]
-            if turn is not None and shown.is_made_of(turn):
+            if turn is not None and shown.matches(turn):
                 written.append(turn.verbatim)
                 tokens += turn.generated
             else:
@@ -175,21 +204,21 @@ class Recaller:
             at = shown.stop
         return (*written, *rendered[at:]), tokens
 
-    def shown(self, rendered: Rendered, leads: Sequence[str]) -> Iterator[WrittenTurn]:
-        """The messages that begin as answers do. leads: the shortest first, since the others may begin with it."""
-        for start, stop in self.segments(rendered):
+    def iterate_written_turns(self, rendered: Rendered, leads: Sequence[str]) -> Iterator[WrittenTurn]:
+        """Yield the messages that begin like an answer. leads: shortest first, since a longer one may begin with it."""
+        for start, stop in self.iterate_segments(rendered):
             pieces = rendered[start:stop]
-            text = "".join(self.seen(piece) for piece in pieces)
+            text = "".join(self.visible_text(piece) for piece in pieces)
             lead = next((lead for lead in leads if text.startswith(lead)), None)
             if lead is not None:
-                controls = tuple(piece.id for piece in pieces if isinstance(piece, Control))
-                yield WrittenTurn(start, stop, text, controls, self.read(lead, text))
+                controls = tuple(piece.id for piece in pieces if isinstance(piece, ControlToken))
+                yield WrittenTurn(start, stop, text, controls, self.read_after_lead(lead, text))
 
-    def segments(self, rendered: Rendered) -> Iterator[tuple[int, int]]:
-        """What stands between the opening of a message and what ends an answer."""
+    def iterate_segments(self, rendered: Rendered) -> Iterator[tuple[int, int]]:
+        """Yield the ranges of pieces between the marker of a message and an end token."""
         start = None
         for place, piece in enumerate(rendered):
-            if not isinstance(piece, Control):
+            if not isinstance(piece, ControlToken):
                 continue
             if start is not None and piece.id in self.tokenizer.end_tokens:
                 yield start, place
@@ -197,33 +226,36 @@ class Recaller:
             if piece.id in self.markers:
                 start = place + 1
 
-    def lead(self, tokens: Tokens) -> Tokens | None:
-        """What follows the last marker in a prompt; None where there is none nearby."""
-        near = range(len(tokens), max(0, len(tokens) - MOST_LEAD - 1), -1)
+    def find_lead(self, tokens: Tokens) -> Tokens | None:
+        """Return the tokens after the last marker of a prompt. None: there is none among the last 64 tokens."""
+        near = range(len(tokens), max(0, len(tokens) - MAX_LEAD_TOKENS - 1), -1)
         return next((tokens[at:] for at in near if tokens[at - 1] in self.markers), None)
 
-    def read(self, lead: str, text: str) -> Reading:
-        """What follows the lead."""
+    def read_after_lead(self, lead: str, text: str) -> Reading:
+        """Return the meaning of the text after the lead."""
         tags = REASONING.get(self.reader.reasoning)
         thinking = tags is not None and lead.rstrip().endswith(tags.opening)
-        return read(text.removeprefix(lead), evolve(self.reader, thinking=thinking))
+        return read_answer(text.removeprefix(lead), evolve(self.reader, starts_in_reasoning=thinking))
 
-    def text(self, tokens: Tokens, hidden: Collection[int] | None = None) -> str:
-        """As its client has got it, unless something else is hidden."""
+    def decode_visible(self, tokens: Tokens, hidden: Collection[int] | None = None) -> str:
+        """Return the text that the client got. hidden: other tokens to leave out than those that clients never get."""
         unseen = self.hidden if hidden is None else hidden
-        return self.tokenizer.read(token for token in tokens if token not in unseen)
+        return self.tokenizer.decode_bytes(token for token in tokens if token not in unseen)
 
-    def seen(self, piece: Control | str) -> str:
+    def visible_text(self, piece: ControlToken | str) -> str:
         if isinstance(piece, str):
             return piece
         return "" if piece.id in self.hidden else piece.content
 
 
-def recaller(
+def build_recaller(
     conversation: Conversation, tokenizer: Tokenizer, markers: Iterable[Tokens], calls: str, reasoning: str
-) -> Recaller:
-    """calls, reasoning: names of their forms. What was called once may be forbidden now: it is read all the same."""
+) -> TurnRecaller:
+    """Build the recaller of a conversation. calls, reasoning: the names of their forms.
+
+    Functions that were called earlier and are no longer declared are still read as calls.
+    """
     called = {call.name: FunctionTool(call.name) for message in conversation.messages for call in message.calls}
     reader = AnswerReader(calls, {**called, **{tool.name: tool for tool in conversation.tools}}, reasoning=reasoning)
     controls = {control.id for control in tokenizer.controls.values()}
-    return Recaller(tokenizer, reader, {one[0] for one in markers if len(one) == 1} & controls)
+    return TurnRecaller(tokenizer, reader, {one[0] for one in markers if len(one) == 1} & controls)

@@ -1,4 +1,4 @@
-"""A tokenizer of the `tokenizers` library, made of what a tokenizer.json holds."""
+"""Builds a tokenizer of the `tokenizers` library from the content of a tokenizer.json."""
 
 from __future__ import annotations
 
@@ -14,33 +14,36 @@ SETTINGS = (
     *("fuse_unk", "byte_fallback", "ignore_merges"),
 )
 FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
-COMMENT = "#version"  # of a file of merges: the library passes such a line over
+COMMENT = "#version"  # the library skips such a line of a file of merges
 
 
-def made(described: Mapping[str, Any]) -> Tokenizer:
-    """The library takes a large vocabulary from the interpreter, which waits meanwhile, in half the time that it needs
-    to read one. The tokenizer is the same, but that it neither truncates nor pads.
+def build_backend(described: Mapping[str, Any]) -> Tokenizer:
+    """Build a tokenizer that neither truncates nor pads.
+
+    A large vocabulary is handed over as Python objects, which takes half as long as parsing it from JSON. The GIL is
+    held meanwhile.
     """
-    model, pairs = described["model"], merges_of(described["model"])
+    model = described["model"]
+    pairs = read_merges(model)
     if pairs is None:
-        return unbounded(Tokenizer.from_buffer(msgspec.json.encode(described)))
+        return disable_truncation(Tokenizer.from_buffer(msgspec.json.encode(described)))
     small = {**described, "model": {**model, "vocab": {}, "merges": ()}}
-    read = Tokenizer.from_buffer(msgspec.json.encode(small))  # says what is wrong with any of it
+    read = Tokenizer.from_buffer(msgspec.json.encode(small))  # raises an error that says what is wrong
     given = {name: model[name] for name in SETTINGS if model.get(name) is not None}
-    tokenizer = with_parts(read, BPE(model["vocab"], pairs, **given))
+    tokenizer = copy_parts(read, BPE(model["vocab"], pairs, **given))
     added = described.get("added_tokens", ())
     tokenizer.add_tokens([AddedToken(**{flag: token[flag] for flag in FLAGS}) for token in added])
     return tokenizer
 
 
-def unbounded(tokenizer: Tokenizer) -> Tokenizer:
+def disable_truncation(tokenizer: Tokenizer) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
-def with_parts(other: Tokenizer, model: Model) -> Tokenizer:
-    """With that model, and what another one has around its own: added tokens it has none."""
+def copy_parts(other: Tokenizer, model: Model) -> Tokenizer:
+    """Return a tokenizer with `model` and the other parts of `other`, but without added tokens."""
     tokenizer = Tokenizer(model)
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         if (found := getattr(other, part)) is not None:
@@ -48,9 +51,10 @@ def with_parts(other: Tokenizer, model: Model) -> Tokenizer:
     return tokenizer
 
 
-def merges_of(model: Mapping[str, Any]) -> Sequence[tuple[str, str]] | None:
-    """As pairs. None where there are none, or anything is not as it should be: what, the library says best."""
-    vocabulary, merges = model.get("vocab"), model.get("merges")
+def read_merges(model: Mapping[str, Any]) -> Sequence[tuple[str, str]] | None:
+    """Return the merges as pairs. None: there are none, or they are malformed and the library says how."""
+    vocabulary = model.get("vocab")
+    merges = model.get("merges")
     if model.get("type") != "BPE" or not isinstance(vocabulary, dict) or not isinstance(merges, list):
         return None
     if not {*map(type, vocabulary.values())} <= {int}:
@@ -64,6 +68,6 @@ def merges_of(model: Mapping[str, Any]) -> Sequence[tuple[str, str]] | None:
         return None
 
 
-def beside(full: Tokenizer) -> Tokenizer:
-    """One that has the same model, not a copy of it, and no added tokens: a large vocabulary takes 0.3 s to read."""
-    return with_parts(full, full.model)
+def share_model(full: Tokenizer) -> Tokenizer:
+    """Return a tokenizer without added tokens that shares the model. Reading a large vocabulary again takes 0.3 s."""
+    return copy_parts(full, full.model)

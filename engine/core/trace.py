@@ -29,7 +29,7 @@ from cattrs.preconf.json import make_converter
 from cattrs.strategies import configure_tagged_union
 
 from adapters import bounded_json
-from adapters.watched_thread import Watched
+from adapters.watched_thread import WatchedThread
 from effects.all import Effect, EffectRequest, Launch
 from effects.prefill import RunPrefill
 from engine.core.event_loop import Envelope
@@ -170,13 +170,13 @@ class Recorder:
     lost: str = ""  # why the trace ended early
     _backlog: queue.Queue[tuple[Envelope, tuple[Output, ...], World | None] | None] = field(init=False)
     _world: World = field(init=False)  # after the last event that was handed over
-    _thread: Watched = field(init=False)
+    _thread: WatchedThread = field(init=False)
     _file: IO[str] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self._backlog = queue.Queue(BACKLOG)
         self._world = make_world(self.header.settings)
-        self._thread = Watched("trace", self._write, died=self._died)
+        self._thread = WatchedThread("trace", self._write, died=self._died)
 
     def start(self) -> None:
         """Raises OSError when the file cannot be written."""

@@ -28,7 +28,7 @@ from adapters.remote.client.remote_scorer import RemoteScorer, loading_drafter
 from adapters.remote.protocol.messages import Prove
 from adapters.sequence_layout import dtype_name
 from adapters.text.tokenizer import Tokenizer
-from adapters.watched_thread import Watched
+from adapters.watched_thread import WatchedThread
 from effects.all import Outcome
 from effects.ids import LaneId, ModelName, RequestId
 from effects.pflash import CompressPrompt
@@ -79,7 +79,7 @@ class Drafter:
     identity: str = ""  # of the model and the numerics that it scores with
 
     @property
-    def threads(self) -> tuple[Watched, ...]:
+    def threads(self) -> tuple[WatchedThread, ...]:
         return () if self.beside is None else (self.beside.lane.thread,)
 
     def memory(self) -> Mapping[str, int]:
@@ -215,7 +215,7 @@ def build(found: FoundDrafter, options: Options, kept: Kept) -> tuple[Compressor
     checkpoint, config = found.checkpoint.rounded(dtype), found.checkpoint.config
     tokenizer = found.tokenizer
     controls = frozenset(control.id for control in tokenizer.controls.values())
-    marks = marks_of([tokenizer.piece(token) for token in range(tokenizer.size)], controls)
+    marks = marks_of([tokenizer.token_bytes(token) for token in range(tokenizer.size)], controls)
     if found.peer is not None:
         remote, numerics = apart(found, found.peer, options, dtype)
         return Compressor(remote, marks), identity(checkpoint, dtype, numerics, options.numerics)

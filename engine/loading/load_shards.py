@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adapters.checkpoint.finite_check import told_together
-from adapters.checkpoint.upload import AHEAD, PIECE, Upload
+from adapters.checkpoint.finite_check import defer_finite_checks
+from adapters.checkpoint.upload import MAX_PENDING_BYTES, PIECE_BYTES, Upload
 from adapters.checkpoint.weight_source import WeightSource
 from adapters.models.decoder.embedding_and_head import CopiedEnds
 from adapters.models.decoder.host_experts import HostExperts
@@ -72,7 +72,7 @@ def uploading(
     taken = list[Buffer]()  # theirs while they are known
 
     def buffer() -> Tensor:
-        one = memory.take(PIECE)
+        one = memory.take(PIECE_BYTES)
         taken.append(one)
         return one.data
 
@@ -80,8 +80,8 @@ def uploading(
     try:
         if all(one.device.type == "cuda" for one in plan if one.local):
             for one in uploads.values():
-                one.begin()
-        with told_together():
+                one.start()
+        with defer_finite_checks():
             yield [uploads.get(number, checkpoint) for number in range(len(plan))]
     finally:
         for one in uploads.values():
@@ -95,8 +95,8 @@ def upload(checkpoint: Checkpoint, place: Placement, buffer: Callable[[], Tensor
         tensors=checkpoint.tensors,
         names=checkpoint.config.tensors(place.layers),
         device=place.device,
-        buffer=buffer,
-        heard=checkpoint.heard,
-        served=dtype,
-        ahead=max(AHEAD, free_memory(place.device) // 4),
+        new_buffer=buffer,
+        on_tensor_read=checkpoint.heard,
+        served_dtype=dtype,
+        max_pending_bytes=max(MAX_PENDING_BYTES, free_memory(place.device) // 4),
     )

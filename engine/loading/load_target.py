@@ -27,7 +27,7 @@ from adapters.remote.client.remote_draft import RemoteDraft
 from adapters.remote.client.remote_shard import RemoteShard
 from adapters.sequence_layout import torch_dtype
 from adapters.transfer.transfer import Transfer
-from adapters.watched_thread import Watched
+from adapters.watched_thread import WatchedThread
 from effects.ports import RowsLost
 from effects.scope import Scope
 from engine.loading.attach_draft import add_draft, beside_last, sent_away
@@ -121,7 +121,7 @@ class Target:
         }
 
     @property
-    def threads(self) -> tuple[Watched, ...]:
+    def threads(self) -> tuple[WatchedThread, ...]:
         """Whose troubles /health tells."""
         store = () if self.transfer is None else self.transfer.store.threads
         return (*self.executor.threads, *store, *(() if self.drafter is None else self.drafter.threads))

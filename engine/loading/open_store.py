@@ -23,7 +23,7 @@ from adapters.store.open_store import held_memory, open_store
 from adapters.store.slab_memory import Memory
 from adapters.store.store import Store
 from adapters.transfer.transfer import Transfer, transfer
-from adapters.watched_thread import Watched
+from adapters.watched_thread import WatchedThread
 from effects.scope import parse_scope
 from engine.loading.calibrate_restore import with_loading
 from engine.settings.calibration_cache import Kept
@@ -97,5 +97,5 @@ def keeping(
 def stored(settings: Settings, moving: Transfer, shard: Pipeline, *, chunk: int, kept: Kept) -> Settings:
     """Something is kept beyond the device, and what loading it takes is known."""
     rates = with_loading(settings.rates, moving.store, shard, chunk=chunk, kept=kept)
-    Watched("store-pool", moving.store.memory.fill).start()  # now that nothing is timed any more
+    WatchedThread("store-pool", moving.store.memory.fill).start()  # now that nothing is timed any more
     return evolve(settings, store=True, rates=rates)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import anyio
 
 from adapters.device.lane.lane import DeviceLane, LaneClosed
-from adapters.process_memory import trim
+from adapters.process_memory import trim_heap
 from engine.core.event_loop import Runner
 
 log = logging.getLogger("rekindle")
@@ -28,7 +28,7 @@ async def tidied(
     *,
     every_s: float = EVERY_S,
     patience_s: float = PATIENCE_S,
-    tidy: Callable[[], object] = trim,
+    tidy: Callable[[], object] = trim_heap,
 ) -> None:
     """For ever: on the lane, where the next request waits for it and best nobody else does; never without work before.
 

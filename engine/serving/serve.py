@@ -34,7 +34,7 @@ from adapters.http.history.response_store import Archive
 from adapters.http.page import files
 from adapters.http.wire.errors import unavailable
 from adapters.http.wire.server import Serving, serve
-from adapters.watched_thread import Watched
+from adapters.watched_thread import WatchedThread
 from effects.job import Sampling
 from engine import __version__
 from engine.core.trace import VERSION, Header, Recorder
@@ -227,10 +227,10 @@ def settle() -> None:
     gc.freeze()
 
 
-async def stopped(stop: anyio.Event, threads: Sequence[Watched], every_s: float = 1) -> None:
+async def stopped(stop: anyio.Event, threads: Sequence[WatchedThread], every_s: float = 1) -> None:
     """Until somebody says so. Raises Refusal where a thread has died that nothing goes on without."""
     while not stop.is_set():
-        if dead := [thread for thread in threads if thread.dead]:
+        if dead := [thread for thread in threads if thread.is_dead]:
             raise UserError(f"the thread {dead[0].name} has died ({dead[0].trouble}); the log above says where")
         with anyio.move_on_after(every_s):
             await stop.wait()

@@ -60,7 +60,7 @@ def started(
     """descriptors: of a connection and of shared memory, which the server has left open for it."""
     log_format.configure("text", "warning" if descriptors else "info")
     secret = shared_secret(secret_file).encode()
-    process_memory.share()
+    process_memory.limit_arenas()
     import torch  # noqa: PLC0415 - takes seconds
 
     from engine.loading.shard_server import run_launched, run_listening  # noqa: PLC0415

@@ -17,7 +17,7 @@ from attrs import define, field
 
 from adapters.device.lane.lane import DeviceLane, LaneClosed
 from adapters.remote.client.peer import Peer
-from adapters.watched_thread import Watched
+from adapters.watched_thread import WatchedThread
 
 log = logging.getLogger("rekindle.shard")
 LOOK_S = 0.25
@@ -31,11 +31,11 @@ class ShardWatch:
 
     peers: Sequence[Peer]
     lane: DeviceLane
-    thread: Watched = field(init=False)
+    thread: WatchedThread = field(init=False)
     _ended: threading.Event = field(factory=threading.Event)
 
     def __attrs_post_init__(self) -> None:
-        self.thread = Watched("shard-watch", self._watch, restarts=3)
+        self.thread = WatchedThread("shard-watch", self._watch, restarts=3)
 
     def start(self) -> None:
         if self.peers:

@@ -13,7 +13,7 @@ from attrs import define
 from adapters.device.executor import DeviceExecutor
 from adapters.metrics import Metrics
 from adapters.transfer.transfer import Transfer
-from adapters.watched_thread import Watched
+from adapters.watched_thread import WatchedThread
 from effects.experts import PlaceExperts
 from effects.ids import MAIN, PROMPTS, LaneId, RequestId
 from effects.lookup import FindPrefix, ReleasePrefix
@@ -54,7 +54,7 @@ async def engine(
     transfer: Transfer | None = None,
     facts: Mapping[str, Any],
     live: Callable[[], Mapping[str, Any]] = dict,
-    threads: Sequence[Watched] = (),
+    threads: Sequence[WatchedThread] = (),
     drafter: Drafter | None = None,
     freeze: Callable[[RequestId, KeepFrozen], object] = lambda *_: None,
     recorder: Recorder | None = None,
@@ -69,7 +69,7 @@ async def engine(
     executor.row_watch.switch(on=paranoid)
     metrics = Metrics()
     metrics.watch_damage(lambda: live().get("damaged", {}))
-    meter, misses = Meter(metrics.stage), Misses({} if transfer is None else transfer.lookup.diverged, settings)
+    meter, misses = Meter(metrics.observe_stage), Misses({} if transfer is None else transfer.lookup.diverged, settings)
 
     def observe(envelope: Envelope, outs: tuple[Output, ...], before: World, after: World) -> None:
         meter.observe(envelope, outs, before, after)
@@ -102,7 +102,7 @@ async def engine(
     def living() -> Mapping[str, Any]:
         return with_troubles(live(), threads, recorder)
 
-    door = EngineDoor(runner, meter, facts, living, metrics.closed, misses.told)
+    door = EngineDoor(runner, meter, facts, living, metrics.count_closed, misses.told)
     notify |= {EmitTokens: (door.emit,), ReportProgress: (door.emit,), CloseStream: (door.close_stream,)}
     try:
         async with anyio.create_task_group() as tasks:
@@ -116,7 +116,9 @@ async def engine(
             recorder.close()
 
 
-def with_troubles(live: Mapping[str, Any], threads: Sequence[Watched], recorder: Recorder | None) -> Mapping[str, Any]:
+def with_troubles(
+    live: Mapping[str, Any], threads: Sequence[WatchedThread], recorder: Recorder | None
+) -> Mapping[str, Any]:
     """What there is to tell now, with everything that has broken."""
     troubles = {thread.name: thread.trouble for thread in threads if thread.trouble}
     if recorder is not None and recorder.lost:
@@ -126,7 +128,7 @@ def with_troubles(live: Mapping[str, Any], threads: Sequence[Watched], recorder:
 
 def shown(metrics: Metrics, slots: Slots) -> None:
     busy = sum(slot.holder is not None for slot in slots.slots)
-    metrics.gauges(queue=len(slots.waiting), slots_busy=busy, slots=len(slots.slots))
+    metrics.set_gauges(queue=len(slots.waiting), slots_busy=busy, slots=len(slots.slots))
 
 
 def heard(executor: DeviceExecutor, transfer: Transfer | None, runner: Runner, metrics: Metrics) -> None:

@@ -42,7 +42,7 @@ def import_beside_torch(folders: Iterable[Path], gpu: int | None = None) -> None
     """
     sys.setswitchinterval(SWITCH_S)
     for folder in folders:
-        weights_digest.begin(folder)
+        weights_digest.start_digest(folder)
     driver = None if gpu is None else gpu_driver()
     if driver is not None:
         Thread(target=open_gpu, args=(driver, gpu), name="gpu", daemon=True).start()

@@ -11,7 +11,7 @@ from pathlib import Path
 from attrs import frozen
 
 from adapters import demo
-from adapters.checkpoint.gguf.metadata import PART, model_name
+from adapters.checkpoint.gguf.metadata import PART, derive_model_name
 from engine.settings.user_error import UserError
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -35,7 +35,7 @@ class LocalModel:
     def names(self) -> tuple[str, ...]:
         """Closest to the whole name first."""
         last = self.name.rpartition("/")[2]
-        return self.name, last, model_name(Path(last))
+        return self.name, last, derive_model_name(Path(last))
 
 
 def hub_folder(environment: Mapping[str, str]) -> Path:
@@ -146,7 +146,7 @@ def served_name(path: Path) -> str:
     whole = Path(os.path.abspath(path))  # noqa: PTH100 - resolve() would follow it
     if whole.parent.name == "snapshots" and (match := SNAPSHOT.fullmatch(whole.parent.parent.name)):
         return repository(match)
-    return model_name(whole)
+    return derive_model_name(whole)
 
 
 def repository(match: re.Match[str]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from attrs import evolve
 
 from adapters import demo
-from adapters.checkpoint.checkpoint_error import CheckpointError, shown
+from adapters.checkpoint.checkpoint_error import CheckpointError, describe_value
 from adapters.checkpoint.config_fields import read_json
 from adapters.checkpoint.gguf.header import is_gguf
 from adapters.checkpoint.gguf.metadata import read_metadata
@@ -99,7 +99,7 @@ def check_gguf(path: Path) -> None:
         raise UserError(str(error)) from error
     if kind not in ARCHITECTURES:
         accepted = ", ".join(map(repr, ARCHITECTURES))
-        raise UserError(f"{path}: general.architecture {shown(kind)} is not supported; accepted: {accepted}")
+        raise UserError(f"{path}: general.architecture {describe_value(kind)} is not supported; accepted: {accepted}")
 
 
 def read_config(folder: Path) -> dict[str, Any]:

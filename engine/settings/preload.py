@@ -39,7 +39,7 @@ def opening(words: Sequence[str]) -> Iterator[None]:
     if words[:1] != ["serve"] or not {"-h", "--help"}.isdisjoint(words):
         yield
         return
-    process_memory.share()
+    process_memory.limit_arenas()
     gc.disable()  # what is imported stays (`startup.importing`)
     try:
         for name in SMALL:

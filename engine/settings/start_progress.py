@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import define, field
 
-from adapters.watched_thread import Watched
+from adapters.watched_thread import WatchedThread
 from engine.settings.progress import EVERY_S
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Steps:
         if sys.stderr.isatty() and not self.lines:
             self._show_bar()
         else:
-            Watched("starting", self._still).start()
+            WatchedThread("starting", self._still).start()
         return self
 
     def _show_bar(self) -> None:

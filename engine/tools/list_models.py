@@ -19,7 +19,7 @@ from rich.table import Table
 
 from adapters import demo
 from adapters.checkpoint.checkpoint_error import CheckpointError
-from adapters.checkpoint.gguf.tensors import GgufTensor
+from adapters.checkpoint.gguf.gguf_tensor import GgufTensor
 from adapters.checkpoint.safetensors_folder import StoredTensor
 from adapters.models.decoder.family import ModelConfig
 from adapters.models.kernels.row_format import row_dtype
@@ -177,7 +177,7 @@ def stored_as(checkpoint: Checkpoint) -> str:
 
 
 def kind(entry: StoredTensor) -> str:
-    return entry.stored.packing.name if isinstance(entry, GgufTensor) else entry.form or short(entry.dtype)
+    return entry.stored.packing.name if isinstance(entry, GgufTensor) else entry.packing_name or short(entry.dtype)
 
 
 def short(dtype: torch.dtype) -> str:

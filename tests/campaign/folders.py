@@ -100,7 +100,7 @@ def tokenizers(folder: Path) -> Iterator[Case]:
             (tokens,) = text_.tokenizer.encode_now(["Hello, world <|im_end|>"])
             text_.tokenizer.decode(tokens)
             for token in tokens[:3]:
-                text_.tokenizer.piece(token)
+                text_.tokenizer.token_bytes(token)
 
     yield check
 

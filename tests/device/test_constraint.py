@@ -18,7 +18,7 @@ from adapters.device.sampling.sampler import DeadEnd, Draw, Pick, Sampler, pick
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.acceptance import Member, agree
 from adapters.device.speculation.proposal_tree import Tree, chain, fitted
-from adapters.text.grammars.grammar import Grammars, json_grammar
+from adapters.text.grammars.grammar import Grammars, build_json_grammar
 from adapters.text.tokenizer import Tokenizer
 from effects.decode import Decoded
 from effects.grammar import Grammar
@@ -187,7 +187,7 @@ async def test_200_schemas_are_kept_to_by_a_random_model_with_and_without_a_draf
     plain.executor.matched_by(grammars.match)
     for seed in range(first, first + 20):
         schema = schema_of(seed)
-        sampling = Sampling(temperature=errors.choice((0.0, 0.2, 1.0)), seed=seed, grammar=json_grammar(schema))
+        sampling = Sampling(temperature=errors.choice((0.0, 0.2, 1.0)), seed=seed, grammar=build_json_grammar(schema))
         prompt = errors.choices(range(size), k=5)
         client = await plain.open(prompt, sampling, stops=ENDS)
         answer = await answered(plain, client)
@@ -207,7 +207,7 @@ async def test_answers_that_decode_together_each_keep_to_their_own(tokenizer: To
     driver.executor.matched_by(Grammars(tokenizer).match)
     schemas = [schema_of(seed) for seed in (7, 8, 9)]
     clients = [
-        await driver.open([slot + 1, 5], Sampling(grammar=json_grammar(schema)), slot, stops=ENDS)
+        await driver.open([slot + 1, 5], Sampling(grammar=build_json_grammar(schema)), slot, stops=ENDS)
         for slot, schema in enumerate(schemas)
     ]
     free = await driver.open([9, 9], Sampling(), 3)
@@ -221,7 +221,7 @@ async def test_answers_that_decode_together_each_keep_to_their_own(tokenizer: To
         open_ = [client for client in open_ if client.tokens[-1] not in ENDS]
     for slot, (client, schema) in enumerate(zip(clients, schemas, strict=True)):
         jsonschema.validate(json.loads(tokenizer.decode(client.answer[:-1])), schema)
-        single = await alone.open([slot + 1, 5], Sampling(grammar=json_grammar(schema)), stops=ENDS)
+        single = await alone.open([slot + 1, 5], Sampling(grammar=build_json_grammar(schema)), stops=ENDS)
         assert await answered(alone, single) == client.answer
     assert driver.executor.close()
     assert alone.executor.close()

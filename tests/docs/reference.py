@@ -164,10 +164,10 @@ def every_metric() -> Metrics:
     metrics.watch_listeners(lambda: 0)
     metrics.watch_shards(lambda: {"0-1": defaultdict(int)})
     report = Report(prompt_tokens=2, completion_tokens=1, restored_tokens=1, tier="disk", miss="cold")
-    metrics.closed(Closed("stop", report, "", {}))
-    metrics.stage("prefill", 0.1)
-    metrics.gauges(0, 0, 1)
-    metrics.http("/v1/models", 200)
+    metrics.count_closed(Closed("stop", report, "", {}))
+    metrics.observe_stage("prefill", 0.1)
+    metrics.set_gauges(0, 0, 1)
+    metrics.count_response("/v1/models", 200)
     return metrics
 
 

@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from adapters.device.lane.lane import DeviceLane, LaneClosed
-from adapters.watched_thread import Watched
+from adapters.watched_thread import WatchedThread
 from effects.ids import RequestId
 from effects.job import Job
 from engine.core import trace
@@ -35,10 +35,10 @@ def fail(error: BaseException) -> None:
 @pytest.mark.parametrize("error", [ValueError("no\nroom"), Odd("no room")])
 def test_what_a_thread_dies_of_is_logged_kept_and_told(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
     told = list[str]()
-    thread = Watched("worker", lambda: fail(error), died=lambda: told.append(threading.current_thread().name))
+    thread = WatchedThread("worker", lambda: fail(error), died=lambda: told.append(threading.current_thread().name))
     thread.start()
     thread.join(10)
-    assert (thread.dead, thread.trouble, told) == (True, f"{type(error).__name__}: no room", ["worker"])
+    assert (thread.is_dead, thread.trouble, told) == (True, f"{type(error).__name__}: no room", ["worker"])
     assert "the thread worker has died" in caplog.text
     assert "Traceback" in caplog.text, "it is a bug: the log says where"
 
@@ -51,10 +51,10 @@ def test_a_thread_that_may_starts_again_and_the_trouble_stays() -> None:
         if len(runs) < 3:
             raise ValueError(str(len(runs)))
 
-    thread = Watched("worker", work, restarts=2)
+    thread = WatchedThread("worker", work, restarts=2)
     thread.start()
     thread.join(10)
-    assert (len(runs), thread.dead, thread.trouble) == (3, False, "ValueError: 2")
+    assert (len(runs), thread.is_dead, thread.trouble) == (3, False, "ValueError: 2")
 
 
 async def test_nobody_waits_for_a_lane_that_has_died_and_the_server_stops(caplog: pytest.LogCaptureFixture) -> None:

@@ -295,7 +295,7 @@ async def test_what_became_of_tools_is_remembered_for_the_next_turn(site: Site) 
     tools = [tool(0, whole({"type": "string", "format": "zork"}), strict=False)]
     asked = chat(tools=tools, tool_choice="required", max_tokens=2)
     first = await site.post("/v1/chat/completions", asked)
-    async with site.text.grammars.line.turn(""):  # whoever had to try it would wait here
+    async with site.text.grammars.queue.wait_turn(""):  # whoever had to try it would wait here
         second = await site.post("/v1/chat/completions", asked)
     assert first.headers[HEADER] == second.headers[HEADER]
     assert site.door.tickets[0].job.sampling.grammar == site.door.tickets[1].job.sampling.grammar

@@ -22,7 +22,7 @@ from adapters.http.request.controls import read_controls
 from adapters.http.request.tool_definitions import Skipped
 from adapters.http.wire.errors import ApiError
 from adapters.http.wire.fields import Fields
-from adapters.text.conversation import Conversation, templated
+from adapters.text.conversation import Conversation, build_template_variables
 from adapters.text.model_text import Text
 
 OPTIONS = EdgeOptions("small", 4096, 500)
@@ -186,7 +186,7 @@ def test_a_field_with_anything_in_it_is_read_or_named(
     fields = Fields(changed(body, path, data.draw(JUNK | WORDS_OF_OTHERS)))
     refused: ApiError | None = None
     try:
-        json.dumps(templated(read(fields, text), argument_text=False))
+        json.dumps(build_template_variables(read(fields, text), argument_text=False))
     except ApiError as error:
         refused = error
     if refused is not None:

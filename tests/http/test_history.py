@@ -25,7 +25,7 @@ from adapters.http.request.resent_history import LOST_RESULT, Speaker, newest_us
 from adapters.http.request.tool_definitions import Skipped, tool_name
 from adapters.http.wire.fields import Fields
 from adapters.http.wire.repair_json import without_depth, without_halves
-from adapters.text.conversation import Conversation, templated
+from adapters.text.conversation import Conversation, build_template_variables
 from adapters.text.model_text import Text
 from tests.http.conftest import Site, served
 from tests.http.sse import chunks
@@ -620,7 +620,7 @@ def test_nothing_inside_of_earlier_messages_is_refused(text: Text, api: str, dat
     junk = data.draw(JUNK | WORDS_OF_OTHERS)
     conversation = READERS[api](changed({"all": WHOLE[api]}, ("all", *path), junk)["all"], text)
     assert conversation.messages[-1].content == "And?"
-    json.dumps(templated(conversation, argument_text=False))
+    json.dumps(build_template_variables(conversation, argument_text=False))
 
 
 # -- names of tools

@@ -135,7 +135,7 @@ def test_calls_of_every_kind_stand_in_one_answer() -> None:
             "",
             (ToolCall("9", "add", "{}"),),
         ),
-        ChatMessage("tool", "3", answers="9"),
+        ChatMessage("tool", "3", answered_call_id="9"),
     ]
 
 

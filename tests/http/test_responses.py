@@ -552,9 +552,9 @@ def test_items_are_read_into_messages() -> None:
         ChatMessage("system", "Rules."),
         ChatMessage("user", "a\nb"),
         ChatMessage("assistant", "Well.", "Hm.", calls),
-        ChatMessage("tool", "one", answers="1"),
-        ChatMessage("tool", "two", answers="2"),
-        ChatMessage("tool", "three", answers="3"),
+        ChatMessage("tool", "one", answered_call_id="1"),
+        ChatMessage("tool", "two", answered_call_id="2"),
+        ChatMessage("tool", "three", answered_call_id="3"),
         ChatMessage("assistant", "No.", "So."),
         ChatMessage("user", "Go on."),
     ]

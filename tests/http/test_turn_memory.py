@@ -19,7 +19,7 @@ from adapters.http.history import answer_tokens as limits
 from adapters.http.history.answer_tokens import ENCODER, OwnTurns, TurnMemory, TurnRecord, name_of
 from adapters.http.history.persistent_lru import digest, signed
 from adapters.store.files.private_folder import Folder
-from adapters.text.read_text import Reading, Utterance
+from adapters.text.read_text import AssistantTurn, Reading
 from effects.ids import Tokens
 from tests.http.conftest import Site, served
 from tests.http.test_lifecycle import until
@@ -294,11 +294,11 @@ def key(number: int) -> str:
     return f"{number:032x}"
 
 
-def said(number: int, *calls: str) -> Utterance:
-    return Utterance(0, key(number), calls, Reading())
+def said(number: int, *calls: str) -> AssistantTurn:
+    return AssistantTurn(0, key(number), calls, Reading())
 
 
-def first(memory: TurnMemory, one: Utterance, owner: str = "") -> int | None:
+def first(memory: TurnMemory, one: AssistantTurn, owner: str = "") -> int | None:
     turn = OwnTurns(memory, owner).find(one)
     return None if turn is None else turn.tokens[0]
 

@@ -10,7 +10,7 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from adapters.checkpoint.packed_matrix import PackedMatrix, Stack, StepLayout
+from adapters.checkpoint.packed_matrix import PackedMatrix, StackedWeight, StepLayout
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.family import ModelConfig
 from adapters.models.decoder.pipeline import Pipeline
@@ -68,8 +68,8 @@ def inputs(count: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Ten
     return torch.randn(count, columns, device=DEVICE, generator=make_generator(1, DEVICE)).to(dtype)
 
 
-def stack_of(*parts: PackedMatrix | Tensor, dtype: torch.dtype = torch.bfloat16) -> Stack:
-    return Stack(parts, dtype, DEVICE)
+def stack_of(*parts: PackedMatrix | Tensor, dtype: torch.dtype = torch.bfloat16) -> StackedWeight:
+    return StackedWeight(parts, dtype, DEVICE)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -81,7 +81,7 @@ def test_a_packed_product_has_the_bits_of_the_unpacked_one_at_every_row_count(ke
     both = kernels.pack_gated(stack_of(*matrices, dtype=dtype))
     assert isinstance(one, triton_packed.CudaStack)
     assert isinstance(both, triton_packed.CudaStack)
-    plain = [matrix.unpacked(dtype).to(DEVICE) for matrix in matrices]
+    plain = [matrix.unpack(dtype).to(DEVICE) for matrix in matrices]
     x = inputs(max(ROWS), columns, dtype)
     expected = kernels.linear(x, kernels.pack(plain[0]))
     gated = kernels.gated_linear(x, kernels.pack_gated(torch.cat(plain)))
@@ -97,7 +97,7 @@ def test_a_packed_product_has_the_bits_of_the_unpacked_one_at_every_row_count(ke
 def test_a_program_with_more_rows_of_a_weight_has_the_same_bits(kernels, layout):
     matrix, x = random_matrix((200, 1280), layout, "q"), inputs(256, 1280)
     (part,) = kernels.pack(stack_of(matrix)).parts
-    expected = kernels.linear(x, kernels.pack(matrix.unpacked(torch.bfloat16).to(DEVICE)))
+    expected = kernels.linear(x, kernels.pack(matrix.unpack(torch.bfloat16).to(DEVICE)))
     rooms = (99 << 10, kernels._shared)  # noqa: SLF001 - the smallest GPUs', and this one's
     for count, shared in itertools.product((1, 16, 32, 50, 128), rooms):
         tile = triton_packed.choose_packed_tile(count, part.outputs, processors=1, shared=shared)
@@ -114,7 +114,7 @@ def test_parts_that_are_packed_otherwise_or_not_at_all_stand_one_below_the_other
     stack, x = stack_of(*parts), inputs(300, 512)
     weight = kernels.pack(stack)
     assert [type(part).__name__ for part in weight.parts] == ["CudaSteps", "CudaWeight", "CudaWeight", "CudaSteps"]
-    expected = kernels.linear(x, kernels.pack(stack.unpacked()))
+    expected = kernels.linear(x, kernels.pack(stack.unpack()))
     for count in (1, 64, 300):
         assert same_bits(kernels.linear(x[:count].contiguous(), weight), expected[:count])
 
@@ -135,7 +135,7 @@ def test_many_rows_go_through_a_large_weight_piece_by_piece(kernels):
     matrix = random_matrix((40_040, 2048), Q4_K, "head", DEVICE)
     assert triton_packed.SCRATCH_BYTES < 40_040 * 2048 * 2
     one, two = kernels.pack(stack_of(matrix)), kernels.pack_gated(stack_of(matrix, matrix))
-    plain, x = matrix.unpacked(torch.bfloat16), inputs(300, 2048)
+    plain, x = matrix.unpack(torch.bfloat16), inputs(300, 2048)
     assert same_bits(kernels.linear(x, one), kernels.linear(x, kernels.pack(plain)))
     assert same_bits(
         kernels.gated_linear(x, two), kernels.gated_linear(x, kernels.pack_gated(torch.cat((plain, plain))))
@@ -163,8 +163,8 @@ class Unpacked:
         self.weights = weights
 
     def read(self, name: str) -> Tensor:
-        packed = self.weights.layout(name) is not None and "embed" not in name
-        return self.weights.packed(name).unpacked(torch.bfloat16) if packed else self.weights.read(name)
+        packed = self.weights.find_layout(name) is not None and "embed" not in name
+        return self.weights.read_packed(name).unpack(torch.bfloat16) if packed else self.weights.read(name)
 
 
 def shard_of(weights: Any, config: ModelConfig = CONFIG) -> DenseShard:

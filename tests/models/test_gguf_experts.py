@@ -77,8 +77,8 @@ def test_what_is_projected_is_one_tensor_of_two_types(following: Path, tmp_path:
 
     file = Checkpoint.open(write_gguf(tmp_path / "m.gguf", following, Kind.BF16, pack=gates))
     stored = file.tensors["model.layers.0.linear_attn.in_proj_qkvz.weight"]
-    assert stored.form == "Q8_0"
-    read = stored.rounded(torch.bfloat16).read("projected")
+    assert stored.packing_name == "Q8_0"
+    read = stored.with_dtype(torch.bfloat16).read("projected")
     published = Checkpoint.open(following).read("model.layers.0.linear_attn.in_proj_qkvz.weight")
     assert read.dtype == torch.bfloat16
     torch.testing.assert_close(read.float(), published, rtol=0.02, atol=0.01)

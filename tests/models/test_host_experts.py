@@ -11,7 +11,7 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from adapters.checkpoint.packed_matrix import Stack
+from adapters.checkpoint.packed_matrix import StackedWeight
 from adapters.device.executor import DeviceExecutor
 from adapters.device.lane.lane import DeviceLane
 from adapters.models.decoder.dense_shard import DenseShard
@@ -142,7 +142,7 @@ def test_moves_that_cannot_be_are_refused() -> None:
 
 def test_packed_weights_that_cannot_be_copied_are_refused() -> None:
     class Opaque(ReferenceKernels):
-        def pack(self, weight: Tensor | Stack) -> Tensor:
+        def pack(self, weight: Tensor | StackedWeight) -> Tensor:
             return super().pack(weight).to_mkldnn()
 
     offloaded = HostExperts(CPU, COUNT, 9 * SIZE)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from attrs import evolve
 
-from adapters.checkpoint.gguf.unpack import UNPACK
-from adapters.checkpoint.packed_matrix import TABLES, PackedMatrix, Stack, StepLayout
+from adapters.checkpoint.gguf.unpack_blocks import UNPACK
+from adapters.checkpoint.packed_matrix import TABLES, PackedMatrix, StackedWeight, StepLayout
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.kernels.cpu.kernels import CpuKernels, CpuStack
 from adapters.models.kernels.cpu.native import library
@@ -79,12 +79,12 @@ def random_matrix(layout: StepLayout, rows: int, columns: int, seed: int = 0) ->
 
 def exactly(x: torch.Tensor, matrix: PackedMatrix) -> tuple[torch.Tensor, torch.Tensor]:
     """The product in float64, and how large its terms are, scales and what is least apart."""
-    scale, least = matrix.levels()
-    steps = matrix.numbers().abs() * scale.abs().repeat_interleave(matrix.layout.group, 1)
+    scale, least = matrix.group_levels()
+    steps = matrix.step_values().abs() * scale.abs().repeat_interleave(matrix.layout.group, 1)
     if least is not None:
         steps += least.abs().repeat_interleave(matrix.layout.group, 1)
     wide = x.double()
-    return wide @ matrix.unpacked(torch.float32).double().T, wide.abs() @ steps.double().T
+    return wide @ matrix.unpack(torch.float32).double().T, wide.abs() @ steps.double().T
 
 
 @pytest.fixture(scope="module")
@@ -209,9 +209,9 @@ def test_every_type_is_multiplied_as_the_gguf_package_unpacks_it(
     rows, columns = 40, 512
     blocks, _ = random_blocks("blk.0.x", np.zeros((rows, columns), np.float32), kind)
     found = UNPACK[kind.name](torch.from_numpy(blocks.reshape(-1, size).copy()))
-    matrix = found.mapped(lambda one: one.reshape(rows, columns // count * one.shape[1]))
+    matrix = found.map_tensors(lambda one: one.reshape(rows, columns // count * one.shape[1]))
     wanted = torch.from_numpy(gguf.dequantize(blocks, kind).astype(np.float32)).view(rows, columns)
-    assert torch.equal(matrix.unpacked(torch.float32), wanted)
+    assert torch.equal(matrix.unpack(torch.float32), wanted)
     x = torch.randn(4, columns, generator=make_generator(3))
     product = own.multiply_packed(x, own.pack_steps(matrix))
     _, terms = exactly(x, matrix)
@@ -356,7 +356,7 @@ def test_what_is_unpacked_is_twice_as_quick_every_time(
 def test_a_row_count_that_is_not_proven_is_refused(installed: None) -> None:
     matrix = random_matrix(StepLayout("int8", 32), 64, 64)
     kernels = CpuKernels(torch.float32)
-    weight = kernels.pack(Stack((matrix,), torch.float32, torch.device("cpu")))
+    weight = kernels.pack(StackedWeight((matrix,), torch.float32, torch.device("cpu")))
     assert isinstance(weight, CpuStack)
     assert kernels.linear(torch.ones(3, 64), weight).shape == (3, 64)
     assert count_bytes(weight) == 64 * 64 * 8.5 / 8
@@ -368,8 +368,8 @@ def test_parts_that_are_packed_otherwise_stand_one_below_the_other(installed: No
     one, two = random_matrix(StepLayout("int8", 32), 40, 64, 1), random_matrix(StepLayout("int4", 32), 24, 64, 2)
     plain = torch.randn(8, 64)
     kernels = CpuKernels(torch.float32)
-    stack = Stack((one, one, plain, two), torch.float32, torch.device("cpu"))
+    stack = StackedWeight((one, one, plain, two), torch.float32, torch.device("cpu"))
     weight, x = kernels.pack(stack), torch.randn(4, 64)
     assert isinstance(weight, CpuStack)
     assert len(weight.parts) == 3
-    assert torch.allclose(kernels.linear(x, weight), x @ stack.unpacked().T, atol=1e-4)
+    assert torch.allclose(kernels.linear(x, weight), x @ stack.unpack().T, atol=1e-4)

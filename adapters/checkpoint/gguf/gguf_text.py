@@ -1,7 +1,7 @@
-"""A GGUF file's text: its metadata as tokenizer.json and the other files of a folder would have it.
+"""Turns a GGUF file's metadata into the content of tokenizer.json and of the other text files of a folder.
 
-llama.cpp names a byte-level pre-tokenizer and has its expression in its code; here it is what the models' own
-tokenizer.json say under that name, Unicode normalisation included. SentencePiece has none (`sentence_piece.py`).
+A GGUF file names its byte-level pre-tokenizer, and llama.cpp's code has the expression. Here the expression is that of
+the models' own tokenizer.json, with Unicode normalisation. SentencePiece has no pre-tokenizer (`sentence_piece.py`).
 """
 
 from __future__ import annotations
@@ -12,15 +12,21 @@ from typing import Any
 
 from attrs import frozen
 
-from adapters.checkpoint.checkpoint_error import CheckpointError, shown
+from adapters.checkpoint.checkpoint_error import CheckpointError, describe_value
 from adapters.checkpoint.gguf import sentence_piece
-from adapters.checkpoint.gguf.header import GgufHeader, Items, read_header
-from adapters.checkpoint.gguf.metadata import shortest
+from adapters.checkpoint.gguf.header import GgufHeader, ListField, read_header
+from adapters.checkpoint.gguf.metadata import shorten_float
 from adapters.checkpoint.split_patterns import LLAMA3, QWEN, QWEN35
+from adapters.checkpoint.text_content import TextContent
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # kinds of tokens
-# Ends of an answer that models have beside the one that the metadata name, as llama.cpp finds them: by their text
+# Kinds of tokens.
+NORMAL = 1
+UNKNOWN = 2
+CONTROL = 3
+USER_DEFINED = 4
+UNUSED = 5
+# Further end tokens besides the one that the metadata name. llama.cpp also finds them by their text.
 ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
 END_FIELDS = ("eos", "eot", "eom")
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding"}
@@ -34,95 +40,114 @@ SAMPLING = {
 
 
 @frozen
-class WordCuts:
-    """steps: of the pre-tokenizer. whole: a word that is a token is not merged. start: a text begins with the first
-    token unless the metadata say otherwise.
+class PreTokenizer:
+    """A byte-level pre-tokenizer and what belongs to it.
+
+    steps: the steps of the pre-tokenizer, as in tokenizer.json.
+    keeps_whole_tokens: a word that is a token is not merged from parts.
+    adds_first_token: a text begins with the BOS token unless the metadata say otherwise.
     """
 
     steps: Sequence[Mapping[str, Any]]
     normalizer: Mapping[str, Any] | None = None
-    whole: bool = False
-    start: bool = False
+    keeps_whole_tokens: bool = False
+    adds_first_token: bool = False
 
 
-def split(expression: str) -> tuple[Mapping[str, Any], ...]:
+def make_split_steps(expression: str) -> tuple[Mapping[str, Any], ...]:
     cut = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
     return cut, {**BYTE_LEVEL, "use_regex": False}
 
 
 NFC = {"type": "NFC"}
-WORDS: Mapping[str, WordCuts] = {
-    "qwen2": WordCuts(split(QWEN), NFC),
-    "qwen35": WordCuts(split(QWEN35), NFC),
-    "deepseek-r1-qwen": WordCuts(split(QWEN)),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), WordCuts(split(LLAMA3), whole=True, start=True)),
-    "gpt-2": WordCuts(({**BYTE_LEVEL, "use_regex": True},)),
-    "smollm": WordCuts(({"type": "Digits", "individual_digits": True}, {**BYTE_LEVEL, "use_regex": True})),
+PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
+    "qwen2": PreTokenizer(make_split_steps(QWEN), NFC),
+    "qwen35": PreTokenizer(make_split_steps(QWEN35), NFC),
+    "deepseek-r1-qwen": PreTokenizer(make_split_steps(QWEN)),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3"),
+        PreTokenizer(make_split_steps(LLAMA3), keeps_whole_tokens=True, adds_first_token=True),
+    ),
+    "gpt-2": PreTokenizer(({**BYTE_LEVEL, "use_regex": True},)),
+    "smollm": PreTokenizer(({"type": "Digits", "individual_digits": True}, {**BYTE_LEVEL, "use_regex": True})),
 }
-"""By what llama.cpp calls them."""
+"""The known pre-tokenizers, by the names that llama.cpp gives them."""
 
 
-def described(path: Path, most_template: int) -> dict[str, Any]:
-    """What `TextFiles` holds of a folder, by the same names. Raises CheckpointError, one line.
+def read_gguf_text(path: Path, most_template: int) -> TextContent:
+    """Return the text of a GGUF file as files of a folder would have it. Raises CheckpointError, one line.
 
-    most_template: bytes of it.
+    most_template: the greatest size of the chat template in bytes.
     """
     header = read_header(path)
     fields = header.fields
     model = fields.get("tokenizer.ggml.model")
     if model not in {"gpt2", "llama"}:
-        what = "is missing" if model is None else f"{shown(model)} is not supported"
+        what = "is missing" if model is None else f"{describe_value(model)} is not supported"
         accepted = "'gpt2', which is byte-level BPE, and 'llama', which is SentencePiece"
         raise CheckpointError(f"{path}: tokenizer.ggml.model {what}; accepted: {accepted}")
     tokens, ids = read_tokens(header)
-    added = added_tokens(header, tokens)
+    added = list_added_tokens(header, tokens)
     if model == "gpt2":
-        words = word_cuts(header)
-        parts, start = byte_level(header, words, ids), words.start
+        words = find_pre_tokenizer(header)
+        parts = build_byte_level(header, words, ids)
+        start = words.adds_first_token
     else:
-        parts, start = sentence_piece.parts(header, tokens, ids, [token["content"] for token in added]), True
-    named = {name: tokens[id_] for name, key in SPECIAL.items() if (id_ := token_id(header, key, tokens)) is not None}
-    ends = [id_ for key in END_FIELDS if (id_ := token_id(header, key, tokens)) is not None]
+        parts = sentence_piece.build_tokenizer_parts(header, tokens, ids, [token["content"] for token in added])
+        start = True
+    named = {
+        name: tokens[id_] for name, key in SPECIAL.items() if (id_ := read_token_id(header, key, tokens)) is not None
+    }
+    ends = [id_ for key in END_FIELDS if (id_ := read_token_id(header, key, tokens)) is not None]
     ends += [token["id"] for token in added if token["content"] in ENDS]
     template = fields.get("tokenizer.chat_template")
     if template is not None and not (isinstance(template, str) and len(template.encode()) <= most_template):
         raise CheckpointError(f"{path}: tokenizer.chat_template is no text, or larger than {most_template >> 20} MiB")
-    return {
-        "tokenizer": {
+    return TextContent(
+        tokenizer={
             "version": "1.0",
             "added_tokens": added,
-            "post_processor": starting(header, start, named.get("bos_token"), ids),
+            "post_processor": build_post_processor(header, start, named.get("bos_token"), ids),
             **parts,
         },
-        "settings": named,
-        "generation": {
-            name: shortest(told) if isinstance(told, float) else told
+        settings=named,
+        generation={
+            name: shorten_float(value) if isinstance(value, float) else value
             for name, key in SAMPLING.items()
-            if (told := fields.get(f"general.sampling.{key}")) is not None and not isinstance(told, Items)
+            if (value := fields.get(f"general.sampling.{key}")) is not None and not isinstance(value, ListField)
         },
-        "end_tokens": tuple(dict.fromkeys(ends)),
-        "template": template,
-    }
+        end_tokens=tuple(dict.fromkeys(ends)),
+        template=template,
+    )
 
 
-def word_cuts(header: GgufHeader) -> WordCuts:
+def find_pre_tokenizer(header: GgufHeader) -> PreTokenizer:
+    """Return the pre-tokenizer that the file names. Raises CheckpointError for an unknown name."""
     pre = header.fields.get("tokenizer.ggml.pre")
-    if not isinstance(pre, str) or pre not in WORDS:
-        what = "is missing" if pre is None else f"{shown(pre)} is not supported"
-        raise CheckpointError(f"{header.path}: tokenizer.ggml.pre {what}; accepted: {', '.join(map(repr, WORDS))}")
-    return WORDS[pre]
+    if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
+        what = "is missing" if pre is None else f"{describe_value(pre)} is not supported"
+        raise CheckpointError(
+            f"{header.path}: tokenizer.ggml.pre {what}; accepted: {', '.join(map(repr, PRE_TOKENIZERS))}"
+        )
+    return PRE_TOKENIZERS[pre]
 
 
-def byte_level(header: GgufHeader, words: WordCuts, ids: Mapping[str, int]) -> dict[str, Any]:
+def build_byte_level(header: GgufHeader, words: PreTokenizer, ids: Mapping[str, int]) -> dict[str, Any]:
+    """Return normalizer, pre_tokenizer, decoder and model of a tokenizer.json for byte-level BPE."""
     return {
         "normalizer": words.normalizer,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(words.steps)},
         "decoder": {**BYTE_LEVEL, "use_regex": True},
-        "model": {"type": "BPE", "ignore_merges": words.whole, "vocab": ids, "merges": read_merges(header, ids)},
+        "model": {
+            "type": "BPE",
+            "ignore_merges": words.keeps_whole_tokens,
+            "vocab": ids,
+            "merges": read_merges(header, ids),
+        },
     }
 
 
-def kinds(header: GgufHeader, tokens: Sequence[str]) -> list[int]:
+def read_token_kinds(header: GgufHeader, tokens: Sequence[str]) -> list[int]:
     name = "tokenizer.ggml.token_type"
     found = header.integers(name) if name in header.fields else [NORMAL] * len(tokens)
     if len(found) != len(tokens):
@@ -131,58 +156,70 @@ def kinds(header: GgufHeader, tokens: Sequence[str]) -> list[int]:
 
 
 def read_tokens(header: GgufHeader) -> tuple[list[str], dict[str, int]]:
-    """All, and the ids of those that are used. Files fill a vocabulary up with unused ones."""
+    """Return all tokens, and the ids of those that are used. Files fill up a vocabulary with unused tokens."""
     tokens = header.texts("tokenizer.ggml.tokens")
     ids = dict[str, int]()
-    for id_, (token, kind) in enumerate(zip(tokens, kinds(header, tokens), strict=True)):
+    for id_, (token, kind) in enumerate(zip(tokens, read_token_kinds(header, tokens), strict=True)):
         if kind == UNUSED:
             continue
         if token in ids:
-            raise CheckpointError(f"{header.path}: tokens {ids[token]} and {id_} are both {shown(token)}")
+            raise CheckpointError(f"{header.path}: tokens {ids[token]} and {id_} are both {describe_value(token)}")
         ids[token] = id_
     return tokens, ids
 
 
-def added_tokens(header: GgufHeader, tokens: Sequence[str]) -> list[dict[str, Any]]:
+def list_added_tokens(header: GgufHeader, tokens: Sequence[str]) -> list[dict[str, Any]]:
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return [
         {"id": id_, "content": tokens[id_], **plain, "special": kind != USER_DEFINED}
-        for id_, kind in enumerate(kinds(header, tokens))
+        for id_, kind in enumerate(read_token_kinds(header, tokens))
         if kind in {UNKNOWN, CONTROL, USER_DEFINED}
     ]
 
 
 def read_merges(header: GgufHeader, ids: Mapping[str, int]) -> list[list[str]]:
-    """Two tokens each, which a space is between, and which together are one."""
+    """Return the merges: pairs of tokens that together are a token. Files write a space between the two."""
     merges = []
     for number, merge in enumerate(header.texts("tokenizer.ggml.merges")):
         at = merge.find(" ", 1)
-        left, right = merge[:at], merge[at + 1 :]
+        left = merge[:at]
+        right = merge[at + 1 :]
         if at < 0 or not right or not (left in ids and right in ids and left + right in ids):
-            raise CheckpointError(f"{header.path}: merge {number} {shown(merge)} is not of two tokens that make one")
+            raise CheckpointError(
+                f"{header.path}: merge {number} {describe_value(merge)} is not of two tokens that make one"
+            )
         merges.append([left, right])
     return merges
 
 
-def token_id(header: GgufHeader, key: str, tokens: Sequence[str]) -> int | None:
+def read_token_id(header: GgufHeader, key: str, tokens: Sequence[str]) -> int | None:
+    """Return the id of a special token, or None. Raises CheckpointError for an id out of range."""
     name = f"tokenizer.ggml.{key}_token_id"
     found = header.fields.get(name)
     if found is None:
         return None
     if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found < len(tokens):
-        raise CheckpointError(f"{header.path}: {name} {shown(found)} is not a token id in 0..{len(tokens) - 1}")
+        raise CheckpointError(
+            f"{header.path}: {name} {describe_value(found)} is not a token id in 0..{len(tokens) - 1}"
+        )
     return found
 
 
-def starting(header: GgufHeader, start: bool, first: str | None, ids: Mapping[str, int]) -> dict[str, Any] | None:
-    """What puts the first token before a text, if anything does. start: unless the metadata say otherwise."""
+def build_post_processor(
+    header: GgufHeader, start: bool, first: str | None, ids: Mapping[str, int]
+) -> dict[str, Any] | None:
+    """Return the post-processor that puts the first token before a text, or None.
+
+    start: the default where the metadata do not say whether there is a first token.
+    """
     if header.fields.get("tokenizer.ggml.add_eos_token") is True:
         raise CheckpointError(f"{header.path}: tokenizer.ggml.add_eos_token true is not supported; accepted: false")
     if not header.fields.get("tokenizer.ggml.add_bos_token", start):
         return None
     if first is None or first not in ids:
         raise CheckpointError(f"{header.path}: tokenizer.ggml.bos_token_id, with which texts begin, is no token")
-    token, text = {"SpecialToken": {"id": first, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    token = {"SpecialToken": {"id": first, "type_id": 0}}
+    text = {"Sequence": {"id": "A", "type_id": 0}}
     return {
         "type": "TemplateProcessing",
         "single": [token, text],

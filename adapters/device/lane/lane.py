@@ -19,7 +19,7 @@ import torch
 from anyio.lowlevel import current_token
 from attrs import define
 
-from adapters.watched_thread import Watched
+from adapters.watched_thread import WatchedThread
 
 T = TypeVar("T")
 log = logging.getLogger("rekindle.device")
@@ -104,7 +104,7 @@ class DeviceLane:
         self._next: list[_Submitted[Any] | _Posted | None] = []  # at most one, that a launch has looked at
         self._closed = False
         name = f"lane-{self.device}-{beside}" if beside else f"lane-{self.device}"
-        self.thread = Watched(name, self._work, died=self._refuse_all)
+        self.thread = WatchedThread(name, self._work, died=self._refuse_all)
         self.thread.start()
 
     def submit(self, work: Callable[[], T], done: Callable[[T | None, BaseException | None], object]) -> None:

@@ -16,7 +16,7 @@ import torch
 from attrs import define, field
 
 from adapters.device.lane.lane import DeviceLane
-from adapters.watched_thread import Watched
+from adapters.watched_thread import WatchedThread
 from effects.all import Launch
 from effects.ids import PROMPTS, SlotId
 from effects.prefill import RunPrefill
@@ -38,7 +38,7 @@ class Lanes:
     _told: torch.cuda.Event | None = field(init=False, default=None)  # behind the last opening that had to be marked
 
     @property
-    def threads(self) -> tuple[Watched, ...]:
+    def threads(self) -> tuple[WatchedThread, ...]:
         return tuple(lane.thread for lane in (self.main, self.prompts) if lane is not None)
 
     def of(self, launch: Launch) -> DeviceLane:

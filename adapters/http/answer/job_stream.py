@@ -13,9 +13,9 @@ from attrs import define, evolve, field, frozen
 from adapters.http.edge_options import EdgeOptions
 from adapters.http.request.controls import Planned
 from adapters.text.answer.answer_parser import AnswerParser
-from adapters.text.answer.answer_pieces import AnswerPiece, CallBegun, TextPiece, text_of
+from adapters.text.answer.answer_pieces import AnswerPiece, CallBegun, TextPiece, join_text
 from adapters.text.detokenize import TextStream
-from adapters.text.explain_miss import Explained, explain
+from adapters.text.explain_miss import MissExplanation, explain_miss
 from adapters.text.stop_strings import StopStrings
 from adapters.text.tokenizer import Tokenizer
 from effects.decode import Logprob
@@ -47,7 +47,7 @@ class Said:
 
     @property
     def text(self) -> str:
-        return text_of(self.pieces)
+        return join_text(self.pieces)
 
 
 @frozen
@@ -75,7 +75,7 @@ class Ended:
     stop: str | None = None
     reasoning: int = 0
     called: tuple[str, ...] = ()
-    explained: Explained | None = None
+    explained: MissExplanation | None = None
 
     @property
     def index(self) -> int:
@@ -130,7 +130,7 @@ class Jobs:
         if closed.diverged is None:
             return ended
         told = closed.diverged, one.job, one.messages, self.tokenizer
-        return evolve(ended, explained=await anyio.to_thread.run_sync(explain, *told))
+        return evolve(ended, explained=await anyio.to_thread.run_sync(explain_miss, *told))
 
     def expire(self, seconds: float) -> None:
         """End after so long, even if the engine never says so."""
@@ -169,9 +169,9 @@ def running(door: Door, planned: Sequence[Planned], tokenizer: Tokenizer, option
 
 def follower(one: Planned, ticket: Ticket, tokenizer: Tokenizer) -> JobStream:
     controls = tokenizer.controls
-    shown = frozenset(controls[name].id for name in one.reader.controls if name in controls)
+    shown = frozenset(controls[name].id for name in one.reader.visible_controls if name in controls)
     text = TextStream(tokenizer, frozenset(one.job.stop_tokens), shown)
-    return JobStream(one, ticket, text, one.reader.start(), StopStrings(one.stops))
+    return JobStream(one, ticket, text, one.reader.start_parser(), StopStrings(one.stops))
 
 
 @define(eq=False)
@@ -220,13 +220,13 @@ class JobStream:
                 continue
             self.tokens += 1
             self.made.append(token)
-            thought = self.parser.thinking
+            thought = self.parser.is_reasoning
             new = self.stops.push(self.parser.push(self.text.push(token)))
             pieces += new
-            self.reasoning += thought or self.parser.thinking
-            if message.logprobs and (token not in self.text.hidden or self.one.job.prompt_logprobs >= 0):
+            self.reasoning += thought or self.parser.is_reasoning
+            if message.logprobs and (token not in self.text.hidden_tokens or self.one.job.prompt_logprobs >= 0):
                 self.undecided.append(PickedToken(token, message.logprobs[place]))
-                self.decide(new, thought or self.parser.thinking)
+                self.decide(new, thought or self.parser.is_reasoning)
             if self.complete:
                 self.ticket.cancel("stop_string")
         self.said += pieces
@@ -250,13 +250,13 @@ class JobStream:
         at = len(self.undecided)
         while at and text > 0:  # those in front of the text closed a call, or opened nothing
             at -= 1
-            text -= len(self.text.tokenizer.piece(self.undecided[at].token))
+            text -= len(self.text.tokenizer.token_bytes(self.undecided[at].token))
         self.picks += [*self.undecided[:at], *(evolve(pick, said=True) for pick in self.undecided[at:])]
         self.undecided = []
 
     @property
     def complete(self) -> bool:
-        return self.stops.stopped is not None or self.parser.closed
+        return self.stops.found_stop is not None or self.parser.is_closed
 
     def taken(self) -> tuple[PickedToken, ...]:
         picks, self.picks = tuple(self.picks), []
@@ -267,8 +267,8 @@ class JobStream:
             closed = evolve(closed, finish="stop")
         if self.one.silent and closed.finish == "stop":
             closed = evolve(closed, finish="length")
-        if self.one.turn is not None and self.stops.stopped is None and closed.finish in ("stop", "length"):
+        if self.one.turn is not None and self.stops.found_stop is None and closed.finish in ("stop", "length"):
             self.one.turn.keep(self.one.job, tuple(self.made), self.said)
         called = tuple(piece.name for piece in self.said if isinstance(piece, CallBegun))
-        said = self.tokens, self.stops.stopped, self.reasoning, called
+        said = self.tokens, self.stops.found_stop, self.reasoning, called
         return Ended(self.one, closed, *said)

@@ -86,7 +86,7 @@ def rekindle(ended: Ended, options: EdgeOptions) -> dict[str, Any]:
             "acceptance_length": ratio(report.completion_tokens, report.decode_steps),  # tokens a decode step
             "why": report.speculation or None,
         },
-        "tool_choice": KEPT[ended.planned.reader.kept(ended.called)],
+        "tool_choice": KEPT[ended.planned.reader.check_choice(ended.called)],
         "numerics": options.numerics.get("mode", "exact"),
         "stages_ms": {stage: round(spent_ms, 3) for stage, spent_ms in ended.closed.stages_ms.items()},
     }

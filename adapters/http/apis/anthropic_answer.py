@@ -18,7 +18,7 @@ from adapters.http.request.asked import Asked
 from adapters.http.request.tool_definitions import sent_name
 from adapters.http.wire.error_format import anthropic_error
 from adapters.http.wire.errors import ApiError
-from adapters.text.answer.answer_pieces import together
+from adapters.text.answer.answer_pieces import merge_pieces
 from adapters.text.tokenizer import Tokenizer
 
 PING = {"type": "ping"}
@@ -59,7 +59,7 @@ class MessageShape:
 
     def said(self, said: Said) -> Iterable[bytes]:
         self._spoke = time.monotonic()
-        for piece in together(said.pieces):
+        for piece in merge_pieces(said.pieces):
             for one in self.blocks.push(piece):
                 yield from map(named, self.events(one))
 

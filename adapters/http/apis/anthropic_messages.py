@@ -35,7 +35,14 @@ from adapters.http.request.unsupported import Missing
 from adapters.http.wire.error_format import ANTHROPIC
 from adapters.http.wire.errors import invalid
 from adapters.http.wire.fields import Fields
-from adapters.text.conversation import ChatMessage, Conversation, FunctionTool, ToolCall, ToolChoice, thinking
+from adapters.text.conversation import (
+    ChatMessage,
+    Conversation,
+    FunctionTool,
+    ToolCall,
+    ToolChoice,
+    build_thinking_variables,
+)
 from adapters.text.model_text import Text
 from adapters.text.reasoning_efforts import EFFORTS
 from effects.ids import Tokens
@@ -119,7 +126,7 @@ def read_messages(fields: Fields, skipped: Skipped) -> Conversation:
         where = f"{fields.at('messages')}[{len(listed) - 1}].content"
         raise invalid(where, "ends with a tool_use: the tool_result of each must follow in a user's message")
     tools = read_tools(fields, skipped)
-    history.changes.note_names(tool.sent_as for tool in tools)
+    history.changes.note_names(tool.client_name for tool in tools)
     choice, parallel = read_choice(fields, tools, skipped)
     continues = last.role == "assistant"
     return Conversation(messages, tools, choice, parallel, read_thinking(fields), continues=continues)
@@ -302,12 +309,12 @@ def read_thinking(fields: Fields) -> dict[str, Any]:
     effort = None if output is None else output.choice("effort", EFFORTS)
     given = fields.within("thinking")
     if given is None:
-        return thinking(effort)
+        return build_thinking_variables(effort)
     kind = given.choice("type", THINKING)
     if kind is None:
         raise given.wrong("type", "one of " + ", ".join(map(repr, THINKING)))
     given.choice("display", DISPLAYS)
-    told = thinking(effort, kind != "disabled")
+    told = build_thinking_variables(effort, kind != "disabled")
     budget = given.integer("budget_tokens", LEAST_BUDGET)
     if kind != "enabled":
         return told

@@ -51,7 +51,7 @@ async def read(fields: Fields, options: EdgeOptions, text: Text, asker: Asker) -
         raise invalid(path, f"must have 1 to {options.max_prompts} prompts, not {len(listed)}")
     paths = [f"{path}[{place}]" if several else path for place in range(len(listed))]
     special = fields.flag("parse_special", True)  # its clients write templates themselves
-    how = {"controls": special, "gone": asker.gone}
+    how = {"controls": special, "is_disconnected": asker.gone}
     read = [await mixed(one, where, how, text, options) for one, where in zip(listed, paths, strict=True)]
     said = [
         one if isinstance(one, str) else await anyio.to_thread.run_sync(spelt, text.tokenizer, tokens)

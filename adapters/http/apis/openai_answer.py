@@ -109,7 +109,7 @@ def likelihood(said: Said | None) -> float:
 
 def named(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
     """A token with its logprob."""
-    raw = tokenizer.piece(token)
+    raw = tokenizer.token_bytes(token)
     return {"id": token, "token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
 
 
@@ -203,7 +203,7 @@ class CompletionShape(OpenAiShape):
 
     def written(self, token: int) -> str:
         """A token as text; one that is not whole characters as OpenAI writes it: `bytes:\\xf0\\x9f`."""
-        raw = self.tokenizer.piece(token)
+        raw = self.tokenizer.token_bytes(token)
         try:
             return raw.decode()
         except UnicodeDecodeError:

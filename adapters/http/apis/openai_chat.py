@@ -39,7 +39,14 @@ from adapters.http.request.tool_definitions import (
 from adapters.http.request.unsupported import MISSING_IN_CHAT
 from adapters.http.wire.errors import invalid
 from adapters.http.wire.fields import Fields, shown
-from adapters.text.conversation import ChatMessage, Conversation, FunctionTool, Role, ToolChoice, thinking
+from adapters.text.conversation import (
+    ChatMessage,
+    Conversation,
+    FunctionTool,
+    Role,
+    ToolChoice,
+    build_thinking_variables,
+)
 from adapters.text.model_text import Text
 from adapters.text.reasoning_efforts import EFFORTS
 from effects.ids import Tokens
@@ -97,7 +104,7 @@ def read_conversation(fields: Fields, text: Text, skipped: Skipped | None = None
         message = Fields.of(value, f"{fields.at('messages')}[{place}]")
         messages.append(read_user(message) if place == newest else read_message(message, history))
     tools = read_tools(fields)
-    history.changes.note_names(tool.sent_as for tool in tools)
+    history.changes.note_names(tool.client_name for tool in tools)
     return Conversation(
         messages,
         tools,
@@ -240,7 +247,7 @@ def read_choice(fields: Fields, tools: tuple[FunctionTool, ...]) -> ToolChoice:
 
 def read_variables(fields: Fields) -> dict[str, Any]:
     """What a template is told besides the messages."""
-    variables = thinking(fields.choice("reasoning_effort", EFFORTS))
+    variables = build_thinking_variables(fields.choice("reasoning_effort", EFFORTS))
     given = fields.within("chat_template_kwargs")
     for name in given.data if given is not None else ():
         assert given is not None

@@ -18,9 +18,9 @@ from adapters.text.answer.answer_pieces import (
     CallEnded,
     ReasoningPiece,
     TextPiece,
-    calls_of,
-    reasoning_of,
-    together,
+    collect_calls,
+    join_reasoning,
+    merge_pieces,
 )
 from adapters.text.conversation import ToolCall
 
@@ -66,7 +66,7 @@ class ChatShape(OpenAiShape):
             yield self.chunk([{**self.silence(index), "delta": {"role": "assistant", "content": ""}}])
 
     def said(self, said: Said) -> Iterable[bytes]:
-        deltas = [delta for piece in together(said.pieces) if (delta := self.delta(said.index, piece))]
+        deltas = [delta for piece in merge_pieces(said.pieces) if (delta := self.delta(said.index, piece))]
         for place, delta in enumerate(deltas or [{}]):
             picks = self.logprobs(said.picks) if place == 0 else {}
             if delta or picks:
@@ -76,7 +76,7 @@ class ChatShape(OpenAiShape):
         return {"index": index, "delta": {}, "finish_reason": None}
 
     def choice(self, said: Said, ended: Ended) -> dict[str, Any]:
-        reasoning, calls = reasoning_of(said.pieces), calls_of(said.pieces)
+        reasoning, calls = join_reasoning(said.pieces), collect_calls(said.pieces)
         message: dict[str, Any] = {"role": "assistant", "content": said.text, "refusal": None}
         if reasoning:
             message["reasoning_content"] = reasoning

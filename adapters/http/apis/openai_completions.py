@@ -15,7 +15,7 @@ from adapters.http.request.unsupported import MISSING
 from adapters.http.wire.errors import context_exceeded, far_too_long, invalid, left
 from adapters.http.wire.fields import Fields, shown
 from adapters.text.model_text import Text
-from adapters.text.tokenizer import GaveUp, Gone, TooLong
+from adapters.text.tokenizer import ClientLeft, DisconnectCheck, TooManyTokens
 from effects.ids import Tokens
 
 MAX_LOGPROBS = 20
@@ -50,7 +50,9 @@ def read_best_of(fields: Fields, controls: Controls, options: EdgeOptions) -> tu
     return evolve(controls, choices=best_of, sampling=sampling), echo
 
 
-async def read_prompts(fields: Fields, options: EdgeOptions, text: Text, gone: Gone) -> tuple[list[Tokens], list[str]]:
+async def read_prompts(
+    fields: Fields, options: EdgeOptions, text: Text, gone: DisconnectCheck
+) -> tuple[list[Tokens], list[str]]:
     """The prompts as tokens, and the path of each in the body.
 
     Text that spells a control token stays text unless the request says `parse_special: true`.
@@ -65,7 +67,7 @@ async def read_prompts(fields: Fields, options: EdgeOptions, text: Text, gone: G
     paths = [f"{path}[{place}]" for place in range(len(listed))] if many else [path]
     kinds = {type(item) for item in listed}
     if kinds == {str}:
-        how = {"controls": special, "gone": gone, "start": True}
+        how = {"controls": special, "is_disconnected": gone, "start": True}
         each = zip(listed, paths, strict=True)
         return [await encode(prompt, where, how, text, options) for prompt, where in each], paths
     if kinds == {list}:
@@ -78,10 +80,10 @@ async def read_prompts(fields: Fields, options: EdgeOptions, text: Text, gone: G
 
 async def encode(prompt: str, path: str, how: dict[str, Any], text: Text, options: EdgeOptions) -> Tokens:
     try:
-        (tokens,) = await text.tokenizer.encode([prompt], **how, most=options.counted)
-    except TooLong as error:
+        (tokens,) = await text.tokenizer.encode([prompt], **how, max_tokens=options.counted)
+    except TooManyTokens as error:
         raise far_too_long(error.tokens, options.max_ctx, path) from None
-    except GaveUp:
+    except ClientLeft:
         raise left() from None
     return tokens
 

@@ -22,7 +22,7 @@ from adapters.http.request.asked import Asked
 from adapters.http.request.custom_tools import custom_input
 from adapters.http.request.tool_definitions import sent_name
 from adapters.http.wire.errors import ApiError
-from adapters.text.answer.answer_pieces import AnswerPiece, TextPiece, together
+from adapters.text.answer.answer_pieces import AnswerPiece, TextPiece, merge_pieces
 from adapters.text.tokenizer import Tokenizer
 
 ItemKind: TypeAlias = Literal["text", "reasoning", "call", "custom", "compaction"]
@@ -78,7 +78,7 @@ class ResponseShape:
 
     def with_logprobs(self, said: Said) -> Iterator[tuple[AnswerPiece, list[dict[str, Any]]]]:
         """Give each piece with what is told of its tokens, where that was asked for."""
-        pieces = together(said.pieces)
+        pieces = merge_pieces(said.pieces)
         texts = [place for place, piece in enumerate(pieces) if isinstance(piece, TextPiece)]
         self.picks.hear(said.picks)
         for place, piece in enumerate(pieces):

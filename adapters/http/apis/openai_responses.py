@@ -46,7 +46,7 @@ from adapters.http.wire.errors import invalid
 from adapters.http.wire.fields import Fields
 from adapters.http.wire.fields import shown as shown_value
 from adapters.http.wire.read_body import parsers
-from adapters.text.conversation import ChatMessage, Conversation, FunctionTool, ToolChoice, thinking
+from adapters.text.conversation import ChatMessage, Conversation, FunctionTool, ToolChoice, build_thinking_variables
 from adapters.text.model_text import Text
 from adapters.text.reasoning_efforts import EFFORTS
 from effects.ids import Tokens
@@ -189,7 +189,7 @@ def read_conversation(
     if messages[-1].calls:
         raise invalid(fields.at("input"), "ends with a call: the output of each must follow")
     offered = read_tools(fields, skipped)
-    skipped.changes.note_names(tool.sent_as for tool in offered.tools)
+    skipped.changes.note_names(tool.client_name for tool in offered.tools)
     choice, parallel = read_choice(fields, offered.tools, skipped), fields.flag("parallel_tool_calls", True)
     return Conversation(messages, offered.tools, choice, parallel, read_reasoning(fields)), offered
 
@@ -218,7 +218,7 @@ class Offered:
             return
         if namespace is not None:
             name = tool_name(spelled(tool_name(namespace), function.name))
-            self.namespaces[name] = (namespace, function.sent_as or function.name)
+            self.namespaces[name] = (namespace, function.client_name or function.name)
             function = evolve(function, name=name)
         if kind == "custom":
             self.customs.add(function.name)
@@ -266,7 +266,7 @@ def read_reasoning(fields: Fields) -> dict[str, Any]:
         return {}
     for name in ("summary", "generate_summary"):
         given.choice(name, SUMMARIES)
-    return thinking(given.choice("effort", EFFORTS))
+    return build_thinking_variables(given.choice("effort", EFFORTS))
 
 
 def read_include(fields: Fields) -> Sequence[str]:

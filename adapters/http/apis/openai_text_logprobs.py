@@ -34,7 +34,7 @@ class TextLogprobs:
         left = len(piece.text.encode())
         while self.waiting and (left > 0 or last):
             pick = self.waiting.popleft()
-            raw = self.tokenizer.piece(pick.token)
+            raw = self.tokenizer.token_bytes(pick.token)
             # white space around reasoning and calls belongs to their tags
             if not self.begun and not raw.strip() and not piece.text[:1].isspace():
                 continue

@@ -18,8 +18,8 @@ from adapters.http.history.persistent_lru import DIGEST, UNREADABLE, Limits, Per
 from adapters.text.answer.answer_pieces import AnswerPiece, CallBegun
 from adapters.text.conversation import ChatMessage, MovedText
 from adapters.text.model_text import ChatPrompt
-from adapters.text.read_text import Reading, Utterance, heard, key_of
-from adapters.text.recall_tokens import AnswerOpening, Turn
+from adapters.text.read_text import AssistantTurn, Reading, read_history, turn_key
+from adapters.text.recall_tokens import AnswerOpening, GeneratedTurn
 from effects.ids import Tokens
 from effects.job import Job
 
@@ -76,15 +76,15 @@ class TurnMemory(PersistentLru):
             return False
         return True
 
-    def turn(self, owner: str, said: Utterance) -> Turn | None:
+    def turn(self, owner: str, said: AssistantTurn) -> GeneratedTurn | None:
         found = self.record(owner, said)
         if found is None:
             return None
         name, record = found
         self.used(name)
-        return Turn(record.tokens, record.lead)
+        return GeneratedTurn(record.tokens, record.lead)
 
-    def record(self, owner: str, said: Utterance) -> tuple[str, TurnRecord] | None:
+    def record(self, owner: str, said: AssistantTurn) -> tuple[str, TurnRecord] | None:
         """By the id of a call, which is nobody else's, or by what it says behind what was said before it. On any
         thread.
         """
@@ -144,12 +144,12 @@ class OwnTurns:
     memory: TurnMemory
     owner: str = ""
 
-    def find(self, said: Utterance) -> Turn | None:
+    def find(self, said: AssistantTurn) -> GeneratedTurn | None:
         return self.memory.turn(self.owner, said)
 
     def moved(self, messages: Sequence[ChatMessage]) -> tuple[MovedText, ...] | None:
         """What stood where in the prompt of the last answer of these that is remembered. Takes its time."""
-        said, _ = heard(messages, self.owner)
+        said, _ = read_history(messages, self.owner)
         found = (self.memory.record(self.owner, one) for one in reversed(said))
         return next((one[1].moved for one in found if one is not None), None)
 
@@ -168,7 +168,7 @@ class AskedTurn:
 
     @staticmethod
     def of(turns: OwnTurns, prompt: ChatPrompt) -> AskedTurn:
-        return AskedTurn(turns, prompt.remembered, prompt.opening, prompt.moved)
+        return AskedTurn(turns, prompt.reused_token_count, prompt.answer_opening, prompt.moved_texts)
 
     def keep(self, job: Job, tokens: Tokens, pieces: Sequence[AnswerPiece]) -> None:
         """It is complete: made of these tokens, told in these pieces."""
@@ -179,5 +179,5 @@ class AskedTurn:
         lead = self.opening.lead
         calls = tuple(piece.id for piece in pieces if isinstance(piece, CallBegun))
         record = TurnRecord(self.turns.owner, calls, len(lead), (*lead, *tokens), self.moved)
-        key = key_of(self.opening.history, Reading.of_pieces(pieces))
+        key = turn_key(self.opening.history, Reading.from_pieces(pieces))
         self.turns.memory.put(name_of(key), ENCODER.encode(record), lasting=job.scope.kind != "off")

@@ -12,11 +12,11 @@ from attrs import evolve
 from adapters.http.edge_options import EdgeOptions
 from adapters.http.request.asked import Asked
 from adapters.http.wire.errors import ApiError, invalid, unavailable
-from adapters.text.fitted_form import AskedForm, FormFitting, SchemaRefused
+from adapters.text.fitted_form import FormFitter, RequestedForm, SchemaRefused
+from adapters.text.grammars.compile_queue import TooManyGrammars
 from adapters.text.grammars.grammar import GrammarRefused, check_length
-from adapters.text.grammars.grammar_line import TooManyGrammars
 from adapters.text.model_text import Text
-from adapters.text.tokenizer import Gone
+from adapters.text.tokenizer import DisconnectCheck
 
 NOT_HELD = "x-rekindle-not-held"
 MOST_TOLD = 16  # paths in a header
@@ -34,7 +34,7 @@ PLAINER: Mapping[str, str] = {
 }
 
 
-async def held(asked: Asked, text: Text, options: EdgeOptions, gone: Gone, owner: str = "") -> Asked:
+async def held(asked: Asked, text: Text, options: EdgeOptions, gone: DisconnectCheck, owner: str = "") -> Asked:
     """With the grammar of the whole answer, tried. Such an answer ends with its grammar, `ignore_eos` or not.
 
     owner: a name for the API key. Raises ApiError for a form that cannot be held; GaveUp.
@@ -46,10 +46,10 @@ async def held(asked: Asked, text: Text, options: EdgeOptions, gone: Gone, owner
         if form is not None and form.schema is None:
             check_length(form.grammar.source)
         if form is not None and form.translate:
-            rules = await text.grammars.rules(form.grammar.source, gone, owner)
+            rules = await text.grammars.translate_rules(form.grammar.source, gone, owner)
             form = evolve(form, grammar=rules)
-        given = None if form is None else AskedForm(form.grammar, form.path, form.schema, form.strict)
-        found = await FormFitting(asked.reader, given, text.grammars, gone, owner).fit()
+        given = None if form is None else RequestedForm(form.grammar, form.path, form.schema, form.strict)
+        found = await FormFitter(asked.reader, given, text.grammars, gone, owner).fit()
     except TooManyGrammars:
         raise unavailable("Too many grammars at a time. Try again in a moment.", options.retry_after_s) from None
     except SchemaRefused as refused:

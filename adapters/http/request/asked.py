@@ -11,8 +11,8 @@ from adapters.http.history.answer_tokens import AskedTurn, OwnTurns, TurnMemory
 from adapters.http.request.controls import Controls
 from adapters.text.answer.answer_parser import PLAIN, AnswerReader
 from adapters.text.conversation import ChatMessage
-from adapters.text.grammars.grammar import Compiled
-from adapters.text.tokenizer import Gone
+from adapters.text.grammars.grammar import CompiledGrammar
+from adapters.text.tokenizer import DisconnectCheck
 from effects.ids import Tokens
 
 
@@ -20,7 +20,7 @@ from effects.ids import Tokens
 class Asker:
     """Who asks. name: of its key.  gone: has it left?"""
 
-    gone: Gone
+    gone: DisconnectCheck
     memory: TurnMemory
     name: str = ""
 
@@ -41,7 +41,7 @@ class Asked:
     cuts: Tokens = ()  # safe boundaries of its only prompt, which the client named
     messages: Sequence[ChatMessage] = ()  # that its only prompt was made of
     echo: Mapping[str, Any] = field(factory=dict)  # what the answer says of the request again
-    compiled: Compiled | None = None  # what its answers keep to, there until they are complete
+    compiled: CompiledGrammar | None = None  # what its answers keep to, there until they are complete
     opens: bool = False  # its prompt is a conversation's first, of one that offers no tools
     turn: AskedTurn | None = None  # of a conversation
     stabilized: tuple[str, ...] = ()  # by which rules its prompt is another than was sent

@@ -29,7 +29,7 @@ from adapters.http.request.unsupported import Missing, refuse_missing
 from adapters.http.wire.errors import invalid
 from adapters.http.wire.fields import Fields, shown
 from adapters.text.answer.answer_parser import PLAIN, AnswerReader
-from adapters.text.boundaries import Openings
+from adapters.text.boundaries import MessageOpenings
 from adapters.text.conversation import ChatMessage
 from adapters.text.tokenizer import Tokenizer
 from effects.compression import count_tokens, select_remaining_spans
@@ -219,7 +219,7 @@ def plan(
     paths: Sequence[str],
     controls: Controls,
     options: EdgeOptions,
-    openings: Openings,
+    openings: MessageOpenings,
     *,
     reader: AnswerReader = PLAIN,
     cuts: Tokens = (),
@@ -256,7 +256,7 @@ def plan(
     for number, (prompt, path) in enumerate(zip(prompts, paths, strict=True)):
         if not prompt:
             raise invalid(path, "must have at least one token")
-        opened = openings.boundaries(prompt)
+        opened = openings.find_boundaries(prompt)
         session = f"{controls.salt}.{how.session}" if how.session else ""
         taught = None if sessions is None else sessions.keep(session)
         compression = with_parts(

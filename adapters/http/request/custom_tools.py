@@ -12,7 +12,7 @@ from adapters.http.request.tool_definitions import read_name
 from adapters.http.wire.errors import invalid
 from adapters.http.wire.fields import Fields
 from adapters.text.conversation import FunctionTool
-from adapters.text.grammars.grammar import MOST_SOURCE
+from adapters.text.grammars.grammar import MAX_SOURCE_CHARS
 from effects.grammar import Grammar
 
 INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
@@ -31,7 +31,7 @@ def read_custom(tool: Fields) -> FunctionTool:
         name,
         description,
         INPUT,
-        sent_as=None if sent == name else sent,
+        client_name=None if sent == name else sent,
         input_grammar=grammar,
         path=tool.at("format"),
     )
@@ -43,7 +43,7 @@ def read_input_grammar(tool: Fields) -> Grammar | None:
     if form is None or form.choice("type", ("text", "grammar")) != "grammar":
         return None
     holder = form.within("grammar") or form
-    syntax, source = holder.choice("syntax", SYNTAXES), holder.text("definition", MOST_SOURCE)
+    syntax, source = holder.choice("syntax", SYNTAXES), holder.text("definition", MAX_SOURCE_CHARS)
     if syntax is None:
         raise holder.wrong("syntax", "one of " + ", ".join(map(repr, SYNTAXES)))
     if not source:

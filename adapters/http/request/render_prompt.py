@@ -16,11 +16,11 @@ from adapters.http.wire.fields import Fields
 from adapters.text.answer.answer_parser import NONE
 from adapters.text.conversation import Conversation
 from adapters.text.model_text import ChatPrompt, Text
-from adapters.text.reasoning_efforts import replaced_effort
-from adapters.text.stabilize import stabilized
-from adapters.text.template import Rendered, TemplateFailed, TemplateLate, TemplateRefused
-from adapters.text.token_pieces import size_of
-from adapters.text.tokenizer import GaveUp, Gone, TooLong
+from adapters.text.reasoning_efforts import describe_replaced_effort
+from adapters.text.stabilize import stabilize
+from adapters.text.template import Rendered, TemplateFailed, TemplateRefused, TemplateTimedOut
+from adapters.text.token_pieces import min_byte_length
+from adapters.text.tokenizer import ClientLeft, DisconnectCheck, TooManyTokens
 
 T = TypeVar("T")
 UNPARSED = {"x-rekindle-tools": "unparsed; a call comes back as text, and ends no answer"}
@@ -33,12 +33,12 @@ MOST_VALUES = 1 << 18
 
 def unparsed(conversation: Conversation, text: Text) -> Mapping[str, str]:
     """Headers: that calls come back as text must not come as a surprise."""
-    return UNPARSED if conversation.callable and text.calls in (None, NONE) else {}
+    return UNPARSED if conversation.callable_tools and text.calls in (None, NONE) else {}
 
 
 def template_headers(conversation: Conversation, text: Text) -> Mapping[str, str]:
     """Return headers that say what this checkpoint's template cannot do of what the request asks for."""
-    effort = replaced_effort(conversation, text.efforts)
+    effort = describe_replaced_effort(conversation, text.efforts)
     return {**unparsed(conversation, text), **({"x-rekindle-reasoning-effort": effort} if effort else {})}
 
 
@@ -54,7 +54,7 @@ async def chat_prompt(
     fields: Fields,
     text: Text,
     options: EdgeOptions,
-    gone: Gone,
+    gone: DisconnectCheck,
     *,
     turns: OwnTurns,
     path: str = "$.messages",
@@ -68,10 +68,10 @@ async def chat_prompt(
     conversation = await stable(conversation, fields, options, turns)
     refuse_unread(conversation, text, most, options, path)
     try:
-        return await told(text.prompt(conversation, most, gone, turns), path)
-    except TooLong as error:
+        return await told(text.build_prompt(conversation, most, gone, turns), path)
+    except TooManyTokens as error:
         raise far_too_long(error.tokens, options.max_ctx, path) from None
-    except GaveUp:
+    except ClientLeft:
         raise left() from None
 
 
@@ -82,14 +82,14 @@ async def rendered(
     refuse_values(conversation, "$.messages")
     conversation = await stable(conversation, fields, options, turns)
     refuse_unread(conversation, text, options.counted, options, "$.messages")
-    return await told(text.rendered(conversation), "$.messages")
+    return await told(text.render_conversation(conversation), "$.messages")
 
 
 async def stable(conversation: Conversation, fields: Fields, options: EdgeOptions, turns: OwnTurns) -> Conversation:
     """As the request wants it, or the server where it does not say."""
     if (fields.choice("stabilize", STABILIZE) or options.stabilize) == "off":
         return conversation
-    return await anyio.to_thread.run_sync(stabilized, conversation, turns.moved)
+    return await anyio.to_thread.run_sync(stabilize, conversation, turns.moved)
 
 
 def asked(
@@ -102,7 +102,7 @@ def asked(
     echo: Mapping[str, Any] | None = None,
 ) -> Asked:
     """A request that is one conversation."""
-    names = prompt.stabilized
+    names = prompt.applied_rules
     headers = {**headers, "x-rekindle-stabilized": " ".join(names)} if names else headers
     return Asked(
         controls,
@@ -113,10 +113,10 @@ def asked(
         prompt.cuts,
         prompt.messages,
         echo or {},
-        opens=prompt.opens,
+        opens=prompt.is_opening,
         stabilized=names,
-        tail=prompt.tail,
-        tools=prompt.tools,
+        tail=prompt.volatile_tail_start,
+        tools=prompt.has_tools,
         turn=AskedTurn.of(turns, prompt),
     )
 
@@ -128,7 +128,7 @@ async def told(work: Awaitable[T], path: str) -> T:
     except TemplateRefused as error:
         message = f"the model's chat template refuses them: {error}"[:500]
         raise invalid(path, message, "template_refused") from error
-    except TemplateLate as error:
+    except TemplateTimedOut as error:
         raise unavailable(f"The server is too busy: {error}"[:500], 1) from error
     except TemplateFailed as error:
         no_retry = {"x-should-retry": "false"}  # it would fail again
@@ -144,13 +144,13 @@ def refuse_values(conversation: Conversation, path: str) -> None:
 
 def refuse_unread(conversation: Conversation, text: Text, most: int, options: EdgeOptions, path: str) -> None:
     """What cannot fit is not even rendered. Templates may leave out what an assistant thought; no more than that."""
-    knowledge, said, thought = text.tokenizer.known_plain, 0, 0
+    knowledge, said, thought = text.tokenizer.plain_bounds, 0, 0
     for message in conversation.messages:
         content = message.content
         answer = content.rpartition("</think>")[2] if message.role == "assistant" else content
-        said += size_of(answer)
-        thought += size_of(message.reasoning) + len(content) - len(answer)
+        said += min_byte_length(answer)
+        thought += min_byte_length(message.reasoning) + len(content) - len(answer)
     if said > knowledge.most_bytes(most):
-        raise far_too_long(knowledge.least(said), options.max_ctx, path)
+        raise far_too_long(knowledge.min_tokens(said), options.max_ctx, path)
     if thought > THOUGHTS * knowledge.most_bytes(most):
         raise far_too_long(0, options.max_ctx, path)

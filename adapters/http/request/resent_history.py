@@ -104,7 +104,7 @@ class ResentHistory:
             self.changes.note("result-without-call")
             return ChatMessage("user", f"{LOST_RESULT}\n{text}" if text else LOST_RESULT)
         self._open.pop(id_, None)
-        return ChatMessage("tool", text, answers=id_, name=speaker_name(name))
+        return ChatMessage("tool", text, answered_call_id=id_, name=speaker_name(name))
 
     def _only_open_call(self, name: Any) -> str | None:
         named = [id_ for id_, tool in self._open.items() if isinstance(name, str) and tool == tool_name(name)]

@@ -11,12 +11,12 @@ from attrs import frozen
 
 from adapters.http.wire.errors import invalid
 from adapters.http.wire.fields import Fields, shown
-from adapters.text.grammars.grammar import MOST_SOURCE, GrammarRefused, json_grammar
+from adapters.text.grammars.grammar import MAX_SOURCE_CHARS, GrammarRefused, build_json_grammar
 from effects.grammar import Grammar
 
 FORMATS = ("text", "json_object", "json_schema")
 MOST_CHOICES = 4096
-MOST_TEXT = 4 * MOST_SOURCE  # characters of a schema that is a text: it may be indented
+MOST_TEXT = 4 * MAX_SOURCE_CHARS  # characters of a schema that is a text: it may be indented
 ANY_OBJECT = {"type": "object"}
 # vLLM's names, of today and of before, SGLang's and llama.cpp's; what each holds
 NAMES: Mapping[str, str] = {
@@ -85,7 +85,7 @@ def read_format(answer: Fields | None) -> Form | None:
         raise holder.wrong("schema", "an object, the JSON schema")
     strict = holder.flag("strict")
     if schema is None:
-        return Form(json_grammar(ANY_OBJECT), answer.path)
+        return Form(build_json_grammar(ANY_OBJECT), answer.path)
     return schema_form(schema.data, schema.path, strict=strict)
 
 
@@ -105,7 +105,7 @@ def read_named(fields: Fields, name: str, kind: str) -> Form | None:
     grammar: Grammar | None = None
     match kind, value:
         case "json_object", True:
-            grammar = json_grammar(ANY_OBJECT)
+            grammar = build_json_grammar(ANY_OBJECT)
         case "json", dict():
             return schema_form(value, path)
         case "json", str():
@@ -136,6 +136,6 @@ def parsed(text: str, path: str) -> dict[str, Any]:
 
 def schema_form(schema: Mapping[str, Any], path: str, *, strict: bool = False) -> Form:
     try:
-        return Form(json_grammar(schema), path, schema=schema, strict=strict)
+        return Form(build_json_grammar(schema), path, schema=schema, strict=strict)
     except GrammarRefused as refused:
         raise invalid(path, str(refused)) from None

@@ -51,7 +51,7 @@ def tool_name(sent: str) -> str:
 def sent_name(tools: Mapping[str, FunctionTool], name: str) -> str:
     """Map a name back to what its client calls the tool. tools: by the names that the model knows."""
     tool = tools.get(name)
-    return name if tool is None or tool.sent_as is None else tool.sent_as
+    return name if tool is None or tool.client_name is None else tool.client_name
 
 
 def read_function(function: Fields, parameters: str = "parameters") -> FunctionTool:
@@ -63,14 +63,14 @@ def read_function(function: Fields, parameters: str = "parameters") -> FunctionT
         function.text("description"),
         None if schema is None else schema.data,
         function.flag("strict"),
-        sent_as=None if sent == name else sent,
+        client_name=None if sent == name else sent,
         path=function.at(parameters),
     )
 
 
 def check_tools(tools: Sequence[FunctionTool], path: str) -> tuple[FunctionTool, ...]:
     """Raises ApiError where they are too large together, or two have one name."""
-    if sum(len(ENCODER.encode(tool.written())) for tool in tools) > MAX_TOOL_BYTES:
+    if sum(len(ENCODER.encode(tool.to_template())) for tool in tools) > MAX_TOOL_BYTES:
         raise invalid(path, f"must have at most {MAX_TOOL_BYTES} bytes together")
     names = set[str]()
     for place, tool in enumerate(tools):
@@ -160,7 +160,7 @@ class Skipped:
 
         choice: `tool_choice`, as any API has it.  None: the request asks for nothing that was left out.
         """
-        wanted = self.left_out(choice, {tool.sent_as or tool.name for tool in tools}) if self.kinds else ""
+        wanted = self.left_out(choice, {tool.client_name or tool.name for tool in tools}) if self.kinds else ""
         if not wanted:
             return None
         self.choice = wanted if KIND.fullmatch(wanted) else "unknown"

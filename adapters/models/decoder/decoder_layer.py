@@ -16,7 +16,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from adapters.checkpoint.packed_matrix import PackedMatrix, PackedSource, Stack, rows_of
+from adapters.checkpoint.packed_matrix import PackedMatrix, PackedSource, StackedWeight, select_rows
 from adapters.checkpoint.safetensors_folder import Shapes
 from adapters.checkpoint.weight_source import WeightSource
 from adapters.models.decoder.embedding import host_table
@@ -153,11 +153,11 @@ class WeightReader:
         kept = host_table(self.weights.read(name).to(self.dtype)) if on_host else None
         return self(name) if kept is None else kept
 
-    def matrix(self, *names: str) -> Stack:
+    def matrix(self, *names: str) -> StackedWeight:
         """The named tensors, one below the other, packed ones as they are."""
-        return Stack(tuple(self._part(name) for name in names), self.dtype, self.device)
+        return StackedWeight(tuple(self._part(name) for name in names), self.dtype, self.device)
 
-    def head(self, table: Tensor | None) -> Tensor | Stack:
+    def head(self, table: Tensor | None) -> Tensor | StackedWeight:
         """What logits are made with. table: the embedding that it is tied to, whose memory it shares where it can."""
         if table is None:
             return self.matrix("lm_head.weight")
@@ -166,11 +166,11 @@ class WeightReader:
 
     def _part(self, name: str) -> Tensor | PackedMatrix:
         source = self._packed(name)
-        return self(name) if source is None else source.packed(name)
+        return self(name) if source is None else source.read_packed(name)
 
     def _packed(self, name: str) -> PackedSource | None:
         source = self.weights
-        return source if isinstance(source, PackedSource) and source.layout(name) is not None else None
+        return source if isinstance(source, PackedSource) and source.find_layout(name) is not None else None
 
     def wide(self, name: str) -> Tensor:
         """One tensor in float32."""
@@ -182,7 +182,7 @@ class WeightReader:
 
 
 def load_frame(
-    read: WeightReader, kernels: Kernels, shape: LayerShape, prefix: str, *, projection: Stack, out: str
+    read: WeightReader, kernels: Kernels, shape: LayerShape, prefix: str, *, projection: StackedWeight, out: str
 ) -> Frame:
     """projection: as it is to be packed. out: the name of what rows go through once they are mixed."""
     input_norm, post_norm = (
@@ -206,7 +206,7 @@ def load_layer(read: WeightReader, kernels: Kernels, shape: LayerShape, prefix: 
     if shape.output_gate:  # published head by head, `q | gate`; here all gates stand behind the values
         both, *rest = projection.parts
         q, gate = torch.arange(2 * shape.num_heads * head).view(shape.num_heads, 2, head).unbind(1)
-        parts = (rows_of(both, q.flatten()), *rest, rows_of(both, gate.flatten()))
+        parts = (select_rows(both, q.flatten()), *rest, select_rows(both, gate.flatten()))
         projection = evolve(projection, parts=parts)
 
     def head_norm(part: str) -> Tensor | None:

@@ -10,7 +10,7 @@ import torch
 from attrs import astuple, evolve, frozen
 from torch import Tensor
 
-from adapters.checkpoint.checkpoint_error import CheckpointError, shown
+from adapters.checkpoint.checkpoint_error import CheckpointError, describe_value
 from adapters.checkpoint.config_fields import read_dtype, read_flag, read_positive, read_size
 from adapters.checkpoint.packed_matrix import StepLayout
 from adapters.checkpoint.safetensors_folder import Shapes
@@ -228,7 +228,9 @@ def parse_dense(
     whose layers are of several kinds has read `layer_types` itself.
     """
     if raw.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(f"config.json: hidden_act {shown(raw['hidden_act'])} is not supported; accepted: 'silu'")
+        raise CheckpointError(
+            f"config.json: hidden_act {describe_value(raw['hidden_act'])} is not supported; accepted: 'silu'"
+        )
     kinds = raw.get("layer_types") or []
     sliding = not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)
     if read_flag(raw, "use_sliding_window") or (sliding and "layer_types" not in own):

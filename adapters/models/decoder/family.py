@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from attrs import frozen
 
-from adapters.checkpoint.checkpoint_error import CheckpointError, shown
+from adapters.checkpoint.checkpoint_error import CheckpointError, describe_value
 from adapters.checkpoint.packed_matrix import StepLayout
 from adapters.checkpoint.safetensors_folder import Shapes
 from adapters.checkpoint.weight_source import WeightSource
@@ -155,7 +155,7 @@ def family_of(raw: Mapping[str, Any]) -> Family:
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         accepted = ", ".join(map(repr, FAMILIES))
-        raise CheckpointError(f"config.json: model_type {shown(kind)} is not supported; accepted: {accepted}")
+        raise CheckpointError(f"config.json: model_type {describe_value(kind)} is not supported; accepted: {accepted}")
     found = import_module(FAMILIES[kind]).FAMILY
     assert isinstance(found, Family)
     return found

@@ -13,7 +13,7 @@ from typing import Protocol, TypeAlias
 from torch import Tensor
 
 from adapters.checkpoint.config_fields import LIMITS
-from adapters.checkpoint.packed_matrix import Stack
+from adapters.checkpoint.packed_matrix import StackedWeight
 from adapters.checkpoint.safetensors_folder import StoredTensor, TensorEntry
 from adapters.models.decoder.host_experts import HostExperts
 from adapters.models.kernels.experts_interface import Experts, ExpertsShape, GatedWeights, run_feed_forward
@@ -105,7 +105,7 @@ class FeedReader(Protocol):
         """Where a layer's experts go that host memory keeps; None: they stay where they are read."""
         ...
 
-    def matrix(self, *names: str) -> Stack:
+    def matrix(self, *names: str) -> StackedWeight:
         """The named tensors, one below the other."""
         ...
 
@@ -116,7 +116,7 @@ def load_feed(read: FeedReader, kernels: Kernels, shape: FeedShape, prefix: str)
         gate, up, down = (f"{prefix}{place}.{part}_proj.weight" for part in ("gate", "up", "down"))
         both, own = read.matrix(gate, up), read.matrix(down)
         if not packed:
-            return GatedWeights(kernels.pack_gated(both.unpacked()), kernels.pack(own.unpacked()))
+            return GatedWeights(kernels.pack_gated(both.unpack()), kernels.pack(own.unpack()))
         return GatedWeights(kernels.pack_gated(both), kernels.pack(own))
 
     experts = shape.experts
@@ -126,7 +126,7 @@ def load_feed(read: FeedReader, kernels: Kernels, shape: FeedShape, prefix: str)
     gates = ("gate", "shared_expert_gate") if experts.shared else ("gate",)
     return Experts(
         experts,
-        router=kernels.pack(read.matrix(*(f"{prefix}mlp.{gate}.weight" for gate in gates)).unpacked()),
+        router=kernels.pack(read.matrix(*(f"{prefix}mlp.{gate}.weight" for gate in gates)).unpack()),
         each=kernels.stack_experts(each, experts.count) if read.offloaded is None else read.offloaded.layer(each),
         shared=gated("mlp.shared_expert") if experts.shared else None,
     )
@@ -155,7 +155,7 @@ def cut_up(name: str, entry: StoredTensor, wanted: Container[str]) -> Mapping[st
         return {name: entry}
     height = shape[1] // len(parts)
     return {
-        f"{stack[1]}{number}.{part}.weight": entry.rows(number * shape[1] + place * height, height)
+        f"{stack[1]}{number}.{part}.weight": entry.slice_rows(number * shape[1] + place * height, height)
         for number in range(shape[0])
         for place, part in enumerate(parts)
     }

@@ -13,7 +13,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from adapters.checkpoint.packed_matrix import Stack
+from adapters.checkpoint.packed_matrix import StackedWeight
 from adapters.checkpoint.safetensors_folder import Shapes
 from adapters.models.decoder.decoder_layer import (
     Frame,
@@ -112,7 +112,7 @@ def load_delta_layer(read: WeightReader, kernels: Kernels, shape: RecurrentShape
     if shape.by_key_head:
         parts = (read(f"{own}in_proj_{part}.weight") for part in ("qkvz", "ba"))
         rows = torch.cat([rows for part in parts for rows in key_heads_apart(part, delta_of(shape))])
-        projection = Stack((rows,), read.dtype, read.device)
+        projection = StackedWeight((rows,), read.dtype, read.device)
     else:
         projection = read.matrix(*(f"{own}in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")))
     return DeltaLayer(

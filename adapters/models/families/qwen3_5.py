@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 
 from attrs import field, frozen
 
-from adapters.checkpoint.checkpoint_error import CheckpointError, shown
+from adapters.checkpoint.checkpoint_error import CheckpointError, describe_value
 from adapters.checkpoint.config_fields import read_rope, read_size, refuse_flag
 from adapters.checkpoint.safetensors_folder import Shapes
 from adapters.models.decoder.dense_config import DenseConfig, parse_dense
@@ -130,7 +130,7 @@ def text_of(raw: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     if not isinstance(inner, Mapping):
         raise CheckpointError("config.json: text_config is not an object")
     if inner.get("model_type", model_type) != model_type:
-        kind = shown(inner["model_type"])
+        kind = describe_value(inner["model_type"])
         raise CheckpointError(f"config.json: text_config.model_type {kind} is not supported; accepted: {model_type!r}")
     either = ("tie_word_embeddings", "dtype", "torch_dtype")
     return {**inner, **{name: raw[name] for name in either if name in raw and inner.get(name) is None}}
@@ -141,7 +141,7 @@ def accept(text: Mapping[str, Any], name: str, values: Sequence[object]) -> None
     told = text.get(name)
     if told is not None and not any(told == value and type(told) is type(value) for value in values):
         accepted = ", ".join(map(repr, values))
-        raise CheckpointError(f"config.json: {name} {shown(told)} is not supported; accepted: {accepted}")
+        raise CheckpointError(f"config.json: {name} {describe_value(told)} is not supported; accepted: {accepted}")
 
 
 def _layer_types(text: Mapping[str, Any]) -> tuple[str, ...]:

@@ -78,25 +78,25 @@ def shared_settings(found: Metadata) -> dict[str, Any]:
     for name in ("attention.sliding_window",) if sparse else ("expert_count", "attention.sliding_window"):
         found.refuse(name, 0)
     found.refuse("attention.causal", True)
-    heads, hidden = found.count("attention.head_count"), found.count("embedding_length")
-    head = found.count("attention.key_length", hidden // max(heads, 1))
+    heads, hidden = found.read_count("attention.head_count"), found.read_count("embedding_length")
+    head = found.read_count("attention.key_length", hidden // max(heads, 1))
     found.refuse("attention.value_length", head)
     embedding = found.tensors.get("token_embd.weight")
     if embedding is None:
-        raise found.wrong("tensor token_embd.weight is missing")
+        raise found.make_error("tensor token_embd.weight is missing")
     return {
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
-        "intermediate_size": found.count(
-            "feed_forward_length", found.count("expert_feed_forward_length") if sparse else None
+        "intermediate_size": found.read_count(
+            "feed_forward_length", found.read_count("expert_feed_forward_length") if sparse else None
         ),
         **(experts(found) if sparse else {}),
-        "num_hidden_layers": found.count("block_count") - heads_of_its_own(found),
+        "num_hidden_layers": found.read_count("block_count") - heads_of_its_own(found),
         "num_attention_heads": heads,
-        "num_key_value_heads": found.count("attention.head_count_kv", heads),
+        "num_key_value_heads": found.read_count("attention.head_count_kv", heads),
         "head_dim": head,
-        "max_position_embeddings": found.count("context_length"),
-        "rms_norm_eps": found.number("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": found.read_count("context_length"),
+        "rms_norm_eps": found.read_number("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in found.tensors,
         # these families are published in bfloat16: in float16 their hidden states may overflow, whatever a file stores
         "dtype": "float32" if embedding.packing.name == "F32" else "bfloat16",
@@ -110,9 +110,9 @@ def experts(found: Metadata) -> dict[str, Any]:
     found.refuse("expert_gating_func", 1)
     found.refuse("expert_group_count", 0, 1)
     return {
-        "num_experts": found.count("expert_count"),
-        "num_experts_per_tok": found.count("expert_used_count"),
-        "moe_intermediate_size": found.count("expert_feed_forward_length"),
+        "num_experts": found.read_count("expert_count"),
+        "num_experts_per_tok": found.read_count("expert_used_count"),
+        "moe_intermediate_size": found.read_count("expert_feed_forward_length"),
         "norm_topk_prob": True,
     }
 
@@ -120,4 +120,4 @@ def experts(found: Metadata) -> dict[str, Any]:
 def heads_of_its_own(found: Metadata) -> int:
     """Layers behind the model's that are its prediction head: none or one."""
     found.refuse("nextn_predict_layers", 0, 1)
-    return found.count("nextn_predict_layers", 0)
+    return found.read_count("nextn_predict_layers", 0)

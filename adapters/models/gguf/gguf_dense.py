@@ -12,8 +12,8 @@ from typing import Any
 from attrs import evolve
 from torch import Tensor
 
+from adapters.checkpoint.gguf.gguf_tensor import make_tensor
 from adapters.checkpoint.gguf.metadata import Metadata
-from adapters.checkpoint.gguf.tensors import entry
 from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.rope import Divided
 from adapters.models.families.llama import THETA, LlamaConfig
@@ -25,13 +25,13 @@ FREQUENCIES = "rope_freqs.weight"
 def settings(found: Metadata, *, theta: float | None = None) -> dict[str, Any]:
     shared = shared_settings(found)
     found.refuse("rope.dimension_count", shared["head_dim"])
-    return {**shared, "rope_parameters": {"rope_theta": found.number("rope.freq_base", theta), **scaling(found)}}
+    return {**shared, "rope_parameters": {"rope_theta": found.read_number("rope.freq_base", theta), **scaling(found)}}
 
 
 def scaling(found: Metadata) -> dict[str, Any]:
     """As config.json has it. `linear` is what files mean that only tell a factor."""
-    kind = found.own("rope.scaling.type") or "linear"
-    factor = found.number("rope.scaling.factor", found.number("rope.scale_linear", 1.0))
+    kind = found.find_field("rope.scaling.type") or "linear"
+    factor = found.read_number("rope.scaling.factor", found.read_number("rope.scale_linear", 1.0))
     if kind == "none" or (kind == "linear" and factor in {0, 1}):
         return {"rope_type": "default"}
     if kind != "yarn":
@@ -46,9 +46,9 @@ def scaling(found: Metadata) -> dict[str, Any]:
     return {
         "rope_type": kind,
         "factor": factor,
-        "original_max_position_embeddings": found.count("rope.scaling.original_context_length"),
-        "beta_fast": found.number("rope.scaling.yarn_beta_fast", 32),
-        "beta_slow": found.number("rope.scaling.yarn_beta_slow", 1),
+        "original_max_position_embeddings": found.read_count("rope.scaling.original_context_length"),
+        "beta_fast": found.read_number("rope.scaling.yarn_beta_fast", 32),
+        "beta_slow": found.read_number("rope.scaling.yarn_beta_slow", 1),
     }
 
 
@@ -72,10 +72,12 @@ def divided(config: LlamaConfig, found: Metadata) -> LlamaConfig:
     if stored is None:
         return config
     if stored.shape != (config.head_dim // 2,) or stored.packing.name != "F32" or config.rope_scaling is not None:
-        raise found.wrong(f"{FREQUENCIES} is not {config.head_dim // 2} numbers of type F32, or beside another scaling")
-    factors = entry(stored).read(FREQUENCIES).tolist()
+        raise found.make_error(
+            f"{FREQUENCIES} is not {config.head_dim // 2} numbers of type F32, or beside another scaling"
+        )
+    factors = make_tensor(stored).read(FREQUENCIES).tolist()
     if min(factors) <= 0:
-        raise found.wrong(f"{FREQUENCIES} has numbers that are not positive")
+        raise found.make_error(f"{FREQUENCIES} has numbers that are not positive")
     return evolve(config, rope_scaling=Divided(tuple(factors)))
 
 

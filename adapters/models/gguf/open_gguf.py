@@ -10,10 +10,10 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from adapters.checkpoint.checkpoint_error import CheckpointError, shown
-from adapters.checkpoint.gguf.header import Stored
+from adapters.checkpoint.checkpoint_error import CheckpointError, describe_value
+from adapters.checkpoint.gguf.gguf_tensor import GgufTensor, JoinedTensor, make_tensor
+from adapters.checkpoint.gguf.header import GgufTensorInfo
 from adapters.checkpoint.gguf.metadata import Metadata, read_metadata
-from adapters.checkpoint.gguf.tensors import GgufTensor, JoinedTensor, entry
 from adapters.models import ARCHITECTURES
 from adapters.models.decoder.family import Family, ModelConfig, family_of
 from adapters.models.gguf.architecture import OUTSIDE, Architecture, Parts, heads_of_its_own
@@ -50,7 +50,7 @@ def open_gguf(path: Path) -> Opened:
     kind = ARCHITECTURES.get(found.architecture)
     if kind is None:
         accepted = ", ".join(map(repr, ARCHITECTURES))
-        what = f"general.architecture {shown(found.architecture)} is not supported; accepted: {accepted}"
+        what = f"general.architecture {describe_value(found.architecture)} is not supported; accepted: {accepted}"
         raise CheckpointError(f"{path}: {what}")
     form = FORMS[found.architecture]
     raw = {"model_type": kind, **form.settings(found)}
@@ -103,13 +103,13 @@ def published(
         return joined(found, form.apart[name.split(".", 3)[3]], config, (there, *others), shape)
     stored = found.tensors.get(there)
     if stored is None:
-        raise found.wrong(f"tensor {there} is missing")
+        raise found.make_error(f"tensor {there} is missing")
     if (number := EXPERT.search(name)) is not None:
         stored = of_expert(found, config, stored, int(number[1]), there)
     flat = (shape[0], *shape[2:]) if len(shape) == 3 else shape  # taps are stored without the channel that is one
     if bare(stored.shape) != bare(flat):
-        raise found.wrong(f"tensor {there} has shape {list(stored.shape)}; accepted here: {list(flat)}")
-    return entry(evolve(stored, shape=flat), form.undo(config, name), shape)
+        raise found.make_error(f"tensor {there} has shape {list(stored.shape)}; accepted here: {list(flat)}")
+    return make_tensor(evolve(stored, shape=flat), form.undo(config, name), shape)
 
 
 def joined(
@@ -119,18 +119,18 @@ def joined(
     for there, rows in zip(names, parts.rows(config), strict=True):
         stored, wanted = found.tensors.get(there), (rows, *shape[1:])
         if stored is None:
-            raise found.wrong(f"tensor {there} is missing")
+            raise found.make_error(f"tensor {there} is missing")
         if stored.shape != wanted:
-            raise found.wrong(f"tensor {there} has shape {list(stored.shape)}; accepted here: {list(wanted)}")
-        entries.append(entry(stored))
+            raise found.make_error(f"tensor {there} has shape {list(stored.shape)}; accepted here: {list(wanted)}")
+        entries.append(make_tensor(stored))
     return JoinedTensor(tuple(entries), shape, partial(parts.join, config))
 
 
-def of_expert(found: Metadata, config: Any, stored: Stored, number: int, there: str) -> Stored:
+def of_expert(found: Metadata, config: Any, stored: GgufTensorInfo, number: int, there: str) -> GgufTensorInfo:
     """The part of a tensor of all experts that is one's."""
     count = config.experts.count
     if len(stored.shape) != 3 or stored.shape[0] != count:
-        raise found.wrong(f"tensor {there} has shape {list(stored.shape)}; accepted here: {count} matrices")
+        raise found.make_error(f"tensor {there} has shape {list(stored.shape)}; accepted here: {count} matrices")
     size = (stored.stop - stored.start) // count
     start = stored.start + number * size
     return evolve(stored, shape=stored.shape[1:], start=start, stop=start + size)
@@ -152,9 +152,9 @@ def head(found: Metadata, form: Architecture, config: ModelConfig) -> dict[str, 
         if "*" in name:
             for number in range(experts.count if experts else 0):
                 part = of_expert(found, config, stored, number, there)
-                tensors[name.replace("*", str(number))] = entry(part, form.undo(config, name))
+                tensors[name.replace("*", str(number))] = make_tensor(part, form.undo(config, name))
             continue
         if name.endswith("shared_expert_gate.weight"):
             stored = evolve(stored, shape=(1, *bare(stored.shape)))
-        tensors[name] = entry(stored, form.undo(config, name))
+        tensors[name] = make_tensor(stored, form.undo(config, name))
     return tensors

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 from attrs import frozen
 from torch import Tensor
 
-from adapters.checkpoint.packed_matrix import Stack
+from adapters.checkpoint.packed_matrix import StackedWeight
 from adapters.models.kernels.decode_pass import DecodePass, DraftPass
 from adapters.models.kernels.delta_interface import DeltaKernels
 from adapters.models.kernels.experts_interface import EveryExpert, Experts, GatedWeights
@@ -197,7 +197,7 @@ class Kernels(Protocol):
         """Return new kernels that run in the shapes of a plan and in no other."""
         ...
 
-    def pack(self, weight: Tensor | Stack) -> Any:
+    def pack(self, weight: Tensor | StackedWeight) -> Any:
         """Pack `[N, K]` on the device in the form that `linear` reads fastest; the caller may drop `weight`
         afterwards.
 
@@ -256,7 +256,7 @@ class Kernels(Protocol):
         """
         ...
 
-    def pack_gated(self, weight: Tensor | Stack) -> Any:
+    def pack_gated(self, weight: Tensor | StackedWeight) -> Any:
         """Pack `[2 I, K]`, rows laid out `gate | up`, in the form that `gated_linear` reads fastest. A GPU
         interleaves the two.
         """

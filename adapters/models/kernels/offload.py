@@ -15,7 +15,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from adapters.process_memory import advise, mapped, trim
+from adapters.process_memory import advise, map_memory, trim_heap
 
 log = logging.getLogger("rekindle.models")
 
@@ -210,7 +210,7 @@ def allocate_pinned(size: int, *, aside: bool = False) -> Tensor:
     All pages exist before CUDA registers them: CUDA blocks every other call for as long as it makes pages. aside:
     only this thread makes them, which takes longer but leaves the processors to others.
     """
-    memory = mapped(size, PinnedMap)
+    memory = map_memory(size, PinnedMap)
     advise(memory, "MADV_DONTFORK")
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     if torch.cuda.is_available():
@@ -230,4 +230,4 @@ def release_unused(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return
-    trim()
+    trim_heap()

@@ -40,10 +40,10 @@ class RandomWeights:
     def read(self, name: str) -> Tensor:
         return _normal(self._shapes[name], f"{self.seed}:{name}", self.device, self.dtype, self.scale)
 
-    def layout(self, name: str) -> StepLayout | None:
+    def find_layout(self, name: str) -> StepLayout | None:
         return self.layouts.get(name)
 
-    def packed(self, name: str) -> PackedMatrix:
+    def read_packed(self, name: str) -> PackedMatrix:
         return random_matrix(self._shapes[name], self.layouts[name], f"{self.seed}:{name}", self.device, self.scale)
 
 

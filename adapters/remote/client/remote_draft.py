@@ -186,7 +186,7 @@ class RemoteDraft:
             raise RowsLost((), f"{self.place} has no rows {start}..{stop} of slot {slot}")
         with self.peer.lock:
             try:
-                asked, tensors = RowSpan(slot, start, stop), expected_of(self._spec.specs(stop - start))
+                asked, tensors = RowSpan(slot, start, stop), expected_of(self._spec.tensor_specs(stop - start))
                 _, found = asked_tensors(self.peer, Op.EXPORT_ROWS, asked, Exported, sent={}, expected=tensors)
             except ValueError as error:
                 raise RowsLost((), f"{self.place}: {error}") from error

@@ -279,7 +279,7 @@ class RemoteShard:
         raise ValueError(f"rows {start}..{stop} of slot {slot}: they are in another process")
 
     def export_rows(self, slot: int, start: int, stop: int) -> NamedTensors:
-        specs = self.row_spec.specs(max(0, stop - start))
+        specs = self.row_spec.tensor_specs(max(0, stop - start))
         return self._taken(Op.EXPORT_ROWS, RowSpan(slot, start, stop), specs)
 
     def import_rows(self, slot: int, start: int, rows: NamedTensors) -> None:

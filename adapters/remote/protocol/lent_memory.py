@@ -18,7 +18,7 @@ from torch import Tensor
 from adapters.models.decoder.host_copy import Integers
 from adapters.remote.protocol import shared_memory
 from adapters.remote.protocol.messages import Lent, LentRun, Unacceptable
-from adapters.sequence_layout import SIZES, RowSpec, dtype_name, torch_dtype
+from adapters.sequence_layout import ELEMENT_BYTES, RowSpec, dtype_name, torch_dtype
 
 Mapped: TypeAlias = "ctypes.Array[ctypes.c_ubyte]"
 
@@ -112,14 +112,14 @@ class Borrower:
     def tensors(self, lent: tuple[Lent, ...]) -> dict[str, Tensor]:
         """Raises Unacceptable for what is not in there."""
         for one in lent:
-            if len(one.shape) != len(one.strides) or one.place % SIZES[one.dtype]:
+            if len(one.shape) != len(one.strides) or one.place % ELEMENT_BYTES[one.dtype]:
                 raise Unacceptable(f"{one.names[0]} is lent as no tensor can lie")
         memory = self._bytes(max(one.end for one in lent))
         return {name: view for one in lent for name, view in zip(one.names, _whole(one, memory), strict=True)}
 
     def run(self, spec: RowSpec, lent: LentRun) -> Integers:
         """The bits of rows `[names, heads, rows, width]` of `spec`. Raises Unacceptable for what is not in there."""
-        size, names, heads = SIZES[spec.dtype], len(spec.names), spec.heads
+        size, names, heads = ELEMENT_BYTES[spec.dtype], len(spec.names), spec.heads
         row, of_head = spec.width * size, spec.width * size * lent.room
         if lent.count > lent.room or lent.place % size:
             raise Unacceptable(f"{lent.count} rows are lent as no run of {lent.room} can lie")

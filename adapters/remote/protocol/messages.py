@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 from adapters.models.decoder.dense_config import HEAD_ROWS
 from adapters.models.kernels.step import Segment, Step
 from adapters.remote.protocol.frames import LARGEST, MOST_ARGUMENTS
-from adapters.sequence_layout import SIZES, RowSpec, TensorSpec
+from adapters.sequence_layout import ELEMENT_BYTES, RowSpec, TensorSpec
 
 T = TypeVar("T", bound="WireMessage")
 MOST_RUNS = 16  # of one question
@@ -76,7 +76,7 @@ class Described(WireMessage, frozen=True, array_like=True):
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * SIZES[self.dtype]
+        return math.prod(self.shape) * ELEMENT_BYTES[self.dtype]
 
 
 Tensors: TypeAlias = Annotated[tuple[Described, ...], Meta(max_length=8192)]  # keys and values of 4,096 layers
@@ -99,7 +99,7 @@ class Lent(WireMessage, frozen=True, array_like=True):
         """Of the last one's last byte, and one more."""
         sizes, steps = (len(self.names), *self.shape), (self.apart, *self.strides)
         last = sum(max(size - 1, 0) * step for size, step in zip(sizes, steps, strict=True))
-        return self.place + (last + 1) * SIZES[self.dtype]
+        return self.place + (last + 1) * ELEMENT_BYTES[self.dtype]
 
 
 class LentRun(WireMessage, frozen=True, array_like=True):

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from attrs import evolve, field, frozen
 
-from adapters.sequence_layout import SIZES, RowSpec, TensorSpec
+from adapters.sequence_layout import ELEMENT_BYTES, RowSpec, TensorSpec
 from adapters.store.block_keys import KEY, WIDTH, chain, checkpoint_key, draft_root, root
 from adapters.store.files import seekable
 from adapters.store.files.seekable import Buffer, Compress, Damaged, Sizes
@@ -50,7 +50,7 @@ class Draft:
 
 def aligned(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
     """Wide elements first, so that each tensor begins at a multiple of its element's size."""
-    return tuple(sorted(specs, key=lambda spec: -SIZES[spec.dtype]))
+    return tuple(sorted(specs, key=lambda spec: -ELEMENT_BYTES[spec.dtype]))
 
 
 @frozen
@@ -74,7 +74,7 @@ class Layout:
 
     def specs(self, kind: Kind, tokens: int) -> tuple[TensorSpec, ...]:
         """In the order in which they lie, end to end."""
-        return self.state if kind == "state" else self._rows(kind).specs(tokens)
+        return self.state if kind == "state" else self._rows(kind).tensor_specs(tokens)
 
     def size(self, kind: Kind, tokens: int) -> int:
         """Bytes of them all."""

@@ -1,6 +1,6 @@
-"""How the answers of a checkpoint are read: which form its tool calls have, and how it marks its reasoning.
+"""Parses the answers of a checkpoint, by the form of its tool calls and the tags of its reasoning.
 
-Both are data, by name: found in what the chat template writes (`detect.py`), or chosen at start.
+Both have names. They are detected in what the chat template writes (`detect_call_form.py`), or chosen at start.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from adapters.text.answer.answer_pieces import AnswerPiece, ReasoningPiece, Text
 from adapters.text.answer.call_form import CallForm
 from adapters.text.answer.json_calls import HermesCalls, LlamaJsonCalls
 from adapters.text.answer.pythonic_calls import PythonicCalls
-from adapters.text.answer.reasoning import ReasoningTags, Thinking
+from adapters.text.answer.reasoning import ReasoningParser, ReasoningTags
 from adapters.text.answer.xml_calls import XmlCalls
 from adapters.text.conversation import FunctionTool, ToolChoice
 
@@ -26,105 +26,114 @@ CALL_FORMS: Mapping[str, type[CallForm]] = {
     "pythonic": PythonicCalls,
 }
 REASONING: Mapping[str, ReasoningTags] = {"think": ReasoningTags("<think>", "</think>")}
-NONE = "none"  # chosen at start: calls or reasoning stay text
+NONE = "none"  # can be chosen at start: calls or reasoning stay text
 TOOL_PARSERS = (*CALL_FORMS, NONE)
 REASONING_PARSERS = (*REASONING, NONE)
 
 
-def call_id() -> str:
+def new_call_id() -> str:
     return "call_" + secrets.token_hex(12)
 
 
 @frozen
 class AnswerReader:
-    """How the answers to one request are read.
+    """The way in which the answers to one request are read.
 
-    calls: the form of calls; none: there are none to be read.  tools: what may be called, by name.
-    parallel: may there be several calls?  choice: what was asked for.  reasoning: how it is marked; none: it is text.
-    thinking: the template has opened the reasoning already.
+    calls: the name of the form of calls. `none`: calls stay text.
+    tools: the functions that may be called, by name.
+    parallel: there may be several calls.
+    reasoning: the name of the tags of reasoning. `none`: reasoning stays text.
+    starts_in_reasoning: the template has already opened the reasoning.
+    choice: which calls the client asks for.
     """
 
     calls: str = NONE
     tools: Mapping[str, FunctionTool] = field(factory=dict)
     parallel: bool = True
     reasoning: str = NONE
-    thinking: bool = False
+    starts_in_reasoning: bool = False
     choice: ToolChoice = field(factory=ToolChoice)
 
-    def kept(self, called: Sequence[str]) -> bool | None:
-        """Does an answer with these calls keep to what was asked for? None: anything would."""
+    def check_choice(self, called: Sequence[str]) -> bool | None:
+        """Does an answer with these calls satisfy the client's choice? None: every answer does."""
         choice = self.choice
-        if choice.kind in {"auto", "none"} and not choice.allowed:
+        if choice.kind in {"auto", "none"} and not choice.allowed_names:
             return None
         return (bool(called) or choice.kind == "auto") and all(map(choice.allows, called))
 
     @property
-    def controls(self) -> Sequence[str]:
-        """Control tokens that have to be seen."""
+    def visible_controls(self) -> Sequence[str]:
+        """The control tokens that the parser must see."""
         tags = REASONING.get(self.reasoning)
         form = CALL_FORMS.get(self.calls) if self.tools else None
         return (*((tags.opening, tags.closing) if tags else ()), *(form.controls if form else ()))
 
-    def start(self, new_id: Callable[[], str] = call_id) -> AnswerParser:
-        """For one answer."""
+    def start_parser(self, new_id: Callable[[], str] = new_call_id) -> AnswerParser:
+        """Return a parser for one answer. new_id: makes the id of a call."""
         form = CALL_FORMS.get(self.calls) if self.tools else None
         tags = REASONING.get(self.reasoning)
         if form is None:
-            return AnswerParser(None, tags, self.thinking)
+            return AnswerParser(None, tags, self.starts_in_reasoning)
         new_form = partial(form, self.tools, new_id, self.parallel)
         probe = partial(form, self.tools, lambda: "")
-        return AnswerParser(new_form(), tags, self.thinking, probe)
+        return AnswerParser(new_form(), tags, self.starts_in_reasoning, probe)
 
 
 @define(eq=False)
 class AnswerParser:
-    """Text in, pieces out. The pieces of any two ways to cut a text add up to the same."""
+    """Turns the text of an answer into pieces. The joined pieces do not depend on how the text was cut.
+
+    new_probe: makes a second parser of calls, for a call inside reasoning.
+    """
 
     calls: CallForm | None = None
     tags: ReasoningTags | None = None
-    opened: bool = False
-    probe: Callable[[], CallForm] | None = None  # a reader of calls for what may be reasoning
-    _thinking: Thinking | None = field(default=None, init=False)
-    _said: list[AnswerPiece] = field(factory=list, init=False)
+    starts_in_reasoning: bool = False
+    new_probe: Callable[[], CallForm] | None = None
+    _reasoning: ReasoningParser | None = field(default=None, init=False)
+    _pieces: list[AnswerPiece] = field(factory=list, init=False)
 
     def __attrs_post_init__(self) -> None:
         if self.tags is not None:
-            self._thinking = Thinking(self.tags, self.opened, self._answer, self.probe)
+            self._reasoning = ReasoningParser(self.tags, self.starts_in_reasoning, self._parse_answer, self.new_probe)
 
     @property
-    def thinking(self) -> bool:
-        """Is it reasoning that comes?"""
-        return self._thinking is not None and self._thinking.active
+    def is_reasoning(self) -> bool:
+        """Is the text that comes next reasoning?"""
+        return self._reasoning is not None and self._reasoning.is_active
 
     @property
-    def closed(self) -> bool:
-        """Nothing that follows is looked at."""
-        return self.calls is not None and self.calls.closed
+    def is_closed(self) -> bool:
+        """Is all text that follows ignored?"""
+        return self.calls is not None and self.calls.is_closed
 
     def push(self, text: str) -> list[AnswerPiece]:
+        """Take more text and return the pieces that are certain now."""
         if not text:
             return []
-        if self._thinking is None:
-            self._answer(text)
+        if self._reasoning is None:
+            self._parse_answer(text)
         else:
-            self._said[:0] = self._thinking.push(text)
-        return self._taken()
+            self._pieces[:0] = self._reasoning.push(text)
+        return self._take_pieces()
 
     def finish(self) -> list[AnswerPiece]:
-        if self._thinking is not None:
-            self._said[:0] = self._thinking.finish()
+        """End the text and return the remaining pieces."""
+        if self._reasoning is not None:
+            self._pieces[:0] = self._reasoning.finish()
         if self.calls is not None:
-            self._said += self.calls.finish()
-        if self._thinking is not None and self._thinking.unclosed:
-            self._said = [ReasoningPiece(one.text) if isinstance(one, TextPiece) else one for one in self._said]
-        return self._taken()
+            self._pieces += self.calls.finish()
+        if self._reasoning is not None and self._reasoning.unclosed:
+            self._pieces = [ReasoningPiece(one.text) if isinstance(one, TextPiece) else one for one in self._pieces]
+        return self._take_pieces()
 
-    def _answer(self, text: str) -> None:
-        self._said += self.calls.push(text) if self.calls is not None else [TextPiece(text)]
+    def _parse_answer(self, text: str) -> None:
+        self._pieces += self.calls.push(text) if self.calls is not None else [TextPiece(text)]
 
-    def _taken(self) -> list[AnswerPiece]:
-        said, self._said = self._said, []
+    def _take_pieces(self) -> list[AnswerPiece]:
+        said = self._pieces
+        self._pieces = []
         return said
 
 
-PLAIN = AnswerReader()  # all is text
+PLAIN = AnswerReader()  # the whole answer is text

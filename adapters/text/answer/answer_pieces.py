@@ -1,4 +1,4 @@
-"""What comes of an answer, piece by piece, and what it is as a whole."""
+"""The pieces that a parser makes of an answer while it comes, and the blocks of a whole answer."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from adapters.text.conversation import ToolCall
 
 @frozen
 class TextPiece:
-    """More of what the assistant says. Never empty."""
+    """More text of the answer. Never empty."""
 
     text: str
 
 
 @frozen
 class ReasoningPiece:
-    """More of what it thinks. Never empty."""
+    """More of the reasoning. Never empty."""
 
     text: str
 
 
 @frozen
 class CallBegun:
-    """`place`: 0 for the first call of an answer, 1 for the second ... One ends before the next begins."""
+    """A call begins. `place` counts the calls of an answer from 0. A call ends before the next one begins."""
 
     place: int
     id: str
@@ -43,20 +43,20 @@ class ArgumentsPiece:
 
 @frozen
 class CallEnded:
-    """Also where the answer ended in the middle of it, or went on as no call does: then its arguments are cut off."""
+    """A call ends. Its arguments are cut off if the answer ended inside it, or continued as no call does."""
 
     place: int
 
 
 AnswerPiece: TypeAlias = TextPiece | ReasoningPiece | CallBegun | ArgumentsPiece | CallEnded
-# A whole answer is pieces of text and reasoning, none of which could be joined to the one before it, and calls.
+# A whole answer consists of blocks. No two neighbouring blocks are both text or both reasoning.
 AnswerBlock: TypeAlias = TextPiece | ReasoningPiece | ToolCall
 
 
-def blocks(pieces: Iterable[AnswerPiece]) -> tuple[AnswerBlock, ...]:
-    """The whole answer, in its order."""
+def join_blocks(pieces: Iterable[AnswerPiece]) -> tuple[AnswerBlock, ...]:
+    """Return the blocks of a whole answer, in order."""
     found: list[AnswerBlock] = []
-    parts: list[str] = []  # of the last one's text
+    parts: list[str] = []  # the text of the last block
 
     def close() -> None:
         match found[-1] if parts else None:
@@ -82,8 +82,8 @@ def blocks(pieces: Iterable[AnswerPiece]) -> tuple[AnswerBlock, ...]:
     return tuple(found)
 
 
-def together(pieces: Iterable[AnswerPiece]) -> list[AnswerPiece]:
-    """The same, with what goes on joined to what it goes on from."""
+def merge_pieces(pieces: Iterable[AnswerPiece]) -> list[AnswerPiece]:
+    """Join each piece to the piece before it where they are of the same kind."""
     found: list[AnswerPiece] = []
     for piece in pieces:
         last = found[-1] if found else None
@@ -94,13 +94,13 @@ def together(pieces: Iterable[AnswerPiece]) -> list[AnswerPiece]:
     return found
 
 
-def text_of(pieces: Iterable[AnswerPiece]) -> str:
+def join_text(pieces: Iterable[AnswerPiece]) -> str:
     return "".join(piece.text for piece in pieces if isinstance(piece, TextPiece))
 
 
-def reasoning_of(pieces: Iterable[AnswerPiece]) -> str:
+def join_reasoning(pieces: Iterable[AnswerPiece]) -> str:
     return "".join(piece.text for piece in pieces if isinstance(piece, ReasoningPiece))
 
 
-def calls_of(pieces: Iterable[AnswerPiece]) -> tuple[ToolCall, ...]:
-    return tuple(block for block in blocks(pieces) if isinstance(block, ToolCall))
+def collect_calls(pieces: Iterable[AnswerPiece]) -> tuple[ToolCall, ...]:
+    return tuple(block for block in join_blocks(pieces) if isinstance(block, ToolCall))

@@ -1,14 +1,16 @@
-"""What all forms of tool calls share: text around them, calls as they begin and end, and what to do with broken ones.
+"""The base class of all forms of tool calls: text around calls, their beginning and end, and broken calls.
 
-A form is a class that says what opens a call and how one is read. Two rules hold for every form, and this class keeps
-them. Only a declared function is called. The arguments of a call are a JSON object, wherever the answer breaks off.
+A form is a subclass that says what opens a call and how it is parsed. Two invariants hold for every form:
 
-As long as a call has not begun for the client, what turns out to be none is text, word for word. A call begins with
-the first part of its arguments that is certain. From then on arguments are passed on as they come, through a
-`JsonWriter` that holds back what is not certain and can close the rest at any point. Where they break off, the call
-ends and whatever follows is text. So nothing is lost, said twice or withdrawn.
+1. Only a declared function is called.
+2. The arguments of a call are a JSON object, even if the answer breaks off anywhere.
 
-White space beside a call is part of how calls are written, not of the text: the template writes it again.
+What looks like a call may turn out to be none. Until the call has begun for the client, it becomes text, word for word.
+A call begins with the first part of its arguments that is certain. From then on arguments are passed on as they come.
+A `JsonWriter` holds back what is not certain and can close the rest at any point. Where the arguments break off, the
+call ends, and all that follows is text. So no text is lost, repeated or withdrawn.
+
+White space around a call belongs to the call and not to the text: the template writes it again.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from attrs import define, field
 
 from adapters.text.answer.answer_pieces import AnswerPiece, ArgumentsPiece, CallBegun, CallEnded, TextPiece
 from adapters.text.answer.certain_json import JsonWriter
-from adapters.text.answer.incremental_text import BrokenCall, Incoming, Parsing
+from adapters.text.answer.incremental_text import BrokenCall, IncomingText, Parsing
 from adapters.text.conversation import FunctionTool
 
 MAX_NAME = 128
@@ -29,146 +31,155 @@ MAX_NAME = 128
 
 @define(eq=False)
 class CallForm(ABC):
-    """The tool calls of one answer.
+    """Parses the tool calls of one answer.
 
-    tools: what may be called, by name.  new_id: of a call.  parallel: may there be several?
-    said: what has come out of it and is not taken yet.  called: whose calls have begun.  ended: how many have ended.
+    tools: the functions that may be called, by name.
+    new_id: makes the id of a call.
+    allows_several: the answer may have several calls.
+    pieces: the output that was not taken yet.
+    called_names: the functions whose calls have begun.
+    ended_count: number of calls that have ended.
     """
 
     openers: ClassVar[tuple[str, ...]]
     controls: ClassVar[tuple[str, ...]] = ()  # special tokens that are part of the form
-    marks: ClassVar[tuple[str, ...]] = ()  # openers that stand for nothing else, in reasoning too
+    marks: ClassVar[tuple[str, ...]] = ()  # openers that always mean a call, in reasoning as well
     closers: ClassVar[tuple[str, ...]] = ()  # a complete call has one of them
 
     tools: Mapping[str, FunctionTool]
     new_id: Callable[[], str]
-    parallel: bool = True
-    incoming: Incoming = field(factory=Incoming, init=False)
-    said: list[AnswerPiece] = field(factory=list, init=False)
-    called: list[str] = field(factory=list, init=False)
-    ended: int = field(default=0, init=False)
-    writer: JsonWriter | None = field(default=None, init=False)  # of the call that comes
-    _opener: str = field(default="", init=False)  # text again, if what it opens is none
-    _space: str = field(default="", init=False)  # text if more text follows, and nothing if a call does
-    _fresh: bool = field(default=False, init=False)  # nothing was said since a call
-    _line: bool = field(default=True, init=False)  # nothing but white space since the last line break
-    _calling: bool = field(default=False, init=False)  # what it reads is a call, or what closes one
+    allows_several: bool = True
+    incoming: IncomingText = field(factory=IncomingText, init=False)
+    pieces: list[AnswerPiece] = field(factory=list, init=False)
+    called_names: list[str] = field(factory=list, init=False)
+    ended_count: int = field(default=0, init=False)
+    writer: JsonWriter | None = field(default=None, init=False)  # writes the arguments of the current call
+    _opener: str = field(default="", init=False)  # becomes text if no call follows it
+    _space: str = field(default="", init=False)  # becomes text if more text follows, and nothing if a call follows
+    _is_after_call: bool = field(default=False, init=False)  # no text has come since a call
+    _is_line_start: bool = field(default=True, init=False)  # only white space since the last line break
+    _is_in_call: bool = field(default=False, init=False)  # the current text is a call, or closes one
     _parsing: Parsing[None] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self._parsing = self._parse()
 
     @abstractmethod
-    def call(self) -> Parsing[None]:
-        """Reads what follows an opener. Raises BrokenCall where it is no call, or stops being one."""
+    def parse_call(self) -> Parsing[None]:
+        """Parse what follows an opener. Raises BrokenCall where it is no call, or stops being one."""
 
-    def opens(self, opener: str, at_line: bool) -> bool:  # noqa: ARG002 - most forms open anywhere
-        """at_line: does it stand at the beginning of a line?"""
+    def can_open(self, opener: str, at_line: bool) -> bool:  # noqa: ARG002 - most forms open anywhere
+        """Can this opener begin a call here? at_line: it stands at the beginning of a line."""
         return True
 
     @property
-    def calls(self) -> int:
-        return len(self.called)
+    def call_count(self) -> int:
+        return len(self.called_names)
 
     @property
-    def full(self) -> bool:
-        """The one call that there may be is complete; nothing is said of what follows it."""
-        return self.ended > 0 and not self.parallel
+    def is_full(self) -> bool:
+        """Is the only allowed call complete? All text after it is dropped."""
+        return self.ended_count > 0 and not self.allows_several
 
     @property
-    def closed(self) -> bool:
-        """And so is what closes it: from here on nothing has to be read."""
-        return self.full and not self._calling
+    def is_closed(self) -> bool:
+        """Is the only allowed call closed as well? No more text has to be read."""
+        return self.is_full and not self._is_in_call
 
     def push(self, text: str) -> list[AnswerPiece]:
         self.incoming.push(text)
         next(self._parsing, None)
-        return self._taken()
+        return self._take_pieces()
 
     def finish(self) -> list[AnswerPiece]:
         self.incoming.ended = True
         next(self._parsing, None)
-        if self._space and not self.full:
-            self.said.append(TextPiece(self._space))
-        return self._taken()
+        if self._space and not self.is_full:
+            self.pieces.append(TextPiece(self._space))
+        return self._take_pieces()
 
-    def _taken(self) -> list[AnswerPiece]:
-        said, self.said = self.said, []
+    def _take_pieces(self) -> list[AnswerPiece]:
+        said = self.pieces
+        self.pieces = []
         return said
 
     def _parse(self) -> Parsing[None]:
-        while opener := (yield from self.incoming.until(self.openers, self.text)):
-            if not self.opens(opener, self._line):
-                self.text(opener)
+        """Parse the whole answer: text, and a call after each opener."""
+        while opener := (yield from self.incoming.take_until(self.openers, self.add_text)):
+            if not self.can_open(opener, self._is_line_start):
+                self.add_text(opener)
                 continue
-            self.attempt(opener)
-            self._calling = True
+            self.mark_attempt(opener)
+            self._is_in_call = True
             try:
-                yield from self.call()
+                yield from self.parse_call()
             except BrokenCall:
                 if self.incoming.mark is not None:
-                    self.incoming.at = self.incoming.mark
-                    if self.calls == self.ended:
-                        self.text(self._opener)
-            self.end()
-            self.incoming.mark, self._calling = None, False
+                    self.incoming.position = self.incoming.mark
+                    if self.call_count == self.ended_count:
+                        self.add_text(self._opener)
+            self.end_call()
+            self.incoming.mark = None
+            self._is_in_call = False
 
-    # -- for forms
+    # -- used by the forms
 
-    def attempt(self, opener: str = "") -> None:
-        """What follows may be a call. If it is broken before it begins, opener and all are text."""
-        self.incoming.mark, self._opener = self.incoming.at, opener
+    def mark_attempt(self, opener: str = "") -> None:
+        """Mark the place at which a call may begin. If it breaks before it has begun, all from here is text."""
+        self.incoming.mark = self.incoming.position
+        self._opener = opener
 
-    def text(self, text: str) -> None:
-        if self._fresh:
+    def add_text(self, text: str) -> None:
+        """Add text of the answer. White space is held back, since it may belong to a call."""
+        if self._is_after_call:
             text = text.lstrip()
-        if not text or self.full:
+        if not text or self.is_full:
             return
-        self._fresh = False
+        self._is_after_call = False
         line = text.rpartition("\n")[2]
-        self._line = not line.strip() and (self._line or len(line) < len(text))
+        self._is_line_start = not line.strip() and (self._is_line_start or len(line) < len(text))
         if body := text.rstrip():
-            self.said.append(TextPiece(self._space + body))
+            self.pieces.append(TextPiece(self._space + body))
             self._space = ""
         self._space += text[len(body) :]
 
-    def begin(self, name: str) -> None:
-        """From now on it is a call. Raises BrokenCall for a name that is not declared."""
-        if self.full or name not in self.tools:
+    def begin_call(self, name: str) -> None:
+        """Begin a call for the client. Raises BrokenCall for a name that is not declared."""
+        if self.is_full or name not in self.tools:
             raise BrokenCall
         self.incoming.mark = None
-        self.said.append(CallBegun(self.calls, self.new_id(), name))
-        self.called.append(name)
+        self.pieces.append(CallBegun(self.call_count, self.new_id(), name))
+        self.called_names.append(name)
         self._space = ""
 
-    def arguments(self, text: str) -> None:
+    def add_arguments(self, text: str) -> None:
         if text:
-            self.said.append(ArgumentsPiece(self.calls - 1, text))
+            self.pieces.append(ArgumentsPiece(self.call_count - 1, text))
 
-    def stream(self, name: str) -> JsonWriter:
-        """The writer of a call's arguments. The call begins with the first text that is certain.
+    def open_writer(self, name: str) -> JsonWriter:
+        """Return a writer for the arguments of a call. The call begins with the first text that is certain.
 
-        If the arguments break, whatever was taken since the last certain text comes again.
+        If the arguments break, parsing continues after the last certain text.
         """
 
         def say(text: str) -> None:
-            if self.calls == self.ended:
-                self.begin(name)
-            self.arguments(text)
-            self.incoming.mark = self.incoming.at
+            if self.call_count == self.ended_count:
+                self.begin_call(name)
+            self.add_arguments(text)
+            self.incoming.mark = self.incoming.position
 
         self.writer = JsonWriter(say)
         return self.writer
 
-    def schema(self, name: str) -> Mapping[str, Any]:
+    def parameters_of(self, name: str) -> Mapping[str, Any]:
         return self.tools[name].parameters or {}
 
-    def end(self) -> None:
-        """The call that has begun, if one has, is complete, or breaks off here."""
-        if self.calls > self.ended:
+    def end_call(self) -> None:
+        """End the call that has begun, if there is one: it is complete, or it breaks off here."""
+        if self.call_count > self.ended_count:
             if self.writer is not None:
                 self.writer.finish()
-            self.said.append(CallEnded(self.ended))
-            self.ended += 1
-            self._fresh = self._line = True
+            self.pieces.append(CallEnded(self.ended_count))
+            self.ended_count += 1
+            self._is_after_call = self._is_line_start = True
         self.writer = None

@@ -1,8 +1,8 @@
-"""Grammars for answers: which tokens may follow. Tried in a confined process first, then compiled here and kept.
+"""Grammars for answers. A confined process tries each grammar first; then it is compiled here and kept.
 
-What a stranger sends may cost more than it looks (a schema of 300 bytes takes a minute and 2 GB), and the library that
-compiles it cannot be interrupted. So a process of its own (`worker.py`) tries it with little time and memory; what
-passes there costs no more here. Steps are bounded by the library's own limits.
+A client's grammar may cost more than it looks: a schema of 300 bytes can take a minute and 2 GB. The library that
+compiles it (llguidance) cannot be interrupted. So a confined process (`confined_worker.py`) tries the grammar with
+little time and memory. A grammar that passes there costs no more here. The library's own limits bound each step.
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ import msgspec
 from attrs import define, field, frozen
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from adapters.text.confined_worker import Confined, WorkFailed
-from adapters.text.grammars.grammar_line import GrammarLine, TooManyGrammars
-from adapters.text.grammars.grammar_matching import GrammarMatching, one_line
+from adapters.text.confined_worker import ConfinedWorker, WorkFailed
+from adapters.text.grammars.compile_queue import CompileQueue, TooManyGrammars
+from adapters.text.grammars.grammar_matching import GrammarMatching, to_one_line
 from adapters.text.grammars.json_keys import QuotedTokens
-from adapters.text.tokenizer import GaveUp, Gone, Tokenizer
+from adapters.text.tokenizer import ClientLeft, DisconnectCheck, Tokenizer
 from effects.grammar import Grammar
 from effects.ids import Tokens
 
-MOST_SOURCE = 1 << 16  # characters of what a client writes
-MOST_COMPOSED = 1 << 20  # of a whole answer's: 300 tools of eight arguments each take 270,000 to 360,000
-KEPT = 16  # compiled ones, besides those of requests that are not answered yet
-# What compiling leaves behind has been up to 75 MB for a second of it ({"multipleOf": 999983}), and the library tells
-# nobody how much it is. So it is by their seconds that compiled ones are held: 0.3 GB kept, 1.2 GB with what is in use.
-KEPT_SECONDS = 4.0
-HELD_SECONDS = 16.0
-SHARE_SECONDS = HELD_SECONDS / 4  # of one API key
-SECONDS = 2  # of processor time to compile one; 30 tools with six arguments each take 0.02
-MAX_BYTES = 1 << 30  # of the process that tries: it has the vocabulary, and compiling takes 40 MB a second at most
-MAX_REPLY = 1 << 22  # rules in another notation, or the schemas of a request's tools
-WRITTEN = 4096  # texts whose tokens are remembered; property names, mostly
-# States of a lexer take 1 to 2 kB, so that those which answers come to take at most 20 MB of a grammar. A step of 0.2
-# million units of fuel takes about 15 ms.
+MAX_SOURCE_CHARS = 1 << 16  # characters of what a client writes
+MAX_COMPOSED_CHARS = 1 << 20  # of a whole answer's grammar: 300 tools of eight arguments take 270,000 to 360,000
+MAX_KEPT = 16  # compiled grammars, besides those of requests that are not answered yet
+# One second of compiling has left up to 75 MB behind ({"multipleOf": 999983}), and the library does not report its
+# memory. So compiled grammars are limited by their compile time: 0.3 GB for those that are kept, 1.2 GB with those in
+# use.
+MAX_KEPT_SECONDS = 4.0
+MAX_HELD_SECONDS = 16.0
+MAX_OWNER_SECONDS = MAX_HELD_SECONDS / 4  # of one API key
+COMPILE_SECONDS = 2  # of processor time for one grammar; 30 tools with six arguments each take 0.02
+MAX_BYTES = 1 << 30  # address space of the confined process: the vocabulary, and 40 MB per second of compiling at most
+MAX_REPLY = 1 << 22  # bytes of translated rules, or of the schemas of a request's tools
+MAX_ENCODED_TEXTS = 4096  # texts whose tokens are remembered, mostly property names
+# A lexer state takes 1 to 2 kB, so the states of one grammar take at most 20 MB. A step of 0.2 million units of fuel
+# takes about 15 ms.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
@@ -53,8 +54,8 @@ LIMITS: dict[str, Any] = {
 }
 
 
-# White space between the parts of JSON: none, a space, or a line with its indentation. As much as one likes would be
-# what some models write until they are cut off.
+# White space between the parts of JSON: none, a space, or a line break with indentation. Without a limit some models
+# write white space until they are cut off.
 LAYOUT = {"whitespace_pattern": r" |\n[ \t]{0,40}"}
 
 
@@ -62,14 +63,15 @@ TOO_DEEP = "it is nested too deeply"
 
 
 class GrammarRefused(ValueError):
-    """It cannot be used: the client's to mend. One line."""
+    """A grammar cannot be used. The client must change it. The message is one line."""
 
 
 @frozen
 class FittedSchema:
-    """A schema as far as it can be held.
+    """The part of a schema that can be enforced.
 
-    left_out: what cannot, as paths in it with the reason.  schema: None where all of it costs too much to be held.
+    schema: None where all of it costs too much.
+    left_out: paths in the schema of what cannot be enforced, each with the reason.
     """
 
     schema: Mapping[str, Any] | None
@@ -77,10 +79,11 @@ class FittedSchema:
 
 
 @frozen(eq=False)
-class Compiled:
-    """A grammar that can be matched, for as long as somebody has this: an answer that waits for its turn, say.
+class CompiledGrammar:
+    """A compiled grammar. It stays available as long as something references it, for example a queued request.
 
-    seconds: of processor time to compile it.  owner: a name for the API key that it was compiled for first.
+    seconds: processor time that compiling took.
+    owner: a name for the API key for which it was compiled first.
     """
 
     matcher: LLMatcher
@@ -90,12 +93,12 @@ class Compiled:
 
 @define(eq=False)
 class Vocabulary:
-    """A tokenizer as the library reads one."""
+    """A tokenizer with the interface that llguidance reads."""
 
     tokenizer: Tokenizer
     is_tokenizer_wrapper: bool = True
     bos_token_id: int | None = None
-    _written: dict[str, Tokens] = field(factory=dict, init=False)
+    _encoded: dict[str, Tokens] = field(factory=dict, init=False)
 
     @property
     def eos_token_id(self) -> int:
@@ -103,165 +106,175 @@ class Vocabulary:
 
     @property
     def tokens(self) -> list[bytes]:
-        return [self.tokenizer.piece(token) for token in range(self.tokenizer.size)]
+        return [self.tokenizer.token_bytes(token) for token in range(self.tokenizer.size)]
 
     @property
     def special_token_ids(self) -> list[int]:
         return sorted(control.id for control in self.tokenizer.controls.values())
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """How what must come is usually written. The same few texts are asked for again and again."""
+        """Return the usual tokens of a text that the grammar forces. The same few texts come again and again."""
         words = text if isinstance(text, str) else text.decode(errors="replace")
-        if words not in self._written:
-            if len(self._written) >= WRITTEN:
-                self._written.clear()
-            self._written[words] = self.tokenizer.encode_now([words])[0]
-        return list(self._written[words])
+        if words not in self._encoded:
+            if len(self._encoded) >= MAX_ENCODED_TEXTS:
+                self._encoded.clear()
+            self._encoded[words] = self.tokenizer.encode_now([words])[0]
+        return list(self._encoded[words])
 
 
 @define(eq=False)
 class Grammars:
-    """Of one tokenizer. Admitted on the event loop, matched on the device's lane."""
+    """The grammars of one tokenizer. They are admitted on the event loop and matched on the device thread."""
 
     tokenizer: Tokenizer
-    _trial: Confined = field(init=False)
+    _trial: ConfinedWorker = field(init=False)
     _vocabulary: LLTokenizer | None = field(default=None, init=False)
     _quoted: QuotedTokens | None = field(default=None, init=False)
-    _kept: OrderedDict[str, Compiled] = field(factory=OrderedDict, init=False)
-    _used: WeakValueDictionary[str, Compiled] = field(factory=WeakValueDictionary, init=False)
-    _lock: Lock = field(factory=Lock, init=False)  # never held for long: the event loop waits for it
+    _kept: OrderedDict[str, CompiledGrammar] = field(factory=OrderedDict, init=False)
+    _in_use: WeakValueDictionary[str, CompiledGrammar] = field(factory=WeakValueDictionary, init=False)
+    _lock: Lock = field(factory=Lock, init=False)  # never held for long, since the event loop waits for it
     _reading: Lock = field(factory=Lock, init=False)
-    line: GrammarLine = field(factory=GrammarLine, init=False)  # one core at most
-    fitted: OrderedDict[str, tuple[Grammar | None, tuple[str, ...]]] = field(factory=OrderedDict, init=False)
+    queue: CompileQueue = field(factory=CompileQueue, init=False)  # grammars compile one at a time, on one core
+    fitted_forms: OrderedDict[str, tuple[Grammar | None, tuple[str, ...]]] = field(factory=OrderedDict, init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._trial = Confined(self._setup, SECONDS, MAX_BYTES, MAX_REPLY)
+        self._trial = ConfinedWorker(self._setup, COMPILE_SECONDS, MAX_BYTES, MAX_REPLY)
 
-    async def admit(self, grammar: Grammar, gone: Gone, owner: str = "") -> Compiled:
-        """While somebody has what this gives, it can be matched at once.
+    async def admit(self, grammar: Grammar, is_disconnected: DisconnectCheck, owner: str = "") -> CompiledGrammar:
+        """Compile a grammar if necessary. It can be matched at once as long as the caller keeps the result.
 
-        gone: who leaves in the line is not waited for.  owner: a name for the API key. Raises GrammarRefused,
-        TooManyGrammars or GaveUp.
+        is_disconnected: asked before compiling starts. A grammar whose client has left is not compiled.
+        owner: a name for the API key.
+
+        Raises GrammarRefused, TooManyGrammars or ClientLeft.
         """
         if not self.tokenizer.end_tokens:
             raise GrammarRefused("this model has no end token, so an answer could not end with its grammar")
-        if len(grammar.source) > MOST_COMPOSED:
-            raise GrammarRefused(f"must have at most {MOST_COMPOSED} characters, not {len(grammar.source)}")
-        if (found := self._find(grammar)) is not None:
+        if len(grammar.source) > MAX_COMPOSED_CHARS:
+            raise GrammarRefused(f"must have at most {MAX_COMPOSED_CHARS} characters, not {len(grammar.source)}")
+        if (found := self._find_compiled(grammar)) is not None:
             return found
-        async with self._line(gone, owner):
-            if (found := self._find(grammar)) is None:  # the one before may have wanted the same
-                if self._held() > HELD_SECONDS or (owner and self._held(owner) > SHARE_SECONDS):
+        async with self._wait_turn(is_disconnected, owner):
+            if (found := self._find_compiled(grammar)) is None:  # the request before may have compiled the same grammar
+                if self._compile_seconds() > MAX_HELD_SECONDS or (
+                    owner and self._compile_seconds(owner) > MAX_OWNER_SECONDS
+                ):
                     raise TooManyGrammars
-                await self._try(definition(grammar), "compiling it")
-                found = await anyio.to_thread.run_sync(self._made, grammar, owner)
+                await self._ask_trial(to_library_source(grammar), "compiling it")
+                found = await anyio.to_thread.run_sync(self._get_compiled, grammar, owner)
         return found
 
-    async def rules(self, source: str, gone: Gone, owner: str = "") -> Grammar:
-        """Of GBNF, as llama.cpp has it, or Lark's rules. Raises as `admit` does."""
+    async def translate_rules(self, source: str, is_disconnected: DisconnectCheck, owner: str = "") -> Grammar:
+        """Return the grammar of rules in llama.cpp's GBNF or in Lark. Raises the same errors as `admit`."""
         check_length(source)
-        async with self._line(gone, owner):
-            return Grammar("lark", await self._try({"rules": source}, "reading it"))
+        async with self._wait_turn(is_disconnected, owner):
+            return Grammar("lark", await self._ask_trial({"rules": source}, "reading it"))
 
-    async def fit(self, schemas: Sequence[Mapping[str, Any]], gone: Gone, owner: str = "") -> list[FittedSchema]:
-        """Leave out of each schema what cannot be held. Raises TooManyGrammars or GaveUp."""
-        async with self._line(gone, owner):
+    async def fit_schemas(
+        self, schemas: Sequence[Mapping[str, Any]], is_disconnected: DisconnectCheck, owner: str = ""
+    ) -> list[FittedSchema]:
+        """Remove from each schema what cannot be enforced. Raises TooManyGrammars or ClientLeft."""
+        async with self._wait_turn(is_disconnected, owner):
             try:
-                reply = await self._try({"schemas": schemas}, "looking at it")
+                reply = await self._ask_trial({"schemas": schemas}, "looking at it")
             except GrammarRefused as refused:
                 return [FittedSchema(None, (("", str(refused)),))] * len(schemas)
-        return [fitted_schema(one) for one in msgspec.json.decode(reply)]
+        return [read_fitted_schema(one) for one in msgspec.json.decode(reply)]
 
     def remember_fitted(self, name: str, grammar: Grammar | None, left_out: tuple[str, ...]) -> None:
-        """What became of a form that was asked for (`fitted_form.py`), for the next turn that asks for the same."""
-        self.fitted[name] = grammar, left_out
-        self.fitted.move_to_end(name)
-        while len(self.fitted) > KEPT:
-            self.fitted.popitem(last=False)
+        """Remember the result of fitting a form (`fitted_form.py`), since the next turn asks for the same form."""
+        self.fitted_forms[name] = grammar, left_out
+        self.fitted_forms.move_to_end(name)
+        while len(self.fitted_forms) > MAX_KEPT:
+            self.fitted_forms.popitem(last=False)
 
     @asynccontextmanager
-    async def _line(self, gone: Gone, owner: str) -> AsyncIterator[None]:
-        async with self.line.turn(owner):
-            if await gone():
-                raise GaveUp
+    async def _wait_turn(self, is_disconnected: DisconnectCheck, owner: str) -> AsyncIterator[None]:
+        async with self.queue.wait_turn(owner):
+            if await is_disconnected():
+                raise ClientLeft
             yield
 
-    async def _try(self, asked: str | Mapping[str, Any], what: str) -> str:
+    async def _ask_trial(self, asked: str | Mapping[str, Any], what: str) -> str:
+        """Ask the confined process. Raises GrammarRefused. what: the work, for error messages."""
         try:
             reply = await self._trial.ask(asked)
         except WorkFailed as failure:
             raise GrammarRefused(f"{what} {failure}; send a simpler one") from None
-        if "error" in reply:
-            raise GrammarRefused(one_line(reply["message"]))
-        return str(reply["ok"])
+        if reply.error:
+            raise GrammarRefused(to_one_line(reply.text))
+        return reply.text
 
     def match(self, grammar: Grammar) -> GrammarMatching:
-        """For a new answer. Raises GrammarRefused, a ValueError for the device."""
-        found = self._matching(self._made(grammar).matcher)
+        """Start matching a new answer. Raises GrammarRefused, which the device thread handles as a ValueError."""
+        found = self._start_matching(self._get_compiled(grammar).matcher)
         if grammar.kind == "json_schema" or "%json" in grammar.source:
-            found.quoted = self._read_quoted()
+            found.quoted_tokens = self._get_quoted_tokens()
         return found
 
     async def aclose(self) -> None:
         await self._trial.aclose()
 
-    def _find(self, grammar: Grammar) -> Compiled | None:
+    def _find_compiled(self, grammar: Grammar) -> CompiledGrammar | None:
         with self._lock:
-            return self._used.get(grammar.digest)
+            return self._in_use.get(grammar.digest)
 
-    def _held(self, owner: str | None = None) -> float:
-        """Seconds that went into all that there are, or into those of one API key."""
+    def _compile_seconds(self, owner: str | None = None) -> float:
+        """Return the compile time of all grammars in use, or of those of one API key, in seconds."""
         with self._lock:
-            return sum(one.seconds for one in self._used.values() if owner in {None, one.owner})
+            return sum(one.seconds for one in self._in_use.values() if owner in {None, one.owner})
 
-    def _made(self, grammar: Grammar, owner: str = "") -> Compiled:
-        compiled = self._find(grammar) or self._compile(grammar, owner)
+    def _get_compiled(self, grammar: Grammar, owner: str = "") -> CompiledGrammar:
+        """Return the compiled grammar, and compile it if necessary. Raises GrammarRefused."""
+        compiled = self._find_compiled(grammar) or self._compile(grammar, owner)
         with self._lock:
-            self._used[grammar.digest] = self._kept[grammar.digest] = compiled
+            self._in_use[grammar.digest] = self._kept[grammar.digest] = compiled
             self._kept.move_to_end(grammar.digest)
-            while len(self._kept) > KEPT or sum(one.seconds for one in self._kept.values()) > KEPT_SECONDS:
+            while len(self._kept) > MAX_KEPT or sum(one.seconds for one in self._kept.values()) > MAX_KEPT_SECONDS:
                 self._kept.popitem(last=False)
         return compiled
 
-    def _compile(self, grammar: Grammar, owner: str) -> Compiled:
-        vocabulary, begun = self._read(), time.thread_time()
-        compiled = LLMatcher(vocabulary, definition(grammar), log_level=0, limits=LLParserLimits(**LIMITS))
+    def _compile(self, grammar: Grammar, owner: str) -> CompiledGrammar:
+        """Compile a grammar on this thread. Raises GrammarRefused, also where no text can keep to it."""
+        vocabulary = self._get_vocabulary()
+        begun = time.thread_time()
+        compiled = LLMatcher(vocabulary, to_library_source(grammar), log_level=0, limits=LLParserLimits(**LIMITS))
         if compiled.is_error():
-            raise GrammarRefused(one_line(compiled.get_error()))
-        first = self._matching(compiled).mask(())
+            raise GrammarRefused(to_one_line(compiled.get_error()))
+        first = self._start_matching(compiled).mask(())
         if isinstance(first, str):
             why = "or none comes to an end" if first == "NoExtensionBias" else first
             raise GrammarRefused(f"no text keeps to it, {why}")
-        return Compiled(compiled, time.thread_time() - begun, owner)
+        return CompiledGrammar(compiled, time.thread_time() - begun, owner)
 
-    def _matching(self, compiled: LLMatcher) -> GrammarMatching:
+    def _start_matching(self, compiled: LLMatcher) -> GrammarMatching:
         return GrammarMatching(compiled.deep_copy(), frozenset(self.tokenizer.end_tokens), self.tokenizer.size)
 
-    def _read(self) -> LLTokenizer:
-        """Takes a second for 150,000 tokens, so it waits for somebody who wants it."""
+    def _get_vocabulary(self) -> LLTokenizer:
+        """Return the vocabulary for the library. Building it takes a second for 150,000 tokens, so it is built late."""
         with self._reading:
             if self._vocabulary is None:
                 vocabulary: Any = Vocabulary(self.tokenizer)
                 self._vocabulary = LLTokenizer(vocabulary, eos_token=list(self.tokenizer.end_tokens))
             return self._vocabulary
 
-    def _read_quoted(self) -> QuotedTokens:
+    def _get_quoted_tokens(self) -> QuotedTokens:
         with self._reading:
             if self._quoted is None:
                 controls = frozenset(control.id for control in self.tokenizer.controls.values())
-                self._quoted = QuotedTokens(self.tokenizer.piece, self.tokenizer.size, controls)
+                self._quoted = QuotedTokens(self.tokenizer.token_bytes, self.tokenizer.size, controls)
             return self._quoted
 
     def _setup(self) -> dict[str, Any]:
         vocabulary = Vocabulary(self.tokenizer)
         tokens = [token.hex() for token in vocabulary.tokens]
         ends = list(self.tokenizer.end_tokens)
-        told = {"tokens": tokens, "special": vocabulary.special_token_ids, "ends": ends}
-        return {**told, "limits": LIMITS, "layout": LAYOUT}
+        setup = {"tokens": tokens, "special": vocabulary.special_token_ids, "ends": ends}
+        return {**setup, "limits": LIMITS, "layout": LAYOUT}
 
 
-def json_grammar(schema: Mapping[str, Any]) -> Grammar:
-    """Raises GrammarRefused where it is nested too deeply."""
+def build_json_grammar(schema: Mapping[str, Any]) -> Grammar:
+    """Return the grammar of a JSON schema. Raises GrammarRefused where it is nested too deeply."""
     try:
         return Grammar("json_schema", msgspec.json.encode({**schema, "x-guidance": LAYOUT}).decode())
     except RecursionError:
@@ -269,13 +282,13 @@ def json_grammar(schema: Mapping[str, Any]) -> Grammar:
 
 
 def check_length(source: str) -> None:
-    """Raises GrammarRefused for more than a client may write."""
-    if len(source) > MOST_SOURCE:
-        raise GrammarRefused(f"must have at most {MOST_SOURCE} characters, not {len(source)}")
+    """Raise GrammarRefused for a source that is longer than a client may write."""
+    if len(source) > MAX_SOURCE_CHARS:
+        raise GrammarRefused(f"must have at most {MAX_SOURCE_CHARS} characters, not {len(source)}")
 
 
-def definition(grammar: Grammar) -> str:
-    """As the library reads it. A schema that is no JSON is one that it refuses."""
+def to_library_source(grammar: Grammar) -> str:
+    """Return the grammar in the notation of the library, which refuses a schema that is not JSON."""
     match grammar.kind:
         case "json_schema":
             return LLMatcher.grammar_from_json_schema(grammar.source)
@@ -285,7 +298,8 @@ def definition(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_lark(grammar.source)
 
 
-def fitted_schema(told: Mapping[str, Any]) -> FittedSchema:
-    if "error" in told:
-        return FittedSchema(None, (("", one_line(told["error"])),))
-    return FittedSchema(told["schema"], tuple((path, one_line(why)) for path, why in told["left_out"]))
+def read_fitted_schema(reply: Mapping[str, Any]) -> FittedSchema:
+    """Read one schema of the confined process's answer."""
+    if "error" in reply:
+        return FittedSchema(None, (("", to_one_line(reply["error"])),))
+    return FittedSchema(reply["schema"], tuple((path, to_one_line(why)) for path, why in reply["left_out"]))

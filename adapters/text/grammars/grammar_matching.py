@@ -1,4 +1,4 @@
-"""One answer's way through its grammar: which tokens may follow, on the device's lane."""
+"""Matches one answer against its grammar and says which tokens may follow. Used on the device thread."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from attrs import define, field
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 
-from adapters.text.grammars.json_keys import JsonPlace, QuotedTokens
+from adapters.text.grammars.json_keys import JsonPosition, QuotedTokens
 from effects.ids import Tokens
 
-# `   2 | x: "a" %json {...}`, and the line below it that points into it
-QUOTED = re.compile(r"\s*[0-9]+ \| | {8,}\^+\s*$")
+# A line such as `   2 | x: "a" %json {...}`, and the line below it that points into it.
+QUOTED_GRAMMAR_LINE = re.compile(r"\s*[0-9]+ \| | {8,}\^+\s*$")
 
 
 @define(eq=False)
 class GrammarMatching:
-    """One answer's way through its grammar (`adapters.device.sampling.grammar_mask.Matching`).
+    """The position of one answer in its grammar. Implements `adapters.device.sampling.grammar_mask.Matching`.
 
-    _base stands behind the answer so far, _ahead behind `_path` after that: a step's rows are asked for one after the
-    other along what is agreed to, so each mask is one token away from the last one.
+    _base: the matcher after the answer so far.
+    _ahead: the matcher after the answer and then `_path`. The rows of one step are asked for in order along the
+    accepted tokens, so each mask is only one token further than the mask before.
     """
 
     _base: LLMatcher
@@ -30,27 +31,28 @@ class GrammarMatching:
     _size: int
     _path: Tokens = ()
     _ahead: LLMatcher | None = None
-    quoted: QuotedTokens | None = None
-    _place: JsonPlace = field(factory=JsonPlace, init=False)  # behind the answer so far
-    _place_ahead: JsonPlace = field(factory=JsonPlace, init=False)  # behind `_path` after that
+    quoted_tokens: QuotedTokens | None = None
+    _place: JsonPosition = field(factory=JsonPosition, init=False)  # after the answer so far
+    _place_ahead: JsonPosition = field(factory=JsonPosition, init=False)  # after the answer and then `_path`
 
     def mask(self, path: Tokens) -> NDArray[np.uint8] | str:
+        """Return the allowed tokens after `path`, one bit per token, or an error message."""
         found = np.zeros(4 * -(-self._size // 32), dtype=np.uint8)
         if path and path[-1] in self._ends:
-            found.fill(255)  # nothing is asked there
+            found.fill(255)  # the answer has ended, so any token may follow
             return found
-        matcher = self._at(path)
+        matcher = self._matcher_at(path)
         if not matcher.is_error():
             matcher.unsafe_compute_mask_ptr(found.ctypes.data, len(found))
         if matcher.is_error():
-            return one_line(matcher.get_error())
+            return to_one_line(matcher.get_error())
         if not found.any():
             return "the grammar has no continuation"
-        return found if self.quoted is None else self._without_second_keys(found, self.quoted, path)
+        return found if self.quoted_tokens is None else self._mask_repeated_keys(found, self.quoted_tokens, path)
 
-    def _without_second_keys(self, mask: NDArray[np.uint8], quoted: QuotedTokens, path: Tokens) -> NDArray[np.uint8]:
-        """Where nothing else may follow, a key does come twice: that is no dead end."""
-        tokens = quoted.forbidden(self._place_ahead if path else self._place)
+    def _mask_repeated_keys(self, mask: NDArray[np.uint8], quoted: QuotedTokens, path: Tokens) -> NDArray[np.uint8]:
+        """Remove tokens that would repeat a key. The mask stays as it is if no other token may follow."""
+        tokens = quoted.find_forbidden(self._place_ahead if path else self._place)
         if not tokens:
             return mask
         less = mask.copy()
@@ -59,33 +61,39 @@ class GrammarMatching:
         return less if less.any() else mask
 
     def fitting(self, path: Tokens) -> int:
-        """An end token counts wherever it stands: whether it may is the mask's to say."""
+        """Return how many tokens of `path` keep to the grammar. An end token counts; the mask says if it may come."""
         end = next((at for at, token in enumerate(path) if token in self._ends), len(path))
         count = self._base.validate_tokens(list(path[:end]))
         return min(len(path), count + 1) if count == end else count
 
     def append(self, tokens: Sequence[int]) -> None:
+        """Extend the answer by tokens."""
         said = tuple(token for token in tokens if token not in self._ends)
-        if self.quoted is not None:
-            self._place = self.quoted.place(said, self._place)
+        if self.quoted_tokens is not None:
+            self._place = self.quoted_tokens.advance(said, self._place)
         if self._ahead is not None and self._path == said[: len(self._path)]:
-            self._base, said = self._ahead, said[len(self._path) :]
-        self._path, self._ahead = (), None
+            self._base = self._ahead
+            said = said[len(self._path) :]
+        self._path = ()
+        self._ahead = None
         self._base.consume_tokens(list(said))
 
-    def _at(self, path: Tokens) -> LLMatcher:
+    def _matcher_at(self, path: Tokens) -> LLMatcher:
+        """Return the matcher after `path`. The last one is reused where `path` continues it."""
         if not path:
             return self._base
         if self._ahead is None or self._path != path[: len(self._path)]:
-            self._path, self._ahead, self._place_ahead = (), self._base.deep_copy(), self._place
+            self._path = ()
+            self._ahead = self._base.deep_copy()
+            self._place_ahead = self._place
         self._ahead.consume_tokens(list(path[len(self._path) :]))
-        if self.quoted is not None:
-            self._place_ahead = self.quoted.place(path[len(self._path) :], self._place_ahead)
+        if self.quoted_tokens is not None:
+            self._place_ahead = self.quoted_tokens.advance(path[len(self._path) :], self._place_ahead)
         self._path = path
         return self._ahead
 
 
-def one_line(message: str) -> str:
-    """What the library says, without the lines of the grammar that it quotes: most of it was written here."""
-    lines = [line for line in message.replace("<non-verbose/>", "").splitlines() if not QUOTED.match(line)]
+def to_one_line(message: str) -> str:
+    """Return the library's message in one line, without the lines of the grammar that it quotes."""
+    lines = [line for line in message.replace("<non-verbose/>", "").splitlines() if not QUOTED_GRAMMAR_LINE.match(line)]
     return " ".join(" ".join(lines).split())[:300]

@@ -18,7 +18,7 @@ from adapters.checkpoint.safetensors_folder import (
     Shapes,
     TensorEntry,
     check_tensors,
-    digest_of,
+    digest_tensors,
     read_header,
     scan_tensors,
 )
@@ -104,7 +104,7 @@ class DraftCheckpoint:
 
     @cached_property
     def _digest(self) -> str:
-        return digest_of(self.tensors)
+        return digest_tensors(self.tensors)
 
 
 def _refuse_gguf(path: Path) -> None:

@@ -14,7 +14,7 @@ from attrs import frozen
 from torch import Tensor
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
-from adapters.checkpoint.safetensors_folder import Shapes, StoredTensor, check_tensors, digest_of
+from adapters.checkpoint.safetensors_folder import Shapes, StoredTensor, check_tensors, digest_tensors
 from adapters.models.decoder.decoder_layer import layer_tensors
 from adapters.models.decoder.family import HeadShape
 from adapters.models.decoder.rope import Rotary
@@ -112,4 +112,4 @@ class HeadCheckpoint:
 
     @cached_property
     def _digest(self) -> str:
-        return digest_of(self.tensors)
+        return digest_tensors(self.tensors)

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from adapters.checkpoint.packed_matrix import PackedMatrix, Stack
+from adapters.checkpoint.packed_matrix import PackedMatrix, StackedWeight
 from adapters.models.kernels.cpu import layers as fused
 from adapters.models.kernels.cpu import onednn
 from adapters.models.kernels.cpu.attention import CpuAttention, StepPlan
@@ -173,19 +173,19 @@ class CpuKernels:
 
     # --- weights ---
 
-    def pack(self, weight: Tensor | Stack) -> CpuWeight | CpuStack:
+    def pack(self, weight: Tensor | StackedWeight) -> CpuWeight | CpuStack:
         if isinstance(weight, Tensor):
             return self._pack(weight, gated=False)
         stack = (
             None if self._packed is None else self._packed.pack_stack(weight, lambda one: self._pack(one, gated=False))
         )
-        return self._pack(weight.unpacked(), gated=False) if stack is None else stack
+        return self._pack(weight.unpack(), gated=False) if stack is None else stack
 
-    def pack_gated(self, weight: Tensor | Stack) -> CpuWeight | CpuStack:
+    def pack_gated(self, weight: Tensor | StackedWeight) -> CpuWeight | CpuStack:
         if isinstance(weight, Tensor):
             return self._pack(*weight.chunk(2), gated=True)
         stack = None if self._packed is None else self._packed.pack_gated(weight)
-        return self._pack(*weight.unpacked().chunk(2), gated=True) if stack is None else stack
+        return self._pack(*weight.unpack().chunk(2), gated=True) if stack is None else stack
 
     def _pack(self, *weights: Tensor, gated: bool) -> CpuWeight:
         outputs, inputs = weights[0].shape

@@ -11,7 +11,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from adapters.checkpoint.packed_matrix import PackedMatrix, Stack
+from adapters.checkpoint.packed_matrix import PackedMatrix, StackedWeight
 from adapters.models.kernels.cpu.native.products import NativePacked, NativeProducts, NativeWeight
 from adapters.models.kernels.product_list import ProductPlan, UnprovenProductError, Weight
 
@@ -76,25 +76,27 @@ class CpuPacking:
     def pack_matrix(self, matrix: PackedMatrix) -> NativePacked | None:
         return self.products.pack_steps(matrix) if matrix.layout.fits(matrix.shape[1]) else None
 
-    def pack_stack(self, stack: Stack, plain: Callable[[Tensor], Any]) -> CpuStack | None:
+    def pack_stack(self, stack: StackedWeight, plain: Callable[[Tensor], Any]) -> CpuStack | None:
         """Return the packed stack, or None where it is to be unpacked. plain: packs a part that is not packed."""
-        joined = stack.joined()
+        joined = stack.merge_parts()
         if not any(isinstance(part, PackedMatrix) for part in joined.parts):
             return None
         if not all(
-            self._is_proven(joined.plain(part)) if isinstance(part, Tensor) else self._stays_packed(part, gated=False)
+            self._is_proven(joined.unpack_part(part))
+            if isinstance(part, Tensor)
+            else self._stays_packed(part, gated=False)
             for part in joined.parts
         ):
             return None
         parts = [
             self.products.pack_steps(part)
             if isinstance(part, PackedMatrix)
-            else (plain(joined.plain(part)), part.shape[0])
+            else (plain(joined.unpack_part(part)), part.shape[0])
             for part in joined.parts
         ]
         return CpuStack(self.products, tuple(parts), self._proven_rows)
 
-    def pack_gated(self, stack: Stack) -> CpuStack | None:
+    def pack_gated(self, stack: StackedWeight) -> CpuStack | None:
         """Return a gate and what it gates, packed alike, or None where they are to be unpacked."""
         parts = [
             part for part in stack.parts if isinstance(part, PackedMatrix) and self._stays_packed(part, gated=True)

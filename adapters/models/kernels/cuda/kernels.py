@@ -17,7 +17,7 @@ from attrs import define, field, frozen
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from adapters.checkpoint.packed_matrix import Stack
+from adapters.checkpoint.packed_matrix import StackedWeight
 from adapters.models.kernels.cuda.attention import (
     KV_TILE,
     CudaAttention,
@@ -130,9 +130,9 @@ class TritonKernels:
     def with_plan(self, plan: ProductPlan | None) -> TritonKernels:  # noqa: ARG002
         return self.copy_for_shard()
 
-    def pack(self, weight: Tensor | Stack) -> CudaWeight | CudaStack:
-        if isinstance(weight, Stack):
-            return self._packing.pack_stack(weight, self._pack) or self._pack(weight.unpacked())
+    def pack(self, weight: Tensor | StackedWeight) -> CudaWeight | CudaStack:
+        if isinstance(weight, StackedWeight):
+            return self._packing.pack_stack(weight, self._pack) or self._pack(weight.unpack())
         return self._pack(weight)
 
     def _pack(self, weight: Tensor) -> CudaWeight:
@@ -142,9 +142,9 @@ class TritonKernels:
             )
         return CudaWeight(weight.contiguous())
 
-    def pack_gated(self, weight: Tensor | Stack) -> CudaWeight | CudaStack:
-        if isinstance(weight, Stack):
-            return self._packing.pack_gated(weight) or self.pack_gated(weight.unpacked())
+    def pack_gated(self, weight: Tensor | StackedWeight) -> CudaWeight | CudaStack:
+        if isinstance(weight, StackedWeight):
+            return self._packing.pack_gated(weight) or self.pack_gated(weight.unpack())
         gate, up = weight.chunk(2)
         return CudaWeight(self._pack(torch.stack((gate, up), 1).flatten(0, 1)).weight, gated=True)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from triton.experimental.gluon import language as gl
 
-from adapters.checkpoint.packed_matrix import PackedMatrix, Stack, StepLayout
+from adapters.checkpoint.packed_matrix import PackedMatrix, StackedWeight, StepLayout
 from adapters.models.kernels.cuda.attention import launch_options
 from adapters.models.kernels.cuda.tiles import count_parts
 from adapters.models.kernels.interface import NARROW
@@ -101,19 +101,19 @@ class CudaPacking:
     pdl: bool | None
     _scratch: Tensor | None = field(init=False, default=None)
 
-    def pack_stack(self, stack: Stack, plain: Callable[[Tensor], Any]) -> CudaStack | None:
+    def pack_stack(self, stack: StackedWeight, plain: Callable[[Tensor], Any]) -> CudaStack | None:
         """Return the packed stack, or None where it is to be unpacked. plain: packs a part that is not packed."""
-        joined = stack.joined()
+        joined = stack.merge_parts()
         parts = [
             self._pack_matrix(part, stack.dtype) if isinstance(part, PackedMatrix) else None for part in joined.parts
         ]
         if all(part is None for part in parts):
             return None
         pairs = zip(parts, joined.parts, strict=True)
-        filled = (plain(joined.plain(part)) if own is None else own for own, part in pairs)
+        filled = (plain(joined.unpack_part(part)) if own is None else own for own, part in pairs)
         return CudaStack(tuple(filled), tuple(part.shape[0] for part in joined.parts))
 
-    def pack_gated(self, stack: Stack) -> CudaStack | None:
+    def pack_gated(self, stack: StackedWeight) -> CudaStack | None:
         """Return a gate and what it gates, packed alike, or None where they are to be unpacked."""
         gate, up = stack.parts
         if not isinstance(gate, PackedMatrix) or not isinstance(up, PackedMatrix) or gate.layout != up.layout:

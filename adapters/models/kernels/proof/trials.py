@@ -199,7 +199,7 @@ def make_packed_trial(kernels: Multiplier, weight: Weight, rows: int, threads: t
         return None
     if not weight.gated:
         return Trial(name, PACKED, x, threads, lambda some: kernels.multiply(some, packed))
-    up = kernels.pack_steps(matrix.mapped(lambda one: one.roll(1, 0)))
+    up = kernels.pack_steps(matrix.map_tensors(lambda one: one.roll(1, 0)))
     return Trial(f"gated {name}", PACKED, x, threads, lambda some: kernels.multiply_gated(some, packed, up))
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from adapters.checkpoint.packed_matrix import Stack
+from adapters.checkpoint.packed_matrix import StackedWeight
 from adapters.models.kernels.decode_pass import DecodePass, DraftPass
 from adapters.models.kernels.delta_interface import DeltaKernels
 from adapters.models.kernels.experts_interface import Experts, list_experts, run_experts
@@ -72,8 +72,8 @@ class ReferenceKernels:
     def with_plan(self, plan: ProductPlan | None) -> ReferenceKernels:  # noqa: ARG002
         return self.copy_for_shard()
 
-    def pack(self, weight: Tensor | Stack) -> Tensor:
-        return weight.unpacked() if isinstance(weight, Stack) else weight
+    def pack(self, weight: Tensor | StackedWeight) -> Tensor:
+        return weight.unpack() if isinstance(weight, StackedWeight) else weight
 
     def linear(self, x: Tensor, packed: Tensor) -> Tensor:
         return (x.float() @ packed.float().T).to(x.dtype)
@@ -167,7 +167,7 @@ class ReferenceKernels:
             row += segment.count
         return out.flatten(1)
 
-    def pack_gated(self, weight: Tensor | Stack) -> Tensor:
+    def pack_gated(self, weight: Tensor | StackedWeight) -> Tensor:
         return self.pack(weight)
 
     def gated_linear(self, x: Tensor, packed: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from adapters.process_memory import mapped
+from adapters.process_memory import map_memory
 
 PAGE = 2 << 20  # bytes of a large page
 TOGETHER = 16 * PAGE  # bytes that are mapped together; pages that are never written take no memory
@@ -46,7 +46,7 @@ class LargePages:
         if self._part is None or self._used + size > len(self._part):
             asked = max(TOGETHER, -(-size // PAGE) * PAGE)
             try:
-                self._part = mapped(asked)
+                self._part = map_memory(asked)
                 self._used = 0
             except MemoryError:
                 return False
