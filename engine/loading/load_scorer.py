@@ -17,8 +17,8 @@ from adapters.device.compression.score_prompt import Compressor, DrafterLane, dr
 from adapters.device.executor import DeviceExecutor
 from adapters.device.lane.lane import DeviceLane
 from adapters.device.speculation.drafting import DraftProposer
-from adapters.http.edge_options import CONTEXTS
-from adapters.http.history.frozen_messages import HOT
+from adapters.http.edge_options import MAX_FROZEN_CONTEXTS
+from adapters.http.history.frozen_messages import FRESH_MESSAGES
 from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.scorer import Scorer
 from adapters.models.numerics.probe_result import Numerics
@@ -129,7 +129,7 @@ def find_drafter(
     device = torch.device("cpu")
     if peer is None:
         device = choose_device(chosen, "--prefill-drafter-device") if chosen else target
-    return FoundDrafter(name, checkpoint, device, min(config.max_positions, CONTEXTS * context), own, peer)
+    return FoundDrafter(name, checkpoint, device, min(config.max_positions, MAX_FROZEN_CONTEXTS * context), own, peer)
 
 
 def check_tokenizer(name: str, tokenizer: Tokenizer, own: Tokenizer, vocab: int) -> None:
@@ -271,5 +271,5 @@ def pflash(options: Options, settings: Settings, drafter: Drafter | None) -> Map
         "most_tokens": settings.drafter,
         "draft_residency": settings.residency.policy,
         "freeze": options.disk_prefix_cache_compress,
-        "hot_window": HOT,
+        "hot_window": FRESH_MESSAGES,
     }

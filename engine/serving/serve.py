@@ -23,17 +23,17 @@ from attrs import define
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from adapters.http.apis.registry import error_response
+from adapters.http.apis.registry import make_error_response
 from adapters.http.app import build_app
 from adapters.http.edge_options import CompressionDefaults, EdgeOptions
 from adapters.http.history.answer_tokens import TurnMemory
 from adapters.http.history.frozen_messages import FrozenMessages
 from adapters.http.history.history_loader import HistoryLoader
 from adapters.http.history.persistent_lru import PersistentLru
-from adapters.http.history.response_store import Archive
+from adapters.http.history.response_store import ResponseStore
 from adapters.http.page import files
 from adapters.http.wire.errors import unavailable
-from adapters.http.wire.server import Serving, serve
+from adapters.http.wire.server import RunningServer, serve_app
 from adapters.watched_thread import WatchedThread
 from effects.job import Sampling
 from engine import __version__
@@ -105,10 +105,13 @@ class Gate:
                 await send({"type": f"lifespan.{phase}.complete"})
         elif self.app is not None:
             await self.app(scope, receive, send)
-        elif (file := files.files().get(files.meant(scope, scope["path"]))) and scope["method"] in {"GET", "HEAD"}:
-            await files.answered(file, Headers(scope=scope))(scope, receive, send)
+        elif (file := files.load_files().get(files.page_path(scope, scope["path"]))) and scope["method"] in {
+            "GET",
+            "HEAD",
+        }:
+            await files.make_file_response(file, Headers(scope=scope))(scope, receive, send)
         else:
-            await error_response(scope, unavailable("Loading model", 1))(scope, receive, send)
+            await make_error_response(scope, unavailable("Loading model", 1))(scope, receive, send)
 
 
 async def serve_until_signal(options: Options, steps: Steps, beginning: BackgroundLoad, reading: Reading) -> int:
@@ -116,15 +119,15 @@ async def serve_until_signal(options: Options, steps: Steps, beginning: Backgrou
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(watch, signals, gate, stop, options.grace)
-            serving: Serving = await tasks.start(listen, options, gate)
+            serving: RunningServer = await tasks.start(listen, options, gate)
             clean = await serve_model(options, gate, serving, stop, steps=steps, beginning=beginning, reading=reading)
             tasks.cancel_scope.cancel()
     return 0 if clean else 1
 
 
-async def listen(options: Options, gate: Gate, *, task_status: TaskStatus[Serving] = TASK_STATUS_IGNORED) -> None:
+async def listen(options: Options, gate: Gate, *, task_status: TaskStatus[RunningServer] = TASK_STATUS_IGNORED) -> None:
     try:
-        await serve(gate, options.host, options.port, on_listening=task_status.started)
+        await serve_app(gate, options.host, options.port, on_listening=task_status.started)
     except (OSError, UnicodeError) as error:  # UnicodeError: no name that could be looked up
         raise unheard(options, error) from error
 
@@ -150,7 +153,7 @@ def give_up() -> None:
 async def serve_model(
     options: Options,
     gate: Gate,
-    serving: Serving,
+    serving: RunningServer,
     stop: anyio.Event,
     *,
     steps: Steps,
@@ -167,8 +170,8 @@ async def serve_model(
         raise
     try:
         target.executor.matched_by(text.grammars.match)
-        recorder, archive, memory = build_recorder(options, target), Archive(), TurnMemory()
-        frozen = FrozenMessages(drafter=target.drafter.identity) if target.freezes and target.drafter else None
+        recorder, archive, memory = build_recorder(options, target), ResponseStore(), TurnMemory()
+        frozen = FrozenMessages(scorer_identity=target.drafter.identity) if target.freezes and target.drafter else None
         cabinets: dict[str, PersistentLru] = {RESPONSES: archive, TURNS: memory}
         if frozen is not None:
             cabinets[FROZEN] = frozen
@@ -182,14 +185,14 @@ async def serve_model(
             live=target.live if frozen is None else partial(living, target, frozen),
             threads=(*target.threads, watch.thread),
             drafter=target.drafter,
-            freeze=(lambda *_: None) if frozen is None else frozen.keep,
+            freeze=(lambda *_: None) if frozen is None else frozen.store,
             recorder=recorder,
             paranoid=options.paranoid,
         ) as running:
             running.metrics.watch_shards(partial(hops, target.shard.parts, target.draft, target.drafter))
             about = edge_options(options, target, text.sampling)
             gate.app = build_app(
-                running.door, text, about, running.metrics, archive, memory=memory, frozen=frozen, recall=recall
+                running.door, text, about, running.metrics, archive, turns=memory, frozen=frozen, loader=recall
             )
             watch.start()
             steps.done()
@@ -218,7 +221,7 @@ async def serve_model(
 def living(target: Target, frozen: FrozenMessages) -> Mapping[str, Any]:
     """What /props tells of it now, with what messages were frozen to."""
     told = target.live()
-    return {**told, "damaged": {**told["damaged"], FROZEN: frozen.damaged}, "frozen": frozen.figures()}
+    return {**told, "damaged": {**told["damaged"], FROZEN: frozen.damaged_count}, "frozen": frozen.count_figures()}
 
 
 def settle() -> None:
@@ -236,11 +239,11 @@ async def stopped(stop: anyio.Event, threads: Sequence[WatchedThread], every_s: 
             await stop.wait()
 
 
-async def close_connections(serving: Serving, deadline: float) -> bool:
+async def close_connections(serving: RunningServer, deadline: float) -> bool:
     """True if all could be ended: answers are still being written, and prompts read that will be refused."""
     serving.stop()
     with anyio.CancelScope(deadline=max(deadline, anyio.current_time() + WRITING_S)):
-        await serving.ended.wait()
+        await serving.end_event.wait()
         return True
     serving.stop(now=True)
     return False
@@ -305,7 +308,7 @@ def costs(target: Target) -> str:
     return line + (f", {size(state)} a state" if state else "")
 
 
-def announce(options: Options, target: Target, serving: Serving, seconds: float) -> None:
+def announce(options: Options, target: Target, serving: RunningServer, seconds: float) -> None:
     """One line that a script can wait for, then one that a person can paste."""
     host = f"[{serving.host}]" if ":" in serving.host else serving.host
     url = f"http://{host}:{serving.port}"

@@ -20,7 +20,7 @@ from adapters.checkpoint.config_fields import read_json
 from adapters.checkpoint.gguf.header import is_gguf
 from adapters.checkpoint.gguf.metadata import read_metadata
 from adapters.checkpoint.quantised.quantisation_config import find_quantisation
-from adapters.http.wire.address import bind
+from adapters.http.wire.address import bind_listener
 from adapters.models import ARCHITECTURES, FAMILIES
 from adapters.store.files.private_folder import LOCK, Folder, FolderUnusable, check_private
 from effects.scope import parse_scope
@@ -59,7 +59,7 @@ def prepared(options: Options) -> Options:
 def check_address(options: Options) -> None:
     """Had for a moment: a server that is there already is a common fault, and else told of behind all imports."""
     try:
-        bind(options.host, options.port).close()
+        bind_listener(options.host, options.port).close()
     except (OSError, UnicodeError) as error:  # UnicodeError: no name that could be looked up
         raise unheard(options, error) from error
 

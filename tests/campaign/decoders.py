@@ -14,11 +14,11 @@ from typing import Any
 
 from attrs import asdict
 
-from adapters.http.apis.openai_responses import References, read_conversation
+from adapters.http.apis.openai_responses import ItemReferences, read_conversation
 from adapters.http.edge_options import EdgeOptions
 from adapters.http.history import persistent_lru
-from adapters.http.history.response_store import Archive, ResponseFolder
-from adapters.http.request.tool_definitions import Skipped
+from adapters.http.history.response_store import ResponseFolder, ResponseStore
+from adapters.http.request.tool_definitions import SkippedTools
 from adapters.http.wire.errors import ApiError
 from adapters.http.wire.fields import Fields
 from adapters.models.numerics.probe_result import Numerics
@@ -205,7 +205,7 @@ def responses(path: Path) -> Iterator[Case]:
             before = random.choice(("", f"resp_{0:024x}", f"resp_{1:024x}", "../x"))
             whose = random.choice(OWNERS) + " " + before
             body = b"\n".join(line.encode() for line in (whose, *map(text_of, lines)))
-            digest = persistent_lru.digest(body if random.random() < 0.8 else body[:-1])
+            digest = persistent_lru.digest_body(body if random.random() < 0.8 else body[:-1])
             found.append(harmed(digest + b"\n" + body, random))
         return found
 
@@ -214,12 +214,14 @@ def responses(path: Path) -> Iterator[Case]:
         with TemporaryDirectory(dir=path) as name, closing(Folder.open(Path(name))) as folder:
             for number, raw in enumerate(raws):
                 (folder.path / f"resp_{number:024x}").write_bytes(raw)
-            found = Archive(folder)
+            found = ResponseStore(folder)
             found.load()
         for shelf in (ResponseFolder(found, owner) for owner in OWNERS):
             for number in range(3):
-                earlier = shelf.conversation(f"resp_{number:024x}", OPTIONS.max_body) or []
+                earlier = shelf.find_conversation(f"resp_{number:024x}", OPTIONS.max_body) or []
                 with suppress(ApiError):
-                    read_conversation(Fields({"input": "And?"}), earlier, References(shelf, OPTIONS), Skipped())
+                    read_conversation(
+                        Fields({"input": "And?"}), earlier, ItemReferences(shelf, OPTIONS), SkippedTools()
+                    )
 
     yield case

@@ -12,7 +12,7 @@ async def test_the_page_is_there_before_the_model_and_nothing_else_is() -> None:
     transport = httpx.ASGITransport(Gate())
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         page = await client.get("/", headers={"accept": "text/html"})
-        assert (page.status_code, page.content) == (200, files.files()[files.PAGE].body)
+        assert (page.status_code, page.content) == (200, files.load_files()[files.PAGE].body)
         assert page.headers["content-security-policy"] == files.POLICY
         assert (await client.get("/page/app.js")).status_code == 200
         for method, path in (

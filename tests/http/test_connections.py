@@ -73,10 +73,9 @@ async def test_a_body_that_nobody_wants_and_that_trickles_has_the_same_time(impa
             assert await pushed(stream, b"x", pause=0.02) > 1
 
 
-async def test_only_so_much_of_a_body_is_thrown_away(impatient: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_so_much_of_a_body_is_thrown_away(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("adapters.http.wire.connection.DRAIN_BYTES", 1 << 20)
-    monkeypatch.setattr("adapters.http.wire.connection.Protocol.drain_s", 60)
-    async with await connect(impatient) as stream:
+    async with served(folder, server={"drain_s": 60}) as site, await connect(site) as stream:
         await stream.send(head("Host: localhost", f"Content-Length: {1 << 40}", target="/health", method="GET"))
         with anyio.fail_after(60):
             sent = await pushed(stream, b" " * (1 << 16))
@@ -208,4 +207,4 @@ async def test_a_stop_does_not_wait_for_bodies_that_nobody_wants(folder: Path) -
         assert status(await answer(stream)) == 200
         site.serving.stop()
         with anyio.fail_after(30):  # and not what is left of the minute
-            await site.serving.ended.wait()
+            await site.serving.end_event.wait()

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from adapters.http.apis.anthropic_messages import read_message_controls, read_messages
 from adapters.http.apis.openai_chat import read_chat_controls
 from adapters.http.apis.openai_chat import read_conversation as read_conversation_of_chat
-from adapters.http.apis.openai_responses import WORDS, References, read_conversation, shown
-from adapters.http.apis.openai_told_items import sealed_summary
+from adapters.http.apis.openai_items_as_text import seal_summary
+from adapters.http.apis.openai_responses import FIELD_NAMES, ItemReferences, make_echo, read_conversation
 from adapters.http.edge_options import EdgeOptions
-from adapters.http.history.response_store import Archive, ResponseFolder
+from adapters.http.history.response_store import ResponseFolder, ResponseStore
 from adapters.http.request.controls import read_controls
-from adapters.http.request.tool_definitions import Skipped
+from adapters.http.request.tool_definitions import SkippedTools
 from adapters.http.wire.errors import ApiError
 from adapters.http.wire.fields import Fields
 from adapters.text.conversation import Conversation, build_template_variables
@@ -65,7 +65,7 @@ RESPONSES = {
         {"type": "shell_call_output", "call_id": "2", "output": [{"stdout": "a", "outcome": {"exit_code": 1}}]},
         {"type": "apply_patch_call", "call_id": "3", "operation": {"type": "update_file", "path": "a", "diff": "+"}},
         {"type": "apply_patch_call_output", "call_id": "3", "status": "failed", "output": "no"},
-        {"type": "compaction", "encrypted_content": sealed_summary("They said hi.")},
+        {"type": "compaction", "encrypted_content": seal_summary("They said hi.")},
     ],
     "tools": [
         {"type": "function", "name": "add", "parameters": SCHEMA, "strict": True},
@@ -151,12 +151,12 @@ def changed(body: dict[str, Any], path: tuple[Any, ...], junk: Any) -> dict[str,
 
 def read_message_request(fields: Fields, text: Text) -> Conversation:
     read_message_controls(fields, OPTIONS, text)
-    return read_messages(fields, Skipped())
+    return read_messages(fields, SkippedTools())
 
 
 def read_response_request(fields: Fields, text: Text) -> Conversation:
-    shown(fields, read_controls(fields, WORDS, OPTIONS, text.tokenizer))
-    return read_conversation(fields, [], References(ResponseFolder(Archive()), OPTIONS), Skipped())[0]
+    make_echo(fields, read_controls(fields, FIELD_NAMES, OPTIONS, text.tokenizer))
+    return read_conversation(fields, [], ItemReferences(ResponseFolder(ResponseStore()), OPTIONS), SkippedTools())[0]
 
 
 @pytest.fixture(scope="session")

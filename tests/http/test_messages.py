@@ -12,7 +12,7 @@ import pytest
 from anthropic.types import Message
 
 from adapters.http.apis.anthropic_messages import read_messages
-from adapters.http.request.tool_definitions import Skipped
+from adapters.http.request.tool_definitions import SkippedTools
 from adapters.http.wire.fields import Fields
 from adapters.text.conversation import ChatMessage, ToolCall, ToolChoice
 from tests.http.conftest import Site, served
@@ -467,7 +467,7 @@ def test_a_conversation_is_read_whole() -> None:
         "thinking": {"type": "enabled", "budget_tokens": 2000},
         "max_tokens": 4000,
     }
-    found = read_messages(Fields(body), Skipped())
+    found = read_messages(Fields(body), SkippedTools())
     assert found.messages == [
         ChatMessage("system", "Be\nbrief."),
         ChatMessage("user", "Hi"),

@@ -13,7 +13,7 @@ from attrs import define, evolve, field
 
 from adapters.http.app import build_app
 from adapters.http.edge_options import EdgeOptions
-from adapters.http.wire.server import Serving, serve
+from adapters.http.wire.server import RunningServer, ServerLimits, serve_app
 from adapters.metrics import Metrics
 from adapters.text.model_text import Text
 from effects.all import EffectRequest, Launch, Outcome
@@ -61,7 +61,7 @@ class Seen:
 
     browser: Browser
     url: str
-    serving: Serving
+    serving: RunningServer
     engine: PlayedEngine
     device: Speaking
 
@@ -96,7 +96,7 @@ async def seen(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Seen]:
     device = Speaking()
     device.before = device.halt
     settings = evolve(SETTINGS, max_context=4096, max_queue=8)
-    listening: list[Serving] = []
+    listening: list[RunningServer] = []
     program, profile = found(), tmp_path_factory.mktemp("profile")
     assert program is not None
     (says,) = text.tokenizer.encode_now([SAID])
@@ -106,19 +106,19 @@ async def seen(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Seen]:
         app = build_app(running.door, text, options, Metrics())
         ready = anyio.Event()
 
-        def on_listening(serving: Serving) -> None:
+        def on_listening(serving: RunningServer) -> None:
             listening.append(serving)
             ready.set()
 
         async def run() -> None:
-            await serve(app, "127.0.0.1", 0, on_listening=on_listening, grace_s=2)
+            await serve_app(app, "127.0.0.1", 0, on_listening=on_listening, limits=ServerLimits(grace_s=2))
 
         tasks.start_soon(run)
         await ready.wait()
         async with Browser.opened(program, profile) as browser:
             yield Seen(browser, f"http://127.0.0.1:{listening[0].port}/", listening[0], running, device)
         listening[0].stop(now=True)
-        await listening[0].ended.wait()
+        await listening[0].end_event.wait()
 
 
 @pytest.fixture(autouse=True)

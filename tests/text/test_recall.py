@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from adapters.http.history.answer_tokens import ENCODER as RECORDS
-from adapters.http.history.answer_tokens import AskedTurn, OwnTurns, TurnMemory, TurnRecord, name_of
-from adapters.text.answer.answer_pieces import collect_calls, join_reasoning, join_text
+from adapters.http.history.answer_tokens import CallerTurns, PendingTurn, TurnMemory, TurnRecord, make_turn_name
+from adapters.text.answer.answer_pieces import calls_of, reasoning_of, text_of
 from adapters.text.conversation import ChatMessage, Conversation, FunctionTool, ToolCall
 from adapters.text.model_text import ChatPrompt, Text
 from adapters.text.read_text import read_history
@@ -46,11 +46,11 @@ class RepeatedTalk:
     """A client that sends everything again, and a model whose answers are given."""
 
     text: Text
-    own: OwnTurns = field(factory=lambda: OwnTurns(TurnMemory()))
+    own: CallerTurns = field(factory=lambda: CallerTurns(TurnMemory()))
     messages: list[ChatMessage] = field(factory=list)
     tools: Sequence[FunctionTool] = (READ,)
 
-    async def prompt(self, *more: ChatMessage, own: OwnTurns | None = None) -> ChatPrompt:
+    async def prompt(self, *more: ChatMessage, own: CallerTurns | None = None) -> ChatPrompt:
         self.messages += more
         return await self.text.build_prompt(Conversation(self.messages, self.tools), MOST, None, own or self.own)
 
@@ -61,8 +61,10 @@ class RepeatedTalk:
         parser = prompt.reader.start_parser()
         pieces = [*parser.push("".join(parts)), *parser.finish()]
         ends = self.text.tokenizer.end_tokens
-        AskedTurn.of(self.own, prompt).keep(Job(prompt.tokens, 999, stop_tokens=ends), (*tokens, ends[0]), pieces)
-        self.messages.append(ChatMessage("assistant", join_text(pieces), join_reasoning(pieces), collect_calls(pieces)))
+        PendingTurn.from_prompt(self.own, prompt).store(
+            Job(prompt.tokens, 999, stop_tokens=ends), (*tokens, ends[0]), pieces
+        )
+        self.messages.append(ChatMessage("assistant", text_of(pieces), reasoning_of(pieces), calls_of(pieces)))
         return prompt.tokens, (*prompt.tokens, *tokens, ends[0])
 
     def encoded(self, *parts: str) -> Tokens:
@@ -184,7 +186,7 @@ async def test_an_answer_that_was_cut_off_goes_on_too(text: Text) -> None:
     tokens = talk.encoded("The qu", "ick br", "own")
     parser = prompt.reader.start_parser()
     pieces = [*parser.push("The quick brown"), *parser.finish()]
-    AskedTurn.of(talk.own, prompt).keep(Job(prompt.tokens, len(tokens)), tokens, pieces)
+    PendingTurn.from_prompt(talk.own, prompt).store(Job(prompt.tokens, len(tokens)), tokens, pieces)
     talk.messages.append(ChatMessage("assistant", "The quick brown"))
     again = await talk.prompt(ask("And?"))
     assert again.tokens[: len(prompt.tokens) + len(tokens)] == (*prompt.tokens, *tokens)
@@ -275,7 +277,7 @@ async def test_nobody_finds_what_another_caller_was_answered(text: Text) -> None
     talk = RepeatedTalk(text, messages=[ask()])
     await talk.answer("I lo", "ok.\n", call('{"path":"a"}'))
     talk.messages += result(talk)
-    theirs = await talk.prompt(own=OwnTurns(talk.own.memory, "else"))
+    theirs = await talk.prompt(own=CallerTurns(talk.own.memory, "else"))
     assert theirs.tokens == (await talk.forgets().prompt()).tokens
 
 
@@ -308,6 +310,6 @@ async def test_records_that_lie_change_nothing(text: Text, tokens: Tokens) -> No
     await talk.answer("The qui", "ck")
     (said,), _ = read_history(talk.messages, "")
     record = TurnRecord("", (), 1, (*talk.encoded("The quick")[:1], *tokens))
-    talk.own.memory.put(name_of(said.key), RECORDS.encode(record))
+    talk.own.memory.put(make_turn_name(said.key), RECORDS.encode(record))
     prompt = await talk.prompt(ask("And?"))
     assert prompt.tokens == (await talk.forgets().prompt()).tokens

@@ -1,4 +1,4 @@
-"""What tells one API from another once a request is understood: how its answer looks."""
+"""The interface by which an API writes its answers, once a request is understood."""
 
 from __future__ import annotations
 
@@ -8,58 +8,66 @@ from typing import Any, Protocol
 
 import msgspec
 
-from adapters.http.answer.job_stream import Ended, Progress, Said
+from adapters.http.answer.job_stream import AnswerDelta, FinishedChoice, PromptProgress
 from adapters.http.wire.errors import ApiError
 
 
 class AnswerShape(Protocol):
-    """One answer in one API. Streams are made of server-sent events, already written out."""
+    """Writes one answer as one API has it. Streams are made of server-sent events, already encoded."""
 
     @property
     def id(self) -> str: ...
 
-    def opening(self) -> Iterable[bytes]: ...
+    def stream_opening(self) -> Iterable[bytes]: ...
 
-    def said(self, said: Said) -> Iterable[bytes]: ...
+    def stream_delta(self, said: AnswerDelta) -> Iterable[bytes]: ...
 
-    def progress(self, progress: Progress, elapsed_ms: float) -> Iterable[bytes]: ...
+    def stream_progress(self, progress: PromptProgress, elapsed_ms: float) -> Iterable[bytes]: ...
 
-    def heartbeat(self) -> Iterable[bytes]:
-        """A sign of life while nothing else is sent. Real events: some clients do not count comments as life."""
+    def stream_heartbeat(self) -> Iterable[bytes]:
+        """Write a sign of life while nothing else is sent. It has a real event: some clients do not count comments as
+        life.
+        """
         ...
 
-    def ended(self, ended: Ended) -> Iterable[bytes]:
-        """One choice is complete."""
+    def stream_choice_end(self, ended: FinishedChoice) -> Iterable[bytes]:
+        """Write that one choice is complete."""
         ...
 
-    def closing(self, ended: Sequence[Ended]) -> Iterable[bytes]:
-        """All are."""
+    def stream_closing(self, ended: Sequence[FinishedChoice]) -> Iterable[bytes]:
+        """Write that all choices are complete."""
         ...
 
-    def failed(self, error: ApiError) -> Iterable[bytes]:
-        """In the middle of a stream; nothing follows it."""
+    def stream_error(self, error: ApiError) -> Iterable[bytes]:
+        """Write an error in the middle of a stream. Nothing follows it."""
         ...
 
-    def whole(self, said: Mapping[int, Said], ended: Sequence[Ended]) -> Any:
-        """The same answer as one value of JSON. `said`: everything that a choice said, by index."""
+    def build_answer(self, said: Mapping[int, AnswerDelta], ended: Sequence[FinishedChoice]) -> Any:
+        """Return the whole answer as one JSON value. said: all text of each choice, by its index."""
         ...
 
 
-def new_id(prefix: str) -> str:
+def make_id(prefix: str) -> str:
+    """Return a new random id."""
     return prefix + secrets.token_hex(12)
 
 
-def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
-    """One server-sent event, a line to whoever reads lines as Unicode has them, too."""
+def encode_event(data: Mapping[str, Any], name: str | None = None) -> bytes:
+    """Return one server-sent event. Unicode's line breaks are escaped, since some clients split lines at them."""
     encoded = ENCODER.encode(data)
     if not encoded.isascii():
-        for mark, escaped in BREAKS:
+        for mark, escaped in LINE_BREAKS:
             encoded = encoded.replace(mark, escaped)
     line = b"data: %b\n\n" % encoded
     return line if name is None else b"event: %b\n%b" % (name.encode(), line)
 
 
 ENCODER = msgspec.json.Encoder()
-BREAKS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))  # of lines, in UTF-8
+# Unicode's line breaks in UTF-8, and how JSON escapes them.
+LINE_BREAKS = (
+    (b"\xc2\x85", b"\\u0085"),
+    (b"\xe2\x80\xa8", b"\\u2028"),
+    (b"\xe2\x80\xa9", b"\\u2029"),
+)
 COMMENT = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"

@@ -1,6 +1,8 @@
-"""Why a prompt was not there: where it leaves the likest one that is kept, in words. A few are kept for /debug/misses.
+"""Explain why a prompt was not in the cache: where it leaves the kept prompt that it shares most with. `/debug/misses`
+lists the last misses.
 
-Both texts are told to whoever sent the request only: under one salt all prompts are of one API key (`kept_apart`).
+Both texts are shown to the sender of the request only. Under one salt all prompts are of one API key
+(`separate_by_owner`).
 """
 
 from __future__ import annotations
@@ -12,15 +14,16 @@ from typing import Any
 
 from attrs import define, field
 
-from adapters.http.answer.job_stream import Ended
+from adapters.http.answer.job_stream import FinishedChoice
 
-MOST = 64  # misses that are kept for each API key: of 1 KiB each
-MOST_OWNERS = 256  # keys with any; the one that was heard of first goes
+MAX_MISSES = 64  # misses that are kept for each API key, 1 KiB each
+MAX_OWNERS = 256  # keys with misses; the oldest key is dropped
 
 
-def told(ended: Ended) -> dict[str, Any] | None:
-    """`rekindle.prefix_cache.miss`; None where nothing was missed."""
-    closed, explained = ended.closed, ended.explained
+def describe_miss(ended: FinishedChoice) -> dict[str, Any] | None:
+    """Return `rekindle.prefix_cache.miss`; None if nothing was missed."""
+    closed = ended.outcome
+    explained = ended.miss_explanation
     if explained is None:
         return {"reason": closed.report.miss} if closed.report.miss else None
     return {
@@ -36,21 +39,22 @@ def told(ended: Ended) -> dict[str, Any] | None:
 
 @define(eq=False)
 class MissLog:
-    """The last misses, by whose they are."""
+    """The last misses of each API key."""
 
     _owned: dict[str, deque[Mapping[str, Any]]] = field(factory=dict)
 
-    def note(self, owner: str, name: str, ended: Ended) -> None:
-        """name: of the answer."""
-        miss = told(ended)
+    def record(self, owner: str, name: str, ended: FinishedChoice) -> None:
+        """Record the miss of a choice, if it had one. name: the answer's id."""
+        miss = describe_miss(ended)
         if miss is None:
             return
-        report, at = ended.closed.report, round(time.time(), 3)
+        report = ended.outcome.report
+        at = round(time.time(), 3)
         counts = {"prompt_tokens": report.prompt_tokens, "restored_tokens": report.restored_tokens}
-        if owner not in self._owned and len(self._owned) >= MOST_OWNERS:
+        if owner not in self._owned and len(self._owned) >= MAX_OWNERS:
             del self._owned[next(iter(self._owned))]
-        self._owned.setdefault(owner, deque(maxlen=MOST)).append({"id": name, "at": at, **counts, **miss})
+        self._owned.setdefault(owner, deque(maxlen=MAX_MISSES)).append({"id": name, "at": at, **counts, **miss})
 
-    def of(self, owner: str) -> list[Mapping[str, Any]]:
-        """The newest first."""
+    def list_misses(self, owner: str) -> list[Mapping[str, Any]]:
+        """Return the misses of one API key, the newest first."""
         return [*self._owned.get(owner, ())][::-1]

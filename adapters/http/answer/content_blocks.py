@@ -1,4 +1,6 @@
-"""An answer as blocks in a row, each of text, reasoning or one call, for APIs whose streams open and close them."""
+"""Split an answer into blocks in a row, each of text, reasoning or one call. APIs whose streams open and close blocks
+use it.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,14 @@ from adapters.text.answer.answer_pieces import (
 
 @define(eq=False)
 class Block:
-    """`place`: in the answer, from 0.  call, name: of a call; its text is its arguments."""
+    """One block of an answer.
 
-    place: int
+    index: its position in the answer, from 0. call_id, name: of a call, whose text is its arguments.
+    """
+
+    index: int
     kind: Literal["text", "reasoning", "call"]
-    call: str = ""
+    call_id: str = ""
     name: str = ""
     parts: list[str] = field(factory=list)
 
@@ -33,62 +38,64 @@ class Block:
 
 
 @frozen
-class BlockBegun:
+class BlockStart:
     block: Block
 
 
 @frozen
-class BlockMore:
+class BlockDelta:
     block: Block
     text: str
 
 
 @frozen
-class BlockEnded:
+class BlockEnd:
     block: Block
 
 
-BlockEvent: TypeAlias = BlockBegun | BlockMore | BlockEnded
+BlockEvent: TypeAlias = BlockStart | BlockDelta | BlockEnd
 
 
 @define(eq=False)
-class Blocks:
-    """One is open at a time, at most."""
+class BlockAssembler:
+    """Makes blocks of the pieces of an answer. At most one block is open at a time."""
 
-    done: list[Block] = field(factory=list)
-    open: Block | None = None
+    finished_blocks: list[Block] = field(factory=list)
+    open_block: Block | None = None
 
     def push(self, piece: AnswerPiece) -> Iterator[BlockEvent]:
+        """Add a piece, and yield the events of blocks that it causes."""
         match piece:
             case TextPiece(text):
-                yield from self._more("text", text)
+                yield from self._extend("text", text)
             case ReasoningPiece(text):
-                yield from self._more("reasoning", text)
+                yield from self._extend("reasoning", text)
             case CallBegun():
-                yield from self.close()
-                yield self._opened(Block(len(self.done), "call", piece.id, piece.name))
+                yield from self.close_block()
+                yield self._open(Block(len(self.finished_blocks), "call", piece.id, piece.name))
             case ArgumentsPiece():
-                assert self.open is not None
-                self.open.parts.append(piece.text)
-                yield BlockMore(self.open, piece.text)
+                assert self.open_block is not None
+                self.open_block.parts.append(piece.text)
+                yield BlockDelta(self.open_block, piece.text)
             case CallEnded():
-                yield from self.close()
+                yield from self.close_block()
 
-    def close(self) -> Iterator[BlockEvent]:
-        """What is open, if anything is."""
-        if self.open is not None:
-            block, self.open = self.open, None
-            self.done.append(block)
-            yield BlockEnded(block)
+    def close_block(self) -> Iterator[BlockEvent]:
+        """End the open block, if there is one."""
+        if self.open_block is not None:
+            block = self.open_block
+            self.open_block = None
+            self.finished_blocks.append(block)
+            yield BlockEnd(block)
 
-    def _more(self, kind: Literal["text", "reasoning"], text: str) -> Iterator[BlockEvent]:
-        if self.open is None or self.open.kind != kind:
-            yield from self.close()
-            yield self._opened(Block(len(self.done), kind))
-        assert self.open is not None
-        self.open.parts.append(text)
-        yield BlockMore(self.open, text)
+    def _extend(self, kind: Literal["text", "reasoning"], text: str) -> Iterator[BlockEvent]:
+        if self.open_block is None or self.open_block.kind != kind:
+            yield from self.close_block()
+            yield self._open(Block(len(self.finished_blocks), kind))
+        assert self.open_block is not None
+        self.open_block.parts.append(text)
+        yield BlockDelta(self.open_block, text)
 
-    def _opened(self, block: Block) -> BlockBegun:
-        self.open = block
-        return BlockBegun(block)
+    def _open(self, block: Block) -> BlockStart:
+        self.open_block = block
+        return BlockStart(block)

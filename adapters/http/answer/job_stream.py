@@ -1,17 +1,18 @@
-"""Runs a request's jobs: submits them, turns their messages into text, and sees that every one is ended."""
+"""Run a request's jobs: submit them, turn their messages into text, and make sure that every job ends."""
 
 from __future__ import annotations
 
 from asyncio import Future, TimerHandle, get_running_loop
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeAlias
 
 import anyio
 from attrs import define, evolve, field, frozen
 
 from adapters.http.edge_options import EdgeOptions
-from adapters.http.request.controls import Planned
+from adapters.http.request.plan_jobs import PlannedJob
 from adapters.text.answer.answer_parser import AnswerParser
 from adapters.text.answer.answer_pieces import AnswerPiece, CallBegun, TextPiece, join_text
 from adapters.text.detokenize import TextStream
@@ -24,12 +25,12 @@ from effects.job import Report
 from effects.ports import CancelReason, Closed, Door, Ticket
 from effects.stream import EmitTokens, ReportProgress
 
-ENGINE_GRACE_S = 5.0  # after a deadline, for the engine to say so itself
+ENGINE_GRACE_S = 5.0  # seconds after a deadline in which the engine may end the job itself
 
 
 @frozen
-class Progress:
-    """A prompt on its way: `done` of `total` tokens are in place, `cached` of them restored."""
+class PromptProgress:
+    """The progress of a prompt: `done` of `total` tokens are in place, and `cached` of these were restored."""
 
     index: int
     done: int
@@ -38,8 +39,8 @@ class Progress:
 
 
 @frozen
-class Said:
-    """More of an answer, and the tokens read since the last of it (only when logprobs were asked for)."""
+class AnswerDelta:
+    """The next pieces of an answer. `picks` are the tokens since the last delta, only if logprobs were asked for."""
 
     index: int
     pieces: tuple[AnswerPiece, ...]
@@ -52,223 +53,249 @@ class Said:
 
 @frozen
 class PickedToken:
-    """A token that was picked, with its logprob and alternatives. said: it is of the answer's text, not of reasoning,
-    a call or what marks these.
+    """A token that was picked, with its logprob and alternatives.
+
+    is_text: it belongs to the answer's text, not to reasoning, a call, or the tags of these.
     """
 
     token: int
     logprob: Logprob
-    said: bool = False
+    is_text: bool = False
 
 
 @frozen
-class Ended:
-    """A choice is complete. `tokens`: those that count, up to the one that completed a stop string.
+class FinishedChoice:
+    """A choice that is complete.
 
-    stop: the stop string that ended it.  reasoning: how many tokens were.  called: the functions, in their order.
-    explained: why no more of the prompt was there.
+    token_count: tokens that count, up to the one that completed a stop string. stop_string: the one that ended it.
+    called_functions: their names, in order. miss_explanation: why no more of the prompt was in the cache.
     """
 
-    planned: Planned
-    closed: Closed
+    planned_job: PlannedJob
+    outcome: Closed
     tokens: int
-    stop: str | None = None
-    reasoning: int = 0
-    called: tuple[str, ...] = ()
-    explained: MissExplanation | None = None
+    stop_string: str | None = None
+    reasoning_tokens: int = 0
+    called_functions: tuple[str, ...] = ()
+    miss_explanation: MissExplanation | None = None
 
     @property
     def index(self) -> int:
-        return self.planned.index
+        return self.planned_job.index
 
 
-Event: TypeAlias = Progress | Said | Ended
+AnswerEvent: TypeAlias = PromptProgress | AnswerDelta | FinishedChoice
 
 
 @define(eq=False)
-class Jobs:
-    """The jobs of one request while they run. Each of them brings events that end with its `Ended`.
+class RunningJobs:
+    """The jobs of one request while they run. Each yields events, and its `FinishedChoice` is the last one.
 
-    Nothing is read before it is wanted: what comes meanwhile waits as tokens, and is one event then.
+    Messages are read only when the next events are asked for. What arrives meanwhile waits as tokens, and becomes one
+    event.
     """
 
     tokenizer: Tokenizer
-    requests: list[RequestId] = field(factory=list)  # as the engine calls them
-    _followers: list[JobStream] = field(factory=list)  # of those that have not ended
-    _news: Future[None] = field(factory=lambda: get_running_loop().create_future())
-    _due: TimerHandle | None = None
+    request_ids: list[RequestId] = field(factory=list)  # the engine's ids
+    _streams: list[JobStream] = field(factory=list)  # streams of the jobs that have not ended
+    _wakeup: Future[None] = field(factory=lambda: get_running_loop().create_future())
+    _deadline_timer: TimerHandle | None = None
 
-    def follow(self, one: Planned, ticket: Ticket) -> None:
-        self.requests.append(ticket.request)
-        self._followers.append(follower(one, ticket, self.tokenizer))
-        ticket.set_listener(self._tell)
-        self._tell()
+    def add(self, one: PlannedJob, ticket: Ticket) -> None:
+        """Follow the ticket of a job that was submitted."""
+        self.request_ids.append(ticket.request)
+        self._streams.append(make_job_stream(one, ticket, self.tokenizer))
+        ticket.set_listener(self._wake)
+        self._wake()
 
-    def _tell(self) -> None:
-        if not self._news.done():
-            self._news.set_result(None)
+    def _wake(self) -> None:
+        if not self._wakeup.done():
+            self._wakeup.set_result(None)
 
     def cancel(self, reason: CancelReason) -> None:
-        for one in list(self._followers):
+        for one in list(self._streams):
             one.ticket.cancel(reason)
 
-    async def next(self) -> Sequence[Event]:
-        """What has come, once something has; an end comes alone. Nothing, where all have ended."""
-        while self._followers:
-            for one in self._followers:
-                if one.closed is not None:
-                    self._followers.remove(one)
-                    return (await self._end(one, one.closed),)
-            await self._news
-            self._news = get_running_loop().create_future()
-            if events := [event for one in self._followers for event in one.heard()]:
+    async def next_events(self) -> Sequence[AnswerEvent]:
+        """Wait for events and return them. The end of a choice comes alone. Return nothing when all choices have
+        ended.
+        """
+        while self._streams:
+            for one in self._streams:
+                if one.outcome is not None:
+                    self._streams.remove(one)
+                    return (await self._finish(one, one.outcome),)
+            await self._wakeup
+            self._wakeup = get_running_loop().create_future()
+            if events := [event for one in self._streams for event in one.collect()]:
                 return events
         return ()
 
-    async def _end(self, follower: JobStream, closed: Closed) -> Ended:
-        ended, one = follower.ended(closed), follower.one
+    async def _finish(self, follower: JobStream, closed: Closed) -> FinishedChoice:
+        ended = follower.finish(closed)
+        one = follower.planned_job
         if closed.diverged is None:
             return ended
-        told = closed.diverged, one.job, one.messages, self.tokenizer
-        return evolve(ended, explained=await anyio.to_thread.run_sync(explain_miss, *told))
+        explained = partial(explain_miss, closed.diverged, one.job, one.messages, self.tokenizer)
+        return evolve(ended, miss_explanation=await anyio.to_thread.run_sync(explained))
 
-    def expire(self, seconds: float) -> None:
-        """End after so long, even if the engine never says so."""
-        self._due = get_running_loop().call_later(seconds, self._expired)
+    def start_deadline(self, seconds: float) -> None:
+        """Cancel the jobs after some seconds, and end them soon after even if the engine does not answer."""
+        self._deadline_timer = get_running_loop().call_later(seconds, self._cancel_expired)
 
-    def _expired(self) -> None:
+    def _cancel_expired(self) -> None:
         self.cancel("deadline")
-        self._due = get_running_loop().call_later(ENGINE_GRACE_S, self._overdue)
+        self._deadline_timer = get_running_loop().call_later(ENGINE_GRACE_S, self._end_overdue)
 
-    def _overdue(self) -> None:
-        for one in self._followers:
-            report = Report(len(one.one.job.prompt))
-            one.overdue = Closed("deadline", report, "the engine did not answer", {})
-        self._tell()
+    def _end_overdue(self) -> None:
+        for one in self._streams:
+            report = Report(len(one.planned_job.job.prompt))
+            one.end_overdue(Closed("deadline", report, "the engine did not answer", {}))
+        self._wake()
 
-    def leave(self) -> None:
-        """Nobody waits any more: what has not ended is cancelled."""
-        if self._due is not None:
-            self._due.cancel()
+    def close(self) -> None:
+        """Cancel the jobs that have not ended, as nothing reads their events any more."""
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
         self.cancel("client_gone")
 
 
 @contextmanager
-def running(door: Door, planned: Sequence[Planned], tokenizer: Tokenizer, options: EdgeOptions) -> Iterator[Jobs]:
-    """Submit all jobs at once. Whatever has not ended when the block is left is cancelled as `client_gone`."""
-    run = Jobs(tokenizer)
+def run_jobs(
+    door: Door, planned: Sequence[PlannedJob], tokenizer: Tokenizer, options: EdgeOptions
+) -> Iterator[RunningJobs]:
+    """Submit all jobs at once. Jobs that have not ended when the block ends are cancelled as `client_gone`."""
+    run = RunningJobs(tokenizer)
     try:
         for one in planned:
-            run.follow(one, door.submit(one.job))
+            run.add(one, door.submit(one.job))
         if options.request_timeout_s is not None:
-            run.expire(options.request_timeout_s)
+            run.start_deadline(options.request_timeout_s)
         yield run
     finally:
-        run.leave()
+        run.close()
 
 
-def follower(one: Planned, ticket: Ticket, tokenizer: Tokenizer) -> JobStream:
+def make_job_stream(one: PlannedJob, ticket: Ticket, tokenizer: Tokenizer) -> JobStream:
+    """Return the stream of one job, with its own detokenizer, parser and stop strings."""
     controls = tokenizer.controls
     shown = frozenset(controls[name].id for name in one.reader.visible_controls if name in controls)
     text = TextStream(tokenizer, frozenset(one.job.stop_tokens), shown)
-    return JobStream(one, ticket, text, one.reader.start_parser(), StopStrings(one.stops))
+    return JobStream(one, ticket, text, one.reader.start_parser(), StopStrings(one.stop_strings))
 
 
 @define(eq=False)
 class JobStream:
-    """The way of one ticket's tokens to text, and of the text to what it says. closed: there is no more of it.
-    overdue: the end of what the engine has not ended in time, behind all that it has said.
+    """Turns the tokens of one job into the pieces of an answer.
+
+    outcome: how the job ended; None while more can come. overdue_outcome: the outcome of a job that the engine did not
+    end in time. It takes effect after everything that the engine has sent.
     """
 
-    one: Planned
+    planned_job: PlannedJob
     ticket: Ticket
     text: TextStream
     parser: AnswerParser
-    stops: StopStrings
-    tokens: int = 0
-    reasoning: int = 0
-    closed: Closed | None = None
-    overdue: Closed | None = None
+    stop_strings: StopStrings
+    token_count: int = 0
+    reasoning_count: int = 0
+    outcome: Closed | None = None
+    overdue_outcome: Closed | None = None
     picks: list[PickedToken] = field(factory=list)
-    undecided: list[PickedToken] = field(factory=list)  # nothing has come of them yet: they may begin a call
-    said: list[AnswerPiece] = field(factory=list)
-    made: list[int] = field(factory=list)  # the tokens that it was made of
+    unclassified_picks: list[PickedToken] = field(factory=list)  # no piece has come of them yet: they may begin a call
+    pieces: list[AnswerPiece] = field(factory=list)
+    answer_tokens: list[int] = field(factory=list)  # the tokens of the whole answer
 
-    def heard(self) -> Iterator[Progress | Said]:
-        """What there is: the prompt's progress, and then all that is said, as one."""
+    def end_overdue(self, outcome: Closed) -> None:
+        """End the stream with this outcome, after everything that the engine has sent."""
+        self.overdue_outcome = outcome
+
+    def collect(self) -> Iterator[PromptProgress | AnswerDelta]:
+        """Yield what has arrived: the progress of the prompt, and then all pieces as one delta."""
         pieces: list[AnswerPiece] = []
-        while self.closed is None and (message := self.ticket.next_message()) is not None:
+        while self.outcome is None and (message := self.ticket.next_message()) is not None:
             match message:
                 case EmitTokens():
-                    pieces += self.read(message)
+                    pieces += self.read_tokens(message)
                 case ReportProgress(done, total, cached):
-                    yield Progress(self.one.index, done, total, cached)
+                    yield PromptProgress(self.planned_job.index, done, total, cached)
                 case Closed():
-                    self.closed = message
-                    pieces += self.rest()
-        self.closed = self.closed or self.overdue
-        if pieces or (self.closed is not None and self.picks):
-            yield Said(self.one.index, tuple(pieces), self.taken())
+                    self.outcome = message
+                    pieces += self.flush()
+        self.outcome = self.outcome or self.overdue_outcome
+        if pieces or (self.outcome is not None and self.picks):
+            yield AnswerDelta(self.planned_job.index, tuple(pieces), self.take_picks())
 
-    def read(self, message: EmitTokens) -> list[AnswerPiece]:
-        """What these tokens say, up to a stop string or the only call that may be; it cancels the rest of the job."""
+    def read_tokens(self, message: EmitTokens) -> list[AnswerPiece]:
+        """Return the pieces that these tokens make, up to a stop string or the only call that is allowed. Either
+        cancels the rest of the job.
+        """
         pieces: list[AnswerPiece] = []
         for place, token in enumerate(message.tokens):
-            if self.complete:
+            if self.is_complete:
                 break
-            if self.one.silent:
+            if self.planned_job.is_silent:
                 continue
-            self.tokens += 1
-            self.made.append(token)
+            self.token_count += 1
+            self.answer_tokens.append(token)
             thought = self.parser.is_reasoning
-            new = self.stops.push(self.parser.push(self.text.push(token)))
+            new = self.stop_strings.push(self.parser.push(self.text.push(token)))
             pieces += new
-            self.reasoning += thought or self.parser.is_reasoning
-            if message.logprobs and (token not in self.text.hidden_tokens or self.one.job.prompt_logprobs >= 0):
-                self.undecided.append(PickedToken(token, message.logprobs[place]))
-                self.decide(new, thought or self.parser.is_reasoning)
-            if self.complete:
+            self.reasoning_count += thought or self.parser.is_reasoning
+            if message.logprobs and (token not in self.text.hidden_tokens or self.planned_job.job.prompt_logprobs >= 0):
+                self.unclassified_picks.append(PickedToken(token, message.logprobs[place]))
+                self.classify_picks(new, thought or self.parser.is_reasoning)
+            if self.is_complete:
                 self.ticket.cancel("stop_string")
-        self.said += pieces
+        self.pieces += pieces
         return pieces
 
-    def rest(self) -> list[AnswerPiece]:
-        """What was held back."""
-        tail = self.stops.push([*self.parser.push(self.text.finish()), *self.parser.finish()])
-        tail += self.stops.finish()
-        self.said += tail
-        self.decide(tail, False)
-        self.picks += self.undecided
-        self.undecided = []
+    def flush(self) -> list[AnswerPiece]:
+        """Return the pieces that the detokenizer, the parser and the stop strings still held back."""
+        tail = self.stop_strings.push([*self.parser.push(self.text.finish()), *self.parser.finish()])
+        tail += self.stop_strings.finish()
+        self.pieces += tail
+        self.classify_picks(tail, False)
+        self.picks += self.unclassified_picks
+        self.unclassified_picks = []
         return tail
 
-    def decide(self, pieces: Sequence[AnswerPiece], thinking: bool) -> None:
-        """Tell the tokens of the text from others, once something has come of them."""
-        if not self.undecided or not (pieces or thinking):
+    def classify_picks(self, pieces: Sequence[AnswerPiece], thinking: bool) -> None:
+        """Tell the tokens of text from others, once pieces have come of them."""
+        if not self.unclassified_picks or not (pieces or thinking):
             return
         text = 0 if thinking else sum(len(piece.text.encode()) for piece in pieces if isinstance(piece, TextPiece))
-        at = len(self.undecided)
+        at = len(self.unclassified_picks)
         while at and text > 0:  # those in front of the text closed a call, or opened nothing
             at -= 1
-            text -= len(self.text.tokenizer.token_bytes(self.undecided[at].token))
-        self.picks += [*self.undecided[:at], *(evolve(pick, said=True) for pick in self.undecided[at:])]
-        self.undecided = []
+            text -= len(self.text.tokenizer.token_bytes(self.unclassified_picks[at].token))
+        self.picks += [
+            *self.unclassified_picks[:at],
+            *(evolve(pick, is_text=True) for pick in self.unclassified_picks[at:]),
+        ]
+        self.unclassified_picks = []
 
     @property
-    def complete(self) -> bool:
-        return self.stops.found_stop is not None or self.parser.is_closed
+    def is_complete(self) -> bool:
+        return self.stop_strings.found_stop is not None or self.parser.is_closed
 
-    def taken(self) -> tuple[PickedToken, ...]:
-        picks, self.picks = tuple(self.picks), []
+    def take_picks(self) -> tuple[PickedToken, ...]:
+        picks = tuple(self.picks)
+        self.picks = []
         return picks
 
-    def ended(self, closed: Closed) -> Ended:
-        if self.complete:
+    def finish(self, closed: Closed) -> FinishedChoice:
+        """Return the finished choice, and store its tokens for the next request of its conversation."""
+        if self.is_complete:
             closed = evolve(closed, finish="stop")
-        if self.one.silent and closed.finish == "stop":
+        if self.planned_job.is_silent and closed.finish == "stop":
             closed = evolve(closed, finish="length")
-        if self.one.turn is not None and self.stops.found_stop is None and closed.finish in ("stop", "length"):
-            self.one.turn.keep(self.one.job, tuple(self.made), self.said)
-        called = tuple(piece.name for piece in self.said if isinstance(piece, CallBegun))
-        said = self.tokens, self.stops.found_stop, self.reasoning, called
-        return Ended(self.one, closed, *said)
+        if (
+            self.planned_job.pending_turn is not None
+            and self.stop_strings.found_stop is None
+            and closed.finish in ("stop", "length")
+        ):
+            self.planned_job.pending_turn.store(self.planned_job.job, tuple(self.answer_tokens), self.pieces)
+        called = tuple(piece.name for piece in self.pieces if isinstance(piece, CallBegun))
+        said = self.token_count, self.stop_strings.found_stop, self.reasoning_count, called
+        return FinishedChoice(self.planned_job, closed, *said)

@@ -1,4 +1,4 @@
-"""What an answer tells about itself: usage, timings, and the `rekindle` object."""
+"""The figures that an answer has about itself: usage, timings, and the `rekindle` object."""
 
 from __future__ import annotations
 
@@ -6,67 +6,68 @@ from collections.abc import Sequence
 from typing import Any
 
 from adapters.http.answer import cache_misses
-from adapters.http.answer.job_stream import Ended, Progress
+from adapters.http.answer.job_stream import FinishedChoice, PromptProgress
 from adapters.http.edge_options import EdgeOptions
 from effects.compression import WHOLE
 from effects.job import Report
 from effects.ports import ANSWER_STAGES, PROMPT_STAGES
 
-KEPT = {None: None, True: "kept", False: "not_kept"}  # answers are not held to a call that was asked for
+# Whether the answer has the call that the request requires.
+TOOL_CHOICE_RESULTS = {None: None, True: "kept", False: "not_kept"}
 
 
-def usage(ended: Sequence[Ended]) -> dict[str, Any]:
-    """Tokens of a whole request: each prompt counts once, the answers add up."""
-    first = {one.planned.prompt: one for one in reversed(ended)}.values()
-    prompt = sum(len(one.planned.job.prompt) for one in first)
+def count_usage(ended: Sequence[FinishedChoice]) -> dict[str, Any]:
+    """Return the tokens of a whole request. Each prompt counts once, and the answers add up."""
+    first = {one.planned_job.prompt_index: one for one in reversed(ended)}.values()
+    prompt = sum(len(one.planned_job.job.prompt) for one in first)
     answer = sum(one.tokens for one in ended)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": answer,
         "total_tokens": prompt + answer,
-        "prompt_tokens_details": {"cached_tokens": sum(one.closed.report.restored_tokens for one in first)},
-        "completion_tokens_details": {"reasoning_tokens": sum(one.reasoning for one in ended)},
+        "prompt_tokens_details": {"cached_tokens": sum(one.outcome.report.restored_tokens for one in first)},
+        "completion_tokens_details": {"reasoning_tokens": sum(one.reasoning_tokens for one in ended)},
     }
 
 
-def prompt_progress(progress: Progress, elapsed_ms: float) -> dict[str, Any]:
-    """llama.cpp's report of a prompt that is being read."""
-    told = {"total": progress.total, "cache": progress.cached, "processed": progress.done}
-    return {**told, "time_ms": round(elapsed_ms, 3)}
+def make_progress(progress: PromptProgress, elapsed_ms: float) -> dict[str, Any]:
+    """Return llama.cpp's report of a prompt that is being read."""
+    report = {"total": progress.total, "cache": progress.cached, "processed": progress.done}
+    return {**report, "time_ms": round(elapsed_ms, 3)}
 
 
-def written(ended: Ended) -> int:
-    """Tokens of the prompt that were computed and are kept for later."""
-    report = ended.closed.report
-    return max(0, min(report.cache.rows, len(ended.planned.job.prompt)) - report.restored_tokens)
+def count_cache_writes(ended: FinishedChoice) -> int:
+    """Return how many tokens of the prompt were computed and are kept in the cache."""
+    report = ended.outcome.report
+    return max(0, min(report.cache.rows, len(ended.planned_job.job.prompt)) - report.restored_tokens)
 
 
-def timings(ended: Ended) -> dict[str, Any]:
-    """llama.cpp's figures: what was restored, computed and generated, and how fast."""
-    report = ended.closed.report
-    computed = max(0, len(ended.planned.job.prompt) - report.restored_tokens)
-    prompt_ms = round(ended.closed.spent_ms(PROMPT_STAGES), 3)
-    answer_ms = round(ended.closed.spent_ms(ANSWER_STAGES), 3)
+def make_timings(ended: FinishedChoice) -> dict[str, Any]:
+    """Return llama.cpp's figures: what was restored, computed and generated, and how fast."""
+    report = ended.outcome.report
+    computed = max(0, len(ended.planned_job.job.prompt) - report.restored_tokens)
+    prompt_ms = round(ended.outcome.spent_ms(PROMPT_STAGES), 3)
+    answer_ms = round(ended.outcome.spent_ms(ANSWER_STAGES), 3)
     return {
         "cache_n": report.restored_tokens,
         "prompt_n": computed,
         "prompt_ms": prompt_ms,
-        "prompt_per_token_ms": ratio(prompt_ms, computed),
-        "prompt_per_second": ratio(1000 * computed, prompt_ms),
+        "prompt_per_token_ms": divide(prompt_ms, computed),
+        "prompt_per_second": divide(1000 * computed, prompt_ms),
         "predicted_n": ended.tokens,
         "predicted_ms": answer_ms,
-        "predicted_per_token_ms": ratio(answer_ms, ended.tokens),
-        "predicted_per_second": ratio(1000 * ended.tokens, answer_ms),
+        "predicted_per_token_ms": divide(answer_ms, ended.tokens),
+        "predicted_per_second": divide(1000 * ended.tokens, answer_ms),
     }
 
 
-def rekindle(ended: Ended, options: EdgeOptions) -> dict[str, Any]:
-    """What became of this job inside the engine."""
-    report = ended.closed.report
+def describe_choice(ended: FinishedChoice, options: EdgeOptions) -> dict[str, Any]:
+    """Return the `rekindle` object of one choice: what the engine did for it."""
+    report = ended.outcome.report
     kept = report.cache.rows
     return {
         "restored_tokens": report.restored_tokens,
-        "remembered": 0 if ended.planned.turn is None else ended.planned.turn.remembered,
+        "remembered": 0 if ended.planned_job.pending_turn is None else ended.planned_job.pending_turn.remembered_tokens,
         "tier": report.tier,
         "miss": report.miss or None,
         "prefix_cache": {
@@ -74,45 +75,51 @@ def rekindle(ended: Ended, options: EdgeOptions) -> dict[str, Any]:
             "shared": report.cache.shared if report.cache.scope.startswith("auto") else None,
             "selected": report.cache.boundary,
             "kept": kept,
-            "reason": "disk_off" if ended.planned.asked_scope and kept and not options.disk else report.cache.reason,
-            "miss": cache_misses.told(ended),
+            "reason": "disk_off"
+            if ended.planned_job.requests_scope and kept and not options.disk
+            else report.cache.reason,
+            "miss": cache_misses.describe_miss(ended),
         },
-        "stabilized": list(ended.planned.stabilized),
-        "compression": compressed(report),
+        "stabilized": list(ended.planned_job.stabilize_rules),
+        "compression": describe_compression(report),
         "speculation": {
             "rounds": report.decode_steps,
             "proposed": report.proposed,
             "accepted": report.accepted,
-            "acceptance_length": ratio(report.completion_tokens, report.decode_steps),  # tokens a decode step
+            "acceptance_length": divide(report.completion_tokens, report.decode_steps),  # tokens per decode step
             "why": report.speculation or None,
         },
-        "tool_choice": KEPT[ended.planned.reader.check_choice(ended.called)],
+        "tool_choice": TOOL_CHOICE_RESULTS[ended.planned_job.reader.check_choice(ended.called_functions)],
         "numerics": options.numerics.get("mode", "exact"),
-        "stages_ms": {stage: round(spent_ms, 3) for stage, spent_ms in ended.closed.stages_ms.items()},
+        "stages_ms": {stage: round(spent_ms, 3) for stage, spent_ms in ended.outcome.stages_ms.items()},
     }
 
 
-def compressed(report: Report) -> dict[str, Any] | None:
-    """None where nobody asked for it. spans: of the prompt as it was sent, where they are known."""
-    told = report.compression
-    if told is None:
+def describe_compression(report: Report) -> dict[str, Any] | None:
+    """Return what compression did to the prompt, or None if it was not asked for. `spans` are of the prompt as it was
+    sent, if they are known.
+    """
+    compression = report.compression
+    if compression is None:
         return None
     return {
-        "original_tokens": told.original,
+        "original_tokens": compression.original,
         "kept_tokens": report.prompt_tokens,
-        "keep_ratio": told.keep / WHOLE or None,
-        "spans": list(map(list, told.kept)),
-        "forced_spans": list(map(list, told.forced)),
-        "time_ms": round(told.ns / 1e6, 3),
-        "why": told.why_not or None,
+        "keep_ratio": compression.keep / WHOLE or None,
+        "spans": list(map(list, compression.kept)),
+        "forced_spans": list(map(list, compression.forced)),
+        "time_ms": round(compression.ns / 1e6, 3),
+        "why": compression.why_not or None,
     }
 
 
-def rekindle_all(ended: Sequence[Ended], options: EdgeOptions) -> dict[str, Any]:
-    """The first job's figures; with several, `jobs` lists those of each in the order of the choices."""
-    told = [rekindle(one, options) for one in ended]
-    return told[0] if len(told) == 1 else {**told[0], "jobs": told}
+def describe_choices(ended: Sequence[FinishedChoice], options: EdgeOptions) -> dict[str, Any]:
+    """Return the first choice's `rekindle` object. With several choices, `jobs` lists the objects of all in their
+    order.
+    """
+    described = [describe_choice(one, options) for one in ended]
+    return described[0] if len(described) == 1 else {**described[0], "jobs": described}
 
 
-def ratio(amount: float, parts: float) -> float:
+def divide(amount: float, parts: float) -> float:
     return round(amount / parts, 3) if parts else 0.0

@@ -1,4 +1,4 @@
-"""POST /v1/messages and what counts its tokens: Anthropic's requests, read strictly into a conversation."""
+"""POST /v1/messages and its token counter: read Anthropic's requests strictly into a conversation."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import Any, Literal
 import anyio
 
 from adapters.http.apis.anthropic_answer import MessageShape
-from adapters.http.apis.api import Api, Counter
+from adapters.http.apis.api import Api, TokenCounter
 from adapters.http.edge_options import EdgeOptions
-from adapters.http.request.asked import Asked, Asker
-from adapters.http.request.controls import Controls, Words, read_controls, read_model, read_salt
-from adapters.http.request.render_prompt import asked, chat_prompt, check_template, template_headers
+from adapters.http.request.controls import ApiFieldNames, Controls, read_controls, read_model, read_salt
+from adapters.http.request.parsed_request import ApiClient, ParsedRequest
+from adapters.http.request.render_prompt import build_request, check_template, make_template_headers, render_chat_prompt
 from adapters.http.request.resent_history import (
     UNNAMED_CALL,
     ResentHistory,
     Speaker,
-    document_text,
+    extract_document_text,
     fields_of,
-    newest_user_turn,
+    find_newest_user_turn,
 )
 from adapters.http.request.tool_definitions import (
     MAX_TOOLS,
-    Skipped,
+    SkippedTools,
     check_tools,
-    named,
-    needs_tools,
+    choose_function,
     read_function,
     read_name,
+    require_tools,
 )
-from adapters.http.request.unsupported import Missing
+from adapters.http.request.unsupported import UnsupportedField
 from adapters.http.wire.error_format import ANTHROPIC
 from adapters.http.wire.errors import invalid
 from adapters.http.wire.fields import Fields
@@ -47,7 +47,7 @@ from adapters.text.model_text import Text
 from adapters.text.reasoning_efforts import EFFORTS
 from effects.ids import Tokens
 
-LEAST_BUDGET = 1024  # tokens, Anthropic's
+LEAST_BUDGET = 1024  # tokens, as in Anthropic's API
 ROLES = ("user", "assistant", "system")
 HISTORY_ROLES: dict[str, Speaker] = {
     "user": "user",
@@ -60,70 +60,81 @@ DISPLAYS = ("summarized", "omitted")
 CHOICES = ("auto", "any", "tool", "none")
 NOT_TEXT = ("image", "document", "container_upload", "search_result", "browser_state")
 # What other servers' tools leave in an assistant's message: a conversation that began elsewhere goes on without.
-UNSEEN = (
+IGNORED_BLOCKS = (
     *("server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "code_execution_tool_result"),
     *("bash_code_execution_tool_result", "text_editor_code_execution_tool_result", "tool_search_tool_result"),
     *("mcp_tool_use", "mcp_tool_result", "compaction"),
 )
-MISSING = {
-    "container": Missing("is not supported: this server runs no code"),
-    "mcp_servers": Missing("is not supported: this server calls nobody; its client may"),
+UNSUPPORTED_FIELDS = {
+    "container": UnsupportedField("is not supported: this server runs no code"),
+    "mcp_servers": UnsupportedField("is not supported: this server calls nobody; its client may"),
 }
 FORMATS = (("output_config", "format"), ("output_format",))
-WORDS = Words(MISSING, max_tokens=("max_tokens",), stops="stop_sequences", choices="", least=0, formats=FORMATS)
+FIELD_NAMES = ApiFieldNames(
+    UNSUPPORTED_FIELDS,
+    max_tokens=("max_tokens",),
+    stops="stop_sequences",
+    choices="",
+    min_max_tokens=0,
+    formats=FORMATS,
+)
 
 
-async def read(fields: Fields, options: EdgeOptions, text: Text, asker: Asker) -> Asked:
-    controls, skipped = read_message_controls(fields, options, text), Skipped()
-    conversation = await read_whole(fields, text, skipped)
-    turns = asker.turns(controls.salt)
-    prompt = await chat_prompt(conversation, fields, text, options, asker.gone, turns=turns)
-    headers = {**skipped.headers, **template_headers(conversation, text)}
-    return asked(controls, prompt, [fields.at("messages")], headers, turns)
+async def read_request(fields: Fields, options: EdgeOptions, text: Text, caller: ApiClient) -> ParsedRequest[None]:
+    controls = read_message_controls(fields, options, text)
+    skipped = SkippedTools()
+    conversation = await read_conversation(fields, text, skipped)
+    turns = caller.find_turns(controls.salt)
+    prompt = await render_chat_prompt(conversation, fields, text, options, caller.has_left, turns=turns)
+    headers = {**skipped.headers, **make_template_headers(conversation, text)}
+    return build_request(controls, prompt, [fields.path_of("messages")], headers, turns, details=None)
 
 
-async def count(fields: Fields, options: EdgeOptions, text: Text, asker: Asker) -> Tokens:
+async def count_tokens(fields: Fields, options: EdgeOptions, text: Text, caller: ApiClient) -> Tokens:
     read_model(fields, options)
-    conversation, turns = await read_whole(fields, text, Skipped()), asker.turns(read_salt(fields))
-    return (await chat_prompt(conversation, fields, text, options, asker.gone, turns=turns)).tokens
+    conversation = await read_conversation(fields, text, SkippedTools())
+    turns = caller.find_turns(read_salt(fields))
+    return (await render_chat_prompt(conversation, fields, text, options, caller.has_left, turns=turns)).tokens
 
 
-async def read_whole(fields: Fields, text: Text, skipped: Skipped) -> Conversation:
+async def read_conversation(fields: Fields, text: Text, skipped: SkippedTools) -> Conversation:
     check_template(text)
     return await anyio.to_thread.run_sync(read_messages, fields, skipped)
 
 
 def read_message_controls(fields: Fields, options: EdgeOptions, text: Text) -> Controls:
-    fields.items("stop_sequences", 1 << 16)  # a lone string is none
+    fields.items("stop_sequences", 1 << 16)  # a lone string is not accepted
     fields.integer("max_tokens", 0)
-    metadata = fields.within("metadata")
+    metadata = fields.read_object("metadata")
     if metadata is not None:
         metadata.text("user_id")
-    return read_controls(fields, WORDS, options, text.tokenizer)
+    return read_controls(fields, FIELD_NAMES, options, text.tokenizer)
 
 
-def read_messages(fields: Fields, skipped: Skipped) -> Conversation:
-    """Raises ApiError naming the message and block that is wrong."""
+def read_messages(fields: Fields, skipped: SkippedTools) -> Conversation:
+    """Read the conversation. Raises ApiError naming the message and block that is wrong."""
     listed = fields.items("messages", 1 << 16)
     if not listed:
-        raise invalid(fields.at("messages"), "must be an array of at least one message")
+        raise invalid(fields.path_of("messages"), "must be an array of at least one message")
     messages: list[ChatMessage] = []
     if fields.has("system"):
-        messages.append(spoken("system", blocks_of(fields, "system"), partial(read_block, accepted=("text",))))
+        messages.append(
+            make_text_message("system", split_blocks(fields, "system"), partial(read_block, accepted=("text",)))
+        )
     history = ResentHistory(skipped.changes)
-    history.changes.note(*fields.mended)
-    newest = newest_user_turn([speaker_of(value) for value in listed], prefilled=True)
+    history.changes.note(*fields.repairs)
+    newest = find_newest_user_turn([guess_speaker(value) for value in listed], prefilled=True)
     if newest is not None and holds_earlier_turn(listed[newest]):
         newest = None
     for place, value in enumerate(listed):
-        said = Fields.of(value, f"{fields.at('messages')}[{place}]")
+        said = Fields.from_value(value, f"{fields.path_of('messages')}[{place}]")
         messages += [read_user(said)] if place == newest else read_message(said, history)
     last = messages[-1]
     if last.role == "assistant" and len(messages) > 1 and not (last.content.strip() or last.reasoning or last.calls):
-        messages.pop()  # it opens an answer, as is done anyway
+        messages.pop()  # it only opens an answer, which happens anyway
     last = messages[-1]
     if last.calls:
-        where = f"{fields.at('messages')}[{len(listed) - 1}].content"
+        where = f"{fields.path_of('messages')}[{len(listed) - 1}].content"
         raise invalid(where, "ends with a tool_use: the tool_result of each must follow in a user's message")
     tools = read_tools(fields, skipped)
     history.changes.note_names(tool.client_name for tool in tools)
@@ -132,10 +143,11 @@ def read_messages(fields: Fields, skipped: Skipped) -> Conversation:
     return Conversation(messages, tools, choice, parallel, read_thinking(fields), continues=continues)
 
 
-def speaker_of(value: Any) -> Speaker:
-    """Return who sends a message that nobody has looked into yet: a tool, where it has a tool's result."""
+def guess_speaker(value: Any) -> Speaker:
+    """Return the speaker of a message that was not read yet. A message with a tool's result is the tool's."""
     message = value if isinstance(value, dict) else {}
-    role, content = message.get("role"), message.get("content")
+    role = message.get("role")
+    content = message.get("content")
     if role in ("assistant", "system"):
         return "assistant" if role == "assistant" else "system"
     blocks = content if isinstance(content, list) else ()
@@ -143,10 +155,10 @@ def speaker_of(value: Any) -> Speaker:
 
 
 def holds_earlier_turn(value: Any) -> bool:
-    """Tell whether a user's message begins with a turn that was refused before.
+    """Return whether a user's message begins with a turn that was refused before.
 
-    Claude Code joins such a turn with the next one: an image stands between two texts then, where one turn has all its
-    images in front of its text or behind it.
+    Claude Code joins such a turn with the next one. An image then stands between two texts, whereas one turn has all
+    its images before or after its text.
     """
     content = value.get("content") if isinstance(value, dict) else None
     blocks = content if isinstance(content, list) else ()
@@ -157,44 +169,54 @@ def holds_earlier_turn(value: Any) -> bool:
 def read_user(message: Fields) -> ChatMessage:
     """Read the newest turn of the user, strictly."""
     if message.choice("role", ROLES) is None:
-        raise message.wrong("role", "one of " + ", ".join(map(repr, ROLES)))
-    blocks = blocks_of(message, "content")
+        raise message.wrong_value("role", "one of " + ", ".join(map(repr, ROLES)))
+    blocks = split_blocks(message, "content")
     for block in blocks:
-        block.within("cache_control")
-    return spoken("user", blocks, partial(read_block, accepted=("text", "tool_result")))
+        block.read_object("cache_control")
+    return make_text_message("user", blocks, partial(read_block, accepted=("text", "tool_result")))
 
 
 def read_message(message: Fields, history: ResentHistory) -> list[ChatMessage]:
-    """Read any other message, as far as it can be.
+    """Read any other message, as far as possible.
 
-    One of theirs may be several of ours: the results of tools are messages of their own.
+    One message of theirs may become several of ours: the results of tools are messages of their own.
     """
     role = history.read_role(message.data.get("role"), HISTORY_ROLES)
     content = message.data.get("content")
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else history.parts_of(content)
-    blocks = fields_of(parts, message.at("content"))
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else history.split_parts(content)
+    blocks = fields_of(parts, message.path_of("content"))
     if role == "assistant":
         return [read_assistant(blocks, history)]
     if not any(block.data.get("type") == "tool_result" for block in blocks):
         history.begin_message()
     if role == "system":
-        return [spoken("system", blocks, partial(read_old, history))]
+        return [make_text_message("system", blocks, partial(read_history_block, history))]
     found: list[ChatMessage] = []
     texts: list[Fields] = []
     for block in blocks:
         if block.data.get("type") == "tool_result":
             if texts:
-                found.append(spoken("user", texts, partial(read_old, history)))
+                found.append(make_text_message("user", texts, partial(read_history_block, history)))
             texts = []
             found.append(read_result(block, history))
         else:
             texts.append(block)
-    return [*found, spoken("user", texts, partial(read_old, history))] if texts or not found else found
+    return (
+        [*found, make_text_message("user", texts, partial(read_history_block, history))]
+        if texts or not found
+        else found
+    )
 
 
-def spoken(role: Literal["system", "user"], blocks: Sequence[Fields], text_of: Callable[[Fields], str]) -> ChatMessage:
-    """Blocks of text. Where the last one ends, the next message opens: only those before it are cuts."""
-    texts, cuts, size = [], [], 0
+def make_text_message(
+    role: Literal["system", "user"], blocks: Sequence[Fields], text_of: Callable[[Fields], str]
+) -> ChatMessage:
+    """Return a message of text blocks. The next message opens where the last block ends, so only blocks before it are
+    cuts.
+    """
+    texts = []
+    cuts = []
+    size = 0
     for block in blocks:
         texts.append(text_of(block))
         size += len(texts[-1])
@@ -220,111 +242,115 @@ def read_assistant(blocks: Sequence[Fields], history: ResentHistory) -> ChatMess
                 else:
                     called.append(call)
             case "redacted_thinking":
-                pass  # nobody but who wrote it can read it
-            case str(kind) if kind in UNSEEN:
+                pass  # only the server that wrote it can read it
+            case str(kind) if kind in IGNORED_BLOCKS:
                 pass
             case _:
                 texts.append(history.read_part(block.data))
     return ChatMessage("assistant", "".join(texts), "".join(thoughts), tuple(called))
 
 
-def read_old(history: ResentHistory, block: Fields) -> str:
+def read_history_block(history: ResentHistory, block: Fields) -> str:
     return history.read_part(block.data)
 
 
 def read_result(block: Fields, history: ResentHistory) -> ChatMessage:
     content = block.data.get("content")
-    parts = history.parts_of(content) if content is not None else ()
+    parts = history.split_parts(content) if content is not None else ()
     texts = [history.read_part(part) for part in parts if part.get("type") != "tool_reference"]
     text = "\n".join(texts) or ("error" if block.data.get("is_error") is True else "")
     return history.read_result(block.data.get("tool_use_id"), text)
 
 
-def blocks_of(fields: Fields, name: str) -> Sequence[Fields]:
+def split_blocks(fields: Fields, name: str) -> Sequence[Fields]:
     content = fields.data.get(name)
     if isinstance(content, str):
-        return [Fields({"type": "text", "text": content}, fields.at(name))]
+        return [Fields({"type": "text", "text": content}, fields.path_of(name))]
     if not isinstance(content, list):
-        raise fields.wrong(name, "a string or an array of blocks")
-    return [Fields.of(block, f"{fields.at(name)}[{place}]") for place, block in enumerate(content)]
+        raise fields.wrong_value(name, "a string or an array of blocks")
+    return [Fields.from_value(block, f"{fields.path_of(name)}[{place}]") for place, block in enumerate(content)]
 
 
 def read_block(block: Fields, accepted: Sequence[str]) -> str:
-    """A block of text. accepted: what may stand there besides."""
+    """Return the text of a block. accepted: other types that may stand there. Raises ApiError."""
     kind = block.data.get("type")
-    if (text := document_text(block.data)) is not None:
+    if (text := extract_document_text(block.data)) is not None:
         return text
     if kind in NOT_TEXT:
-        raise invalid(block.at("type"), f"{kind!r} blocks are not supported: this server's model reads text only")
+        raise invalid(block.path_of("type"), f"{kind!r} blocks are not supported: this server's model reads text only")
     if kind != "text":
-        raise block.wrong("type", "one of " + ", ".join(map(repr, accepted)))
-    return required(block, "text")
+        raise block.wrong_value("type", "one of " + ", ".join(map(repr, accepted)))
+    return read_required(block, "text")
 
 
-def required(block: Fields, name: str) -> str:
+def read_required(block: Fields, name: str) -> str:
     value = block.text(name)
     if value is None:
-        raise block.wrong(name, "a string")
+        raise block.wrong_value(name, "a string")
     return value
 
 
-def read_tools(fields: Fields, skipped: Skipped) -> tuple[FunctionTool, ...]:
-    """Those that are described. Anthropic's own, which it runs itself or its models know, are left out and told."""
+def read_tools(fields: Fields, skipped: SkippedTools) -> tuple[FunctionTool, ...]:
+    """Return the tools that are described. Anthropic's own, which its servers run or its models know, are skipped and
+    noted.
+    """
     tools = []
     for place, value in enumerate(fields.items("tools", MAX_TOOLS) or []):
-        tool = Fields.of(value, f"{fields.at('tools')}[{place}]")
+        tool = Fields.from_value(value, f"{fields.path_of('tools')}[{place}]")
         kind = tool.text("type")
         if kind is not None and kind != "custom":
             skipped.note(kind, tool.text("name"))
             continue
-        if tool.within("input_schema") is None:
-            raise tool.wrong("input_schema", "an object: a JSON schema")
+        if tool.read_object("input_schema") is None:
+            raise tool.wrong_value("input_schema", "an object: a JSON schema")
         tools.append(read_function(tool, "input_schema"))
-    return check_tools(tools, fields.at("tools"))
+    return check_tools(tools, fields.path_of("tools"))
 
 
-def read_choice(fields: Fields, tools: Sequence[FunctionTool], skipped: Skipped) -> tuple[ToolChoice, bool]:
-    """What is to be called, and whether several may be at once."""
-    given = fields.within("tool_choice")
+def read_choice(fields: Fields, tools: Sequence[FunctionTool], skipped: SkippedTools) -> tuple[ToolChoice, bool]:
+    """Return what is to be called, and whether several calls may be made at once."""
+    given = fields.read_object("tool_choice")
     if given is None:
         return ToolChoice(), True
     kind = given.choice("type", CHOICES)
     parallel = not given.flag("disable_parallel_tool_use")
-    if (fallback := skipped.fallback(given.data, tools)) is not None:
+    if (fallback := skipped.find_fallback(given.data, tools)) is not None:
         return fallback, parallel
     match kind:
         case "tool":
-            return named(read_name(given), tools, given.at("name")), parallel
+            return choose_function(read_name(given), tools, given.path_of("name")), parallel
         case "any":
-            return needs_tools(ToolChoice("required"), tools, fields.at("tool_choice")), parallel
+            return require_tools(ToolChoice("required"), tools, fields.path_of("tool_choice")), parallel
         case "auto" | "none":
             return ToolChoice(kind), parallel
         case _:
-            raise given.wrong("type", "one of " + ", ".join(map(repr, CHOICES)))
+            raise given.wrong_value("type", "one of " + ", ".join(map(repr, CHOICES)))
 
 
 def read_thinking(fields: Fields) -> dict[str, Any]:
-    """Variables of the template. A budget is told to it: a model that was trained to keep one does."""
-    output = fields.within("output_config")
+    """Return the template's variables. They include the budget: a model that was trained to keep one does."""
+    output = fields.read_object("output_config")
     effort = None if output is None else output.choice("effort", EFFORTS)
-    given = fields.within("thinking")
+    given = fields.read_object("thinking")
     if given is None:
         return build_thinking_variables(effort)
     kind = given.choice("type", THINKING)
     if kind is None:
-        raise given.wrong("type", "one of " + ", ".join(map(repr, THINKING)))
+        raise given.wrong_value("type", "one of " + ", ".join(map(repr, THINKING)))
     given.choice("display", DISPLAYS)
-    told = build_thinking_variables(effort, kind != "disabled")
+    variables = build_thinking_variables(effort, kind != "disabled")
     budget = given.integer("budget_tokens", LEAST_BUDGET)
     if kind != "enabled":
-        return told
+        return variables
     if budget is None:
-        raise given.wrong("budget_tokens", f"an integer >= {LEAST_BUDGET}")
+        raise given.wrong_value("budget_tokens", f"an integer >= {LEAST_BUDGET}")
     most = fields.integer("max_tokens", 0)
     if most is not None and budget >= most:
-        raise invalid(given.at("budget_tokens"), f"must be below max_tokens, which is {most}; it is {budget}")
-    return {**told, "thinking_budget": budget}
+        raise invalid(given.path_of("budget_tokens"), f"must be below max_tokens, which is {most}; it is {budget}")
+    return {**variables, "thinking_budget": budget}
 
 
-MESSAGES = Api("/v1/messages", "msg_", read, MessageShape, ANTHROPIC)
-MESSAGE_TOKENS = Counter("/v1/messages/count_tokens", count, lambda tokens: {"input_tokens": tokens}, ANTHROPIC)
+MESSAGES = Api("/v1/messages", "msg_", read_request, MessageShape, ANTHROPIC)
+MESSAGE_TOKENS = TokenCounter(
+    "/v1/messages/count_tokens", count_tokens, lambda tokens: {"input_tokens": tokens}, ANTHROPIC
+)

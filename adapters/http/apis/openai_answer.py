@@ -1,32 +1,34 @@
-"""Answers as OpenAI's chat completions and (legacy) completions give them."""
+"""Write answers as OpenAI's chat completions and (legacy) completions have them."""
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from attrs import define, field
+from attrs import define, field, frozen
 
 from adapters.http.answer import usage as figures
-from adapters.http.answer.answer_shape import COMMENT, DONE, event
-from adapters.http.answer.job_stream import Ended, Progress, Said
+from adapters.http.answer.answer_shape import COMMENT, DONE, encode_event
+from adapters.http.answer.job_stream import AnswerDelta, FinishedChoice, PromptProgress
 from adapters.http.edge_options import EdgeOptions
-from adapters.http.request.asked import Asked
 from adapters.http.request.controls import Controls
-from adapters.http.wire.error_format import openai_error
+from adapters.http.request.parsed_request import ParsedRequest
+from adapters.http.wire.error_format import make_openai_error
 from adapters.http.wire.errors import ApiError
 from adapters.text.tokenizer import Tokenizer
 from effects.decode import Logprob
 
+D = TypeVar("D")
+
 
 @define(eq=False)
-class OpenAiShape(ABC):
-    """What both have in common. Subclasses say how a choice looks, in a chunk and in a whole answer."""
+class OpenAiShape(ABC, Generic[D]):
+    """Writes what both APIs have in common. Subclasses write a choice, in a chunk and in a whole answer."""
 
     id: str
-    asked: Asked
+    request: ParsedRequest[D]
     options: EdgeOptions
     tokenizer: Tokenizer
     created: int = field(factory=lambda: int(time.time()), init=False)
@@ -35,154 +37,177 @@ class OpenAiShape(ABC):
 
     @property
     def controls(self) -> Controls:
-        return self.asked.controls
+        return self.request.controls
 
-    def head(self, kind: str) -> dict[str, Any]:
-        """What every OpenAI object carries."""
+    def make_head(self, kind: str) -> dict[str, Any]:
+        """Return the fields that every OpenAI object has."""
         named = {"id": self.id, "object": kind, "created": self.created, "model": self.controls.model}
-        tier = {"service_tier": "default"} if self.controls.tier else {}
+        tier = {"service_tier": "default"} if self.controls.names_tier else {}
         return {**named, "system_fingerprint": "fp_rekindle", **tier}
 
-    def chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+    def encode_chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         usage = {"usage": None} if self.controls.include_usage else {}
-        return event({**self.head(self.chunk_kind), "choices": choices, **usage, **more})
+        return encode_event({**self.make_head(self.chunk_kind), "choices": choices, **usage, **more})
 
-    def progress(self, progress: Progress, elapsed_ms: float) -> Iterable[bytes]:
-        told = figures.prompt_progress(progress, elapsed_ms)
-        yield self.chunk([self.silence(progress.index)], prompt_progress=told)
+    def stream_progress(self, progress: PromptProgress, elapsed_ms: float) -> Iterable[bytes]:
+        report = figures.make_progress(progress, elapsed_ms)
+        yield self.encode_chunk([self.make_empty_choice(progress.index)], prompt_progress=report)
 
-    def heartbeat(self) -> Iterable[bytes]:
+    def stream_heartbeat(self) -> Iterable[bytes]:
         yield COMMENT
-        yield self.chunk([self.silence(0)])
+        yield self.encode_chunk([self.make_empty_choice(0)])
 
-    def ended(self, ended: Ended) -> Iterable[bytes]:
-        choice = {**self.silence(ended.index), "finish_reason": self.finish(ended)}
-        told = figures.rekindle(ended, self.options)
-        yield self.chunk([choice], timings=figures.timings(ended), rekindle=told)
+    def stream_choice_end(self, ended: FinishedChoice) -> Iterable[bytes]:
+        choice = {**self.make_empty_choice(ended.index), "finish_reason": self.find_finish_reason(ended)}
+        rekindle = figures.describe_choice(ended, self.options)
+        yield self.encode_chunk([choice], timings=figures.make_timings(ended), rekindle=rekindle)
 
-    def closing(self, ended: Sequence[Ended]) -> Iterable[bytes]:
+    def stream_closing(self, ended: Sequence[FinishedChoice]) -> Iterable[bytes]:
         if self.controls.include_usage:
-            told = figures.rekindle_all(ended, self.options)
-            yield self.chunk([], usage=figures.usage(ended), timings=figures.timings(ended[0]), rekindle=told)
+            rekindle = figures.describe_choices(ended, self.options)
+            yield self.encode_chunk(
+                [], usage=figures.count_usage(ended), timings=figures.make_timings(ended[0]), rekindle=rekindle
+            )
         yield DONE
 
-    def failed(self, error: ApiError) -> Iterable[bytes]:
-        yield event(openai_error(error))
+    def stream_error(self, error: ApiError) -> Iterable[bytes]:
+        yield encode_event(make_openai_error(error))
 
-    def whole(self, said: Mapping[int, Said], ended: Sequence[Ended]) -> dict[str, Any]:
+    def build_answer(self, said: Mapping[int, AnswerDelta], ended: Sequence[FinishedChoice]) -> dict[str, Any]:
         return {
-            **self.head(self.whole_kind),
-            "choices": [self.choice(said.get(one.index, Said(one.index, ())), one) for one in ended],
-            "usage": figures.usage(ended),
-            "timings": figures.timings(ended[0]),
-            "rekindle": figures.rekindle_all(ended, self.options),
+            **self.make_head(self.whole_kind),
+            "choices": [self.make_choice(said.get(one.index, AnswerDelta(one.index, ())), one) for one in ended],
+            "usage": figures.count_usage(ended),
+            "timings": figures.make_timings(ended[0]),
+            "rekindle": figures.describe_choices(ended, self.options),
         }
 
-    def finish(self, ended: Ended) -> str:
-        return finish_of(ended)
+    def find_finish_reason(self, ended: FinishedChoice) -> str:
+        return finish_reason_of(ended)
 
     @abstractmethod
-    def opening(self) -> Iterable[bytes]: ...
+    def stream_opening(self) -> Iterable[bytes]: ...
 
     @abstractmethod
-    def said(self, said: Said) -> Iterable[bytes]: ...
+    def stream_delta(self, said: AnswerDelta) -> Iterable[bytes]: ...
 
     @abstractmethod
-    def silence(self, index: int) -> dict[str, Any]:
-        """A chunk's choice that says nothing."""
+    def make_empty_choice(self, index: int) -> dict[str, Any]:
+        """Return a chunk's choice without text."""
 
     @abstractmethod
-    def choice(self, said: Said, ended: Ended) -> dict[str, Any]:
-        """A whole answer's choice."""
+    def make_choice(self, said: AnswerDelta, ended: FinishedChoice) -> dict[str, Any]:
+        """Return the choice of a whole answer."""
 
 
-def finish_of(ended: Ended) -> str:
-    """An answer that was cut off in the middle of a call is cut off first of all: nobody should make that call."""
-    return "tool_calls" if ended.called and ended.closed.finish == "stop" else ended.closed.finish
+def finish_reason_of(ended: FinishedChoice) -> str:
+    """Return OpenAI's finish reason. An answer that was cut off within a call was cut off: no client should make that
+    call.
+    """
+    return "tool_calls" if ended.called_functions and ended.outcome.finish == "stop" else ended.outcome.finish
 
 
-def likelihood(said: Said | None) -> float:
+def mean_logprob(said: AnswerDelta | None) -> float:
     """Return the mean logprob of the tokens of an answer; 0 where it has none."""
     picks = () if said is None else said.picks
     return sum(pick.logprob[0] for pick in picks) / len(picks) if picks else 0.0
 
 
-def named(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
-    """A token with its logprob."""
+def make_token_logprob(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
+    """Return a token with its logprob."""
     raw = tokenizer.token_bytes(token)
     return {"id": token, "token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
 
 
-@define(eq=False)
-class CompletionShape(OpenAiShape):
-    """`offsets`: where each choice's next logprob stands in its text.
+@frozen
+class BestOf:
+    """The number of answers to each prompt that are returned of those generated, and whether with their logprobs."""
 
-    waiting: what each choice has said in a stream that begins with the prompt's logprobs. They are known when the
-    answer is complete, so it comes as a whole then.
+    count: int
+    shows_logprobs: bool
+
+
+@define(eq=False)
+class CompletionShape(OpenAiShape["BestOf | None"]):
+    """Writes legacy completions.
+
+    offsets: the position of each choice's next logprob in its text. held_deltas: the text so far of each choice, in a
+    stream that begins with the prompt's logprobs. These are known when the answer is complete, so all of it is sent
+    then.
     """
 
     chunk_kind = "text_completion"
     whole_kind = "text_completion"
     offsets: dict[int, int] = field(factory=dict)
-    waiting: dict[int, Said] = field(factory=dict)
+    held_deltas: dict[int, AnswerDelta] = field(factory=dict)
 
     @property
-    def waits(self) -> bool:
+    def sends_text_at_end(self) -> bool:
         return self.controls.echo and self.controls.sampling.logprobs >= 0
 
-    def opening(self) -> Iterable[bytes]:
-        if self.controls.echo and not self.waits:
-            for index in range(len(self.asked.prompts) * self.controls.choices):
-                yield self.chunk([{**self.silence(index), "text": self.echoed(index)}])
+    def stream_opening(self) -> Iterable[bytes]:
+        if self.controls.echo and not self.sends_text_at_end:
+            for index in range(len(self.request.prompts) * self.controls.choices):
+                yield self.encode_chunk([{**self.make_empty_choice(index), "text": self.echo_prompt(index)}])
 
-    def said(self, said: Said) -> Iterable[bytes]:
-        if self.waits:
-            before = self.waiting.get(said.index, Said(said.index, ()))
-            self.waiting[said.index] = Said(said.index, before.pieces + said.pieces, before.picks + said.picks)
+    def stream_delta(self, said: AnswerDelta) -> Iterable[bytes]:
+        if self.sends_text_at_end:
+            before = self.held_deltas.get(said.index, AnswerDelta(said.index, ()))
+            self.held_deltas[said.index] = AnswerDelta(
+                said.index, before.pieces + said.pieces, before.picks + said.picks
+            )
             return
-        yield self.chunk([{**self.silence(said.index), "text": said.text, "logprobs": self.logprobs(said)}])
+        yield self.encode_chunk(
+            [{**self.make_empty_choice(said.index), "text": said.text, "logprobs": self.make_logprobs(said)}]
+        )
 
-    def ended(self, ended: Ended) -> Iterable[bytes]:
-        if self.waits:
-            said = self.waiting.pop(ended.index, Said(ended.index, ()))
-            yield self.chunk([{**self.choice(said, ended), "finish_reason": None}])
-        yield from super().ended(ended)
+    def stream_choice_end(self, ended: FinishedChoice) -> Iterable[bytes]:
+        if self.sends_text_at_end:
+            said = self.held_deltas.pop(ended.index, AnswerDelta(ended.index, ()))
+            yield self.encode_chunk([{**self.make_choice(said, ended), "finish_reason": None}])
+        yield from super().stream_choice_end(ended)
 
-    def whole(self, said: Mapping[int, Said], ended: Sequence[Ended]) -> dict[str, Any]:
-        answer = super().whole(said, ended)
-        best = self.asked.echo.get("best")
+    def build_answer(self, said: Mapping[int, AnswerDelta], ended: Sequence[FinishedChoice]) -> dict[str, Any]:
+        answer = super().build_answer(said, ended)
+        best = self.request.details
         if best is not None:
-            answer["choices"] = [*self.best(answer["choices"], said, best)]
+            answer["choices"] = [*self.choose_best(answer["choices"], said, best)]
         return answer
 
-    def best(self, choices: Sequence[dict[str, Any]], said: Mapping[int, Said], count: int) -> Iterator[dict[str, Any]]:
-        """Choose so many answers to each prompt: those with the highest logprob per token, the best one first."""
-        each, index = self.controls.choices, 0
+    def choose_best(
+        self, choices: Sequence[dict[str, Any]], said: Mapping[int, AnswerDelta], best: BestOf
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the best answers to each prompt: those with the highest logprob per token, the best one first."""
+        each = self.controls.choices
+        hidden = {} if best.shows_logprobs else {"logprobs": None}
+        index = 0
         for first in range(0, len(choices), each):
-            ranked = sorted(choices[first : first + each], key=lambda one: -likelihood(said.get(one["index"])))
-            for choice in ranked[:count]:
-                hidden = {} if self.asked.echo["logprobs"] else {"logprobs": None}
+            ranked = sorted(choices[first : first + each], key=lambda one: -mean_logprob(said.get(one["index"])))
+            for choice in ranked[: best.count]:
                 yield {**choice, "index": index, **hidden}
                 index += 1
 
-    def silence(self, index: int) -> dict[str, Any]:
+    def make_empty_choice(self, index: int) -> dict[str, Any]:
         return {"index": index, "text": "", "logprobs": None, "finish_reason": None}
 
-    def choice(self, said: Said, ended: Ended) -> dict[str, Any]:
-        text, prompt = self.echoed(ended.index) + said.text, ended.planned.job.prompt
+    def make_choice(self, said: AnswerDelta, ended: FinishedChoice) -> dict[str, Any]:
+        text = self.echo_prompt(ended.index) + said.text
+        prompt = ended.planned_job.job.prompt
         before: list[tuple[int, Logprob | None]] = []
-        if ended.planned.job.prompt_logprobs >= 0:
-            before = list(zip(prompt, (None, *ended.closed.report.prompt_logprobs), strict=True))
-        told = {"text": text, "logprobs": self.logprobs(said, before), "finish_reason": finish_of(ended)}
-        return {"index": ended.index, **told}
+        if ended.planned_job.job.prompt_logprobs >= 0:
+            before = list(zip(prompt, (None, *ended.outcome.report.prompt_logprobs), strict=True))
+        choice = {"text": text, "logprobs": self.make_logprobs(said, before), "finish_reason": finish_reason_of(ended)}
+        return {"index": ended.index, **choice}
 
-    def echoed(self, index: int) -> str:
-        """The prompt, where it is part of the answer."""
-        prompt = self.asked.prompts[index // self.controls.choices]
+    def echo_prompt(self, index: int) -> str:
+        """Return the prompt, if it is part of the answer."""
+        prompt = self.request.prompts[index // self.controls.choices]
         return self.tokenizer.decode(prompt) if self.controls.echo else ""
 
-    def logprobs(self, said: Said, before: Sequence[tuple[int, Logprob | None]] = ()) -> dict[str, Any] | None:
-        """before: tokens of the prompt; nothing is known of the first one's."""
+    def make_logprobs(
+        self, said: AnswerDelta, before: Sequence[tuple[int, Logprob | None]] = ()
+    ) -> dict[str, Any] | None:
+        """Return the logprobs of a choice. before: tokens of the prompt; the first one has no logprob."""
         every = [*before, *((pick.token, pick.logprob) for pick in said.picks)]
         if not every:
             return None
@@ -190,19 +215,19 @@ class CompletionShape(OpenAiShape):
         offsets = []
         for token, _ in every:
             offsets.append(offset)
-            offset += 0 if token in self.tokenizer.special else len(self.written(token))
+            offset += 0 if token in self.tokenizer.special else len(self.spell_token(token))
         self.offsets[said.index] = offset
         return {
-            "tokens": [self.written(token) for token, _ in every],
-            "token_logprobs": [told and told[0] for _, told in every],
+            "tokens": [self.spell_token(token) for token, _ in every],
+            "token_logprobs": [logprob and logprob[0] for _, logprob in every],
             "top_logprobs": [
-                told and {self.written(token): logprob for token, logprob in reversed(told[1])} for _, told in every
+                known and {self.spell_token(token): value for token, value in reversed(known[1])} for _, known in every
             ],
             "text_offset": offsets,
         }
 
-    def written(self, token: int) -> str:
-        """A token as text; one that is not whole characters as OpenAI writes it: `bytes:\\xf0\\x9f`."""
+    def spell_token(self, token: int) -> str:
+        r"""Return a token as text. A token that is not whole characters is written as OpenAI does: `bytes:\xf0\x9f`."""
         raw = self.tokenizer.token_bytes(token)
         try:
             return raw.decode()

@@ -1,16 +1,16 @@
-"""Answers as OpenAI's chat completions give them: text, reasoning, and calls of functions and of custom tools."""
+"""Write answers as OpenAI's chat completions have them: text, reasoning, and calls of functions and of custom tools."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from attrs import define, evolve, field
+from attrs import define, evolve, field, frozen
 
-from adapters.http.answer.job_stream import Ended, PickedToken, Said
-from adapters.http.apis.openai_answer import OpenAiShape, finish_of, named
-from adapters.http.request.custom_tools import custom_input
-from adapters.http.request.tool_definitions import sent_name
+from adapters.http.answer.job_stream import AnswerDelta, FinishedChoice, PickedToken
+from adapters.http.apis.openai_answer import OpenAiShape, finish_reason_of, make_token_logprob
+from adapters.http.request.custom_tools import extract_custom_input
+from adapters.http.request.tool_definitions import find_sent_name
 from adapters.text.answer.answer_pieces import (
     AnswerPiece,
     ArgumentsPiece,
@@ -25,7 +25,7 @@ from adapters.text.answer.answer_pieces import (
 from adapters.text.conversation import ToolCall
 
 
-def delta_of(piece: AnswerPiece) -> dict[str, Any]:
+def piece_delta(piece: AnswerPiece) -> dict[str, Any]:
     """Return a piece as it is in a stream. Calls name their tools as the client does."""
     match piece:
         case TextPiece(text):
@@ -42,104 +42,117 @@ def delta_of(piece: AnswerPiece) -> dict[str, Any]:
 
 
 def legacy_delta(piece: AnswerPiece) -> dict[str, Any]:
-    """Return a piece as it was before there were tools."""
+    """Return a piece as streams had it before there were tools."""
     match piece:
         case CallBegun(_, _, name):
             return {"function_call": {"name": name, "arguments": ""}}
         case ArgumentsPiece(_, text):
             return {"function_call": {"arguments": text}}
-    return delta_of(piece)
+    return piece_delta(piece)
+
+
+@frozen
+class ChatDetails:
+    """custom_tools: names of those that are called with text. uses_functions: the request has the legacy
+    `functions`.
+    """
+
+    custom_tools: frozenset[str]
+    uses_functions: bool
 
 
 @define(eq=False)
-class ChatShape(OpenAiShape):
-    """inputs: of calls of custom tools, by choice and place. What they are is known when they are complete: they are
-    generated as JSON.
+class ChatShape(OpenAiShape[ChatDetails]):
+    """Writes chat completions.
+
+    open_inputs: the JSON so far of calls of custom tools, by choice and index of the call. Inputs are generated as
+    JSON, so their text is known when they are complete.
     """
 
     chunk_kind = "chat.completion.chunk"
     whole_kind = "chat.completion"
-    inputs: dict[tuple[int, int], list[str]] = field(factory=dict)
+    open_inputs: dict[tuple[int, int], list[str]] = field(factory=dict)
 
-    def opening(self) -> Iterable[bytes]:
+    def stream_opening(self) -> Iterable[bytes]:
         for index in range(self.controls.choices):
-            yield self.chunk([{**self.silence(index), "delta": {"role": "assistant", "content": ""}}])
+            yield self.encode_chunk([{**self.make_empty_choice(index), "delta": {"role": "assistant", "content": ""}}])
 
-    def said(self, said: Said) -> Iterable[bytes]:
-        deltas = [delta for piece in merge_pieces(said.pieces) if (delta := self.delta(said.index, piece))]
+    def stream_delta(self, said: AnswerDelta) -> Iterable[bytes]:
+        deltas = [delta for piece in merge_pieces(said.pieces) if (delta := self.make_delta(said.index, piece))]
         for place, delta in enumerate(deltas or [{}]):
-            picks = self.logprobs(said.picks) if place == 0 else {}
+            picks = self.make_logprobs(said.picks) if place == 0 else {}
             if delta or picks:
-                yield self.chunk([{**self.silence(said.index), "delta": delta, **picks}])
+                yield self.encode_chunk([{**self.make_empty_choice(said.index), "delta": delta, **picks}])
 
-    def silence(self, index: int) -> dict[str, Any]:
+    def make_empty_choice(self, index: int) -> dict[str, Any]:
         return {"index": index, "delta": {}, "finish_reason": None}
 
-    def choice(self, said: Said, ended: Ended) -> dict[str, Any]:
-        reasoning, calls = join_reasoning(said.pieces), collect_calls(said.pieces)
+    def make_choice(self, said: AnswerDelta, ended: FinishedChoice) -> dict[str, Any]:
+        reasoning = join_reasoning(said.pieces)
+        calls = collect_calls(said.pieces)
         message: dict[str, Any] = {"role": "assistant", "content": said.text, "refusal": None}
         if reasoning:
             message["reasoning_content"] = reasoning
         if calls:
             message["content"] = said.text or None
-            message |= self.calls(calls)
-        logprobs = self.logprobs(said.picks) or {"logprobs": None}
-        return {"index": ended.index, "message": message, **logprobs, "finish_reason": self.finish(ended)}
+            message |= self.make_calls(calls)
+        logprobs = self.make_logprobs(said.picks) or {"logprobs": None}
+        return {"index": ended.index, "message": message, **logprobs, "finish_reason": self.find_finish_reason(ended)}
 
-    def delta(self, index: int, piece: AnswerPiece) -> dict[str, Any]:
-        """Return what a piece is in a stream, if it is anything yet."""
+    def make_delta(self, index: int, piece: AnswerPiece) -> dict[str, Any]:
+        """Return what a stream has of a piece; it may be nothing yet."""
         if isinstance(piece, CallBegun):
-            return self.begun(index, piece)
-        if self.asked.echo["legacy"]:
+            return self.make_call_start(index, piece)
+        if self.request.details.uses_functions:
             return legacy_delta(piece)
         match piece:
-            case ArgumentsPiece(place, text) if (index, place) in self.inputs:
-                self.inputs[index, place].append(text)
+            case ArgumentsPiece(place, text) if (index, place) in self.open_inputs:
+                self.open_inputs[index, place].append(text)
                 return {}
-            case CallEnded(place) if (index, place) in self.inputs:
-                given = custom_input("".join(self.inputs.pop((index, place))))
+            case CallEnded(place) if (index, place) in self.open_inputs:
+                given = extract_custom_input("".join(self.open_inputs.pop((index, place))))
                 return {"tool_calls": [{"index": place, "custom": {"input": given}}]}
-        return delta_of(piece)
+        return piece_delta(piece)
 
-    def begun(self, index: int, piece: CallBegun) -> dict[str, Any]:
+    def make_call_start(self, index: int, piece: CallBegun) -> dict[str, Any]:
         """Return the beginning of a call, with the client's name of the tool."""
-        named = evolve(piece, name=sent_name(self.asked.reader.tools, piece.name))
-        if self.asked.echo["legacy"]:
+        named = evolve(piece, name=find_sent_name(self.request.reader.tools, piece.name))
+        if self.request.details.uses_functions:
             return legacy_delta(named)
-        if piece.name not in self.asked.echo["customs"]:
-            return delta_of(named)
-        self.inputs[index, piece.place] = []
+        if piece.name not in self.request.details.custom_tools:
+            return piece_delta(named)
+        self.open_inputs[index, piece.place] = []
         custom = {"name": named.name, "input": ""}
         return {"tool_calls": [{"index": piece.place, "id": piece.id, "type": "custom", "custom": custom}]}
 
-    def calls(self, calls: Sequence[ToolCall]) -> dict[str, Any]:
-        """Return them as a message has them."""
-        if self.asked.echo["legacy"]:
-            name = sent_name(self.asked.reader.tools, calls[0].name)
+    def make_calls(self, calls: Sequence[ToolCall]) -> dict[str, Any]:
+        """Return the calls as a message has them."""
+        if self.request.details.uses_functions:
+            name = find_sent_name(self.request.reader.tools, calls[0].name)
             return {"function_call": {"name": name, "arguments": calls[0].arguments}}
-        return {"tool_calls": [self.call(call) for call in calls]}
+        return {"tool_calls": [self.make_call(call) for call in calls]}
 
-    def call(self, call: ToolCall) -> dict[str, Any]:
-        name = sent_name(self.asked.reader.tools, call.name)
-        if call.name in self.asked.echo["customs"]:
+    def make_call(self, call: ToolCall) -> dict[str, Any]:
+        name = find_sent_name(self.request.reader.tools, call.name)
+        if call.name in self.request.details.custom_tools:
             return {
                 "id": call.id,
                 "type": "custom",
-                "custom": {"name": name, "input": custom_input(call.arguments)},
+                "custom": {"name": name, "input": extract_custom_input(call.arguments)},
             }
         return {"id": call.id, "type": "function", "function": {"name": name, "arguments": call.arguments}}
 
-    def finish(self, ended: Ended) -> str:
-        reason = finish_of(ended)
-        return "function_call" if reason == "tool_calls" and self.asked.echo["legacy"] else reason
+    def find_finish_reason(self, ended: FinishedChoice) -> str:
+        reason = finish_reason_of(ended)
+        return "function_call" if reason == "tool_calls" and self.request.details.uses_functions else reason
 
-    def logprobs(self, picks: Sequence[PickedToken]) -> dict[str, Any]:
+    def make_logprobs(self, picks: Sequence[PickedToken]) -> dict[str, Any]:
         if not picks:
             return {}
         content = [
             {
-                **named(self.tokenizer, pick.token, pick.logprob[0]),
-                "top_logprobs": [named(self.tokenizer, *alternative) for alternative in pick.logprob[1]],
+                **make_token_logprob(self.tokenizer, pick.token, pick.logprob[0]),
+                "top_logprobs": [make_token_logprob(self.tokenizer, *alternative) for alternative in pick.logprob[1]],
             }
             for pick in picks
         ]

@@ -1,4 +1,4 @@
-"""Items of earlier responses, found by their ids. Used where a request names an item in the place of sending it."""
+"""Find items of earlier responses by their ids, for requests that name an item instead of sending it."""
 
 from __future__ import annotations
 
@@ -7,38 +7,39 @@ from typing import Any
 
 from attrs import define, field
 
-from adapters.http.apis.openai_response_answer import place_of
+from adapters.http.apis.openai_response_answer import locate_item
 from adapters.http.edge_options import EdgeOptions
 from adapters.http.history.response_store import ENCODER, ResponseFolder
-from adapters.http.history.response_store import read as read_kept
+from adapters.http.history.response_store import decode_response as read_kept
 
 
 @define
-class References:
-    """Items of earlier responses by their ids. left: bytes of such responses that one request may have read.
+class ItemReferences:
+    """Items of earlier responses by their ids. bytes_left: bytes of such responses that the request may still have
+    read.
 
-    Each time that an item is named counts: thousands of its ids fit into a small body.
+    Each mention of an item counts, since thousands of ids fit into a small body.
     """
 
-    shelf: ResponseFolder
+    folder: ResponseFolder
     options: EdgeOptions
-    left: int = field(init=False)
+    bytes_left: int = field(init=False)
     outputs: dict[str, Sequence[Any]] = field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
-        self.left = self.options.max_body
+        self.bytes_left = self.options.max_body
 
     def __call__(self, item: str) -> Mapping[str, Any] | None:
-        response, place = place_of(item)
+        response, place = locate_item(item)
         if response not in self.outputs:
-            raw = self.shelf.find(response) or b""
-            self.left -= len(raw)
+            raw = self.folder.find(response) or b""
+            self.bytes_left -= len(raw)
             try:
-                self.outputs[response] = read_kept(raw, self.options).output if raw and self.left >= 0 else ()
+                self.outputs[response] = read_kept(raw, self.options).output if raw and self.bytes_left >= 0 else ()
             except ValueError:
                 self.outputs[response] = ()
         output = self.outputs[response]
         if place >= len(output) or not isinstance(output[place], dict):
             return None
-        self.left -= len(ENCODER.encode(output[place]))
-        return output[place] if self.left >= 0 else None
+        self.bytes_left -= len(ENCODER.encode(output[place]))
+        return output[place] if self.bytes_left >= 0 else None

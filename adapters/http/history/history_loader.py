@@ -1,4 +1,4 @@
-"""What earlier processes were told, and have answered: read while a server is ready, and followed on disk then."""
+"""Load what earlier processes kept on disk while the server is already ready, and then write changes to disk."""
 
 from __future__ import annotations
 
@@ -15,58 +15,62 @@ from adapters.http.wire.errors import unavailable
 from adapters.store.files.private_folder import Folder, FolderUnusable
 
 log = logging.getLogger("rekindle.http")
-PATIENCE_S = 10.0  # of a request that may mean it: 12,000 files take 0.5 s on two cores
+MAX_WAIT_S = 10.0  # seconds that a request waits: 12,000 files take 0.5 s on two cores
 
 
 @define(eq=False)
 class HistoryLoader:
-    """cabinets: by the names of their folders, in `folder`. None: nothing is kept, and so nothing read."""
+    """Loads several stores. stores: by the names of their folders, in `folder`. folder: None: nothing is on disk."""
 
-    cabinets: Mapping[str, PersistentLru]
+    stores: Mapping[str, PersistentLru]
     folder: Path | None
-    _ended: anyio.Event = field(factory=anyio.Event)
-    _whole: bool = False
-    _given_up: threading.Event = field(factory=threading.Event)
+    _loaded_event: anyio.Event = field(factory=anyio.Event)
+    _is_loaded: bool = False
+    _cancelled: threading.Event = field(factory=threading.Event)
 
     async def run(self) -> None:
-        """Until this is cancelled, which keeps nobody waiting for longer than a file takes."""
+        """Load, then follow changes, until this is cancelled. Cancelling waits for at most one file."""
         try:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._follow)
+                tasks.start_soon(self._load_and_follow)
                 try:
                     await anyio.sleep_forever()
                 finally:
-                    self._given_up.set()
+                    self._cancelled.set()
         finally:
-            self._ended.set()
+            self._loaded_event.set()
 
     async def wait(self) -> None:
-        """For who may mean something that was said before. Raises ApiError (503) where that takes too long."""
-        with anyio.move_on_after(PATIENCE_S):
-            await self._ended.wait()
-        if not self._whole:
+        """Wait until everything is loaded, for a request that may refer to it. Raises ApiError 503 if that takes too
+        long.
+        """
+        with anyio.move_on_after(MAX_WAIT_S):
+            await self._loaded_event.wait()
+        if not self._is_loaded:
             raise unavailable("What was said before is still being read.", 1)
 
-    async def _follow(self) -> None:
+    async def _load_and_follow(self) -> None:
         if self.folder is not None:
-            for name, cabinet in self.cabinets.items():
-                await anyio.to_thread.run_sync(self._read, self.folder / name, cabinet)
-        self._whole = True
-        self._ended.set()
+            for name, store in self.stores.items():
+                await anyio.to_thread.run_sync(self._load_store, self.folder / name, store)
+        self._is_loaded = True
+        self._loaded_event.set()
         async with anyio.create_task_group() as tasks:
-            for cabinet in self.cabinets.values():
-                tasks.start_soon(cabinet.run)
+            for store in self.stores.values():
+                tasks.start_soon(store.run)
 
-    def _read(self, path: Path, cabinet: PersistentLru) -> None:
-        """On a thread of its own."""
+    def _load_store(self, path: Path, store: PersistentLru) -> None:
+        """Open and load one store, on a worker thread."""
         try:
-            cabinet.folder = folder = Folder.open(path)
+            folder = Folder.open(path)
         except FolderUnusable as error:
-            log.warning("%s are not kept on disk: %s", cabinet.what, error)
+            log.warning("%s are not kept on disk: %s", store.description, error)
             return
+        store.open_folder(folder)
         try:
-            cabinet.load(self._given_up.is_set)
+            store.load(self._cancelled.is_set)
         except OSError as error:
-            log.warning("%s of earlier processes cannot be read, and new ones are not kept: %s", cabinet.what, error)
-            cabinet.folder = None
-            folder.close()
+            log.warning(
+                "%s of earlier processes cannot be read, and new ones are not kept: %s", store.description, error
+            )
+            store.abandon_folder()

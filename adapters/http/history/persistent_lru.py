@@ -1,8 +1,8 @@
-"""Small things by name, within limits: in memory, and each in a file of one folder, which the next start reads.
+"""Keep small records by name, within limits: in memory, and each in a file of one folder, which the next start loads.
 
-Those that were used last are kept. Memory is what counts; a task writes what changes, so a kill may lose the last one,
-and a full disk costs nothing but what a restart would have found. What is kept is bytes that say themselves whether
-they are whole.
+The records that were used last are kept. Memory is authoritative, and a task writes changes to the folder. A kill may
+therefore lose the last changes. A full disk costs nothing but what a restart would have found. Each record has a digest
+that shows whether it is whole.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from attrs import define, field, frozen
 from adapters.store.files.private_folder import TEMPORARY, Folder
 
 log = logging.getLogger("rekindle.http")
-DIGEST = 64  # letters of it
-CLOSING_S = 0.5  # for what is not written yet
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what reading bytes of anybody's may raise
+DIGEST_CHARACTERS = 64  # hexadecimal digits
+CLOSING_S = 0.5  # seconds to write what is not written yet
+# The errors of decoding bytes that anybody may have written.
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 @frozen
 class Limits:
-    """How many there may be, their bytes in memory and as many on disk, and the bytes of one."""
+    """The number of records, their bytes in memory (and as many on disk), and the bytes of one record."""
 
     count: int
     size: int
@@ -40,18 +41,18 @@ class Limits:
 
 @define(eq=False)
 class PersistentLru(ABC):
-    """folder: None, and all ends with the process."""
+    """A store of records. folder: None, and everything ends with the process."""
 
     folder: Folder | None = None
-    _raw: OrderedDict[str, bytes] = field(factory=OrderedDict)  # those that were used longest ago first
-    _bytes: int = 0
-    damaged: int = field(default=0, init=False)  # files that were found so
-    _changed: dict[str, None] = field(factory=dict)  # kept or dropped, and the folder has not followed
-    _news: anyio.Event = field(factory=anyio.Event)
-    _failing: bool = False
+    _records: OrderedDict[str, bytes] = field(factory=OrderedDict)  # in the order of their last use, the oldest first
+    _size: int = 0
+    damaged_count: int = field(default=0, init=False)  # files that were damaged when they were loaded
+    _unwritten: dict[str, None] = field(factory=dict)  # names that were put or removed, and are not written yet
+    _change_event: anyio.Event = field(factory=anyio.Event)
+    _is_failing: bool = False
 
-    what: ClassVar[str]  # it holds, in the log
-    names: ClassVar[re.Pattern[str]]
+    description: ClassVar[str]  # the records, as the log names them
+    name_pattern: ClassVar[re.Pattern[str]]
 
     @property
     @abstractmethod
@@ -59,137 +60,156 @@ class PersistentLru(ABC):
 
     @abstractmethod
     def is_whole(self, raw: bytes) -> bool:
-        """Were these bytes, which a file holds, written here?"""
+        """Return whether the bytes of a file are a record that was written here."""
 
     def __len__(self) -> int:
-        return len(self._raw)
+        return len(self._records)
 
     @property
     def size(self) -> int:
-        """Bytes of all."""
-        return self._bytes
+        """Bytes of all records."""
+        return self._size
 
     def put(self, name: str, body: bytes, *, lasting: bool = True) -> bool:
-        """False: it is too large.  lasting: also in the folder."""
+        """Store a record. Return False if it is too large. lasting: also write it to the folder."""
         if len(body) > self.limits.largest:
             return False
-        self._put(name, signed(body))
+        self._insert(name, add_digest(body))
         if lasting:
-            self._change(name)
-        while len(self._raw) > self.limits.count or self._bytes > self.limits.size:
-            self.drop(next(iter(self._raw)))
+            self._note_change(name)
+        while len(self._records) > self.limits.count or self._size > self.limits.size:
+            self.remove(next(iter(self._records)))
         return True
 
     def find(self, name: str) -> bytes | None:
-        return self._raw.get(name)
+        return self._records.get(name)
 
-    def used(self, name: str) -> None:
-        """It is let go of later than all others."""
-        self._raw.move_to_end(name)
+    def mark_used(self, name: str) -> None:
+        """Make this record the last one to be dropped."""
+        self._records.move_to_end(name)
 
-    def drop(self, name: str) -> bool:
-        raw = self._raw.pop(name, None)
+    def remove(self, name: str) -> bool:
+        raw = self._records.pop(name, None)
         if raw is None:
             return False
-        self._bytes -= len(raw)
-        self._change(name)
+        self._size -= len(raw)
+        self._note_change(name)
         return True
 
     # -- the folder
 
-    def load(self, given_up: Callable[[], bool] = lambda: False) -> None:
-        """What an earlier process left there: the newest, as many as are kept. For a thread, before anything else.
-        given_up: asked before each file. Raises OSError.
+    def open_folder(self, folder: Folder) -> None:
+        """Use this folder from now on. Call `load` next."""
+        self.folder = folder
+
+    def abandon_folder(self) -> None:
+        """Close the folder without writing to it. New records end with the process."""
+        self._open_folder.close()
+        self.folder = None
+
+    def load(self, is_cancelled: Callable[[], bool] = lambda: False) -> None:
+        """Load the newest records of an earlier process, as many as are kept. Call it on a worker thread, before
+        anything else.
+
+        is_cancelled: called before each file. Raises OSError.
         """
         if self.folder is None:
             return
-        written, limits = list[tuple[int, str, int]](), self.limits
-        for name, about in self._owned.files():
-            if self.names.fullmatch(name):
+        written = list[tuple[int, str, int]]()
+        limits = self.limits
+        for name, about in self._open_folder.files():
+            if self.name_pattern.fullmatch(name):
                 written.append((about.st_mtime_ns, name, about.st_size))
             elif name.startswith(TEMPORARY):
-                self._remove(name)
+                self._remove_file(name)
         for _, name, size in sorted(written, reverse=True):
-            if given_up():
+            if is_cancelled():
                 return
-            raw = self._read(name, min(size, DIGEST + limits.largest + 1))
-            room = len(self._raw) < limits.count and self._bytes + len(raw) <= limits.size
+            raw = self._read_file(name, min(size, DIGEST_CHARACTERS + limits.largest + 1))
+            room = len(self._records) < limits.count and self._size + len(raw) <= limits.size
             whole = self.is_whole(raw)
-            self.damaged += not whole
+            self.damaged_count += not whole
             if room and whole:
-                self._put(name, raw)
-                self._raw.move_to_end(name, last=False)
+                self._insert(name, raw)
+                self._records.move_to_end(name, last=False)
             else:
-                self._remove(name)
+                self._remove_file(name)
 
     async def run(self) -> None:
-        """The folder follows, until this is cancelled."""
+        """Write changes to the folder, until this is cancelled."""
         while True:
-            await self._news.wait()
-            self._news = anyio.Event()
-            await self._follow()  # what is being written is, or whoever comes next would find it half done
+            await self._change_event.wait()
+            self._change_event = anyio.Event()
+            await self._write_changes()  # it writes a begun file to its end, or the next process would find half of it
 
     async def close(self, deadline: float = 0) -> None:
-        """deadline: what is not written until then is given up, but a moment there always is."""
+        """Write the last changes and close the folder. deadline: what is not written then is given up, but at least
+        `CLOSING_S` is allowed.
+        """
         if self.folder is not None:
             with anyio.CancelScope(deadline=max(deadline, anyio.current_time() + CLOSING_S), shield=True):
-                await self._follow(giving_up=True)
+                await self._write_changes(giving_up=True)
             self.folder.close()
 
-    async def _follow(self, *, giving_up: bool = False) -> None:
-        """giving_up: where this is cancelled, a slow disk is waited for no longer."""
-        while self._changed:
-            name = next(iter(self._changed))
-            raw = self._raw.get(name)
+    async def _write_changes(self, *, giving_up: bool = False) -> None:
+        """Write until there are no changes. giving_up: if this is cancelled, do not wait for a slow disk."""
+        while self._unwritten:
+            name = next(iter(self._unwritten))
+            raw = self._records.get(name)
             try:
                 if raw is not None:
-                    work = partial(self._owned.write, name, [raw])
+                    work = partial(self._open_folder.write, name, [raw])
                     await anyio.to_thread.run_sync(work, abandon_on_cancel=giving_up)
                 else:
-                    await anyio.to_thread.run_sync(self._remove, name)
+                    await anyio.to_thread.run_sync(self._remove_file, name)
             except OSError as error:
-                if not self._failing:
-                    log.warning("%s cannot be written (%s); a restart will not find them", self.what, error)
-                self._failing = True
+                if not self._is_failing:
+                    log.warning("%s cannot be written (%s); a restart will not find them", self.description, error)
+                self._is_failing = True
             else:
-                self._failing = False
-            if self._raw.get(name) is raw:  # and not changed again meanwhile; a cancelled write is done by `close`
-                self._changed.pop(name, None)  # `close` may have done it meanwhile
+                self._is_failing = False
+            if self._records.get(name) is raw:  # it did not change again meanwhile; `close` repeats a cancelled write
+                self._unwritten.pop(name, None)  # `close` may have done it meanwhile
 
     @property
-    def _owned(self) -> Folder:
+    def _open_folder(self) -> Folder:
         assert self.folder is not None
         return self.folder
 
-    def _read(self, name: str, size: int) -> bytes:
-        """Nothing, where that fails; of one that is longer, a byte more."""
-        with suppress(OSError), open(self._owned.opener(name), "rb") as file:  # noqa: PTH123 - by descriptor
+    def _read_file(self, name: str, size: int) -> bytes:
+        """Return the bytes of a file, or nothing if that fails. A longer file gives one byte more than `size`."""
+        with suppress(OSError), open(self._open_folder.opener(name), "rb") as file:  # noqa: PTH123 - by descriptor
             return file.read(size + 1)
         return b""
 
-    def _remove(self, name: str) -> None:
+    def _remove_file(self, name: str) -> None:
         with suppress(OSError):
-            self._owned.remove(name)
+            self._open_folder.remove(name)
 
-    def _put(self, name: str, raw: bytes) -> None:
-        self._bytes += len(raw) - len(self._raw.pop(name, b""))
-        self._raw[name] = raw
+    def _insert(self, name: str, raw: bytes) -> None:
+        self._size += len(raw) - len(self._records.pop(name, b""))
+        self._records[name] = raw
 
-    def _change(self, name: str) -> None:
-        waiting = len(self._changed) < 2 * self.limits.count  # more, and the disk hangs: the next start tidies
+    def _note_change(self, name: str) -> None:
+        # With more, the disk hangs, and the next start tidies up.
+        waiting = len(self._unwritten) < 2 * self.limits.count
         if self.folder is not None and waiting:
-            self._changed[name] = None
-            self._news.set()
+            self._unwritten[name] = None
+            self._change_event.set()
 
 
-def signed(body: bytes) -> bytes:
-    """With its digest before it, on a line of its own: it shows damage, and is no signature against forgery."""
-    return digest(body) + b"\n" + body
+def add_digest(body: bytes) -> bytes:
+    """Return the body with its digest before it, on a line of its own. It shows damage, but is no signature against
+    forgery.
+    """
+    return digest_body(body) + b"\n" + body
 
 
-def is_signed(raw: bytes) -> bool:
-    return raw[DIGEST : DIGEST + 1] == b"\n" and raw[:DIGEST] == digest(raw[DIGEST + 1 :])
+def has_valid_digest(raw: bytes) -> bool:
+    return raw[DIGEST_CHARACTERS : DIGEST_CHARACTERS + 1] == b"\n" and raw[:DIGEST_CHARACTERS] == digest_body(
+        raw[DIGEST_CHARACTERS + 1 :]
+    )
 
 
-def digest(body: bytes) -> bytes:
-    return hashlib.blake2b(body, digest_size=DIGEST // 2).hexdigest().encode()
+def digest_body(body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=DIGEST_CHARACTERS // 2).hexdigest().encode()

@@ -1,4 +1,4 @@
-"""What the server changed in a request instead of refusing it, for the answer's header and the log."""
+"""Record what the server changed in a request instead of refusing it. The answer's header and the log show it."""
 
 from __future__ import annotations
 

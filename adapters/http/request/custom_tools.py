@@ -1,7 +1,7 @@
-"""Custom tools, which are called with text: read for chat completions and responses alike.
+"""Read custom tools, which are called with text, for chat completions and responses alike.
 
-The model knows functions only, so the text is the one argument of a function, `input`. A grammar of the text is told
-to the model in the tool's description, and the answer is held to it.
+The model knows functions only, so the text becomes the one argument of a function, `input`. A grammar of the text is
+written into the tool's description, and the answer is held to it.
 """
 
 from __future__ import annotations
@@ -19,45 +19,47 @@ INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "require
 SYNTAXES = ("lark", "regex")
 
 
-def read_custom(tool: Fields) -> FunctionTool:
-    """Read what has the tool's name. Raises ApiError."""
+def read_custom_tool(tool: Fields) -> FunctionTool:
+    """Read an object with a custom tool's name, description and format. Raises ApiError."""
     grammar = read_input_grammar(tool)
     description = tool.text("description")
     if grammar is not None:
         kind = "Lark grammar" if grammar.kind == "lark" else "regular expression"
         description = f"{description or ''}\n\nThe input must match this {kind}:\n{grammar.source}".strip()
-    name, sent = read_name(tool), tool.data["name"]
+    name = read_name(tool)
+    sent = tool.data["name"]
     return FunctionTool(
         name,
         description,
         INPUT,
         client_name=None if sent == name else sent,
         input_grammar=grammar,
-        path=tool.at("format"),
+        path=tool.path_of("format"),
     )
 
 
 def read_input_grammar(tool: Fields) -> Grammar | None:
-    """Read the format of the input; chat completions have one more object around a grammar than responses."""
-    form = tool.within("format")
+    """Read the format of the input. Chat completions have one more object around a grammar than responses."""
+    form = tool.read_object("format")
     if form is None or form.choice("type", ("text", "grammar")) != "grammar":
         return None
-    holder = form.within("grammar") or form
-    syntax, source = holder.choice("syntax", SYNTAXES), holder.text("definition", MAX_SOURCE_CHARS)
+    holder = form.read_object("grammar") or form
+    syntax = holder.choice("syntax", SYNTAXES)
+    source = holder.text("definition", MAX_SOURCE_CHARS)
     if syntax is None:
-        raise holder.wrong("syntax", "one of " + ", ".join(map(repr, SYNTAXES)))
+        raise holder.wrong_value("syntax", "one of " + ", ".join(map(repr, SYNTAXES)))
     if not source:
-        raise invalid(holder.at("definition"), "must be a grammar, a string that is not empty")
+        raise invalid(holder.path_of("definition"), "must be a grammar, a string that is not empty")
     return Grammar("lark", source) if syntax == "lark" else Grammar("regex", source)
 
 
-def custom_arguments(text: str) -> str:
-    """What a custom tool is called with is text; the model knows functions only, so it is one of their arguments."""
+def encode_custom_arguments(text: str) -> str:
+    """Return the text that a custom tool is called with as arguments of a function."""
     return json.dumps({"input": text}, ensure_ascii=False)
 
 
-def custom_input(arguments: str) -> str:
-    """The text again; all of it, where it is nothing else."""
+def extract_custom_input(arguments: str) -> str:
+    """Return the text again out of the arguments. If they hold anything else, return all of them."""
     try:
         given = json.loads(arguments)
     except (ValueError, RecursionError):

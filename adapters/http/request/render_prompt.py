@@ -1,17 +1,17 @@
-"""From a conversation to a prompt, with every way that can go wrong told as an error of the API."""
+"""Make a prompt of a conversation. Everything that can go wrong becomes an error of the API."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import anyio
 
 from adapters.http.edge_options import EdgeOptions
-from adapters.http.history.answer_tokens import AskedTurn, OwnTurns
-from adapters.http.request.asked import Asked
+from adapters.http.history.answer_tokens import CallerTurns, PendingTurn
 from adapters.http.request.controls import Controls
-from adapters.http.wire.errors import ApiError, far_too_long, invalid, left, unavailable
+from adapters.http.request.parsed_request import ParsedRequest
+from adapters.http.wire.errors import ApiError, client_gone, invalid, length_not_counted, unavailable
 from adapters.http.wire.fields import Fields
 from adapters.text.answer.answer_parser import NONE
 from adapters.text.conversation import Conversation
@@ -23,106 +23,112 @@ from adapters.text.token_pieces import min_byte_length
 from adapters.text.tokenizer import ClientLeft, DisconnectCheck, TooManyTokens
 
 T = TypeVar("T")
-UNPARSED = {"x-rekindle-tools": "unparsed; a call comes back as text, and ends no answer"}
+D = TypeVar("D")
+UNPARSED_HEADERS = {"x-rekindle-tools": "unparsed; a call comes back as text, and ends no answer"}
 STABILIZE = ("off", "known")
-THOUGHTS = 8  # contexts of reasoning that a template may be given to leave out
-# Values that the arguments of calls may have, in all. They are text in a body, so nobody has counted them, and are read
-# as JSON here, at 3 us a number. Some 8 MiB of code have as many commas and brackets.
-MOST_VALUES = 1 << 18
+MAX_REASONING_CONTEXTS = 8  # contexts of reasoning that a template may be given to leave out
+# Values that the arguments of calls may have, in all. They are text in a body, so they were not counted there. They are
+# read as JSON here, at 3 us a number. Some 8 MiB of code have as many commas and brackets.
+MAX_ARGUMENT_VALUES = 1 << 18
 
 
-def unparsed(conversation: Conversation, text: Text) -> Mapping[str, str]:
-    """Headers: that calls come back as text must not come as a surprise."""
-    return UNPARSED if conversation.callable_tools and text.calls in (None, NONE) else {}
+def make_unparsed_headers(conversation: Conversation, text: Text) -> Mapping[str, str]:
+    """Return the header that warns of calls which will come back as text."""
+    return UNPARSED_HEADERS if conversation.callable_tools and text.calls in (None, NONE) else {}
 
 
-def template_headers(conversation: Conversation, text: Text) -> Mapping[str, str]:
-    """Return headers that say what this checkpoint's template cannot do of what the request asks for."""
+def make_template_headers(conversation: Conversation, text: Text) -> Mapping[str, str]:
+    """Return the headers that say what this checkpoint's template cannot do of what the request asks for."""
     effort = describe_replaced_effort(conversation, text.efforts)
-    return {**unparsed(conversation, text), **({"x-rekindle-reasoning-effort": effort} if effort else {})}
+    return {**make_unparsed_headers(conversation, text), **({"x-rekindle-reasoning-effort": effort} if effort else {})}
 
 
 def check_template(text: Text) -> None:
-    """Raises ApiError where there is none."""
+    """Raise ApiError if the checkpoint has no chat template."""
     if text.template is None:
         message = "This checkpoint has no chat template. Use /v1/completions, or serve a checkpoint that has one."
         raise ApiError(400, message, code="no_chat_template")
 
 
-async def chat_prompt(
+async def render_chat_prompt(
     conversation: Conversation,
     fields: Fields,
     text: Text,
     options: EdgeOptions,
-    gone: DisconnectCheck,
+    has_left: DisconnectCheck,
     *,
-    turns: OwnTurns,
+    turns: CallerTurns,
     path: str = "$.messages",
 ) -> ChatPrompt:
-    """Raises ApiError 400 where the conversation is too long, or the template refuses it or fails with it.
+    """Return the tokens of a conversation. Raises ApiError 400 if it is too long, or if the template refuses it or
+    fails.
 
-    turns: what the caller's answers were made of.  path: of the messages in the body.
+    turns: what the caller's answers were made of. path: of the messages in the body.
     """
-    most = options.counted
-    refuse_values(conversation, path)
-    conversation = await stable(conversation, fields, options, turns)
-    refuse_unread(conversation, text, most, options, path)
+    most = options.max_counted_tokens
+    check_value_count(conversation, path)
+    conversation = await stabilize_conversation(conversation, fields, options, turns)
+    check_text_length(conversation, text, most, options, path)
     try:
-        return await told(text.build_prompt(conversation, most, gone, turns), path)
+        return await translate_errors(text.build_prompt(conversation, most, has_left, turns), path)
     except TooManyTokens as error:
-        raise far_too_long(error.tokens, options.max_ctx, path) from None
+        raise length_not_counted(error.tokens, options.max_ctx, path) from None
     except ClientLeft:
-        raise left() from None
+        raise client_gone() from None
 
 
-async def rendered(
-    conversation: Conversation, fields: Fields, text: Text, options: EdgeOptions, turns: OwnTurns
+async def render_text(
+    conversation: Conversation, fields: Fields, text: Text, options: EdgeOptions, turns: CallerTurns
 ) -> Rendered:
-    """The same, not tokenized."""
-    refuse_values(conversation, "$.messages")
-    conversation = await stable(conversation, fields, options, turns)
-    refuse_unread(conversation, text, options.counted, options, "$.messages")
-    return await told(text.render_conversation(conversation), "$.messages")
+    """Return the text of a conversation, not tokenized. Raises ApiError."""
+    check_value_count(conversation, "$.messages")
+    conversation = await stabilize_conversation(conversation, fields, options, turns)
+    check_text_length(conversation, text, options.max_counted_tokens, options, "$.messages")
+    return await translate_errors(text.render_conversation(conversation), "$.messages")
 
 
-async def stable(conversation: Conversation, fields: Fields, options: EdgeOptions, turns: OwnTurns) -> Conversation:
-    """As the request wants it, or the server where it does not say."""
+async def stabilize_conversation(
+    conversation: Conversation, fields: Fields, options: EdgeOptions, turns: CallerTurns
+) -> Conversation:
+    """Return the conversation without what agents change in every prompt, unless the request or the server says
+    `off`.
+    """
     if (fields.choice("stabilize", STABILIZE) or options.stabilize) == "off":
         return conversation
-    return await anyio.to_thread.run_sync(stabilize, conversation, turns.moved)
+    return await anyio.to_thread.run_sync(stabilize, conversation, turns.find_moved_texts)
 
 
-def asked(
+def build_request(
     controls: Controls,
     prompt: ChatPrompt,
     paths: Sequence[str],
     headers: Mapping[str, str],
-    turns: OwnTurns,
+    turns: CallerTurns,
     *,
-    echo: Mapping[str, Any] | None = None,
-) -> Asked:
-    """A request that is one conversation."""
+    details: D,
+) -> ParsedRequest[D]:
+    """Return the request for one conversation. details: what the answers of its API need to know of it."""
     names = prompt.applied_rules
     headers = {**headers, "x-rekindle-stabilized": " ".join(names)} if names else headers
-    return Asked(
+    return ParsedRequest(
         controls,
         [prompt.tokens],
         paths,
+        details,
         prompt.reader,
         headers,
         prompt.cuts,
         prompt.messages,
-        echo or {},
-        opens=prompt.is_opening,
-        stabilized=names,
-        tail=prompt.volatile_tail_start,
-        tools=prompt.has_tools,
-        turn=AskedTurn.of(turns, prompt),
+        opens_conversation=prompt.is_opening,
+        stabilize_rules=names,
+        volatile_start=prompt.volatile_tail_start,
+        describes_tools=prompt.has_tools,
+        pending_turn=PendingTurn.from_prompt(turns, prompt),
     )
 
 
-async def told(work: Awaitable[T], path: str) -> T:
-    """What a template says against it, to the client."""
+async def translate_errors(work: Awaitable[T], path: str) -> T:
+    """Await the work of a template. Raises ApiError for what the template says against the conversation."""
     try:
         return await work
     except TemplateRefused as error:
@@ -136,21 +142,26 @@ async def told(work: Awaitable[T], path: str) -> T:
         raise ApiError(400, message, "template_error", path, "template_error", headers=no_retry) from error
 
 
-def refuse_values(conversation: Conversation, path: str) -> None:
+def check_value_count(conversation: Conversation, path: str) -> None:
+    """Raise ApiError if the arguments of calls hold too many JSON values."""
     arguments = [call.arguments for message in conversation.messages for call in message.calls]
-    if sum(one.count(mark) for one in arguments for mark in "[{,") > MOST_VALUES:
-        raise invalid(path, f"the arguments of its tool calls have more than {MOST_VALUES} values in all")
+    if sum(one.count(mark) for one in arguments for mark in "[{,") > MAX_ARGUMENT_VALUES:
+        raise invalid(path, f"the arguments of its tool calls have more than {MAX_ARGUMENT_VALUES} values in all")
 
 
-def refuse_unread(conversation: Conversation, text: Text, most: int, options: EdgeOptions, path: str) -> None:
-    """What cannot fit is not even rendered. Templates may leave out what an assistant thought; no more than that."""
-    knowledge, said, thought = text.tokenizer.plain_bounds, 0, 0
+def check_text_length(conversation: Conversation, text: Text, most: int, options: EdgeOptions, path: str) -> None:
+    """Refuse, before rendering, a conversation that cannot fit. Templates may leave out an assistant's reasoning, but
+    nothing else. Raises ApiError.
+    """
+    knowledge = text.tokenizer.plain_bounds
+    said = 0
+    thought = 0
     for message in conversation.messages:
         content = message.content
         answer = content.rpartition("</think>")[2] if message.role == "assistant" else content
         said += min_byte_length(answer)
         thought += min_byte_length(message.reasoning) + len(content) - len(answer)
     if said > knowledge.most_bytes(most):
-        raise far_too_long(knowledge.min_tokens(said), options.max_ctx, path)
-    if thought > THOUGHTS * knowledge.most_bytes(most):
-        raise far_too_long(0, options.max_ctx, path)
+        raise length_not_counted(knowledge.min_tokens(said), options.max_ctx, path)
+    if thought > MAX_REASONING_CONTEXTS * knowledge.most_bytes(most):
+        raise length_not_counted(0, options.max_ctx, path)

@@ -1,7 +1,7 @@
-"""How tokens are picked: OpenAI's fields, and what llama.cpp's and vLLM's clients send beside them.
+"""Read how tokens are picked: OpenAI's fields, and those that llama.cpp's and vLLM's clients add.
 
-What a request leaves out is the checkpoint's own choice (`generation_config.json`), then OpenAI's: temperature 1,
-top-p 1. A name that another server uses for the same is as good as ours.
+If a request leaves a field out, the checkpoint's own value is used (`generation_config.json`), then OpenAI's:
+temperature 1, top-p 1. The names that other servers use for the same fields are accepted as well.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from adapters.text.tokenizer import Tokenizer
 from effects.job import Sampling
 
 MIN_PENALTY = 1e-3  # logits are divided by it, and float32 ends at 3e38
-SEEDS = 1 << 63
+SEED_COUNT = 1 << 63
 
 
 def read_sampling(fields: Fields, options: EdgeOptions, tokenizer: Tokenizer) -> Sampling:
-    penalty = fields.given("repetition_penalty", "repeat_penalty")
+    penalty = fields.first_present("repetition_penalty", "repeat_penalty")
     given: dict[str, Any] = {
         "temperature": fields.number("temperature", 0, 2),
         "top_p": fields.number("top_p", 0, 1),
@@ -34,9 +34,9 @@ def read_sampling(fields: Fields, options: EdgeOptions, tokenizer: Tokenizer) ->
         "presence_penalty": fields.number("presence_penalty", -2, 2),
         "frequency_penalty": fields.number("frequency_penalty", -2, 2),
     }
-    if given["top_k"] == -1:  # off, as 0 is
+    if given["top_k"] == -1:  # both -1 and 0 turn it off
         given["top_k"] = 0
-    if given["top_p"] == 0:  # nobody but the likeliest
+    if given["top_p"] == 0:  # only the most likely token
         given |= {"top_p": 1.0, "top_k": 1}
     sampling = evolve(
         options.sampling,
@@ -49,28 +49,30 @@ def read_sampling(fields: Fields, options: EdgeOptions, tokenizer: Tokenizer) ->
 
 
 def read_seed(fields: Fields) -> int:
-    """-1 asks for a random one, as no seed does. Other negative ones are as good as any: taken modulo 2**63."""
-    seed = fields.integer("seed", -SEEDS, SEEDS - 1)
-    return secrets.randbits(63) if seed in (None, -1) else seed % SEEDS
+    """Return the seed. Without one, and for -1, it is random. Other negative seeds are taken modulo 2**63."""
+    seed = fields.integer("seed", -SEED_COUNT, SEED_COUNT - 1)
+    return secrets.randbits(63) if seed in (None, -1) else seed % SEED_COUNT
 
 
 def check_window(fields: Fields, sampling: Sampling) -> None:
-    """llama.cpp's penalties look at the last `repeat_last_n` tokens; ours at all of them, which it calls -1."""
+    """Refuse penalties over a window of tokens. llama.cpp's count the last `repeat_last_n`; ours count all, which it
+    calls -1.
+    """
     last = fields.integer("repeat_last_n", -1)
     none = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1, 0, 0)
     if last not in (None, -1) and not none:
         message = f"must be -1, not {last}: penalties count every token on this server"
-        raise invalid(fields.at("repeat_last_n"), message, "unsupported_parameter")
+        raise invalid(fields.path_of("repeat_last_n"), message, "unsupported_parameter")
 
 
-def default_settings(options: EdgeOptions) -> Mapping[str, Any]:
-    """What holds for a request that says nothing, in the shape that llama.cpp's clients read."""
-    parameters = {**settings_of(options.sampling), "seed": -1, "max_tokens": -1, "n_predict": -1}
+def make_default_settings(options: EdgeOptions) -> Mapping[str, Any]:
+    """Return the settings for a request that names none, in the shape that llama.cpp's clients read."""
+    parameters = {**list_settings(options.sampling), "seed": -1, "max_tokens": -1, "n_predict": -1}
     return {"n_ctx": options.max_ctx, **parameters, "params": parameters}
 
 
-def settings_of(sampling: Sampling) -> Mapping[str, Any]:
-    """By llama.cpp's names."""
+def list_settings(sampling: Sampling) -> Mapping[str, Any]:
+    """Return the settings by llama.cpp's names."""
     return {
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,

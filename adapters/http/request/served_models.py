@@ -1,4 +1,4 @@
-"""What is served, and by which names."""
+"""The model that is served, and its names."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from adapters.http.edge_options import EdgeOptions
 from adapters.http.wire.errors import model_not_found
 
 
-def check_name(asked: str, options: EdgeOptions) -> str:
-    """The name itself, if it is one of ours. Raises ApiError."""
-    if asked not in options.names and not options.any_model:
-        raise model_not_found(asked, options.names)
-    return asked
+def check_name(name: str, options: EdgeOptions) -> str:
+    """Return the name, if it is one of the model's. Raises ApiError."""
+    if name not in options.names and not options.any_model:
+        raise model_not_found(name, options.names)
+    return name
 
 
-def listed(options: EdgeOptions) -> dict[str, Any]:
-    """As OpenAI, Anthropic and llama.cpp list models, all in one."""
-    served = [described(name, options) for name in options.names]
+def list_models(options: EdgeOptions) -> dict[str, Any]:
+    """Return the list of models as OpenAI, Anthropic and llama.cpp have it, all in one object."""
+    served = [describe_model(name, options) for name in options.names]
     more = {"has_more": False, "first_id": served[0]["id"], "last_id": served[-1]["id"]}
     return {"object": "list", "data": served, "models": served, **more}
 
 
-def described(name: str, options: EdgeOptions) -> dict[str, Any]:
+def describe_model(name: str, options: EdgeOptions) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",

@@ -1,4 +1,4 @@
-"""Where a server listens. Imports nothing of what answers there."""
+"""Bind the address that a server listens on. This module imports nothing of what answers there."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ BACKLOG = 8192
 MAX_HEAD_BYTES = 1 << 16
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Made with its protocol named: asyncio then sets TCP_NODELAY, and a token is not held up."""
+def bind_listener(host: str, port: int) -> socket.socket:
+    """Return a listening socket. Its protocol is named, so that asyncio sets TCP_NODELAY and no token is held up.
+    Raises OSError if the address cannot be had.
+    """
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP, flags=socket.AI_PASSIVE
     )[0]

@@ -1,14 +1,16 @@
-"""How much of large request bodies is held at a time, all connections together.
+"""Limit how many bytes of large request bodies are in memory at a time, over all connections.
 
-A body counts for what has come of it, not for what it claims, from its first piece until the request has been made of
-it. Where there is no more room its connection is not read, so its client waits, in turn. One body may always go on
-beyond the limit, so bodies that are all half there never wait for each other; and while anybody waits, one that comes
-too slowly to be worth its room loses it.
+A body counts for the bytes that have arrived, not for the size that its head claims. It counts from its first piece
+until the request has been made of it. Where the budget is used up, the server stops reading the connection, so the
+client waits for its turn. Two rules keep the queue moving:
+* One body may always exceed the budget, so bodies that have all arrived by half never wait for each other.
+* While any body waits, a body that arrives too slowly to be worth its room is given up.
 
-The arithmetic: `ROOM` bodies of the largest size and the one that goes on, 160 MiB at the default `--max-body` of 32.
-The first `SMALL` bytes of each need no room, so that ordinary requests never wait here: 128 MiB, if each of the 2,048
-connections that may owe a body (`debts.py`) has sent as much. What has come from a connection that is not read is 0.4
-MiB at most, in asyncio and h11; at most `LINE` of them wait: 100 MiB.
+The arithmetic: the budget is `BUDGETED_BODIES` bodies of the largest size, and one body may exceed it. That is 160 MiB
+at the default `--max-body` of 32 MiB. The first `FREE_BYTES` of each body are not counted, so ordinary requests never
+wait here. Those are 128 MiB if each of the 2,048 connections that may owe a body (`connection_debts.py`) has sent as
+much. A connection that is not read has at most 0.4 MiB in asyncio and h11, and at most `MAX_WAITING` of them wait: 100
+MiB.
 """
 
 from __future__ import annotations
@@ -22,140 +24,150 @@ from attrs import define, field
 
 from adapters.http.wire.errors import ApiError, unavailable
 
-ROOM = 4  # of the largest bodies
-SMALL = 1 << 16
-PIECE = 1 << 18  # bytes that must come ...
-STALL_S = 1.0  # ... within this, where others wait for the room
-LINE = 256  # bodies that may wait
-WAIT_S = 10.0  # that a body may wait, in all
-LOOK_S = 0.1  # how often the first in the line looks for one that stalls
-CLOSE = {"connection": "close"}  # what else comes of the body is not read
+BUDGETED_BODIES = 4  # bodies of the largest size
+FREE_BYTES = 1 << 16
+PIECE = 1 << 18  # bytes that must arrive ...
+PIECE_TIMEOUT_S = 1.0  # ... within this time, while other bodies wait
+MAX_WAITING = 256  # bodies that may wait
+MAX_WAIT_S = 10.0  # seconds that a body may wait in all
+STALL_CHECK_S = 0.1  # seconds between two checks for stalled bodies
+CLOSE_HEADERS = {"connection": "close"}  # the rest of the body is not read
 
 
 @define(eq=False)
-class Body:
-    """What has come of one body.
+class IncomingBody:
+    """One body: how much of it has arrived, and what it takes of the budget.
 
-    size: bytes. counted: those of them that take room. mark, since: its size when its last whole piece was there, and
-    when that was. waited: seconds, for room.
+    piece_time: when its last whole piece was there, or when it began. scope: cancelled when the time for the body is
+    over. size: bytes that have arrived. budgeted: those of them that count. piece_size: its size at `piece_time`.
+    waited_s: seconds that it has waited for room. admission: set when a waiting body may go on.
     """
 
-    since: float
+    piece_time: float
     scope: anyio.CancelScope
     size: int = 0
-    counted: int = 0
-    mark: int = 0
-    waited: float = 0
-    waits: anyio.Event | None = None
-    stalled: bool = False
+    budgeted: int = 0
+    piece_size: int = 0
+    waited_s: float = 0
+    admission: anyio.Event | None = None
+    is_stalled: bool = False
 
-    def wants(self) -> int:
-        return max(0, self.size - SMALL) - self.counted
+    def count_unbudgeted(self) -> int:
+        """Return how many arrived bytes still have to be charged to the budget."""
+        return max(0, self.size - FREE_BYTES) - self.budgeted
 
 
 @define(eq=False)
-class Intake:
-    """most: bytes. retry_after_s: what those are told who found no room."""
+class BodyBudget:
+    """The bytes that all large bodies may take together.
 
-    most: int
+    limit: in bytes. retry_after_s: the delay that a client gets which found no room.
+    """
+
+    limit: int
     retry_after_s: int = 1
-    held: int = 0
-    _receiving: set[Body] = field(factory=set)
-    line: deque[Body] = field(factory=deque)
-    _beyond: Body | None = None  # the one that may go on where there is no room
+    used: int = 0
+    _receiving: set[IncomingBody] = field(factory=set)
+    waiting_bodies: deque[IncomingBody] = field(factory=deque)
+    _exempt: IncomingBody | None = None  # the one body that may exceed the budget
 
     @contextmanager
-    def body(self, timeout_s: float) -> Iterator[Body]:
-        """Room for a body, for as long as the block takes. timeout_s: to receive it, without what it waits for room."""
+    def open_body(self, timeout_s: float) -> Iterator[IncomingBody]:
+        """Account for one body for as long as the block runs. timeout_s: for its arrival, without the time that it
+        waits for room.
+        """
         now = anyio.current_time()
-        body = Body(now, anyio.CancelScope(deadline=now + timeout_s))
+        body = IncomingBody(now, anyio.CancelScope(deadline=now + timeout_s))
         try:
             yield body
         finally:
             self._receiving.discard(body)
-            self.held -= body.counted
-            if self._beyond is body:
-                self._beyond = None
-            self._admit()
+            self.used -= body.budgeted
+            if self._exempt is body:
+                self._exempt = None
+            self._admit_waiting()
 
-    async def grow(self, body: Body, size: int) -> None:
-        """So many bytes more have come. Waits for room, in turn. Raises ApiError 503 where there is none in time."""
+    async def grow(self, body: IncomingBody, size: int) -> None:
+        """Account for `size` bytes more that have arrived, and wait in turn if there is no room for them. Raises
+        ApiError 503 if there is no room in time.
+        """
         body.size += size
-        if body.size - body.mark >= PIECE:
-            body.mark, body.since = body.size, anyio.current_time()
-        if body.wants() <= 0:
+        if body.size - body.piece_size >= PIECE:
+            body.piece_size = body.size
+            body.piece_time = anyio.current_time()
+        if body.count_unbudgeted() <= 0:
             return
         self._receiving.add(body)
-        if body is self._beyond or (not self.line and self._fits(body)):
-            self._take(body)
+        if body is self._exempt or (not self.waiting_bodies and self._fits(body)):
+            self._charge(body)
             return
-        if len(self.line) >= LINE:
-            raise self._no_room()
-        body.waits = admitted = anyio.Event()
-        self.line.append(body)
-        self._admit()
+        if len(self.waiting_bodies) >= MAX_WAITING:
+            raise self._make_error()
+        body.admission = admitted = anyio.Event()
+        self.waiting_bodies.append(body)
+        self._admit_waiting()
         if not admitted.is_set():
             await self._wait(body, admitted)
 
-    def arrived(self, body: Body) -> None:
-        """It is there as a whole, so nobody waits for its client."""
+    def finish(self, body: IncomingBody) -> None:
+        """Note that the body has arrived as a whole, so it can no longer stall."""
         self._receiving.discard(body)
 
-    async def _wait(self, body: Body, admitted: anyio.Event) -> None:
+    async def _wait(self, body: IncomingBody, admitted: anyio.Event) -> None:
         begun = anyio.current_time()
-        until = begun + WAIT_S - body.waited
-        if not body.waited:
-            body.scope.deadline += WAIT_S
+        until = begun + MAX_WAIT_S - body.waited_s
+        if not body.waited_s:
+            body.scope.deadline += MAX_WAIT_S
         try:
             while not admitted.is_set() and anyio.current_time() < until:
-                if self.line[0] is body:
-                    self._turn_away()
-                with anyio.move_on_after(LOOK_S):
+                if self.waiting_bodies[0] is body:
+                    self._cancel_stalled()
+                with anyio.move_on_after(STALL_CHECK_S):
                     await admitted.wait()
         finally:
-            body.since = anyio.current_time()
-            body.waited += body.since - begun
+            body.piece_time = anyio.current_time()
+            body.waited_s += body.piece_time - begun
             if not admitted.is_set():
-                self.line.remove(body)
-                body.waits = None
+                self.waiting_bodies.remove(body)
+                body.admission = None
         if not admitted.is_set():
-            raise self._no_room()
+            raise self._make_error()
 
-    def _no_room(self) -> ApiError:
+    def _make_error(self) -> ApiError:
         error = unavailable("Too many large bodies at a time. Try again in a moment.", self.retry_after_s)
-        error.headers = {**error.headers, **CLOSE}
-        return error
+        return error.add_headers(CLOSE_HEADERS)
 
-    def _fits(self, body: Body) -> bool:
-        return self.held + body.wants() <= self.most
+    def _fits(self, body: IncomingBody) -> bool:
+        return self.used + body.count_unbudgeted() <= self.limit
 
-    def _take(self, body: Body) -> None:
-        self.held += body.wants()
-        body.counted += body.wants()
-        if body.waits is not None:
-            body.waits.set()
-            body.waits = None
+    def _charge(self, body: IncomingBody) -> None:
+        self.used += body.count_unbudgeted()
+        body.budgeted += body.count_unbudgeted()
+        if body.admission is not None:
+            body.admission.set()
+            body.admission = None
 
-    def _admit(self) -> None:
-        """The first in the line go on: as far as there is room, and one beyond it."""
-        while self.line and (self._fits(self.line[0]) or self._beyond is None):
-            body = self.line.popleft()
+    def _admit_waiting(self) -> None:
+        """Let the first waiting bodies go on: those that fit, and one that exceeds the budget."""
+        while self.waiting_bodies and (self._fits(self.waiting_bodies[0]) or self._exempt is None):
+            body = self.waiting_bodies.popleft()
             if not self._fits(body):
-                self._beyond = body
-            self._take(body)
+                self._exempt = body
+            self._charge(body)
 
-    def _turn_away(self) -> None:
-        """Whose client sends too slowly, while others wait."""
-        late = anyio.current_time() - STALL_S
+    def _cancel_stalled(self) -> None:
+        """Give up the bodies that arrive too slowly while others wait."""
+        late = anyio.current_time() - PIECE_TIMEOUT_S
         for body in self._receiving:
-            if body.waits is None and body.since < late:
-                body.stalled = True
+            if body.admission is None and body.piece_time < late:
+                body.is_stalled = True
                 body.scope.cancel()
 
 
-def too_slow(body: Body, timeout_s: float) -> ApiError:
+def make_timeout_error(body: IncomingBody, timeout_s: float) -> ApiError:
+    """Return the error for a body that did not arrive in time, or too slowly while others waited."""
     message = f"The body did not arrive within {timeout_s:g} s."
-    if body.stalled:
-        least = int(PIECE / STALL_S)
+    if body.is_stalled:
+        least = int(PIECE / PIECE_TIMEOUT_S)
         message = f"The body came too slowly, with less than {least} bytes a second, while others waited for room."
-    return ApiError(408, message, code="body_timeout", headers=CLOSE)
+    return ApiError(408, message, code="body_timeout", headers=CLOSE_HEADERS)

@@ -1,17 +1,16 @@
-"""What each open connection owes the server, and which connection makes room for a newcomer.
+"""Record what each open connection owes the server, and find the connection that makes room for a newcomer.
 
-A connection owes something whenever its client has to act before the server can go on: send a head or a body, read an
-answer, or close. Holding such a connection costs a client nothing, so a server that may not close it can be filled by
-anybody. A connection that owes nothing is being answered: it is never closed for another one.
+A connection owes something whenever its client has to act before the server can go on. The client may have to send a
+head or a body, read an answer, or close. Such a connection costs a client nothing, so anybody could fill a server that
+may not close it. A connection that owes nothing is being answered, and it is never closed for another one.
 
 The rule: the kind of debt that most connections have loses its oldest connection. So clients that hold bodies displace
-each other, and neither the idle connections of a client library nor clients that send their heads at once. The age
-counts from the beginning of the debt, or from the last `INSTALMENT` of it that was paid: an upload that goes on is
-younger than one that stands still.
+each other. They displace neither the idle connections of a client library nor clients that send their heads at once.
+The age counts from the beginning of the debt, or from the last `INSTALMENT` of it that was paid. An upload that goes on
+is therefore younger than one that stands still.
 
-Of bodies, which take memory, there is a limit to how many are owed at a time (`MOST_BODIES`).
-
-Each debt also has a limit in seconds, room or not: see `docs/RELIABILITY.md`.
+Bodies take memory, so at most `MOST_BODIES` connections may owe one at a time. Each debt also has a limit in seconds,
+whether or not there is room: see `docs/RELIABILITY.md`.
 """
 
 from __future__ import annotations
@@ -21,69 +20,73 @@ from typing import Generic, TypeVar
 
 from attrs import define, field
 
-INSTALMENT = 1 << 16  # bytes of a body, or of an answer, that make its connection young again
-MOST_BODIES = 2048  # 160 KiB of memory each, where 64 KiB of it have come and no more comes: 320 MiB
+INSTALMENT = 1 << 16  # bytes of a body or an answer that renew the debt of its connection
+MOST_BODIES = 2048  # a body that stops after 64 KiB takes 160 KiB of memory: 320 MiB for all
 
 C = TypeVar("C")
 
 
 class Debt(Enum):
-    """What a client has to do before its connection can go on."""
+    """The thing that a client has to do before its connection can go on."""
 
     HEAD = "head"  # send a request's head, or the rest of one
     REQUEST = "request"  # send a further request on a connection that is kept alive
-    BODY = "body"  # send the rest of a body that somebody waits for
+    BODY = "body"  # send the rest of a body that a handler waits for
     READING = "reading"  # read what the server has written
-    CLOSING = "closing"  # send the rest of a body that nobody wants, or close
+    CLOSING = "closing"  # send the rest of a body that no handler reads, or close
 
 
 @define(eq=False)
 class DebtLedger(Generic[C]):
-    """All open connections by what they owe; those of each kind with the oldest debt first."""
+    """All open connections by what they owe. Those of each kind are ordered by age, the oldest debt first."""
 
     _debts: dict[C, Debt | None] = field(factory=dict)
-    _lines: dict[Debt, dict[C, float]] = field(factory=lambda: {debt: {} for debt in Debt})
+    _connections_by_debt: dict[Debt, dict[C, float]] = field(factory=lambda: {debt: {} for debt in Debt})
 
     def __len__(self) -> int:
         return len(self._debts)
 
     def add(self, connection: C, debt: Debt, now: float) -> None:
-        """A connection is open, and owes this."""
+        """Add a connection that was opened and owes this."""
         self._debts[connection] = debt
-        self._lines[debt][connection] = now
+        self._connections_by_debt[debt][connection] = now
 
     def record(self, connection: C, debt: Debt | None, now: float) -> None:
-        """An open connection owes this from now on; None: nothing. Recording the same debt again leaves its age."""
+        """Set what an open connection owes from now on; None: nothing. Recording the same debt again does not change
+        its age.
+        """
         before = self._debts.get(connection)
         if before is debt or connection not in self._debts:
             return
         self._debts[connection] = debt
         if before is not None:
-            del self._lines[before][connection]
+            del self._connections_by_debt[before][connection]
         if debt is not None:
-            self._lines[debt][connection] = now
+            self._connections_by_debt[debt][connection] = now
 
     def renew(self, connection: C, now: float) -> None:
-        """The connection has paid an instalment, so its debt is as young as a new one."""
+        """Make a debt as young as a new one, as the connection has paid an instalment."""
         if (debt := self._debts.get(connection)) is not None:
-            del self._lines[debt][connection]
-            self._lines[debt][connection] = now
+            del self._connections_by_debt[debt][connection]
+            self._connections_by_debt[debt][connection] = now
 
     def remove(self, connection: C) -> None:
-        """The connection is closed."""
+        """Remove a connection that was closed."""
         if (debt := self._debts.pop(connection, None)) is not None:
-            del self._lines[debt][connection]
+            del self._connections_by_debt[debt][connection]
 
-    def knows(self, connection: C) -> bool:
+    def is_open(self, connection: C) -> bool:
         """Return whether the connection is open."""
         return connection in self._debts
 
-    def beyond(self, debt: Debt, most: int) -> C | None:
+    def find_excess(self, debt: Debt, most: int) -> C | None:
         """Return the oldest connection with this debt, if more than `most` have it."""
-        line = self._lines[debt]
+        line = self._connections_by_debt[debt]
         return next(iter(line)) if len(line) > most else None
 
-    def oldest(self) -> tuple[C, float] | None:
-        """Return the connection that goes first, and when its debt began. None: every one is being answered."""
-        fullest = max(self._lines.values(), key=len)
+    def find_oldest(self) -> tuple[C, float] | None:
+        """Return the connection that is closed first, and when its debt began. None: every connection is being
+        answered.
+        """
+        fullest = max(self._connections_by_debt.values(), key=len)
         return next(iter(fullest.items()), None)

@@ -1,4 +1,4 @@
-"""How the clients of an API hear that something went wrong: OpenAI's error object, or Anthropic's."""
+"""The formats in which the clients of an API read errors: OpenAI's error object, or Anthropic's."""
 
 from __future__ import annotations
 
@@ -12,31 +12,35 @@ from adapters.http.wire.errors import ApiError
 
 
 @frozen
-class Dialect:
-    """One way of saying it. `id` is the answer's, and None where there never was one.
+class ErrorFormat:
+    """The way in which the errors of one API are written.
 
-    statuses: what is said instead of another status.  id_headers: what its clients read an answer's id from.
+    make_body: makes the JSON of an error and of the answer's id, which is None where there never was an answer.
+    status_overrides: HTTP statuses that replace ours. id_headers: the headers from which the API's clients read an
+    answer's id.
     """
 
-    body: Callable[[ApiError, str | None], dict[str, Any]]
-    statuses: Mapping[int, int] = field(factory=dict)
+    make_body: Callable[[ApiError, str | None], dict[str, Any]]
+    status_overrides: Mapping[int, int] = field(factory=dict)
     id_headers: tuple[str, ...] = ("x-request-id",)
 
-    def headers(self, id_: str) -> dict[str, str]:
+    def make_headers(self, id_: str) -> dict[str, str]:
+        """Return the headers that carry an answer's id."""
         return dict.fromkeys(self.id_headers, id_)
 
-    def response(self, error: ApiError, id_: str | None = None) -> JSONResponse:
-        headers = {**error.headers, **({} if id_ is None else self.headers(id_))}
-        return JSONResponse(self.body(error, id_), self.statuses.get(error.status, error.status), headers)
+    def make_response(self, error: ApiError, id_: str | None = None) -> JSONResponse:
+        """Return the whole response for an error."""
+        headers = {**error.headers, **({} if id_ is None else self.make_headers(id_))}
+        return JSONResponse(self.make_body(error, id_), self.status_overrides.get(error.status, error.status), headers)
 
 
-def openai_error(error: ApiError, _: str | None = None) -> dict[str, Any]:
-    """All four keys are required by OpenAI's specification."""
+def make_openai_error(error: ApiError, _: str | None = None) -> dict[str, Any]:
+    """Return OpenAI's error object. Its specification requires all four keys."""
     described = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
     return {"error": {**described, **error.extra}}
 
 
-ANTHROPIC_TYPES = {  # by our status; 4xx that are not here are invalid requests, 5xx failures of the API
+ANTHROPIC_TYPES = {  # by our status; any other 4xx is an invalid request, any other 5xx a failure
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -47,18 +51,21 @@ ANTHROPIC_TYPES = {  # by our status; 4xx that are not here are invalid requests
 }
 
 
-def anthropic_error(error: ApiError, id_: str | None = None) -> dict[str, Any]:
+def make_anthropic_error(error: ApiError, id_: str | None = None) -> dict[str, Any]:
+    """Return Anthropic's error object."""
     kind = ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": anthropic_words(error)}, "request_id": id_}
+    return {"type": "error", "error": {"type": kind, "message": write_anthropic_message(error)}, "request_id": id_}
 
 
-def anthropic_words(error: ApiError) -> str:
-    """Claude Code reads both counts out of the sentence, which must be Anthropic's own."""
+def write_anthropic_message(error: ApiError) -> str:
+    """Return the message of an error. Claude Code reads both counts of tokens out of Anthropic's own sentence, so it is
+    used here.
+    """
     if error.code == "context_length_exceeded":
         most = error.extra["n_ctx"]
         return f"prompt is too long: {max(error.extra['n_prompt_tokens'], most + 1)} tokens > {most} maximum"
     return error.message
 
 
-OPENAI = Dialect(openai_error)
-ANTHROPIC = Dialect(anthropic_error, {503: 529}, ("request-id", "x-request-id"))
+OPENAI = ErrorFormat(make_openai_error)
+ANTHROPIC = ErrorFormat(make_anthropic_error, {503: 529}, ("request-id", "x-request-id"))

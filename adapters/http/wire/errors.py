@@ -1,11 +1,11 @@
-"""Everything that a client can be told went wrong. How its API words that is its dialect (`dialect.py`)."""
+"""The errors that a client can get. Each API writes them in its own format (`error_format.py`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from attrs import define, field
+from attrs import define, evolve, field
 
 from effects.ports import Closed
 from effects.stream import Finish
@@ -13,7 +13,7 @@ from effects.stream import Finish
 
 @define(eq=False)
 class ApiError(Exception):
-    """An answer that is an error, in no dialect yet. `message` is a sentence that a user can act on."""
+    """An answer that is an error, in no API's format yet. `message` is a sentence that a user can act on."""
 
     status: int
     message: str
@@ -23,13 +23,19 @@ class ApiError(Exception):
     extra: Mapping[str, Any] = field(factory=dict)
     headers: Mapping[str, str] = field(factory=dict)
 
+    def add_headers(self, headers: Mapping[str, str]) -> ApiError:
+        """Return the same error with further headers."""
+        return evolve(self, headers={**self.headers, **headers})
+
 
 SHUTTING_DOWN = "The server is shutting down."
 OUT_OF_REACH = "A part of the model is out of reach, so nothing can be answered now"
 
 
-def no_such_path(path: str, known: Sequence[str]) -> ApiError:
-    """Clients tell their users that there is no such model when they see a 404: the message must say what there is."""
+def unknown_path(path: str, known: Sequence[str]) -> ApiError:
+    """Return the error for a path that is not served. Clients show a 404 as "there is no such model", so the message
+    lists the paths.
+    """
     message = f"There is no API at {path[:200]!r} on this server, whatever the model. It has {', '.join(known)}."
     return ApiError(404, message, code="unknown_path")
 
@@ -52,17 +58,18 @@ def context_exceeded(tokens: int, context: int, param: str) -> ApiError:
     return ApiError(400, message, param=param, code="context_length_exceeded", extra=counts)
 
 
-def far_too_long(least: int, context: int, param: str) -> ApiError:
-    """Nobody has counted to the end. least: tokens that there are at least; 0: that is not known either."""
+def length_not_counted(least: int, context: int, param: str) -> ApiError:
+    """Return the error for a prompt whose tokens were not counted to the end. least: how many there are at least; 0:
+    unknown.
+    """
     count = f"at least {least} tokens" if least else "too much text to count its tokens"
     error = context_exceeded(least, context, param)
-    error.message = error.message.replace(f"{least} tokens", count, 1)
-    return error
+    return evolve(error, message=error.message.replace(f"{least} tokens", count, 1))
 
 
-def model_not_found(asked: str, served: Sequence[str]) -> ApiError:
+def model_not_found(name: str, served: Sequence[str]) -> ApiError:
     names = f"{', '.join(map(repr, served))} {'is' if len(served) == 1 else 'are'}"
-    message = f"The model {asked[:200]!r} is not served here; {names} (--alias adds names, --any-model all)."
+    message = f"The model {name[:200]!r} is not served here; {names} (--alias adds names, --any-model all)."
     return ApiError(404, message, param="$.model", code="model_not_found")
 
 
@@ -81,16 +88,18 @@ def unavailable(why: str, retry_after_s: int) -> ApiError:
     return ApiError(503, why, "unavailable_error", code="unavailable", headers=headers)
 
 
-def out_of_reach(outages: Mapping[str, str], detail: str, retry_after_s: int) -> ApiError:
-    """outages: what is gone, and why. detail: why the request has ended, where it is there again meanwhile."""
+def shard_lost(outages: Mapping[str, str], detail: str, retry_after_s: int) -> ApiError:
+    """Return the error for a part of the model that cannot be reached.
+
+    outages: the lost parts, and why each is lost. detail: why the request has ended, for when the part is back already.
+    """
     why = "; ".join(f"{whose}: {what}" for whose, what in outages.items()) or detail.removeprefix("RowsLost: ")
     error = unavailable(f"{OUT_OF_REACH}: {why}.", retry_after_s)
-    error.code = "shard_lost"
-    return error
+    return evolve(error, code="shard_lost")
 
 
-def left() -> ApiError:
-    """For the log: there is nobody to hear it."""
+def client_gone() -> ApiError:
+    """Return the error for a client that has left. It is only seen in the log."""
     return ApiError(499, "The client has left.", "cancelled", code="client_gone")
 
 
@@ -135,8 +144,8 @@ FAILURES: Mapping[Finish, tuple[int, str, str, str, bool]] = {
 }
 
 
-def failure_of(closed: Closed, retry_after_s: int, outages: Mapping[str, str] | None = None) -> ApiError | None:
-    """What the end of a job means to its client; None for the good ends. Details are for the log only.
+def find_failure(closed: Closed, retry_after_s: int, outages: Mapping[str, str] | None = None) -> ApiError | None:
+    """Return the error that the end of a job is to its client, or None if it ended well. Details are for the log only.
 
     outages: as `Status` has them now.
     """
@@ -147,9 +156,9 @@ def failure_of(closed: Closed, retry_after_s: int, outages: Mapping[str, str] | 
     if closed.finish == "shutdown":
         return unavailable(SHUTTING_DOWN, retry_after_s)
     if closed.finish == "lost":
-        return out_of_reach(outages or {}, closed.detail, retry_after_s)
+        return shard_lost(outages or {}, closed.detail, retry_after_s)
     status, message, kind, code, again = FAILURES[closed.finish]
-    told = closed.report.compression
-    counts = {} if closed.finish != "too_long" or told is None else {"n_prompt_tokens": told.original}
+    compression = closed.report.compression
+    counts = {} if closed.finish != "too_long" or compression is None else {"n_prompt_tokens": compression.original}
     headers = {} if again else {"x-should-retry": "false"}
     return ApiError(status, message, kind, code=code, extra=counts, headers=headers)

@@ -1,7 +1,7 @@
-"""Strict reading of JSON objects: a field has the right type and range, or the error names its path.
+"""Read JSON objects strictly: a field has the right type and range, or the error names its path.
 
-Nothing is coerced: `"5"` is no number, `true` is no integer, `5.0` is no integer. `null` is as good as absent, as in
-OpenAI's API. Fields that nobody asks for are ignored.
+No value is converted: `"5"` is not a number, `true` is not an integer, and `5.0` is not an integer either. `null`
+counts as absent, as in OpenAI's API. Fields that no reader asks for are ignored.
 """
 
 from __future__ import annotations
@@ -17,39 +17,44 @@ from adapters.http.wire.errors import ApiError, invalid
 
 @frozen
 class Fields:
-    """A JSON object and where it stands in the body.
+    """A JSON object, and its path in the body.
 
-    mended: kinds of faults that were repaired in the body (`mending.py`); only the whole body has any.
+    repairs: the kinds of faults that were repaired in the body (`repair_json.py`). Only the whole body has any.
     """
 
     data: Mapping[str, Any]
     path: str = "$"
-    mended: tuple[str, ...] = ()
+    repairs: tuple[str, ...] = ()
 
     @staticmethod
-    def of(value: Any, path: str) -> Fields:
+    def from_value(value: Any, path: str) -> Fields:
+        """Return the fields of a value. Raises ApiError if it is not an object."""
         if not isinstance(value, dict):
-            raise invalid(path, f"must be an object, not {shown(value)}")
+            raise invalid(path, f"must be an object, not {quote_value(value)}")
         return Fields(value, path)
 
-    def at(self, name: str) -> str:
+    def path_of(self, name: str) -> str:
         return f"{self.path}.{name}"
 
     def has(self, name: str) -> bool:
         return self.data.get(name) is not None
 
-    def given(self, *names: str) -> str:
-        """Which of these names for one thing is in use: the first that is, or just the first."""
+    def first_present(self, *names: str) -> str:
+        """Return the name that the client uses, out of several names for one field. If it uses none, return the
+        first.
+        """
         return next(filter(self.has, names), names[0])
 
-    def wrong(self, name: str, accepted: str) -> ApiError:
-        return invalid(self.at(name), f"must be {accepted}, not {shown(self.data.get(name))}")
+    def wrong_value(self, name: str, accepted: str) -> ApiError:
+        return invalid(self.path_of(name), f"must be {accepted}, not {quote_value(self.data.get(name))}")
 
     def read(self, name: str, accepts: Callable[[Any], bool], accepted: str) -> Any:
-        """The value, or None where there is none."""
+        """Return the value, or None if it is absent. Raises ApiError if `accepts` refuses it; `accepted` says what it
+        may be.
+        """
         value = self.data.get(name)
         if value is not None and not accepts(value):
-            raise self.wrong(name, accepted)
+            raise self.wrong_value(name, accepted)
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -72,7 +77,7 @@ class Fields:
     def text(self, name: str, most: int | None = None) -> str | None:
         value: str | None = self.read(name, lambda value: isinstance(value, str), "a string")
         if value is not None and most is not None and len(value) > most:
-            raise invalid(self.at(name), f"must have at most {most} characters, not {len(value)}")
+            raise invalid(self.path_of(name), f"must have at most {most} characters, not {len(value)}")
         return value
 
     def choice(self, name: str, accepted: Collection[str]) -> str | None:
@@ -82,21 +87,23 @@ class Fields:
     def items(self, name: str, most: int) -> list[Any] | None:
         value: list[Any] | None = self.read(name, lambda value: isinstance(value, list), "an array")
         if value is not None and len(value) > most:
-            raise invalid(self.at(name), f"must have at most {most} entries, not {len(value)}")
+            raise invalid(self.path_of(name), f"must have at most {most} entries, not {len(value)}")
         return value
 
-    def within(self, name: str, keys: Collection[str] = ()) -> Fields | None:
-        """keys: that the object may have; none given: any."""
-        found = Fields.of(self.data[name], self.at(name)) if self.has(name) else None
+    def read_object(self, name: str, keys: Collection[str] = ()) -> Fields | None:
+        """Return the object in a field. Raises ApiError for a key that is not among `keys`; without `keys`, any key is
+        accepted.
+        """
+        found = Fields.from_value(self.data[name], self.path_of(name)) if self.has(name) else None
         for key in found.data if found is not None and keys else ():
             if key not in keys:
                 accepted = ", ".join(keys)
-                raise invalid(self.at(name), f"{shown(key)} is not a key of it; accepted are {accepted}")
+                raise invalid(self.path_of(name), f"{quote_value(key)} is not a key of it; accepted are {accepted}")
         return found
 
 
-def shown(value: Any) -> str:
-    """A value as an error message may show it: JSON, and short."""
+def quote_value(value: Any) -> str:
+    """Return a value as an error message may show it: as JSON, and short."""
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list):

@@ -1,8 +1,8 @@
-"""What h11 reads of a connection, read more strictly: lines, and how much of a body is announced.
+"""Read the framing of HTTP more strictly than h11 does: the ends of lines, and the announced sizes of chunks.
 
-h11 takes a line of a head that ends with a bare line feed. A proxy before the server may not, and then the two see
-different requests in the same bytes. It also tells of a chunk when the first byte of it comes, so that a client could
-announce more than a server takes and have it wait.
+h11 accepts a line of a head that ends with a bare line feed. A proxy before the server may not, and then the two see
+different requests in the same bytes. h11 also reports a chunk only when its first byte arrives. A client could
+therefore announce more than a server accepts, and keep it waiting.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ SIZE = re.compile(rb"[0-9A-Fa-f]{1,20}")
 
 @define(eq=False)
 class StrictReceiveBuffer(ReceiveBuffer):
-    """announced: hears the size of each chunk when the chunk's own line is read."""
+    """A receive buffer that refuses bare line feeds. It gives `on_chunk_size` the size of each chunk once the chunk's
+    own line is read.
+    """
 
-    announced: Callable[[int], None]
+    on_chunk_size: Callable[[int], None]
 
     def __attrs_post_init__(self) -> None:
         super().__init__()
@@ -30,14 +32,14 @@ class StrictReceiveBuffer(ReceiveBuffer):
         """Return the lines of a head, or of what follows a chunked body. Raises LocalProtocolError for a bare LF."""
         before = len(self)
         lines: list[bytearray] | None = super().maybe_extract_lines()
-        # each line had two bytes behind it, and so had the empty one
+        # Two bytes end each line, and the empty line as well.
         if lines is not None and before - len(self) != sum(map(len, lines)) + 2 * (len(lines) + 1):
             raise LocalProtocolError("a line of the head ends with a bare line feed")
         return lines
 
     def maybe_extract_next_line(self) -> bytearray | None:
-        """Return the line of a chunk. h11 checks it; what is no size is announced by nobody."""
+        """Return the line of a chunk. h11 checks it; a line that is no size is not reported."""
         line: bytearray | None = super().maybe_extract_next_line()
         if line is not None and (size := SIZE.match(line)):
-            self.announced(int(size[0], 16))
+            self.on_chunk_size(int(size[0], 16))
         return line

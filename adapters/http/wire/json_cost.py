@@ -1,6 +1,7 @@
-"""How much a JSON text holds, told from its bytes: before parsing it makes a hundred bytes of objects out of each.
+"""Measure from a JSON text's bytes how many objects it would become, before it is parsed.
 
-Done with numpy in pieces, so the interpreter is not held for longer than a piece takes.
+Parsing makes up to a hundred bytes of objects out of one byte of text, so `read_body.py` measures large bodies first.
+numpy does it piece by piece, so the interpreter is never held for longer than one piece takes.
 """
 
 from __future__ import annotations
@@ -13,40 +14,53 @@ from numpy.typing import NDArray
 
 PIECE = 1 << 18
 QUOTE, SLASH, COMMA = b'"\\,'
-OPEN, CLOSE, FOLD = ord("{"), ord("}"), 0x20  # [ and ] differ from them in one bit
+OPEN = ord("{")
+CLOSE = ord("}")
+FOLD = 0x20  # the one bit in which [ and ] differ from { and }
 
 
 @frozen
-class Census:
-    """Up to some place in a text: arrays and objects, commas outside of strings, and the deepest nesting."""
+class JsonCost:
+    """The contents of a text up to some position: arrays and objects, commas outside of strings, and the deepest
+    nesting.
+    """
 
     containers: int = 0
     commas: int = 0
     depth: int = 0
 
 
-def censuses(raw: bytes | bytearray) -> Iterator[Census]:
-    """After every piece, what there is up to its end. True of a text as far as it is JSON."""
+def measure_json(raw: bytes | bytearray) -> Iterator[JsonCost]:
+    """Yield after every piece what the text holds up to the piece's end. The figures are right for as much of the text
+    as is JSON.
+    """
     containers = commas = deepest = level = 0
-    inside, escaped = 0, False
+    inside = 0
+    escaped = False
     for start in range(0, len(raw), PIECE):
         piece = np.frombuffer(raw, np.uint8, min(PIECE, len(raw) - start), start)
         quotes = piece == QUOTE
-        escaped = forget_escaped(quotes, piece == SLASH, escaped)
+        escaped = clear_escaped_quotes(quotes, piece == SLASH, escaped)
         within = (np.cumsum(quotes, dtype=np.uint8) & 1) ^ inside
-        folded, outside = piece | FOLD, within == 0
-        opened, closed = (folded == OPEN) & outside, (folded == CLOSE) & outside
+        folded = piece | FOLD
+        outside = within == 0
+        opened = (folded == OPEN) & outside
+        closed = (folded == CLOSE) & outside
         levels = level + np.cumsum(opened.view(np.int8) - closed.view(np.int8), dtype=np.int64)
         containers += int(np.count_nonzero(opened))
         commas += int(np.count_nonzero((piece == COMMA) & outside))
-        deepest, level, inside = max(deepest, int(levels.max())), int(levels[-1]), int(within[-1])
-        yield Census(containers, commas, deepest)
+        deepest = max(deepest, int(levels.max()))
+        level = int(levels[-1])
+        inside = int(within[-1])
+        yield JsonCost(containers, commas, deepest)
 
 
-def forget_escaped(quotes: NDArray[np.bool_], slashes: NDArray[np.bool_], escaped: bool) -> bool:
-    """Clear the quotes that a backslash stands before. escaped: the first character is; returns whether the next is.
+def clear_escaped_quotes(quotes: NDArray[np.bool_], slashes: NDArray[np.bool_], escaped: bool) -> bool:
+    """Clear, in place, the quotes that a backslash escapes. In a run of backslashes, every second one is escaped
+    itself.
 
-    In a run of backslashes every second one is escaped itself.
+    escaped: whether the first character of the piece is escaped. Returns whether the first character of the next piece
+    is.
     """
     if escaped:
         quotes[0] = slashes[0] = False

@@ -1,4 +1,4 @@
-"""Which paths there are: as clients write them, with or without /v1 and slashes at the end."""
+"""Map the paths that clients write to the paths that are served: with or without /v1, and with slashes at the end."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Collection
 VERSION = "/v1"
 
 
-def canonical(path: str, known: Collection[str]) -> str:
-    """The path that is meant, as it is known; one that is not known stays as it is, but for slashes at its end."""
+def canonical_path(path: str, known: Collection[str]) -> str:
+    """Return the served path that a client means. An unknown path stays as it is, but for slashes at its end."""
     bare = path.rstrip("/") or "/"
     for meant in (bare, VERSION + bare, bare.removeprefix(VERSION)):
         if meant in known:

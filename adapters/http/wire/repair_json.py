@@ -1,7 +1,8 @@
-"""Repairs JSON bodies that clients resend for ever: half surrogate pairs, and inputs of calls that are nested too deep.
+"""Repair JSON bodies that clients would send again for ever: half surrogate pairs, and inputs of calls that are nested
+too deep.
 
-A model can write both into a call, and an agent sends its history again with every request. So a 400 would end the
-session for good. Repairs work on the bytes, before they are parsed, and only where parsing has found a fault. They
+A model can write both into a call, and an agent sends its history again with every request. A 400 would therefore end
+the session for good. Repairs work on the bytes before they are parsed, and only if parsing has found a fault. They
 leave everything else as it is, byte for byte.
 """
 
@@ -23,11 +24,12 @@ LOW_HALF = re.compile(rb"u[dD][c-fC-F][0-9a-fA-F]{2}")
 TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
 
 
-def without_halves(raw: bytes | bytearray) -> bytes | None:
-    """Return the body with U+FFFD for each half of a surrogate pair; None where there is none."""
+def replace_surrogate_halves(raw: bytes | bytearray) -> bytes | None:
+    """Return the body with U+FFFD for each half of a surrogate pair. Return None if there is none."""
     if b"\\ud" not in raw and b"\\uD" not in raw:
         return None
-    parts, at = list[bytes](), 0
+    parts = list[bytes]()
+    at = 0
     for found in ESCAPE.finditer(raw):
         start, stop = found.span()
         if stop - start == 2:
@@ -36,19 +38,20 @@ def without_halves(raw: bytes | bytearray) -> bytes | None:
                 continue
             stop = low.end()
         elif stop - start != 6:
-            continue  # a pair
+            continue  # a whole pair
         parts += (bytes(raw[at:start]), REPLACEMENT)
         at = stop
     return b"".join((*parts, bytes(raw[at:]))) if parts else None
 
 
-def without_depth(raw: bytes | bytearray, most: int) -> bytes | None:
-    """Return the body with the JSON text of each value of its history that is nested beyond `most` levels.
+def flatten_deep_values(raw: bytes | bytearray, most: int) -> bytes | None:
+    """Return the body with values of its history as JSON text, where they are nested beyond `most` levels.
 
-    The value is the whole input of a tool_use block, or what stands as deep in other parts of the history. None where
+    The value is the whole input of a tool_use block, or what is as deep in other parts of the history. Return None if
     there is no such value.
     """
-    parts, at = list[bytes](), 0
+    parts = list[bytes]()
+    at = 0
     level = deepest = start = 0
     key = b""
     for found in TOKEN.finditer(raw):
@@ -57,7 +60,8 @@ def without_depth(raw: bytes | bytearray, most: int) -> bytes | None:
             level += 1
             deepest = max(deepest, level)
             if level == CALL_LEVEL:
-                start, deepest = found.start(), level
+                start = found.start()
+                deepest = level
         elif token in (b"}", b"]"):
             if level == CALL_LEVEL and deepest > most and key in HISTORY:
                 try:

@@ -1,4 +1,6 @@
-"""Whoever finds the queue full, or too many before it on their way there, is told when to come again."""
+"""Estimate when a client should try again that found the queue full, or too many requests before it on the way
+there.
+"""
 
 from __future__ import annotations
 
@@ -11,42 +13,48 @@ from attrs import define
 from adapters.http.wire.errors import queue_full
 from effects.ports import QUEUE_STAGES, Closed, Status
 
-MOST_S = 60  # OpenAI's clients do not believe more, and come again after half a second
-SHARE = 0.2  # of the newest request in the mean
+MOST_S = 60  # seconds; OpenAI's clients ignore a longer time and try again after half a second
+NEWEST_SHARE = 0.2  # share of the newest request in the mean
 
 
-def retry_after(waiting: int, slots: int, seconds: float) -> int:
-    """Whole seconds until those that wait have been served, and one more: `slots` at once, for `seconds` each."""
+def compute_retry_after(waiting: int, slots: int, seconds: float) -> int:
+    """Return the whole seconds until the waiting requests and one more have been served: `slots` at once, for `seconds`
+    each.
+    """
     return max(1, min(MOST_S, math.ceil((waiting + 1) * seconds / max(1, slots))))
 
 
 @define
-class Turnover:
-    """How long requests hold a slot, on average; the later ones count more."""
+class SlotTime:
+    """The mean time for which requests hold a slot, in seconds. Newer requests count more."""
 
-    seconds: float | None = None
+    mean_s: float | None = None
 
-    def served(self, closed: Closed) -> None:
+    def add(self, closed: Closed) -> None:
+        """Add a request that has ended to the mean. Time in the queue does not count."""
         spent = (sum(closed.stages_ms.values()) - closed.spent_ms(QUEUE_STAGES)) / 1000
-        self.seconds = spent if self.seconds is None else (1 - SHARE) * self.seconds + SHARE * spent
+        self.mean_s = spent if self.mean_s is None else (1 - NEWEST_SHARE) * self.mean_s + NEWEST_SHARE * spent
 
-    def retry_after(self, status: Status) -> int:
-        return retry_after(status.queue, len(status.slots), self.seconds or 0)
+    def estimate_retry_after(self, status: Status) -> int:
+        """Return the seconds after which a new request would find room."""
+        return compute_retry_after(status.queue, len(status.slots), self.mean_s or 0)
 
 
 @define
-class Preparing:
-    """Requests whose prompt is being made of their body. More of them than slots and queue hold (`most`) could not all
-    be put in, and tokenizing those would keep everybody else waiting.
+class PreparationLimit:
+    """Limits the requests whose prompt is being made of their body.
+
+    More requests than slots and queue hold (`limit`) could not all be submitted. Tokenizing them would keep all others
+    waiting.
     """
 
-    most: int
+    limit: int
     count: int = 0
 
     @contextmanager
-    def one(self, retry_after: Callable[[], int]) -> Iterator[None]:
-        """Raises ApiError 429 where there are too many."""
-        if self.count >= self.most:
+    def admit(self, retry_after: Callable[[], int]) -> Iterator[None]:
+        """Count one request for as long as the block runs. Raises ApiError 429 if there are too many."""
+        if self.count >= self.limit:
             raise queue_full(retry_after())
         self.count += 1
         try:

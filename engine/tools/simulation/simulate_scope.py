@@ -79,7 +79,10 @@ class Simulation:
         shape = layout(setup.costs, setup.settings.block_size)
         keeping = Keeping(self.disk, setup.host_budget, shape, setup.costs, self.clock)
         settings = setup.settings if self.scope is not None else evolve(setup.settings, store=False)
-        self.process, self._since = Process(settings, setup.costs, self.clock, keeping, self._shortening.frozen.keep), 0
+        self.process, self._since = (
+            Process(settings, setup.costs, self.clock, keeping, self._shortening.frozen.store),
+            0,
+        )
 
     @property
     def name(self) -> str:

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from attrs import define, evolve, field
 
-from adapters.http.history.frozen_messages import Aging, FrozenMessages
+from adapters.http.history.frozen_messages import FrozenMessages, MessageFreezing
 from effects.compression import WHOLE, Compression, PromptPart, select_tokens
 from effects.ids import Span, Tokens
 from effects.pflash import CompressPrompt, PromptCompressed
@@ -21,7 +21,7 @@ class Shortening:
 
     asked: Compression
     longest: int  # tokens that a drafter can score
-    frozen: FrozenMessages = field(factory=lambda: FrozenMessages(drafter="simulated"))
+    frozen: FrozenMessages = field(factory=lambda: FrozenMessages(scorer_identity="simulated"))
 
     def of(self, prompt: Tokens, boundaries: Sequence[int]) -> Compression:
         """Logs do not say who speaks: an agent's messages take turns, and the first is the system's."""
@@ -30,7 +30,7 @@ class Shortening:
         edges = sorted({0, *boundaries, len(prompt)})
         parts = tuple(PromptPart("user", start, stop) for start, stop in pairwise(edges))
         asked = evolve(self.asked, parts=parts, continues=len(parts) > TURNS)
-        return Aging(self.frozen, lambda _: asked.keep, self.longest).applied(asked, prompt, len(parts))
+        return MessageFreezing(self.frozen, lambda _: asked.keep, self.longest).apply(asked, prompt, len(parts))
 
 
 def shortened(asked: CompressPrompt, ns: int) -> PromptCompressed:

@@ -12,8 +12,8 @@ import anyio
 import anyio.abc
 import pytest
 
-from adapters.http.wire.connection import PacedCalls
 from adapters.http.wire.connection_debts import INSTALMENT, Debt, DebtLedger
+from adapters.http.wire.paced_calls import PacedCalls
 from tests.campaign.crowd import MANNERS, Manner
 from tests.http.conftest import Site, chat, served
 from tests.http.test_connections import answer, connect, ended
@@ -61,12 +61,12 @@ ORDERS: Sequence[tuple[str, Sequence[tuple[str, Debt | None]], str | None]] = (
 def test_who_makes_room(events: Sequence[tuple[str, Debt | None]], first: str | None) -> None:
     ledger = DebtLedger[str]()
     for now, (name, debt) in enumerate(events):
-        if ledger.knows(name):
+        if ledger.is_open(name):
             ledger.record(name, debt, now)
         else:
             ledger.add(name, Debt.HEAD, now)
             ledger.record(name, debt, now)
-    found = ledger.oldest()
+    found = ledger.find_oldest()
     assert (None if found is None else found[0]) == first
 
 
@@ -75,13 +75,13 @@ def test_whoever_pays_is_young_again_and_whoever_is_closed_is_gone() -> None:
     for now, name in enumerate("abc"):
         ledger.add(name, Debt.BODY, now)
     ledger.renew("a", 3)
-    assert ledger.oldest() == ("b", 1)
+    assert ledger.find_oldest() == ("b", 1)
     ledger.remove("b")
     ledger.remove("c")
-    assert ledger.oldest() == ("a", 3)
+    assert ledger.find_oldest() == ("a", 3)
     ledger.remove("a")
     ledger.record("a", Debt.HEAD, 4)
-    assert (len(ledger), ledger.oldest()) == (0, None)
+    assert (len(ledger), ledger.find_oldest()) == (0, None)
 
 
 # --- over sockets ---

@@ -13,13 +13,13 @@ from pathlib import Path
 import anyio
 import pytest
 
-from adapters.http.apis.registry import refers
+from adapters.http.apis.registry import needs_history
 from adapters.http.history import history_loader as recalling
 from adapters.http.history import response_store as limits
 from adapters.http.history.answer_tokens import TurnMemory
 from adapters.http.history.history_loader import HistoryLoader
-from adapters.http.history.persistent_lru import PersistentLru, signed
-from adapters.http.history.response_store import Archive
+from adapters.http.history.persistent_lru import PersistentLru, add_digest
+from adapters.http.history.response_store import ResponseStore
 from adapters.http.wire.errors import ApiError
 from adapters.store.files.private_folder import Folder
 from tests.http.conftest import Site, chat, served
@@ -45,7 +45,7 @@ def name(number: int) -> str:
 
 
 def cabinets() -> dict[str, PersistentLru]:
-    return {"responses": Archive(), "turns": TurnMemory()}
+    return {"responses": ResponseStore(), "turns": TurnMemory()}
 
 
 async def closed(found: dict[str, PersistentLru]) -> None:
@@ -57,7 +57,7 @@ async def test_of_all_paths_those_of_conversations_wait(site: Site) -> None:
     listed = (await site.client.get("/", headers={"accept": "application/json"})).text
     paths = set(re.findall(r"/[a-z0-9_/{}:-]+", listed)) | set(CONVERSATIONS)
     assert len(paths) > 20
-    assert sorted(filter(refers, paths)) == sorted(CONVERSATIONS)
+    assert sorted(filter(needs_history, paths)) == sorted(CONVERSATIONS)
 
 
 async def test_who_may_mean_what_was_said_before_waits_for_it_and_nobody_else_does(folder: Path) -> None:
@@ -87,7 +87,7 @@ async def test_who_may_mean_what_was_said_before_waits_for_it_and_nobody_else_do
 
 
 async def test_what_takes_too_long_is_waited_for_in_vain(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recalling, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(recalling, "MAX_WAIT_S", 0.05)
     async with served(folder, recall=HistoryLoader(cabinets(), None)) as site:
         refused = await site.post("/v1/chat/completions", chat(max_tokens=2))
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
@@ -95,7 +95,7 @@ async def test_what_takes_too_long_is_waited_for_in_vain(folder: Path, monkeypat
 
 
 async def test_it_is_read_and_then_followed(tmp_path: Path) -> None:
-    before = Archive(Folder.open(tmp_path / "responses"))
+    before = ResponseStore(Folder.open(tmp_path / "responses"))
     before.put(name(0), BODY)
     await before.close()
     found = cabinets()
@@ -119,17 +119,17 @@ async def test_a_stop_while_it_is_read_ends_it_with_the_file_that_it_is_at(
     for folder in ("responses", "turns"):
         (tmp_path / folder).mkdir(mode=0o700)
     for number in range(5):
-        (tmp_path / "responses" / name(number)).write_bytes(signed(BODY))
+        (tmp_path / "responses" / name(number)).write_bytes(add_digest(BODY))
     held, begun, read = threading.Event(), anyio.Event(), list[str]()
-    wake, reading = partial(anyio.from_thread.run_sync, begun.set), Archive._read  # noqa: SLF001
+    wake, reading = partial(anyio.from_thread.run_sync, begun.set), ResponseStore._read_file  # noqa: SLF001
 
-    def slow(self: Archive, name: str, size: int) -> bytes:
+    def slow(self: ResponseStore, name: str, size: int) -> bytes:
         read.append(name)
         wake()
         assert held.wait(20)
         return reading(self, name, size)
 
-    monkeypatch.setattr(Archive, "_read", slow)
+    monkeypatch.setattr(ResponseStore, "_read_file", slow)
     found, refused = cabinets(), list[Exception]()
     recall = HistoryLoader(found, tmp_path)
 
@@ -181,10 +181,10 @@ async def test_a_folder_that_cannot_be_read_costs_what_was_in_it(
 
 async def test_of_a_file_no_more_is_read_than_one_may_have(tmp_path: Path) -> None:
     folder = Folder.open(tmp_path)
-    (tmp_path / name(0)).write_bytes(signed(BODY))
+    (tmp_path / name(0)).write_bytes(add_digest(BODY))
     with (tmp_path / name(1)).open("wb") as huge:
         huge.truncate(1 << 43)  # eight tebibytes of nothing
-    archive = Archive(folder)
+    archive = ResponseStore(folder)
     archive.load()
     assert len(archive) == 1
     assert not (tmp_path / name(1)).exists()
@@ -193,12 +193,12 @@ async def test_of_a_file_no_more_is_read_than_one_may_have(tmp_path: Path) -> No
 
 async def test_those_that_were_written_last_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever they are called."""
-    monkeypatch.setattr(limits, "MOST", 2)
+    monkeypatch.setattr(limits, "MAX_RESPONSES", 2)
     folder = Folder.open(tmp_path)
     for number, age in enumerate((10, 40, 20, 30)):
-        (tmp_path / name(number)).write_bytes(signed(BODY))
+        (tmp_path / name(number)).write_bytes(add_digest(BODY))
         os.utime(tmp_path / name(number), (1e9 - age, 1e9 - age))
-    archive = Archive(folder)
+    archive = ResponseStore(folder)
     archive.load()
     assert [number for number in range(4) if archive.find(name(number)) is not None] == [0, 2]
     archive.put(name(9), BODY, lasting=False)

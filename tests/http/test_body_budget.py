@@ -12,7 +12,7 @@ import anyio.abc
 import pytest
 from attrs import define
 
-from adapters.http.wire.body_budget import ROOM, SMALL, Intake
+from adapters.http.wire.body_budget import BUDGETED_BODIES, FREE_BYTES, BodyBudget
 from tests.http.conftest import Site, served
 from tests.http.test_connections import answer, connect
 from tests.http.test_guard import JSON, head, status
@@ -29,7 +29,7 @@ class Taking:
     """A server, and what it holds of bodies."""
 
     site: Site
-    intake: Intake
+    budget: BodyBudget
 
     async def begun(self, stack: AsyncExitStack, count: int) -> list[anyio.abc.SocketStream]:
         """So many connections that have sent all of a body but the last byte."""
@@ -47,16 +47,16 @@ class Taking:
 
 @pytest.fixture
 async def taking(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Taking]:
-    made = list[Intake]()
+    made = list[BodyBudget]()
 
-    def build(most: int, retry_after_s: int) -> Intake:
-        made.append(Intake(most, retry_after_s))
+    def build(most: int, retry_after_s: int) -> BodyBudget:
+        made.append(BodyBudget(most, retry_after_s))
         return made[-1]
 
-    monkeypatch.setattr("adapters.http.app.Intake", build)
+    monkeypatch.setattr("adapters.http.app.BodyBudget", build)
     async with served(folder, max_body=LARGEST) as site:
         yield Taking(site, made[0])
-    assert made[0].held == 0
+    assert made[0].used == 0
 
 
 async def first_of(streams: Sequence[anyio.abc.SocketStream]) -> bytes:
@@ -73,35 +73,35 @@ async def first_of(streams: Sequence[anyio.abc.SocketStream]) -> bytes:
     return found[0]
 
 
-def waiting(intake: Intake) -> int:
-    return len(intake.line)
+def waiting(budget: BodyBudget) -> int:
+    return len(budget.waiting_bodies)
 
 
 async def test_however_many_bodies_come_only_so_much_is_held_and_all_are_answered(
     taking: Taking, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("adapters.http.wire.body_budget.STALL_S", 60)
+    monkeypatch.setattr("adapters.http.wire.body_budget.PIECE_TIMEOUT_S", 60)
     async with AsyncExitStack() as stack:
         with anyio.fail_after(60):
             streams = await taking.begun(stack, 12)
-            await until(lambda: waiting(taking.intake) >= 6)
+            await until(lambda: waiting(taking.budget) >= 6)
             assert (await taking.site.complete(max_tokens=1)).status_code == 200, "small ones need no room"
-            assert taking.intake.most == ROOM * LARGEST
-            assert taking.intake.most - LARGEST < taking.intake.held <= taking.intake.most + LARGEST
+            assert taking.budget.limit == BUDGETED_BODIES * LARGEST
+            assert taking.budget.limit - LARGEST < taking.budget.used <= taking.budget.limit + LARGEST
             for stream in streams:
                 await stream.send(BODY[-1:])
             assert [status(await answer(stream)) for stream in streams] == [200] * 12
-    await until(lambda: taking.intake.held == 0)
+    await until(lambda: taking.budget.used == 0)
 
 
 async def test_clients_that_send_no_more_lose_their_room_to_one_that_sends(
     taking: Taking, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("adapters.http.wire.body_budget.STALL_S", 1.0)
+    monkeypatch.setattr("adapters.http.wire.body_budget.PIECE_TIMEOUT_S", 1.0)
     async with AsyncExitStack() as stack:
         with anyio.fail_after(60):
             streams = await taking.begun(stack, 12)
-            await until(lambda: waiting(taking.intake) > 0)
+            await until(lambda: waiting(taking.budget) > 0)
             assert await taking.whole() == 200
             received = await first_of(streams)
     assert status(received) == 408
@@ -111,14 +111,14 @@ async def test_clients_that_send_no_more_lose_their_room_to_one_that_sends(
 async def test_a_client_that_sends_slowly_is_left_alone_where_nobody_waits(
     taking: Taking, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("adapters.http.wire.body_budget.STALL_S", 0.01)
+    monkeypatch.setattr("adapters.http.wire.body_budget.PIECE_TIMEOUT_S", 0.01)
     async with await connect(taking.site) as stream:
         await stream.send(CHUNKED)
         for start in range(0, len(BODY), LARGEST // 8):
             part = BODY[start : start + LARGEST // 8]
             await stream.send(b"%x\r\n%b\r\n" % (len(part), part))
             await anyio.sleep(0.05)
-        assert taking.intake.held > LARGEST // 2
+        assert taking.budget.used > LARGEST // 2
         await stream.send(b"0\r\n\r\n")
         assert status(await answer(stream)) == 200
 
@@ -126,12 +126,12 @@ async def test_a_client_that_sends_slowly_is_left_alone_where_nobody_waits(
 async def test_who_finds_no_room_in_time_is_told_when_to_come_again(
     taking: Taking, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("adapters.http.wire.body_budget.STALL_S", 60)
-    monkeypatch.setattr("adapters.http.wire.body_budget.WAIT_S", 0.3)
+    monkeypatch.setattr("adapters.http.wire.body_budget.PIECE_TIMEOUT_S", 60)
+    monkeypatch.setattr("adapters.http.wire.body_budget.MAX_WAIT_S", 0.3)
     async with AsyncExitStack() as stack:
         with anyio.fail_after(60):
             await taking.begun(stack, 5)
-            await until(lambda: taking.intake.held > taking.intake.most)
+            await until(lambda: taking.budget.used > taking.budget.limit)
             async with await connect(taking.site) as late:
                 await late.send(HEAD + BODY)
                 received = await answer(late)
@@ -141,18 +141,18 @@ async def test_who_finds_no_room_in_time_is_told_when_to_come_again(
 
 
 async def test_clients_that_leave_give_their_room_back(taking: Taking, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("adapters.http.wire.body_budget.STALL_S", 60)
+    monkeypatch.setattr("adapters.http.wire.body_budget.PIECE_TIMEOUT_S", 60)
     with anyio.fail_after(60):
         async with AsyncExitStack() as stack:
             await taking.begun(stack, 8)
-            await until(lambda: waiting(taking.intake))
+            await until(lambda: waiting(taking.budget))
         assert await taking.whole() == 200
-        await until(lambda: taking.intake.held == 0)
+        await until(lambda: taking.budget.used == 0)
 
 
 async def test_a_body_up_to_the_small_size_takes_no_room(taking: Taking) -> None:
-    with taking.intake.body(5) as body:
-        await taking.intake.grow(body, SMALL)
-        assert (body.counted, taking.intake.held) == (0, 0)
-        await taking.intake.grow(body, 5)
-        assert (body.counted, taking.intake.held) == (5, 5)
+    with taking.budget.open_body(5) as body:
+        await taking.budget.grow(body, FREE_BYTES)
+        assert (body.budgeted, taking.budget.used) == (0, 0)
+        await taking.budget.grow(body, 5)
+        assert (body.budgeted, taking.budget.used) == (5, 5)
