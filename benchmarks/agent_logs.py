@@ -20,7 +20,7 @@ from benchmarks.report import machine, raw, table
 from effects.scope import Scope, parse_scope
 from engine.tools.simulation.logs.logged_requests import Session
 from engine.tools.simulation.logs.read_log import read_logs
-from engine.tools.simulation.simulate_scope import Setup, Simulation, fitted
+from engine.tools.simulation.simulate_scope import Setup, Simulation, fit_settings
 from engine.tools.simulation.simulated_costs import Costs
 from states.settings import Settings
 
@@ -67,7 +67,7 @@ def main() -> int:
     given = parser.parse_args()
     logs, rows = read_logs(given.logs), list[dict[str, Any]]()
     for server, costs in SERVERS.items():
-        settings = fitted(Settings(slots=4, store=True, min_tokens=512, rates=costs.rates()), logs.sessions)
+        settings = fit_settings(Settings(slots=4, store=True, min_tokens=512, rates=costs.rates()), logs.sessions)
         budget = given.tokens * costs.token_bytes
         setup = Setup(settings, costs, budget, 0, given.restart_every, given.interleave)
         for scope in map(parse_scope, given.scopes.split(",")):

@@ -269,7 +269,7 @@ def build(given: argparse.Namespace, lane: DeviceLane, folder: Path) -> StoreBen
     )
     for _ in range(3):
         calibrate_compute.run_chunk(shard, 0, given.chunk, given.chunk)
-    known = Rates(prefill=calibrate_compute.prefill(shard, given.chunk, config.max_positions))
+    known = Rates(prefill=calibrate_compute.measure_prefill(shard, given.chunk, config.max_positions))
     return StoreBench(shard, lane, executor, store, moving, settings, known)
 
 

@@ -31,7 +31,7 @@ from benchmarks.report import machine, median, raw, table
 from effects.ids import PAGE
 from engine.loading.background_load import load_target
 from engine.loading.load_target import Target
-from engine.settings.options import Options
+from engine.settings.options import Options, build_options
 
 KINDS = ("quiet", "behind", "in a row")
 MOMENT_S = 1.0
@@ -110,7 +110,7 @@ def main() -> None:
             if not model.exists():
                 checkpoint(model, given)
         context = max(lengths) + 256
-        options = Options(model=str(model), draft="none", slots=given.slots, max_ctx=context)
+        options = build_options(model=str(model), draft="none", slots=given.slots, max_ctx=context)
         times = {"alone": anyio.run(alone, options, lengths, given.runs)}
         words = [sys.executable, "-m", "engine", "serve", str(model), "--draft", "none", "--port", "0"]
         words += ["--slots", str(given.slots), "--max-ctx", str(context)]

@@ -32,7 +32,7 @@ from adapters.models.kernels.reference.kernels import ReferenceKernels
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights
 from benchmarks.report import machine, median, raw, table
-from engine.loading.expert_placement import expert_weights, first_places
+from engine.loading.expert_placement import count_expert_weights, place_first_experts
 from states.experts import Residents, choose_moves, make_residents
 
 CONTEXT = 256
@@ -145,26 +145,26 @@ def learnt(runs: Runs, offloaded: HostExperts, residents: Residents, how: str, r
 def host(setting: Setting, gib: float, reports: int, draws: Sequence[str], found: dict[str, Any]) -> str:
     config, itemsize = setting.config, setting.dtype.itemsize
     shapes = config.tensors()
-    others = sum(torch.Size(shape).numel() for shape in shapes.values()) - expert_weights(config)
+    others = sum(torch.Size(shape).numel() for shape in shapes.values()) - count_expert_weights(config)
     rows = setting.capacity * config.kv_bytes_per_token(setting.dtype)
     logits = 8 * config.vocab_size * 4 + 4 * setting.chunk * config.hidden_size * itemsize
     room = int(gib * (1 << 30)) - others * itemsize - rows - logits
     assert config.experts is not None
-    offloaded, began = HostExperts(setting.device, config.experts.count, room), time.perf_counter()
-    shard = made(setting, setting.device, offloaded)
-    first_places(offloaded)
-    runs, residents = Runs(setting, shard), make_residents(offloaded.experts, offloaded.places)
+    hosted, began = HostExperts(setting.device, config.experts.count, room), time.perf_counter()
+    shard = made(setting, setting.device, hosted)
+    place_first_experts(hosted)
+    runs, residents = Runs(setting, shard), make_residents(hosted.experts, hosted.places)
     memory, said = shard.memory(), runs.digest()
-    found["host, memory"] = {**offloaded.shown(), **memory, "loaded_s": time.perf_counter() - began}
+    found["host, memory"] = {**hosted.shown(), **memory, "loaded_s": time.perf_counter() - began}
     print("host:", found["host, memory"], flush=True)
     for how in draws:
         for when in ("before", "after"):
             if when == "after":
-                residents = learnt(runs, offloaded, residents, how, reports)
+                residents = learnt(runs, hosted, residents, how, reports)
             figures = measured(runs, how)
-            now = offloaded.shown()
+            now = hosted.shown()
             runs.decode(drawn(setting, how, 3), setting.steps)
-            last = offloaded.shown()
+            last = hosted.shown()
             needed, brought = last["needed"] - now["needed"], last["brought"] - now["brought"]
             figures |= {"brought_of_needed": brought / needed, "moved": last["moved"]}
             found[f"host, {how}, {when} the policy"] = figures

@@ -26,8 +26,8 @@ from effects.ids import PAGE, Tokens
 from effects.job import Job
 from effects.ports import Closed
 from effects.stream import EmitTokens
-from engine.loading.memory_fit import DeviceNeed, Fit, fitted, pooled
-from engine.serving.wiring import engine
+from engine.loading.memory_fit import DeviceNeed, Fit, fit_page_pool, fit_slots
+from engine.serving.wiring import run_engine
 from states.settings import Settings
 
 GIB, LAYERS, POSITIONS = 1 << 30, 36, 40960
@@ -73,10 +73,10 @@ async def served(fit: Fit, jobs: list[Job]) -> tuple[float, list[HeardSession]]:
     )
     heard = [HeardSession() for _ in jobs]
     try:
-        async with engine(settings, executor, facts={}) as running:
+        async with run_engine(settings, executor) as running:
 
             async def one(job: Job, session: HeardSession) -> None:
-                async for message in running.door.submit(job):
+                async for message in running.submissions.submit(job):
                     if isinstance(message, EmitTokens):
                         session.last_s = time.monotonic() - began
                         session.first_s = session.first_s or session.last_s
@@ -111,8 +111,8 @@ def main() -> int:
     need = DeviceNeed("cuda:0", there, weights * DTYPE.itemsize + GIB // 2, config.kv_bytes_per_token(DTYPE))
     context = -(-(asked.length + asked.answer) // PAGE) * PAGE
     ways = {
-        "whole slots": fitted([need], config.max_positions, 0, context),
-        "pages": pooled([need], config.max_positions, 0, context),
+        "whole slots": fit_slots([need], config.max_positions, 0, context),
+        "pages": fit_page_pool([need], config.max_positions, 0, context),
     }
     jobs = [Job(prompt, asked.answer) for prompt in prompts(asked.sessions, asked.length, asked.head)]
     rows, answers = list[dict[str, Any]](), list[list[list[int]]]()

@@ -45,9 +45,9 @@ from effects.scope import Scope
 from effects.stream import EmitTokens
 from engine.loading.background_load import load_target
 from engine.loading.load_target import Target
-from engine.serving.serve import settle
-from engine.serving.wiring import Engine, engine
-from engine.settings.options import Options
+from engine.serving.serve import freeze_collected
+from engine.serving.wiring import Engine, run_engine
+from engine.settings.options import Options, build_options, evolve_options
 from states import launch_prices
 from states.rates import Rates
 
@@ -67,7 +67,7 @@ class TimedAnswer:
 
 async def answer(running: Engine, job: Job) -> TimedAnswer:
     found = TimedAnswer()
-    async for message in running.door.submit(job):
+    async for message in running.submissions.submit(job):
         match message:
             case EmitTokens(tokens):
                 found.tokens += tokens
@@ -85,14 +85,14 @@ async def speed(targets: Mapping[str, Target], ends: Tokens, count: int, most: i
     """Every answer in every way, one right after the other. targets: by way; `plain` does without its draft."""
     rows = list[dict[str, Any]]()
     subjects = prompts(list(NAMES), count, LONGEST)
-    settle()  # one look through all that the prompts come from takes as long as a hundred steps
+    freeze_collected()  # one look through all that the prompts come from takes as long as a hundred steps
     for subject, asked in subjects.items():
         for name, sampling in (("greedy", Sampling()), ("sampled", SAMPLED)):
             took: dict[str, list[TimedAnswer]] = {way: [] for way in targets}
             for number, prompt in enumerate(asked):
                 job = Job(prompt, most, evolve(sampling, seed=number), ends, Scope("off"))
                 for way, target in targets.items():
-                    async with engine(target.settings, target.executor, facts={}) as running:
+                    async with run_engine(target.settings, target.executor) as running:
                         took[way].append(await answer(running, evolve(job, speculate=way != "plain")))
             differing = sum(
                 one.tokens != other.tokens
@@ -131,14 +131,14 @@ async def limit(target: Target, count: int) -> list[dict[str, Any]]:
     for name, (temperature, subject) in NOISE.items():
         noise = [tuple(draw.randrange(16, vocabulary) for _ in range(100)) for _ in range(count)]
         asked = prompts([subject], count, LONGEST)[subject] if subject else noise
-        settle()
+        freeze_collected()
         if name == "never right":
             never_right(target.draft)
         took: dict[str, list[TimedAnswer]] = {"plain": [], "chain": []}
         for number, prompt in enumerate(asked):
             job = Job(prompt, 512, Sampling(temperature=temperature, seed=number), (), Scope("off"))
             for way in ("plain", "chain") if number % 2 else ("chain", "plain"):
-                async with engine(target.settings, target.executor, facts={}) as running:
+                async with run_engine(target.settings, target.executor) as running:
                     took[way].append(await answer(running, evolve(job, speculate=way != "plain")))
         pairs = [one.seconds / other.seconds for one, other in zip(took["plain"], took["chain"], strict=True)]
         why = {one.report.speculation for one in took["chain"] if one.report is not None}
@@ -244,7 +244,7 @@ async def tier(options: Options, ends: Tokens, count: int) -> list[dict[str, Any
     seen: dict[str, dict[tuple[Tokens, int], Tokens]] = {}
     rows = list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as folder:
-        kept = evolve(options, kv_cache_dir=Path(folder), kv_cache_min_tokens=0, disk_prefix_cache="full")
+        kept = evolve_options(options, kv_cache_dir=Path(folder), kv_cache_min_tokens=0, disk_prefix_cache="full")
         for names, budget in ((("cold", "host"), 2048), (("disk",), 0)):
             target = await load_target(evolve(kept, host_cache_budget=budget))
             proposer = target.executor.decoding.proposer  # to look over its shoulder
@@ -255,7 +255,7 @@ async def tier(options: Options, ends: Tokens, count: int) -> list[dict[str, Any
                 rows = launch_prices.round_up_to_bucket(1 + target.settings.block)
                 flat = Rates(decode=((0, 1, 0, 1000, 0), (0, 1, rows, 1001, 1000)))
                 settings = evolve(target.settings, rates=flat)
-                async with engine(settings, target.executor, transfer=target.transfer, facts={}) as running:
+                async with run_engine(settings, target.executor, transfer=target.transfer) as running:
                     answers = [await answer(running, job) for job in jobs]
                 seen[name] = watched.seen
                 rows.append({"tier": name, **compared(seen["cold"], watched.seen, answers)})
@@ -285,13 +285,15 @@ async def measure(options: Options, given: argparse.Namespace) -> dict[str, Any]
     found: dict[str, Any] = {}
     parts = given.parts.split(",")
     if {"speed", "limit", "acceptance"} & set(parts):
-        target = await load_target(evolve(options, disk_prefix_cache="off", host_cache_budget=0))
+        target = await load_target(evolve_options(options, disk_prefix_cache="off", host_cache_budget=0))
         found["rounds"] = target.settings.rates.decode
         text = Text.load(target.folder)
         ends = tuple(text.tokenizer.end_tokens)
         await text.aclose()
         if "speed" in parts:
-            branching = await load_target(evolve(options, disk_prefix_cache="off", host_cache_budget=0, ddtree=True))
+            branching = await load_target(
+                evolve_options(options, disk_prefix_cache="off", host_cache_budget=0, ddtree=True)
+            )
             targets = {"plain": target, "chain": target, "tree": branching}
             found["speed"] = await speed(targets, ends, given.prompts, given.tokens)
             await branching.close()
@@ -316,7 +318,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    options = Options(model=given.model, draft=given.draft, device=given.device, threads=given.threads)
+    options = build_options(model=given.model, draft=given.draft, device=given.device, threads=given.threads)
     found = anyio.run(measure, options, given)
     if {"steps", "residency"} & set(given.parts.split(",")):
         from benchmarks.speculation_8b import measure_8b  # noqa: PLC0415 - Triton comes with CUDA only

@@ -45,7 +45,7 @@ from effects.prefill import OpenSlot, RunPrefill
 from effects.residency import LoadModel, UnloadModel
 from effects.scope import Scope
 from effects.stream import EmitTokens
-from engine.serving.wiring import engine
+from engine.serving.wiring import run_engine
 from states.residency import Policy, resolve_residency
 from states.settings import Settings
 
@@ -282,13 +282,13 @@ async def residency(pair: Pair) -> list[dict[str, Any]]:
             residency=resolution,
         )
         job = Job(prompt(), 24, scope=Scope("off"))
-        async with engine(settings, pair.executor, facts={}) as running:
+        async with run_engine(settings, pair.executor) as running:
             rows.append(await held(pair, policy, "idle"))
-            async for message in running.door.submit(job):
+            async for message in running.submissions.submit(job):
                 if isinstance(message, EmitTokens) and rows[-1]["stage"] == "idle":
                     rows.append(await held(pair, policy, "decoding"))
             with anyio.fail_after(30):
-                await running.door.empty()
+                await running.submissions.wait_until_empty()
             rows.append(await held(pair, policy, "afterwards"))
     return rows
 

@@ -32,10 +32,10 @@ from effects.ids import Tokens
 from effects.job import Job
 from effects.scope import Scope
 from effects.stream import EmitTokens
-from engine.loading.calibrate_compute import measured
-from engine.loading.load_draft import BATCH_ROWS, widths
+from engine.loading.calibrate_compute import measure_rates
+from engine.loading.load_draft import BATCH_ROWS, choose_proposal_widths
 from engine.loading.warm_up import warm_up
-from engine.serving.wiring import Engine, engine
+from engine.serving.wiring import Engine, run_engine
 from states.rates import Rates
 from states.settings import Settings
 
@@ -64,7 +64,7 @@ async def stream(running: Engine, job: Job, heard: list[tuple[float, Tokens]]) -
     heard.extend(
         [
             (time.perf_counter(), message.tokens)
-            async for message in running.door.submit(job)
+            async for message in running.submissions.submit(job)
             if isinstance(message, EmitTokens)
         ]
     )
@@ -73,11 +73,11 @@ async def stream(running: Engine, job: Job, heard: list[tuple[float, Tokens]]) -
 async def asked(pair: Pair, settings: Settings, streams: int, tokens: int) -> tuple[float, list[Tokens]]:
     """Tokens a second of all together, and what each said."""
     heard: list[list[tuple[float, Tokens]]] = [[] for _ in range(streams)]
-    async with engine(settings, pair.executor, facts={}) as running:
+    async with run_engine(settings, pair.executor) as running:
         async with anyio.create_task_group() as tasks:
             for number, one in enumerate(heard):
                 tasks.start_soon(stream, running, Job(prompt(number), tokens, scope=Scope("off")), one)
-        await running.door.empty()
+        await running.submissions.wait_until_empty()
     begin, end = max(one[0][0] for one in heard), min(one[-1][0] for one in heard)
     count = sum(len(said) for one in heard for at, said in one if begin < at <= end)
     return count / (end - begin), [tuple(token for _, said in one for token in said) for one in heard]
@@ -112,7 +112,7 @@ async def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
             forced.each = beginnings(streams, known[streams])
             pair.executor.proposed_to(forced)
             rates: Rates = await lane.run(
-                partial(measured, pair.executor, pair.shard, widths=widths(BLOCK - 1, 0), **shape)
+                partial(measure_rates, pair.executor, pair.shard, widths=choose_proposal_widths(BLOCK - 1, 0), **shape)
             )
             drafted = Settings(**common, block=BLOCK - 1, rates=rates)
             speed, said = await asked(pair, drafted, streams, given.tokens)

@@ -39,7 +39,7 @@ from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from engine.loading.background_load import load_target
 from engine.loading.load_target import Target
-from engine.settings.options import Options
+from engine.settings.options import build_options
 
 PLANS = ("cpu:0", "cpu:0,cpu:0", "cpu:0,ipc+cpu:0", "ipc+cpu:0,ipc+cpu:0")
 FIGURES = {
@@ -148,7 +148,7 @@ async def begun(model: str, devices: str, prompt: Tokens, folder: Path, tier: st
     how: dict[str, Any] = {"model": model, "target_devices": devices, "draft": "none", "slots": 1}
     # Else a busy moment at the start decides how it is kept.
     how |= {"kv_cache_codec": "store", "host_cache_budget": 0 if tier == "disk" else HOST_MIB}
-    options = Options(**how, kv_cache_dir=folder, max_ctx=len(prompt) + 64)
+    options = build_options(**how, kv_cache_dir=folder, max_ctx=len(prompt) + 64)
     target = await load_target(options)
     stop = (len(prompt) - 1) // target.settings.block_size * target.settings.block_size
     await kept(target, prompt, stop)

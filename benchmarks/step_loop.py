@@ -39,8 +39,8 @@ from effects.job import Job, Sampling
 from effects.scope import Scope
 from effects.stream import EmitTokens
 from engine.loading.background_load import load_target
-from engine.serving.wiring import Engine, engine
-from engine.settings.options import Options
+from engine.serving.wiring import Engine, run_engine
+from engine.settings.options import build_options
 from states import phases
 from states.settings import Settings
 
@@ -120,7 +120,7 @@ def widened(size: int) -> Tokenizer:
 
 async def demo() -> StepLoop:
     target = await load_target(
-        Options(model="demo", draft="none", disk_prefix_cache="off", host_cache_budget=0, slots=8)
+        build_options(model="demo", draft="none", disk_prefix_cache="off", host_cache_budget=0, slots=8)
     )
     target.executor.matched_by(Grammars(Tokenizer.load(target.folder)).match)
     return StepLoop(target.shard, target.executor, evolve(target.settings, store=False), target.lane)
@@ -142,7 +142,7 @@ def way(name: str) -> Iterator[None]:
 
 
 async def listen(running: Engine, stream: Stream, count: int, sampling: Sampling) -> None:
-    async for message in running.door.submit(Job(stream.prompt, count, sampling, scope=Scope("off"))):
+    async for message in running.submissions.submit(Job(stream.prompt, count, sampling, scope=Scope("off"))):
         if isinstance(message, EmitTokens):
             stream.times.append(time.perf_counter())
             stream.counts.append(len(message.tokens))
@@ -151,12 +151,12 @@ async def listen(running: Engine, stream: Stream, count: int, sampling: Sampling
 
 async def decode(subject: StepLoop, prompts: list[Tokens], count: int, sampling: str) -> list[Stream]:
     streams = [Stream(prompt) for prompt in prompts]
-    async with engine(subject.settings, subject.executor, facts={}) as running:
+    async with run_engine(subject.settings, subject.executor) as running:
         async with anyio.create_task_group() as tasks:
             for number, stream in enumerate(streams):
                 picks = SAMPLINGS[sampling][number % len(SAMPLINGS[sampling])]
                 tasks.start_soon(listen, running, stream, count, evolve(picks, seed=number))
-        await running.door.empty()
+        await running.submissions.wait_until_empty()
     return streams
 
 

@@ -1,6 +1,8 @@
-"""Where prompts leave what is kept: in a slot, as the world was when they were admitted, or as the store has found.
+"""Why prompts were not restored: where each one differs from the sequences that are kept.
 
-Observed and told, and never decided upon: neither a state nor a trace has it.
+A divergence in a slot is found when the request opens its slot, against the world as it was then. A divergence in a
+lookup is what the store has found. Both serve /debug/misses and the metrics only: no decision uses them, and neither a
+state nor a trace holds them.
 """
 
 from __future__ import annotations
@@ -24,50 +26,59 @@ ABSENT = frozenset(("empty_store", "nothing_shared_on_device", "too_short"))  # 
 
 
 @define
-class Misses:
-    """stored: what lookups have found, by request; taken from there when it is told."""
+class CacheMisses:
+    """The divergences of live requests, by request.
 
-    stored: MutableMapping[RequestId, Divergence]
+    lookup_divergences: what lookups in the store have found; an entry is removed when its request ends.
+    """
+
+    lookup_divergences: MutableMapping[RequestId, Divergence]
     settings: Settings
-    _slots: dict[RequestId, Divergence | None] = field(factory=dict[RequestId, "Divergence | None"])  # of live requests
+    _slot_divergences: dict[RequestId, Divergence | None] = field(
+        factory=dict[RequestId, "Divergence | None"]
+    )  # of live requests
 
     def observe(self, outs: tuple[Output, ...], before: World) -> None:
-        """Whoever is admitted opens a slot."""
+        """Note the divergence of every request that opens its slot with these effects."""
         for out in outs:
             match out:
-                case EffectRequest(request, OpenSlot() as opening) if request not in self._slots:
-                    self._slots[request] = in_slots(opening, before)
+                case EffectRequest(request, OpenSlot() as opening) if request not in self._slot_divergences:
+                    self._slot_divergences[request] = find_slot_divergence(opening, before)
 
-    def told(self, request: RequestId, report: Report) -> Divergence | None:
-        """At its end. What was found short of the rows that were restored in the end is no miss."""
-        found = [self._slots.pop(request, None), self.stored.pop(request, None)]
-        if is_compressed(report):
+    def find_divergence(self, request: RequestId, report: Report) -> Divergence | None:
+        """Return where a request that ends left what is kept, or None. Forgets the request.
+
+        A divergence before the rows that were restored in the end is no miss.
+        """
+        found = [self._slot_divergences.pop(request, None), self.lookup_divergences.pop(request, None)]
+        if was_compressed(report):
             return None  # places are those of another prompt
-        if has_all(report, self.settings):
+        if is_fully_restored(report, self.settings):
             return None
         there = [one for one in found if one is not None and one.at >= report.restored_tokens]
         return max(there, key=lambda one: one.at, default=None)
 
 
-def is_compressed(report: Report) -> bool:
+def was_compressed(report: Report) -> bool:
+    """Return whether the prompt was compressed, so that its positions are those of another prompt."""
     return report.compression is not None and not report.compression.why_not
 
 
-def has_all(report: Report, settings: Settings) -> bool:
-    """Were all rows there that can be restored of such a prompt, and any? Its last token is always computed."""
+def is_fully_restored(report: Report, settings: Settings) -> bool:
+    """Return whether all rows were restored that can be, and at least one. The last token is always computed."""
     return 0 < report.restored_tokens >= round_down_to_block(settings, report.prompt_tokens - 1)
 
 
-def miss_of(report: Report, diverged: Divergence | None, settings: Settings) -> str:
+def explain_miss(report: Report, diverged: Divergence | None, settings: Settings) -> str:
     """Return why not more of a prompt was restored; nothing, where nothing was missed.
 
     The core tells what the last tier said that was asked. What that has not got is no miss where another tier had it,
     and neither is what the prompt goes on with behind everything that is kept.
     """
     reason, _, number = report.miss.partition(":")
-    if is_compressed(report):
+    if was_compressed(report):
         return report.miss
-    if has_all(report, settings):
+    if is_fully_restored(report, settings):
         return ""
     if reason in ABSENT and diverged is not None:
         return f"diverged_at:{diverged.at}"
@@ -76,12 +87,14 @@ def miss_of(report: Report, diverged: Divergence | None, settings: Settings) -> 
     return report.miss
 
 
-def in_slots(opening: OpenSlot, world: World) -> Divergence | None:
-    """Where the prompt leaves the likest sequence of a slot, if whole blocks of it are missing.
+def find_slot_divergence(opening: OpenSlot, world: World) -> Divergence | None:
+    """Return where the prompt leaves the most similar sequence of a slot, if whole blocks of it are missing.
 
-    The rows that it keeps are of the likest one; where it keeps none, each differs within its first block.
+    The rows that the slot keeps are those of the most similar sequence. If it keeps none, every sequence differs within
+    its first block.
     """
-    prompt, slots = opening.prompt, world.slots.slots
+    prompt = opening.prompt
+    slots = world.slots.slots
     if opening.keep >= round_down_to_block(world.settings, len(prompt) - 1):
         return None
     looked_at = [slots[opening.source]] if opening.keep else slots
@@ -90,11 +103,13 @@ def in_slots(opening: OpenSlot, world: World) -> Divergence | None:
         for slot in looked_at
         if find_row_salt(slot, world.requests) == opening.salt
     ]
-    return diverged(rows, prompt)
+    return find_longest_divergence(rows, prompt)
 
 
-def diverged(sequences: Sequence[Tokens], prompt: Tokens) -> Divergence | None:
-    """From the likest of them, but for those of which one only goes on where the other ends."""
+def find_longest_divergence(sequences: Sequence[Tokens], prompt: Tokens) -> Divergence | None:
+    """Return the last divergence from any of these sequences. A sequence that only ends before the other does not
+    diverge.
+    """
     left = [(count_common_tokens(rows, prompt), rows) for rows in sequences]
     there = [(at, rows) for at, rows in left if at < min(len(rows), len(prompt))]
     at, rows = max(there, key=itemgetter(0), default=(0, ()))

@@ -1,4 +1,4 @@
-"""The log's word on prompts that take long: how far each has got, after a second and then every few."""
+"""Log lines about prompts that take long: how far each has got, after a second and then every few seconds."""
 
 from __future__ import annotations
 
@@ -17,20 +17,24 @@ log = logging.getLogger("rekindle")
 
 @define
 class PrefillLog:
-    """Told of every report, and of every end: it knows as many requests as are live."""
+    """Hears of all progress and of the end of every request, so it holds as many requests as are live."""
 
     clock: Callable[[], float] = time.monotonic
-    _known: dict[RequestId, tuple[float, float]] = field(factory=dict[RequestId, "tuple[float, float]"])  # since, due
+    _started_and_due: dict[RequestId, tuple[float, float]] = field(
+        factory=dict[RequestId, "tuple[float, float]"]
+    )  # since, due
 
-    def told(self, request: RequestId, report: ReportProgress) -> None:
+    def log_progress(self, request: RequestId, report: ReportProgress) -> None:
+        """Log the progress of a prompt if a line about it is due."""
         now = self.clock()
-        since, due = self._known.setdefault(request, (now, now + FIRST_S))
+        since, due = self._started_and_due.setdefault(request, (now, now + FIRST_S))
         if now < due or report.done + 1 >= report.total:  # a decode step feeds the last one
             return
-        self._known[request] = since, now + EVERY_S
+        self._started_and_due[request] = since, now + EVERY_S
         kept = f" ({report.cached:,} of them restored)" if report.cached else ""
         said = f"{report.done:,} of {report.total:,} prompt tokens{kept} after {now - since:.1f} s"
         log.info("request %d: %s", request, said, extra={"request": request})
 
-    def ended(self, request: RequestId) -> None:
-        self._known.pop(request, None)
+    def forget(self, request: RequestId) -> None:
+        """Forget a request that has ended."""
+        self._started_and_due.pop(request, None)

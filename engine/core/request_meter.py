@@ -1,4 +1,4 @@
-"""What the engine measures, as a fold over envelopes: time per state, queue, slots, hits. Live or over a trace."""
+"""Times of requests by stage, as a fold over envelopes: live in a server, or over a trace."""
 
 from __future__ import annotations
 
@@ -57,27 +57,34 @@ def stage_of(state: request_states.State, world: World) -> Stage:
 
 
 @define
-class Meter:
-    """`stages_ms(request)` is what a response shows; `stage` hears of every one that ends."""
+class RequestMeter:
+    """Measures stages. `stages_ms` is shown in a response. stage: is called with the name and seconds of each stage
+    that ends.
+    """
 
     stage: Callable[[Stage, float], None] | None = None  # hears (stage, seconds)
-    _since: dict[RequestId, tuple[Stage, int]] = field(factory=dict[RequestId, tuple[Stage, int]])
+    _current_stage: dict[RequestId, tuple[Stage, int]] = field(factory=dict[RequestId, tuple[Stage, int]])
     _spent: dict[RequestId, dict[Stage, int]] = field(factory=dict[RequestId, dict[Stage, int]])
-    _told: deque[RequestId] = field(factory=deque[RequestId])  # whose stream has closed; the last of them
+    _closed_requests: deque[RequestId] = field(factory=deque[RequestId])  # whose stream has closed; the last of them
     _now_ns: int = 0
 
     def observe(self, envelope: Envelope, _: tuple[Output, ...], before: World, after: World) -> None:
-        """One event moves others, too: who is admitted by another's leaving, who was only waiting for a model."""
+        """Note the stage of every request after an event.
+
+        An event of one request moves others too: one that gets the slot that became free, or one that only waited for a
+        model.
+        """
         self._now_ns = envelope.at_ns
         for request, state in after.requests.items():
             if before.requests.get(request) is not state or type(state) in BEHIND:
-                self.enter(request, stage_of(state, after))
+                self.enter_stage(request, stage_of(state, after))
         for request in before.requests:
             if request not in after.requests:
-                self.enter(request, None)
+                self.enter_stage(request, None)
 
-    def enter(self, request: RequestId, stage: Stage | None) -> None:
-        was, since = self._since.get(request, (None, self._now_ns))
+    def enter_stage(self, request: RequestId, stage: Stage | None) -> None:
+        """End the current stage of a request and begin another. stage: None when the request has left the world."""
+        was, since = self._current_stage.get(request, (None, self._now_ns))
         if was == stage:
             return
         if was is None:
@@ -88,26 +95,30 @@ class Meter:
             if self.stage is not None:
                 self.stage(was, (self._now_ns - since) / 1e9)
         if stage is not None:
-            self._since[request] = (stage, self._now_ns)
+            self._current_stage[request] = (stage, self._now_ns)
         else:
-            self._since.pop(request, None)
+            self._current_stage.pop(request, None)
 
-    def closed(self, request: RequestId) -> Mapping[Stage, float]:
-        """Its stream closes now: milliseconds in each stage so far. What follows behind it is measured all the same."""
-        self._told.append(request)
-        if len(self._told) > MAX_RECENT_SHOWN:
-            self._spent.pop(self._told.popleft(), None)
+    def close_stream(self, request: RequestId) -> Mapping[Stage, float]:
+        """Return the milliseconds in each stage so far, when the stream of a request closes.
+
+        What the request does after that is still measured.
+        """
+        self._closed_requests.append(request)
+        if len(self._closed_requests) > MAX_RECENT_SHOWN:
+            self._spent.pop(self._closed_requests.popleft(), None)
         # what follows has only just begun
         return {stage: spent for stage, spent in self.stages_ms(request).items() if spent}
 
     def stages_ms(self, request: RequestId, now_ns: int | None = None) -> Mapping[Stage, float]:
-        """Milliseconds in each stage so far: of everybody whose stream is open, and of the last whose has closed.
+        """Return the milliseconds in each stage so far, for requests whose stream is open and for the last that have
+        closed.
 
-        now_ns: by the clock that stamps events; None: when the last one happened.
+        now_ns: by the clock that stamps events; None means the time of the last event.
         """
         spent = dict(self._spent.get(request, {}))
-        if request in self._since:
-            stage, since = self._since[request]
+        if request in self._current_stage:
+            stage, since = self._current_stage[request]
             now = self._now_ns if now_ns is None else now_ns
             spent[stage] = spent.get(stage, 0) + now - since
         return {stage: round(ns / 1e6, 3) for stage, ns in spent.items()}

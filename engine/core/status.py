@@ -1,4 +1,4 @@
-"""What the engine tells of its requests: those it is at, read off the world, and those that have ended."""
+"""The status of requests: those that are live, read from the world, and those that have ended."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ from effects.ports import (
     Stage,
     Totals,
 )
-from engine.core.request_meter import Meter, stage_of
+from engine.core.request_meter import RequestMeter, stage_of
 from states import pages, request_states
 from states.slots import Slot
 from states.world import World
 
 
 def slot_status(number: int, slot: Slot, world: World) -> SlotStatus:
+    """Return what /slots shows of a slot."""
     state = None if slot.holder is None else stage_of(world.requests[slot.holder], world)
     busy = slot.holder is not None
     return SlotStatus(id=number, is_processing=busy, request=slot.holder, state=state, kept_tokens=len(slot.tokens))
 
 
 def kv_pages(world: World) -> dict[str, int]:
-    """Pages that all slots share, by use, and requests that there were too few for. Empty: each has its own rows."""
-    settings, slots = world.settings, world.slots.slots
+    """Return the shared pages by use, and the requests that wait for pages. Empty if each slot has rows of its own."""
+    settings = world.settings
+    slots = world.slots.slots
     if not settings.pages:
         return {}
     busy = (slot.pages for slot in slots if slot.holder is not None)
@@ -43,8 +45,8 @@ def kv_pages(world: World) -> dict[str, int]:
     return {"rows": settings.page, "total": settings.pages, **of_use, "waiting": len(world.slots.short_of_pages)}
 
 
-def running(world: World, meter: Meter, now_ns: int) -> tuple[RequestStatus, ...]:
-    """The first of them that have a slot, then of those that wait for one."""
+def list_running(world: World, meter: RequestMeter, now_ns: int) -> tuple[RequestStatus, ...]:
+    """Return the status of live requests, up to MOST_RUNNING: first those that have a slot, then those that wait."""
     seated = (one for one in world.requests.items() if not isinstance(one[1], request_states.Waiting))
     waiting = (one for one in world.requests.items() if isinstance(one[1], request_states.Waiting))
     shown = [*islice(seated, MAX_RUNNING_SHOWN)]
@@ -58,13 +60,12 @@ def running(world: World, meter: Meter, now_ns: int) -> tuple[RequestStatus, ...
 def request_status(
     request: RequestId, state: request_states.State, stage: Stage, stages_ms: Mapping[Stage, float]
 ) -> RequestStatus:
+    """Return the status of a live request."""
     if isinstance(state, request_states.Waiting):
         return RequestStatus(request, stage, stages_ms, len(state.prompt.tokens), 0, 0, "none")
     assert not isinstance(state, request_states.New | request_states.Done), "left within the fold"
-    left, answer = (
-        request_states.get_remainder(state),
-        state.answer if isinstance(state, request_states.Speculating) else request_states.Generated(),
-    )
+    left = request_states.get_remainder(state)
+    answer = state.answer if isinstance(state, request_states.Speculating) else request_states.Generated()
     return RequestStatus(
         request,
         stage,
@@ -80,8 +81,8 @@ def request_status(
 
 
 @define
-class Past:
-    """Requests that have ended, summed up, and the last few of them one by one."""
+class RequestHistory:
+    """Requests that have ended: their sums, and the last few of them one by one."""
 
     _recent: deque[PastRequest] = field(factory=lambda: deque[PastRequest](maxlen=MAX_RECENT_SHOWN))
     _finished: Counter[str] = field(factory=Counter[str])
@@ -90,8 +91,8 @@ class Past:
     _restored: Counter[str] = field(factory=Counter[str])
     _tokens: Counter[str] = field(factory=Counter[str])
 
-    def closed(self, request: RequestId, closed: Closed) -> None:
-        """Its stream has."""
+    def add_closed(self, request: RequestId, closed: Closed) -> None:
+        """Add a request whose stream has closed."""
         report = closed.report
         self._finished[closed.finish] += 1
         if report.restored_tokens:
@@ -121,11 +122,12 @@ class Past:
             )
         )
 
-    def recent(self, meter: Meter, now_ns: int) -> tuple[PastRequest, ...]:
-        """The newest first, with what they have spent behind their streams."""
+    def recent(self, meter: RequestMeter, now_ns: int) -> tuple[PastRequest, ...]:
+        """Return the last requests, the newest first, with the time that they spent after their stream closed."""
         return tuple(evolve(one, stages_ms=meter.stages_ms(one.id, now_ns) or one.stages_ms) for one in self._recent)
 
     def totals(self, world: World) -> Totals:
+        """Return the sums over all requests, including the answers that are not finished yet."""
         tokens = self._tokens
         going_on = sum(
             len(state.answer.tokens)

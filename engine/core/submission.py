@@ -1,4 +1,4 @@
-"""Where jobs come in and answers go out: ids are given here, and each request gets its stream."""
+"""Submissions: the engine takes jobs here, gives each an id and a stream, and puts answers into the stream."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from effects.job import Job, Report
 from effects.ports import Activity, CancelReason, Closed, Divergence, JobAcceptance, Message, Status
 from effects.scope import parse_scope
 from effects.stream import CloseStream, EmitTokens, ReportProgress
-from engine.core.cache_misses import miss_of
-from engine.core.event_loop import Runner
+from engine.core.cache_misses import explain_miss
+from engine.core.event_loop import EventLoop
 from engine.core.prefill_log import PrefillLog
-from engine.core.request_meter import Meter, stage_of
-from engine.core.status import Past, kv_pages, running, slot_status
+from engine.core.request_meter import RequestMeter, stage_of
+from engine.core.status import RequestHistory, kv_pages, list_running, slot_status
 from states import residency
 from states.events import Cancelled, ForRequest, Submitted
 
@@ -28,7 +28,9 @@ log = logging.getLogger("rekindle")
 
 @define
 class EngineTicket:
-    """One request's stream. It cannot overflow: at most one message a token, one a chunk, and the last."""
+    """The stream of one request. It cannot overflow: it holds one message a token, one a chunk, and the
+    last, at most.
+    """
 
     request: RequestId
     _cancel: Callable[[RequestId, CancelReason], None]
@@ -73,72 +75,83 @@ class EngineTicket:
 
 
 @define
-class EngineDoor:
-    """`limit` bounds the live requests, so that the inbox is bounded too."""
+class Submissions:
+    """Takes jobs, and has the streams of live requests.
 
-    runner: Runner
-    meter: Meter
+    `event_loop.limit` bounds the live requests, so that the inbox is bounded too. facts: what never changes: numerics,
+    model, settings. live: returns what does: memory, the cache. on_closed: is called with the last message of every
+    stream. find_divergence: returns where a prompt left what is kept; asked once, when its request ends.
+    """
+
+    event_loop: EventLoop
+    meter: RequestMeter
     facts: Mapping[str, Any]  # what never changes: numerics, model, settings
     live: Callable[[], Mapping[str, Any]]  # what does: memory, the cache
-    closed: Callable[[Closed], None]
-    missed: Callable[[RequestId, Report], Divergence | None]  # where a prompt left what is kept; asked once, at its end
-    past: Past = field(factory=Past)
-    prefill: PrefillLog = field(factory=PrefillLog)
+    on_closed: Callable[[Closed], None]
+    find_divergence: Callable[
+        [RequestId, Report], Divergence | None
+    ]  # where a prompt left what is kept; asked once, at its end
+    history: RequestHistory = field(factory=RequestHistory)
+    prefill_log: PrefillLog = field(factory=PrefillLog)
     _tickets: dict[RequestId, EngineTicket] = field(factory=dict[RequestId, EngineTicket])
-    _last: int = 0
-    _shut: bool = False
+    _last_id: int = 0
+    _is_draining: bool = False
 
     def submit(self, job: Job) -> EngineTicket:
-        self._last += 1
-        ticket = EngineTicket(RequestId(self._last), self.cancel)
-        if self._shut:
+        """Take a job and return its stream. A job that is refused has its last message in the stream already."""
+        self._last_id += 1
+        ticket = EngineTicket(RequestId(self._last_id), self.cancel)
+        if self._is_draining:
             ticket.put(Closed("shutdown", Report(len(job.prompt)), "the server is shutting down", {}))
-        elif len(self._tickets) >= self.runner.limit:
+        elif len(self._tickets) >= self.event_loop.limit:
             ticket.put(Closed("queue_full", Report(len(job.prompt)), "too many requests at once", {}))
         else:
             self._tickets[ticket.request] = ticket
-            self.runner.post(ForRequest(ticket.request, Submitted(job)))
+            self.event_loop.post(ForRequest(ticket.request, Submitted(job)))
         return ticket
 
     def cancel(self, request: RequestId, reason: CancelReason) -> None:
         if request in self._tickets:
-            self.runner.post(ForRequest(request, Cancelled(reason)))
+            self.event_loop.post(ForRequest(request, Cancelled(reason)))
 
     def emit(self, request: RequestId, effect: EmitTokens | ReportProgress) -> None:
         if isinstance(effect, ReportProgress):
-            self.prefill.told(request, effect)
+            self.prefill_log.log_progress(request, effect)
         self._tickets[request].put(effect)
 
     def close_stream(self, request: RequestId, effect: CloseStream) -> None:
-        self.prefill.ended(request)
-        diverged = self.missed(request, effect.report)
-        miss = miss_of(effect.report, diverged, self.runner.world.settings)
+        """Put the last message into a request's stream, with its report, and log what was restored."""
+        self.prefill_log.forget(request)
+        diverged = self.find_divergence(request, effect.report)
+        miss = explain_miss(effect.report, diverged, self.event_loop.world.settings)
         report = evolve(effect.report, miss=miss)
-        closed = Closed(effect.finish, report, effect.detail, self.meter.closed(request), diverged)
+        closed = Closed(effect.finish, report, effect.detail, self.meter.close_stream(request), diverged)
         if report.cache.scope:
-            log.info("request %d: %s", request, described(report, self.live()), extra={"request": request})
+            log.info("request %d: %s", request, describe_cache_use(report, self.live()), extra={"request": request})
         self._tickets.pop(request).put(closed)
-        self.past.closed(request, closed)
-        self.closed(closed)
+        self.history.add_closed(request, closed)
+        self.on_closed(closed)
 
     @property
-    def _full(self) -> bool:
-        slots, most = self.runner.world.slots, self.runner.world.settings.max_queue
+    def _is_queue_full(self) -> bool:
+        slots = self.event_loop.world.slots
+        most = self.event_loop.world.settings.max_queue
         return len(slots.waiting) >= most and all(slot.holder is not None for slot in slots.slots)
 
     def get_acceptance(self) -> JobAcceptance:
-        return "draining" if self._shut else "queue_full" if self._full else "ready"
+        return "draining" if self._is_draining else "queue_full" if self._is_queue_full else "ready"
 
     def status(self) -> Status:
-        """As every door tells it, with everything that this engine has to tell."""
-        world = self.runner.world
-        live, slots = self.live(), world.slots.slots
+        """Return the status that every door returns, with all that this engine reports."""
+        world = self.event_loop.world
+        live = self.live()
+        slots = world.slots.slots
         return Status(
-            state="draining" if self._shut else "ready",
+            state="draining" if self._is_draining else "ready",
             slots=tuple(slot_status(number, slot, world) for number, slot in enumerate(slots)),
             slots_busy=sum(slot.holder is not None for slot in slots),
             queue=len(world.slots.waiting),
-            queue_full=self._full,
+            queue_full=self._is_queue_full,
             troubles=live.get("troubles", {}),
             outages=live.get("outages", {}),
             props={
@@ -146,48 +159,58 @@ class EngineDoor:
                 **live,
                 "kv_pages": kv_pages(world),
                 "rates_ns": asdict(world.rates),
-                "runtime": {"draft_residency": residency.describe_residency(world.models, world.settings, held(live))},
+                "runtime": {
+                    "draft_residency": residency.describe_residency(
+                        world.models, world.settings, count_model_bytes(live)
+                    )
+                },
                 "requests": dict(Counter(stage_of(state, world) for state in world.requests.values())),
             },
         )
 
     def activity(self) -> Activity:
-        world, now_ns = self.runner.world, self.runner.clock_ns()
-        recent = self.past.recent(self.meter, now_ns)
-        return Activity(running(world, self.meter, now_ns), recent, self.past.totals(world))
+        world = self.event_loop.world
+        now_ns = self.event_loop.clock_ns()
+        recent = self.history.recent(self.meter, now_ns)
+        return Activity(list_running(world, self.meter, now_ns), recent, self.history.totals(world))
 
     async def drain(self, grace_s: float) -> bool:
-        """Shut: refuse newcomers, give the others `grace_s` to end, then cancel them. True if nobody was cut short."""
-        self._shut = True
+        """Refuse new requests, give the others `grace_s` seconds to end, then cancel them.
+
+        Returns True if no request was cancelled.
+        """
+        self._is_draining = True
         with anyio.move_on_after(grace_s):
-            await self.empty()
+            await self.wait_until_empty()
         cut = list(self._tickets)
         for request in cut:
             self.cancel(request, "shutdown")
-        await self.empty()
+        await self.wait_until_empty()
         return not cut
 
-    async def empty(self) -> None:
-        while self.runner.world.requests or self._tickets:  # noqa: ASYNC110 - at the very end; an event would cost all
+    async def wait_until_empty(self) -> None:
+        """Wait until no request is live and every stream is closed."""
+        while self.event_loop.world.requests or self._tickets:  # noqa: ASYNC110 - at the very end; an event would cost all
             await anyio.sleep(0.01)
 
 
-def held(live: Mapping[str, Any]) -> Mapping[str, tuple[int, int]]:
-    """Bytes of each model's weights (on its device, in host memory), where the memory ledger counts them."""
+def count_model_bytes(live: Mapping[str, Any]) -> Mapping[str, tuple[int, int]]:
+    """Return the bytes of each model's weights, on its device and in host memory, as the memory ledger counts them."""
     models: Mapping[str, Mapping[str, int]] = live.get("memory", {}).get("models", {})
     return {name: (places["device"], places["host"]) for name, places in models.items()}
 
 
-def described(report: Report, live: Mapping[str, Any]) -> str:
-    """For the log: what was kept of a request, under which policy, and what of it was there before, by shard."""
-    scope, recent = parse_scope(report.cache.scope), live.get("full_cache", {}).get("recent", 0)
+def describe_cache_use(report: Report, live: Mapping[str, Any]) -> str:
+    """Return for the log what was kept of a request, under which policy, and what of it was restored, by shard."""
+    scope = parse_scope(report.cache.scope)
+    recent = live.get("full_cache", {}).get("recent", 0)
     window = f" window={scope.count} recent={recent}" if scope.kind == "auto" else ""
     came = f"{report.restored_tokens} of {report.prompt_tokens} prompt tokens restored ({report.tier})"
-    return f"{report.cache}{window}; {came}{report.miss and ', '}{report.miss}{adopted(report, live)}"
+    return f"{report.cache}{window}; {came}{report.miss and ', '}{report.miss}{describe_adoption(report, live)}"
 
 
-def adopted(report: Report, live: Mapping[str, Any]) -> str:
-    """Which shards have taken the restored rows: each has those of its own layers, here or in another process."""
+def describe_adoption(report: Report, live: Mapping[str, Any]) -> str:
+    """Return which shards took the restored rows. Each takes those of its own layers, in whichever process it is."""
     shards = live.get("memory", {}).get("shards", ()) if report.restored_tokens else ()
     each = [
         f"{first}-{stop - 1}@{one['device']} {'remote' if one['remote'] else 'local'}={report.restored_tokens}"

@@ -1,7 +1,8 @@
 """A trace: everything that happened, in order, from which everything that was decided can be derived again.
 
-JSON Lines, compressed with zstd when the name ends in `.zst`: a header, then every event (`Envelope`) followed by what
-it led to (`EffectRequest`, `Launch`), a `Digest` of the world every 64 events and one at the end. docs/TRACE.md shows one.
+The format is JSON Lines, compressed with zstd if the name ends in `.zst`. First comes a header. Then comes every event
+(`Envelope`), followed by what it asked for (`EffectRequest`, `Launch`). A `Digest` of the world follows every 64
+events, and one stands at the end. docs/TRACE.md shows a trace.
 """
 
 from __future__ import annotations
@@ -24,14 +25,12 @@ import zstandard
 from attrs import define, field, frozen
 from cattrs import BaseValidationError, Converter
 from cattrs.errors import ForbiddenExtraKeysError, StructureHandlerNotFoundError
-from cattrs.gen import make_dict_unstructure_fn, override
 from cattrs.preconf.json import make_converter
 from cattrs.strategies import configure_tagged_union
 
 from adapters import bounded_json
 from adapters.watched_thread import WatchedThread
 from effects.all import Effect, EffectRequest, Launch
-from effects.prefill import RunPrefill
 from engine.core.event_loop import Envelope
 from engine.core.redact import Redactor
 from states.events import Common, Event, Happened
@@ -61,7 +60,7 @@ UNREADABLE = (
 
 @frozen
 class Digest:
-    """Of the world after event `seq`. `last` marks the end: a trace without it was cut short."""
+    """The digest of the world after event `seq`. `last` marks the end: a trace without it was cut short."""
 
     seq: int
     world: str
@@ -70,6 +69,10 @@ class Digest:
 
 @frozen
 class Header:
+    """The first line of a trace. trace: the version of the format. identity: of the model: weights, configuration,
+    numerics. config: the options that it was served with, without secrets.
+    """
+
     trace: int
     engine: str
     settings: Settings
@@ -86,17 +89,17 @@ class BadTrace(Exception):
 
 
 class LineCutShort(BadTrace):
-    """The last line has no end: the server was killed while it was written, or writes it now."""
+    """The last line has no end: the server was killed while it wrote the line, or it writes it now."""
 
 
 @cache  # made when it is first wanted: a server that records nothing need not wait for it
 def converter() -> Converter:
     # No list of everything that is wrong: a line of millions of wrong tokens would become as many exceptions.
+    """Return the converter of records. It is built at its first use, so that a server without a trace does not wait for
+    it.
+    """
     built = make_converter(forbid_extra_keys=True, detailed_validation=False)
-    built.register_structure_hook_func(is_literal, one_of)
-    # A field that is younger than the version of the format: it is written only where it says something.
-    late = make_dict_unstructure_fn(RunPrefill, built, held=override(omit_if_default=True))
-    built.register_unstructure_hook(RunPrefill, late)
+    built.register_structure_hook_func(is_literal, structure_literal)
     for union in (Event, Common, Happened, Effect, Record):  # inner unions first: hooks are bound when configured
         configure_tagged_union(union, built, tag_name="is")
     return built
@@ -107,19 +110,20 @@ def is_literal(kind: Any) -> bool:
     return origin is Literal
 
 
-def one_of(value: Any, kind: Any) -> Any:
-    """As the library's own, which raises a bare Exception."""
+def structure_literal(value: Any, kind: Any) -> Any:
+    """Structure a Literal as cattrs does, but raise ValueError where cattrs raises a bare Exception."""
     if value not in get_args(kind):
         raise ValueError(f"{str(value)[:40]!r} is none of {', '.join(map(repr, get_args(kind)))}")
     return value
 
 
 def encode(record: Record) -> str:
+    """Return the line of a record."""
     return json.dumps(converter().unstructure(record, unstructure_as=Record), separators=(",", ":"))
 
 
 def digest(world: World) -> str:
-    """128 bits over every value of the world, in order."""
+    """Return 128 bits over every value of the world, in order, as hex."""
     hasher = blake2b(digest_size=16)
     stack: list[Any] = [world]
     while stack:
@@ -138,11 +142,13 @@ def digest(world: World) -> str:
     return hasher.hexdigest()
 
 
-def opened(path: Path, mode: str) -> IO[Any]:
-    """A text file, or one inside zstd; reading goes across frames and never past what a line may hold. What is written
-    is for its owner only: prompts are in it.
+def open_trace(path: Path, mode: str) -> IO[Any]:
+    """Open a text file, or one inside zstd.
+
+    Reading continues across zstd frames, and its memory is bounded. A file that is written is readable by its owner
+    only, since prompts are in it.
     """
-    raw = open(path, mode + "b", opener=for_owner if mode == "w" else None)  # noqa: SIM115 - Path has no opener
+    raw = open(path, mode + "b", opener=open_private if mode == "w" else None)  # noqa: SIM115 - Path has no opener
     if path.suffix != ".zst":
         return io.TextIOWrapper(raw, encoding="utf-8", newline="\n")
     if mode == "w":
@@ -152,8 +158,8 @@ def opened(path: Path, mode: str) -> IO[Any]:
     return io.TextIOWrapper(unpacked, encoding="utf-8", newline="\n")
 
 
-def for_owner(path: str, flags: int) -> int:
-    """Open a file that nobody else may read, even where it was there before and others could."""
+def open_private(path: str, flags: int) -> int:
+    """Open a file that only its owner may read, even if it existed before and others could read it."""
     descriptor = os.open(path, flags, 0o600)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         with suppress(OSError):  # another's file, or a file system without rights
@@ -163,11 +169,13 @@ def for_owner(path: str, flags: int) -> int:
 
 @define
 class Recorder:
-    """Writes a trace from a thread of its own; the engine only hands over frozen values."""
+    """Writes a trace on a thread of its own. The engine only hands over frozen values. failure: why the trace ended
+    early.
+    """
 
     path: Path
     header: Header
-    lost: str = ""  # why the trace ended early
+    failure: str = ""  # why the trace ended early
     _backlog: queue.Queue[tuple[Envelope, tuple[Output, ...], World | None] | None] = field(init=False)
     _world: World = field(init=False)  # after the last event that was handed over
     _thread: WatchedThread = field(init=False)
@@ -176,40 +184,42 @@ class Recorder:
     def __attrs_post_init__(self) -> None:
         self._backlog = queue.Queue(BACKLOG)
         self._world = make_world(self.header.settings)
-        self._thread = WatchedThread("trace", self._write, died=self._died)
+        self._thread = WatchedThread("trace", self._write, died=self._on_thread_death)
 
     def start(self) -> None:
-        """Raises OSError when the file cannot be written."""
-        self._file = opened(self.path, "w")
+        """Write the header and start the thread. Raises OSError if the file cannot be written."""
+        self._file = open_trace(self.path, "w")
         self._file.write(json.dumps(converter().unstructure(self.header), separators=(",", ":")) + "\n")
         self._thread.start()
 
     def record(self, envelope: Envelope, outs: tuple[Output, ...], world: World) -> None:
-        if self.lost:
+        """Queue an event and what it asked for. If the queue is full, the trace ends early."""
+        if self.failure:
             return
         try:
-            self._backlog.put_nowait((envelope, outs, world if digested(envelope.seq) else None))
+            self._backlog.put_nowait((envelope, outs, world if has_digest(envelope.seq) else None))
             self._world = world
         except queue.Full:
-            self._lose("the disk is too slow for it")
+            self._end_early("the disk is too slow for it")
 
     def close(self) -> None:
+        """Wait until everything is written."""
         while self._thread.is_alive():
             with suppress(queue.Full):  # a thread that dies now takes nothing out of it any more
                 self._backlog.put(None, timeout=0.1)
                 break
         self._thread.join()
 
-    def _lose(self, why: str) -> None:
-        self.lost = why
+    def _end_early(self, why: str) -> None:
+        self.failure = why
         log.error("the trace %s ends early: %s", self.path, why)
 
-    def _died(self) -> None:
-        self._lose(self._thread.trouble)
-        self._give_up()
+    def _on_thread_death(self) -> None:
+        self._end_early(self._thread.trouble)
+        self._discard_backlog()
 
-    def _give_up(self) -> None:
-        """What waits is of no use any more, and large."""
+    def _discard_backlog(self) -> None:
+        """Close the file and drop what waits to be written, which is large."""
         with suppress(OSError, ValueError):
             self._file.close()
         with suppress(queue.Empty):
@@ -223,44 +233,45 @@ class Recorder:
             while (item := self._backlog.get()) is not None:
                 envelope, outs, world = item
                 if redactor is not None:
-                    envelope, outs, world = redactor.again(envelope)
+                    envelope, outs, world = redactor.redact_envelope(envelope)
                 seq = envelope.seq
                 lines = [encode(envelope), *map(encode, outs)]
-                if digested(seq) and world is not None:
+                if has_digest(seq) and world is not None:
                     lines.append(encode(Digest(seq, digest(world))))
                 self._file.write("\n".join(lines) + "\n")
                 if self._backlog.empty():
                     self._file.flush()
-            if not self.lost:
+            if not self.failure:
                 last = self._world if redactor is None else redactor.world
                 self._file.write(encode(Digest(seq, digest(last), last=True)) + "\n")
             self._file.close()
         except OSError as error:
-            self._lose(str(error))
-            self._give_up()
+            self._end_early(str(error))
+            self._discard_backlog()
 
 
-def digested(seq: int) -> bool:
-    """Is the world's digest written after this event?"""
+def has_digest(seq: int) -> bool:
+    """Return whether the world's digest is written after this event."""
     return seq % DIGEST_EVERY == DIGEST_EVERY - 1
 
 
 @frozen
-class Line:
-    """A line of a trace: its number, what it says, and how many characters it says it in."""
+class TraceLine:
+    """A line of a trace. size: in characters."""
 
     number: int
     record: Record
     size: int
 
 
-def read(path: Path) -> tuple[Header, Iterator[tuple[int, Record]]]:
-    """The header, and every record with its line number. Hostile input: whatever is wrong is a BadTrace."""
-    header, lines = read_sized(path)
+def read_trace(path: Path) -> tuple[Header, Iterator[tuple[int, Record]]]:
+    """Return the header, and every record with its line number. Raises BadTrace for whatever is wrong."""
+    header, lines = read_trace_lines(path)
     return header, ((line.number, line.record) for line in lines)
 
 
-def read_sized(path: Path) -> tuple[Header, Iterator[Line]]:
+def read_trace_lines(path: Path) -> tuple[Header, Iterator[TraceLine]]:
+    """Return the header, and every line. Raises BadTrace for whatever is wrong: a trace is hostile input."""
     lines = read_lines(path)
     number, first = next(lines, (1, ""))
     try:
@@ -268,25 +279,27 @@ def read_sized(path: Path) -> tuple[Header, Iterator[Line]]:
         version = raw.get("trace") if isinstance(raw, dict) else None
         header = converter().structure(raw, Header) if version == VERSION else None
     except UNREADABLE as error:
-        raise BadTrace(f"{path}: line {number} is no trace header: {first_line(error)}") from error
+        raise BadTrace(f"{path}: line {number} is no trace header: {summarize_error(error)}") from error
     if header is None:
         raise BadTrace(f"{path}: line 1 is no trace header of version {VERSION} (found {str(version)[:40]!r})")
-    return header, (Line(number, record_of(path, number, line), len(line)) for number, line in lines)
+    return header, (TraceLine(number, parse_record(path, number, line), len(line)) for number, line in lines)
 
 
-def record_of(path: Path, number: int, line: str) -> Record:
+def parse_record(path: Path, number: int, line: str) -> Record:
+    """Parse one line. Raises BadTrace."""
     kind: Any = Record
     try:
         record: Record = converter().structure(bounded_json.loads(line, MOST_PARTS), kind)
     except UNREADABLE as error:
-        raise BadTrace(f"{path}: line {number} is no record: {first_line(error)}") from error
+        raise BadTrace(f"{path}: line {number} is no record: {summarize_error(error)}") from error
     return record
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the lines of a file with their numbers. Raises BadTrace."""
     number = 0
     try:
-        with opened(path, "r") as file:
+        with open_trace(path, "r") as file:
             while line := file.readline(LINE_LIMIT):
                 number += 1
                 if not line.endswith("\n") and len(line) >= LINE_LIMIT:
@@ -300,9 +313,9 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
         reason = missing if isinstance(error, FileNotFoundError) else f"cannot be read{where}: {error.strerror}"
         raise BadTrace(f"{path}: {reason}") from error
     except (UnicodeDecodeError, zstandard.ZstdError) as error:
-        raise BadTrace(f"{path}: unreadable after line {number}: {first_line(error)}") from error
+        raise BadTrace(f"{path}: unreadable after line {number}: {summarize_error(error)}") from error
 
 
-def first_line(error: BaseException) -> str:
-    """The reason in one line."""
+def summarize_error(error: BaseException) -> str:
+    """Return the type and reason of an error in one line of at most 200 characters."""
     return " ".join(f"{type(error).__name__}: {str(error)[:400]}".split())[:200]

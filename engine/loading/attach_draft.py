@@ -1,4 +1,4 @@
-"""A draft put to work: placed, asked by the executor, and sent away where nobody needs it yet."""
+"""Connect a loaded draft with its executor, and offload it while no request needs it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from states.settings import Settings
 
 
 def sent_away(drafting: DraftProposer[DraftModel] | None, settings: Settings) -> None:
-    """Nobody needs the draft yet."""
+    """Offload the draft, since no request needs it yet."""
     if drafting is not None and settings.residency.draft != "keep":
         drafting.offload(RequestId(0), make_unload(settings.residency, "draft"))
 
 
 def beside_last(kernels: Sequence[Kernels | None]) -> Kernels:
-    """Those of the last layers: in this process, wherever the layers are."""
+    """Return the kernels for the last layers, which are in this process wherever the layers are."""
     last = kernels[-1]
     assert last is not None
     return last
@@ -42,7 +42,7 @@ def add_draft(
     shard: Pipeline,
     *,
     executor: DeviceExecutor,
-    step: start_progress.StepHeard,
+    step: start_progress.StepListener,
     **placing: Any,
 ) -> DraftProposer[Any] | None:
     """At work for the executor. placing: of `placed_draft`."""
@@ -54,7 +54,7 @@ def add_draft(
         drafting: DraftProposer[Any] = RemoteDrafting(draft, shard.buckets)
         draft.told(executor.reach)
     else:
-        drafting = Drafting(draft, shard.buckets, options.ddtree_budget)
+        drafting = Drafting(draft, shard.buckets, options.speculation.ddtree_budget)
     executor.proposed_to(drafting)
     executor.handle(LoadModel, drafting.load_back)
     executor.handle(UnloadModel, drafting.offload)

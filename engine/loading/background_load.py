@@ -1,4 +1,4 @@
-"""A model is read on its lane, beside all else that a start has to do; what is timed waits until that is done."""
+"""A model loads on its device thread while the start does other things. What is timed waits until those are done."""
 
 from __future__ import annotations
 
@@ -12,75 +12,81 @@ from attrs import field, frozen
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.device.lane.lane import DeviceLane
 from engine.loading.device_survey import choose_devices
-from engine.loading.load_draft import draft_device
+from engine.loading.load_draft import choose_draft_device
 from engine.loading.load_target import Target, load_on_lane
 from engine.settings import start_progress
 from engine.settings.options import Options
-from engine.settings.user_error import UserError, no_room
+from engine.settings.user_error import UserError, build_memory_error
 
 
 @frozen(eq=False)
 class BackgroundLoad:
-    """A target that its lane is loading, while whoever began that does something else.
+    """A target that is being loaded on its lane.
 
-    alone: set when that is done. What is timed waits for it.
+    result: the target, or what kept it from being loaded. measuring_allowed: set when the rest of the start is done, so
+    that nothing disturbs measurements. cancelled: set when nobody waits for the target any more.
     """
 
     lane: DeviceLane
-    done: Future[Target] = field(factory=Future[Target])
-    alone: threading.Event = field(factory=threading.Event)
-    given_up: threading.Event = field(factory=threading.Event)
+    result: Future[Target] = field(factory=Future[Target])
+    measuring_allowed: threading.Event = field(factory=threading.Event)
+    cancelled: threading.Event = field(factory=threading.Event)
 
-    async def target(self) -> Target:
-        """When it is there. Raises Refusal with one line for whatever keeps the model from being served."""
-        self.alone.set()
+    async def wait_for_target(self) -> Target:
+        """Return the target when it is loaded. Raises UserError with one line for whatever keeps it from
+        being served.
+        """
+        self.measuring_allowed.set()
         try:
-            return await anyio.to_thread.run_sync(self.done.result)
+            return await anyio.to_thread.run_sync(self.result.result)
         except CheckpointError as error:
             self.lane.close()
             raise UserError(str(error)) from error
         except torch.OutOfMemoryError as error:
             self.lane.close()
             devices = ", ".join(map(str, self.lane.devices))
-            raise no_room("the model", devices, "fewer --slots or a smaller --max-ctx", error) from error
+            raise build_memory_error("the model", devices, "fewer --slots or a smaller --max-ctx", error) from error
         except BaseException:
             self.lane.close()
             raise
 
-    def give_up(self) -> bool:
-        """Nobody waits for it any more: it ends with the step that it is at. False if that takes longer than 10 s."""
-        self.given_up.set()
-        self.alone.set()
+    def cancel(self) -> bool:
+        """End the load with its current step. Returns False if that step takes longer than 10 s."""
+        self.cancelled.set()
+        self.measuring_allowed.set()
         return self.lane.close()
 
 
-class GivenUp(Exception):
-    """Nobody waits for the target any more."""
+class LoadCancelled(Exception):
+    """The load was cancelled: nobody waits for the target."""
 
 
-def begin(
-    options: Options, step: start_progress.StepHeard = start_progress.silent, only: str | None = None
+def begin_load(
+    options: Options, step: start_progress.StepListener = start_progress.ignore_step, only: str | None = None
 ) -> BackgroundLoad:
-    """Load it, on its lane. only: Mismatched is raised before shards are made where the identity is another one."""
-    *others, last = choose_devices(options)
-    beginning = BackgroundLoad(DeviceLane(last, (*others, draft_device(options, last))))
+    """Begin to load a target on its lane.
+
+    only: the identity that is wanted. If the target has another one, Mismatched is raised before shards are built.
+    """
+    *others, last = choose_devices(options.placement)
+    beginning = BackgroundLoad(DeviceLane(last, (*others, choose_draft_device(options.speculation, last))))
 
     def next_step(step_: str, done: int = 0, total: int = 0) -> None:
         if step_ in start_progress.TIMED and not total:
-            beginning.alone.wait()
-        if beginning.given_up.is_set():
-            raise GivenUp
+            beginning.measuring_allowed.wait()
+        if beginning.cancelled.is_set():
+            raise LoadCancelled
         step(step_, done, total)
 
     def load() -> None:
-        beginning.done.set_result(load_on_lane(options, beginning.lane, next_step, only))
+        beginning.result.set_result(load_on_lane(options, beginning.lane, next_step, only))
 
-    beginning.lane.post(load, beginning.done.set_exception)
+    beginning.lane.post(load, beginning.result.set_exception)
     return beginning
 
 
 async def load_target(
-    options: Options, step: start_progress.StepHeard = start_progress.silent, only: str | None = None
+    options: Options, step: start_progress.StepListener = start_progress.ignore_step, only: str | None = None
 ) -> Target:
-    """As `begin`, by somebody who has nothing else to do."""
-    return await begin(options, step, only).target()
+    """Load a target and wait for it, for callers that have nothing else to do meanwhile."""
+    return await begin_load(options, step, only).wait_for_target()

@@ -1,5 +1,7 @@
-"""How long things take here, measured at start or kept from an earlier one: what policies decide by until they have
-seen better."""
+"""How long chunks and decode steps take on this machine: measured at start, or kept from an earlier one.
+
+The scheduler decides by these rates until it has seen better ones.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from effects.ids import DeviceFailed, RequestId, SlotId
 from effects.job import Sampling
 from effects.prefill import OpenSlot, RunPrefill
 from engine.loading.device_survey import Placement
-from engine.settings.calibration_cache import Kept, alike
+from engine.settings.calibration_cache import CalibrationCache, are_similar
 from states import launch_prices
 from states.rates import FIRST_SPAN, Rates
 
@@ -43,65 +45,83 @@ FAR = {"cpu": 2048, "cuda": 16384}  # chunks are measured at 0 and up to here; b
 MIXED_ROWS = 64  # on a CPU, where a row takes about as long in any forward: streams wait for a quarter of a chunk
 
 
-def mixed_rows(devices: Set[str]) -> int:
-    """Of a forward that has decode steps and the next rows of a prompt. devices: kinds of those that have layers. 0 on
-    a GPU: both can be at work there at once (`beside_rows`), or else they take turns.
+def choose_mixed_rows(devices: Set[str]) -> int:
+    """Return how many prompt rows a forward may have beside decode steps. 0: none.
+
+    devices: the kinds of device that have layers. It is 0 with a GPU: there both can run at once
+    (`choose_concurrent_rows`), or they take turns.
     """
     return MIXED_ROWS if devices == {"cpu"} else 0
 
 
-def beside_rows(plan: Sequence[Placement], shard: Shard, buckets: Sequence[int], *, drafted: bool) -> int:
-    """Prefills of more rows than that go beside decode steps: where one GPU of this process has the whole model, and
-    nothing of a prompt but its rows has to be kept in step with who decodes. 0: none do. buckets: those proven; without
-    the one of that many rows, narrower forwards would run with wider ones' buffers, and without wider ones none do.
+def choose_concurrent_rows(plan: Sequence[Placement], shard: Shard, buckets: Sequence[int], *, drafted: bool) -> int:
+    """Return the number of rows above which a prefill runs beside decode steps. 0: no prefill does.
+
+    That needs one GPU of this process that has the whole model, without a draft and without recurrent state. buckets:
+    those that were proven. Without the bucket of that many rows, narrower forwards would run with the buffers of wider
+    ones; without a wider bucket no prefill is that wide.
     """
-    here = len(plan) == 1 and plan[0].local and plan[0].device.type == "cuda" and NARROW in buckets[:-1]
+    here = len(plan) == 1 and plan[0].is_local and plan[0].device.type == "cuda" and NARROW in buckets[:-1]
     return NARROW if here and shard.runs_ahead and not drafted and not shard.state_specs else 0
 
 
-def span(shard: Pipeline, *, beside: bool) -> int:
-    """Chunks that one prefill may be of. Those that are only launched ahead go beside decode steps or not at all: on
-    their lane nobody would have the launch give way.
+def choose_prefill_span(shard: Pipeline, *, concurrent: bool) -> int:
+    """Return the number of chunks that one prefill effect may span.
+
+    On devices that are only launched ahead, a span is used beside decode steps or not at all: nothing would make such a
+    launch give way on their lane.
     """
-    return shard.span if beside or not shard.ahead else 1
+    return shard.span if concurrent or not shard.ahead else 1
 
 
-def kept_or_measured(
-    kept: Kept, key: str, executor: DeviceExecutor, shard: Shard, *, chunk: int, context: int, widths: Sequence[int]
+def load_or_measure_rates(
+    kept: CalibrationCache,
+    key: str,
+    executor: DeviceExecutor,
+    shard: Shard,
+    *,
+    chunk: int,
+    context: int,
+    widths: Sequence[int],
 ) -> Rates:
-    """As `measured`; what an earlier start left is believed where a chunk and the two plainest decode steps still take
-    about as long. Where those are quicker now, something was in the way then.
+    """Return the rates that an earlier start kept, if they still hold, or measure them.
+
+    They hold if a chunk and the two plainest decode steps still take about as long. If those are quicker now, something
+    disturbed the earlier start, and the quicker times replace the earlier ones.
     """
-    before, rows = kept.recalled(key, from_json), min(chunk, context)
+    before = kept.recall(key, from_json)
+    rows = min(chunk, context)
     for _ in range(TRIES):
         if before is None:
             break
-        near = timed(lambda: run_chunk(shard, 0, rows, chunk)) // rows
-        now = Rates((near,), decode=decode(executor, shard, context, widths[:2], passes=2))
-        if agree(before, now):
-            if (better := quicker(before, now)) != before:
+        near = time_call(lambda: run_chunk(shard, 0, rows, chunk)) // rows
+        now = Rates((near,), decode=measure_decode(executor, shard, context, widths[:2], passes=2))
+        if do_rates_agree(before, now):
+            if (better := take_quicker_steps(before, now)) != before:
                 kept.remember(key, to_json(better))
             return better
-    found = measured(executor, shard, chunk=chunk, context=context, widths=widths)
+    found = measure_rates(executor, shard, chunk=chunk, context=context, widths=widths)
     kept.remember(key, to_json(found))
     return found
 
 
-def key(*facts: object) -> str:
-    """Under which times may be kept: 32 hex digits over what they depend on. facts: the identity among them."""
+def build_rates_key(*facts: object) -> str:
+    """Return the key under which rates are kept: 32 hex digits over what they depend on. facts: the identity among
+    them.
+    """
     parts = (VERSION, torch.get_num_threads(), os.cpu_count(), *facts)
     return blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
-def agree(before: Rates, now: Rates) -> bool:
-    """now: a few of the times, measured again."""
+def do_rates_agree(before: Rates, now: Rates) -> bool:
+    """Return whether a few rates, measured again, are about as they were before."""
     steps = {tuple(key): ns for *key, ns, _ in before.decode}
-    near = alike(now.prefill[0], before.prefill[0], BUSY) if before.prefill else False
-    return near and all(alike(ns, steps.get(tuple(key), 0), BUSY) for *key, ns, _ in now.decode)
+    near = are_similar(now.prefill[0], before.prefill[0], BUSY) if before.prefill else False
+    return near and all(are_similar(ns, steps.get(tuple(key), 0), BUSY) for *key, ns, _ in now.decode)
 
 
-def quicker(before: Rates, now: Rates) -> Rates:
-    """With those decode steps of `now` that took less. What others took stays beside the plain ones of then."""
+def take_quicker_steps(before: Rates, now: Rates) -> Rates:
+    """Return the earlier rates with the decode steps of `now` that took less. The times of mixed steps are kept."""
     found = {(span, members, rows): (ns, beside) for span, members, rows, ns, beside in before.decode}
     plain = 0
     for span, members, rows, ns, beside in now.decode:  # the plain one comes first
@@ -112,11 +132,12 @@ def quicker(before: Rates, now: Rates) -> Rates:
 
 
 def to_json(rates: Rates) -> str:
+    """Return rates as JSON for the calibration cache."""
     return json.dumps({"version": VERSION, "prefill": rates.prefill, "decode": rates.decode})
 
 
 def from_json(text: str) -> Rates:
-    """What `to_json` wrote; ValueError for anything else."""
+    """Read what `to_json` wrote. Raises ValueError for anything else."""
     value = json.loads(text)
     match value:
         case {"version": number, "prefill": [*prefill], "decode": [*decode], **more} if number == VERSION and not more:
@@ -131,62 +152,77 @@ def from_json(text: str) -> Rates:
     )
 
 
-def measured(executor: DeviceExecutor, shard: Shard, *, chunk: int, context: int, widths: Sequence[int]) -> Rates:
-    """On the lane, before anybody is served. context: rows that a slot may come to. widths: proposals, ascending."""
-    return Rates(prefill=prefill(shard, chunk, context), decode=decode(executor, shard, context, widths))
+def measure_rates(executor: DeviceExecutor, shard: Shard, *, chunk: int, context: int, widths: Sequence[int]) -> Rates:
+    """Measure chunks and decode steps, on the lane, before any request is served.
+
+    context: the rows that a slot may come to have. widths: numbers of proposals, ascending.
+    """
+    return Rates(
+        prefill=measure_prefill(shard, chunk, context), decode=measure_decode(executor, shard, context, widths)
+    )
 
 
-def prefill(shard: Shard, chunk: int, context: int) -> tuple[int, ...]:
-    """Per token, by where it stands, as `Rates.prefill` wants it; from two chunks and a straight line."""
+def measure_prefill(shard: Shard, chunk: int, context: int) -> tuple[int, ...]:
+    """Return nanoseconds per token by position, as `Rates.prefill` has them. Two chunks are measured, with a straight
+    line between them.
+    """
     rows = min(chunk, context)
     far = (min(context, FAR[shard.device.type]) - rows) // shard.state_block * shard.state_block
-    near_ns = quickest(lambda: run_chunk(shard, 0, rows, chunk))
-    slope = max(0.0, quickest(lambda: run_chunk(shard, far, rows, chunk)) - near_ns) / far if far else 0.0
-    found, start, stop = list[int](), 0, FIRST_SPAN
+    near_ns = time_quickest(lambda: run_chunk(shard, 0, rows, chunk))
+    slope = max(0.0, time_quickest(lambda: run_chunk(shard, far, rows, chunk)) - near_ns) / far if far else 0.0
+    found = list[int]()
+    start = 0
+    stop = FIRST_SPAN
     while start < context:
         middle = (start + min(stop, context)) / 2
         found.append(max(1, round((near_ns + slope * max(0.0, middle - rows / 2)) / rows)))
-        start, stop = stop, stop * 2
+        start = stop
+        stop = stop * 2
     return tuple(found)
 
 
 def run_chunk(shard: Shard, start: int, rows: int, chunk: int) -> None:
+    """Compute one chunk of so many rows at `start` and wait for it."""
     step = Step((Segment(0, start, rows),), chunk, rows_only=True)
     if start and shard.state_specs:
         shard.import_state(0, shard.export_state(0))  # any will do, and goes on from wherever a chunk starts
-    shard.forward(step, torch.tensor(some_tokens(shard, rows)))
+    shard.forward(step, torch.tensor(make_tokens(shard, rows)))
     shard.synchronize()
 
 
-def some_tokens(shard: Shard, count: int) -> list[int]:
-    """All kinds of them: rows of one and the same token are like no rows that are ever kept."""
+def make_tokens(shard: Shard, count: int) -> list[int]:
+    """Return tokens that differ from each other: rows of one repeated token would be unlike any that are kept."""
     return [number * STRIDE % shard.vocab_size for number in range(count)]
 
 
-def quickest(work: Callable[[], None]) -> int:
-    """Nanoseconds, of two."""
-    return min(timed(work) for _ in range(2))
+def time_quickest(work: Callable[[], None]) -> int:
+    """Return the nanoseconds of the quicker one of two calls."""
+    return min(time_call(work) for _ in range(2))
 
 
-def timed(work: Callable[[], None]) -> int:
-    """Nanoseconds."""
+def time_call(work: Callable[[], None]) -> int:
+    """Return the nanoseconds of a call."""
     start = time.perf_counter_ns()
     work()
     return time.perf_counter_ns() - start
 
 
-def decode(
+def measure_decode(
     executor: DeviceExecutor, shard: Shard, context: int, widths: Sequence[int], passes: int = PASSES
 ) -> launch_prices.DecodeTimes:
-    """As `Rates.decode` wants it: of one request's launches, its draft included.
+    """Measure the launches of one request, its draft included, as `Rates.decode` has them.
 
-    Widths take turns, so that what holds the machine up for a while holds up one time of each and not all of one; the
-    quickest counts. Some of each follow each other, as they do when somebody is served: the device goes on alone, and
-    takes less time for each. The first may warm up, and lets the draft catch up.
+    Widths take turns, so that a disturbance costs one time of each width and not all of one; the quickest counts. Some
+    launches of a width follow each other as they do when requests are served: the device goes on alone, and each takes
+    less time. The first may warm up, and lets the draft catch up.
     """
-    slot, known, started = SlotId(0), min(CONTEXT, context // 2), time.perf_counter_ns()
-    tokens = some_tokens(shard, known)
-    rounds, begun = list[dict[int, int]](), list[int]()  # of each launch the outcomes before it
+    slot = SlotId(0)
+    known = min(CONTEXT, context // 2)
+    started = time.perf_counter_ns()
+    tokens = make_tokens(shard, known)
+    # of each launch the outcomes before it
+    rounds = list[dict[int, int]]()
+    begun = list[int]()
 
     def following(outcomes: Sequence[Outcome]) -> EffectRequest | None:
         if not outcomes:

@@ -1,4 +1,4 @@
-"""What loading rows takes on this machine, known before the first request: kept from an earlier start, or measured."""
+"""Times to restore rows on this machine, known before the first request: kept from an earlier start, or measured."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from adapters.store.disk_tier import Disk
 from adapters.store.files.codec import SLOW, Fixed, compared, quicker
 from adapters.store.store import Store
 from adapters.transfer.measure_copies import Load, Rehearsal
-from engine.loading.calibrate_compute import quickest, run_chunk
-from engine.loading.shard_peers import placement
-from engine.settings.calibration_cache import Kept, alike
+from engine.loading.calibrate_compute import run_chunk, time_quickest
+from engine.loading.shard_peers import describe_placement
+from engine.settings.calibration_cache import CalibrationCache, are_similar
 from states.rates import ALONE, SLOWEST, Rates, compute_slowdown, estimate_prefill_time
 
 log = logging.getLogger("rekindle")
@@ -34,7 +34,7 @@ SLOW_NS = 50_000_000  # of a chunk: where computing takes so long, nobody waits 
 
 
 @frozen
-class Loading:
+class RestoreTimes:
     """Nanoseconds to load one token's rows, and how much longer both sides take beside each other, as in `Rates`.
 
     single: of disk, where one run is all that is on its way; 0: no files of the store's own were there to tell. zstd:
@@ -48,19 +48,21 @@ class Loading:
     single: int = 0
     zstd: int = 0
 
-    def added(self, rates: Rates) -> Rates:
+    def add_to(self, rates: Rates) -> Rates:
         return evolve(rates, **asdict(self, filter=lambda field, _: field.name not in {"single", "zstd"}))
 
-    def today(self, single: int) -> Loading:
-        """What it would be where one run takes so long: several at once do, in the same proportion."""
+    def scale_to(self, single: int) -> RestoreTimes:
+        """Return the times for today, if one run alone takes `single` now. Several runs at once change in the same
+        proportion.
+        """
         return evolve(self, disk=min(max(1, self.disk * single // self.single), MOST_NS), single=single)
 
     def to_json(self) -> str:
         return json.dumps({"version": VERSION, **asdict(self)})
 
     @classmethod
-    def from_json(cls, text: str) -> Loading:
-        """What `to_json` wrote; ValueError for anything else."""
+    def from_json(cls, text: str) -> RestoreTimes:
+        """Read what `to_json` wrote. Raises ValueError for anything else."""
         value = json.loads(text)
         if not isinstance(value, dict) or value.pop("version", None) != VERSION:
             raise ValueError("not what this version keeps of loading times")
@@ -76,15 +78,17 @@ class Loading:
         return cls(**value)
 
 
-def key(store: Store[Disk], shard: Pipeline, chunk: int) -> str:
-    """Under which it may be kept: 32 hex digits over what it depends on, the model's numerics and the disk included."""
+def build_restore_key(store: Store[Disk], shard: Pipeline, chunk: int) -> str:
+    """Return the key under which times are kept: 32 hex digits over what they depend on, the model's numerics and the
+    disk included.
+    """
     disk = None if store.disk is None else (store.disk.folder.path, store.disk.folder.path.stat().st_dev)
     codec = None if store.disk is None else store.disk.chooser.codec
     parts = (
         VERSION,
         store.layout,
         store.run_bytes,
-        placement(shard.parts),
+        describe_placement(shard.parts),
         torch.get_num_threads(),
         os.cpu_count(),
         chunk,
@@ -92,14 +96,19 @@ def key(store: Store[Disk], shard: Pipeline, chunk: int) -> str:
     return blake2b(repr((*parts, disk, codec)).encode(), digest_size=16).hexdigest()
 
 
-def with_loading(rates: Rates, store: Store[Disk], shard: Pipeline, *, chunk: int, kept: Kept) -> Rates:
-    """On the lane, while nobody is served; nothing is known of what cannot be measured."""
-    started, rows = time.perf_counter(), min(chunk, shard.capacity)
+def add_restore_times(
+    rates: Rates, store: Store[Disk], shard: Pipeline, *, chunk: int, kept: CalibrationCache
+) -> Rates:
+    """Return rates with the times of the store. Called on the lane while no request is served. What cannot be measured
+    stays unknown.
+    """
+    started = time.perf_counter()
+    rows = min(chunk, shard.capacity)
     try:
         rehearsal = Rehearsal(store, shard.parts, shard.capacity, rows)
         quick = estimate_prefill_time(rates, 0, rows) <= SLOW_NS
         compute = partial(run_chunk, shard, 0, rows, chunk) if quick else None
-        found = known(kept, key(store, shard, chunk), rehearsal, compute)
+        found = load_or_measure_times(kept, build_restore_key(store, shard, chunk), rehearsal, compute)
     except (OSError, MemoryError, RuntimeError) as error:
         log.warning("how fast rows can be loaded is not known: %s", error)
         return rates
@@ -108,23 +117,26 @@ def with_loading(rates: Rates, store: Store[Disk], shard: Pipeline, *, chunk: in
         if store.disk.chooser.codec == "zstd" and found.zstd > SLOW:
             log.info(SLOWLY, found.zstd / 1000)
     log.debug("loading: %s, known after %.0f ms", asdict(found), 1e3 * (time.perf_counter() - started))
-    return found.added(rates)
+    return found.add_to(rates)
 
 
-def known(kept: Kept, key: str, rehearsal: Rehearsal, compute: Callable[[], None] | None) -> Loading:
+def load_or_measure_times(
+    kept: CalibrationCache, key: str, rehearsal: Rehearsal, compute: Callable[[], None] | None
+) -> RestoreTimes:
     """A few of its own files are read in any case, so that what was kept is of the disk as it is today: one after the
     other, which is soon done, and as a restore does it where that took much longer or less before, or where only
     samples have told so far.
     """
-    before, disk = kept.recalled(key, Loading.from_json), rehearsal.store.disk
+    before = kept.recall(key, RestoreTimes.from_json)
+    disk = rehearsal.store.disk
     with ExitStack() as stack:
         own = [] if disk is None else stack.enter_context(rehearsal.files(disk))
         if before is not None and not own:
             return before
         rehearsal.store.ready.wait()  # buffers that were not prepared yet would be slower ones
         single = rehearsal.single(own)
-        if before is not None and before.single and alike(single, before.single):
-            return before.today(single)
+        if before is not None and before.single and are_similar(single, before.single):
+            return before.scale_to(single)
         now = rehearsal.alone(own) if own else 0
         if before is not None:
             if now:
@@ -133,23 +145,24 @@ def known(kept: Kept, key: str, rehearsal: Rehearsal, compute: Callable[[], None
         host = rehearsal.alone(rehearsal.copies())
         loads = dict[Fixed, list[Load]]()
         if disk is not None:
-            loads |= {one: stack.enter_context(rehearsal.samples(disk, one)) for one in wanted(disk, own)}
+            loads |= {one: stack.enter_context(rehearsal.samples(disk, one)) for one in choose_codecs(disk, own)}
         passes = [{codec: rehearsal.alone(some) for codec, some in loads.items()} for _ in range(PASSES)]
         times = {codec: min(one[codec] for one in passes) for codec in loads}
         ratio = compared(times.get("store", 0), times.get("zstd", 0))
         codec: Fixed = "store" if disk is None else disk.written_by(quicker(ratio))
-        found = Loading(host, now or times.get(codec, 0), single=single, zstd=ratio)
+        found = RestoreTimes(host, now or times.get(codec, 0), single=single, zstd=ratio)
         if compute is not None:
-            alone = quickest(compute)
+            alone = time_quickest(compute)
             load_ns, compute_ns = rehearsal.beside(own or loads.get(codec) or rehearsal.copies(), compute)
-            prefill, load = compute_slowdown(compute_ns, alone), compute_slowdown(load_ns, found.disk or found.host)
+            prefill = compute_slowdown(compute_ns, alone)
+            load = compute_slowdown(load_ns, found.disk or found.host)
             found = evolve(found, prefill_beside=prefill, load_beside=load)
     kept.remember(key, found.to_json())
     return found
 
 
-def wanted(disk: Disk, own: Sequence[Load]) -> list[Fixed]:
-    """The codecs to try: both where zstd is to be compared with plain files, none where there are files enough."""
+def choose_codecs(disk: Disk, own: Sequence[Load]) -> list[Fixed]:
+    """Return the codecs to try: both if zstd is to be compared with plain files, none if there are files enough."""
     if disk.chooser.codec != "store":
         return ["store", "zstd"]
     return [] if own else ["store"]

@@ -1,4 +1,6 @@
-"""What this machine can do for a model before any of it is loaded: device, room, kernels, what is proven of them."""
+"""What this machine can do for a model before any of it is loaded: devices, free memory, kernels,
+and proven numerics.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,9 @@ from adapters.remote.client.peer import Peer
 from adapters.remote.protocol.messages import Facts, Offer, Prove
 from adapters.sequence_layout import dtype_name
 from engine.loading.memory_fit import Fit
-from engine.settings.calibration_cache import Kept
-from engine.settings.options import Options
-from engine.settings.paths import user_folder
+from engine.settings.calibration_cache import CalibrationCache
+from engine.settings.model_options import PlacementOptions, RuntimeOptions, WeightOptions
+from engine.settings.paths import find_user_folder
 from engine.settings.placement import layer_ranges
 from engine.settings.user_error import UserError
 
@@ -42,8 +44,10 @@ CPU_CHUNK = 256
 
 @frozen
 class Placement:
-    """A run of the target's layers, and the device of the shard that has them: of this process, where what a shard in
-    another one leaves comes to. peer: the daemon of such a shard.
+    """A run of the target's layers and where its shard is.
+
+    device: of this process. For a shard in another process it is the device that its results are copied to. peer: the
+    other process, or None.
     """
 
     layers: range
@@ -51,42 +55,46 @@ class Placement:
     peer: Peer | None = None
 
     @property
-    def local(self) -> bool:
+    def is_local(self) -> bool:
         return self.peer is None
 
     @property
-    def computes(self) -> torch.device:
-        """As it is called in the process that has the layers."""
+    def compute_device(self) -> torch.device:
+        """The device that computes the layers, as the process that has them calls it."""
         return self.device if self.peer is None else torch.device(known_facts(self.peer).device)
 
     @property
     def memory(self) -> tuple[str, str]:
-        """Whose memory has its rows: those that say the same share it."""
-        return boot_id() if self.peer is None else known_facts(self.peer).boot, str(self.computes)
+        """The machine and the device whose memory holds the rows. Placements with equal values share that memory."""
+        return read_boot_id() if self.peer is None else known_facts(self.peer).boot, str(self.compute_device)
 
     @property
-    def on_host(self) -> bool:
-        """Is it this machine's own?"""
-        return self.memory == (boot_id(), "cpu")
+    def is_on_host(self) -> bool:
+        """Whether the rows are in host memory of this machine."""
+        return self.memory == (read_boot_id(), "cpu")
 
 
 def known_facts(peer: Peer) -> Facts:
+    """Return what the process said of itself when it was connected."""
     if peer.facts is None:
         raise LookupError(f"{peer.dial.name} was never connected")
     return peer.facts
 
 
-def choose_devices(options: Options) -> tuple[torch.device, ...]:
-    """Of this process, for the target's shards in the order of their layers. Raises Refusal."""
-    if not options.target_devices:
-        return (choose_device(options.device, "--device"),)
+def choose_devices(placement: PlacementOptions) -> tuple[torch.device, ...]:
+    """Return the devices of this process for the target's shards, in the order of their layers. Raises UserError."""
+    if not placement.target_devices:
+        return (choose_device(placement.device, "--device"),)
     return tuple(
-        torch.device("cpu") if one.remote else choose_device(one.device, "--target-devices") for one in options.devices
+        torch.device("cpu") if one.is_remote else choose_device(one.device, "--target-devices")
+        for one in placement.locations
     )
 
 
 def choose_device(name: str, flag: str) -> torch.device:
-    """A GPU with its number, so that it is equal to the device of what lies there. Raises Refusal."""
+    """Return a device by its name. A GPU has its number, so that it equals the device of tensors there. Raises
+    UserError.
+    """
     if name.startswith("auto"):
         name = name.replace("auto", "cuda") if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
@@ -97,28 +105,33 @@ def choose_device(name: str, flag: str) -> torch.device:
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else torch.device("cpu")
 
 
-def planned(options: Options, config: ModelConfig, peers: Sequence[Peer | None] | None = None) -> tuple[Placement, ...]:
-    """Which layers go where: as the weights say, or else the free memory of each device. Raises Refusal.
+def plan_placement(
+    placement: PlacementOptions, config: ModelConfig, peers: Sequence[Peer | None] | None = None
+) -> tuple[Placement, ...]:
+    """Return which layers go to which device: as the weights say, or else by the free memory of each. Raises UserError.
 
-    peers: of each shard, the daemon that has it, or None for one that is here; all are, if nothing is said.
+    peers: of each shard, the process that has it, or None for this process. Without peers all shards are in this
+    process.
     """
-    devices = choose_devices(options)
+    devices = choose_devices(placement)
     peers = peers or [None] * len(devices)
     places = [Placement(range(0), device, peer).memory for device, peer in zip(devices, peers, strict=True)]
     free = {
         place: free_memory(device) if peer is None else known_facts(peer).free
         for place, device, peer in zip(places, devices, peers, strict=True)
     }
-    weights = options.layer_weights or [free[place] / places.count(place) for place in places]
+    weights = placement.layer_weights or [free[place] / places.count(place) for place in places]
     try:
         ranges = layer_ranges(config.num_layers, weights)
     except ValueError as error:
-        raise UserError(f"--target-devices {options.target_devices[:80]}: {error}") from error
+        raise UserError(f"--target-devices {placement.target_devices[:80]}: {error}") from error
     return tuple(Placement(*one) for one in zip(ranges, devices, peers, strict=True))
 
 
-def boot_id() -> str:
-    """Of the machine, since it was started; empty where nothing says so, and then it is like no other."""
+def read_boot_id() -> str:
+    """Return the id of this machine since it was started. It is empty if the system does not tell it; then it matches
+    no other.
+    """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -126,7 +139,7 @@ def boot_id() -> str:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that nobody uses now; of a host, with what it would give back."""
+    """Return the bytes that are free on a device. For a host, this includes what its caches would give back."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
@@ -139,18 +152,21 @@ def free_memory(device: torch.device) -> int:
 
 @frozen
 class SlotMemory:
-    """Bytes of what slots keep: rows, and positional state of a model that has any, in slots and in places."""
+    """Bytes that slots take: rows per token, recurrent state per slot, and recurrent state per checkpoint."""
 
     token: int
     state: int = 0
     place: int = 0
 
 
-def host_rows(
+def measure_host_slots(
     config: ModelConfig, draft: DraftShape | None, dtype: torch.dtype, rows: torch.dtype, plan: Sequence[Placement]
 ) -> SlotMemory:
-    """Of the layers that host memory keeps them for. rows: what these keep theirs in. draft: one that is there, too."""
-    here = [one.layers for one in plan if one.on_host]
+    """Return what slots take of host memory.
+
+    rows: the dtype of cached rows. draft: its rows are in host memory as well.
+    """
+    here = [one.layers for one in plan if one.is_on_host]
     token = sum(config.kv_bytes_per_token(rows, layers) for layers in here)
     if draft is not None:
         token += draft.kv_bytes_per_token(dtype)
@@ -158,48 +174,58 @@ def host_rows(
     return SlotMemory(token, sum(held for held, _ in states), sum(place for _, place in states))
 
 
-def check_memory(slot: SlotMemory, options: Options, fit: Fit) -> None:
-    """A host is killed where a GPU says no. Raises Refusal for slots that are larger than the whole machine."""
-    rows, states = fit.rows * slot.token + fit.slots * slot.state, options.state_checkpoints * slot.place
+def check_memory(slot: SlotMemory, state_checkpoints: int, fit: Fit) -> None:
+    """Raise UserError if the slots are larger than the whole machine.
+
+    A GPU refuses such an allocation; on a host the process would be killed instead.
+    """
+    rows = fit.rows * slot.token + fit.slots * slot.state
+    states = state_checkpoints * slot.place
     there = host_memory()
     if rows + states > there:
         size = f"{fit.slots} slots of {fit.context} tokens take {rows / 1e9:.0f} GB"
         fewer = "fewer --slots or a smaller --max-ctx may help"
         if states:
-            size += f" and {options.state_checkpoints} states beside them {states / 1e9:.0f} GB"
+            size += f" and {state_checkpoints} states beside them {states / 1e9:.0f} GB"
             fewer = "fewer --slots, fewer --state-checkpoints or a smaller --max-ctx may help"
         raise UserError(f"{size}, this machine has {there / 1e9:.0f} GB: {fewer}")
 
 
 def host_memory() -> int:
-    """Bytes that this machine has."""
+    """Return the bytes of memory that this machine has."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def chunk_of(options: Options, plan: Sequence[Placement]) -> int:
-    """Rows of a prefill chunk."""
-    return options.chunk or (GRAPH_CHUNK if {one.computes.type for one in plan} == {"cuda"} else CPU_CHUNK)
+def choose_chunk(runtime: RuntimeOptions, plan: Sequence[Placement]) -> int:
+    """Return the rows of a prefill chunk."""
+    return runtime.chunk or (GRAPH_CHUNK if {one.compute_device.type for one in plan} == {"cuda"} else CPU_CHUNK)
 
 
 def prove(
-    options: Options,
+    weights: WeightOptions,
+    runtime: RuntimeOptions,
     checkpoint: Checkpoint,
     dtype: torch.dtype,
     plan: Sequence[Placement],
-    context: int,
     *,
-    kept: Kept,
+    context: int,
+    kept: CalibrationCache,
 ) -> tuple[Numerics, tuple[Kernels | None, ...]]:
-    """What the probe finds or found on each device, for the whole model, and kernels for each shard that keep to it;
-    those in other processes say themselves what holds there, and have their own.
+    """Prove numerics on each device, and return those of the whole model with the kernels of each shard.
+
+    Outcomes are kept from one start to the next. Shards in other processes prove their own numerics and have their own
+    kernels; they are offered the outcomes that are known here.
     """
-    chunk, rows = chunk_of(options, plan), row_dtype(options.kv_dtype, dtype)
-    found, offers = dict[torch.device, tuple[Numerics, Kernels]](), list[Offer]()
+    chunk = choose_chunk(runtime, plan)
+    rows = row_dtype(weights.kv_dtype, dtype)
+    found = dict[torch.device, tuple[Numerics, Kernels]]()
+    offers = list[Offer]()
     # Beside the last layers is a draft, with a copy of the head: in this process, wherever they are.
-    for device in dict.fromkeys(one.device for one in plan if one.local or one is plan[-1]):
+    for device in dict.fromkeys(one.device for one in plan if one.is_local or one is plan[-1]):
         with current(device):
-            kernels, how = build_kernels(device, dtype), probing(checkpoint, device, (dtype, rows), chunk, context)
-            numerics = probed(checkpoint, kernels, kept, **how)
+            kernels = build_kernels(device, dtype)
+            how = build_probe_inputs(checkpoint, device, (dtype, rows), chunk, context)
+            numerics = load_or_run_probe(checkpoint, kernels, kept, **how)
             offers.append(Offer(probe_key(checkpoint.family, checkpoint.config, kernels, **how), numerics.to_json()))
         found[device] = numerics, kernels
     proven = list[Numerics]()
@@ -212,13 +238,13 @@ def prove(
                 dtype_name(rows),  # type: ignore[arg-type]
                 chunk,
                 context,
-                boot_id(),
-                options.bits,
+                read_boot_id(),
+                weights.quantized_bits,
                 tuple(offers[:MOST_OFFERS]),
             )
             proven.append(one.peer.prove(asked))
     own = tuple(
-        found[one.device][1].with_plan(plan_served(found[one.device][0], fast=options.numerics == "fast"))
+        found[one.device][1].with_plan(choose_served_plan(found[one.device][0], fast=runtime.numerics == "fast"))
         if one.device in found
         else None
         for one in plan
@@ -227,12 +253,12 @@ def prove(
     return evolve(whole, plan=found[plan[-1].device][0].plan), own
 
 
-def probing(
+def build_probe_inputs(
     checkpoint: Checkpoint, device: torch.device, dtypes: tuple[torch.dtype, torch.dtype], chunk: int, context: int
 ) -> dict[str, Any]:
-    """What a probe depends on, besides the configuration and the machine. dtypes: of weights, and of rows.
+    """Return what a probe depends on, besides the configuration and the machine. dtypes: of weights and of rows.
 
-    Raises Refusal for rows that a device cannot keep.
+    Raises UserError if the device cannot keep such rows.
     """
     if dtypes[1] is torch.float8_e4m3fn and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise UserError(f"--kv-dtype fp8: {device} does not know such numbers; accepted here: auto, bf16, int8")
@@ -247,27 +273,31 @@ def probing(
     }
 
 
-def plan_served(numerics: Numerics, *, fast: bool) -> ProductPlan | None:
-    """What kernels keep to: only where bits are promised."""
+def choose_served_plan(numerics: Numerics, *, fast: bool) -> ProductPlan | None:
+    """Return the plan that kernels keep to. With `fast` numerics no steps are prescribed, since no bits
+    are promised.
+    """
     plan = numerics.plan
     return evolve(plan, steps=()) if fast and plan is not None else plan
 
 
-def state_tokens(shard: Pipeline) -> int:
-    """A checkpoint takes as long to move as the rows of so many tokens."""
+def count_state_tokens(shard: Pipeline) -> int:
+    """Return the number of tokens whose rows take as many bytes as one checkpoint of recurrent state."""
     return -(-sum(spec.nbytes for spec in shard.state_specs) // shard.row_spec.token_bytes) if shard.state_specs else 0
 
 
-def probed(checkpoint: Checkpoint, kernels: Kernels, kept: Kept, **how: Any) -> Numerics:
-    """The probe's outcome, kept from the last start where nothing that it depends on has changed."""
-    family, config = checkpoint.family, checkpoint.config
+def load_or_run_probe(checkpoint: Checkpoint, kernels: Kernels, kept: CalibrationCache, **how: Any) -> Numerics:
+    """Return the outcome of the probe, kept from an earlier start if nothing that it depends on has changed."""
+    family = checkpoint.family
+    config = checkpoint.config
     key = probe_key(family, config, kernels, **how)
-    return kept.made(key, lambda: probe(family, config, kernels, **how), Numerics.to_json, Numerics.from_json)
+    return kept.load_or_make(key, lambda: probe(family, config, kernels, **how), Numerics.to_json, Numerics.from_json)
 
 
 def build_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
+    """Build the kernels of a device."""
     if device.type == "cuda":
-        keep_compiled()
+        set_compile_cache()
         return factory.build_kernels(device, dtype)
     try:
         if why := factory.explain_missing_library():
@@ -277,15 +307,15 @@ def build_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
         raise UserError(str(error)) from error
 
 
-def keep_compiled() -> None:
-    """What Triton compiles is kept with all else that a start can find again, unless somebody says where."""
-    folder = user_folder() / "triton"
+def set_compile_cache() -> None:
+    """Have Triton keep compiled kernels in our user folder, unless the environment names another folder."""
+    folder = find_user_folder() / "triton"
     with suppress(OSError):  # a home that cannot be written: it stays where Triton would have it
         folder.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("TRITON_CACHE_DIR", str(folder))
 
 
-def nothing_compiled() -> bool:
-    """Is Triton's folder of kernels empty? Not so where nobody says which it is."""
+def is_compile_cache_empty() -> bool:
+    """Return whether Triton's folder of compiled kernels is empty. False if no folder is named."""
     folder = os.environ.get("TRITON_CACHE_DIR", "")
     return bool(folder) and not any(Path(folder).glob("*"))

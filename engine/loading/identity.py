@@ -1,4 +1,4 @@
-"""What a model's numbers are known by: caches, traces and measured times of one identity are of no other."""
+"""The identity of a model: caches, traces and measured times of one identity are of no use for another."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from adapters.models.numerics.probe_result import Numerics
 from adapters.models.open_checkpoint import Checkpoint
 
 
-def identity(
+def compute_identity(
     checkpoint: Checkpoint,
     dtype: torch.dtype,
     numerics: Numerics,
@@ -19,8 +19,9 @@ def identity(
     *,
     digest: str = "",
 ) -> str:
-    """Everything that changes numbers, and nothing about this instance: 32 hex digits. rows: what keys and values are
-    kept in; by default the dtype. digest: the checkpoint's, where somebody has it already.
+    """Return 32 hex digits over everything that changes numbers, and nothing about this machine.
+
+    rows: the dtype of cached keys and values, if it is not `dtype`. digest: of the checkpoint, if it is known already.
     """
     parts = (
         digest or checkpoint.digest(),

@@ -1,4 +1,4 @@
-"""The draft beside a target: found, checked, loaded."""
+"""The draft of a target: found, checked and loaded."""
 
 from __future__ import annotations
 
@@ -41,10 +41,11 @@ from adapters.remote.client.remote_draft import RemoteDraft
 from adapters.remote.protocol.load_request import loading_draft
 from effects.ports import RowsLost
 from engine.loading.device_survey import Placement, build_kernels, choose_device
-from engine.settings.calibration_cache import Kept
+from engine.settings.calibration_cache import CalibrationCache
+from engine.settings.model_options import SpeculationOptions
 from engine.settings.options import Options
-from engine.settings.paths import OWN, draft_name
-from engine.settings.user_error import UserError, no_room
+from engine.settings.paths import OWN, choose_draft_name
+from engine.settings.user_error import UserError, build_memory_error
 
 log = logging.getLogger("rekindle")
 
@@ -67,43 +68,45 @@ class FoundDraft:
 
     @property
     def digests(self) -> tuple[str, str]:
-        """Of the weights, and of what its rows are: whoever has the same ones has the same draft."""
+        """Return digests of the weights and of the format of rows. Drafts with equal digests are the same draft."""
         return self.digest, blake2b(repr(self.shape.row_facts()).encode(), digest_size=16).hexdigest()
 
 
 def find_draft(options: Options, target: Checkpoint) -> FoundDraft | None:
-    """What was asked for, or what comes with a demo. Raises Refusal for one that cannot draft for this target."""
-    found = named_draft(draft_name(options.draft, options.model), target)
-    if found is None and options.ddtree:
+    """Return the draft that was asked for, or that comes with a demo. Raises UserError if it cannot draft for this
+    target.
+    """
+    found = named_draft(choose_draft_name(options.speculation.draft, options.model.model), target)
+    if found is None and options.speculation.ddtree:
         log.warning("--ddtree: there is no draft whose proposals could branch (--draft none)")
     return found
 
 
 def named_draft(name: str, target: Checkpoint) -> FoundDraft | None:
-    """Raises Refusal."""
+    """Return the draft of this name. Raises UserError."""
     if name == "none":
         return None
     try:
-        return own_head(target) if name == OWN else dflash(Path(name), target.config)
+        return find_own_head(target) if name == OWN else find_dflash(Path(name), target.config)
     except CheckpointError as error:
         raise UserError(f"--draft {error}") from error
 
 
-def provable(found: FoundDraft | None, numerics: Numerics) -> FoundDraft | None:
-    """None where what it proposes could not be held to what the target says."""
+def check_provable(found: FoundDraft | None, numerics: Numerics) -> FoundDraft | None:
+    """Return the draft, or None if its proposals could not be verified bit for bit with these numerics."""
     if found is not None and numerics.mode != "buckets":
         log.warning("no draft: its proposals could not be verified exactly, since row counts differ here")
         return None
     return found
 
 
-def dflash(folder: Path, target: ModelConfig) -> FoundDraft:
+def find_dflash(folder: Path, target: ModelConfig) -> FoundDraft:
     found = DraftCheckpoint.open(folder, target)
     config = found.config
     return FoundDraft(
         str(folder),
         config,
-        weights_of(found.tensors),
+        count_weights(found.tensors),
         found.digest(),
         partial(block_products, config),
         partial(DFlashDraft, config, found),
@@ -111,13 +114,13 @@ def dflash(folder: Path, target: ModelConfig) -> FoundDraft:
     )
 
 
-def own_head(target: Checkpoint) -> FoundDraft:
+def find_own_head(target: Checkpoint) -> FoundDraft:
     found = HeadCheckpoint.open(target)
     config = found.config
     return FoundDraft(
         OWN,
         config,
-        weights_of(found.tensors),
+        count_weights(found.tensors),
         found.digest(),
         partial(head_products, config),
         partial(MtpDraft, config, found),
@@ -125,26 +128,26 @@ def own_head(target: Checkpoint) -> FoundDraft:
     )
 
 
-def weights_of(tensors: Mapping[str, StoredTensor]) -> int:
+def count_weights(tensors: Mapping[str, StoredTensor]) -> int:
     return sum(math.prod(entry.shape) for entry in tensors.values())
 
 
-def draft_device(options: Options, target: torch.device) -> torch.device:
-    """target: of its last layers, beside which a draft is where nobody says otherwise. Raises Refusal."""
-    if not options.draft_device or options.draft_where is not None:
+def choose_draft_device(speculation: SpeculationOptions, target: torch.device) -> torch.device:
+    """Return the device of the draft: the option's, or the device `target` of the last layers. Raises UserError."""
+    if not speculation.draft_device or speculation.remote_location is not None:
         return target
-    found = choose_device(options.draft_device, "--draft-device")
+    found = choose_device(speculation.draft_device, "--draft-device")
     return torch.device("cuda", found.index or 0) if found.type == "cuda" else torch.device("cpu")
 
 
-def draft_kernels(
+def build_draft_kernels(
     found: FoundDraft,
     config: ModelConfig,
     shard: Pipeline,
     kernels: Kernels,
     *,
     numerics: Numerics,
-    kept: Kept,
+    kept: CalibrationCache,
     fast: bool,
 ) -> Kernels:
     """Of the kind of the target's, `kernels`. What the draft multiplies beyond its target's products is proven beside
@@ -158,19 +161,21 @@ def draft_kernels(
     target = config.products(plan.steps, capacity=shard.capacity, dtype=shard.dtype, threads=plan.threads[1])
     listed = found.products(evolve(target, threads=plan.threads), capacity=shard.capacity, vocab=config.vocab_size)
     key = kept_under(listed, kernels, shard.device, (str(shard.dtype), plan))
-    proven = kept.made(key, lambda: kernels.prove(listed, plan).plan, plan_to_json, plan_from_json)
+    proven = kept.load_or_make(key, lambda: kernels.prove(listed, plan).plan, plan_to_json, plan_from_json)
     return kernels.with_plan(evolve(proven, steps=()) if fast and proven is not None else proven)
 
 
-def draft_placement(options: Options, target: torch.device, peer: Peer | None = None) -> Placement:
-    """target: as in `draft_device`. peer: of a draft in another process. Raises Refusal."""
+def plan_draft_placement(speculation: SpeculationOptions, target: torch.device, peer: Peer | None = None) -> Placement:
+    """Return where the draft goes. target: as in `choose_draft_device`. peer: the process that has it. Raises
+    UserError.
+    """
     if peer is not None:
         return Placement(range(0), torch.device("cpu"), peer)
-    return Placement(range(0), draft_device(options, target))
+    return Placement(range(0), choose_draft_device(speculation, target))
 
 
-class Room(Protocol):
-    """Of a target, what its draft has as well: as `Shard` has them."""
+class TargetRoom(Protocol):
+    """The room of a target that its draft has as well, named as in `Shard`."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -185,10 +190,18 @@ class Room(Protocol):
     def buckets(self) -> tuple[int, ...]: ...
 
 
-def kernels_apart(
-    found: FoundDraft, config: ModelConfig, shard: Room, device: torch.device, *, kept: Kept, fast: bool
+def build_own_kernels(
+    found: FoundDraft,
+    config: ModelConfig,
+    shard: TargetRoom,
+    device: torch.device,
+    *,
+    kept: CalibrationCache,
+    fast: bool,
 ) -> Kernels:
-    """Of a device that has no layers of the target: all that the draft multiplies is proven there, the head, too."""
+    """Return kernels for a device that has no layers of the target. All products of the draft are proven there, the
+    head too.
+    """
     with current(device):
         kernels, threads = build_kernels(device, shard.dtype), torch.get_num_threads()
         target = config.products(shard.buckets, capacity=shard.capacity, dtype=shard.dtype, threads=threads)
@@ -196,7 +209,7 @@ def kernels_apart(
         head = Weight(config.vocab_size, config.hidden_size, most=HEAD_ROWS)
         listed = evolve(own, weights=(*own.weights, head))
         key = kept_under(listed, kernels, device, (str(shard.dtype), "apart"))
-        proven = kept.made(key, lambda: kernels.prove(listed).plan, plan_to_json, plan_from_json)
+        proven = kept.load_or_make(key, lambda: kernels.prove(listed).plan, plan_to_json, plan_from_json)
         return kernels.with_plan(evolve(proven, steps=()) if fast and proven is not None else proven)
 
 
@@ -209,30 +222,40 @@ def placed_draft(
     peer: Peer | None,
     kernels: Kernels,
     numerics: Numerics,
-    kept: Kept,
+    kept: CalibrationCache,
 ) -> DraftModel:
     """Where it was asked for. kernels: of the target's last layers. peer: of a process that has the draft. Raises
-    Refusal.
+    UserError.
     """
     if peer is not None:
-        beside = draft_kernels(
-            found, checkpoint.config, shard, kernels, numerics=numerics, kept=kept, fast=options.numerics == "fast"
+        beside = build_draft_kernels(
+            found,
+            checkpoint.config,
+            shard,
+            kernels,
+            numerics=numerics,
+            kept=kept,
+            fast=options.runtime.numerics == "fast",
         )
-        return draft_apart(found, options, checkpoint, shard, peer, kernels=beside)
-    device, fast, config = draft_device(options, shard.device), options.numerics == "fast", checkpoint.config
+        return load_remote_draft(found, options, checkpoint, shard, peer, kernels=beside)
+    device, fast, config = (
+        choose_draft_device(options.speculation, shard.device),
+        options.runtime.numerics == "fast",
+        checkpoint.config,
+    )
     if device == shard.device:
-        own = draft_kernels(found, config, shard, kernels, numerics=numerics, kept=kept, fast=fast)
+        own = build_draft_kernels(found, config, shard, kernels, numerics=numerics, kept=kept, fast=fast)
     else:
-        own = kernels_apart(found, config, shard, device, kept=kept, fast=fast)
+        own = build_own_kernels(found, config, shard, device, kept=kept, fast=fast)
     try:
-        return built(found, shard, own, device, checkpoint, head=shard.head if device == shard.device else None)
+        return build_draft(found, shard, own, device, checkpoint, head=shard.head if device == shard.device else None)
     except torch.OutOfMemoryError as error:
-        raise no_room("the draft", f"{device} beside the model", FEWER, error) from error
+        raise build_memory_error("the draft", f"{device} beside the model", FEWER, error) from error
     except ValueError as error:
         raise UserError(f"--draft {found.name}: {error}") from error
 
 
-def draft_apart(
+def load_remote_draft(
     found: FoundDraft,
     options: Options,
     checkpoint: Checkpoint,
@@ -247,23 +270,23 @@ def draft_apart(
         slots=shard.slots,
         capacity=shard.capacity,
         buckets=shard.buckets,
-        bits=options.bits,
-        nodes=options.ddtree_budget,
+        bits=options.weights.quantized_bits,
+        nodes=options.speculation.ddtree_budget,
         rows=BATCH_ROWS,
-        fast=options.numerics == "fast",
+        fast=options.runtime.numerics == "fast",
     )
     try:
         projection = found.projection(kernels, shard.device, shard.dtype)
         return RemoteDraft(peer, asked, found.shape, found.digests, projection)
     except torch.OutOfMemoryError as error:
-        raise no_room("the draft", peer.dial.name, FEWER, error) from error
+        raise build_memory_error("the draft", peer.dial.name, FEWER, error) from error
     except (ValueError, RowsLost) as error:
         raise UserError(f"--draft-device {peer.dial.name}: {error}") from error
 
 
-def built(
+def build_draft(
     found: FoundDraft,
-    room: Room,
+    room: TargetRoom,
     kernels: Kernels,
     device: torch.device,
     checkpoint: Checkpoint,
@@ -279,18 +302,15 @@ def built(
     return found.build(kernels, copies if head is None else head, device=device, dtype=room.dtype, **how)
 
 
-def short_of_memory(device: torch.device, coming: int = 0) -> bool:
-    """Return whether less than a twentieth of the device's memory is left once everything is loaded. A CPU can page.
-
-    coming: bytes of what is still to be loaded.
-    """
+def is_short_of_memory(device: torch.device, coming: int = 0) -> bool:
+    """Return whether less than a twentieth of the device's memory is left once everything is loaded. A CPU can page."""
     if device.type != "cuda":
         return False
     free, total = torch.cuda.mem_get_info(device)
     return (free - coming) * 20 < total
 
 
-def proposals(draft: DraftModel | None, shard: Pipeline) -> int:
+def count_most_proposals(draft: DraftModel | None, shard: Pipeline) -> int:
     """Of one decode step, at most. Where the model has positional state, what can be taken back is one block of it: the
     token that is fed, and the proposals after it.
     """
@@ -303,6 +323,6 @@ def proposals(draft: DraftModel | None, shard: Pipeline) -> int:
     return most
 
 
-def widths(block: int, tree: int) -> list[int]:
-    """Proposals of the decode steps that are worth measuring. block: of a chain, at most; tree: of a tree."""
+def choose_proposal_widths(block: int, tree: int) -> list[int]:
+    """Return the numbers of proposals whose decode steps are measured. block: most of a chain; tree: of a tree."""
     return sorted({0, block, max(block, tree), *(width for width in WIDTHS if width < block)})

@@ -1,4 +1,4 @@
-"""The drafter of prompt compression: found, checked against its target, and put to work."""
+"""The prompt scorer (`--prefill-drafter`) of prompt compression: found, checked against its target, and loaded."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ from effects.ids import LaneId, ModelName, RequestId
 from effects.pflash import CompressPrompt
 from effects.ports import RowsLost
 from effects.residency import LoadModel, UnloadModel
-from engine.loading.device_survey import Placement, boot_id, choose_device, chunk_of, prove
-from engine.loading.identity import identity
-from engine.loading.load_draft import short_of_memory
-from engine.loading.memory_estimate import far, weights
-from engine.settings.calibration_cache import Kept
+from engine.loading.device_survey import Placement, choose_chunk, choose_device, prove, read_boot_id
+from engine.loading.identity import compute_identity
+from engine.loading.load_draft import is_short_of_memory
+from engine.loading.memory_estimate import estimate_weights, measure_remote_free
+from engine.settings.calibration_cache import CalibrationCache
+from engine.settings.model_options import RuntimeOptions
 from engine.settings.options import Options
 from engine.settings.user_error import UserError
 from states.settings import Settings
@@ -87,7 +88,7 @@ class Drafter:
         return {"weights": device, "host": host, "buffers": self.compressor.buffers}
 
     def abandon(self, request: RequestId) -> None:
-        """What was scored for it is dropped, behind what is in flight."""
+        """Drop what was scored for a request, after what is in flight."""
         if self.beside is not None:
             self.beside.abandon(request)
         elif not self.lane.closed:
@@ -102,16 +103,16 @@ class Drafter:
 
 def drafter_folder(options: Options) -> Path:
     """Or its GGUF file."""
-    return demo.FOLDERS.get(options.drafter) or Path(options.drafter)
+    return demo.FOLDERS.get(options.scorer_name) or Path(options.scorer_name)
 
 
 def find_drafter(
     options: Options, folder: Path, target: torch.device, context: int, *, peer: Peer | None = None
 ) -> FoundDrafter | None:
-    """folder: of the target. peer: of a drafter in another process. Raises Refusal for one that cannot score its
+    """folder: of the target. peer: of a drafter in another process. Raises UserError for one that cannot score its
     prompts.
     """
-    name = options.drafter
+    name = options.scorer_name
     if not name:
         return None
     path = drafter_folder(options)
@@ -125,7 +126,7 @@ def find_drafter(
         family = checkpoint.family.model_type
         raise UserError(f"--prefill-drafter {name}: {family} models cannot score; accepted: those of decoder layers")
     check_tokenizer(name, tokenizer, own, config.vocab_size)
-    chosen = options.prefill_drafter_device
+    chosen = options.compression.prefill_drafter_device
     device = torch.device("cpu")
     if peer is None:
         device = choose_device(chosen, "--prefill-drafter-device") if chosen else target
@@ -133,7 +134,7 @@ def find_drafter(
 
 
 def check_tokenizer(name: str, tokenizer: Tokenizer, own: Tokenizer, vocab: int) -> None:
-    """What is selected are ids: the same id has to be the same text."""
+    """Raise UserError if the tokenizers differ: tokens are selected by id, so an id must be the same text in both."""
     theirs, ours = (one.full.get_vocab(with_added_tokens=True) for one in (tokenizer, own))
     if theirs != ours:
         odd = min(theirs.items() ^ ours.items(), key=lambda item: (item[1], item[0]))
@@ -153,7 +154,7 @@ def add_drafter(
     *,
     drafting: DraftProposer[Any] | None,
     settings: Settings,
-    kept: Kept,
+    kept: CalibrationCache,
 ) -> tuple[Drafter | None, Settings]:
     """At work, and what that means for decisions. Its weights are read when they are needed, unless they are to stay.
 
@@ -179,11 +180,11 @@ def cannot_stay(found: FoundDrafter) -> bool:
     A device of another process says only how much is free, so there the weights have to fit into that.
     """
     config, dtype = found.checkpoint.config, resolve_dtype("auto", found.checkpoint)
-    size = weights(config, dtype, found.device, range(config.num_layers))
+    size = estimate_weights(config, dtype, found.device, range(config.num_layers))
     if found.peer is None:
-        return short_of_memory(found.device, size)
+        return is_short_of_memory(found.device, size)
     place = Placement(range(config.num_layers), found.device, found.peer)
-    return place.computes.type == "cuda" and size > far(place)
+    return place.compute_device.type == "cuda" and size > measure_remote_free(place)
 
 
 def load_if_kept(compressor: Compressor, settings: Settings) -> Settings:
@@ -209,8 +210,8 @@ def on(lane: DeviceLane, device: torch.device) -> bool:
     return device in lane.devices or device.type == lane.device.type == "cpu"
 
 
-def build(found: FoundDrafter, options: Options, kept: Kept) -> tuple[Compressor, str]:
-    """And its identity. Raises Refusal."""
+def build(found: FoundDrafter, options: Options, kept: CalibrationCache) -> tuple[Compressor, str]:
+    """And its identity. Raises UserError."""
     dtype = resolve_dtype("auto", found.checkpoint)
     checkpoint, config = found.checkpoint.rounded(dtype), found.checkpoint.config
     tokenizer = found.tokenizer
@@ -218,20 +219,19 @@ def build(found: FoundDrafter, options: Options, kept: Kept) -> tuple[Compressor
     marks = marks_of([tokenizer.token_bytes(token) for token in range(tokenizer.size)], controls)
     if found.peer is not None:
         remote, numerics = apart(found, found.peer, options, dtype)
-        return Compressor(remote, marks), identity(checkpoint, dtype, numerics, options.numerics)
+        return Compressor(remote, marks), compute_identity(checkpoint, dtype, numerics, options.runtime.numerics)
     assert isinstance(config, DenseConfig)
     place = Placement(range(config.num_layers), found.device)
-    if place.computes.type == "cuda":
-        options = evolve(options, chunk=CUDA_CHUNK)
-    numerics, (kernels,) = prove(options, checkpoint, dtype, (place,), found.limit, kept=kept)
+    runtime = evolve(options.runtime, chunk=scored_at_once(options.runtime, place))
+    numerics, (kernels,) = prove(options.weights, runtime, checkpoint, dtype, (place,), context=found.limit, kept=kept)
     assert kernels is not None, "its device is here"
     scorer = Scorer(config, checkpoint, kernels, found.device, dtype, numerics.buckets, found.limit)
-    return Compressor(scorer, marks), identity(checkpoint, dtype, numerics, options.numerics)
+    return Compressor(scorer, marks), compute_identity(checkpoint, dtype, numerics, options.runtime.numerics)
 
 
-def scored_at_once(options: Options, place: Placement) -> int:
-    """Rows."""
-    return CUDA_CHUNK if place.computes.type == "cuda" else chunk_of(options, (place,))
+def scored_at_once(runtime: RuntimeOptions, place: Placement) -> int:
+    """Return the rows of one forward of the scorer."""
+    return CUDA_CHUNK if place.compute_device.type == "cuda" else choose_chunk(runtime, (place,))
 
 
 def apart(found: FoundDrafter, peer: Peer, options: Options, dtype: torch.dtype) -> tuple[RemoteScorer, Numerics]:
@@ -240,8 +240,10 @@ def apart(found: FoundDrafter, peer: Peer, options: Options, dtype: torch.dtype)
     place = Placement(range(config.num_layers), found.device, peer)
     kept_in: Any = dtype_name(dtype)
     try:
-        numerics = peer.prove(Prove(kept_in, kept_in, scored_at_once(options, place), found.limit, boot_id()))
-        return RemoteScorer(peer, loading_drafter(found.limit, fast=options.numerics == "fast")), numerics
+        numerics = peer.prove(
+            Prove(kept_in, kept_in, scored_at_once(options.runtime, place), found.limit, read_boot_id())
+        )
+        return RemoteScorer(peer, loading_drafter(found.limit, fast=options.runtime.numerics == "fast")), numerics
     except (ValueError, RowsLost) as error:
         raise UserError(f"--prefill-drafter-device {found.place}: {error}") from error
 
@@ -262,14 +264,14 @@ def moved_by_name(executor: DeviceExecutor, movers: Movers) -> None:
 def pflash(options: Options, settings: Settings, drafter: Drafter | None) -> Mapping[str, Any]:
     """`/props.pflash`."""
     return {
-        "mode": options.prefill_compression,
-        "threshold": options.prefill_threshold,
-        "keep_ratio": options.prefill_keep_ratio,
-        "curve": [[tokens, keep / 1000] for tokens, keep in options.curve],
+        "mode": options.compression.prefill_compression,
+        "threshold": options.compression.prefill_threshold,
+        "keep_ratio": options.compression.prefill_keep_ratio,
+        "curve": [[tokens, keep / 1000] for tokens, keep in options.compression.keep_ratio_curve],
         "drafter": None if drafter is None else Path(drafter.found.name).name,
         "device": None if drafter is None else drafter.found.place,
         "most_tokens": settings.drafter,
         "draft_residency": settings.residency.policy,
-        "freeze": options.disk_prefix_cache_compress,
+        "freeze": options.cache.disk_prefix_cache_compress,
         "hot_window": FRESH_MESSAGES,
     }

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from attrs import frozen
 from torch import Tensor
 
 from adapters.checkpoint.finite_check import defer_finite_checks
@@ -25,50 +26,87 @@ from adapters.store.slab_memory import Buffer, Memory
 from engine.loading.device_survey import Placement, free_memory
 
 
-def shards(
+@frozen(eq=False)
+class ShardRoom:
+    """What every shard of a target has room for.
+
+    capacity: rows of a slot, in tokens. buckets: row counts of its forwards, ascending. rows: the dtype of cached keys
+    and values. fast: numerics are `fast`. state_places: checkpoints of recurrent state. aux_layers: layers whose hidden
+    states the draft reads. pages: of the pool that slots share; 0: each slot has rows of its own. hosted: experts in
+    host memory. hosts_embedding: the embedding stays in host memory.
+    """
+
+    slots: int
+    capacity: int
+    buckets: tuple[int, ...]
+    rows: torch.dtype
+    fast: bool
+    state_places: int
+    aux_layers: tuple[int, ...] = ()
+    pages: int = 0
+    hosted: HostExperts | None = None
+    hosts_embedding: bool = False
+
+
+def build_shards(
     checkpoint: Checkpoint,
     dtype: torch.dtype,
     plan: Sequence[Placement],
     kernels: Sequence[Kernels | None],
     sources: Sequence[WeightSource],
     *,
-    rows: torch.dtype,
-    fast: bool,
-    pages: int = 0,
-    offloaded: HostExperts | None = None,
-    offload_embedding: bool = False,
-    **how: Any,
+    room: ShardRoom,
 ) -> Pipeline:
-    """Each on its device, with the tensors of its own layers and no other. sources: of each, as `uploading` gives them.
-    pages, rows, offloaded, offload_embedding, how: as `Build` has it; shards in other processes have no pages and keep
-    nothing on the host.
+    """Build the shard of each placement on its device, with the tensors of its own layers and no others.
+
+    kernels, sources: of each shard, as `prove` and `stage_weights` return them. Shards in other processes have no pages
+    and keep nothing in host memory.
     """
+    shared: dict[str, Any] = {  # what shards here and in other processes are told alike
+        "slots": room.slots,
+        "capacity": room.capacity,
+        "buckets": room.buckets,
+        "rows": room.rows,
+        "state_places": room.state_places,
+        "aux_layers": room.aux_layers,
+    }
     parts = list[Shard]()
     for place, own, weights in zip(plan, kernels, sources, strict=True):
         if place.peer is not None:
             ends = CopiedEnds(checkpoint.config, checkpoint, own, dtype, place.device)
-            asked = loading(checkpoint.config, dtype, place.layers, rows=rows, fast=fast, **how)
+            asked = loading(checkpoint.config, dtype, place.layers, fast=room.fast, **shared)
             shape = checkpoint.config.hidden_size, checkpoint.config.num_layers
             parts.append(RemoteShard(place.peer, asked, ends, *shape))
             continue
         assert own is not None
         with current(place.device):
-            where: dict[str, Any] = {"device": place.device, "layers": place.layers, "pages": pages}
-            where |= {"dtype": dtype, "rows": rows, "offloaded": offloaded, "offload_embedding": offload_embedding}
-            parts.append(checkpoint.family.build(checkpoint.config, weights, own, **where, **how))
+            shard = checkpoint.family.build(
+                checkpoint.config,
+                weights,
+                own,
+                device=place.device,
+                dtype=dtype,
+                layers=place.layers,
+                pages=room.pages,
+                offloaded=room.hosted,
+                offload_embedding=room.hosts_embedding,
+                **shared,
+            )
+            parts.append(shard)
     return Pipeline(parts)
 
 
 @contextmanager
-def uploading(
+def stage_weights(
     checkpoint: Checkpoint, plan: Sequence[Placement], memory: Memory, dtype: torch.dtype
 ) -> Iterator[Sequence[WeightSource]]:
-    """Where each shard's weights come from. Those of a GPU come ahead of whoever asks for them, and the first of them
-    at once, as long as three quarters of what is free there stay free: what is proven needs room, too. Where a
-    processor has layers they wait, since what it proves may change how much room all the rest has. memory: for what
-    they pass through. dtype: that they are going to have.
+    """Yield the source of each shard's weights.
+
+    Weights of a GPU are uploaded before the shard asks for them. The upload begins at once, as long as three quarters
+    of the free memory stay free, since proofs need memory too. If a CPU has layers, uploads wait, because its proof may
+    change how much memory the rest has. memory: what weights are copied through. dtype: the one that they will have.
     """
-    own = {number: one for number, one in enumerate(plan) if one.local and one.device.type == "cuda"}
+    own = {number: one for number, one in enumerate(plan) if one.is_local and one.device.type == "cuda"}
     taken = list[Buffer]()  # theirs while they are known
 
     def buffer() -> Tensor:
@@ -76,9 +114,9 @@ def uploading(
         taken.append(one)
         return one.data
 
-    uploads = {number: upload(checkpoint, one, buffer, dtype) for number, one in own.items()}
+    uploads = {number: upload_weights(checkpoint, one, buffer, dtype) for number, one in own.items()}
     try:
-        if all(one.device.type == "cuda" for one in plan if one.local):
+        if all(one.device.type == "cuda" for one in plan if one.is_local):
             for one in uploads.values():
                 one.start()
         with defer_finite_checks():
@@ -89,7 +127,10 @@ def uploading(
         taken.clear()  # whoever still knows where weights came from shall not hold the pool's memory
 
 
-def upload(checkpoint: Checkpoint, place: Placement, buffer: Callable[[], Tensor], dtype: torch.dtype) -> Upload:
+def upload_weights(
+    checkpoint: Checkpoint, place: Placement, buffer: Callable[[], Tensor], dtype: torch.dtype
+) -> Upload:
+    """Return the upload of one shard to its GPU."""
     return Upload(
         source=checkpoint,
         tensors=checkpoint.tensors,

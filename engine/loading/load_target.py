@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,34 +31,37 @@ from adapters.watched_thread import WatchedThread
 from effects.ports import RowsLost
 from effects.scope import Scope
 from engine.loading.attach_draft import add_draft, beside_last, sent_away
-from engine.loading.calibrate_compute import beside_rows, kept_or_measured, key, mixed_rows, span
-from engine.loading.device_survey import Placement, planned, state_tokens
-from engine.loading.expert_placement import counted, first_places
-from engine.loading.load_draft import BATCH_ROWS, find_draft, proposals, provable, short_of_memory, widths
-from engine.loading.load_scorer import Drafter, FoundDrafter, add_drafter, cannot_stay, find_drafter, pflash
-from engine.loading.load_shards import shards, uploading
-from engine.loading.memory_estimate import chosen, host_experts, shares_pages, should_offload_embedding
-from engine.loading.memory_fit import Fit
-from engine.loading.open_store import keeping, layout, stored, transfer_memory
-from engine.loading.plan_load import settled
-from engine.loading.shard_peers import (
-    Apart,
-    asking_for,
-    connected,
-    place_of,
-    placement,
-    shown,
-    shown_draft,
-    shown_drafter,
+from engine.loading.choose_settings import choose_settings
+from engine.loading.device_survey import plan_placement
+from engine.loading.expert_placement import place_first_experts, with_expert_counts
+from engine.loading.load_draft import (
+    BATCH_ROWS,
+    FoundDraft,
+    check_provable,
+    find_draft,
 )
-from engine.loading.warm_up import picking_beside, warm_up
+from engine.loading.load_scorer import Drafter, add_drafter, find_drafter, pflash
+from engine.loading.load_shards import ShardRoom, build_shards, stage_weights
+from engine.loading.memory_estimate import build_host_experts, hosts_embedding
+from engine.loading.open_store import build_layout, open_transfer, transfer_memory, with_store
+from engine.loading.plan_load import LoadPlan, ProvenPlan, prove_plan
+from engine.loading.shard_peers import (
+    RemotePeers,
+    connect_peers,
+    describe_draft,
+    describe_scorer,
+    describe_shard,
+    list_remote_flags,
+    name_device,
+)
+from engine.loading.warm_up import warm_up, warm_up_sampling
 from engine.settings import start_progress
-from engine.settings.calibration_cache import Kept
-from engine.settings.model_catalog import served_name
+from engine.settings.calibration_cache import CalibrationCache
+from engine.settings.model_catalog import choose_served_name
+from engine.settings.model_options import ModelOptions
 from engine.settings.options import Options
-from engine.settings.paths import model_folder, user_folder
+from engine.settings.paths import find_model_folder, find_user_folder
 from engine.settings.user_error import UserError
-from states.residency import resolve_residency
 from states.settings import Settings
 
 log = logging.getLogger("rekindle")
@@ -80,7 +83,7 @@ class Target:
     mode: str  # exact or fast
     freezes: bool  # messages that have aged, where a drafter is
     scope: Scope  # of requests that do not say
-    kept: Kept
+    kept: CalibrationCache
     draft: DraftModel | None = None
     drafter: Drafter | None = None
     offloaded: HostExperts | None = None
@@ -113,7 +116,7 @@ class Target:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        devices = ", ".join(dict.fromkeys(map(place_of, self.shard.parts)))
+        devices = ", ".join(dict.fromkeys(map(name_device, self.shard.parts)))
         return {
             "model": {"id": self.model_id, "identity": self.identity, "device": devices, **self.model_info},
             "pflash": self.pflash,
@@ -122,7 +125,7 @@ class Target:
 
     @property
     def threads(self) -> tuple[WatchedThread, ...]:
-        """Whose troubles /health tells."""
+        """Threads whose troubles /health reports."""
         store = () if self.transfer is None else self.transfer.store.threads
         return (*self.executor.threads, *store, *(() if self.drafter is None else self.drafter.threads))
 
@@ -132,12 +135,12 @@ class Target:
 
     @property
     def peers(self) -> tuple[Peer, ...]:
-        """Of its shards in other processes."""
+        """The other processes that have its shards."""
         return tuple(part.peer for part in self.shard.parts if isinstance(part, RemoteShard))
 
     @property
     def outages(self) -> Mapping[str, str]:
-        """Of shards that are gone, by name: why. Nothing is answered without them."""
+        """Why shards are gone, by name. Without them no request can be answered."""
         return {f"shard {peer.dial.name}": peer.gone for peer in self.peers if peer.gone}
 
     def live(self) -> Mapping[str, Any]:
@@ -160,15 +163,15 @@ class Target:
         target = self.shard.memory()
         host = target["host"] + (0 if self.offloaded is None else self.offloaded.host_bytes)
         draft = {} if self.draft is None else self.draft.memory()
-        parts = [shown(part) for part in self.shard.parts]
+        parts = [describe_shard(part) for part in self.shard.parts]
         others = {"draft": draft, **({} if self.drafter is None else {"drafter": self.drafter.memory()})}
         models = {name: {"device": one["weights"], "host": one["host"]} for name, one in others.items() if one}
         return {
             "models": {"target": {"device": target["weights"], "host": host}, **models},
             "experts": None if self.offloaded is None else self.offloaded.shown(),
             "shards": parts,
-            "draft": None if self.draft is None else shown_draft(self.draft),
-            "drafter": None if self.drafter is None else shown_drafter(self.drafter),
+            "draft": None if self.draft is None else describe_draft(self.draft),
+            "drafter": None if self.drafter is None else describe_scorer(self.drafter),
             "slots": {"target": target["kv"], "draft": draft.get("kv", 0)},
             "buffers": {"target": target["buffers"], **{name: one.get("buffers", 0) for name, one in others.items()}},
             "blocks": {"host": blocks},
@@ -181,7 +184,7 @@ class Target:
         return f"numerics={self.mode} ({self.numerics.mode}, buckets {buckets[0]}..{buckets[-1]})"
 
     async def close(self) -> None:
-        """What is copied beside the lane first, then the lane, then the files that it handed over."""
+        """Close the copies beside the lane first, then the lane, then the files that it handed over."""
         if self.transfer is not None:
             await anyio.to_thread.run_sync(self.transfer.saver.close)
         await anyio.to_thread.run_sync(self.executor.close)
@@ -194,20 +197,23 @@ class Target:
 
 
 class Mismatched(Exception):
-    """The model is there, and its identity, the argument, is not the one that is wanted."""
+    """The model has another identity, which is the argument, than the one that is wanted."""
 
 
-def load_on_lane(options: Options, lane: DeviceLane, step: start_progress.StepHeard, only: str | None = None) -> Target:
-    if options.threads and any(device.type == "cpu" for device in lane.devices):
-        torch.set_num_threads(options.threads)
-    folder = model_folder(options)
+def load_on_lane(
+    options: Options, lane: DeviceLane, step: start_progress.StepListener, only: str | None = None
+) -> Target:
+    """Load a target on its lane. only: the identity that is wanted. Raises UserError or Mismatched."""
+    if options.runtime.threads and any(device.type == "cpu" for device in lane.devices):
+        torch.set_num_threads(options.runtime.threads)
+    folder = find_model_folder(options.model)
     checkpoint = Checkpoint.open(folder)
-    apart = connected(options, folder, checkpoint)
+    apart = connect_peers(options, folder, checkpoint)
     try:
         target = load_over(apart, checkpoint, options, lane, step=step, only=only)
     except RowsLost as error:
         apart.close()
-        raise UserError(f"{asking_for(options)}: {error}") from error
+        raise UserError(f"{list_remote_flags(options)}: {error}") from error
     except BaseException:
         apart.close()
         raise
@@ -218,57 +224,57 @@ def load_on_lane(options: Options, lane: DeviceLane, step: start_progress.StepHe
 
 
 def load_over(
-    apart: Apart,
+    apart: RemotePeers,
     checkpoint: Checkpoint,
     options: Options,
     lane: DeviceLane,
     *,
-    step: start_progress.StepHeard,
+    step: start_progress.StepListener,
     only: str | None,
 ) -> Target:
-    """apart: of what is in other processes, the daemons."""
-    dtype, fast = resolve_dtype(options.dtype, checkpoint), options.numerics == "fast"
-    checkpoint = (checkpoint.quantised(options.bits) if options.bits else checkpoint).rounded(dtype)
-    plan, opened = planned(options, checkpoint.config, apart.shards), find_draft(options, checkpoint)
-    fit = chosen(options, checkpoint.config, dtype, plan, opened, peer=apart.draft, layouts=checkpoint.layouts)
-    kept = Kept(user_folder(), proving=lambda: step(start_progress.PROBE))
-    memory = transfer_memory(options, [one.device for one in plan], apart.lender)
-    heard = checkpoint.followed(start_progress.parts(step, start_progress.WEIGHTS, len(checkpoint.tensors)))
-    away = should_offload_embedding(checkpoint.config, dtype, plan, checkpoint.layouts)
-    with picking_beside(plan, checkpoint.config.vocab_size), uploading(heard, plan, memory, dtype) as sources:
-        how: dict[str, Any] = {"fit": fit, "peer": apart.draft, "kept": kept, "step": step}
-        fit, numerics, kernels, named = settled(options, checkpoint, dtype, plan, opened, **how)
+    """Load a target over the processes that have its parts. apart: those processes."""
+    dtype, fast = resolve_dtype(options.weights.dtype, checkpoint), options.runtime.numerics == "fast"
+    checkpoint = (
+        checkpoint.quantised(options.weights.quantized_bits) if options.weights.quantized_bits else checkpoint
+    ).rounded(dtype)
+    plan, opened = plan_placement(options.placement, checkpoint.config, apart.shards), find_draft(options, checkpoint)
+    load_plan = LoadPlan(options, checkpoint, dtype, plan, opened, apart.draft)
+    fit = load_plan.choose_fit()
+    kept = CalibrationCache(find_user_folder(), proving=lambda: step(start_progress.PROBE))
+    memory = transfer_memory(options.cache, [one.device for one in plan], apart.lender)
+    heard = checkpoint.followed(start_progress.count_parts(step, start_progress.WEIGHTS, len(checkpoint.tensors)))
+    away = hosts_embedding(checkpoint.config, dtype, plan, checkpoint.layouts)
+    with warm_up_sampling(plan, checkpoint.config.vocab_size), stage_weights(heard, plan, memory, dtype) as sources:
+        proven = prove_plan(load_plan, fit, kept=kept, step=step)
+        fit, numerics, kernels, named = proven.fit, proven.numerics, proven.kernels, proven.identity
         if only not in {None, named}:
             raise Mismatched(named)
-        found = apart.drafting(provable(opened, numerics))
+        found = apart.keep_draft(check_provable(opened, numerics))
         scores = find_drafter(options, checkpoint.folder, plan[-1].device, fit.context, peer=apart.drafter)
         step(start_progress.WEIGHTS)
-        offloaded = host_experts(options, checkpoint, dtype, plan)
-        room: dict[str, Any] = {"slots": fit.slots, "capacity": fit.context, "pages": fit.pages, "fast": fast}
-        room |= {"rows": row_dtype(options.kv_dtype, dtype), "offloaded": offloaded, "offload_embedding": away}
-        room |= {"state_places": options.state_checkpoints, "buckets": row_counts(numerics.buckets, fast=fast)}
-        aux = () if found is None else found.shape.aux_layers
-        shard = shards(heard, dtype, plan, kernels, sources, aux_layers=aux, **room)
-    first_places(offloaded)
-    executor = DeviceExecutor(shard, numerics.buckets, lane=lane, fast=fast, experts=offloaded)
+        hosted = build_host_experts(options, checkpoint, dtype, plan)
+        room = plan_shard_room(options, proven, dtype, found, hosted, hosts_embedding=away)
+        shard = build_shards(heard, dtype, plan, kernels, sources, room=room)
+    place_first_experts(hosted)
+    executor = DeviceExecutor(shard, numerics.buckets, lane=lane, fast=fast, experts=hosted)
     placing: dict[str, Any] = {"kernels": beside_last(kernels), "numerics": numerics, "kept": kept, "peer": apart.draft}
     drafting = add_draft(found, options, checkpoint, shard, executor=executor, step=step, **placing)
     draft = None if drafting is None else drafting.draft
     step(start_progress.WARM_UP)
     warm_up(shard, draft, BATCH_ROWS)
     step(start_progress.MEASURE)
-    how = {"plan": plan, "numerics": numerics, "named": named, "kept": kept, "fit": fit}
-    settings = counted(decide(options, executor, shard, draft, scores, **how), offloaded)
+    settings = choose_settings(options, executor, shard, draft, scores, plan=plan, proven=proven, kept=kept)
+    settings = with_expert_counts(settings, hosted)
     if settings.beside_rows:
         executor.read_beside(DeviceLane(lane.device, beside="prompts"))
     drafter, settings = add_drafter(scores, options, executor, lane, drafting=drafting, settings=settings, kept=kept)
     step(start_progress.CACHE)
-    kind = layout(shard, draft, named, numerics.block_size)
-    moving = keeping(options, kind, shard, executor, lane, drafting=drafting, memory=memory)
-    settings = settings if moving is None else stored(settings, moving, shard, chunk=numerics.chunk, kept=kept)
+    kind = build_layout(shard, draft, named, numerics.block_size)
+    moving = open_transfer(options.cache, kind, shard, executor, lane, drafting=drafting, memory=memory)
+    settings = settings if moving is None else with_store(settings, moving, shard, chunk=numerics.chunk, kept=kept)
     sent_away(drafting, settings)
     return Target(
-        folder=model_folder(options),
+        folder=find_model_folder(options.model),
         checkpoint=checkpoint,
         shard=shard,
         lane=lane,
@@ -276,77 +282,44 @@ def load_over(
         numerics=numerics,
         settings=settings,
         identity=named,
-        model_id=options.model if options.model in demo.FOLDERS else served_name(model_folder(options)),
-        mode=options.numerics,
-        freezes=options.disk_prefix_cache_compress,
-        scope=options.scope,
+        model_id=choose_model_id(options.model),
+        mode=options.runtime.numerics,
+        freezes=options.cache.disk_prefix_cache_compress,
+        scope=options.cache.default_scope,
         kept=kept,
         draft=draft,
         drafter=drafter,
-        offloaded=offloaded,
+        offloaded=hosted,
         pflash=pflash(options, settings, drafter),
         transfer=moving,
     )
 
 
-def decide(
+def plan_shard_room(
     options: Options,
-    executor: DeviceExecutor,
-    shard: Pipeline,
-    draft: DraftModel | None,
-    scores: FoundDrafter | None,
+    proven: ProvenPlan,
+    dtype: torch.dtype,
+    draft: FoundDraft | None,
+    hosted: HostExperts | None,
     *,
-    plan: Sequence[Placement],
-    numerics: Numerics,
-    named: str,
-    kept: Kept,
-    fit: Fit,
-) -> Settings:
-    """What the engine is started with, times measured here included; no store yet."""
-    has_draft, stateful = draft is not None, bool(shard.state_specs)
-    branches = draft is not None and draft.branches and not stateful
-    no_trees = options.ddtree and has_draft and not branches
-    if no_trees:
-        why = "each node of a tree would need a state of its own in this model's recurrent layers" if stateful else ""
-        log.warning("--ddtree: %s; chains are proposed", why or "a prediction head says one token after the other")
-    tree = options.ddtree_budget if options.ddtree and branches else 0
-    residency, message = resolve_residency(
-        options.residency,
-        has_draft=has_draft,
-        has_prompt_scorer=scores is not None,
-        low_memory=short_of_memory(shard.device),
-        scorer_low_memory=scores is not None and cannot_stay(scores),
+    hosts_embedding: bool,
+) -> ShardRoom:
+    """Return what every shard of the target has room for."""
+    fast = options.runtime.numerics == "fast"
+    return ShardRoom(
+        slots=proven.fit.slots,
+        capacity=proven.fit.context,
+        buckets=row_counts(proven.numerics.buckets, fast=fast),
+        rows=row_dtype(options.weights.kv_dtype, dtype),
+        fast=fast,
+        state_places=options.cache.state_checkpoints,
+        aux_layers=() if draft is None else draft.shape.aux_layers,
+        pages=proven.fit.pages,
+        hosted=hosted,
+        hosts_embedding=hosts_embedding,
     )
-    if message:
-        log.warning(message)
-    block, proven = proposals(draft, shard), numerics.mode == "buckets"
-    beside = beside_rows(plan, shard, numerics.buckets, drafted=has_draft) if proven else 0
-    shape: dict[str, Any] = {"chunk": numerics.chunk, "context": fit.context, "widths": widths(block, tree)}
-    places = placement(shard.parts) if draft is None else f"{placement(shard.parts)},draft@{draft.place}"
-    places += "" if options.experts_room is None else f",experts {options.experts}"
-    times = key(named, None if draft is None else draft.identity, places, shape)
-    return Settings(
-        slots=shard.slots,
-        max_context=fit.context,
-        pages=fit.pages,
-        shares_pages=bool(fit.pages) and not stateful and shares_pages(plan),
-        max_queue=options.max_queue,
-        chunk=numerics.chunk,
-        span=span(shard, beside=bool(beside)),
-        block_size=numerics.block_size,
-        keep_decoded=proven,
-        batch_rows=min(BATCH_ROWS, numerics.batch_rows),
-        mixed_rows=mixed_rows({one.computes.type for one in plan}) if proven else 0,
-        beside_rows=beside,
-        block=block,
-        tree=tree,
-        no_trees=no_trees,
-        residency=residency,
-        rates=kept_or_measured(kept, times, executor, shard, **shape),
-        min_tokens=options.kv_cache_min_tokens,
-        stateful=stateful,
-        state_places=shard.state_places,
-        state_tokens=state_tokens(shard),
-        interval=options.kv_cache_interval,
-        cold_max=options.kv_cache_cold_max,
-    )
+
+
+def choose_model_id(model: ModelOptions) -> str:
+    """Return the name of the model in answers: of a demo, or of its repository, folder or file."""
+    return model.model if model.model in demo.FOLDERS else choose_served_name(find_model_folder(model))

@@ -1,4 +1,4 @@
-"""A model's tokenizer and template are read on a thread, since torch is not needed for them: while that is imported."""
+"""Load a model's tokenizer and template on a thread while torch is imported, since they do not need torch."""
 
 from __future__ import annotations
 
@@ -10,30 +10,32 @@ import anyio.to_thread
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.text.model_text import Text
-from engine.settings.options import Options
-from engine.settings.paths import model_folder
+from engine.settings.model_options import ModelOptions
+from engine.settings.paths import find_model_folder
 from engine.settings.user_error import UserError
 
 log = logging.getLogger("rekindle")
 Reading: TypeAlias = Future[Text]  # CheckpointError where it cannot be used
 
 
-def begin_text(options: Options) -> Reading:
-    """Opening torch's libraries keeps whoever imports it waiting, and the interpreter idle, for 0.1 s, which is what
-    a vocabulary of 150,000 entries takes to parse. Beside a lane, it would keep that from the interpreter.
+def begin_text(model: ModelOptions) -> Reading:
+    """Begin to load the text side of a model.
+
+    Opening torch's libraries blocks their importer and leaves the interpreter idle for 0.1 s, which is the time that a
+    vocabulary of 150,000 entries takes to parse. Later, beside the lane, parsing would keep the interpreter from it.
     """
-    beside = ThreadPoolExecutor(1, "text")
-    chosen = (None if name == "auto" else name for name in (options.tool_parser, options.reasoning_parser))
-    reading = beside.submit(Text.load, model_folder(options), *chosen)
-    beside.shutdown(wait=False)
+    executor = ThreadPoolExecutor(1, "text")
+    chosen = (None if name == "auto" else name for name in (model.tool_parser, model.reasoning_parser))
+    reading = executor.submit(Text.load, find_model_folder(model), *chosen)
+    executor.shutdown(wait=False)
     return reading
 
 
-async def load_text(options: Options, reading: Reading) -> Text:
-    """Before the model, which takes longer. Raises Refusal with one line for a folder that cannot be used."""
+async def load_text(model: ModelOptions, reading: Reading) -> Text:
+    """Wait for the text side. Raises UserError with one line for a folder that cannot be used."""
     from adapters.models.open_checkpoint import Checkpoint  # noqa: PLC0415 - needs torch
 
-    folder = model_folder(options)
+    folder = find_model_folder(model)
     try:
         vocab = Checkpoint.open(folder).config.vocab_size
         text = await anyio.to_thread.run_sync(reading.result)

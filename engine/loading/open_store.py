@@ -1,4 +1,4 @@
-"""Where what slots keep is kept beyond the device, as the options ask for it."""
+"""The store behind the slots, in host memory and on disk, as the options ask for it."""
 
 from __future__ import annotations
 
@@ -24,57 +24,63 @@ from adapters.store.slab_memory import Memory
 from adapters.store.store import Store
 from adapters.transfer.transfer import Transfer, transfer
 from adapters.watched_thread import WatchedThread
-from effects.scope import parse_scope
-from engine.loading.calibrate_restore import with_loading
-from engine.settings.calibration_cache import Kept
-from engine.settings.options import Options
-from engine.settings.paths import cache_folder
+from engine.loading.calibrate_restore import add_restore_times
+from engine.settings.calibration_cache import CalibrationCache
+from engine.settings.paths import find_cache_folder
+from engine.settings.server_options import CacheOptions
 from engine.settings.user_error import UserError
 from states.settings import Settings
 
 log = logging.getLogger("rekindle")
 
 
-def layout(shard: Pipeline, draft: DraftModel | None, named: str, block_size: int) -> Layout:
+def build_layout(shard: Pipeline, draft: DraftModel | None, named: str, block_size: int) -> Layout:
+    """Return the layout of snapshot files: rows of the target and of its draft, and recurrent states."""
     kept = None if draft is None else Draft(draft.identity, draft.row_spec)
     return Layout(named, block_size, shard.row_spec, kept, shard.state_specs)
 
 
-def disk_folder(options: Options) -> Path | None:
-    """Where things are kept on disk, if anything is to be."""
-    if parse_scope(options.disk_prefix_cache).kind == "off" or not options.kv_cache_budget:
+def disk_folder(cache: CacheOptions) -> Path | None:
+    """Return the folder of the disk tier, or None if there is none."""
+    if not (cache.uses_disk and cache.kv_cache_budget):
         return None
-    return options.kv_cache_dir or cache_folder()
+    return cache.kv_cache_dir or find_cache_folder()
 
 
-def transfer_memory(options: Options, devices: Iterable[torch.device], lender: Lender | None) -> Memory:
-    """What is copied to and from devices passes through it, weights that are loaded included; and it is where host
-    memory keeps what it keeps. Pinned for a GPU; else processes of ours see it, where there are any.
+def transfer_memory(cache: CacheOptions, devices: Iterable[torch.device], lender: Lender | None) -> Memory:
+    """Return the memory through which rows and weights are copied to and from devices, and in which the host tier is.
+
+    It is pinned for a GPU. Otherwise processes that were launched here share it, if there are any.
     """
     pin = any(device.type == "cuda" for device in devices)
-    return held_memory(options.host_cache_budget << 20, pin=pin, source=None if lender is None else lender.take)
+    return held_memory(cache.host_cache_budget << 20, pin=pin, source=None if lender is None else lender.take)
 
 
-def build_store(options: Options, layout: Layout, memory: Memory) -> Store[Disk] | None:
-    """What the options ask for. Only a folder that somebody chose is worth refusing to start for."""
-    folder = disk_folder(options)
-    limits: dict[str, Any] = {
-        "host_bytes": options.host_cache_budget << 20,
-        "disk_bytes": options.kv_cache_budget << 20,
-        "codec": options.kv_cache_codec,
-        "memory": memory,
-    }
+def build_store(cache: CacheOptions, layout: Layout, memory: Memory) -> Store[Disk] | None:
+    """Return the store. A folder that cannot be used stops the start only if it was named by an option."""
+    folder = disk_folder(cache)
+
+    def open_with(chosen: Path | None) -> Store[Disk] | None:
+        return open_store(
+            layout,
+            chosen,
+            host_bytes=cache.host_cache_budget << 20,
+            disk_bytes=cache.kv_cache_budget << 20,
+            codec=cache.kv_cache_codec,
+            memory=memory,
+        )
+
     try:
-        return open_store(layout, folder, **limits)
+        return open_with(folder)
     except FolderUnusable as error:
-        if options.kv_cache_dir is not None:
+        if cache.kv_cache_dir is not None:
             raise UserError(f"--kv-cache-dir {error}") from error
         log.warning("prompts are not kept on disk: %s", error)
-        return open_store(layout, None, **limits)
+        return open_with(None)
 
 
-def keeping(
-    options: Options,
+def open_transfer(
+    cache: CacheOptions,
     kind: Layout,
     shard: Pipeline,
     executor: DeviceExecutor,
@@ -83,8 +89,8 @@ def keeping(
     drafting: DraftProposer[Any] | None,
     memory: Memory,
 ) -> Transfer | None:
-    """What is kept of slots beyond the device, and how it comes there and back, if the options ask for it."""
-    store = build_store(options, kind, memory)
+    """Return what copies rows between slots and the store, or None if the options ask for no store."""
+    store = build_store(cache, kind, memory)
     if store is None:
         return None
     follow = (lambda _: None) if drafting is None else drafting.catch_up
@@ -94,8 +100,10 @@ def keeping(
     return moving
 
 
-def stored(settings: Settings, moving: Transfer, shard: Pipeline, *, chunk: int, kept: Kept) -> Settings:
-    """Something is kept beyond the device, and what loading it takes is known."""
-    rates = with_loading(settings.rates, moving.store, shard, chunk=chunk, kept=kept)
+def with_store(
+    settings: Settings, moving: Transfer, shard: Pipeline, *, chunk: int, kept: CalibrationCache
+) -> Settings:
+    """Return the settings with a store and the measured rates of loading from it."""
+    rates = add_restore_times(settings.rates, moving.store, shard, chunk=chunk, kept=kept)
     WatchedThread("store-pool", moving.store.memory.fill).start()  # now that nothing is timed any more
     return evolve(settings, store=True, rates=rates)

@@ -1,48 +1,92 @@
-"""What is settled before weights are read: what is proven, how much there is room for, who the model is."""
+"""What a start decides before weights are read: a plan, and then what is proven of that plan."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+from attrs import frozen
 
 from adapters.models.kernels.interface import Kernels
+from adapters.models.kernels.product_list import ProductPlan
 from adapters.models.kernels.row_format import row_dtype
 from adapters.models.numerics.probe_result import Numerics
 from adapters.models.open_checkpoint import Checkpoint
 from adapters.remote.client.peer import Peer
-from engine.loading.device_survey import Placement, chunk_of, prove
-from engine.loading.identity import identity
+from engine.loading.device_survey import Placement, choose_chunk, prove
+from engine.loading.identity import compute_identity
 from engine.loading.load_draft import FoundDraft
-from engine.loading.memory_estimate import chosen, outgrown
+from engine.loading.memory_estimate import choose_fit, outgrows_estimate
 from engine.loading.memory_fit import Fit
-from engine.loading.warm_up import compiled_beside
+from engine.loading.warm_up import compile_and_digest
 from engine.settings import start_progress
-from engine.settings.calibration_cache import Kept
+from engine.settings.calibration_cache import CalibrationCache
 from engine.settings.options import Options
 
 
-def settled(
-    options: Options,
-    checkpoint: Checkpoint,
-    dtype: torch.dtype,
-    plan: Sequence[Placement],
-    draft: FoundDraft | None,
-    *,
-    fit: Fit,
-    peer: Peer | None,
-    kept: Kept,
-    step: start_progress.StepHeard,
-) -> tuple[Fit, Numerics, tuple[Kernels | None, ...], str]:
-    """What is proven, and kernels that keep to it; if less stays packed than was expected, with less room for rows. And
-    the model's identity.
+@frozen(eq=False)
+class LoadPlan:
+    """What a start has decided before anything is proven: the model, its dtype, where its layers go, and its draft.
+
+    placements: of the shards, in the order of their layers. remote_draft: the process that has the draft, if another
+    one has it.
     """
-    rows, chunk = row_dtype(options.kv_dtype, dtype), chunk_of(options, plan)
-    digest = compiled_beside(checkpoint, plan, dtype, rows=rows, fit=fit, chunk=chunk, kept=kept, step=step)
-    numerics, kernels = prove(options, checkpoint, dtype, plan, fit.context, kept=kept)
-    if outgrown(checkpoint, dtype, plan, numerics.plan):
-        how: dict[str, Any] = {"peer": peer, "layouts": checkpoint.layouts, "proven": numerics.plan}
-        fit = chosen(options, checkpoint.config, dtype, plan, draft, **how)
-        numerics, kernels = prove(options, checkpoint, dtype, plan, fit.context, kept=kept)
-    return fit, numerics, kernels, identity(checkpoint, dtype, numerics, options.numerics, rows, digest=digest)
+
+    options: Options
+    checkpoint: Checkpoint
+    dtype: torch.dtype
+    placements: Sequence[Placement]
+    draft: FoundDraft | None
+    remote_draft: Peer | None = None
+
+    def choose_fit(self, proven: ProductPlan | None = None) -> Fit:
+        """Return the slots and the context that there is memory for. proven: which products keep weights packed."""
+        return choose_fit(
+            self.options,
+            self.checkpoint.config,
+            self.dtype,
+            self.placements,
+            self.draft,
+            peer=self.remote_draft,
+            layouts=self.checkpoint.layouts,
+            proven=proven,
+        )
+
+    def prove(self, context: int, kept: CalibrationCache) -> tuple[Numerics, tuple[Kernels | None, ...]]:
+        """Prove numerics for a context of so many tokens, and return them with the kernels of each shard."""
+        options = self.options
+        return prove(
+            options.weights, options.runtime, self.checkpoint, self.dtype, self.placements, context=context, kept=kept
+        )
+
+
+@frozen(eq=False)
+class ProvenPlan:
+    """What is known before weights are read: the room, the numerics, the kernels of each shard, and the identity."""
+
+    fit: Fit
+    numerics: Numerics
+    kernels: tuple[Kernels | None, ...]
+    identity: str
+
+
+def prove_plan(plan: LoadPlan, fit: Fit, *, kept: CalibrationCache, step: start_progress.StepListener) -> ProvenPlan:
+    """Prove numerics on every device, and compute the identity of the model.
+
+    fit: as it was estimated. If fewer weights stay packed than the estimate expected, there is less room for rows: then
+    the fit is chosen anew, and numerics are proven for it.
+    """
+    checkpoint = plan.checkpoint
+    placements = plan.placements
+    options = plan.options
+    rows = row_dtype(options.weights.kv_dtype, plan.dtype)
+    chunk = choose_chunk(options.runtime, placements)
+    digest = compile_and_digest(
+        checkpoint, placements, plan.dtype, rows=rows, fit=fit, chunk=chunk, kept=kept, step=step
+    )
+    numerics, kernels = plan.prove(fit.context, kept)
+    if outgrows_estimate(checkpoint, plan.dtype, placements, numerics.plan):
+        fit = plan.choose_fit(numerics.plan)
+        numerics, kernels = plan.prove(fit.context, kept)
+    identity = compute_identity(checkpoint, plan.dtype, numerics, options.runtime.numerics, rows, digest=digest)
+    return ProvenPlan(fit, numerics, kernels, identity)

@@ -39,22 +39,22 @@ from adapters.remote.protocol.messages import Facts, LoadLayers, Offer, Prove
 from adapters.remote.protocol.scorer_messages import LoadDrafter
 from adapters.sequence_layout import torch_dtype
 from engine.loading.device_survey import (
-    boot_id,
     build_kernels,
+    build_probe_inputs,
     choose_device,
+    choose_served_plan,
     free_memory,
-    plan_served,
-    probed,
-    probing,
+    load_or_run_probe,
+    read_boot_id,
 )
-from engine.loading.load_draft import built, kernels_apart, named_draft
-from engine.loading.warm_up import warm_up_apart
-from engine.settings.calibration_cache import Kept
-from engine.settings.paths import draft_name, user_folder
+from engine.loading.load_draft import build_draft, build_own_kernels, named_draft
+from engine.loading.warm_up import warm_up_own_draft
+from engine.settings.calibration_cache import CalibrationCache
+from engine.settings.paths import choose_draft_name, find_user_folder
 from engine.settings.user_error import UserError
 
 log = logging.getLogger("rekindle.shard")
-WAITING = 128  # connections that nobody has taken yet: a moment's, as hellos wait for nothing
+WAITING = 128  # connections that are not accepted yet; they are accepted at once
 
 
 @define(eq=False)
@@ -68,37 +68,43 @@ class ServedModel:
 
     @classmethod
     def open(cls, model: str, device: str, draft: str = "none") -> ServedModel:
-        """draft: as `--draft` has it. Raises Refusal."""
+        """draft: as `--draft` has it. Raises UserError."""
         try:
-            checkpoint = Checkpoint.open(folder_of(model))
+            checkpoint = Checkpoint.open(find_checkpoint(model))
         except CheckpointError as error:
             raise UserError(str(error)) from error
         found = choose_device(device, "--device")
         where = torch.device("cuda", found.index or 0) if found.type == "cuda" else torch.device("cpu")
-        return cls(checkpoint, where, draft_name(draft, model))
+        return cls(checkpoint, where, choose_draft_name(draft, model))
 
     def facts(self) -> Facts:
         layers = self.checkpoint.config.num_layers
         return Facts(
-            *described(self.checkpoint), layers, str(self.device), boot_id(), os.getpid(), free_memory(self.device)
+            *digest_model(self.checkpoint),
+            layers,
+            str(self.device),
+            read_boot_id(),
+            os.getpid(),
+            free_memory(self.device),
         )
 
     def prove(self, asked: Prove) -> Offer:
         """What the server has found, if it is on the same machine, with the same libraries and threads; or else what
         holds here.
         """
-        dtype, rows = torch_dtype(asked.dtype), torch_dtype(asked.rows)
+        dtype = torch_dtype(asked.dtype)
+        rows = torch_dtype(asked.rows)
         checkpoint = self.checkpoint.quantised(asked.bits) if asked.bits else self.checkpoint
         checkpoint = checkpoint.rounded(dtype)
-        how = probing(checkpoint, self.device, (dtype, rows), asked.chunk, asked.capacity)
+        how = build_probe_inputs(checkpoint, self.device, (dtype, rows), asked.chunk, asked.capacity)
         with current(self.device):
             kernels = build_kernels(self.device, dtype)
             key = probe_key(checkpoint.family, checkpoint.config, kernels, **how)
             offered = [one.outcome for one in asked.offers if one.key == key]
-            if offered and asked.boot and asked.boot == boot_id():
+            if offered and asked.boot and asked.boot == read_boot_id():
                 numerics = Numerics.from_json(offered[-1])
             else:
-                numerics = probed(checkpoint, kernels, Kept(user_folder()), **how)
+                numerics = load_or_run_probe(checkpoint, kernels, CalibrationCache(find_user_folder()), **how)
         self._proven = checkpoint, dtype, rows, kernels, numerics
         return Offer(key, numerics.to_json())
 
@@ -111,7 +117,7 @@ class ServedModel:
             shard = checkpoint.family.build(
                 config,
                 checkpoint,
-                kernels.with_plan(plan_served(numerics, fast=asked.fast)),
+                kernels.with_plan(choose_served_plan(numerics, fast=asked.fast)),
                 device=self.device,
                 dtype=dtype,
                 rows=rows,
@@ -125,17 +131,19 @@ class ServedModel:
         return ServedLayers(shard, config.num_layers, config.hidden_size)
 
     def load_draft(self, asked: LoadDraft) -> ServedDraft:
-        dtype, kept = torch_dtype(asked.dtype), Kept(user_folder())
+        dtype = torch_dtype(asked.dtype)
+        kept = CalibrationCache(find_user_folder())
         checkpoint = self.checkpoint.quantised(asked.bits) if asked.bits else self.checkpoint
         checkpoint = checkpoint.rounded(dtype)
-        found, config = named_draft(self.draft, checkpoint), checkpoint.config
+        found = named_draft(self.draft, checkpoint)
+        config = checkpoint.config
         if found is None:
             raise ValueError("there is no draft here: name one with --draft")
         room = DraftRoom(dtype, asked.slots, asked.capacity, asked.buckets)
-        kernels = kernels_apart(found, config, room, self.device, kept=kept, fast=asked.fast)
+        kernels = build_own_kernels(found, config, room, self.device, kept=kept, fast=asked.fast)
         with current(self.device):
-            draft = built(found, room, kernels, self.device, checkpoint)
-            warm_up_apart(draft, room, asked.rows)
+            draft = build_draft(found, room, kernels, self.device, checkpoint)
+            warm_up_own_draft(draft, room, asked.rows)
         return ServedDraft(draft, config.vocab_size, asked.nodes, *found.digests)
 
     def load_drafter(self, asked: LoadDrafter) -> ServedDrafter:
@@ -145,14 +153,14 @@ class ServedModel:
         config = checkpoint.config
         if not isinstance(config, DenseConfig):
             raise ValueError(f"{checkpoint.family.model_type} models cannot score")  # noqa: TRY004 - of the server's
-        own = kernels.with_plan(plan_served(numerics, fast=asked.fast))
+        own = kernels.with_plan(choose_served_plan(numerics, fast=asked.fast))
         scorer = Scorer(config, checkpoint, own, self.device, dtype, numerics.buckets, asked.most)
         return ServedDrafter(scorer)
 
 
 @frozen
 class DraftRoom:
-    """As its server has asked for it."""
+    """The room for a draft, as its server asked for it."""
 
     dtype: torch.dtype
     slots: int
@@ -160,34 +168,35 @@ class DraftRoom:
     buckets: tuple[int, ...]
 
 
-def folder_of(model: str) -> Path:
+def find_checkpoint(model: str) -> Path:
+    """Return the folder or GGUF file of a model."""
     return demo.FOLDERS.get(model) or Path(model)
 
 
-def described(checkpoint: Checkpoint) -> tuple[str, str]:
-    """Weights and configuration, as both ends must have them."""
+def digest_model(checkpoint: Checkpoint) -> tuple[str, str]:
+    """Return digests of weights and configuration, which both ends must agree on."""
     config = repr((checkpoint.family.model_type, checkpoint.config))
     return checkpoint.digest(), blake2b(config.encode(), digest_size=16).hexdigest()
 
 
 def run_launched(model: str, device: str, draft: str, descriptors: tuple[int, ...], secret: bytes) -> int:
-    """For the server that launched it, until that ends the connection, or itself."""
+    """Serve the server that launched this process until the connection or the server ends."""
     channel = Channel(socket.socket(fileno=descriptors[0]))
-    threading.Thread(target=leave_with, args=(channel.socket,), name="shard-watch", daemon=True).start()
-    join = joining(descriptors[1:])
-    return 0 if served(lambda: ServedModel.open(model, device, draft), channel, secret, join) else 1
+    threading.Thread(target=exit_with_connection, args=(channel.socket,), name="shard-watch", daemon=True).start()
+    join = build_joiner(descriptors[1:])
+    return 0 if serve_connection(lambda: ServedModel.open(model, device, draft), channel, secret, join) else 1
 
 
-def leave_with(connection: socket.socket) -> None:
-    """The server is gone: whatever is being computed is of no use to anybody."""
+def exit_with_connection(connection: socket.socket) -> None:
+    """Exit when the server is gone: whatever is being computed is of no use then."""
     watched = select.poll()
     watched.register(connection, getattr(select, "POLLRDHUP", 0) | select.POLLHUP)
     watched.poll()
     os._exit(0)
 
 
-def joining(memory: tuple[int, ...]) -> Callable[[tuple[int, int]], Shared | None]:
-    """The memory that the server has made: from it, and to it, and what it lends."""
+def build_joiner(memory: tuple[int, ...]) -> Callable[[tuple[int, int]], Shared | None]:
+    """Return a function that joins the memory that the server shares: from it, to it, and what it lends."""
 
     def join(sizes: tuple[int, int]) -> Shared | None:
         try:
@@ -202,7 +211,7 @@ def joining(memory: tuple[int, ...]) -> Callable[[tuple[int, int]], Shared | Non
 
 
 def run_listening(model: str, device: str, draft: str, address: tuple[str, int], secret: bytes) -> int:
-    """For one server after the other, until somebody stops it. What one has left the next one does not find.
+    """Serve one server after the other until the process is stopped. Each finds nothing of the one before.
 
     Layers are computed on this thread, which has the number of threads that was asked for.
     """
@@ -219,19 +228,19 @@ def run_listening(model: str, device: str, draft: str, address: tuple[str, int],
     try:
         while True:
             server = reception.next()
-            served(lambda: served_model, server.channel, secret, lambda _: None, server.proven)
+            serve_connection(lambda: served_model, server.channel, secret, lambda _: None, server.proven)
     finally:
         reception.close()
 
 
-def served(
+def serve_connection(
     model: Callable[[], ServedModel],
     channel: Channel,
     secret: bytes,
     join: Callable[[tuple[int, int]], Shared | None],
     proven: ProvenServer | None = None,
 ) -> bool:
-    """One connection. False where it did not end well. proven: its hello was heard already."""
+    """Serve one connection. Returns False if it broke. proven: a server whose hello was read already."""
     try:
         Daemon(channel, model(), secret, engine.__version__, join, proven).run()
     except ConnectionEnded:
@@ -239,7 +248,7 @@ def served(
     except ConnectionBroken as error:
         log.info("the connection to the server ended: %s", error)
         return False
-    except UserError as error:  # whoever says hello first is told
+    except UserError as error:  # the first server that connects is told
         with suppress(ConnectionBroken):
             head = channel.receive(HELLO_S).head
             refuse(channel, head.op, head.request, str(error), HELLO_S)

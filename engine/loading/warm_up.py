@@ -1,4 +1,4 @@
-"""What serving would make on its first use is made before anybody waits for it: kernels, graphs, buffers."""
+"""Make what serving would make at its first use before any request waits for it: kernels, graphs, buffers."""
 
 from __future__ import annotations
 
@@ -30,15 +30,21 @@ from adapters.models.numerics.synthetic import RandomWeights, packed_in
 from adapters.models.open_checkpoint import Checkpoint
 from effects.ids import PAGE
 from effects.job import Sampling
-from engine.loading.device_survey import Placement, build_kernels, keep_compiled, nothing_compiled, probing
-from engine.loading.load_draft import Room
+from engine.loading.device_survey import (
+    Placement,
+    build_kernels,
+    build_probe_inputs,
+    is_compile_cache_empty,
+    set_compile_cache,
+)
+from engine.loading.load_draft import TargetRoom
 from engine.loading.memory_fit import Fit
 from engine.settings import start_progress
-from engine.settings.calibration_cache import Kept
+from engine.settings.calibration_cache import CalibrationCache
 
 log = logging.getLogger("rekindle")
 
-PICKED = (
+SAMPLINGS = (
     Sampling(logprobs=1),
     Sampling(temperature=1.0),
     Sampling(temperature=0.6, top_k=20, top_p=0.95, min_p=0.01),
@@ -56,31 +62,33 @@ def compile_kernels(
     rows: torch.dtype,
     fit: Fit,
     chunk: int,
-    kept: Kept,
-    step: start_progress.StepHeard,
+    kept: CalibrationCache,
+    step: start_progress.StepListener,
 ) -> None:
-    """On a GPU, what steps of each bucket launch is compiled, or read as an earlier start has compiled it, side by
-    side: whoever comes later in this process would do that one kernel after the other. The steps are of one layer of
-    each kind of the model, with weights of no meaning; where nothing was proven yet they are taken twice, the first
-    time with nothing launched (`compile_first`). What fails here fails again where it matters.
+    """Compile what steps of each bucket launch on a GPU, side by side, or read what an earlier start compiled.
 
-    kept: where outcomes of the probe are, which launches kernels that nobody else does.
+    Later in the process the kernels would be compiled one after the other. The steps run one layer of each kind of the
+    model, with random weights. If nothing was proven yet they are taken twice, the first time without a launch
+    (`compile_first`). What fails here fails again where it matters.
+
+    kept: outcomes of the probe, which launches kernels that nothing else launches.
     """
-    device = gpu_of(plan)
+    device = find_gpu(plan)
     if device is None:
         return
     compiler = build_compiler()
     major, minor = torch.cuda.get_device_capability(device)
     answers = (compiler.start_key(), compiler.start_tool_versions(10 * major + minor))
     buckets = buckets_of(BUCKETS, chunk)
-    asked = probing(checkpoint, device, (dtype, rows), chunk, fit.context)
-    probed = kept.proven(probe_key(checkpoint.family, checkpoint.config, build_kernels(device, dtype), **asked))
+    asked = build_probe_inputs(checkpoint, device, (dtype, rows), chunk, fit.context)
+    probed = kept.has_proof(probe_key(checkpoint.family, checkpoint.config, build_kernels(device, dtype), **asked))
     paged = [{"slots": fit.slots, "pages": -(-fit.context // PAGE)}] if fit.pages else []
     kinds = paged if paged and probed else [{"slots": PROBED_SLOTS, "pages": 0}, *paged]
     shape: dict[str, Any] = {"device": device, "dtype": dtype, "rows": rows, "buckets": buckets}
     with torch.inference_mode(), current(device):
         for small, layers, own in packed_in(checkpoint.config.probed(), checkpoint.layouts):
-            weights, shards = RandomWeights(small, 1, device, dtype, layouts=own), list[Shard]()
+            weights = RandomWeights(small, 1, device, dtype, layouts=own)
+            shards = list[Shard]()
             try:
                 for kind in kinds:
                     kernels = build_kernels(device, dtype)
@@ -101,52 +109,56 @@ def compile_kernels(
                 shard.close()
 
 
-def compiled_beside(checkpoint: Checkpoint, plan: Sequence[Placement], dtype: torch.dtype, **how: Any) -> str:
-    """The digest of the weights, which is taken while kernels are compiled where it was not begun before. how: as
-    `compile_kernels` has it.
+def compile_and_digest(checkpoint: Checkpoint, plan: Sequence[Placement], dtype: torch.dtype, **how: Any) -> str:
+    """Return the digest of the weights, computed on a thread while kernels are compiled. how: as in
+    `compile_kernels`.
     """
-    with ThreadPoolExecutor(1, "digest") as beside:
-        digest = beside.submit(checkpoint.digest)
+    with ThreadPoolExecutor(1, "digest") as executor:
+        digest = executor.submit(checkpoint.digest)
         compile_kernels(checkpoint, plan, dtype, **how)
     return digest.result()
 
 
 def compile_first(steps: Sequence[Callable[[], object]]) -> None:
-    """What they launch is compiled by processes of its own, and nothing is launched: where nothing was compiled
-    before, as far as anybody knows. What goes wrong is compiled later.
-    """
+    """Have other processes compile what these steps launch, without launching anything. For an empty compile cache."""
     with ThreadPoolExecutor(1, "compile-first") as thread:
-        tell_later([thread.submit(copy_context().run, compile_asked, steps)])
+        log_failures([thread.submit(copy_context().run, compile_requested, steps)])
 
 
-def compile_asked(steps: Sequence[Callable[[], object]]) -> None:
+def compile_requested(steps: Sequence[Callable[[], object]]) -> None:
+    """Take the steps without launches, and compile in other processes what they asked for."""
     with build_compiler().collect_requests() as requests, ThreadPoolExecutor(1, "asking") as thread:
         begun = [thread.submit(copy_context().run, step) for step in steps]
-    tell_later(begun)
+    log_failures(begun)
     requests.compile_in_processes()
 
 
-def tell_later(steps: Iterable[Future[Any]]) -> None:
+def log_failures(steps: Iterable[Future[Any]]) -> None:
+    """Log what could not be compiled; it is compiled later."""
     for error in filter(None, (one.exception() for one in steps)):
         log.debug("some kernels are compiled later: %s", error)
 
 
 def run_side_by_side(steps: Sequence[Callable[[], None]]) -> None:
-    """Each on a thread of its own, which begins when the one before it has ended, until one takes so long that it must
-    be compiling; a kernel that several of them need is compiled once. Reading what an earlier start compiled takes an
-    interpreter, for 0.15 s in all: threads that do so side by side keep it from each other for three times as long.
+    """Run steps on threads of their own.
+
+    Each begins when the one before it has ended, until one takes so long that it must be compiling; a kernel that
+    several need is compiled once. Reading compiled kernels needs the interpreter for 0.15 s in all. Threads that read
+    side by side take three times as long.
     """
     with build_compiler().compile_in_threads(), ThreadPoolExecutor(len(steps) or 1, "first-steps") as threads:
-        begun, only_read = list[Future[None]](), True
+        begun = list[Future[None]]()
+        only_read = True
         for step in steps:
             begun.append(threads.submit(copy_context().run, step))
             only_read = only_read and bool(wait(begun[-1:], READING_S).done)
-    tell_later(begun)
+    log_failures(begun)
 
 
 def compile_step(shard: Shard, number: int) -> None:
-    """That of one bucket, in a slot of its own where there are so many; what attends in a way of its own from the
-    second time on, twice.
+    """Run a step of one bucket, in a slot of its own if there are enough.
+
+    A bucket that attends in a different way from the second time on runs twice.
     """
     bucket = shard.buckets[number]
     step = Step((Segment(number % shard.slots, 0, 1),), bucket)
@@ -155,44 +167,46 @@ def compile_step(shard: Shard, number: int) -> None:
             shard.forward(step, torch.zeros(1, dtype=torch.int64))
 
 
-def gpu_of(plan: Sequence[Placement]) -> torch.device | None:
-    """The first one of this process."""
-    return next((one.device for one in plan if one.local and one.device.type == "cuda"), None)
+def find_gpu(plan: Sequence[Placement]) -> torch.device | None:
+    """Return the first GPU of this process, or None."""
+    return next((one.device for one in plan if one.is_local and one.device.type == "cuda"), None)
 
 
 @contextmanager
-def picking_beside(plan: Sequence[Placement], vocab: int) -> Iterator[None]:
-    """On a GPU, a thread of its own picks tokens in every way meanwhile: torch loads what an operation launches when it
-    is first asked for it, 0.3 s in all, and the driver keeps others that launch something waiting for that, but not the
-    interpreter. So this is for while the lane has little to launch. Not beside a processor that has layers, too: what
-    it proves is timed. What goes wrong here goes wrong again where it matters.
+def warm_up_sampling(plan: Sequence[Placement], vocab: int) -> Iterator[None]:
+    """Sample tokens in every way on a thread, while the lane has little to launch.
+
+    torch loads what an operation launches at its first use, 0.3 s in all. The driver blocks other launches meanwhile,
+    but not the interpreter. If a CPU has layers too, this ends before they are proven, since that is timed. What fails
+    here fails again where it matters.
     """
-    device, picked = gpu_of(plan), list[Future[None]]()
-    with ThreadPoolExecutor(1, "picks") as beside:
+    device = find_gpu(plan)
+    picked = list[Future[None]]()
+    with ThreadPoolExecutor(1, "picks") as executor:
         if device is not None:
-            keep_compiled()
-            picked.append(beside.submit(pick_once, device, vocab, first=nothing_compiled()))
-        if any(one.local and one.device.type == "cpu" for one in plan):
+            set_compile_cache()
+            picked.append(executor.submit(sample_in_every_way, device, vocab, first=is_compile_cache_empty()))
+        if any(one.is_local and one.device.type == "cpu" for one in plan):
             wait(picked)
         yield
     for error in filter(None, (one.exception() for one in picked)):
         log.debug("what picks tokens is loaded later: %s", error)
 
 
-def pick_once(device: torch.device, vocab: int, *, first: bool) -> None:
-    """first: nobody has ever compiled anything."""
+def sample_in_every_way(device: torch.device, vocab: int, *, first: bool) -> None:
+    """Sample and wait for the results. first: no kernel was ever compiled here."""
     build_compiler().start_key().join()
     if first:
-        compile_first([partial(pick_some, device, vocab)])
-    for one in pick_some(device, vocab):
+        compile_first([partial(sample_each, device, vocab)])
+    for one in sample_each(device, vocab):
         one.read()
 
 
-def pick_some(device: torch.device, vocab: int) -> list[Picking]:
-    """In every way, all of them at once, and each by itself."""
+def sample_each(device: torch.device, vocab: int) -> list[Picking]:
+    """Sample in every way, all of them at once, and each by itself."""
     with torch.inference_mode(), current(device):
-        logits = torch.zeros(len(PICKED), vocab, device=device)
-        rows = [Draw(Sampler(sampling, (0,), vocab, device), 1) for sampling in PICKED]
+        logits = torch.zeros(len(SAMPLINGS), vocab, device=device)
+        rows = [Draw(Sampler(sampling, (0,), vocab, device), 1) for sampling in SAMPLINGS]
         for row in rows:
             row.sampler.append([0] * (PENDING + 1))
         build_step_pacer(device).beat()  # as what picks does, it loads something
@@ -200,29 +214,30 @@ def pick_some(device: torch.device, vocab: int) -> list[Picking]:
 
 
 def warm_up(shard: Pipeline, draft: DraftModel | None, most_rows: int) -> None:
-    """Every bucket, and every shape that a draft that is here proposes in. most_rows: of one batched decode step."""
+    """Run every bucket, and every shape of the draft. most_rows: of one batched decode step."""
     passes = max(PASSES[device.type] for device in shard.devices)
     with pause_collector() if passes > 1 else nullcontext():  # once, and not for each graph
-        _warm_up(shard, draft, most_rows, passes)
+        run_all_shapes(shard, draft, most_rows, passes)
 
 
-def _warm_up(shard: Pipeline, draft: DraftModel | None, most_rows: int, passes: int) -> None:
+def run_all_shapes(shard: Pipeline, draft: DraftModel | None, most_rows: int, passes: int) -> None:
     # What is told apart by how it attends, attends in a way of its own from the second time on.
     alone = (1, 1, 2) if passes > 1 else (1,)
     each = ((bucket, rows) for bucket in shard.buckets for rows in (alone if bucket <= ALONE else (1,)))
     sizes = [(bucket, rows) for bucket, rows in each if rows <= bucket]  # `--numerics fast` has one of a single row
     for behind in reversed(range(passes)):
-        give_back(shard.devices)
+        release_cached_memory(shard.devices)
         with run_one_of_each() if behind else nullcontext():
             for bucket, rows in sizes:
-                take_steps(shard, draft, bucket, rows, logits=bucket <= most_rows)
+                run_steps(shard, draft, bucket, rows, logits=bucket <= most_rows)
     if isinstance(draft, CachedDraft):
-        rehearse(draft, shard.slots, most_rows, passes)
+        rehearse_proposals(draft, shard.slots, most_rows, passes)
 
 
-def take_steps(shard: Pipeline, draft: DraftModel | None, bucket: int, rows: int, *, logits: bool) -> None:
-    """A prompt's, and one that logits are asked of."""
-    segments, tokens = (Segment(0, 0, rows),), torch.zeros(rows, dtype=torch.int64)
+def run_steps(shard: Pipeline, draft: DraftModel | None, bucket: int, rows: int, *, logits: bool) -> None:
+    """Run a step of a prompt, and one whose logits are needed."""
+    segments = (Segment(0, 0, rows),)
+    tokens = torch.zeros(rows, dtype=torch.int64)
     step = Step(segments, bucket, rows_only=True)
     left = shard.forward(step, tokens)
     if draft is not None:
@@ -232,28 +247,28 @@ def take_steps(shard: Pipeline, draft: DraftModel | None, bucket: int, rows: int
         shard.logits(step, shard.forward(step, tokens).hidden)
 
 
-def give_back(devices: Iterable[torch.device]) -> None:
-    """What loading has left over, and then what steps have: a graph that is recorded has memory of its own and cannot
-    have that.
-    """
+def release_cached_memory(devices: Iterable[torch.device]) -> None:
+    """Return memory that torch caches. A recorded graph has memory of its own and cannot use what is cached."""
     for device in devices:
         if device.type == "cuda":
             with torch.cuda.device(device):
                 torch.cuda.empty_cache()
 
 
-def warm_up_apart(draft: CachedDraft[Any], room: Room, most_rows: int) -> None:
-    """The same of a draft without its target, by the process that it is in: rows come projected."""
-    passes, token = PASSES[draft.device.type], torch.zeros(1, dtype=torch.int64)
+def warm_up_own_draft(draft: CachedDraft[Any], room: TargetRoom, most_rows: int) -> None:
+    """Run every shape of a draft in its own process, without its target: rows come projected."""
+    passes = PASSES[draft.device.type]
+    token = torch.zeros(1, dtype=torch.int64)
     width = draft.hidden_size
     for bucket in room.buckets * passes:
         draft.take(Step((Segment(0, 0, 1),), bucket), token, torch.zeros(1, width, dtype=draft.dtype))
-    rehearse(draft, room.slots, most_rows, passes)
+    rehearse_proposals(draft, room.slots, most_rows, passes)
 
 
-def rehearse(draft: CachedDraft[Any], slots: int, most_rows: int, passes: int) -> None:
+def rehearse_proposals(draft: CachedDraft[Any], slots: int, most_rows: int, passes: int) -> None:
+    """Propose in every shape that the draft has."""
     shapes = list(draft.rehearsals(slots, most_rows))
     for _ in range(passes):
-        give_back((draft.device,))
+        release_cached_memory((draft.device,))
         for requests in shapes:
             draft.propose(requests, first_tokens)

@@ -14,7 +14,7 @@ import anyio
 
 from adapters.device.lane.lane import DeviceLane, LaneClosed
 from adapters.process_memory import trim_heap
-from engine.core.event_loop import Runner
+from engine.core.event_loop import EventLoop
 
 log = logging.getLogger("rekindle")
 EVERY_S = 60  # at most: trimming takes 20 ms, and what is wanted again is mapped anew page by page, 15 MiB or so
@@ -23,7 +23,7 @@ PATIENCE_S = 15  # then everybody waits those 20 ms: 0.03 % of the time, and a s
 
 
 async def tidied(
-    runner: Runner,
+    runner: EventLoop,
     lane: DeviceLane,
     *,
     every_s: float = EVERY_S,

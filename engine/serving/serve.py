@@ -39,19 +39,19 @@ from effects.job import Sampling
 from engine import __version__
 from engine.core.trace import VERSION, Header, Recorder
 from engine.loading.background_load import BackgroundLoad
-from engine.loading.expert_placement import placed
+from engine.loading.expert_placement import describe_expert_placement
 from engine.loading.load_target import Target
 from engine.loading.load_text import Reading, load_text
 from engine.loading.open_store import disk_folder
-from engine.loading.shard_peers import hops, placement
+from engine.loading.shard_peers import collect_remote_figures, describe_placement
 from engine.serving.memory_trim import tidied
 from engine.serving.watch_shards import ShardWatch
-from engine.serving.wiring import engine
-from engine.settings.formatting import size
+from engine.serving.wiring import CompressionParts, StatusSources, run_engine
+from engine.settings.formatting import format_bytes
 from engine.settings.options import Options
-from engine.settings.preflight import unheard
-from engine.settings.start_progress import TOKENIZER, Steps
-from engine.settings.user_error import UserError, innermost, told
+from engine.settings.preflight import build_bind_error
+from engine.settings.start_progress import TOKENIZER, StartProgress
+from engine.settings.user_error import UserError, find_innermost, report_error
 
 log = logging.getLogger("rekindle")
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
@@ -61,40 +61,44 @@ LATE_S = 0.8  # after the grace period, for everything to be closed
 WRITING_S = 0.2  # what has been answered is still being written: let it, for a moment
 
 
-def run(options: Options, steps: Steps, beginning: BackgroundLoad, reading: Reading) -> NoReturn:
-    """Serve until a signal says otherwise. Exit status 0 after a clean drain, 1 if requests were cut short."""
+def run_server(options: Options, steps: StartProgress, beginning: BackgroundLoad, reading: Reading) -> NoReturn:
+    """Serve until a signal ends it. The exit status is 0 after a clean drain, and 1 if requests were cancelled."""
     raise_file_limit()
     try:
         status = anyio.run(serve_until_signal, options, steps, beginning, reading)
     except (UserError, BaseExceptionGroup) as error:
-        reason = innermost(error)
-        if not beginning.give_up() and isinstance(reason, UserError):
-            steps.done()
-            leave(told(reason))  # its step takes long, and an interpreter that ends meanwhile would crash
+        reason = find_innermost(error)
+        if not beginning.cancel() and isinstance(reason, UserError):
+            steps.finish()
+            exit_process(
+                report_error(reason)
+            )  # its step takes long, and an interpreter that ends meanwhile would crash
         if reason is error:
             raise
         raise reason from error
-    leave(status)
+    exit_process(status)
 
 
 def raise_file_limit() -> None:
-    """A shell often allows fewer files than the system does: connections and the cache's files need some."""
+    """Raise the limit of open files: a shell often allows fewer than connections and cache files need."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < FILES:
         most = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 
-def leave(status: int) -> NoReturn:
-    """At once: everything of ours is closed, and taking torch apart would take a second, a CUDA context several."""
+def exit_process(status: int) -> NoReturn:
+    """End the process at once. Everything of ours is closed; taking torch apart would take a second, a CUDA context
+    several.
+    """
     logging.shutdown()
     sys.stdout.flush()
     os._exit(status)
 
 
 @define
-class Gate:
-    """Answers 503 while the model loads, the page apart, which says so; then the real application takes over."""
+class LoadingGate:
+    """Answers 503 while the model loads, except for the page, which says so. Then the application answers."""
 
     app: ASGIApp | None = None
 
@@ -114,57 +118,65 @@ class Gate:
             await make_error_response(scope, unavailable("Loading model", 1))(scope, receive, send)
 
 
-async def serve_until_signal(options: Options, steps: Steps, beginning: BackgroundLoad, reading: Reading) -> int:
-    gate, stop = Gate(), anyio.Event()
+async def serve_until_signal(
+    options: Options, steps: StartProgress, beginning: BackgroundLoad, reading: Reading
+) -> int:
+    """Listen, load and serve. Returns the exit status."""
+    gate, stop = LoadingGate(), anyio.Event()
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(watch, signals, gate, stop, options.grace)
+            tasks.start_soon(watch_signals, signals, gate, stop, options.http.grace)
             serving: RunningServer = await tasks.start(listen, options, gate)
             clean = await serve_model(options, gate, serving, stop, steps=steps, beginning=beginning, reading=reading)
             tasks.cancel_scope.cancel()
     return 0 if clean else 1
 
 
-async def listen(options: Options, gate: Gate, *, task_status: TaskStatus[RunningServer] = TASK_STATUS_IGNORED) -> None:
+async def listen(
+    options: Options, gate: LoadingGate, *, task_status: TaskStatus[RunningServer] = TASK_STATUS_IGNORED
+) -> None:
+    """Run the HTTP server. Raises UserError if it cannot listen."""
     try:
-        await serve_app(gate, options.host, options.port, on_listening=task_status.started)
+        await serve_app(gate, options.http.host, options.http.port, on_listening=task_status.started)
     except (OSError, UnicodeError) as error:  # UnicodeError: no name that could be looked up
-        raise unheard(options, error) from error
+        raise build_bind_error(options.http, error) from error
 
 
-async def watch(signals: AsyncIterable[signal.Signals], gate: Gate, stop: anyio.Event, grace: float) -> None:
-    """The first signal drains; a second one, or one while the model loads, stops at once."""
+async def watch_signals(
+    signals: AsyncIterable[signal.Signals], gate: LoadingGate, stop: anyio.Event, grace: float
+) -> None:
+    """Drain at the first signal. Stop at once at a second one, or at one while the model loads."""
     async for number in signals:
         if stop.is_set() or gate.app is None:
             log.warning("stopping at once")
             os._exit(128 + number)
         stop.set()
-        late = threading.Timer(grace + LATE_S, give_up)
+        late = threading.Timer(grace + LATE_S, exit_late)
         late.daemon = True
         late.start()
 
 
-def give_up() -> None:
-    """Something that cannot be cancelled still runs: a kernel, a tokenizer, a write to a slow disk."""
+def exit_late() -> None:
+    """End the process because something that cannot be cancelled still runs: a kernel, a tokenizer, a slow disk."""
     log.error("not everything has ended in time: stopping at once")
     os._exit(1)
 
 
 async def serve_model(
     options: Options,
-    gate: Gate,
+    gate: LoadingGate,
     serving: RunningServer,
     stop: anyio.Event,
     *,
-    steps: Steps,
+    steps: StartProgress,
     beginning: BackgroundLoad,
     reading: Reading,
 ) -> bool:
-    """From loading to the end of the drain. True if nobody was cut short."""
+    """Serve from the load to the end of the drain. Returns True if no request was cut short."""
     steps(TOKENIZER)
-    text = await load_text(options, reading)
+    text = await load_text(options.model, reading)
     try:
-        target = await beginning.target()
+        target = await beginning.wait_for_target()
     except BaseException:
         await text.aclose()
         raise
@@ -172,66 +184,71 @@ async def serve_model(
         target.executor.matched_by(text.grammars.match)
         recorder, archive, memory = build_recorder(options, target), ResponseStore(), TurnMemory()
         frozen = FrozenMessages(scorer_identity=target.drafter.identity) if target.freezes and target.drafter else None
-        cabinets: dict[str, PersistentLru] = {RESPONSES: archive, TURNS: memory}
+        histories: dict[str, PersistentLru] = {RESPONSES: archive, TURNS: memory}
         if frozen is not None:
-            cabinets[FROZEN] = frozen
-        recall = HistoryLoader(cabinets, disk_folder(options))
+            histories[FROZEN] = frozen
+        recall = HistoryLoader(histories, disk_folder(options.cache))
         watch = ShardWatch(target.peers, target.lane)
-        async with engine(
+        async with run_engine(
             target.settings,
             target.executor,
             transfer=target.transfer,
-            facts=target.facts,
-            live=target.live if frozen is None else partial(living, target, frozen),
-            threads=(*target.threads, watch.thread),
-            drafter=target.drafter,
-            freeze=(lambda *_: None) if frozen is None else frozen.store,
+            status=StatusSources(
+                facts=target.facts,
+                live=target.live if frozen is None else partial(collect_live_properties, target, frozen),
+                threads=(*target.threads, watch.thread),
+            ),
+            compression=CompressionParts(target.drafter, (lambda *_: None) if frozen is None else frozen.store),
             recorder=recorder,
-            paranoid=options.paranoid,
+            paranoid=options.diagnostics.paranoid,
         ) as running:
-            running.metrics.watch_shards(partial(hops, target.shard.parts, target.draft, target.drafter))
+            running.metrics.watch_shards(
+                partial(collect_remote_figures, target.shard.parts, target.draft, target.drafter)
+            )
             about = edge_options(options, target, text.sampling)
             gate.app = build_app(
-                running.door, text, about, running.metrics, archive, turns=memory, frozen=frozen, loader=recall
+                running.submissions, text, about, running.metrics, archive, turns=memory, frozen=frozen, loader=recall
             )
             watch.start()
-            steps.done()
-            settle()
+            steps.finish()
+            freeze_collected()
             announce(options, target, serving, time.monotonic() - steps.began)
-            async with anyio.create_task_group() as beside:
-                beside.start_soon(tidied, running.runner, target.lane)
-                beside.start_soon(recall.run)
-                await stopped(stop, target.executor.threads)
-                beside.cancel_scope.cancel()
-            log.info("draining: newcomers are refused, running requests get %g s, or stop again", options.grace)
-            deadline = anyio.current_time() + options.grace
-            clean = await running.door.drain(options.grace)
+            async with anyio.create_task_group() as background:
+                background.start_soon(tidied, running.event_loop, target.lane)
+                background.start_soon(recall.run)
+                await wait_for_stop(stop, target.executor.threads)
+                background.cancel_scope.cancel()
+            log.info("draining: newcomers are refused, running requests get %g s, or stop again", options.http.grace)
+            deadline = anyio.current_time() + options.http.grace
+            clean = await running.submissions.drain(options.http.grace)
             clean = await close_connections(serving, deadline) and clean
             if not clean:
-                log.warning("%g s are over: what was still running was cut short", options.grace)
+                log.warning("%g s are over: what was still running was cut short", options.http.grace)
         watch.close()
-        for cabinet in cabinets.values():
-            await cabinet.close(deadline)
+        for history in histories.values():
+            await history.close(deadline)
         await text.aclose()
         return clean
     finally:
         await target.close()
 
 
-def living(target: Target, frozen: FrozenMessages) -> Mapping[str, Any]:
-    """What /props tells of it now, with what messages were frozen to."""
-    told = target.live()
-    return {**told, "damaged": {**told["damaged"], FROZEN: frozen.damaged_count}, "frozen": frozen.count_figures()}
+def collect_live_properties(target: Target, frozen: FrozenMessages) -> Mapping[str, Any]:
+    """Return what /props shows now, with the messages that were frozen."""
+    live = target.live()
+    return {**live, "damaged": {**live["damaged"], FROZEN: frozen.damaged_count}, "frozen": frozen.count_figures()}
 
 
-def settle() -> None:
-    """What was loaded stays, so the collector need not look through it: that took 0.1 s, in the middle of a request."""
+def freeze_collected() -> None:
+    """Freeze all objects that exist: otherwise the collector looks through them for 0.1 s in the middle
+    of a request.
+    """
     gc.collect()
     gc.freeze()
 
 
-async def stopped(stop: anyio.Event, threads: Sequence[WatchedThread], every_s: float = 1) -> None:
-    """Until somebody says so. Raises Refusal where a thread has died that nothing goes on without."""
+async def wait_for_stop(stop: anyio.Event, threads: Sequence[WatchedThread], every_s: float = 1) -> None:
+    """Wait for the stop event. Raises UserError if a thread has died that the server cannot work without."""
     while not stop.is_set():
         if dead := [thread for thread in threads if thread.is_dead]:
             raise UserError(f"the thread {dead[0].name} has died ({dead[0].trouble}); the log above says where")
@@ -240,7 +257,7 @@ async def stopped(stop: anyio.Event, threads: Sequence[WatchedThread], every_s: 
 
 
 async def close_connections(serving: RunningServer, deadline: float) -> bool:
-    """True if all could be ended: answers are still being written, and prompts read that will be refused."""
+    """End the connections. Returns True if all answers were written before the deadline."""
     serving.stop()
     with anyio.CancelScope(deadline=max(deadline, anyio.current_time() + WRITING_S)):
         await serving.end_event.wait()
@@ -250,80 +267,84 @@ async def close_connections(serving: RunningServer, deadline: float) -> bool:
 
 
 def build_recorder(options: Options, target: Target) -> Recorder | None:
-    if options.trace is None:
+    """Start to record a trace, if one is asked for. Raises UserError if its file cannot be written."""
+    if options.diagnostics.trace is None:
         return None
-    header = Header(VERSION, __version__, target.settings, target.identity, options.shown(), options.redact)
-    recorder = Recorder(options.trace, header)
+    header = Header(
+        VERSION, __version__, target.settings, target.identity, options.redacted_values(), options.diagnostics.redact
+    )
+    recorder = Recorder(options.diagnostics.trace, header)
     try:
         recorder.start()
     except OSError as error:
-        raise UserError(f"--trace {options.trace}: {error.strerror or error}") from error
+        raise UserError(f"--trace {options.diagnostics.trace}: {error.strerror or error}") from error
     return recorder
 
 
 def edge_options(options: Options, target: Target, sampling: Sampling) -> EdgeOptions:
+    """Return the options of the HTTP edge."""
     return EdgeOptions(
         model_id=target.model_id,
         max_ctx=target.settings.max_context,
         vocab=target.checkpoint.config.vocab_size,
-        api_keys=options.api_key,
-        aliases=options.alias,
-        any_model=options.any_model,
-        allowed_origins=tuple(map(str.lower, options.allow_origin)),
-        allowed_hosts=(options.host.lower(), *map(str.lower, options.allow_host)),
+        api_keys=options.http.api_key,
+        aliases=options.model.alias,
+        any_model=options.model.any_model,
+        allowed_origins=tuple(map(str.lower, options.http.allow_origin)),
+        allowed_hosts=(options.http.host.lower(), *map(str.lower, options.http.allow_host)),
         numerics=target.numerics_shown,
         model_info=target.model_info,
         sampling=sampling,
         scope=target.scope,
         disk=target.has_disk,
         compression=CompressionDefaults(
-            options.prefill_compression,
-            options.prefill_threshold,
-            round(options.prefill_keep_ratio * 1000),
-            options.curve,
+            options.compression.prefill_compression,
+            options.compression.prefill_threshold,
+            round(options.compression.prefill_keep_ratio * 1000),
+            options.compression.keep_ratio_curve,
             target.settings.drafter,
             freeze=target.freezes,
         ),
-        stabilize=options.stabilize,
+        stabilize=options.http.stabilize,
         created=int(time.time()),
         version=__version__,
-        max_body=options.max_body << 20,
-        max_jobs=target.settings.slots + options.max_queue,
-        request_timeout_s=options.request_timeout,
+        max_body=options.http.max_body << 20,
+        max_jobs=target.settings.slots + options.http.max_queue,
+        request_timeout_s=options.http.request_timeout,
     )
 
 
-def costs(target: Target) -> str:
-    """How weights are stored, what they take and where experts are; what a token of context takes, and a state."""
+def describe_costs(target: Target) -> str:
+    """Return for the start line what weights, a token of context and a state take, and where experts are."""
     checkpoint, shard = target.checkpoint, target.shard
     error = "" if checkpoint.error is None else f", error {checkpoint.error:.2%}"
     forms = "; ".join(checkpoint.forms[:3]) or str(shard.dtype).removeprefix("torch.")
     state, away = sum(spec.nbytes for spec in shard.state_specs), shard.memory()["host"]
     kept = f", {checkpoint.bits_of(target.weights):.1f} in memory" if checkpoint.forms else ""
-    beside = f", {size(away)} of it in host memory" if away else ""
-    line = f"  weights={forms} ({checkpoint.bits:.1f} bits{kept}{error}, {size(target.weights)}{beside})"
-    line += f"{placed(target.offloaded)}  context={size(shard.row_spec.token_bytes)} a token"
+    on_host = f", {format_bytes(away)} of it in host memory" if away else ""
+    line = f"  weights={forms} ({checkpoint.bits:.1f} bits{kept}{error}, {format_bytes(target.weights)}{on_host})"
+    line += f"{describe_expert_placement(target.offloaded)}  context={format_bytes(shard.row_spec.token_bytes)} a token"
     kept, own = target.model_info["kv_dtype"], target.model_info["dtype"]
     line += "" if kept == own else f" in {kept}"
-    return line + (f", {size(state)} a state" if state else "")
+    return line + (f", {format_bytes(state)} a state" if state else "")
 
 
 def announce(options: Options, target: Target, serving: RunningServer, seconds: float) -> None:
-    """One line that a script can wait for, then one that a person can paste."""
+    """Print a line that a script can wait for, then a command that a person can paste."""
     host = f"[{serving.host}]" if ":" in serving.host else serving.host
     url = f"http://{host}:{serving.port}"
-    if options.host not in LOOPBACK and not options.api_key:
-        log.warning("listening on %s without --api-key-file: anybody who can reach it can use it", options.host)
-    if "*" in options.allow_origin and not options.api_key:
+    if options.http.host not in LOOPBACK and not options.http.api_key:
+        log.warning("listening on %s without --api-key-file: anybody who can reach it can use it", options.http.host)
+    if "*" in options.http.allow_origin and not options.http.api_key:
         log.warning("--allow-origin * without --api-key-file: any web page that a browser here shows can use it")
     facts = f"model={target.model_id}  ctx={target.settings.max_context}  slots={target.settings.slots}"
-    facts += f"  layers={placement(target.shard.parts)}"
-    facts += costs(target)
+    facts += f"  layers={describe_placement(target.shard.parts)}"
+    facts += describe_costs(target)
     drafted = "none" if target.draft is None else f"{target.settings.block} a decode step"
     print(
         f"ready  {url}  {facts}  draft={drafted}  {target.numerics_line}  in {seconds:.1f} s",
         flush=True,
     )
     body = json.dumps({"messages": [{"role": "user", "content": "What is Rekindle?"}]})
-    key = " -H 'Authorization: Bearer KEY'" if options.api_key else ""
+    key = " -H 'Authorization: Bearer KEY'" if options.http.api_key else ""
     print(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'", flush=True)

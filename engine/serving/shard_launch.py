@@ -1,4 +1,4 @@
-"""How `rekindle shard` starts: by hand, or by the server whose child it then is."""
+"""`rekindle shard`: started by hand, or by the server whose child process it is."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from cyclopts.validators import Number
 
 from adapters import process_memory
 from engine.settings import log_format
-from engine.settings.option_types import flag, known_device, known_listen, whole
+from engine.settings.option_types import check_device, check_listen, flag, parse_integer
 from engine.settings.placement import LISTEN, read_listen
-from engine.settings.shard_secret import shared_secret
+from engine.settings.shard_secret import find_shared_secret
 from engine.settings.user_error import UserError
 
 
 def shard(
     model: str = "demo",
     *,
-    device: Annotated[str, flag("", validator=known_device)] = "auto",
+    device: Annotated[str, flag("", validator=check_device)] = "auto",
     draft: str = "auto",
-    listen: Annotated[str, flag("", validator=known_listen)] = LISTEN,
+    listen: Annotated[str, flag("", validator=check_listen)] = LISTEN,
     secret_file: Path | None = None,
-    threads: Annotated[int, flag("", converter=whole, validator=Number(gte=0, lte=1024))] = 0,
+    threads: Annotated[int, flag("", converter=parse_integer, validator=Number(gte=0, lte=1024))] = 0,
     fd: Annotated[str, Parameter(show=False)] = "",
 ) -> int:
     """Have layers of a model, or its draft, for a server in another process or on another machine.
@@ -51,15 +51,17 @@ def shard(
     threads
         CPU threads; 0 is one per core. The server's own number, or what is computed here is of another numerics class.
     """
-    return started(model, device, threads, draft=draft, listen=listen, secret_file=secret_file, descriptors=fd)
+    return start_shard(model, device, threads, draft=draft, listen=listen, secret_file=secret_file, descriptors=fd)
 
 
-def started(
+def start_shard(
     model: str, device: str, threads: int, *, draft: str, listen: str, secret_file: Path | None, descriptors: str
 ) -> int:
-    """descriptors: of a connection and of shared memory, which the server has left open for it."""
+    """Start a shard. descriptors: of a connection and of shared memory that the server left open; empty if it was
+    started by hand.
+    """
     log_format.configure("text", "warning" if descriptors else "info")
-    secret = shared_secret(secret_file).encode()
+    secret = find_shared_secret(secret_file).encode()
     process_memory.limit_arenas()
     import torch  # noqa: PLC0415 - takes seconds
 

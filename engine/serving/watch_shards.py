@@ -1,8 +1,8 @@
-"""A target's shards in other processes, looked after while nobody asks them anything.
+"""Watches shards in other processes while no request needs them.
 
-A server whose shard is gone would not know it before the next request, and a balancer that has heard so from `/health`
-sends none. So one thread looks at every connection, and has the lane look at those that have ended: there everybody is
-told that rows are lost, and there the shard is had again.
+Without this, a server whose shard is gone would notice at its next request only, and a load balancer that has heard so
+from `/health` sends none. One thread looks at every connection. It has the lane examine those that have ended: there
+the executor learns that rows are lost, and there the shard is started again.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ MOST_S = 60.0
 
 @define(eq=False)
 class ShardWatch:
-    """peers: of the target's shards. lane: on which they are asked."""
+    """Watches the target's shards in other processes. lane: the thread on which they are used."""
 
     peers: Sequence[Peer]
     lane: DeviceLane
     thread: WatchedThread = field(init=False)
-    _ended: threading.Event = field(factory=threading.Event)
+    _closing: threading.Event = field(factory=threading.Event)
 
     def __attrs_post_init__(self) -> None:
         self.thread = WatchedThread("shard-watch", self._watch, restarts=3)
@@ -42,20 +42,20 @@ class ShardWatch:
             self.thread.start()
 
     def close(self) -> None:
-        self._ended.set()
+        self._closing.set()
 
     def _watch(self) -> None:
         wait = LOOK_S
-        while not self._ended.wait(wait):
+        while not self._closing.wait(wait):
             wait = LOOK_S
             for peer in self.peers:
                 if peer.ended:
                     began = time.monotonic()
-                    self._look(peer)
+                    self._check_peer(peer)
                     wait = max(wait, min(MOST_S, SHARE * (time.monotonic() - began)) if peer.gone else 0)
 
-    def _look(self, peer: Peer) -> None:
-        """In the lane's turn, and wait for it."""
+    def _check_peer(self, peer: Peer) -> None:
+        """Examine a connection on the lane, and wait for that."""
         done = threading.Event()
 
         def look() -> None:
@@ -70,5 +70,5 @@ class ShardWatch:
 
         with suppress(LaneClosed):
             self.lane.post(look, failed, between=False)
-            while not (done.wait(LOOK_S) or self._ended.is_set()):
+            while not (done.wait(LOOK_S) or self._closing.is_set()):
                 pass

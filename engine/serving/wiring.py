@@ -1,4 +1,6 @@
-"""The engine around a loaded target: the one place that ties executors, runner, door, meter and recorder together."""
+"""The engine around a loaded target: the one place that connects executors, event loop, submissions, meter and
+recorder.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
-from attrs import define
+from attrs import define, field, frozen
 
 from adapters.device.executor import DeviceExecutor
 from adapters.metrics import Metrics
@@ -23,11 +25,11 @@ from effects.prefill import OpenSlot
 from effects.restore import RestoreBlocks
 from effects.snapshot import SaveSnapshot
 from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress, StopLaunch
-from engine.core.cache_misses import Misses
-from engine.core.event_loop import Envelope, Executors, Runner
-from engine.core.request_meter import Meter
+from engine.core.cache_misses import CacheMisses
+from engine.core.event_loop import Envelope, EventLoop, Executors
+from engine.core.request_meter import RequestMeter
 from engine.core.status import kv_pages
-from engine.core.submission import EngineDoor
+from engine.core.submission import Submissions
 from engine.core.trace import Recorder
 from engine.loading.load_scorer import Drafter
 from states import invariants
@@ -41,57 +43,81 @@ SPARE = 1024  # live requests beyond slots and queue: those that are being refus
 
 @define
 class Engine:
-    runner: Runner
-    door: EngineDoor
+    """A running engine."""
+
+    event_loop: EventLoop
+    submissions: Submissions
     metrics: Metrics
 
 
+@frozen
+class StatusSources:
+    """What an engine tells about the process around it.
+
+    facts: what never changes, for /props. live: returns what does. threads: whose troubles /health reports.
+    """
+
+    facts: Mapping[str, Any] = field(factory=dict[str, Any])
+    live: Callable[[], Mapping[str, Any]] = dict
+    threads: Sequence[WatchedThread] = ()
+
+
+@frozen
+class CompressionParts:
+    """What prompts are compressed with: the model that scores them, and what keeps the text of frozen messages."""
+
+    scorer: Drafter | None
+    freeze: Callable[[RequestId, KeepFrozen], object] = lambda *_: None
+
+
 @asynccontextmanager
-async def engine(
+async def run_engine(
     settings: Settings,
     executor: DeviceExecutor,
     *,
     transfer: Transfer | None = None,
-    facts: Mapping[str, Any],
-    live: Callable[[], Mapping[str, Any]] = dict,
-    threads: Sequence[WatchedThread] = (),
-    drafter: Drafter | None = None,
-    freeze: Callable[[RequestId, KeepFrozen], object] = lambda *_: None,
+    status: StatusSources | None = None,
+    compression: CompressionParts | None = None,
     recorder: Recorder | None = None,
     paranoid: bool = False,
     grace_s: float = 10,
 ) -> AsyncIterator[Engine]:
-    """Running inside the block. At its end: newcomers refused, the others drained, the (started) trace complete.
+    """Run an engine inside the block. At its end new requests are refused, the others end, and the trace is complete.
 
-    threads: whose troubles are told with the engine's own.  drafter: of compressions.  freeze: keeps what messages
-    were frozen to.
+    executor: of a loaded target. transfer: None if no rows are kept beyond the device. recorder: already started.
+    paranoid: check the invariants after every event. grace_s: seconds until running requests are cancelled at the end.
     """
-    executor.row_watch.switch(on=paranoid)
+    sources = status or StatusSources()
+    live = sources.live
+    drafter = None if compression is None else compression.scorer
     metrics = Metrics()
     metrics.watch_damage(lambda: live().get("damaged", {}))
-    meter, misses = Meter(metrics.observe_stage), Misses({} if transfer is None else transfer.lookup.diverged, settings)
+    meter, misses = (
+        RequestMeter(metrics.observe_stage),
+        CacheMisses({} if transfer is None else transfer.lookup.diverged, settings),
+    )
 
     def observe(envelope: Envelope, outs: tuple[Output, ...], before: World, after: World) -> None:
         meter.observe(envelope, outs, before, after)
         misses.observe(outs, before)
         if after.slots is not before.slots:
-            shown(metrics, after.slots)
+            update_gauges(metrics, after.slots)
         if paranoid:
             invariants.check_world(after)
 
     notify: dict[type, tuple[Any, ...]] = {
         OpenSlot: (executor.open,),
-        Abandon: giving_up(executor, drafter, transfer),
+        Abandon: list_abandon_handlers(executor, drafter, transfer),
         StopLaunch: (executor.halt,),
-        KeepFrozen: (freeze,),
+        KeepFrozen: ((lambda *_: None) if compression is None else compression.freeze,),
         PlaceExperts: (executor.place,),
     }
     if transfer is not None:
         metrics.watch_cache(transfer.store.figures)
         notify |= {OpenSlot: (executor.open, transfer.restorer.opened), ReleasePrefix: (transfer.lookup.release,)}
-    runner = Runner(
+    runner = EventLoop(
         make_world(settings),
-        Executors(lanes(settings, executor, drafter), moving(transfer), notify),
+        Executors(list_lane_submitters(settings, executor, drafter), list_store_performers(transfer), notify),
         time.monotonic_ns,
         settings.slots + settings.max_queue + SPARE,
         None if recorder is None else recorder.record,
@@ -100,9 +126,9 @@ async def engine(
     heard(executor, transfer, runner, metrics)
 
     def living() -> Mapping[str, Any]:
-        return with_troubles(live(), threads, recorder)
+        return add_troubles(live(), sources.threads, recorder)
 
-    door = EngineDoor(runner, meter, facts, living, metrics.count_closed, misses.told)
+    door = Submissions(runner, meter, sources.facts, living, metrics.count_closed, misses.find_divergence)
     notify |= {EmitTokens: (door.emit,), ReportProgress: (door.emit,), CloseStream: (door.close_stream,)}
     try:
         async with anyio.create_task_group() as tasks:
@@ -116,22 +142,23 @@ async def engine(
             recorder.close()
 
 
-def with_troubles(
+def add_troubles(
     live: Mapping[str, Any], threads: Sequence[WatchedThread], recorder: Recorder | None
 ) -> Mapping[str, Any]:
-    """What there is to tell now, with everything that has broken."""
+    """Return what is reported now, with everything that has broken."""
     troubles = {thread.name: thread.trouble for thread in threads if thread.trouble}
-    if recorder is not None and recorder.lost:
-        troubles["trace"] = recorder.lost
+    if recorder is not None and recorder.failure:
+        troubles["trace"] = recorder.failure
     return {**live, "troubles": {**troubles, **live.get("outages", {})}}
 
 
-def shown(metrics: Metrics, slots: Slots) -> None:
+def update_gauges(metrics: Metrics, slots: Slots) -> None:
+    """Show the slots in the metrics."""
     busy = sum(slot.holder is not None for slot in slots.slots)
     metrics.set_gauges(queue=len(slots.waiting), slots_busy=busy, slots=len(slots.slots))
 
 
-def heard(executor: DeviceExecutor, transfer: Transfer | None, runner: Runner, metrics: Metrics) -> None:
+def heard(executor: DeviceExecutor, transfer: Transfer | None, runner: EventLoop, metrics: Metrics) -> None:
     """What is nobody's outcome: rows that are gone, a draft's process that is or is back, experts that were used. And
     for whom what is kept gives way, and memory for that, and decode steps do.
     """
@@ -142,20 +169,23 @@ def heard(executor: DeviceExecutor, transfer: Transfer | None, runner: Runner, m
     executor.decoding.ahead.crowded = lambda: has_prefill_backlog(runner.world)
     metrics.watch_pages(lambda: kv_pages(runner.world))
     executor.lost_to(
-        lambda slots: runner.tell(ForEngine(SlotsLost(slots))), lambda there: runner.tell(ForModel("draft", there))
+        lambda slots: runner.post_if_open(ForEngine(SlotsLost(slots))),
+        lambda there: runner.post_if_open(ForModel("draft", there)),
     )
-    executor.used_to(lambda counts: runner.tell(ForEngine(ExpertsUsed(counts))))
+    executor.used_to(lambda counts: runner.post_if_open(ForEngine(ExpertsUsed(counts))))
 
 
-def lanes(settings: Settings, executor: DeviceExecutor, drafter: Drafter | None) -> dict[LaneId, SubmitLaunch]:
-    """What carries out the launches of each."""
+def list_lane_submitters(
+    settings: Settings, executor: DeviceExecutor, drafter: Drafter | None
+) -> dict[LaneId, SubmitLaunch]:
+    """Return what carries out the launches of each lane."""
     beside = None if drafter is None else drafter.beside
     apart: dict[LaneId, SubmitLaunch] = {} if beside is None else {settings.drafter_lane: beside.submit}
     return {MAIN: executor.submit, PROMPTS: executor.submit, **apart}
 
 
-def moving(transfer: Transfer | None) -> dict[type, PerformEffect]:
-    """What goes on beside the lanes, where rows are kept beyond the device."""
+def list_store_performers(transfer: Transfer | None) -> dict[type, PerformEffect]:
+    """Return what carries out effects beside the lanes, if rows are kept beyond the device."""
     if transfer is None:
         return {}
     return {
@@ -165,9 +195,9 @@ def moving(transfer: Transfer | None) -> dict[type, PerformEffect]:
     }
 
 
-def giving_up(
+def list_abandon_handlers(
     executor: DeviceExecutor, drafter: Drafter | None, transfer: Transfer | None
 ) -> tuple[Callable[[RequestId, Abandon], None], ...]:
-    """Who hears that a request is given up."""
+    """Return who is told that a request is abandoned."""
     others = [one for one in (drafter, None if transfer is None else transfer.restorer) if one is not None]
     return tuple(lambda request, _, one=one: one.abandon(request) for one in (executor, *others))

@@ -1,4 +1,4 @@
-"""What was measured on this machine, kept in the user's cache folder for the next start."""
+"""What was measured or proven on this machine, kept in the user's cache folder for the next start."""
 
 from __future__ import annotations
 
@@ -27,67 +27,72 @@ log = logging.getLogger("rekindle")
 
 
 @define(eq=False)
-class Kept:
-    """One file for each outcome. damaged: files that were found to be something else, by what they should have been.
-    proving: told before something is proven, since nothing was kept of it.
+class CalibrationCache:
+    """Keeps one file for each outcome.
 
-    In a home that cannot be written everything is measured at every start.
+    proving: called before something is proven because nothing was kept of it. damaged: counts files that turned out to
+    hold something else, by the kind of outcome. In a home that cannot be written everything is measured at every start.
     """
 
     folder: Path
     proving: Callable[[], object] = lambda: None
     damaged: Counter[str] = field(factory=lambda: Counter(dict.fromkeys(KINDS, 0)))
 
-    def file(self, what: What, key: str) -> Path:
+    def locate(self, what: What, key: str) -> Path:
         return self.folder / what / f"{key}.json"
 
-    def proven(self, key: str) -> bool:
-        """Is there an outcome? It may still be damaged."""
-        return os.path.exists(self.file("numerics", key))  # noqa: PTH110 - False for what may not be looked at
+    def has_proof(self, key: str) -> bool:
+        """Return whether an outcome is kept. Its file may still be damaged."""
+        return os.path.exists(self.locate("numerics", key))  # noqa: PTH110 - False for what may not be looked at
 
-    def made(self, key: str, make: Callable[[], T], write: Callable[[T], str], read: Callable[[str], T]) -> T:
-        """The outcome of a proof, which may be None: what was kept, or made now.
+    def load_or_make(self, key: str, make: Callable[[], T], write: Callable[[T], str], read: Callable[[str], T]) -> T:
+        """Return the outcome of a proof, kept or made now. It may be None.
 
-        What is made depends on times, so that two first starts at once may choose differently. The one that is done
-        first decides for both: a cache or a trace of the other would be of numerics that no later start has.
+        What is made depends on times, so two first starts at once may choose differently. The one that is done first
+        decides for both: otherwise a cache or a trace of the other would have numerics that no later start has.
         """
-        known = self._find("numerics", key, lambda text: (read(text),))
+        known = self._load("numerics", key, lambda text: (read(text),))
         if known is not None:
             return known[0]
         self.proving()
-        file, found = self.file("numerics", key), make()
+        file = self.locate("numerics", key)
+        found = make()
 
         def place(new: Path) -> None:
             nonlocal found
             try:
                 file.hardlink_to(new)
-            except OSError:  # another start was done first, nobody can read what is there, or there are no hard links
+            except (
+                OSError
+            ):  # another start was done first, the file that is there cannot be read, or there are no hard links
                 with suppress(*UNFIT):
-                    found = read(small(file))
+                    found = read(read_small_file(file))
                     return
                 new.replace(file)
 
-        written(file, write(found), place)
+        replace_file(file, write(found), place)
         return found
 
-    def recalled(self, key: str, read: Callable[[str], T]) -> T | None:
-        """Times, which are believed for a while, and only where what is quickly measured agrees with them."""
-        found = self._find("rates", key, read)
+    def recall(self, key: str, read: Callable[[str], T]) -> T | None:
+        """Return times that were kept. They count for a week, and only if what is measured quickly agrees with them."""
+        found = self._load("rates", key, read)
         with suppress(OSError):
-            if found is not None and 0 <= time.time() - self.file("rates", key).stat().st_mtime <= MOST_AGE_S:
+            if found is not None and 0 <= time.time() - self.locate("rates", key).stat().st_mtime <= MOST_AGE_S:
                 return found
         return None
 
     def remember(self, key: str, text: str) -> None:
-        """Times."""
-        file = self.file("rates", key)
-        written(file, text, lambda new: new.replace(file))
+        """Keep times."""
+        file = self.locate("rates", key)
+        replace_file(file, text, lambda new: new.replace(file))
 
-    def _find(self, what: What, key: str, read: Callable[[str], T]) -> T | None:
-        """What an earlier start left there. read: raises ValueError for what cannot have been; it is counted."""
-        file = self.file(what, key)
+    def _load(self, what: What, key: str, read: Callable[[str], T]) -> T | None:
+        """Return what an earlier start kept. read: raises ValueError for what cannot have been kept; that is counted as
+        damage.
+        """
+        file = self.locate(what, key)
         try:
-            return read(small(file))
+            return read(read_small_file(file))
         except FileNotFoundError:
             return None
         except UNFIT as error:
@@ -96,16 +101,16 @@ class Kept:
             return None
 
 
-def small(file: Path) -> str:
-    """Raises OSError, ValueError."""
+def read_small_file(file: Path) -> str:
+    """Return the text of a file of limited size. Raises OSError or ValueError."""
     about = file.stat()
     if not S_ISREG(about.st_mode) or about.st_size > LARGEST:
         raise ValueError("it is no file, or larger than any that is kept")
     return file.read_text(encoding="utf-8")
 
 
-def written(file: Path, text: str, place: Callable[[Path], object]) -> None:
-    """Whole or not at all: `place` has a new file to put there."""
+def replace_file(file: Path, text: str, place: Callable[[Path], object]) -> None:
+    """Write a file whole or not at all. place: puts the new file where it belongs."""
     new = file.with_name(f"{file.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -118,6 +123,6 @@ def written(file: Path, text: str, place: Callable[[Path], object]) -> None:
             new.unlink()
 
 
-def alike(now: int, before: int, slower: int = ALIKE) -> bool:
-    """slower: so many times as long may it take now."""
+def are_similar(now: int, before: int, slower: int = ALIKE) -> bool:
+    """Return whether two times are alike. slower: the factor by which `now` may be longer."""
     return now <= slower * before and before <= ALIKE * now

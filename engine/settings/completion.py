@@ -15,16 +15,20 @@ SHELLS: tuple[Shell, ...] = ("bash", "zsh", "fish")
 
 
 def model_names(context: CompletionContext) -> list[str]:
-    """What may follow `serve`: models that are known by name, and what the path leads to that has been begun."""
-    from engine.settings.model_catalog import SHIPPED, local_models, paths  # noqa: PLC0415 - only who completes a name needs it
+    """Return what may follow `serve`: names of models, and paths that go on from what has been typed."""
+    from engine.settings.model_catalog import SHIPPED, complete_paths, list_local_models  # noqa: PLC0415 - only who completes a name needs it
 
     word = context.incomplete
-    return [*SHIPPED, *(one.name for one in local_models(os.environ)), *(paths(word) if "/" in word else ())]
+    return [
+        *SHIPPED,
+        *(one.name for one in list_local_models(os.environ)),
+        *(complete_paths(word) if "/" in word else ()),
+    ]
 
 
-def complete(app: App, shell: Shell | None, *, show: bool) -> int:
-    """Raises Refusal, OSError."""
-    chosen = shell or detected()
+def install_completion(app: App, shell: Shell | None, *, show: bool) -> int:
+    """Install shell completion, or print what it needs. Raises UserError or OSError."""
+    chosen = shell or detect_user_shell()
     if show:
         print(app.generate_completion(shell=chosen))
         return 0
@@ -35,7 +39,8 @@ def complete(app: App, shell: Shell | None, *, show: bool) -> int:
     return 0
 
 
-def detected() -> Shell:
+def detect_user_shell() -> Shell:
+    """Return the shell that this process was started from. Raises UserError if it is not known."""
     try:
         found = detect_shell()
     except ShellDetectionError:

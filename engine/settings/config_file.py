@@ -1,4 +1,4 @@
-"""Where options of `rekindle serve` come from besides its command line: the environment, a TOML file."""
+"""Where options of `rekindle serve` come from besides its command line: the environment, and a TOML file."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from engine.settings.options import Options
 from engine.settings.user_error import UserError
 
 
-def configuration(argv: list[str]) -> tuple[Any, ...]:
-    """Of `serve`: environment, then the TOML file that `--config` (or REKINDLE_CONFIG) names."""
+def list_config_sources(argv: list[str]) -> tuple[Any, ...]:
+    """Return the sources for `serve`: the environment, then the TOML file that `--config` (or
+    REKINDLE_CONFIG) names.
+    """
     if argv[:1] != ["serve"]:
         return ()
     path = os.environ.get("REKINDLE_CONFIG")
@@ -26,13 +28,13 @@ def configuration(argv: list[str]) -> tuple[Any, ...]:
             path = argv[at + 1]
     sources: list[Any] = [cyclopts.config.Env("REKINDLE_", command=False)]
     if path:
-        check_file(path)
+        check_no_tables(path)
         sources.append(cyclopts.config.Toml(path, must_exist=True, use_commands_as_keys=False))
     return tuple(sources)
 
 
-def check_file(path: str) -> None:
-    """A table would be taken for a command's own and passed over."""
+def check_no_tables(path: str) -> None:
+    """Refuse tables in the file: cyclopts would take one for a command's own and ignore it."""
     try:
         raw = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -42,8 +44,8 @@ def check_file(path: str) -> None:
             raise UserError(f"{path}: [{name}]: options stand at the top of the file, without a table")
 
 
-def checked(values: Mapping[str, Any]) -> Options:
-    """Options by name, validated as flags are. Raises cyclopts.CycloptsError."""
+def parse_values(values: Mapping[str, Any]) -> Options:
+    """Return options from values by flat name, validated as flags are. Raises cyclopts.CycloptsError."""
     parser = cyclopts.App(config=(), result_action="return_value")
 
     @parser.default

@@ -1,4 +1,4 @@
-"""What `rekindle models` is told of a server that has not been started."""
+"""The options of `rekindle models`, which describe a server that has not been started."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from attrs import frozen
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from engine.settings.option_types import known_device, known_devices, known_experts, whole
-from engine.settings.options import Device, Options
+from engine.settings.option_types import Device, check_device, check_devices, check_experts, parse_integer
+from engine.settings.options import Options, build_options
 
 
 @frozen(kw_only=True)
 class FitOptions:
-    """Those of `rekindle serve` that decide whether a model fits."""
+    """The options of `rekindle serve` that decide whether a model fits."""
 
-    device: Annotated[Device, Parameter(validator=known_device)] = "auto"
+    device: Annotated[Device, Parameter(validator=check_device)] = "auto"
     """auto (CUDA where there is one), cpu, cuda or cuda:N."""
 
-    target_devices: Annotated[str, Parameter(validator=known_devices)] = ""
+    target_devices: Annotated[str, Parameter(validator=check_devices)] = ""
     """In the place of --device: layers over several, such as cuda:0,cpu:0."""
 
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], Parameter()] = "auto"
@@ -29,15 +29,16 @@ class FitOptions:
     kv_dtype: Annotated[Literal["auto", "bf16", "fp8", "int8"], Parameter()] = "auto"
     """What rows are kept in."""
 
-    experts: Annotated[str, Parameter(validator=known_experts)] = "device"
+    experts: Annotated[str, Parameter(validator=check_experts)] = "device"
     """device, or host:N: in host memory, and in N GiB of the CUDA device those that are used most."""
 
-    max_ctx: Annotated[int, Parameter(converter=whole, validator=Number(gte=0, lte=1 << 21))] = 0
+    max_ctx: Annotated[int, Parameter(converter=parse_integer, validator=Number(gte=0, lte=1 << 21))] = 0
     """Tokens of prompt and answer together; 0: what fits."""
 
-    slots: Annotated[int, Parameter(converter=whole, validator=Number(gte=0, lte=64))] = 0
+    slots: Annotated[int, Parameter(converter=parse_integer, validator=Number(gte=0, lte=64))] = 0
     """Sequences at once; 0: 16, or fewer where memory is short."""
 
     @property
-    def serving(self) -> Options:
-        return Options(**attrs.asdict(self))
+    def serve_options(self) -> Options:
+        """The same as options of `rekindle serve`."""
+        return build_options(**attrs.asdict(self))

@@ -1,4 +1,4 @@
-"""What a server imports besides torch, while torch's libraries are opened (`libraries.py`)."""
+"""What a server imports besides torch, while torch's libraries are opened (`preload.py`)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from threading import Thread
 
 from adapters.checkpoint import weights_digest
 from adapters.models.kernels.factory import has_triton, list_triton_modules, start_kernel_key
-from engine.settings.placement import Where
-from engine.settings.preload import gpu_driver, still_opening
+from engine.settings.placement import DeviceLocation
+from engine.settings.preload import gpu_driver, is_preloading
 
 TEXT = "adapters.text.model_text"  # its tokenizer is read while torch is imported
 # What a server needs later. Beside a GPU, what is left of it when torch can be imported comes while the model is
@@ -36,10 +36,7 @@ SWITCH_S = 0.0001
 
 
 def import_beside_torch(folders: Iterable[Path], gpu: int | None = None) -> None:
-    """What needs no torch; beside a GPU as long as torch's libraries are not open. Others that begin here need no
-    interpreter either: the digests of the weights in `folders`, and where a GPU is going to be used, and is there, its
-    context and Triton's digest of itself.
-    """
+    """Import what needs no torch. Beside a GPU, continue only until torch's libraries are open."""
     sys.setswitchinterval(SWITCH_S)
     for folder in folders:
         weights_digest.start_digest(folder)
@@ -54,19 +51,20 @@ def import_beside_torch(folders: Iterable[Path], gpu: int | None = None) -> None
         with suppress(ImportError):  # goes wrong again where there turns out to be a GPU for it
             import_module(name)
     for name in OURS:
-        if driver is not None and not still_opening():
+        if driver is not None and not is_preloading():
             return
         import_module(name)
 
 
 def open_gpu(driver: ctypes.CDLL, number: int) -> None:
-    """Its context, which torch then finds. What goes wrong here goes wrong again there, and is told there."""
-    device, context = ctypes.c_int(), ctypes.c_void_p()
+    """Open the context of a GPU, which torch then finds. What fails here fails again in torch, which reports it."""
+    device = ctypes.c_int()
+    context = ctypes.c_void_p()
     if not driver.cuInit(0) and not driver.cuDeviceGet(ctypes.byref(device), number):
         driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 
-def first_gpu(devices: Sequence[Where]) -> int | None:
-    """Of those that were asked for, the first one of this process that is a GPU, or may be one."""
-    found = (re.fullmatch(r"(?:auto|cuda)(?::(\d+))?", one.device) for one in devices if not one.remote)
+def first_gpu(devices: Sequence[DeviceLocation]) -> int | None:
+    """Return the number of the first device of this process that is a GPU, or may be one."""
+    found = (re.fullmatch(r"(?:auto|cuda)(?::(\d+))?", one.device) for one in devices if not one.is_remote)
     return next((int(one[1] or 0) for one in found if one), None)

@@ -16,89 +16,90 @@ from engine.settings.user_error import UserError
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 SNAPSHOT = re.compile(r"models--(?P<name>.+)")
-DEEP, MOST = (
-    4,
-    20_000,
-)  # folders below ~/models, and entries that are looked at there: somebody's whole disk may hang there
+# folders below ~/models, and entries that are looked at there: somebody's whole disk may hang there
+DEEP = 4
+MOST = 20_000
 SHIPPED = tuple(demo.FOLDERS)
 NOT_A_MODEL = "mmproj"  # how llama.cpp's files for images begin
 
 
 @frozen
 class LocalModel:
-    """name: what `rekindle serve` takes it by. path: a folder, or the (first) GGUF file."""
+    """A model on this machine. name: as `rekindle serve` takes it. path: of a folder, or of the (first) GGUF file."""
 
     name: str
     path: Path
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Closest to the whole name first."""
+        """The names that may mean this model, the whole name first."""
         last = self.name.rpartition("/")[2]
         return self.name, last, derive_model_name(Path(last))
 
 
-def hub_folder(environment: Mapping[str, str]) -> Path:
-    """Where huggingface_hub keeps what it has downloaded."""
+def find_hub_folder(environment: Mapping[str, str]) -> Path:
+    """Return where huggingface_hub keeps its downloads."""
     if folder := environment.get("HF_HUB_CACHE"):
         return Path(folder).expanduser()
     cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(environment.get("HF_HOME") or cache / "huggingface").expanduser() / "hub"
 
 
-def own_folder() -> Path:
+def find_own_folder() -> Path:
     return Path.home() / "models"
 
 
-def local_models(environment: Mapping[str, str]) -> list[LocalModel]:
-    """By name, in the order of the alphabet."""
-    found = [*in_hub(hub_folder(environment)), *below(own_folder())]
+def list_local_models(environment: Mapping[str, str]) -> list[LocalModel]:
+    """Return all models, in alphabetical order."""
+    found = [*list_hub_models(find_hub_folder(environment)), *list_models_below(find_own_folder())]
     return sorted(found, key=lambda one: (one.name.lower(), one.path))
 
 
-def in_hub(folder: Path) -> Iterator[LocalModel]:
-    """One for each repository with a checkpoint, and one for each GGUF file."""
-    for kept in entries(folder):
+def list_hub_models(folder: Path) -> Iterator[LocalModel]:
+    """Yield a model for each repository with a checkpoint, and one for each GGUF file."""
+    for kept in list_entries(folder):
         if not (match := SNAPSHOT.fullmatch(kept.name)):
             continue
-        name, snapshot = repository(match), current(kept)
+        name = name_repository(match)
+        snapshot = find_snapshot(kept)
         if snapshot is None:
             continue
-        there = entries(snapshot)
+        there = list_entries(snapshot)
         if snapshot / "config.json" in there:
             yield LocalModel(name, snapshot)
-        for file in gguf_files(there):
+        for file in list_gguf_files(there):
             yield LocalModel(f"{name}/{file.name}", file)
 
 
-def current(kept: Path) -> Path | None:
-    """The snapshot that the branch `main` stands at, or else the newest one."""
-    snapshots = {path.name: path for path in entries(kept / "snapshots") if is_folder(path)}
+def find_snapshot(kept: Path) -> Path | None:
+    """Return the snapshot of the branch `main`, or else the newest one."""
+    snapshots = {path.name: path for path in list_entries(kept / "snapshots") if is_folder(path)}
     try:
         return snapshots[(kept / "refs" / "main").read_text(encoding="ascii").strip()]
     except (OSError, UnicodeDecodeError, KeyError):
         return max(snapshots.values(), key=lambda path: path.stat().st_mtime_ns, default=None)
 
 
-def below(root: Path) -> Iterator[LocalModel]:
-    """Folders with a config.json, and GGUF files, by their paths from here."""
-    waiting, seen = [root], 0
+def list_models_below(root: Path) -> Iterator[LocalModel]:
+    """Yield folders with a config.json, and GGUF files, named by their paths below `root`."""
+    waiting = [root]
+    seen = 0
     while waiting:
         folder = waiting.pop()
-        there = entries(folder)
+        there = list_entries(folder)
         seen += len(there)
         if seen > MOST:
             return
         if folder != root and folder / "config.json" in there:
             yield LocalModel(str(folder.relative_to(root)), folder)
-        for file in gguf_files(there):
+        for file in list_gguf_files(there):
             yield LocalModel(str(file.relative_to(root)), file)
         if len(folder.relative_to(root).parts) < DEEP:
             waiting += [path for path in there if not path.name.startswith(".") and is_folder(path)]
 
 
-def gguf_files(there: Sequence[Path]) -> Iterator[Path]:
-    """Of several that are one model, the first."""
+def list_gguf_files(there: Sequence[Path]) -> Iterator[Path]:
+    """Yield GGUF files. Of several that are parts of one model, only the first."""
     for path in there:
         part = PART.fullmatch(path.name)
         if path.suffix == ".gguf" and not path.name.startswith(NOT_A_MODEL) and (part is None or int(part[2]) == 1):
@@ -108,20 +109,21 @@ def gguf_files(there: Sequence[Path]) -> Iterator[Path]:
 def is_folder(path: Path) -> bool:
     try:
         return path.is_dir()
-    except OSError:  # of somebody else
+    except OSError:  # another user owns it
         return False
 
 
-def entries(folder: Path) -> list[Path]:
+def list_entries(folder: Path) -> list[Path]:
     try:
         return sorted(folder.iterdir())
     except OSError:
         return []
 
 
-def find(name: str, models: Sequence[LocalModel]) -> Path | None:
-    """By its whole name, by the last part of it, or by that without its ending. Raises Refusal where several could be
-    meant."""
+def find_model(name: str, models: Sequence[LocalModel]) -> Path | None:
+    """Return the model that a name means: by its whole name, its last part, or that without its ending. Raises
+    UserError if several match.
+    """
     for level in range(3):
         for fold in (str, str.lower):
             meant = {one.path: one.name for one in models if fold(one.names[level]) == fold(name)}
@@ -132,55 +134,55 @@ def find(name: str, models: Sequence[LocalModel]) -> Path | None:
     return None
 
 
-def similar(name: str, models: Sequence[LocalModel]) -> list[str]:
-    """What else may have been meant, likest first."""
+def list_similar(name: str, models: Sequence[LocalModel]) -> list[str]:
+    """Return names that may have been meant, the most similar first."""
     named = {each.lower(): one.name for one in reversed(models) for each in one.names}
     named |= {each: each for each in SHIPPED}
     close = difflib.get_close_matches(name.lower(), named, 6, 0.6)
     return list(dict.fromkeys(named[each] for each in close))[:3]
 
 
-def served_name(path: Path) -> str:
-    """What a model is called that is served from here: its repository, or its folder or file. A link has its own name:
-    what it leads to in the hub's folder is called by its digest."""
+def choose_served_name(path: Path) -> str:
+    """Return the name of a model that is served from here: its repository, folder or file. A link keeps
+    its own name.
+    """
     whole = Path(os.path.abspath(path))  # noqa: PTH100 - resolve() would follow it
     if whole.parent.name == "snapshots" and (match := SNAPSHOT.fullmatch(whole.parent.parent.name)):
-        return repository(match)
+        return name_repository(match)
     return derive_model_name(whole)
 
 
-def repository(match: re.Match[str]) -> str:
+def name_repository(match: re.Match[str]) -> str:
     return match["name"].replace("--", "/")
 
 
-def missing(name: str, models: Sequence[LocalModel]) -> str:
-    """How to come by a model that is not here."""
-    told = f"{name}: no such folder, and no model of that name in ~/models or the Hugging Face cache"
-    if close := similar(name, models):
-        told += f"; similar: {', '.join(close)}"
+def build_missing_error(name: str, models: Sequence[LocalModel]) -> str:
+    """Return the error for a model that is not here, with how to get it."""
+    message = f"{name}: no such folder, and no model of that name in ~/models or the Hugging Face cache"
+    if close := list_similar(name, models):
+        message += f"; similar: {', '.join(close)}"
     if HUB_NAME.fullmatch(name):
-        return (
-            f"{told}; nothing is downloaded here: `hf download {name}` (of the package huggingface_hub), then serve it"
-        )
-    return f"{told}; `rekindle models` lists what there is, `hf download ORG/NAME` gets another"
+        command = f"`hf download {name}` (of the package huggingface_hub)"
+        return f"{message}; nothing is downloaded here: {command}, then serve it"
+    return f"{message}; `rekindle models` lists what there is, `hf download ORG/NAME` gets another"
 
 
-def located(name: str, environment: Mapping[str, str]) -> str:
-    """Where a model is that is called by its name; what is a path stays one. Raises Refusal."""
+def locate_model(name: str, environment: Mapping[str, str]) -> str:
+    """Return where the model of a name is. A path stays as it is. Raises UserError."""
     if name.startswith("~/"):  # no shell has read it
         return str(Path(name).expanduser())
     if name.startswith(("/", ".", "~")) or Path(name).exists():
         return name
-    models = local_models(environment)
-    path = find(name, models)
+    models = list_local_models(environment)
+    path = find_model(name, models)
     if path is None:
-        raise UserError(missing(name, models))
+        raise UserError(build_missing_error(name, models))
     return str(path)
 
 
-def paths(begun: str) -> Iterator[str]:
-    """What there is in the folder of a path that somebody has begun to type, as it would go on."""
+def complete_paths(begun: str) -> Iterator[str]:
+    """Return the entries that a path may go on with."""
     folder = begun[: begun.rindex("/") + 1]
-    for path in entries(Path(folder).expanduser()):
+    for path in list_entries(Path(folder).expanduser()):
         if not path.name.startswith("."):
             yield f"{folder}{path.name}{'/' if is_folder(path) else ''}"

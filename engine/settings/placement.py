@@ -1,4 +1,4 @@
-"""Which layers of a target run where: the devices and weights that were asked for, and the runs of layers they give."""
+"""Devices and weights of `--target-devices` and `--target-layer-split`, and the runs of layers that they give."""
 
 from __future__ import annotations
 
@@ -24,25 +24,27 @@ ACCEPTED = f"cpu:0, cuda:N or auto:N; {ELSEWHERE}; with commas between them"
 
 
 @frozen
-class Where:
-    """An entry of `--target-devices`. device: torch's name of it, in the process that has it; empty where that is known
-    there. launched: in a child of this process. address: of a daemon that runs already.
+class DeviceLocation:
+    """An entry of `--target-devices`.
+
+    device: the name that torch has for it in its process; empty if only that process knows. is_launched: in a child of
+    this process. address: of a process that runs already.
     """
 
     name: str
     device: str = ""
-    launched: bool = False
+    is_launched: bool = False
     address: tuple[str, int] | None = None
 
     @property
-    def remote(self) -> bool:
-        return self.launched or self.address is not None
+    def is_remote(self) -> bool:
+        return self.is_launched or self.address is not None
 
 
-def read_where(name: str) -> Where:
-    """ValueError for what is none."""
+def read_location(name: str) -> DeviceLocation:
+    """Parse an entry. Raises ValueError."""
     if (running := RUNNING.fullmatch(name)) is not None and 0 < int(running[2]) < 1 << 16:
-        return Where(name, address=(running[1].strip("[]"), int(running[2])))
+        return DeviceLocation(name, address=(running[1].strip("[]"), int(running[2])))
     match = DEVICE.fullmatch(name)
     if match is None or (match[1] and match[2] in {"auto", "hip"}):
         raise ValueError(f"{name[:40]!r} is no device here. Accepted: {ACCEPTED}.")
@@ -50,21 +52,22 @@ def read_where(name: str) -> Where:
     if kind == "cpu" and int(index or 0):
         raise ValueError(f"{name!r}: all processors are one device. Accepted: {apart}cpu:0, several times if you like.")
     if kind == "hip":  # what a ROCm build of torch calls cuda
-        return Where(name, f"cuda:{int(index or 0)}", launched=True)
+        return DeviceLocation(name, f"cuda:{int(index or 0)}", is_launched=True)
     device = "cpu" if kind == "cpu" else name.removeprefix("ipc+")
-    return Where(name, device, launched=bool(apart))
+    return DeviceLocation(name, device, is_launched=bool(apart))
 
 
-def read_apart(name: str) -> Where | None:
-    """Of a device of a draft or a drafter, where it is in another process."""
-    return read_where(name) if name and not name.startswith(("auto", "cpu", "cuda")) else None
+def read_remote_location(name: str) -> DeviceLocation | None:
+    """Return the location of a draft or scorer if it is in another process, else None."""
+    return read_location(name) if name and not name.startswith(("auto", "cpu", "cuda")) else None
 
 
-def misplaced(entries: Sequence[Where], *, interpreter: bool, secret: bool) -> str:
-    """entries: of the options that `APART` names. Why what is said of other processes is for none of them, or
-    not enough; empty where it is right.
+def find_misplacement(entries: Sequence[DeviceLocation], *, interpreter: bool, secret: bool) -> str:
+    """Return why options about other processes fit none of these entries, or are missing. Empty if all is right.
+
+    entries: of the options that `APART` names.
     """
-    launched = [one for one in entries if one.launched]
+    launched = [one for one in entries if one.is_launched]
     if interpreter and not launched:
         return (
             f"--target-shard-ipc-python runs what {APART} have in a process of its own, and there is nothing: name "
@@ -81,20 +84,20 @@ def misplaced(entries: Sequence[Where], *, interpreter: bool, secret: bool) -> s
 
 
 def read_listen(text: str) -> tuple[str, int]:
-    """Of `HOST:PORT` or `tcp://HOST:PORT`. ValueError for what is none; port 0 is one."""
+    """Parse `HOST:PORT` or `tcp://HOST:PORT`; port 0 is accepted. Raises ValueError."""
     match = LISTENING.fullmatch(text)
     if match is None or int(match[2]) >= 1 << 16:
         raise ValueError(f"Must be HOST:PORT or tcp://HOST:PORT, such as {LISTEN.removeprefix('tcp://')} or {LISTEN}.")
     return match[1].strip("[]"), int(match[2])
 
 
-def read_devices(text: str) -> tuple[Where, ...]:
-    """`cpu:0,cuda:1`: one for each shard, in the order of the layers. ValueError for what is no such list."""
-    return tuple(read_where(name.strip()) for name in text.split(","))
+def read_devices(text: str) -> tuple[DeviceLocation, ...]:
+    """Parse `cpu:0,cuda:1`: an entry for each shard, in the order of the layers. Raises ValueError."""
+    return tuple(read_location(name.strip()) for name in text.split(","))
 
 
 def read_weights(text: str) -> tuple[float, ...]:
-    """`0.08,0.46,0.46`: one for each device. ValueError for what is no list of finite numbers above 0."""
+    """Parse `0.08,0.46,0.46`: finite numbers above 0, one for each device. Raises ValueError."""
     found = list[float]()
     for word in text.split(","):
         try:
@@ -110,10 +113,14 @@ def read_weights(text: str) -> tuple[float, ...]:
 
 
 def layer_ranges(layers: int, weights: Sequence[float]) -> tuple[range, ...]:
-    """So many layers in runs as long as their weights say: a run ends where all weights so far put it, rounded half up,
-    and each has a layer at least. ValueError for more runs than layers.
+    """Return a run of layers for each weight, as long as its weight says.
+
+    A run ends where the sum of weights so far puts it, rounded half up, and has at least one layer. Raises ValueError
+    for more runs than layers.
     """
-    count, ranges, begin = len(weights), list[range](), 0
+    count = len(weights)
+    ranges = list[range]()
+    begin = 0
     if count > layers:
         raise ValueError(f"{count} shards for {layers} layers; accepted: at most one for each layer")
     *_, total = so_far = list(accumulate(map(Fraction, weights)))

@@ -33,8 +33,8 @@ STYLE: Any = {
 }
 
 
-def check(path: Path) -> None:
-    """Raises Refusal."""
+def check_plot_path(path: Path) -> None:
+    """Check that a plot can be written there. Raises UserError."""
     if path.suffix.lower() not in SUFFIXES:
         raise UserError(f"--plot {path}: accepted: a name that ends in {' or '.join(SUFFIXES)}")
     if not path.absolute().parent.is_dir():
@@ -43,10 +43,10 @@ def check(path: Path) -> None:
         raise UserError("--plot needs matplotlib: pip install 'rekindle[plot]'")
 
 
-def entitle(figure: Figure, title: str) -> None:
+def set_title(figure: Figure, title: str) -> None:
     figure.suptitle(title, x=LEFT, y=0.975, ha="left", fontsize=14, fontweight="bold", color=INK)
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Raises OSError."""
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a figure. Raises OSError."""
     figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)

@@ -1,4 +1,4 @@
-"""What can be seen to be wrong before torch is imported, which takes most of a start's time. Nothing stays changed."""
+"""Finds mistakes before torch is imported, which takes most of a start. Nothing stays changed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from attrs import evolve
-
 from adapters import demo
 from adapters.checkpoint.checkpoint_error import CheckpointError, describe_value
 from adapters.checkpoint.config_fields import read_json
@@ -23,9 +21,9 @@ from adapters.checkpoint.quantised.quantisation_config import find_quantisation
 from adapters.http.wire.address import bind_listener
 from adapters.models import ARCHITECTURES, FAMILIES
 from adapters.store.files.private_folder import LOCK, Folder, FolderUnusable, check_private
-from effects.scope import parse_scope
-from engine.settings.model_catalog import located
-from engine.settings.options import Options
+from engine.settings.model_catalog import locate_model
+from engine.settings.options import Options, evolve_options
+from engine.settings.server_options import HttpOptions
 from engine.settings.user_error import UserError
 
 log = logging.getLogger("rekindle")
@@ -36,36 +34,37 @@ DRAFTS = ("auto", "mtp", "none")
 MOST_KEYS = 1 << 20  # bytes of --api-key-file
 
 
-def prepared(options: Options) -> Options:
-    """The options, with the keys that a file holds. Raises Refusal."""
-    if options.model not in demo.FOLDERS:
-        options = evolve(options, model=located(options.model, os.environ))
-        check_model(options.model)
-    if options.draft not in DRAFTS and not Path(options.draft).is_dir():
-        raise UserError(
-            f"--draft {options.draft}: no such folder; accepted: one with a DFlash draft, {', '.join(DRAFTS)}"
-        )
-    if options.draft_device and options.draft == "none":
-        raise UserError(f"--draft-device {options.draft_device} is for a draft, and --draft none asks for none")
-    if options.trace is not None:
-        check_trace(options.trace)
-    if options.kv_cache_dir is not None and parse_scope(options.disk_prefix_cache).kind != "off":
-        check_cache(options.kv_cache_dir)
-    if options.api_key_file is None:
+def prepare_options(options: Options) -> Options:
+    """Return the options with the path of the model and the keys of a file. Raises UserError."""
+    if options.model.model not in demo.FOLDERS:
+        options = evolve_options(options, model=locate_model(options.model.model, os.environ))
+        check_model(options.model.model)
+    draft = options.speculation.draft
+    if draft not in DRAFTS and not Path(draft).is_dir():
+        raise UserError(f"--draft {draft}: no such folder; accepted: one with a DFlash draft, {', '.join(DRAFTS)}")
+    if (device := options.speculation.draft_device) and draft == "none":
+        raise UserError(f"--draft-device {device} is for a draft, and --draft none asks for none")
+    if options.diagnostics.trace is not None:
+        check_trace(options.diagnostics.trace)
+    if options.cache.kv_cache_dir is not None and options.cache.uses_disk:
+        check_cache(options.cache.kv_cache_dir)
+    if options.http.api_key_file is None:
         return options
-    return evolve(options, api_key=(*options.api_key, *read_keys(options.api_key_file)))
+    return evolve_options(options, api_key=(*options.http.api_key, *read_keys(options.http.api_key_file)))
 
 
-def check_address(options: Options) -> None:
-    """Had for a moment: a server that is there already is a common fault, and else told of behind all imports."""
+def check_address(http: HttpOptions) -> None:
+    """Bind the address for a moment. A server that runs already is a common mistake, and is otherwise found after all
+    imports.
+    """
     try:
-        bind_listener(options.host, options.port).close()
+        bind_listener(http.host, http.port).close()
     except (OSError, UnicodeError) as error:  # UnicodeError: no name that could be looked up
-        raise unheard(options, error) from error
+        raise build_bind_error(http, error) from error
 
 
-def unheard(options: Options, error: OSError | UnicodeError) -> UserError:
-    where = f"{options.host}:{options.port} (--host, --port)"
+def build_bind_error(http: HttpOptions, error: OSError | UnicodeError) -> UserError:
+    where = f"{http.host}:{http.port} (--host, --port)"
     another = "; --port 0 takes one that is free" if getattr(error, "errno", None) == errno.EADDRINUSE else ""
     why = (getattr(error, "strerror", None) or str(error)).lower()
     return UserError(f"cannot listen on {where}: {why}{another}")
@@ -92,7 +91,7 @@ def check_model(name: str) -> None:
 
 
 def check_gguf(path: Path) -> None:
-    """Its header alone: the type of every tensor, and which architecture it is."""
+    """Check the header of a GGUF file: the types of its tensors and its architecture."""
     try:
         kind = read_metadata(path).architecture
     except CheckpointError as error:
@@ -115,9 +114,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_trace(path: Path) -> None:
-    """A trace that is there stays as it is until the model is loaded."""
+    """Check that the trace can be written. An existing file stays as it is until the model is loaded."""
     try:
-        there, folder = path.exists(), path.parent.is_dir()
+        there = path.exists()
+        folder = path.parent.is_dir()
     except OSError as error:  # a name that is too long
         raise UserError(f"--trace {path}: {error.strerror}") from error
     if path.is_dir():
@@ -129,7 +129,7 @@ def check_trace(path: Path) -> None:
 
 
 def check_cache(path: Path) -> None:
-    """As it will be opened: ours alone, and nobody's at the moment."""
+    """Check the cache folder as it will be opened: ours alone, and not in use."""
     try:
         if not os.path.lexists(path):
             check_parent(path)
@@ -145,7 +145,7 @@ def check_cache(path: Path) -> None:
 
 
 def check_parent(path: Path) -> None:
-    """It will be made, with what is missing above it: made for a moment, since rights alone do not say (`/proc`)."""
+    """Make the folder and its missing parents for a moment, since permissions alone do not tell (`/proc`)."""
     above = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
     if not above.is_dir():
         raise FolderUnusable(f"{path}: {above} is not a folder")
@@ -160,12 +160,12 @@ def check_parent(path: Path) -> None:
         raise FolderUnusable(f"{path}: cannot be made: {(error.strerror or str(error)).lower()}") from error
     finally:
         for folder in reversed(made):
-            with suppress(OSError):  # somebody else has put something into it
+            with suppress(OSError):  # another process has put something into it
                 folder.rmdir()
 
 
 def check_writable(folder: Path) -> None:
-    """A file is made for a moment: rights alone do not say."""
+    """Make a file for a moment, since permissions alone do not tell."""
     try:
         with TemporaryFile(dir=folder):
             pass
@@ -188,11 +188,12 @@ def check_unlocked(path: Path) -> None:
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
-    """One a line; empty lines and white space around a key do not count."""
+    """Return keys, one a line. Empty lines and white space around a key do not count. Raises UserError."""
     flag = f"--api-key-file {path}"
     try:
         with path.open("rb") as file:
-            about, data = os.fstat(file.fileno()), file.read(MOST_KEYS + 1)
+            about = os.fstat(file.fileno())
+            data = file.read(MOST_KEYS + 1)
     except OSError as error:
         raise UserError(f"{flag}: {(error.strerror or str(error)).lower()}") from error
     if len(data) > MOST_KEYS:

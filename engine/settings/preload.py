@@ -34,8 +34,8 @@ CALLED = ("cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain")  # of a GPU's dri
 
 
 @contextmanager
-def opening(words: Sequence[str]) -> Iterator[None]:
-    """Torch's libraries, beside what goes on in here, where these words of a command line begin a server."""
+def preload_libraries(words: Sequence[str]) -> Iterator[None]:
+    """Open torch's libraries on a thread while the block runs, if these words of a command line start a server."""
     if words[:1] != ["serve"] or not {"-h", "--help"}.isdisjoint(words):
         yield
         return
@@ -43,7 +43,7 @@ def opening(words: Sequence[str]) -> Iterator[None]:
     gc.disable()  # what is imported stays (`startup.importing`)
     try:
         for name in SMALL:
-            with suppress(ImportError):  # told where it is imported for its own sake
+            with suppress(ImportError):  # the import that needs it reports this
                 import_module(name)
         if gpu_driver() is not None and importlib.util.find_spec("triton") is not None:
             with suppress(ImportError):
@@ -54,15 +54,15 @@ def opening(words: Sequence[str]) -> Iterator[None]:
         gc.enable()
 
 
-def still_opening() -> bool:
+def is_preloading() -> bool:
     return any(thread.name == OPENING for thread in threading.enumerate())
 
 
-def leave(status: int) -> NoReturn:
-    """The end of the process. Who was refused need not wait until libraries are open: then it ends as it is, since it
-    cannot be taken down in order in the middle of that.
+def exit_process(status: int) -> NoReturn:
+    """End the process. If libraries are still being opened, end it at once: an interpreter that ends meanwhile would
+    crash.
     """
-    if still_opening():
+    if is_preloading():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -70,8 +70,8 @@ def leave(status: int) -> NoReturn:
 
 
 def open_torch() -> None:
-    """As `import torch` does it, but without the interpreter's lock, which `ctypes.CDLL` keeps. What goes wrong here
-    goes wrong again there, and is told there.
+    """Open libraries as `import torch` does, but without the interpreter's lock, which `ctypes.CDLL` holds. What fails
+    here fails again in torch.
     """
     dlopen = getattr(ctypes.CDLL(None), "dlopen", None)
     if dlopen is None:
@@ -83,7 +83,7 @@ def open_torch() -> None:
 
 
 def torch_library(name: str) -> Path | None:
-    """None where this build of torch has none of that name, or there is no torch."""
+    """Return the path of a library of torch. None if this build has none of that name, or there is no torch."""
     found = importlib.util.find_spec("torch")
     library = None if found is None or found.origin is None else Path(found.origin).with_name("lib") / name
     return library if library is not None and library.is_file() else None
@@ -91,8 +91,8 @@ def torch_library(name: str) -> Path | None:
 
 @cache
 def gpu_driver() -> ctypes.CDLL | None:
-    """None where there is none, or this torch has no use for one. What is called of it has been looked up: that waits
-    for the linker, too, and with the interpreter's lock.
+    """Return the driver of the GPU with the functions that are called looked up. None if there is none, or torch has no
+    use for it.
     """
     if torch_library("libtorch_cuda.so") is None:
         return None

@@ -9,17 +9,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 
-FIRST_S, EVERY_S, REFRESH_S = 1.0, 5.0, 0.1  # until anything is shown, between lines, and of a bar
+# until anything is shown, between lines, and of a bar
+FIRST_S = 1.0
+EVERY_S = 5.0
+REFRESH_S = 0.1
 
-QUIET = ContextVar("QUIET", default=False)  # nobody wants to know
+QUIET = ContextVar("QUIET", default=False)  # progress is switched off
 
 # Call with how many steps were done, and with what is being done if that has changed.
 Advance = Callable[..., None]
 
 
 @contextmanager
-def quietly(quiet: bool) -> Iterator[None]:
-    """Inside, nothing is told of how far anything has got, if that is wanted."""
+def silence_progress(quiet: bool) -> Iterator[None]:
+    """Show no progress inside the block, if `quiet` is set."""
     before = QUIET.set(quiet)
     try:
         yield
@@ -28,15 +31,16 @@ def quietly(quiet: bool) -> Iterator[None]:
 
 
 @contextmanager
-def told_if_slow(what: str, first_s: float = FIRST_S) -> Iterator[None]:
-    """Say what takes so long inside, where there are no steps to be counted: after a second, and again every five."""
+def announce_if_slow(what: str, first_s: float = FIRST_S) -> Iterator[None]:
+    """Say what takes long inside the block, when steps cannot be counted: after a second, then every five."""
     done = threading.Event()
 
     def tell() -> None:
-        began, wait = time.monotonic(), first_s
+        began = time.monotonic()
+        wait = first_s
         while not done.wait(wait):
             wait = EVERY_S
-            with suppress(OSError, ValueError):  # nobody reads it
+            with suppress(OSError, ValueError):  # the reader has closed the pipe
                 print(f"{what} ({time.monotonic() - began:.0f} s)", file=sys.stderr, flush=True)
 
     if QUIET.get():
@@ -52,8 +56,10 @@ def told_if_slow(what: str, first_s: float = FIRST_S) -> Iterator[None]:
 
 
 @contextmanager
-def progress(what: str, total: int | None = None, clock: Callable[[], float] = time.monotonic) -> Iterator[Advance]:
-    """total: steps in all, where that is known. What is done within a second is silent."""
+def count_progress(
+    what: str, total: int | None = None, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Advance]:
+    """Show how many steps are done. total: of all steps, if it is known. Nothing is shown within the first second."""
     if QUIET.get():
         yield lambda *_, **__: None
         return
@@ -64,7 +70,9 @@ def progress(what: str, total: int | None = None, clock: Callable[[], float] = t
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal)
     task = bar.add_task(what, total=total)
-    done, due, shown = 0, clock() + FIRST_S, False
+    done = 0
+    due = clock() + FIRST_S
+    shown = False
 
     def advance(steps: int = 1, name: str = what) -> None:
         nonlocal done, due, shown

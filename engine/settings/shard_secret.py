@@ -15,11 +15,13 @@ LEAST_SECRET = 16  # characters: a shorter one could be found from what was over
 MOST = 1 << 16  # bytes of the file
 
 
-def shared_secret(file: Path | None) -> str:
-    """Raises Refusal where there is none, or one that could be guessed."""
-    where, found = VARIABLE, os.environ.get(VARIABLE, "")
+def find_shared_secret(file: Path | None) -> str:
+    """Raises UserError where there is none, or one that could be guessed."""
+    where = VARIABLE
+    found = os.environ.get(VARIABLE, "")
     if file is not None:
-        where, found = f"--shard-secret-file {file}", read(file)
+        where = f"--shard-secret-file {file}"
+        found = read_secret(file)
     if not found:
         raise UserError(
             f"a shard at tcp:// is served to who knows its secret: set {VARIABLE} or --shard-secret-file to one of at "
@@ -30,10 +32,11 @@ def shared_secret(file: Path | None) -> str:
     return found
 
 
-def read(file: Path) -> str:
+def read_secret(file: Path) -> str:
     try:
         with file.open("rb") as source:
-            about, data = os.fstat(source.fileno()), source.read(MOST + 1)
+            about = os.fstat(source.fileno())
+            data = source.read(MOST + 1)
         text = data.decode("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--shard-secret-file {file}: {getattr(error, 'strerror', None) or 'is no text'}") from error

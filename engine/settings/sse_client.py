@@ -24,13 +24,13 @@ class Usage(msgspec.Struct):
 
 
 class Timings(msgspec.Struct):
-    """llama.cpp's."""
+    """Timings as llama.cpp sends them."""
 
     cache_n: int | None = None
 
 
 class RekindleFigures(msgspec.Struct):
-    """Ours: where the tokens that were not computed again came from."""
+    """Figures that only Rekindle sends: which tier the restored tokens came from."""
 
     tier: str | None = None
 
@@ -42,7 +42,7 @@ class Delta(msgspec.Struct):
     tool_calls: list[Any] | None = None
 
     @property
-    def thought(self) -> str:
+    def thinking(self) -> str:
         return self.reasoning_content or self.reasoning or ""
 
 
@@ -52,9 +52,9 @@ class Choice(msgspec.Struct):
     finish_reason: str | None = None
 
     @property
-    def says(self) -> bool:
+    def answer_text(self) -> bool:
         delta = self.delta
-        return bool(self.text or (delta and (delta.content or delta.thought or delta.tool_calls)))
+        return bool(self.text or (delta and (delta.content or delta.thinking or delta.tool_calls)))
 
 
 class Chunk(msgspec.Struct):
@@ -68,22 +68,25 @@ class Chunk(msgspec.Struct):
 DECODER = msgspec.json.Decoder(Chunk)
 
 
-class Broken(Exception):
-    """An answer that is none. One line."""
+class StreamBroken(Exception):
+    """The answer is not what a server should send. The message is one line."""
 
 
-async def chunks(
+async def read_chunks(
     answer: httpx2.Response, clock: Callable[[], float] = time.perf_counter
 ) -> AsyncGenerator[tuple[float, Chunk]]:
-    """Each event with when it came, in seconds of the clock, until the answer has ended. Raises Broken."""
+    """Yield each event with the time when it came, in seconds of the clock, until the answer ends.
+    Raises StreamBroken.
+    """
     if answer.status_code != 200:
-        raise Broken(f"HTTP {answer.status_code}: {complaint(parsed(await answer.aread()))}")
-    rest, finished = b"", False
+        raise StreamBroken(f"HTTP {answer.status_code}: {describe_complaint(parse_json(await answer.aread()))}")
+    rest = b""
+    finished = False
     async for piece in answer.aiter_bytes():
         now = clock()
         *lines, rest = (rest + piece).split(b"\n")
         if len(rest) > LONGEST_LINE:
-            raise Broken(f"an event of more than {LONGEST_LINE} bytes")
+            raise StreamBroken(f"an event of more than {LONGEST_LINE} bytes")
         for line in lines:
             if not line.startswith(b"data:"):
                 continue
@@ -91,37 +94,37 @@ async def chunks(
             if data == b"[DONE]":
                 finished = True
                 continue
-            chunk = decoded(data)
+            chunk = decode_chunk(data)
             finished = finished or any(choice.finish_reason for choice in chunk.choices)
             yield now, chunk
     if not finished:
-        raise Broken("the stream ended before the answer did")
+        raise StreamBroken("the stream ended before the answer did")
 
 
-def decoded(data: bytes) -> Chunk:
+def decode_chunk(data: bytes) -> Chunk:
     try:
         chunk = DECODER.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise Broken(f"an event that is none: {str(error)[:SHOWN]}") from error
+        raise StreamBroken(f"an event that is none: {str(error)[:SHOWN]}") from error
     if chunk.error is not None:
-        raise Broken(f"in the stream: {complaint(chunk.error)}")
+        raise StreamBroken(f"in the stream: {describe_complaint(chunk.error)}")
     return chunk
 
 
-def parsed(raw: bytes) -> Any:
+def parse_json(raw: bytes) -> Any:
     try:
         return msgspec.json.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return raw.decode(errors="replace")
 
 
-def complaint(found: Any) -> str:
-    """The message of an error object of any of the usual forms, or how what came begins."""
+def describe_complaint(found: Any) -> str:
+    """Return the message of an error object of any usual form, or how the answer begins."""
     for name in ("error", "message", "detail"):
         if isinstance(found, Mapping) and name in found:
             found = found[name]
     return " ".join(str(found).split())[:SHOWN]
 
 
-def said(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:SHOWN].removesuffix(": ")

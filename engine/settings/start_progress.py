@@ -37,21 +37,21 @@ STEPS = (IMPORT, TOKENIZER, COMPILE, PROBE, WEIGHTS, DRAFT, WARM_UP, MEASURE, CA
 TIMED = {PROBE, MEASURE}  # nothing else goes on meanwhile
 
 
-class StepHeard(Protocol):
-    """Told of a step as it begins, and of how much of it is done."""
+class StepListener(Protocol):
+    """Called with a step when it begins, and with how much of it is done."""
 
     def __call__(self, step: str, done: int = 0, total: int = 0, /) -> None: ...
 
 
 @contextmanager
-def importing() -> Iterator[None]:
-    """What is imported stays, so the collector need not look through it: it would again and again, and once more when
-    all is ready. An import can swallow a KeyboardInterrupt. And torch asks which module a frame is of, which `inspect`
-    finds by looking where the files of all modules are: 0.04 s, more where files are far.
+def pause_collection() -> Iterator[None]:
+    """Pause the garbage collector while modules are imported: what is imported stays, so there is
+    nothing to collect.
     """
-    interrupt, ask = signal.signal(signal.SIGINT, signal.SIG_DFL), inspect.getmodule
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    ask = inspect.getmodule
     gc.disable()
-    inspect.getmodule = partial(module_of, ask)
+    inspect.getmodule = partial(find_module, ask)
     try:
         yield
     finally:
@@ -61,7 +61,7 @@ def importing() -> Iterator[None]:
         signal.signal(signal.SIGINT, interrupt)
 
 
-def module_of(ask: Callable[..., ModuleType | None], one: object, *file: Any, **named: Any) -> ModuleType | None:
+def find_module(ask: Callable[..., ModuleType | None], one: object, *file: Any, **named: Any) -> ModuleType | None:
     """A frame says of which module it is. ask: of anything else."""
     if inspect.isframe(one):
         return sys.modules.get(one.f_globals.get("__name__", ""))
@@ -69,11 +69,9 @@ def module_of(ask: Callable[..., ModuleType | None], one: object, *file: Any, **
 
 
 @define
-class Steps:
-    """Call it with each step as it begins, from any thread, and again with how much of it is done, if that is known;
-    leave the block when all is done, or nothing will be.
-
-    lines: a line for each on a terminal, too. every_s: between lines that say that a step still goes on.
+class StartProgress:
+    """Shows the steps of a start. Call it with each step when it begins, from any thread, and again with how much of it
+    is done, if that is known.
     """
 
     lines: bool = False
@@ -84,13 +82,13 @@ class Steps:
     _now: str = ""  # the step, and how far it has got
     _over: threading.Event = field(factory=threading.Event)
 
-    def __enter__(self) -> Steps:
+    def __enter__(self) -> StartProgress:
         if not log.isEnabledFor(logging.INFO):
             return self
         if sys.stderr.isatty() and not self.lines:
             self._show_bar()
         else:
-            WatchedThread("starting", self._still).start()
+            WatchedThread("starting", self._log_running_step).start()
         return self
 
     def _show_bar(self) -> None:
@@ -106,30 +104,31 @@ class Steps:
 
     def __call__(self, step: str, done: int = 0, total: int = 0) -> None:
         """done: of so many parts of it in all."""
-        before, self._now = self._now, f"{step}, {done:,} of {total:,}" if total else step
+        before = self._now
+        self._now = f"{step}, {done:,} of {total:,}" if total else step
         if self._bar is not None:
             part = done / total if total else 0
             self._bar.update(self._task, description=self._now, completed=STEPS.index(step) + part)
         elif not total and self._now != before:
             log.info("starting: %s (%.1f s)", step, time.monotonic() - self.began)
 
-    def _still(self) -> None:
+    def _log_running_step(self) -> None:
         while not self._over.wait(self.every_s):
             if self._now:
                 log.info("starting: still %s (%.1f s)", self._now, time.monotonic() - self.began)
 
     def __exit__(self, *_: object) -> None:
-        self.done()
+        self.finish()
 
-    def done(self) -> None:
+    def finish(self) -> None:
         self._over.set()
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
 
-def parts(step: StepHeard, name: str, total: int) -> Callable[[], None]:
-    """To be called after each part of a step; every hundredth of all is told."""
+def count_parts(step: StepListener, name: str, total: int) -> Callable[[], None]:
+    """Return a function to call after each part of a step. Every hundredth of all is reported."""
     done = 0
 
     def one_more() -> None:
@@ -141,5 +140,5 @@ def parts(step: StepHeard, name: str, total: int) -> Callable[[], None]:
     return one_more
 
 
-def silent(_: str, __: int = 0, ___: int = 0) -> None:
-    """Of whoever loads a model without telling anybody."""
+def ignore_step(_: str, __: int = 0, ___: int = 0) -> None:
+    """Take a step and do nothing, for loads without progress."""

@@ -1,4 +1,4 @@
-"""What stops the program with one line and exit status 2."""
+"""Errors that end the program with one line and exit status 2."""
 
 from __future__ import annotations
 
@@ -6,23 +6,25 @@ import sys
 
 
 class UserError(Exception):
-    """What a person asked for cannot be done; the message is all they need to know."""
+    """The user asked for something that cannot be done. The message is all that they need to know."""
 
 
-def no_room(what: str, where: str, help_: str, error: Exception) -> UserError:
-    """error: of whoever found no memory; of what torch says, how much it wanted and how much there was."""
+def build_memory_error(what: str, where: str, help_: str, error: Exception) -> UserError:
+    """Return the error for memory that is too short. error: of torch, which says how much was wanted and how much was
+    free.
+    """
     said, _, _ = str(error).partition(" If reserved")
     return UserError(f"{what} does not fit {where}: {help_} may help ({said})")
 
 
-def told(error: Exception) -> int:
-    """In one line on stderr. Returns the exit status."""
+def report_error(error: Exception) -> int:
+    """Print an error in one line on stderr, and return the exit status."""
     print(f"rekindle: {' '.join(str(error).split())}", file=sys.stderr)
     return 2
 
 
-def innermost(error: BaseException) -> BaseException:
-    """Task groups wrap what happened in them; this is what happened."""
+def find_innermost(error: BaseException) -> BaseException:
+    """Return the error inside exception groups, which task groups wrap around it. A UserError comes first."""
     while isinstance(error, BaseExceptionGroup):
         refusals = error.subgroup(UserError)
         error = (refusals or error).exceptions[0]

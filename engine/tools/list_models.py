@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 import torch
-from attrs import evolve, frozen
+from attrs import frozen
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -25,17 +25,17 @@ from adapters.models.decoder.family import ModelConfig
 from adapters.models.kernels.row_format import row_dtype
 from adapters.models.open_checkpoint import Checkpoint, resolve_dtype
 from effects.ids import PAGE
-from engine.loading.device_survey import choose_devices, planned
-from engine.loading.expert_placement import expert_weights
+from engine.loading.device_survey import choose_devices, plan_placement
+from engine.loading.expert_placement import count_expert_weights
 from engine.loading.load_draft import find_draft
-from engine.loading.memory_estimate import fit_of, needs
+from engine.loading.memory_estimate import compute_fit, estimate_needs
 from engine.loading.memory_fit import DeviceNeed, Fit
-from engine.settings.formatting import size
-from engine.settings.model_catalog import LocalModel, hub_folder, local_models, own_folder
-from engine.settings.options import Options
-from engine.settings.progress import progress, told_if_slow
+from engine.settings.formatting import format_bytes
+from engine.settings.model_catalog import LocalModel, find_hub_folder, find_own_folder, list_local_models
+from engine.settings.options import Options, evolve_options
+from engine.settings.progress import announce_if_slow, count_progress
 from engine.settings.user_error import UserError
-from engine.tools.cache.cache_folder import wide
+from engine.tools.cache.cache_folder import widen
 
 
 @frozen(kw_only=True)
@@ -67,42 +67,45 @@ class Listed:
     advice: tuple[str, ...] = ()
 
 
-def run(options: Options, *, as_json: bool) -> int:
-    """options: what would be served with, but for the model. Raises Refusal."""
+def run_models(options: Options, *, as_json: bool) -> int:
+    """options: what would be served with, but for the model. Raises UserError."""
     shipped = [LocalModel(name, path) for name, path in demo.FOLDERS.items()]
-    with told_if_slow("looking for models"):
-        models = [*shipped, *local_models(os.environ)]
+    with announce_if_slow("looking for models"):
+        models = [*shipped, *list_local_models(os.environ)]
     found = list[Listed]()
-    with progress("models read", len(models)) as step:
+    with count_progress("models read", len(models)) as step:
         for model in models:
-            found.append(listed(model, options))
+            found.append(list_model(model, options))
             step()
     if as_json:
         print(json.dumps([attrs.asdict(one) for one in found], indent=2))
     else:
-        show(wide(Console()), found)
+        print_models(widen(Console()), found)
     return 0
 
 
-def listed(model: LocalModel, options: Options) -> Listed:
-    """Its headers are read, and nothing else."""
-    options = evolve(options, model=model.name if model.name in demo.FOLDERS else str(model.path))
+def list_model(model: LocalModel, options: Options) -> Listed:
+    """Read the headers of a model, and nothing else, and say how it would be served."""
+    options = evolve_options(options, model=model.name if model.name in demo.FOLDERS else str(model.path))
     named: dict[str, Any] = {"name": model.name, "path": str(model.path)}
     try:
         checkpoint = Checkpoint.open(model.path)
         draft = find_draft(options, checkpoint)
     except (CheckpointError, UserError) as error:
         return Listed(**named, why=str(error).removeprefix(f"{model.path}: "))
-    config, dtype = checkpoint.config, resolve_dtype(options.dtype, checkpoint)
-    if not may_be_hosted(options, config):
-        options = evolve(options, experts="device")
+    config = checkpoint.config
+    dtype = resolve_dtype(options.weights.dtype, checkpoint)
+    if not can_host_experts(options, config):
+        options = evolve_options(options, experts="device")
 
     def tried(**changes: Any) -> tuple[list[DeviceNeed], Fit]:
         """As it would be with other options."""
-        other = evolve(options, **changes)
-        kind = resolve_dtype(other.dtype, checkpoint)
-        asked = needs(other, config, kind, planned(other, config), draft, layouts=checkpoint.layouts)
-        return asked, fit_of(other, asked, config.max_positions, planned(other, config))
+        other = evolve_options(options, **changes)
+        kind = resolve_dtype(other.weights.dtype, checkpoint)
+        asked = estimate_needs(
+            other, config, kind, plan_placement(other.placement, config), draft, layouts=checkpoint.layouts
+        )
+        return asked, compute_fit(other.runtime, asked, config.max_positions, plan_placement(other.placement, config))
 
     asked, fit = tried()
     return Listed(
@@ -110,28 +113,32 @@ def listed(model: LocalModel, options: Options) -> Listed:
         family=checkpoint.family.model_type,
         parameters=sum(math.prod(entry.shape) for entry in checkpoint.tensors.values()),
         bytes=sum(file.stat().st_size for file in {file for one in checkpoint.tensors.values() for file in one.files}),
-        stored=stored_as(checkpoint),
+        stored=find_main_format(checkpoint),
         bits=round(checkpoint.bits, 2),
-        dtype=short(dtype),
-        kv_dtype=short(row_dtype(options.kv_dtype, dtype)),
+        dtype=shorten_dtype(dtype),
+        kv_dtype=shorten_dtype(row_dtype(options.weights.kv_dtype, dtype)),
         limit=config.max_positions,
         **attrs.asdict(fit),
         token=sum(need.row for need in asked),
         state=sum(need.state for need in asked),
-        experts=0 if options.experts_room is None else expert_weights(config) * dtype.itemsize,
-        devices={need.name: (need.taken(fit), need.there) for need in asked},
+        experts=0 if options.weights.device_expert_bytes is None else count_expert_weights(config) * dtype.itemsize,
+        devices={need.name: (need.compute_taken(fit), need.available) for need in asked},
         advice=tuple(
             f"--{name.replace('_', '-')} {CHANGES[name]}"
-            for name in open_to(options, config, dtype)
-            if better(tried(**{name: CHANGES[name]})[1], fit, config.max_positions)
+            for name in list_alternatives(options, config, dtype)
+            if is_better(tried(**{name: CHANGES[name]})[1], fit, config.max_positions)
         ),
     )
 
 
-def may_be_hosted(options: Options, config: ModelConfig) -> bool:
-    """Could its experts be in host memory, beside the one device that it would run on?"""
-    devices = choose_devices(options)
-    return config.experts is not None and [one.type for one in devices] == ["cuda"] and not options.devices[0].remote
+def can_host_experts(options: Options, config: ModelConfig) -> bool:
+    """Return whether its experts could be in host memory, beside the one device that it would run on."""
+    devices = choose_devices(options.placement)
+    return (
+        config.experts is not None
+        and [one.type for one in devices] == ["cuda"]
+        and not options.placement.locations[0].is_remote
+    )
 
 
 # What may help: an option of those that decide, and a value that takes less.
@@ -145,30 +152,30 @@ CHANGES: dict[str, Any] = {
 }
 
 
-def open_to(options: Options, config: ModelConfig, dtype: torch.dtype) -> Iterator[str]:
-    """Which of them go against nothing that was asked for, and change something."""
-    if options.experts_room is None and may_be_hosted(options, config):
+def list_alternatives(options: Options, config: ModelConfig, dtype: torch.dtype) -> Iterator[str]:
+    """Yield other options that contradict nothing that was asked for, and change something."""
+    if options.weights.device_expert_bytes is None and can_host_experts(options, config):
         yield "experts"
-    if not options.slots:
+    if not options.runtime.slots:
         yield "slots"
-    if not options.max_ctx:
+    if not options.runtime.max_ctx:
         yield "max_ctx"
-    if options.dtype == "auto" and dtype == torch.float32:
+    if options.weights.dtype == "auto" and dtype == torch.float32:
         yield "dtype"
-    if options.kv_dtype == "auto":
+    if options.weights.kv_dtype == "auto":
         yield "kv_dtype"
-    if options.device == "auto" and not options.target_devices and torch.cuda.is_available():
+    if options.placement.device == "auto" and not options.placement.target_devices and torch.cuda.is_available():
         yield "device"
 
 
-def better(other: Fit, fit: Fit, limit: int) -> bool:
-    """It fits, where it did not, or with a longer context."""
+def is_better(other: Fit, fit: Fit, limit: int) -> bool:
+    """Return whether it fits where it did not, or with a longer context."""
     if not fit.fits:
         return other.fits
     return fit.context < limit and other.fits and other.context > fit.context
 
 
-def stored_as(checkpoint: Checkpoint) -> str:
+def find_main_format(checkpoint: Checkpoint) -> str:
     """The type that most bytes of it have."""
     counts = Counter[str]()
     for entry in checkpoint.tensors.values():
@@ -177,36 +184,40 @@ def stored_as(checkpoint: Checkpoint) -> str:
 
 
 def kind(entry: StoredTensor) -> str:
-    return entry.stored.packing.name if isinstance(entry, GgufTensor) else entry.packing_name or short(entry.dtype)
+    return (
+        entry.stored.packing.name if isinstance(entry, GgufTensor) else entry.packing_name or shorten_dtype(entry.dtype)
+    )
 
 
-def short(dtype: torch.dtype) -> str:
+def shorten_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def show(console: Console, found: list[Listed]) -> None:
+def print_models(console: Console, found: list[Listed]) -> None:
     names = ("model", "family", "size", "stored", "served in", "fits", "context", "memory")
     table = Table(*names, box=None, pad_edge=False)
     for one in found:
         if one.why:
             continue
-        memory = "\n".join(f"{size(taken)} of {size(there)}, {name}" for name, (taken, there) in one.devices.items())
+        memory = "\n".join(
+            f"{format_bytes(taken)} of {format_bytes(there)}, {name}" for name, (taken, there) in one.devices.items()
+        )
         table.add_row(
             escape(one.name),
             one.family,
-            f"{count(one.parameters)}, {size(one.bytes)}",
+            f"{format_parameters(one.parameters)}, {format_bytes(one.bytes)}",
             f"{one.stored},\n{one.bits:.1f} bits",
             one.dtype if one.kv_dtype == one.dtype else f"{one.dtype},\nrows {one.kv_dtype}",
-            verdict(one),
-            price(one),
+            format_verdict(one),
+            format_price(one),
             memory,
         )
     console.print(table)
-    for line in notes(found):
+    for line in list_notes(found):
         console.print(line, style="dim", soft_wrap=True, markup=False, highlight=False)
 
 
-def verdict(one: Listed) -> str:
+def format_verdict(one: Listed) -> str:
     if not one.fits:
         return "[red]no[/red]"
     many = f"{one.slots} x {one.context:,} tokens"
@@ -215,12 +226,12 @@ def verdict(one: Listed) -> str:
     return many if one.context >= one.limit else f"{many}\nof {one.limit:,}"
 
 
-def price(one: Listed) -> str:
-    """Of memory, by the token, and by the sequence where there is a state."""
-    return f"{size(one.token)} a token" + (f",\n{size(one.state)} a slot" if one.state else "")
+def format_price(one: Listed) -> str:
+    """Return the memory that a token takes, and a sequence if there is recurrent state."""
+    return f"{format_bytes(one.token)} a token" + (f",\n{format_bytes(one.state)} a slot" if one.state else "")
 
 
-def notes(found: list[Listed]) -> Iterator[str]:
+def list_notes(found: list[Listed]) -> Iterator[str]:
     for one in found:
         if one.why:
             yield f"{one.name}: not served: {one.why}"
@@ -228,19 +239,20 @@ def notes(found: list[Listed]) -> Iterator[str]:
             more = " or ".join(one.advice) or "a smaller model, or more devices (--target-devices cuda:0,cpu:0)"
             yield f"{one.name}: does not fit; what would help: {more}"
         elif one.experts:
-            yield f"{one.name}: its experts, {size(one.experts)}, in host memory; those used most on the device, too"
+            experts = format_bytes(one.experts)
+            yield f"{one.name}: its experts, {experts}, in host memory; those used most on the device, too"
         elif one.advice:
             yield f"{one.name}: a longer context: {' or '.join(one.advice)}"
-    where = f"{shown(own_folder())} and {shown(hub_folder(os.environ))}"
+    where = f"{format_path(find_own_folder())} and {format_path(find_hub_folder(os.environ))}"
     yield f"Looked for in {where}. Serve one by its name: rekindle serve NAME"
 
 
-def shown(path: Path) -> str:
+def format_path(path: Path) -> str:
     home = Path.home()
     return f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)
 
 
-def count(parameters: int) -> str:
+def format_parameters(parameters: int) -> str:
     for unit, scale in (("B", 1e9), ("M", 1e6)):
         if parameters >= scale:
             return f"{parameters / scale:.3g}{unit}"

@@ -14,57 +14,57 @@ from rich.console import Console
 
 from effects.compression import WHOLE, Compression
 from effects.scope import Scope
-from engine.settings.formatting import counted
-from engine.settings.plot_style import check
-from engine.settings.progress import progress
+from engine.settings.formatting import format_count
+from engine.settings.plot_style import check_plot_path
+from engine.settings.progress import count_progress
 from engine.settings.user_error import UserError
 from engine.tools.simulation.logs.logged_requests import MOST_TOKENS
 from engine.tools.simulation.logs.read_log import Logs, read_logs
-from engine.tools.simulation.parallel_runs import beside, cores
-from engine.tools.simulation.simulate_scope import Setup, Simulation, fitted
-from engine.tools.simulation.simulated_costs import Costs, figures, read_costs
-from engine.tools.simulation.simulation_options import Wanted
-from engine.tools.simulation.simulation_plot import draw
-from engine.tools.simulation.simulation_report import show
-from engine.tools.simulation.tally import Ran
+from engine.tools.simulation.parallel_runs import count_cores, run_side_by_side
+from engine.tools.simulation.simulate_scope import Setup, Simulation, fit_settings
+from engine.tools.simulation.simulated_costs import Costs, list_figures, read_costs
+from engine.tools.simulation.simulation_options import SimulationOptions
+from engine.tools.simulation.simulation_plot import draw_simulation
+from engine.tools.simulation.simulation_report import print_report
+from engine.tools.simulation.tally import FinishedRun
 from states.settings import Settings
 
 MIB = 1 << 20
 LONG = 1 << 23  # tokens of all runs: some seconds, which a process is worth
 
 
-def run(paths: Sequence[Path], wanted: Wanted) -> int:
-    """Raises Refusal or OSError."""
+def run(paths: Sequence[Path], wanted: SimulationOptions) -> int:
+    """Raises UserError or OSError."""
     if wanted.plot is not None:
-        check(wanted.plot)
+        check_plot_path(wanted.plot)
     logs = read_logs(paths, wanted.model, shared_head=wanted.shared_head)
     setup = build_setup(wanted, logs)
-    runs = simulate(setup, logs, wanted.scopes)
+    runs = run_scopes(setup, logs, wanted.scopes)
     if wanted.json:
-        print(json.dumps(described(wanted, logs, setup, runs), indent=2))
+        print(json.dumps(build_json(wanted, logs, setup, runs), indent=2))
     else:
-        show(Console(), logs, setup, runs)
+        print_report(Console(), logs, setup, runs)
     if wanted.plot is not None:
-        draw(wanted.plot, runs, headline(logs, runs[0]))
+        draw_simulation(wanted.plot, runs, describe_run(logs, runs[0]))
     return 0
 
 
-def headline(logs: Logs, run: Ran) -> str:
+def describe_run(logs: Logs, run: FinishedRun) -> str:
     figures_ = run.figures
     tokens = f"{figures_.prompt_tokens / 1e6:,.1f} million prompt tokens"
-    return f"{counted(figures_.requests, 'request')} of {counted(len(logs.sessions), 'session')}, {tokens}"
+    return f"{format_count(figures_.requests, 'request')} of {format_count(len(logs.sessions), 'session')}, {tokens}"
 
 
-def build_setup(wanted: Wanted, logs: Logs) -> Setup:
+def build_setup(wanted: SimulationOptions, logs: Logs) -> Setup:
     try:
-        costs = logs.measured.applied(Costs(), "recorded in the traces")
+        costs = logs.measured.apply_to(Costs(), "recorded in the traces")
     except (ValueError, OverflowError) as error:
         raise UserError(f"the times that the traces tell cannot be: {error}") from error
     if wanted.costs is not None:
         costs = read_costs(wanted.costs, costs)
     if wanted.state_bytes is not None:
         costs = evolve(costs, state_bytes=wanted.state_bytes)
-    settings = stateful(evolve(served(logs.settings), store=True, rates=costs.rates()), costs, wanted)
+    settings = with_state(evolve(build_served_settings(logs.settings), store=True, rates=costs.rates()), costs, wanted)
     if wanted.slots is not None:
         settings = evolve(settings, slots=wanted.slots)
     if wanted.min_tokens is not None:
@@ -79,7 +79,7 @@ def build_setup(wanted: Wanted, logs: Logs) -> Setup:
         )
     budget = wanted.budget * MIB if wanted.budget_tokens is None else wanted.budget_tokens * costs.token_bytes
     return Setup(
-        fitted(settings, logs.sessions),
+        fit_settings(settings, logs.sessions),
         costs,
         disk_budget=budget,
         host_budget=wanted.host_budget * MIB,
@@ -89,9 +89,9 @@ def build_setup(wanted: Wanted, logs: Logs) -> Setup:
     )
 
 
-def served(recorded: Settings | None) -> Settings:
-    """As it was recorded, less what is not simulated, the draft and a lane of prompts' own, and what is asked for anew,
-    compression.
+def build_served_settings(recorded: Settings | None) -> Settings:
+    """Return the settings of a trace, without what is not simulated (the draft, a lane of its own for prompts), and
+    with what was asked for.
     """
     if recorded is None:
         return Settings(slots=4, mixed_rows=64, min_tokens=512, interval=10240, cold_max=10240, state_places=8)
@@ -101,7 +101,7 @@ def served(recorded: Settings | None) -> Settings:
     return evolve(plain, **{name: getattr(recorded, name) for name in (*kept, *state)})
 
 
-def stateful(settings: Settings, costs: Costs, wanted: Wanted) -> Settings:
+def with_state(settings: Settings, costs: Costs, wanted: SimulationOptions) -> Settings:
     """With positional state, if there is any; else without anything that goes with it."""
     if not costs.state_bytes:
         return evolve(settings, state_places=0)
@@ -109,25 +109,25 @@ def stateful(settings: Settings, costs: Costs, wanted: Wanted) -> Settings:
     return evolve(settings, stateful=True, state_tokens=costs.state_tokens, state_places=places)
 
 
-def simulate(setup: Setup, logs: Logs, wanted: Sequence[Scope]) -> list[Ran]:
+def run_scopes(setup: Setup, logs: Logs, wanted: Sequence[Scope]) -> list[FinishedRun]:
     """A run for each scope, and before them one without any cache; side by side where they take long."""
     scopes: list[Scope | None] = [None, *wanted]
 
-    def run(scope: Scope | None, step: Callable[[], None]) -> Ran:
+    def run(scope: Scope | None, step: Callable[[], None]) -> FinishedRun:
         one = Simulation(setup, logs.sessions, scope, step)
         one.run()
-        return one.told()
+        return one.build_result()
 
     requests = sum(session.count for session in logs.sessions)
     every = (request for session in logs.sessions for agent in session.agents for request in agent.requests)
     tokens = sum(request.length + len(request.answer) for request in every)
-    with progress("simulated requests", requests * len(scopes)) as step:
-        most = cores() if len(scopes) * tokens >= LONG else 1
-        return beside([partial(run, scope) for scope in scopes], step, most)
+    with count_progress("simulated requests", requests * len(scopes)) as step:
+        most = count_cores() if len(scopes) * tokens >= LONG else 1
+        return run_side_by_side([partial(run, scope) for scope in scopes], step, most)
 
 
-def described(wanted: Wanted, logs: Logs, setup: Setup, runs: Sequence[Ran]) -> dict[str, Any]:
-    """What --json prints."""
+def build_json(wanted: SimulationOptions, logs: Logs, setup: Setup, runs: Sequence[FinishedRun]) -> dict[str, Any]:
+    """Return what --json prints."""
     return {
         "logs": {
             "files": logs.formats,
@@ -135,7 +135,7 @@ def described(wanted: Wanted, logs: Logs, setup: Setup, runs: Sequence[Ran]) -> 
             "texts": logs.texts or None,
             "shared_head": wanted.shared_head,
         },
-        "costs": {"source": setup.costs.source, **figures(setup.costs)},
+        "costs": {"source": setup.costs.source, **list_figures(setup.costs)},
         "settings": {
             "slots": setup.settings.slots,
             "chunk": setup.settings.chunk,

@@ -14,7 +14,7 @@ from adapters.store.lease import Miss
 from adapters.text.tokenizer import Tokenizer
 from effects.ids import Tokens
 from engine.__main__ import main
-from engine.tools.cache.collect_garbage import Unwanted, gc
+from engine.tools.cache.collect_garbage import RemovalOptions, gc
 from tests.store.kit import LAYOUT, OTHER, disk_store, files, save, settled
 
 HEAD = tuple(range(100, 164))
@@ -246,7 +246,7 @@ def test_gc_shrinks_to_a_budget_as_the_server_would(path: Path) -> None:
     """What was not used for longest goes first."""
     used(path, SECOND)
     size = sum(file.stat().st_size for file in files(path))
-    gc(path, Unwanted(budget=size - 1), dry_run=False)
+    gc(path, RemovalOptions(budget=size - 1), dry_run=False)
     assert len(files(path)) == 2
     assert used(path, SECOND) == len(SECOND)
     assert used(path, THIRD) == 0

@@ -31,8 +31,8 @@ from adapters.store.files.file_format import Newer, Outdated
 from adapters.store.files.private_folder import Folder
 from adapters.store.files.seekable import Damaged
 from adapters.store.recent_prompts import Recent, Recents
-from engine.loading.calibrate_restore import Loading
-from engine.settings.calibration_cache import UNFIT, Kept, What, small, written
+from engine.loading.calibrate_restore import RestoreTimes
+from engine.settings.calibration_cache import UNFIT, CalibrationCache, What, read_small_file, replace_file
 from tests.campaign.case import UNCOUNTED, Case
 from tests.campaign.damage import BYTES, harm, spoilt
 from tests.campaign.hostile import spoilt as spoilt_value
@@ -42,7 +42,7 @@ from tests.store.kit import disk_store, files, save, settled
 NUMERICS = Numerics("buckets", (4, 8, 64), 64, 64, "torch-cpu", 2, "x" * 16, 0.5, 10, 3)
 EXAMPLES: tuple[tuple[What, Any, str], ...] = (
     ("numerics", Numerics, NUMERICS.to_json()),
-    ("rates", Loading, Loading(5, 7, 1100, 1500).to_json()),
+    ("rates", RestoreTimes, RestoreTimes(5, 7, 1100, 1500).to_json()),
 )
 OPTIONS = EdgeOptions("small", 4096, 500)
 MESSAGE = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Hello."}]}
@@ -156,19 +156,19 @@ def kept(path: Path) -> Iterator[Case]:
 
     def case(random: Random) -> None:
         what, kind, text = random.choice(EXAMPLES)
-        mine, stranger = Kept(path / "rekindle"), path / "stranger"
+        mine, stranger = CalibrationCache(path / "rekindle"), path / "stranger"
         for key in ("a", "b"):
-            written(mine.file(what, key), text, lambda new: new.replace(mine.file(what, key)))  # noqa: B023 - at once
+            replace_file(mine.locate(what, key), text, lambda new: new.replace(mine.locate(what, key)))  # noqa: B023 - at once
         stranger.write_text("{}")
-        file = mine.file(what, "a")
-        harm(file, [mine.file(what, "b"), stranger], random)
+        file = mine.locate(what, "a")
+        harm(file, [mine.locate(what, "b"), stranger], random)
         there, whole = os.path.lexists(file), None
         with suppress(*UNFIT):
-            whole = kind.from_json(small(file))
+            whole = kind.from_json(read_small_file(file))
         if what == "numerics":
-            assert mine.made("a", lambda: NUMERICS, Numerics.to_json, Numerics.from_json) == (whole or NUMERICS)
+            assert mine.load_or_make("a", lambda: NUMERICS, Numerics.to_json, Numerics.from_json) == (whole or NUMERICS)
         else:
-            assert mine.recalled("a", kind.from_json) == whole
+            assert mine.recall("a", kind.from_json) == whole
         assert mine.damaged[what] == (there and whole is None), UNCOUNTED
         shutil.rmtree(mine.folder)
 

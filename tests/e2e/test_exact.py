@@ -16,8 +16,8 @@ from effects.job import Job, Sampling
 from effects.stream import EmitTokens
 from engine.loading.background_load import load_target
 from engine.loading.load_target import Target
-from engine.serving.wiring import Engine, engine
-from engine.settings.options import Options
+from engine.serving.wiring import Engine, run_engine
+from engine.settings.options import build_options
 
 SAMPLINGS = [
     Sampling(),
@@ -39,7 +39,7 @@ every_way = pytest.mark.parametrize(
 @pytest.fixture(scope="module")
 async def target(request: pytest.FixtureRequest) -> AsyncIterator[Target]:
     loaded = await load_target(
-        Options(dtype=request.param, max_ctx=2048, device="cpu", disk_prefix_cache="off", host_cache_budget=0)
+        build_options(dtype=request.param, max_ctx=2048, device="cpu", disk_prefix_cache="off", host_cache_budget=0)
     )
     yield loaded
     await loaded.close()
@@ -82,7 +82,7 @@ async def test_a_prompts_logprobs_are_those_that_its_tokens_were_generated_with(
     if shapes == "grid":
         target = gridded(target)
     for job in [evolve(job, sampling=Sampling(logprobs=2), max_tokens=90) for job in (await jobs(target))[:2]]:
-        async with engine(target.settings, target.executor, facts={}) as running:
+        async with run_engine(target.settings, target.executor) as running:
             said, told = await heard(running, job)
             whole = (*job.prompt, *said)
             again, _ = await heard(running, evolve(job, prompt=whole, max_tokens=1, prompt_logprobs=2))
@@ -93,7 +93,7 @@ async def test_a_prompts_logprobs_are_those_that_its_tokens_were_generated_with(
             assert report.prompt_logprobs[-len(said) :] == told
             assert all(len(alternatives) == 2 for _, alternatives in report.prompt_logprobs)
             assert (await answered(running, evolve(job, prompt=whole, max_tokens=1))).tokens == again
-        async with engine(target.settings, target.executor, facts={}) as running:
+        async with run_engine(target.settings, target.executor) as running:
             await answered(running, evolve(job, prompt=whole, max_tokens=1, prompt_logprobs=0))
             after = (await answered(running, evolve(job, prompt=whole, max_tokens=1))).report
             assert after is not None
@@ -102,7 +102,7 @@ async def test_a_prompts_logprobs_are_those_that_its_tokens_were_generated_with(
 
 async def heard(running: Engine, job: Job) -> tuple[Tokens, tuple[Logprob, ...]]:
     tokens, logprobs = Tokens(), tuple[Logprob, ...]()
-    async for message in running.door.submit(job):
+    async for message in running.submissions.submit(job):
         if isinstance(message, EmitTokens):
             tokens, logprobs = tokens + message.tokens, logprobs + message.logprobs
     return tokens, logprobs

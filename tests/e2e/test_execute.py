@@ -25,12 +25,12 @@ from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from engine.__main__ import main
 from engine.core.event_loop import Envelope
-from engine.core.replay import Diverged
+from engine.core.replay import ReplayDiffers
 from engine.core.trace import VERSION, Header, Recorder, converter, encode
 from engine.loading.background_load import load_target
 from engine.loading.load_target import Target
-from engine.serving.re_execute import execute, options_of
-from engine.settings.config_file import checked
+from engine.serving.re_execute import execute, read_options
+from engine.settings.config_file import parse_values
 from states.events import Event, ForRequest, Submitted
 from states.rates import Rates
 from states.settings import Settings
@@ -45,7 +45,9 @@ ONE = RequestId(1)
 
 @asynccontextmanager
 async def loaded() -> AsyncIterator[Target]:
-    target = await load_target(checked({**SHAPE, "disk_prefix_cache": "off", "host_cache_budget": 0, "draft": "none"}))
+    target = await load_target(
+        parse_values({**SHAPE, "disk_prefix_cache": "off", "host_cache_budget": 0, "draft": "none"})
+    )
     try:
         yield target
     finally:
@@ -120,7 +122,7 @@ async def test_a_load_that_was_done_before_the_front_is_no_divergence(session: R
     assert session.loaded.start > session.settings.chunk, "the front has several chunks"
     assert at[BlocksRestored] < at[PrefillAdvanced], "and none of them was done when the load was"
     run, tokens = await execute(session.file, None)
-    assert run.ended
+    assert run.is_complete
     assert tokens == 4
 
 
@@ -134,7 +136,7 @@ async def test_a_chunk_that_the_device_does_not_compute_is_a_difference(session:
         world, outs = advance(world, ForRequest(ONE, event))
         lines += [encode(Envelope(seq, 0, ForRequest(ONE, event))), *map(encode, outs)]
     file.write_text("\n".join(lines) + "\n")
-    with pytest.raises(Diverged, match="executed: DeviceFailed"):
+    with pytest.raises(ReplayDiffers, match="executed: DeviceFailed"):
         await execute(file, None)
 
 
@@ -142,8 +144,11 @@ def test_a_trace_is_executed_with_the_places_for_states_that_it_was_recorded_wit
     """It names them, and the device refuses one that it does not have."""
     settings = Settings(slots=1, max_context=2048, chunk=256)
     header = Header(VERSION, "test", settings, "the demo's", {**SHAPE, "state_checkpoints": 20})
-    assert options_of(header, None).state_checkpoints == 20
-    assert options_of(evolve(header, config=SHAPE), None).state_checkpoints == checked(SHAPE).state_checkpoints
+    assert read_options(header, None).cache.state_checkpoints == 20
+    assert (
+        read_options(evolve(header, config=SHAPE), None).cache.state_checkpoints
+        == parse_values(SHAPE).cache.state_checkpoints
+    )
 
 
 def test_a_header_of_another_identity_is_refused_before_memory_is_taken(
@@ -151,7 +156,7 @@ def test_a_header_of_another_identity_is_refused_before_memory_is_taken(
 ) -> None:
     made = list[str]()
     monkeypatch.setattr(
-        "engine.loading.load_target.provable", lambda *_: made.append("a draft")
+        "engine.loading.load_target.check_provable", lambda *_: made.append("a draft")
     )  # the next thing that is done
     file = tmp_path / "other.jsonl"
     golden = Path(__file__).parents[1] / "golden" / "a_full_house.jsonl"
@@ -174,6 +179,6 @@ async def test_a_bomb_is_refused_where_it_goes_off_and_not_read_whole(session: R
         for _ in range(200):
             writer.write(line.encode() * 10_000)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(Diverged, match="line 2"):
+    with pytest.raises(ReplayDiffers, match="line 2"):
         await execute(file, None)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10, "KiB"

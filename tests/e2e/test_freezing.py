@@ -76,4 +76,4 @@ def test_a_conversation_goes_on_beyond_the_context_and_is_found_again(server: Ru
     assert 4 <= figures["frozen"]["messages"] <= figures["frozen"]["found"]
     assert (figures["frozen"]["damaged"], figures["pflash"]["freeze"], figures["pflash"]["hot_window"]) == (0, True, 2)
     assert server.stop() == 0
-    assert replay_file(recorded).ended
+    assert replay_file(recorded).is_complete

@@ -22,11 +22,11 @@ import httpx
 import pytest
 
 from adapters.http.answer import cache_misses
-from engine.loading.background_load import begin
+from engine.loading.background_load import begin_load
 from engine.loading.load_text import begin_text
-from engine.serving.serve import Gate, listen, serve_model
-from engine.settings.options import Options
-from engine.settings.start_progress import Steps
+from engine.serving.serve import LoadingGate, listen, serve_model
+from engine.settings.options import Options, build_options
+from engine.settings.start_progress import StartProgress
 from states.speculation_control import UNIT, estimate_chain_gain
 from tests.importing import importing
 
@@ -57,11 +57,11 @@ def left() -> str:
 @asynccontextmanager
 async def served(options: Options) -> AsyncIterator[httpx.AsyncClient]:
     """All that `rekindle serve` runs, in this process."""
-    gate, stop = Gate(), anyio.Event()
+    gate, stop = LoadingGate(), anyio.Event()
     async with anyio.create_task_group() as tasks:
         serving = await tasks.start(listen, options, gate)
-        with Steps() as steps:
-            begun = {"steps": steps, "beginning": begin(options, steps), "reading": begin_text(options)}
+        with StartProgress() as steps:
+            begun = {"steps": steps, "beginning": begin_load(options, steps), "reading": begin_text(options.model)}
             tasks.start_soon(partial(serve_model, options, gate, serving, stop, **begun))
             while gate.app is None:  # noqa: ASYNC110 - it is not told
                 await anyio.sleep(0.1)
@@ -101,7 +101,7 @@ async def test_requests_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest
             estimate_chain_gain(width, each)
     logging.disable()  # what pytest keeps of each line is not ours
     try:
-        options = Options(port=0, kv_cache_dir=tmp_path / "kv", trace=tmp_path / "trace.jsonl.zst", slots=2)
+        options = build_options(port=0, kv_cache_dir=tmp_path / "kv", trace=tmp_path / "trace.jsonl.zst", slots=2)
         async with served(options) as client:
             for _ in range(WARM):
                 await ask(client)

@@ -39,8 +39,8 @@ from engine.core.trace import VERSION, Header, Recorder
 from engine.loading.background_load import load_target
 from engine.loading.load_target import Target
 from engine.serving.re_execute import execute
-from engine.serving.wiring import Engine, engine
-from engine.settings.options import Options
+from engine.serving.wiring import Engine, run_engine
+from engine.settings.options import build_options
 from states.rates import Rates
 from states.residency import resolve_residency
 from tests.e2e.prepared import refused, serving
@@ -136,7 +136,9 @@ def drafted(model, draft_folder) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 async def target(drafted, tmp_path_factory) -> AsyncIterator[Target]:
-    loaded = await load_target(Options(kv_cache_dir=tmp_path_factory.mktemp("kv"), host_cache_budget=64, **drafted))
+    loaded = await load_target(
+        build_options(kv_cache_dir=tmp_path_factory.mktemp("kv"), host_cache_budget=64, **drafted)
+    )
     yield loaded
     await loaded.close()
 
@@ -159,7 +161,7 @@ class Heard:
 
 async def told(running: Engine, job: Job) -> Heard:
     heard = Heard()
-    async for message in running.door.submit(job):
+    async for message in running.submissions.submit(job):
         match message:
             case EmitTokens(tokens, logprobs):
                 heard.tokens += tokens
@@ -189,7 +191,7 @@ async def answers(target: Target, jobs: Sequence[Job], *, at_once: int = 1, **se
     how = {"facts": {}, "transfer": target.transfer, "drafter": target.drafter, "paranoid": True}
     changed = evolve(target.settings, **({"rates": FLAT} | settings))
     with timeless():
-        async with engine(changed, target.executor, **how) as running:
+        async with run_engine(changed, target.executor, **how) as running:
             for start in range(0, len(jobs), at_once):
                 async with anyio.create_task_group() as tasks:
                     for number in range(start, min(start + at_once, len(jobs))):
@@ -305,15 +307,15 @@ async def test_a_request_scoped_draft_comes_and_goes_and_one_that_finds_no_room_
     await target.lane.run(draft.offload)
     assert moves(target) == {"device": 0, "host": weights if target.shard.device.type == "cuda" else 0}
     how = {"facts": {}, "live": target.live, "paranoid": True}
-    async with engine(evolve(target.settings, residency=scoped, rates=FLAT), target.executor, **how) as running:
+    async with run_engine(evolve(target.settings, residency=scoped, rates=FLAT), target.executor, **how) as running:
 
         def shown() -> dict:
-            return running.door.status().props["runtime"]["draft_residency"]
+            return running.submissions.status().props["runtime"]["draft_residency"]
 
         async def asked() -> Heard:
             heard = await told(running, jobs[0])
             with anyio.fail_after(20):
-                await running.door.empty()
+                await running.submissions.wait_until_empty()
             return heard
 
         assert (shown()["policy"], shown()["draft"]["state"]) == ("request-scoped", "parked")
@@ -352,19 +354,19 @@ async def test_a_trace_with_speculation_is_executed_again_without_a_draft(target
     )
     recorder = Recorder(trace, header)
     recorder.start()
-    async with engine(settings, target.executor, facts={}, recorder=recorder) as running:
+    async with run_engine(settings, target.executor, recorder=recorder) as running:
         found = list[Heard]()
         async with anyio.create_task_group() as tasks:
             for job in jobs:
                 tasks.start_soon(keep, found, running, job)
         for job in jobs:  # left while their next decode step is on the device
-            leaving = running.door.submit(evolve(job, max_tokens=60, stop_tokens=()))
+            leaving = running.submissions.submit(evolve(job, max_tokens=60, stop_tokens=()))
             async for message in leaving:
                 if isinstance(message, EmitTokens):
                     leaving.cancel("stop_string")
     assert sum(one.closed.report.accepted for one in found) > len(jobs)
     run, tokens = await execute(trace, "demo")
-    assert run.ended
+    assert run.is_complete
     assert tokens >= sum(len(one.tokens) for one in found)
 
 
@@ -378,7 +380,7 @@ async def test_a_restored_prefix_is_proposed_the_same_tokens_as_a_cold_one(draft
     asked = [evolve(job, scope=Scope("full")) for job in jobs[:4]]
     seen, tiers = {}, {}
     for names, budget in ((("cold", "host"), 64), (("disk",), 0)):
-        other = await load_target(Options(kv_cache_dir=tmp_path, host_cache_budget=budget, **drafted))
+        other = await load_target(build_options(kv_cache_dir=tmp_path, host_cache_budget=budget, **drafted))
         for name in names:
             watched = WatchedDraft(other, other.executor.decoding.proposer, (), random.Random())  # as in `guided`
             other.executor.proposed_to(watched)

@@ -23,8 +23,8 @@ from effects.job import Job
 from effects.scope import Scope
 from engine.loading.background_load import load_target
 from engine.loading.load_target import Target
-from engine.settings.options import Options
-from engine.settings.paths import model_folder
+from engine.settings.options import build_options
+from engine.settings.paths import find_model_folder
 from tests.e2e.prepared import refused, serving
 from tests.e2e.test_restart import kill, written
 from tests.e2e.test_speculation import FLAT, SAMPLINGS, Heard, WatchedDraft, answers, words
@@ -85,7 +85,7 @@ async def compare(
 
     steady: what a step takes decides nothing, so the same is proposed again. skip: prompts that others had.
     """
-    text = Text.load(model_folder(Options(model=model)))
+    text = Text.load(find_model_folder(build_options(model=model).model))
     made = [prompt[-300:] for prompt in (await prompts(text, skip + 8 + count * len(plans)))[skip + 8 :]]
     await text.aclose()
     how = [{"sampling": SAMPLINGS[n % 4], "speculate": (n + n // 4) % 2 == 0} for n in range(len(made))]
@@ -95,9 +95,9 @@ async def compare(
     pairs = set[tuple[str, str]]()
     for plan in starts:
         shape = {"max_ctx": 1024, "kv_cache_dir": folder, "kv_cache_min_tokens": 64, "host_cache_budget": 0}
-        options = Options(model=model, **plans[plan], **shape)
+        options = build_options(model=model, **plans[plan], **shape)
         target = await load_target(options)
-        assert len(target.shard.parts) == len(options.devices)
+        assert len(target.shard.parts) == len(options.placement.locations)
         assert target.transfer is not None
         target.transfer.saver.clock_ns = lambda: 0  # what takes longer than 2 s to be kept is kept without draft's rows
         listening = Listening(target)

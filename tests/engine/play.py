@@ -20,10 +20,10 @@ from effects.job import Job
 from effects.ports import Closed, DeliverOutcomes, LaunchFailed, PerformEffect
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress, StopLaunch
-from engine.core.cache_misses import Misses
-from engine.core.event_loop import Executors, Runner
-from engine.core.request_meter import Meter
-from engine.core.submission import EngineDoor, EngineTicket
+from engine.core.cache_misses import CacheMisses
+from engine.core.event_loop import EventLoop, Executors
+from engine.core.request_meter import RequestMeter
+from engine.core.submission import EngineTicket, Submissions
 from engine.core.trace import VERSION, Header, Recorder
 from states import invariants
 from states.settings import Settings
@@ -88,8 +88,8 @@ class ScriptedDevice:
 
 @define
 class PlayedEngine:
-    runner: Runner
-    door: EngineDoor
+    runner: EventLoop
+    door: Submissions
     device: ScriptedDevice
     clock: list[int]
     closed: list[Closed]
@@ -113,7 +113,7 @@ async def engine(
     recorder = None if trace is None else Recorder(trace, header(settings, redacted=redacted))
     if recorder is not None:
         recorder.start()
-    meter, clock, closed = Meter(), [0], list[Closed]()
+    meter, clock, closed = RequestMeter(), [0], list[Closed]()
 
     def tick() -> int:
         clock[0] += 1_000_000
@@ -137,8 +137,8 @@ async def engine(
 
         tasks.start_soon(carry_out)
 
-    runner = Runner(make_world(settings), Executors({MAIN: submit}, perform, notify), tick, 64)
-    door = EngineDoor(runner, meter, {}, dict, closed.append, Misses({}, settings).told)
+    runner = EventLoop(make_world(settings), Executors({MAIN: submit}, perform, notify), tick, 64)
+    door = Submissions(runner, meter, {}, dict, closed.append, CacheMisses({}, settings).find_divergence)
     notify |= {EmitTokens: (door.emit,), ReportProgress: (door.emit,), CloseStream: (door.close_stream,)}
 
     def watch(envelope: Any, outs: Any, before: Any, after: Any) -> None:

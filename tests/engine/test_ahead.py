@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from adapters.models.kernels.factory import list_triton_modules
-from engine.settings.import_order import first_gpu
-from engine.settings.placement import Where, read_devices
+from engine.settings.import_order import first_gpu, list_kernel_modules
+from engine.settings.placement import DeviceLocation, read_devices
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "adapters" / "models" / "kernels" / "triton"
@@ -33,7 +32,8 @@ def test_what_is_imported_beside_torch_does_not_wait_for_it() -> None:
 @pytest.mark.parametrize(("opening", "gpu", "before"), [(True, True, True), (False, True, False), (False, False, True)])
 def test_beside_a_gpu_what_is_needed_later_does_not_keep_torch_waiting(opening: bool, gpu: bool, before: bool) -> None:
     code = (
-        "import sys, threading; from engine.settings import import_order as ahead; from engine.settings.preload import OPENING;"
+        "import sys, threading; from engine.settings import import_order as ahead;"
+        "from engine.settings.preload import OPENING;"
         "over = threading.Event(); thread = threading.Thread(target=over.wait, name=OPENING);"
         f"thread.start() if {opening} else None; ahead.open_gpu = ahead.has_triton = lambda *_: None;"
         f"ahead.gpu_driver = lambda: 'driver' if {gpu} else None; ahead.import_beside_torch([], 3); over.set();"
@@ -43,14 +43,13 @@ def test_beside_a_gpu_what_is_needed_later_does_not_keep_torch_waiting(opening: 
 
 
 def test_what_is_written_in_triton_is_imported_without_torch() -> None:
-    names = [*list_triton_modules()]
+    names = [*list_kernel_modules()]
     assert "adapters.models.kernels.triton.hopper" in names
     assert {f"adapters.models.kernels.triton.{path.stem}" for path in KERNELS.glob("[a-z]*.py")} == {*names}
     pytest.importorskip("triton", reason="comes with CUDA builds of torch")
     code = (
-        "import sys; from importlib import import_module;"
-        "from adapters.models.kernels.factory import list_triton_modules;"
-        "[import_module(name) for name in list_triton_modules()]; print('torch' in sys.modules)"
+        "import sys; from importlib import import_module; from engine.settings.import_order import list_kernel_modules;"
+        "[import_module(name) for name in list_kernel_modules()]; print('torch' in sys.modules)"
     )
     assert said(code) == ["False"]
 
@@ -61,11 +60,12 @@ def test_until_torch_is_imported_no_library_is_left_to_open_and_nothing_to_look_
         "import sys; from importlib import import_module; from engine.settings.preload import SMALL;"
         "import engine.__main__; [import_module(name) for name in SMALL]; before = set(sys.modules);"
         "sys.addaudithook(lambda event, told: event.startswith('ctypes.dl') and print(event, *told));"
-        "import engine.commands, engine.settings.preflight, engine.settings.start_progress, engine.settings.paths; from engine.settings.options import Options;"
-        "options = engine.settings.preflight.prepared(Options(port=0)); engine.settings.preflight.check_address(options);"
-        "import engine.settings.import_order; engine.settings.import_order.import_beside_torch(engine.settings.paths.weight_folders(options), 0);"
+        "import engine.commands; from engine.settings import preflight, start_progress, paths;"
+        "from engine.settings.options import build_options; options = preflight.prepare_options(build_options(port=0));"
+        "preflight.check_address(options.http); import engine.settings.import_order;"
+        "engine.settings.import_order.import_beside_torch(paths.list_weight_folders(options), 0);"
         "[import_module(name) for name in engine.settings.import_order.OURS];"
-        "from engine.loading.load_text import begin_text; begin_text(options).result();"
+        "from engine.loading.load_text import begin_text; begin_text(options.model).result();"
         "print(*(name for name in sys.modules if name not in before"
         " and str(getattr(sys.modules[name], '__file__', None)).endswith('.so')))"
     )
@@ -86,8 +86,9 @@ def test_torchs_libraries_are_opened_without_it_and_it_works_with_them() -> None
 @pytest.mark.parametrize("words", ["serve", "serve --port none", "serve --help", "chat", ""])
 def test_a_server_has_them_opened_beside_all_else(words: str) -> None:
     code = (
-        "import gc, threading; from pathlib import Path; from engine.settings.preload import OPENING, opening\n"
-        f"with opening({words.split()}): print(gc.isenabled())\n"
+        "import gc, threading; from pathlib import Path\n"
+        "from engine.settings.preload import OPENING, preload_libraries\n"
+        f"with preload_libraries({words.split()}): print(gc.isenabled())\n"
         "[one.join() for one in threading.enumerate() if one.name == OPENING]\n"
         "print('libtorch_cpu.so' in Path('/proc/self/maps').read_text(), gc.isenabled())"
     )
@@ -105,7 +106,7 @@ def test_who_is_refused_a_server_leaves_with_the_status_that_says_so(words: str,
 
 def test_the_first_gpu_is_known_without_asking_for_it() -> None:
     asked = {"auto": 0, "cuda": 0, "cuda:2": 2, "cpu": None}
-    assert {name: first_gpu([Where(name, name)]) for name in asked} == asked
+    assert {name: first_gpu([DeviceLocation(name, name)]) for name in asked} == asked
     assert first_gpu(read_devices("cpu:0,ipc+cuda:1,cuda:3,cuda:0")) == 3
 
 

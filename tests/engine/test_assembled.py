@@ -12,7 +12,7 @@ from effects.all import EffectRequest
 from effects.ids import PROMPTS, RequestId, SlotId
 from effects.job import Job
 from effects.prefill import RunPrefill
-from engine.serving.wiring import engine
+from engine.serving.wiring import run_engine
 from states.settings import Settings
 from tests.device.driver import drive
 from tests.device.fake_shard import FakeShard
@@ -22,13 +22,13 @@ from tests.engine.test_stateful import process, prompt
 async def test_decode_steps_hear_whether_prompts_wait_for_each_other() -> None:
     executor = drive(FakeShard()).executor
     settings = Settings(slots=2, max_context=64, chunk=16, block_size=8, beside_rows=8)
-    async with engine(settings, executor, facts={}) as running:
-        world, ahead = running.runner.world, executor.decoding.ahead
+    async with run_engine(settings, executor) as running:
+        world, ahead = running.event_loop.world, executor.decoding.ahead
         assert not ahead.crowded()
         waiting = evolve(world.lanes[PROMPTS], waiting=(EffectRequest(RequestId(1), RunPrefill(SlotId(0), 0, 16)),))
-        running.runner.world = evolve(world, lanes={**world.lanes, PROMPTS: waiting})
+        running.event_loop.world = evolve(world, lanes={**world.lanes, PROMPTS: waiting})
         assert ahead.crowded()
-        running.runner.world = world
+        running.event_loop.world = world
     assert executor.close()
 
 

@@ -18,7 +18,7 @@ from effects.ports import ANSWER_STAGES, PROMPT_STAGES, QUEUE_STAGES, Closed, Do
 from effects.scope import Selection
 from effects.stream import EmitTokens, ReportProgress
 from engine.core.request_meter import STAGES
-from engine.core.submission import described
+from engine.core.submission import describe_cache_use
 from states.request_states import Done, New, State
 from tests.engine.play import SETTINGS, ScriptedDevice, engine
 from tests.http.fake_door import FakeDoor, digest_script
@@ -160,8 +160,8 @@ def test_every_state_that_a_request_can_be_seen_in_has_its_own_stage() -> None:
 
 def test_the_log_names_what_each_shard_has_adopted_and_what_was_selected() -> None:
     report = Report(200, 128, "disk", cache=Selection("full", "end", 0, 192, 128))
-    assert described(report, SHARDS) == (
+    assert describe_cache_use(report, SHARDS) == (
         "full shared=0 selected=192 kept=128 (end); 128 of 200 prompt tokens restored (disk); "
         "adopted by 0-2@cpu local=128, 3-9@tcp://10.0.0.2:7461 remote=128"
     )
-    assert "adopted" not in described(evolve(report, restored_tokens=0), SHARDS)
+    assert "adopted" not in describe_cache_use(evolve(report, restored_tokens=0), SHARDS)

@@ -11,7 +11,7 @@ from attrs import evolve
 from adapters import demo
 from adapters.models.numerics.probe_result import Numerics
 from adapters.models.open_checkpoint import Checkpoint
-from engine.loading.identity import identity
+from engine.loading.identity import compute_identity
 from tests.store.kit import LAYOUT, disk_store, kept, save, settled
 
 FOUND = Numerics("buckets", (4, 8, 64, 256), 64, 256, "cpu", 2, "class one", 0.5, 100, 7)
@@ -27,7 +27,7 @@ def named(
 ) -> str:
     """bits: that weights are rounded to."""
     checkpoint = Checkpoint.open(demo.FOLDER)
-    return identity(checkpoint if bits is None else checkpoint.quantised(bits), dtype, numerics, mode, rows)
+    return compute_identity(checkpoint if bits is None else checkpoint.quantised(bits), dtype, numerics, mode, rows)
 
 
 OTHERS = {

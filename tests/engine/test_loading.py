@@ -25,23 +25,23 @@ from adapters.store.open_store import open_store
 from adapters.store.store import Store
 from adapters.transfer.measure_copies import Rehearsal
 from engine.loading import calibrate_compute
-from engine.loading.calibrate_restore import Loading, key, known, with_loading
-from engine.settings.calibration_cache import LARGEST, Kept
+from engine.loading.calibrate_restore import RestoreTimes, add_restore_times, build_restore_key, load_or_measure_times
+from engine.settings.calibration_cache import LARGEST, CalibrationCache
 from states import policy
 from states import rates as world_rates
 from states.rates import Rates, record_load, record_prefill
 from states.settings import Settings
 
-FOUND = Loading(host=900, disk=2_000, prefill_beside=1100, load_beside=1500, single=4_000, zstd=800)
+FOUND = RestoreTimes(host=900, disk=2_000, prefill_beside=1100, load_beside=1500, single=4_000, zstd=800)
 CHUNK = 64
 
 
-def kept(folder: Path) -> Loading | None:
-    return Kept(folder).recalled("a", Loading.from_json)
+def kept(folder: Path) -> RestoreTimes | None:
+    return CalibrationCache(folder).recall("a", RestoreTimes.from_json)
 
 
-def keep(folder: Path, loading: Loading) -> None:
-    Kept(folder).remember("a", loading.to_json())
+def keep(folder: Path, loading: RestoreTimes) -> None:
+    CalibrationCache(folder).remember("a", loading.to_json())
 
 
 def test_what_was_kept_comes_back(tmp_path: Path) -> None:
@@ -81,18 +81,18 @@ HOSTILE = {
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
 def test_what_is_no_time_is_none_and_counted(tmp_path: Path, content: bytes) -> None:
     keep(tmp_path, FOUND)
-    mine = Kept(tmp_path)
-    mine.file("rates", "a").write_bytes(content)
-    assert mine.recalled("a", Loading.from_json) is None
+    mine = CalibrationCache(tmp_path)
+    mine.locate("rates", "a").write_bytes(content)
+    assert mine.recall("a", RestoreTimes.from_json) is None
     assert mine.damaged["rates"] == 1
 
 
 @pytest.mark.parametrize("days", [-1, 8])
 def test_an_old_one_is_none_and_no_damage(tmp_path: Path, days: int) -> None:
     keep(tmp_path, FOUND)
-    mine, then = Kept(tmp_path), time.time() - days * 86400
-    os.utime(mine.file("rates", "a"), (then, then))
-    assert mine.recalled("a", Loading.from_json) is None
+    mine, then = CalibrationCache(tmp_path), time.time() - days * 86400
+    os.utime(mine.locate("rates", "a"), (then, then))
+    assert mine.recall("a", RestoreTimes.from_json) is None
     assert mine.damaged["rates"] == 0
 
 
@@ -133,7 +133,7 @@ def test_a_folder_without_files_is_measured_once_and_then_remembered(
     tmp_path: Path, shard: Pipeline, opened: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = opened()
-    first = with_loading(Rates(prefill=(1000,)), store, shard, chunk=CHUNK, kept=Kept(tmp_path))
+    first = add_restore_times(Rates(prefill=(1000,)), store, shard, chunk=CHUNK, kept=CalibrationCache(tmp_path))
     assert store.close()
     assert min(first.host, first.disk) > 0
     assert min(first.prefill_beside, first.load_beside) >= 1000
@@ -146,13 +146,13 @@ def test_a_folder_without_files_is_measured_once_and_then_remembered(
     file.write_text(FOUND.to_json())
     store = opened()
     monkeypatch.setattr(Rehearsal, "copies", never)
-    again = with_loading(Rates(prefill=(1000,)), store, shard, chunk=CHUNK, kept=Kept(tmp_path))
-    assert again == FOUND.added(Rates(prefill=(1000,)))
+    again = add_restore_times(Rates(prefill=(1000,)), store, shard, chunk=CHUNK, kept=CalibrationCache(tmp_path))
+    assert again == FOUND.add_to(Rates(prefill=(1000,)))
     assert store.disk is not None
     assert store.disk.chooser.chosen == "zstd"
     assert store.close()
     other = opened("another model")
-    assert key(other, shard, CHUNK) != file.stem, "what another model's rows take says nothing"
+    assert build_restore_key(other, shard, CHUNK) != file.stem, "what another model's rows take says nothing"
     assert other.close()
 
 
@@ -176,12 +176,12 @@ def test_of_what_was_kept_the_disk_is_as_a_few_of_its_own_files_say(
     opened: Callable[..., Store],
     monkeypatch: pytest.MonkeyPatch,
     *,
-    before: Loading,
+    before: RestoreTimes,
     single: int,
     several: Callable[..., int],
     disk: int,
 ) -> None:
-    store, mine = opened(codec="store"), Kept(tmp_path)
+    store, mine = opened(codec="store"), CalibrationCache(tmp_path)
     rehearsal = Rehearsal(store, shard.parts, shard.capacity, CHUNK)
     monkeypatch.setattr(Rehearsal, "files", lambda _, __: Given([lambda: 1]))
     monkeypatch.setattr(Rehearsal, "single", lambda *_: single)
@@ -189,7 +189,9 @@ def test_of_what_was_kept_the_disk_is_as_a_few_of_its_own_files_say(
     monkeypatch.setattr(Rehearsal, "copies", never)
     monkeypatch.setattr(Rehearsal, "samples", never)
     keep(tmp_path, before)
-    assert known(mine, "a", rehearsal, never) == evolve(before, disk=disk, single=single or before.single)
+    assert load_or_measure_times(mine, "a", rehearsal, never) == evolve(
+        before, disk=disk, single=single or before.single
+    )
     told = several is not never and single
     assert kept(tmp_path) == (evolve(before, disk=disk, single=single) if told else before)
     assert store.close()
@@ -199,18 +201,18 @@ def test_files_of_its_own_are_measured_where_nothing_was_kept(
     tmp_path: Path, shard: Pipeline, opened: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And then a start reads a few of them, one after the other."""
-    store, mine = opened(codec="store"), Kept(tmp_path)
+    store, mine = opened(codec="store"), CalibrationCache(tmp_path)
     rehearsal = Rehearsal(store, shard.parts, shard.capacity, CHUNK)
     assert store.disk is not None
     with rehearsal.samples(store.disk, "store") as loads:
         monkeypatch.setattr(Rehearsal, "files", lambda _, __: Given(loads))
-        first = known(mine, "a", rehearsal, None)
+        first = load_or_measure_times(mine, "a", rehearsal, None)
         assert min(first.host, first.disk, first.single) > 0
         assert kept(tmp_path) == first
         read = Rehearsal.single  # whose time is the machine's, and may be another one by now
         monkeypatch.setattr(Rehearsal, "single", lambda *these: read(*these) and first.single)
         monkeypatch.setattr(Rehearsal, "alone", never)
-        assert known(mine, "a", rehearsal, None) == first.today(first.single)
+        assert load_or_measure_times(mine, "a", rehearsal, None) == first.scale_to(first.single)
     assert store.close()
 
 
@@ -221,9 +223,9 @@ def test_auto_writes_what_it_chose_at_its_first_start_whatever_is_measured_later
     chosen = []
     for number, ratio in enumerate((800, 1100, 950)):
         store = opened(codec="auto")
-        mine = Kept(tmp_path / str(number))
-        mine.remember(key(store, shard, CHUNK), evolve(FOUND, zstd=ratio).to_json())
-        with_loading(Rates(prefill=(1000,)), store, shard, chunk=CHUNK, kept=mine)
+        mine = CalibrationCache(tmp_path / str(number))
+        mine.remember(build_restore_key(store, shard, CHUNK), evolve(FOUND, zstd=ratio).to_json())
+        add_restore_times(Rates(prefill=(1000,)), store, shard, chunk=CHUNK, kept=mine)
         assert store.disk is not None
         chosen.append(store.disk.chooser.chosen)
         assert store.close()
@@ -245,10 +247,10 @@ def test_a_slow_zstd_is_told_with_the_option_that_helps(
     ratio: int,
     said: bool,
 ) -> None:
-    store, mine = opened(codec=codec), Kept(tmp_path)
-    mine.remember(key(store, shard, CHUNK), evolve(FOUND, zstd=ratio).to_json())
+    store, mine = opened(codec=codec), CalibrationCache(tmp_path)
+    mine.remember(build_restore_key(store, shard, CHUNK), evolve(FOUND, zstd=ratio).to_json())
     with caplog.at_level("INFO", logger="rekindle"):
-        with_loading(Rates(prefill=(1000,)), store, shard, chunk=CHUNK, kept=mine)
+        add_restore_times(Rates(prefill=(1000,)), store, shard, chunk=CHUNK, kept=mine)
     lines = [one.getMessage() for one in caplog.records if "--kv-cache-codec" in one.getMessage()]
     assert bool(lines) == said
     assert not said or "1.20 times" in lines[0]
@@ -260,9 +262,9 @@ def test_a_slow_zstd_is_told_with_the_option_that_helps(
 def test_zstd_is_compared_with_plain_files_at_the_first_start(
     tmp_path: Path, shard: Pipeline, opened: Callable[..., Store]
 ) -> None:
-    store, mine = opened(codec="zstd"), Kept(tmp_path)
-    with_loading(Rates(prefill=(1000,)), store, shard, chunk=CHUNK, kept=mine)
-    found = mine.recalled(key(store, shard, CHUNK), Loading.from_json)
+    store, mine = opened(codec="zstd"), CalibrationCache(tmp_path)
+    add_restore_times(Rates(prefill=(1000,)), store, shard, chunk=CHUNK, kept=mine)
+    found = mine.recall(build_restore_key(store, shard, CHUNK), RestoreTimes.from_json)
     assert found is not None
     assert found.zstd > 0
     assert not (tmp_path / "kv" / "auto-codec").exists(), "nothing was chosen"
@@ -291,7 +293,7 @@ def test_what_cannot_be_measured_is_not_known_and_nothing_fails(
     store, rates = opened(), Rates(prefill=(1000,))
     assert store.disk is not None
     monkeypatch.setattr(store.disk.folder, "create", full)
-    assert with_loading(rates, store, shard, chunk=CHUNK, kept=Kept(tmp_path)) == rates
+    assert add_restore_times(rates, store, shard, chunk=CHUNK, kept=CalibrationCache(tmp_path)) == rates
     assert store.close()
 
 
@@ -299,7 +301,9 @@ def test_what_cannot_be_measured_is_not_known_and_nothing_fails(
 @pytest.mark.parametrize("load_ns", [10, 900, 1100, 100_000])
 def test_the_first_decision_is_the_hundredth(length: int, load_ns: int) -> None:
     """Times that are known from the start decide as the same times do after a hundred requests taught them."""
-    first = Loading(host=load_ns, disk=load_ns, prefill_beside=1200, load_beside=1100).added(Rates(prefill=(1000,)))
+    first = RestoreTimes(host=load_ns, disk=load_ns, prefill_beside=1200, load_beside=1100).add_to(
+        Rates(prefill=(1000,))
+    )
     taught = Rates()
     for _ in range(100):
         taught = loading_taught(taught, load_ns)
@@ -320,7 +324,7 @@ def loading_taught(rates: Rates, load_ns: int) -> Rates:
 
 def test_a_slow_disk_is_not_trusted_by_the_first_request() -> None:
     """The fault: a new process knew nothing of its disk, and restored in 250 ms what it computes in 55."""
-    known_at_start = Loading(disk=61_000, host=3_000).added(Rates(prefill=(25_000, 26_000)))
+    known_at_start = RestoreTimes(disk=61_000, host=3_000).add_to(Rates(prefill=(25_000, 26_000)))
     house = evolve(settings(known_at_start), chunk=1024)
     assert policy.choose_front(house, known_at_start, 0, 1984, "disk") == 1984
     assert policy.choose_front(house, known_at_start, 0, 1984, "host") == 0

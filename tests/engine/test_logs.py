@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 import pytest
 
 from engine.settings import log_format
-from engine.settings.start_progress import PROBE, Steps
+from engine.settings.start_progress import PROBE, StartProgress
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +73,7 @@ def test_a_start_that_logs_objects_shows_no_bar_on_a_terminal(
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     configure("json", "info")
-    with Steps(lines=True, every_s=3600) as steps:
+    with StartProgress(lines=True, every_s=3600) as steps:
         steps(PROBE)
     (line,) = capsys.readouterr().err.splitlines()
     assert json.loads(line)["message"].startswith(f"starting: {PROBE}")

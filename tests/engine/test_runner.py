@@ -373,7 +373,7 @@ async def test_nothing_is_left_behind() -> None:
         assert not running.runner.world.requests
         assert not running.door._tickets  # noqa: SLF001
         assert len(running.door.meter._spent) == MAX_RECENT_SHOWN  # noqa: SLF001 - the last ones are shown
-        assert not running.door.meter._since  # noqa: SLF001
+        assert not running.door.meter._current_stage  # noqa: SLF001
 
 
 def test_the_settings_of_these_tests_are_small() -> None:

@@ -36,11 +36,12 @@ from effects.ids import Tokens
 from effects.job import Job, Sampling
 from effects.residency import LoadModel, ModelLoaded
 from effects.scope import Scope
-from engine.loading.load_target import decide
+from engine.loading.choose_settings import choose_settings
 from engine.loading.memory_fit import Fit
-from engine.loading.open_store import layout
-from engine.serving.wiring import Engine, engine
-from engine.settings.calibration_cache import Kept
+from engine.loading.open_store import build_layout
+from engine.loading.plan_load import ProvenPlan
+from engine.serving.wiring import Engine, run_engine
+from engine.settings.calibration_cache import CalibrationCache
 from engine.settings.options import Options
 from states.settings import Settings
 from tests.models.drafts import FULL, config_of, head_of, proven_draft, random_tensors
@@ -112,7 +113,7 @@ class OneStart:
     async def told(self, job: Job) -> tuple[Tokens, tuple[str, int]]:
         """And gone, and written: while a slot is busy, nobody continues from a state that may move on."""
         found = await answered(self.engine, job)
-        while self.engine.runner.world.requests:  # noqa: ASYNC110 - nobody else is told
+        while self.engine.event_loop.world.requests:  # noqa: ASYNC110 - nobody else is told
             await anyio.sleep(0.001)
         await anyio.to_thread.run_sync(settled, self.store)
         assert found.report is not None
@@ -138,7 +139,7 @@ async def process(
     assert store is not None
     moving = transfer(store, (shard,), lane, executor.serving)
     executor.checkpointed_by(moving.saver.checkpoint)
-    async with engine(settings, executor, transfer=moving, facts={}, paranoid=True) as running:
+    async with run_engine(settings, executor, transfer=moving, paranoid=True) as running:
         yield OneStart(running, store, shard)
         await anyio.to_thread.run_sync(settled, store)
     assert store.figures()["leases"] == 0
@@ -315,11 +316,11 @@ async def test_the_engine_learns_from_the_shard_that_it_has_state(tmp_path: Path
     lane, shard = DeviceLane(), Pipeline((RecurrentShard(2, 256, BUCKETS),))
     executor = DeviceExecutor(shard, BUCKETS, lane=lane)
     numerics = Numerics("buckets", BUCKETS, 16, CHUNK, "torch", 1, "one", 0.0, 0, 0)
-    how = {"numerics": numerics, "named": "a", "kept": Kept(tmp_path), "plan": (), "fit": Fit(4, 256)}
-    settings = await lane.run(partial(decide, Options(), executor, shard, None, **how))
+    how = {"proven": ProvenPlan(Fit(4, 256), numerics, (), "a"), "kept": CalibrationCache(tmp_path), "plan": ()}
+    settings = await lane.run(partial(choose_settings, Options(), executor, shard, None, **how))
     assert settings.stateful
     assert all(settings.rates.prefill), "chunks are timed wherever they stand, whatever state was there"
-    assert layout(shard, None, "a", 16) == Layout("a", 16, shard.row_spec, None, shard.state_specs)
+    assert build_layout(shard, None, "a", 16) == Layout("a", 16, shard.row_spec, None, shard.state_specs)
     assert not settings.no_trees
     assert executor.close()
 
@@ -344,8 +345,8 @@ async def test_a_draft_of_large_blocks_is_asked_for_what_can_be_rolled_back(
     draft = DFlashDraft(config, random_tensors(config), kernels, head, slots=2, capacity=256, buckets=BUCKETS)
     executor = DeviceExecutor(shard, BUCKETS, lane=lane, proposer=Drafting(draft, BUCKETS))
     numerics = Numerics("buckets", BUCKETS, 16, CHUNK, "torch", 1, "one", 0.0, 0, 0)
-    how = {"numerics": numerics, "named": "a", "kept": Kept(tmp_path), "plan": (), "fit": Fit(4, 48)}
-    settings = await lane.run(partial(decide, Options(), executor, shard, draft, **how))
+    how = {"proven": ProvenPlan(Fit(4, 48), numerics, (), "a"), "kept": CalibrationCache(tmp_path), "plan": ()}
+    settings = await lane.run(partial(choose_settings, Options(), executor, shard, draft, **how))
     assert settings.block == 15
     assert max(rows for _, _, rows, *_ in settings.rates.decode) == 16
     assert "proposes 31 tokens at once; 15 can be taken back" in caplog.text

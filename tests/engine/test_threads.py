@@ -16,7 +16,7 @@ from effects.job import Job
 from engine.core import trace
 from engine.core.event_loop import Envelope
 from engine.core.trace import DIGEST_EVERY, Recorder
-from engine.serving.serve import stopped
+from engine.serving.serve import wait_for_stop
 from engine.settings.user_error import UserError
 from states.events import Event, ForRequest, Submitted
 from states.settings import Settings
@@ -77,7 +77,7 @@ async def test_nobody_waits_for_a_lane_that_has_died_and_the_server_stops(caplog
     with pytest.raises(LaneClosed):
         lane.post(lambda: None, fail)
     with pytest.raises(UserError, match="the thread lane-cpu has died"):
-        await stopped(anyio.Event(), (lane.thread,))
+        await wait_for_stop(anyio.Event(), (lane.thread,))
 
 
 def fed(recorder: Recorder, count: int) -> None:
@@ -96,7 +96,7 @@ def test_a_trace_writer_that_dies_of_anything_ends_the_trace_and_lets_go(
     recorder.record(Envelope(0, 0, ForRequest(RequestId(0), cast("Event", object()))), (), make_world(Settings()))
     recorder._thread.join(10)  # noqa: SLF001
     fed(recorder, 1000)
-    assert recorder.lost
+    assert recorder.failure
     assert recorder._backlog.empty(), "nothing queues behind a writer that is gone"  # noqa: SLF001
     assert "ends early" in caplog.text
     recorder.close()
@@ -111,7 +111,7 @@ def test_what_waits_for_a_slow_disk_is_bounded(tmp_path: Path, monkeypatch: pyte
     recorder.start()
     try:
         fed(recorder, 1000)
-        assert recorder.lost == "the disk is too slow for it"
+        assert recorder.failure == "the disk is too slow for it"
         worlds += [item[2] for item in recorder._backlog.queue if item is not None]  # noqa: SLF001
         assert len(worlds) in {199, 200}, "the writer may hold one of them"
         assert sum(world is not None for world in worlds) <= 200 // DIGEST_EVERY + 1

@@ -20,10 +20,10 @@ from adapters.models.kernels.cuda.tiles import rows_to_plan
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.probe import buckets_of, probe_key
 from adapters.models.open_checkpoint import Checkpoint
-from engine.loading.device_survey import Placement, build_kernels, nothing_compiled, probing
+from engine.loading.device_survey import Placement, build_kernels, build_probe_inputs, is_compile_cache_empty
 from engine.loading.memory_fit import Fit
 from engine.loading.warm_up import compile_first, compile_kernels, warm_up
-from engine.settings.calibration_cache import Kept
+from engine.settings.calibration_cache import CalibrationCache
 
 CHUNK, FIT = 1024, Fit(5, 2048, pages=12)
 
@@ -32,11 +32,11 @@ def compiled(device: torch.device, folder: Path, *, probed: bool = False) -> Seq
     """What was heard. probed: an earlier start has left what the probe found."""
     checkpoint, heard = Checkpoint.open(demo.FOLDER), list[str]()
     plan = (Placement(range(checkpoint.config.num_layers), device),)
-    dtype, kept = torch.bfloat16, Kept(folder)
+    dtype, kept = torch.bfloat16, CalibrationCache(folder)
     if probed:
-        how = probing(checkpoint, device, (dtype, dtype), CHUNK, FIT.context)
+        how = build_probe_inputs(checkpoint, device, (dtype, dtype), CHUNK, FIT.context)
         key = probe_key(checkpoint.family, checkpoint.config, build_kernels(device, dtype), **how)
-        assert kept.made(key, lambda: "found", str, str) == "found"
+        assert kept.load_or_make(key, lambda: "found", str, str) == "found"
     how = {"rows": dtype, "fit": FIT, "chunk": CHUNK, "kept": kept}
     compile_kernels(checkpoint, plan, dtype, **how, step=lambda step, *_: heard.append(step))
     return heard
@@ -60,11 +60,11 @@ def test_what_cannot_be_compiled_before_is_told_and_no_reason_not_to_start(caplo
 
 def test_only_an_empty_folder_says_that_nothing_was_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-    assert not nothing_compiled()
+    assert not is_compile_cache_empty()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    assert nothing_compiled()
+    assert is_compile_cache_empty()
     (tmp_path / "kernel").mkdir()
-    assert not nothing_compiled()
+    assert not is_compile_cache_empty()
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from effects.ports import (
 )
 from effects.scope import Selection
 from effects.stream import EmitTokens, Finish, ReportProgress
-from engine.core.cache_misses import diverged
+from engine.core.cache_misses import find_longest_divergence
 
 FINISHES: Mapping[CancelReason, Finish] = {
     "client_gone": "cancelled",
@@ -228,7 +228,7 @@ class FakeDoor:
             await self.go.wait()
         job, total = ticket.job, len(ticket.job.prompt)
         cached = self.common(job)
-        found = [diverged([kept], job.prompt) for salt, kept in self.kept if salt == job.salt]
+        found = [find_longest_divergence([kept], job.prompt) for salt, kept in self.kept if salt == job.salt]
         ticket.diverged = max((one for one in found if one and one.at >= cached), key=lambda one: one.at, default=None)
         missed = "" if cached else "empty_store"
         told = tuple((-0.25, ((token, -0.25),) * job.prompt_logprobs) for token in job.prompt[1:])

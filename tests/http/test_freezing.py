@@ -18,7 +18,7 @@ from adapters.http.history.frozen_messages import (
     find_aged_range,
 )
 from adapters.store.files.private_folder import Folder
-from effects.compression import Compression, PromptPart
+from effects.compression import Compression, PromptPart, count_tokens
 from effects.ids import RequestId
 from effects.job import Job, find_aged_messages, freezes_messages
 from effects.pflash import KeepFrozen
@@ -58,7 +58,9 @@ async def asked(site: Site, messages: list[dict[str, Any]], **fields: Any) -> Jo
 
 def freeze(memory: FrozenMessages, job: Job) -> None:
     """As the engine says it, of all that has aged."""
-    kept = {part.name: ((0, 10), (part.stop - part.start - 10, part.stop - part.start)) for part in aged(job)}
+    kept = {
+        part.name: ((0, 10), (part.stop - part.start - 10, part.stop - part.start)) for part in find_aged_messages(job)
+    }
     memory.store(SOMEBODY, KeepFrozen(tuple(kept.items())))
 
 
@@ -190,6 +192,6 @@ def test_spans_that_no_message_has_do_not_get_into_a_job() -> None:
     with pytest.raises(ValueError, match="cannot be"):
         Compression("auto", least=-1)
     part = PromptPart("user", 0, 10, keep=100, kept=((0, 4), (6, 10)))
-    assert tokens_in(part.kept or ()) == 8
+    assert count_tokens(part.kept or ()) == 8
     assert (FRESH_MESSAGES, MIN_MESSAGE_TOKENS, MIN_AGED_TOKENS) == (2, 64, 512)
     assert evolve(part, kept=()).kept == ()

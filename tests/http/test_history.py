@@ -25,7 +25,7 @@ from adapters.http.request.resent_history import LOST_RESULT, Speaker, find_newe
 from adapters.http.request.tool_definitions import SkippedTools, map_tool_name
 from adapters.http.wire.fields import Fields
 from adapters.http.wire.repair_json import flatten_deep_values, replace_surrogate_halves
-from adapters.text.conversation import Conversation
+from adapters.text.conversation import Conversation, build_template_variables
 from adapters.text.model_text import Text
 from tests.http.conftest import Site, served
 from tests.http.sse import chunks

@@ -298,7 +298,7 @@ def said(number: int, *calls: str) -> AssistantTurn:
     return AssistantTurn(0, key(number), calls, Reading())
 
 
-def first(memory: TurnMemory, one: Utterance, owner: str = "") -> int | None:
+def first(memory: TurnMemory, one: AssistantTurn, owner: str = "") -> int | None:
     turn = CallerTurns(memory, owner).find(one)
     return None if turn is None else turn.tokens[0]
 

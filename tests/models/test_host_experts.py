@@ -29,8 +29,8 @@ from effects.ports import Closed
 from effects.stream import EmitTokens
 from engine.core.replay import replay_file
 from engine.core.trace import VERSION, Header, Recorder
-from engine.loading.expert_placement import counted, first_places
-from engine.serving.wiring import engine
+from engine.loading.expert_placement import place_first_experts, with_expert_counts
+from engine.serving.wiring import run_engine
 from states.settings import Settings
 from tests.models.checkpoints import run, run_in_pieces, same_bits, tokens_of
 
@@ -160,18 +160,20 @@ async def answers(experts: HostExperts | None, record: Path | None = None) -> li
     told = list[Tokens]()
     shard = Pipeline([shard_with(experts)])
     executor = DeviceExecutor(shard, (4, 8, 16, CHUNK), lane=DeviceLane(CPU), experts=experts)
-    settings = counted(Settings(slots=2, max_context=256, chunk=CHUNK, block_size=CHUNK, keep_decoded=False), experts)
+    settings = with_expert_counts(
+        Settings(slots=2, max_context=256, chunk=CHUNK, block_size=CHUNK, keep_decoded=False), experts
+    )
     if experts is not None:
-        first_places(experts)
+        place_first_experts(experts)
     recorder = None
     if record is not None:
         recorder = Recorder(record, Header(VERSION, "test", settings, "experts", {}, redacted=False))
         recorder.start()
     try:
-        async with engine(settings, executor, facts={}, recorder=recorder, paranoid=True) as running:
+        async with run_engine(settings, executor, recorder=recorder, paranoid=True) as running:
             for job in JOBS:
                 tokens: Tokens = ()
-                async for message in running.door.submit(job):
+                async for message in running.submissions.submit(job):
                     tokens += message.tokens if isinstance(message, EmitTokens) else ()
                     assert not isinstance(message, Closed) or message.finish == "length"
                 told.append(tokens)

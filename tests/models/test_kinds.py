@@ -19,7 +19,7 @@ from adapters.models.kernels.layer_kinds import describe_kind, run_one_of_each, 
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.open_checkpoint import Checkpoint
 from engine.loading.device_survey import build_kernels
-from engine.loading.warm_up import _warm_up
+from engine.loading.warm_up import run_all_shapes
 
 
 @frozen(eq=False)
@@ -146,7 +146,7 @@ def test_graphs_that_a_start_records_have_all_layers(
     monkeypatch.setattr(shard, "_device", gpu)
     target: Any = SimpleNamespace(devices=(), buckets=shard.buckets, forward=shard.forward, logits=shard.logits)
     with torch.inference_mode():
-        _warm_up(target, None, 32, 2)
+        run_all_shapes(target, None, 32, 2)
     graphs = {key: graph.layers for key, (graph, _) in cache._graphs.items()}  # noqa: SLF001
     narrow = "settled" if shard.state_specs else "layers"
     assert {("rows", 256, False), (narrow, 4, hopper), ("layers", 8, False), ("layers", 1, hopper)} <= graphs.keys()

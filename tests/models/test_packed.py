@@ -30,7 +30,8 @@ from adapters.models.kernels.product_list import (
 from adapters.models.kernels.proof.prover import Prover
 from adapters.models.kernels.seeded import make_generator
 from adapters.models.open_checkpoint import Checkpoint
-from engine.loading.memory_estimate import packs, weights
+from engine.loading.memory_estimate import estimate_weights
+from engine.loading.packed_estimate import keeps_packed
 from tests.models.checkpoints import run, run_in_pieces, save_model, tokens_of
 from tests.models.ggufs import Kind, mixed, random_blocks, write_gguf
 from tests.models.quantised import quantise
@@ -278,12 +279,14 @@ def test_what_packed_weights_take_is_reckoned_before_they_are_read(plain: Any, t
             held.append(shard.memory()["weights"])
             shard.close()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("engine.loading.memory_estimate.multiplied_in", lambda *_: dtype.itemsize)
-            reckoned = [weights(config, dtype, host, range(config.num_layers), layouts, proven=plan) for plan in plans]
-            expected = weights(config, dtype, host, range(config.num_layers), layouts)
+            patch.setattr("engine.loading.memory_estimate.choose_itemsize", lambda *_: dtype.itemsize)
+            reckoned = [
+                estimate_weights(config, dtype, host, range(config.num_layers), layouts, proven=plan) for plan in plans
+            ]
+            expected = estimate_weights(config, dtype, host, range(config.num_layers), layouts)
         assert reckoned == pytest.approx(held, rel=0.01)
         assert held[0] < held[1] < held[2]
-        assert expected == (reckoned[0] if packs(config, dtype) else reckoned[2])
+        assert expected == (reckoned[0] if keeps_packed(config, dtype) else reckoned[2])
 
 
 def test_packed_products_are_proven_and_serve_with_the_same_bits_in_any_pieces(

@@ -71,7 +71,7 @@ class Seen:
     async def idle(self) -> None:
         """The world has nobody in it."""
         with anyio.fail_after(30):
-            await self.engine.door.empty()
+            await self.engine.door.wait_until_empty()
 
     def halt_at(self, place: int) -> None:
         self.device.halts, self.device.go = place, anyio.Event()

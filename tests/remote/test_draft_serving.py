@@ -15,7 +15,7 @@ from effects.job import Job, Sampling
 from effects.scope import Scope
 from engine.loading.background_load import load_target
 from engine.loading.load_target import Target
-from engine.settings.options import Options
+from engine.settings.options import build_options
 from tests.e2e.test_speculation import FLAT, Heard, answers, words
 from tests.remote.daemons import Fates, Threads
 from tests.remote.test_faults import made, on_threads
@@ -56,12 +56,14 @@ class DraftedTarget:
 @pytest.fixture(params=["demo", "demo-hybrid"])
 async def serving(request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[DraftedTarget]:
     jobs = [evolve(job, speculate=True, max_tokens=16) for job in await made(request.param, 4)]
-    whole = await load_target(Options(model=request.param, **SHAPE, draft="none", disk_prefix_cache="off"))
+    whole = await load_target(build_options(model=request.param, **SHAPE, draft="none", disk_prefix_cache="off"))
     plain = words(await answers(whole, [evolve(job, scope=Scope("off")) for job in jobs], rates=FLAT))
     await whole.close()
     fates, dials = Fates(), list[Threads]()
     on_threads(monkeypatch, fates, dials)
-    target = await load_target(Options(model=request.param, **SHAPE, draft_device="ipc+cpu:0", kv_cache_dir=tmp_path))
+    target = await load_target(
+        build_options(model=request.param, **SHAPE, draft_device="ipc+cpu:0", kv_cache_dir=tmp_path)
+    )
     found = DraftedTarget(target, fates, jobs, plain)
     found.draft.peer.pause_s = 0
     yield found

@@ -24,7 +24,7 @@ from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
 from effects.residency import LoadModel, ModelLoaded, UnloadModel
 from engine.loading.background_load import load_target
 from engine.loading.load_target import Target
-from engine.settings.options import Options
+from engine.settings.options import build_options
 from tests.device.driver import TINY, VOCAB
 from tests.e2e.test_speculation import FLAT, answers, words
 from tests.models.checkpoints import proven
@@ -209,14 +209,14 @@ async def test_prompts_are_answered_alike_and_as_they_are_when_the_drafter_dies(
 ) -> None:
     asked = Compression("always", 300)
     jobs = [evolve(job, compression=asked, salt=str(at)) for at, job in enumerate(await made("demo", 2))]
-    whole = await load_target(Options(model="demo", **SHAPE))
+    whole = await load_target(build_options(model="demo", **SHAPE))
     expected = await shortened(whole, jobs)
     plain = await shortened(whole, [evolve(job, compression=Compression()) for job in jobs])
     await whole.close()
     assert expected[1] == ["", ""]
     fates, dials = Fates(), list[Threads]()
     on_threads(monkeypatch, fates, dials)
-    target = await load_target(Options(model="demo", **SHAPE, prefill_drafter_device="ipc+cpu:0"))
+    target = await load_target(build_options(model="demo", **SHAPE, prefill_drafter_device="ipc+cpu:0"))
     shown = target.memory(0)["drafter"]
     assert (shown["device"], shown["error"]) == ("ipc+cpu:0", "")
     assert await shortened(target, jobs) == expected

@@ -30,8 +30,8 @@ from effects.scope import Scope
 from engine.loading.background_load import load_target
 from engine.loading.load_target import Target
 from engine.loading.shard_server import ServedModel
-from engine.settings.options import Options
-from engine.settings.paths import draft_name, model_folder
+from engine.settings.options import build_options
+from engine.settings.paths import choose_draft_name, find_model_folder
 from tests.e2e.test_speculation import FLAT, SAMPLINGS, Heard, answers, words
 from tests.remote.daemons import Fates, Mortal, Threads
 
@@ -68,15 +68,17 @@ def on_threads(monkeypatch: pytest.MonkeyPatch, fates: Fates, dials: list[Thread
             assert fates.gate.wait(100)
             return Mortal(channel.socket, doom=fates.doom)
 
-        served = ServedModel.open(str(folder), where.device, draft_name(options.draft, options.model))
+        served = ServedModel.open(
+            str(folder), where.device, choose_draft_name(options.speculation.draft, options.model.model)
+        )
         dials.append(Threads(served, True, secret.encode(), engine.__version__, where.name, meddle, lender))
         return dials[-1]
 
-    monkeypatch.setattr(engine.remote, "launched", launched)
+    monkeypatch.setattr(engine.loading.shard_peers, "build_launch", launched)
 
 
 async def made(model: str, count: int) -> list[Job]:
-    text = Text.load(model_folder(Options(model=model)))
+    text = Text.load(find_model_folder(build_options(model=model).model))
     found = [prompt[-150:] for prompt in (await prompts(text, 8 + count))[8:]]
     await text.aclose()
     return [Job(prompt, 8, sampling=SAMPLINGS[n % 4], speculate=False) for n, prompt in enumerate(found)]
@@ -85,12 +87,12 @@ async def made(model: str, count: int) -> list[Job]:
 @pytest.fixture(params=MODELS)
 async def split(request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Split]:
     jobs = await made(request.param, 6)
-    whole = await load_target(Options(model=request.param, device="cpu", **SHAPE, disk_prefix_cache="off"))
+    whole = await load_target(build_options(model=request.param, device="cpu", **SHAPE, disk_prefix_cache="off"))
     plain = words(await answers(whole, [evolve(job, scope=Scope("off")) for job in jobs], rates=FLAT))
     await whole.close()
     fates, dials = Fates(), list[Threads]()
     on_threads(monkeypatch, fates, dials)
-    target = await load_target(Options(model=request.param, **PLAN, **SHAPE, kv_cache_dir=tmp_path))
+    target = await load_target(build_options(model=request.param, **PLAN, **SHAPE, kv_cache_dir=tmp_path))
     found = Split(target, fates, jobs, plain)
     found.shard.peer.pause_s = 0
     yield found

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Annotated, Any, NoReturn, get_args, get_origin, get_type_hints
 
+import attrs
 import pytest
 import torch
 from attrs import define, field
@@ -109,7 +110,9 @@ def test_whatever_a_request_may_be_picked_by_can_be_told_to_a_draft(sampling: Sa
 def ends_of_options() -> dict[str, tuple[int, int]]:
     """Every option of `rekindle serve` that is a whole number, with the least and the most that is accepted."""
     found = dict[str, tuple[int, int]]()
-    for name, hint in get_type_hints(Options, include_extras=True).items():
+    groups = attrs.asdict(Options(), recurse=False).values()
+    hints = [item for group in groups for item in get_type_hints(type(group), include_extras=True).items()]
+    for name, hint in hints:
         for one in get_args(hint)[1:] if get_origin(hint) is Annotated else ():
             for rule in one.validator if isinstance(one, Parameter) else ():
                 if isinstance(rule, Number) and get_args(hint)[0] is int:

@@ -30,7 +30,7 @@ def settle(path: Path, measured: Fixed, codec: str = "auto") -> tuple[str, int]:
 
 
 def test_zstd_is_the_default() -> None:
-    assert Options().kv_cache_codec == "zstd"
+    assert Options().cache.kv_cache_codec == "zstd"
 
 
 @pytest.mark.parametrize("first", ["zstd", "store"])

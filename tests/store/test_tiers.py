@@ -21,7 +21,7 @@ from adapters.store.store import Store
 from adapters.store.tier import LowerTier, Note, Tier, Write
 from engine.tools.simulation.simulated_costs import Costs
 from engine.tools.simulation.simulated_store import SimulatedDisk
-from engine.tools.simulation.tally import Infinite, Tally
+from engine.tools.simulation.tally import InfiniteCache, Tally
 from engine.tools.simulation.virtual_clock import Clock
 from tests.store.kit import BIG, BLOCK_SIZE, LAYOUT, buffer_of, rows_of, settled
 
@@ -49,7 +49,7 @@ def lower(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[
             return Lower(disk, lambda: settled(store))
         clock = Clock()
         simulated = SimulatedDisk(
-            index(LAYOUT, budget), Costs(token_bytes=LAYOUT.token_bytes), clock, Tally(Infinite(BLOCK_SIZE))
+            index(LAYOUT, budget), Costs(token_bytes=LAYOUT.token_bytes), clock, Tally(InfiniteCache(BLOCK_SIZE))
         )
         opened.append(simulated)
         return Lower(simulated, lambda: all(iter(clock.step, False)))

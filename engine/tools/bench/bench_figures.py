@@ -1,4 +1,4 @@
-"""What a level's samples come to."""
+"""The figures of a level of load, from its samples."""
 
 from __future__ import annotations
 
@@ -16,12 +16,7 @@ SHARES = (50, 90, 99)  # percentiles
 
 @frozen(kw_only=True)
 class LoadFigures:
-    """Of one level. Triples are the 50th, 90th and 99th percentile; None where there was nothing to count.
-
-    inter_token_ms: between events with text; a server that speculates sends several tokens in one. stream_tokens_s: of
-    each stream behind its first token. busy: the share of a core that this client took. late_ms: how late it came to
-    what it had to do, 99th percentile.
-    """
+    """The figures of one level. Triples are the 50th, 90th and 99th percentile; None if there was nothing to count."""
 
     level: str
     requests: int
@@ -57,15 +52,15 @@ def percentiles(values: Sequence[float]) -> tuple[float, ...] | None:
     return tuple(percentile(ordered, share) for share in SHARES) if ordered else None
 
 
-def gaps(level: Level) -> list[float]:
+def collect_gaps(level: Level) -> list[float]:
     """Milliseconds between events, of all streams."""
     return [1e3 * (after - before) for one in level.samples for before, after in pairwise(one.times)]
 
 
-def figures(level: Level) -> LoadFigures:
+def compute_figures(level: Level) -> LoadFigures:
     samples = level.samples
     fine = [one for one in samples if one.ended and not one.error]
-    told = [one.cached for one in fine if one.cached is not None]
+    cached_counts = [one.cached for one in fine if one.cached is not None]
     spoken = [one for one in fine if one.tokens > 1 and one.times[-1] > one.times[0]]
     # from the first request to the last answer's end: what closing down takes is no server's
     seconds = max((one.ended or level.ended for one in samples), default=level.ended) - level.began
@@ -78,10 +73,10 @@ def figures(level: Level) -> LoadFigures:
         unsent=level.unsent,
         seconds=seconds,
         prompt_tokens=sum(one.prompt or 0 for one in fine),
-        cached_tokens=sum(told) if told else None,
+        cached_tokens=sum(cached_counts) if cached_counts else None,
         answer_tokens=sum(one.tokens for one in samples),
         first_token_ms=percentiles([1e3 * one.first for one in samples if one.first is not None]),
-        inter_token_ms=percentiles(gaps(level)),
+        inter_token_ms=percentiles(collect_gaps(level)),
         tokens_an_event=sum(one.tokens for one in fine) / sum(len(one.times) for one in fine) if fine else None,
         stream_tokens_s=percentiles([(one.tokens - 1) / (one.times[-1] - one.times[0]) for one in spoken]),
         tokens_s=sum(one.tokens for one in samples) / seconds if seconds > 0 else 0.0,

@@ -1,4 +1,4 @@
-"""What a person can ask of `rekindle bench serve`."""
+"""The options of `rekindle bench serve`."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ MOST_LENGTH = 1 << 20  # tokens of a prompt or answer
 MOST_RATE = 10_000.0
 
 
-def whole_numbers(value: str, most: int, what: str) -> tuple[int, ...]:
+def parse_whole_numbers(value: str, most: int, what: str) -> tuple[int, ...]:
     words = [word.strip() for word in value.split(",")]
     if not all(word.isascii() and word.isdigit() and 1 <= int(word) <= most for word in words):
         raise ValueError(f"Must be {what} from 1 to {most}; several with commas between them.")
     return tuple(dict.fromkeys(map(int, words)))
 
 
-def known_concurrency(_: Any, value: str) -> None:
-    whole_numbers(value, MOST_STREAMS, "a number of streams")
+def check_concurrency(_: Any, value: str) -> None:
+    parse_whole_numbers(value, MOST_STREAMS, "a number of streams")
 
 
-def rates_of(value: str) -> tuple[float, ...]:
+def parse_rates(value: str) -> tuple[float, ...]:
     try:
         rates = tuple(dict.fromkeys(float(word) for word in value.split(","))) if value else ()
     except ValueError:
@@ -41,11 +41,11 @@ def rates_of(value: str) -> tuple[float, ...]:
     return rates
 
 
-def known_rate(_: Any, value: str) -> None:
-    rates_of(value)
+def check_rate(_: Any, value: str) -> None:
+    parse_rates(value)
 
 
-def lengths_of(value: str) -> tuple[int, int]:
+def parse_lengths(value: str) -> tuple[int, int]:
     """From "512" or "100-2000"."""
     low, dash, high = value.partition("-")
     words = (low, high if dash else low)
@@ -57,11 +57,11 @@ def lengths_of(value: str) -> tuple[int, int]:
     return least, most
 
 
-def known_lengths(_: Any, value: str) -> None:
-    lengths_of(value)
+def check_lengths(_: Any, value: str) -> None:
+    parse_lengths(value)
 
 
-def known_url(_: Any, value: str) -> None:
+def check_url(_: Any, value: str) -> None:
     try:
         found = urlsplit(value)
         fine = found.scheme in ("http", "https") and bool(found.hostname) and found.port != 0
@@ -71,7 +71,7 @@ def known_url(_: Any, value: str) -> None:
         raise ValueError("Must be like http://127.0.0.1:8000.")
 
 
-def known_body(_: Any, value: str) -> None:
+def check_body(_: Any, value: str) -> None:
     try:
         fine = isinstance(json.loads(value), dict)
     except (ValueError, RecursionError):
@@ -81,10 +81,10 @@ def known_body(_: Any, value: str) -> None:
 
 
 @frozen(kw_only=True)
-class Load:
+class LoadOptions:
     """Options of `rekindle bench serve`."""
 
-    url: Annotated[str, Parameter(group=ASKED, validator=known_url)] = "http://127.0.0.1:8000"
+    url: Annotated[str, Parameter(group=ASKED, validator=check_url)] = "http://127.0.0.1:8000"
     """Where the server is; /v1 is added."""
 
     api: Annotated[Literal["completions", "chat"], Parameter(group=ASKED)] = "completions"
@@ -99,10 +99,10 @@ class Load:
     timeout: Annotated[float, Parameter(group=ASKED, validator=Number(gt=0, lte=86_400))] = 600.0
     """Seconds without a byte after which a request has failed."""
 
-    concurrency: Annotated[str, Parameter(group=LOAD, validator=known_concurrency)] = "1"
+    concurrency: Annotated[str, Parameter(group=LOAD, validator=check_concurrency)] = "1"
     """Streams at once, each with its next request when its last one is answered; with commas, levels one by one."""
 
-    rate: Annotated[str, Parameter(group=LOAD, validator=known_rate, show_default=False)] = ""
+    rate: Annotated[str, Parameter(group=LOAD, validator=check_rate, show_default=False)] = ""
     """Instead: requests a second, which arrive at random (Poisson) whether or not others are answered."""
 
     requests: Annotated[int, Parameter(group=LOAD, validator=Number(gte=0, lte=1 << 20), show_default=False)] = 0
@@ -111,10 +111,10 @@ class Load:
     warm_up: Annotated[int, Parameter(group=LOAD, validator=Number(gte=0, lte=1024))] = 1
     """Requests of each stream before a level that are not counted."""
 
-    prompt_tokens: Annotated[str, Parameter(group=PROMPTS, validator=known_lengths)] = "512"
+    prompt_tokens: Annotated[str, Parameter(group=PROMPTS, validator=check_lengths)] = "512"
     """Length of prompts, or two with a dash: evenly between them."""
 
-    answer_tokens: Annotated[str, Parameter(group=PROMPTS, validator=known_lengths)] = "128"
+    answer_tokens: Annotated[str, Parameter(group=PROMPTS, validator=check_lengths)] = "128"
     """Length of answers, likewise; end tokens are ignored by servers that know `ignore_eos`."""
 
     shared_prefix: Annotated[int, Parameter(group=PROMPTS, validator=Number(gte=0, lte=MOST_LENGTH))] = 0
@@ -134,7 +134,7 @@ class Load:
     temperature: Annotated[float, Parameter(group=PROMPTS, validator=Number(gte=0, lte=2))] = 0.0
     """Of sampling."""
 
-    body: Annotated[str, Parameter(group=PROMPTS, validator=known_body)] = '{"ignore_eos": true}'
+    body: Annotated[str, Parameter(group=PROMPTS, validator=check_body)] = '{"ignore_eos": true}'
     """More fields of every request, as JSON."""
 
     seed: Annotated[int | None, Parameter(group=PROMPTS, validator=Number(gte=0, lte=1 << 62), show_default=False)] = (
@@ -150,11 +150,11 @@ class Load:
 
     @property
     def streams(self) -> tuple[int, ...]:
-        return whole_numbers(self.concurrency, MOST_STREAMS, "a number of streams")
+        return parse_whole_numbers(self.concurrency, MOST_STREAMS, "a number of streams")
 
     @property
     def rates(self) -> tuple[float, ...]:
-        return rates_of(self.rate)
+        return parse_rates(self.rate)
 
     @property
     def base(self) -> str:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.settings.plot_style import COLORS, GREY, LEFT, STYLE, entitle, save
-from engine.tools.bench.bench_figures import SHARES, LoadFigures, gaps
+from engine.settings.plot_style import COLORS, GREY, LEFT, STYLE, save_figure, set_title
+from engine.tools.bench.bench_figures import SHARES, LoadFigures, collect_gaps
 from engine.tools.bench.load_level import Level
 
 MOST_POINTS = 2000  # of one line
 
 
-def draw(path: Path, levels: Sequence[Level], every: Sequence[LoadFigures], title: str) -> None:
+def draw_load(path: Path, levels: Sequence[Level], every: Sequence[LoadFigures], title: str) -> None:
     """Raises OSError."""
     from matplotlib import rc_context  # noqa: PLC0415 - takes half a second
     from matplotlib.figure import Figure  # noqa: PLC0415
@@ -38,15 +38,15 @@ def draw(path: Path, levels: Sequence[Level], every: Sequence[LoadFigures], titl
         first.legend(*first.get_legend_handles_labels(), frameon=False)
         measured = [level for level in levels if level.samples]
         for at, level in enumerate(measured):
-            waits = sorted(gaps(level))
+            waits = sorted(collect_gaps(level))
             shown = waits[:: max(1, len(waits) // MOST_POINTS)]
             shares = [100 * (number + 1) / len(shown) for number in range(len(shown))]
             between.step(shown, shares, where="post", color=COLORS[at % len(COLORS)], label=level.name)
-        if any(map(any, map(gaps, measured))):  # events that come together have nothing between them
+        if any(map(any, map(collect_gaps, measured))):  # events that come together have nothing between them
             between.set_xscale("log")
             between.legend(frameon=False, loc="lower right")
         between.axhline(99, color=GREY, linewidth=0.8, linestyle=":")
         between.set(title="Next token within so many ms, %")
         between.set_ylim(0, 101)
-        entitle(figure, title)
-        save(figure, path)
+        set_title(figure, title)
+        save_figure(figure, path)

@@ -7,55 +7,57 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from engine.settings.formatting import WIDTH, percent
+from engine.settings.formatting import WIDTH, format_percent
 from engine.tools.bench.bench_figures import SHARES, LoadFigures
 
-BUSY, LATE_MS = 0.5, 5.0  # of a core, and 99th percentile: from there on the client explains figures
+# of a core, and 99th percentile: from there on the client explains figures
+BUSY = 0.5
+LATE_MS = 5.0
 NONE = "-"
 
 
-def number(value: float | None, unit: str = "") -> str:
+def format_number(value: float | None, unit: str = "") -> str:
     """Three digits that count."""
     if value is None:
         return NONE
     return (f"{value:,.0f}" if value >= 100 else f"{value:.3g}") + unit
 
 
-def among(name: str, at: int, unit: str = "") -> Callable[[LoadFigures], str]:
+def format_percentile(name: str, at: int, unit: str = "") -> Callable[[LoadFigures], str]:
     def cell(one: LoadFigures) -> str:
         values = getattr(one, name)
-        return number(values[at] if values else None, unit)
+        return format_number(values[at] if values else None, unit)
 
     return cell
 
 
-def shared(one: LoadFigures) -> str:
-    return NONE if one.hit_share is None else percent(one.hit_share)
+def format_shared(one: LoadFigures) -> str:
+    return NONE if one.hit_share is None else format_percent(one.hit_share)
 
 
-def percentile_rows(what: str, name: str, unit: str) -> tuple[tuple[str, Callable[[LoadFigures], str]], ...]:
+def list_percentile_rows(what: str, name: str, unit: str) -> tuple[tuple[str, Callable[[LoadFigures], str]], ...]:
     return tuple(
-        (f"{'' if at else what} p{share}".strip() if not at else f"  p{share}", among(name, at, unit))
+        (f"{'' if at else what} p{share}".strip() if not at else f"  p{share}", format_percentile(name, at, unit))
         for at, share in enumerate(SHARES)
     )
 
 
 ROWS: tuple[tuple[str, Callable[[LoadFigures], str]], ...] = (
     ("answered", lambda one: f"{one.answered} of {one.requests}"),
-    *percentile_rows("first token", "first_token_ms", " ms"),
-    *percentile_rows("inter-token", "inter_token_ms", " ms"),
-    ("tokens an event", lambda one: number(one.tokens_an_event)),
-    ("tokens/s of a stream, p50", among("stream_tokens_s", 0)),
-    ("tokens/s together", lambda one: number(one.tokens_s)),
-    ("requests/s", lambda one: number(one.requests_s)),
+    *list_percentile_rows("first token", "first_token_ms", " ms"),
+    *list_percentile_rows("inter-token", "inter_token_ms", " ms"),
+    ("tokens an event", lambda one: format_number(one.tokens_an_event)),
+    ("tokens/s of a stream, p50", format_percentile("stream_tokens_s", 0)),
+    ("tokens/s together", lambda one: format_number(one.tokens_s)),
+    ("requests/s", lambda one: format_number(one.requests_s)),
     ("prompt tokens", lambda one: f"{one.prompt_tokens:,}" if one.prompt_tokens else NONE),
-    ("  found in a cache", shared),
-    ("client's own: of a core", lambda one: percent(one.busy)),
-    ("  late, p99", lambda one: number(one.late_ms, " ms")),
+    ("  found in a cache", format_shared),
+    ("client's own: of a core", lambda one: format_percent(one.busy)),
+    ("  late, p99", lambda one: format_number(one.late_ms, " ms")),
 )
 
 
-def show(console: Console, headline: str, every: Sequence[LoadFigures], notes: Sequence[str]) -> None:
+def print_report(console: Console, headline: str, every: Sequence[LoadFigures], notes: Sequence[str]) -> None:
     if not console.is_terminal:
         console = Console(width=max(WIDTH, 30 + 14 * len(every)))
     console.print(headline, highlight=False)
@@ -66,12 +68,12 @@ def show(console: Console, headline: str, every: Sequence[LoadFigures], notes: S
     for name, cell in ROWS:
         table.add_row(name, *(cell(one) for one in every))
     console.print(table)
-    for line in (*troubles(every), *notes):
+    for line in (*list_troubles(every), *notes):
         console.print(line, highlight=False, markup=False)
 
 
-def troubles(every: Sequence[LoadFigures]) -> list[str]:
-    """What the figures above do not say, or what makes them doubtful."""
+def list_troubles(every: Sequence[LoadFigures]) -> list[str]:
+    """Return what the figures do not say, or what makes them doubtful."""
     lines = list[str]()
     for one in every:
         lines += [f"{one.level}: {count} failed: {error}" for error, count in one.errors.items()]

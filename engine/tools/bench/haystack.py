@@ -42,7 +42,7 @@ class Haystack:
         whose = [f"the secret number of {needle.who}" for needle in self.needles]
         return f"What is {', '.join(whose[:-1])} and {whose[-1]}?"
 
-    def found(self, answer: str) -> float:
+    def score_answer(self, answer: str) -> float:
         """The share of the needles whose numbers an answer says."""
         return sum(str(needle.number) in answer for needle in self.needles) / len(self.needles)
 
@@ -50,7 +50,7 @@ class Haystack:
         return "\n".join((*(self.lines if lines is None else lines), "", self.question))
 
 
-def haystack(draw: Random, words: int, depths: Sequence[float]) -> Haystack:
+def build_haystack(draw: Random, words: int, depths: Sequence[float]) -> Haystack:
     """About so many words, with a needle at each depth from 0, the beginning, to 1."""
     lines = [
         f"{' '.join(draw.choices(WORDS, k=LINE))}.".capitalize() for _ in range(max(len(depths), round(words / LINE)))
@@ -62,9 +62,10 @@ def haystack(draw: Random, words: int, depths: Sequence[float]) -> Haystack:
     return Haystack(tuple(lines), needles)
 
 
-def last(hay: Haystack, share: float) -> list[str]:
+def keep_last(hay: Haystack, share: float) -> list[str]:
     """The last lines, of so much of the text."""
-    kept, budget = list[str](), share * size(hay.lines)
+    kept = list[str]()
+    budget = share * count_words(hay.lines)
     for line in reversed(hay.lines):
         budget -= len(line) + 1
         if budget < 0:
@@ -73,9 +74,10 @@ def last(hay: Haystack, share: float) -> list[str]:
     return kept
 
 
-def some(hay: Haystack, share: float, draw: Random) -> list[str]:
+def keep_random(hay: Haystack, share: float, draw: Random) -> list[str]:
     """Lines by chance, in their order, of so much of the text."""
-    kept, budget = set[int](), share * size(hay.lines)
+    kept = set[int]()
+    budget = share * count_words(hay.lines)
     for at in draw.sample(range(len(hay.lines)), len(hay.lines)):
         budget -= len(hay.lines[at]) + 1
         if budget < 0:
@@ -84,5 +86,5 @@ def some(hay: Haystack, share: float, draw: Random) -> list[str]:
     return [line for at, line in enumerate(hay.lines) if at in kept]
 
 
-def size(lines: Sequence[str]) -> int:
+def count_words(lines: Sequence[str]) -> int:
     return sum(len(line) + 1 for line in lines)

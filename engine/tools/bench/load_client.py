@@ -1,7 +1,7 @@
 """One request over HTTP: sent, streamed, and every piece of its answer timed as it comes.
 
 Events of many streams come at once, and handling one takes 0.1 ms: what is timed by a clock that is looked at in its
-turn is late by all that came with it. So the clock here is the event loop's ear.
+turn is late by all that came with it. So the clock here is the time at which the event loop's selector returned.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import httpx2
 import msgspec
 from attrs import define, field
 
-from engine.settings.sse_client import Broken, Chunk, Usage, chunks, said
+from engine.settings.sse_client import Chunk, StreamBroken, Usage, describe_error, read_chunks
 from engine.settings.user_error import UserError
-from engine.tools.bench.bench_options import Load
+from engine.tools.bench.bench_options import LoadOptions
 from engine.tools.bench.bench_prompts import LoadPrompt
 
 OPEN_ENDED = httpx2.Limits(max_connections=None, max_keepalive_connections=None)  # as many as there are streams
@@ -26,7 +26,7 @@ OPEN_ENDED = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
 
 @define(eq=False)
 class Sample:
-    """What became of one request. Times are seconds of one clock; `times`: when each event with text came."""
+    """The outcome of one request. Times are seconds of one clock; `times`: when each event with text came."""
 
     sent: float
     times: list[float] = field(factory=list[float])
@@ -46,8 +46,10 @@ class Sample:
         return len(self.times) if self.answer is None else self.answer
 
 
-class Ear(DefaultSelector):
-    """At which an event loop hears of what has come. at: when it last did, in seconds of `perf_counter`."""
+class TimestampSelector(DefaultSelector):
+    """A selector that notes when the event loop last learnt that data had come. at: that time, in seconds of
+    `perf_counter`.
+    """
 
     at = 0.0
 
@@ -61,25 +63,25 @@ class Ear(DefaultSelector):
 class LoadClient:
     """All requests of a run go through it. clock: says when what is read now has come."""
 
-    load: Load
+    load: LoadOptions
     http: httpx2.AsyncClient
     model: str = ""
     clock: Callable[[], float] = time.perf_counter
 
     @staticmethod
-    def of(load: Load) -> LoadClient:
+    def from_options(load: LoadOptions) -> LoadClient:
         headers = {"Authorization": f"Bearer {load.api_key}"} if load.api_key else {}
         http = httpx2.AsyncClient(
             base_url=load.base, headers=headers, timeout=load.timeout, limits=OPEN_ENDED, trust_env=False
         )
         return LoadClient(load, http, load.model)
 
-    async def meet(self) -> None:
-        """Is anybody there, and which model is served? Raises Refusal."""
+    async def find_model(self) -> None:
+        """Return the model that the server has. Raises UserError if no server answers."""
         try:
             answer = await self.http.get("/v1/models")
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            raise UserError(f"--url {self.load.url}: nobody answers there ({said(error)})") from error
+            raise UserError(f"--url {self.load.url}: nobody answers there ({describe_error(error)})") from error
         if answer.status_code in (401, 403):
             raise UserError(f"--url {self.load.url}: HTTP {answer.status_code}: --api-key is missing or wrong")
         if not self.model:
@@ -88,7 +90,7 @@ class LoadClient:
             except (ValueError, LookupError, TypeError) as error:
                 raise UserError(f"--url {self.load.url}: it lists no models; name one with --model") from error
 
-    def body(self, prompt: LoadPrompt) -> tuple[str, dict[str, Any]]:
+    def build_body(self, prompt: LoadPrompt) -> tuple[str, dict[str, Any]]:
         load = self.load
         body: dict[str, Any] = {"model": self.model, "max_tokens": prompt.answer, "temperature": load.temperature}
         body |= {"stream": True, "stream_options": {"include_usage": True}, **load.more}
@@ -97,41 +99,42 @@ class LoadClient:
         return "/v1/completions", {**body, "prompt": prompt.text if load.words else list(prompt.tokens)}
 
     async def ask(self, prompt: LoadPrompt, sample: Sample) -> None:
-        """Fills the sample in as the answer comes."""
-        path, body = self.body(prompt)
+        """Send a prompt and fill in the sample as the answer comes."""
+        path, body = self.build_body(prompt)
         content = msgspec.json.encode(body)
         sample.sent = time.perf_counter()
         try:
             headers = {"Content-Type": "application/json"}
             async with self.http.stream("POST", path, content=content, headers=headers) as answer:
-                await read(answer, sample, self.clock)
-        except Broken as error:
+                await read_answer(answer, sample, self.clock)
+        except StreamBroken as error:
             sample.error = str(error)
         except httpx2.HTTPError as error:
-            sample.error = said(error)
+            sample.error = describe_error(error)
         sample.ended = time.perf_counter()
 
 
-async def read(answer: httpx2.Response, sample: Sample, clock: Callable[[], float]) -> None:
-    """Server-sent events, until the stream ends. Raises Broken."""
-    async with aclosing(chunks(answer, clock)) as coming:
+async def read_answer(answer: httpx2.Response, sample: Sample, clock: Callable[[], float]) -> None:
+    """Read server-sent events until the stream ends. Raises StreamBroken."""
+    async with aclosing(read_chunks(answer, clock)) as coming:
         async for now, chunk in coming:
-            take(chunk, now, sample)
+            add_event(chunk, now, sample)
     if not sample.times:
-        raise Broken("an answer without text")
+        raise StreamBroken("an answer without text")
 
 
-def take(chunk: Chunk, now: float, sample: Sample) -> None:
-    """One event, which came at `now`."""
-    if any(choice.says for choice in chunk.choices):
+def add_event(chunk: Chunk, now: float, sample: Sample) -> None:
+    """Add an event that came at `now`."""
+    if any(choice.answer_text for choice in chunk.choices):
         sample.times.append(now)
     if chunk.usage is not None:
-        count(chunk.usage, sample)
+        count_usage(chunk.usage, sample)
     if sample.cached is None and chunk.timings is not None:
         sample.cached = chunk.timings.cache_n
 
 
-def count(usage: Usage, sample: Sample) -> None:
-    sample.prompt, sample.answer = usage.prompt_tokens, usage.completion_tokens
+def count_usage(usage: Usage, sample: Sample) -> None:
+    sample.prompt = usage.prompt_tokens
+    sample.answer = usage.completion_tokens
     if usage.prompt_tokens_details is not None:
         sample.cached = usage.prompt_tokens_details.cached_tokens

@@ -13,66 +13,77 @@ import attrs
 from rich.console import Console
 
 from engine.settings import plot_style
-from engine.settings.progress import progress
-from engine.settings.user_error import UserError, innermost
-from engine.tools.bench.bench_figures import LoadFigures, figures
-from engine.tools.bench.bench_options import Load, lengths_of
-from engine.tools.bench.bench_plot import draw
+from engine.settings.progress import count_progress
+from engine.settings.user_error import UserError, find_innermost
+from engine.tools.bench.bench_figures import LoadFigures, compute_figures
+from engine.tools.bench.bench_options import LoadOptions, parse_lengths
+from engine.tools.bench.bench_plot import draw_load
 from engine.tools.bench.bench_prompts import Prompts
-from engine.tools.bench.bench_report import show
-from engine.tools.bench.load_client import Ear, LoadClient
+from engine.tools.bench.bench_report import print_report
+from engine.tools.bench.load_client import LoadClient, TimestampSelector
 from engine.tools.bench.load_level import Level
 from engine.tools.simulation.logs.read_log import read_logs
 
-LEAST, EACH, AT_A_RATE = 8, 4, 32  # requests of a level, where nobody says
+# requests of a level by default
+LEAST = 8
+EACH = 4
+AT_A_RATE = 32
 INTERRUPTED = 130
 
 
-def run(load: Load) -> int:
-    """Raises Refusal or OSError. Exit status 1 if a request failed."""
-    check(load)
+def run_bench(load: LoadOptions) -> int:
+    """Run a load and report it. Raises UserError or OSError. The exit status is 1 if a request failed."""
+    check_options(load)
     sessions = read_logs(load.log).sessions if load.log else []
     prompts = Prompts(load, secrets.randbits(32) if load.seed is None else load.seed, sessions)
-    levels, interrupted = list[Level](), False
-    client, ear = LoadClient.of(load), Ear()
-    client.clock = lambda: ear.at
+    levels = list[Level]()
+    interrupted = False
+    client = LoadClient.from_options(load)
+    selector = TimestampSelector()
+    client.clock = lambda: selector.at
     try:
-        anyio.run(measure, client, prompts, levels, backend_options={"loop_factory": lambda: SelectorEventLoop(ear)})
+        anyio.run(
+            measure_levels,
+            client,
+            prompts,
+            levels,
+            backend_options={"loop_factory": lambda: SelectorEventLoop(selector)},
+        )
     except KeyboardInterrupt:
         interrupted = True
     except BaseExceptionGroup as group:
-        raise innermost(group) from group
-    every = [figures(level) for level in levels if level.samples]
+        raise find_innermost(group) from group
+    every = [compute_figures(level) for level in levels if level.samples]
     if load.json:
-        print(json.dumps(described(client, prompts, levels, every, interrupted=interrupted), indent=2))
+        print(json.dumps(build_json(client, prompts, levels, every, interrupted=interrupted), indent=2))
     else:
-        show(Console(), headline(client), every, notes(prompts, interrupted=interrupted))
+        print_report(Console(), describe_run(client), every, list_notes(prompts, interrupted=interrupted))
     if load.plot is not None and every:
-        draw(load.plot, levels, every, headline(client))
+        draw_load(load.plot, levels, every, describe_run(client))
     return INTERRUPTED if interrupted else int(any(one.errors or one.unsent for one in every))
 
 
-def check(load: Load) -> None:
-    """Before anything is sent. Raises Refusal."""
+def check_options(load: LoadOptions) -> None:
+    """Check the options before anything is sent. Raises UserError."""
     if load.plot is not None:
-        plot_style.check(load.plot)
+        plot_style.check_plot_path(load.plot)
     if load.lengths_only and not load.log:
         raise UserError("--lengths-only needs --log")
     if load.rate and load.concurrency != "1":
         raise UserError("--concurrency and --rate: one of them; at a rate as many are open as come in")
-    if not load.log and load.shared_prefix >= lengths_of(load.prompt_tokens)[0]:
+    if not load.log and load.shared_prefix >= parse_lengths(load.prompt_tokens)[0]:
         raise UserError(
             f"--shared-prefix {load.shared_prefix}: accepted: less than --prompt-tokens {load.prompt_tokens}"
         )
 
 
-async def measure(client: LoadClient, prompts: Prompts, levels: list[Level]) -> None:
+async def measure_levels(client: LoadClient, prompts: Prompts, levels: list[Level]) -> None:
     load = client.load
     wanted = [Level(0, rate) for rate in load.rates] or [Level(streams, 0.0) for streams in load.streams]
     counts = [load.requests or (AT_A_RATE if one.rate else max(LEAST, EACH * one.streams)) for one in wanted]
     async with client.http:
-        await client.meet()
-        with progress("requests answered", sum(counts)) as step:
+        await client.find_model()
+        with count_progress("requests answered", sum(counts)) as step:
             for level, count in zip(wanted, counts, strict=True):
                 levels.append(level)
                 await level.run(
@@ -80,7 +91,7 @@ async def measure(client: LoadClient, prompts: Prompts, levels: list[Level]) -> 
                 )
 
 
-def headline(client: LoadClient) -> str:
+def describe_run(client: LoadClient) -> str:
     load = client.load
     if load.log:
         lengths = f"prompts and answers as in {', '.join(path.name for path in load.log)}"
@@ -89,8 +100,9 @@ def headline(client: LoadClient) -> str:
     return f"{client.model or 'a model'} at {load.base}, {load.api}: {lengths}"
 
 
-def notes(prompts: Prompts, *, interrupted: bool) -> list[str]:
-    load, lines = prompts.load, list[str]()
+def list_notes(prompts: Prompts, *, interrupted: bool) -> list[str]:
+    load = prompts.load
+    lines = list[str]()
     if interrupted:
         lines.append("Interrupted: these are the figures until then.")
     if load.shared_prefix:
@@ -98,10 +110,10 @@ def notes(prompts: Prompts, *, interrupted: bool) -> list[str]:
     return [*lines, f"The same prompts again: --seed {prompts.seed}"]
 
 
-def described(
+def build_json(
     client: LoadClient, prompts: Prompts, levels: Sequence[Level], every: Sequence[LoadFigures], *, interrupted: bool
 ) -> dict[str, Any]:
-    """What --json prints. The key of the server is nobody's business."""
+    """Return what --json prints. The key of the server is left out."""
     options = attrs.asdict(client.load, filter=attrs.filters.exclude("api_key", "json", "plot"))
     return {
         "url": client.load.base,
@@ -110,12 +122,14 @@ def described(
         "interrupted": interrupted,
         "options": {**options, "log": [path.name for path in client.load.log]},
         "levels": [{**attrs.asdict(one), "hit_share": one.hit_share} for one in every],
-        "requests": {level.name: [told(level, at) for at in range(len(level.samples))] for level in levels},
+        "requests": {
+            level.name: [build_request_json(level, at) for at in range(len(level.samples))] for level in levels
+        },
     }
 
 
-def told(level: Level, at: int) -> dict[str, Any]:
-    """One request. Seconds from the level's beginning."""
+def build_request_json(level: Level, at: int) -> dict[str, Any]:
+    """Return one request. Times are seconds from the beginning of its level."""
     sample = level.samples[at]
     return {
         "sent_s": round(sample.sent - level.began, 6),

@@ -17,72 +17,77 @@ from rich.table import Table
 
 from engine.settings import plot_style
 from engine.settings.formatting import WIDTH
-from engine.settings.progress import progress
-from engine.settings.sse_client import said
-from engine.settings.user_error import UserError, innermost
-from engine.tools.bench.bench_options import Load
-from engine.tools.bench.haystack import Haystack, haystack, last, some
+from engine.settings.progress import count_progress
+from engine.settings.sse_client import describe_error
+from engine.settings.user_error import UserError, find_innermost
+from engine.tools.bench.bench_options import LoadOptions
+from engine.tools.bench.haystack import Haystack, build_haystack, keep_last, keep_random
 from engine.tools.bench.load_client import LoadClient
 from engine.tools.bench.needles_cell import Cell
-from engine.tools.bench.needles_options import Needles
-from engine.tools.bench.needles_plot import draw
+from engine.tools.bench.needles_options import NeedleOptions
+from engine.tools.bench.needles_plot import draw_needles
 
 METHODS = ("whole", "compressed", "last lines", "random lines")
-ANSWER, EACH = 32, 16  # tokens of an answer, and for each further needle
+# tokens of an answer, and for each further needle
+ANSWER = 32
+EACH = 16
 SAMPLE = 2000  # words by which it is measured how many tokens they are
 
 
-def run(wanted: Needles) -> int:
-    """Raises Refusal or OSError. Exit status 1 if a question got no answer."""
+def run_needles(wanted: NeedleOptions) -> int:
+    """Ask all questions and report the answers. Raises UserError or OSError. The exit status is 1 if a question got no
+    answer.
+    """
     if wanted.plot is not None:
-        plot_style.check(wanted.plot)
+        plot_style.check_plot_path(wanted.plot)
     seed = secrets.randbits(32) if wanted.seed is None else wanted.seed
-    cells, interrupted = list[Cell](), False
-    load = Load(url=wanted.url, model=wanted.model, api_key=wanted.api_key, timeout=wanted.timeout)
-    client = LoadClient.of(load)
+    cells = list[Cell]()
+    interrupted = False
+    load = LoadOptions(url=wanted.url, model=wanted.model, api_key=wanted.api_key, timeout=wanted.timeout)
+    client = LoadClient.from_options(load)
     try:
-        anyio.run(measure, client, wanted, seed, cells)
+        anyio.run(measure_cells, client, wanted, seed, cells)
     except KeyboardInterrupt:
         interrupted = True
     except BaseExceptionGroup as group:
-        raise innermost(group) from group
+        raise find_innermost(group) from group
     if wanted.json:
-        print(json.dumps(described(client, wanted, seed, cells), indent=2))
+        print(json.dumps(build_json(client, wanted, seed, cells), indent=2))
     else:
-        show(Console(), client, wanted, seed, cells)
+        print_table(Console(), client, wanted, seed, cells)
     if wanted.plot is not None and cells:
-        draw(wanted.plot, cells, METHODS, headline(client, wanted))
+        draw_needles(wanted.plot, cells, METHODS, describe_run(client, wanted))
     return 130 if interrupted else int(any(cell.error for cell in cells))
 
 
-async def measure(client: LoadClient, wanted: Needles, seed: int, cells: list[Cell]) -> None:
-    asked = list(questions(wanted))
+async def measure_cells(client: LoadClient, wanted: NeedleOptions, seed: int, cells: list[Cell]) -> None:
+    asked = list(list_questions(wanted))
     async with client.http:
-        await client.meet()
-        each = await tokens_a_word(client)
-        with progress("questions asked", len(asked) * len(METHODS)) as step:
+        await client.find_model()
+        each = await measure_tokens_per_word(client)
+        with count_progress("questions asked", len(asked) * len(METHODS)) as step:
             for length, needles, depth, number in asked:
                 draw_ = Random(f"{seed} {length} {needles} {depth} {number}")  # noqa: S311 - texts
                 spread = [(at + 0.5) / needles for at in range(needles)]
-                hay = haystack(draw_, round(length / each), spread if depth is None else [depth])
+                hay = build_haystack(draw_, round(length / each), spread if depth is None else [depth])
                 share = wanted.keep
                 for method in METHODS:
                     cell = Cell(method, length, needles, depth, number)
-                    cells.append(await ask(client, hay, cell, share, draw_))
+                    cells.append(await ask_question(client, hay, cell, share, draw_))
                     share = cells[-1].kept if method == "compressed" and not cells[-1].error else share
                     step()
 
 
-def questions(wanted: Needles) -> Iterator[tuple[int, int, float | None, int]]:
-    """Length, needles, depth and number of each."""
+def list_questions(wanted: NeedleOptions) -> Iterator[tuple[int, int, float | None, int]]:
+    """Return the length, number of needles, depth and number of each question."""
     for length, needles in product(wanted.many_lengths, wanted.many_needles):
         depths: Sequence[float | None] = wanted.many_depths if needles == 1 else (None,)
         yield from ((length, needles, depth, number) for depth, number in product(depths, range(wanted.questions)))
 
 
-async def tokens_a_word(client: LoadClient) -> float:
-    """Of the texts that are hidden in. Raises Refusal: it is a server of ours that is asked."""
-    hay = haystack(Random(0), SAMPLE, [0.5])  # noqa: S311 - words
+async def measure_tokens_per_word(client: LoadClient) -> float:
+    """Measure the tokens of a word in these texts. Raises UserError if the server is not Rekindle."""
+    hay = build_haystack(Random(0), SAMPLE, [0.5])  # noqa: S311 - words
     try:
         answer = await client.http.post("/tokenize", json={"content": hay.text()})
         return len(answer.json()["tokens"]) / SAMPLE
@@ -92,9 +97,9 @@ async def tokens_a_word(client: LoadClient) -> float:
         ) from error
 
 
-async def ask(client: LoadClient, hay: Haystack, cell: Cell, share: float, draw_: Random) -> Cell:
+async def ask_question(client: LoadClient, hay: Haystack, cell: Cell, share: float, draw_: Random) -> Cell:
     """share: of the text, for who shortens it here."""
-    lines = {"last lines": last(hay, share), "random lines": some(hay, share, draw_)}.get(cell.method)
+    lines = {"last lines": keep_last(hay, share), "random lines": keep_random(hay, share, draw_)}.get(cell.method)
     how = {"mode": "always", "keep_ratio": share} if cell.method == "compressed" else {"mode": "off"}
     body = {
         "model": client.model,
@@ -107,49 +112,50 @@ async def ask(client: LoadClient, hay: Haystack, cell: Cell, share: float, draw_
     }
     try:
         answer = await client.http.post("/v1/chat/completions", json=body)
-        told = answer.json()
+        body = answer.json()
         if answer.status_code != 200:
-            return failed(cell, f"HTTP {answer.status_code}: {told['error']['message']}"[:200])
-        return read(cell, hay, told, share)
+            return mark_failed(cell, f"HTTP {answer.status_code}: {body['error']['message']}"[:200])
+        return fill_cell(cell, hay, body, share)
     except httpx2.HTTPError as error:
-        return failed(cell, said(error))
+        return mark_failed(cell, describe_error(error))
     except (ValueError, LookupError, TypeError) as error:
-        return failed(cell, f"no answer of a Rekindle server: {error!r}"[:200])
+        return mark_failed(cell, f"no answer of a Rekindle server: {error!r}"[:200])
 
 
-def read(cell: Cell, hay: Haystack, told: dict[str, Any], share: float) -> Cell:
-    """Raises LookupError or TypeError for what no server of ours says."""
-    compression = told["rekindle"]["compression"]
+def fill_cell(cell: Cell, hay: Haystack, body: dict[str, Any], share: float) -> Cell:
+    """Read an answer into its cell. Raises LookupError or TypeError for what Rekindle would not answer."""
+    compression = body["rekindle"]["compression"]
     if cell.method == "compressed":
         why = "off" if compression is None else compression["why"]
         if why:
-            return failed(cell, f"it was not compressed: {why}")
+            return mark_failed(cell, f"it was not compressed: {why}")
         share = compression["kept_tokens"] / compression["original_tokens"]
-    text = told["choices"][0]["message"]["content"] or ""
+    text = body["choices"][0]["message"]["content"] or ""
     kept = 1.0 if cell.method == "whole" else share
-    tokens, took = told["usage"]["prompt_tokens"], told["timings"]["prompt_ms"]
+    tokens = body["usage"]["prompt_tokens"]
+    took = body["timings"]["prompt_ms"]
     place = cell.method, cell.length, cell.needles, cell.depth, cell.number
-    return Cell(*place, hay.found(text), tokens, kept, took)
+    return Cell(*place, hay.score_answer(text), tokens, kept, took)
 
 
-def failed(cell: Cell, why: str) -> Cell:
+def mark_failed(cell: Cell, why: str) -> Cell:
     return Cell(cell.method, cell.length, cell.needles, cell.depth, cell.number, error=why)
 
 
-def mean(cells: Sequence[Cell], name: str) -> float | None:
+def average(cells: Sequence[Cell], name: str) -> float | None:
     values = [getattr(cell, name) for cell in cells if not cell.error]
     return sum(values) / len(values) if values else None
 
 
-def headline(client: LoadClient, wanted: Needles) -> str:
+def describe_run(client: LoadClient, wanted: NeedleOptions) -> str:
     return f"Needles found by {client.model or 'a model'}, keep ratio {wanted.keep:g}"
 
 
-def show(console: Console, client: LoadClient, wanted: Needles, seed: int, cells: Sequence[Cell]) -> None:
+def print_table(console: Console, client: LoadClient, wanted: NeedleOptions, seed: int, cells: Sequence[Cell]) -> None:
     """A row for each kind of question, a column for each method."""
     if not console.is_terminal:
         console = Console(width=WIDTH)
-    console.print(f"{headline(client, wanted)}, at {client.load.base}", highlight=False)
+    console.print(f"{describe_run(client, wanted)}, at {client.load.base}", highlight=False)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for name in ("tokens", "needles", "depth", *METHODS):
         table.add_column(name, justify="right")
@@ -159,11 +165,11 @@ def show(console: Console, client: LoadClient, wanted: Needles, seed: int, cells
         rows = [cell for cell in cells if (cell.length, cell.needles) == (length, needles)]
         if depth != "all":
             rows = [cell for cell in rows if cell.depth == depth]
-        shares = [mean([cell for cell in rows if cell.method == method], "found") for method in METHODS]
+        shares = [average([cell for cell in rows if cell.method == method], "found") for method in METHODS]
         where = "spread" if depth is None else depth if isinstance(depth, str) else f"{depth:g}"
         table.add_row(str(length), str(needles), where, *("-" if one is None else f"{one:.0%}" for one in shares))
     for what, name, form in (("text read", "kept", "{:.1%}"), ("prompt, ms", "prompt_ms", "{:,.0f}")):
-        values = [mean([cell for cell in cells if cell.method == method], name) for method in METHODS]
+        values = [average([cell for cell in cells if cell.method == method], name) for method in METHODS]
         table.add_row(what, "", "", *("-" if one is None else form.format(one) for one in values))
     console.print(table)
     for why in dict.fromkeys(cell.error for cell in cells if cell.error):
@@ -172,10 +178,10 @@ def show(console: Console, client: LoadClient, wanted: Needles, seed: int, cells
     console.print(f"The same texts again: --seed {seed}", style="dim", highlight=False)
 
 
-def described(client: LoadClient, wanted: Needles, seed: int, cells: Sequence[Cell]) -> dict[str, Any]:
-    """What --json prints. The key of the server is nobody's business."""
+def build_json(client: LoadClient, wanted: NeedleOptions, seed: int, cells: Sequence[Cell]) -> dict[str, Any]:
+    """Return what --json prints. The key of the server is left out."""
     options = asdict(wanted, filter=filters.exclude("api_key", "json", "plot"))
-    found = {method: mean([cell for cell in cells if cell.method == method], "found") for method in METHODS}
+    found = {method: average([cell for cell in cells if cell.method == method], "found") for method in METHODS}
     return {
         "url": client.load.base,
         "model": client.model,

@@ -1,4 +1,4 @@
-"""What a person can ask of `rekindle bench needles`."""
+"""The options of `rekindle bench needles`."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from attrs import frozen
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from engine.tools.bench.bench_options import ASKED, MOST_LENGTH, PROMPTS, SHOWN, known_url, whole_numbers
+from engine.tools.bench.bench_options import ASKED, MOST_LENGTH, PROMPTS, SHOWN, check_url, parse_whole_numbers
 from engine.tools.bench.haystack import NAMES
 
 
-def known_token_counts(_: Any, value: str) -> None:
-    whole_numbers(value, MOST_LENGTH, "a number of tokens")
+def check_token_counts(_: Any, value: str) -> None:
+    parse_whole_numbers(value, MOST_LENGTH, "a number of tokens")
 
 
-def known_needles(_: Any, value: str) -> None:
-    whole_numbers(value, len(NAMES), "a number of needles")
+def check_needles(_: Any, value: str) -> None:
+    parse_whole_numbers(value, len(NAMES), "a number of needles")
 
 
-def known_depths(_: Any, value: str) -> None:
-    depths_of(value)
+def check_depths(_: Any, value: str) -> None:
+    parse_depths(value)
 
 
-def depths_of(value: str) -> tuple[float, ...]:
+def parse_depths(value: str) -> tuple[float, ...]:
     try:
         depths = tuple(dict.fromkeys(float(word) for word in value.split(",")))
     except ValueError:
@@ -38,10 +38,10 @@ def depths_of(value: str) -> tuple[float, ...]:
 
 
 @frozen(kw_only=True)
-class Needles:
+class NeedleOptions:
     """Options of `rekindle bench needles`."""
 
-    url: Annotated[str, Parameter(group=ASKED, validator=known_url)] = "http://127.0.0.1:8000"
+    url: Annotated[str, Parameter(group=ASKED, validator=check_url)] = "http://127.0.0.1:8000"
     """Where the Rekindle server is, with a --prefill-drafter; /v1 is added."""
 
     model: Annotated[str, Parameter(group=ASKED, show_default=False)] = ""
@@ -53,13 +53,13 @@ class Needles:
     timeout: Annotated[float, Parameter(group=ASKED, validator=Number(gt=0, lte=86_400))] = 600.0
     """Seconds without an answer after which a question has failed."""
 
-    lengths: Annotated[str, Parameter(group=PROMPTS, validator=known_token_counts)] = "2000,6000"
+    lengths: Annotated[str, Parameter(group=PROMPTS, validator=check_token_counts)] = "2000,6000"
     """Tokens of the texts, with commas between them."""
 
-    depths: Annotated[str, Parameter(group=PROMPTS, validator=known_depths)] = "0,0.25,0.5,0.75,1"
+    depths: Annotated[str, Parameter(group=PROMPTS, validator=check_depths)] = "0,0.25,0.5,0.75,1"
     """Where a single needle is hidden: from 0, the text's beginning, to 1, its end."""
 
-    needles: Annotated[str, Parameter(group=PROMPTS, validator=known_needles)] = "1,4"
+    needles: Annotated[str, Parameter(group=PROMPTS, validator=check_needles)] = "1,4"
     """How many are hidden, and asked for at once; several are spread evenly."""
 
     questions: Annotated[int, Parameter(group=PROMPTS, validator=Number(gte=1, lte=1000))] = 2
@@ -81,12 +81,12 @@ class Needles:
 
     @property
     def many_lengths(self) -> tuple[int, ...]:
-        return whole_numbers(self.lengths, MOST_LENGTH, "a number of tokens")
+        return parse_whole_numbers(self.lengths, MOST_LENGTH, "a number of tokens")
 
     @property
     def many_needles(self) -> tuple[int, ...]:
-        return whole_numbers(self.needles, len(NAMES), "a number of needles")
+        return parse_whole_numbers(self.needles, len(NAMES), "a number of needles")
 
     @property
     def many_depths(self) -> tuple[float, ...]:
-        return depths_of(self.depths)
+        return parse_depths(self.depths)

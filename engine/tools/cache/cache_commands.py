@@ -47,10 +47,10 @@ def ls(
     json_
         Print JSON, and nothing else, on standard output.
     """
-    from engine.settings.paths import cache_folder  # noqa: PLC0415
+    from engine.settings.paths import find_cache_folder  # noqa: PLC0415
     from engine.tools.cache.list_cache import ls as show  # noqa: PLC0415
 
-    return show(folder or cache_folder(), text=text, model=model, everything=all_, as_json=json_)
+    return show(folder or find_cache_folder(), text=text, model=model, everything=all_, as_json=json_)
 
 
 @cache.command(sort_key=2)
@@ -76,12 +76,12 @@ def verify(
     quiet
         Do not tell how far it has got.
     """
-    from engine.settings.paths import cache_folder  # noqa: PLC0415
-    from engine.settings.progress import quietly  # noqa: PLC0415
+    from engine.settings.paths import find_cache_folder  # noqa: PLC0415
+    from engine.settings.progress import silence_progress  # noqa: PLC0415
     from engine.tools.cache.verify_cache import verify as check  # noqa: PLC0415
 
-    with quietly(quiet):
-        return check(folder or cache_folder(), as_json=json_)
+    with silence_progress(quiet):
+        return check(folder or find_cache_folder(), as_json=json_)
 
 
 @cache.command(sort_key=3)
@@ -113,9 +113,9 @@ def gc(
     dry_run
         Only say what would be removed.
     """
-    from engine.settings.paths import cache_folder  # noqa: PLC0415
-    from engine.tools.cache.collect_garbage import Unwanted  # noqa: PLC0415
+    from engine.settings.paths import find_cache_folder  # noqa: PLC0415
+    from engine.tools.cache.collect_garbage import RemovalOptions  # noqa: PLC0415
     from engine.tools.cache.collect_garbage import gc as collect  # noqa: PLC0415
 
-    unwanted = Unwanted(None if budget is None else budget << 20, identity, all_)
-    return collect(folder or cache_folder(), unwanted, dry_run=dry_run)
+    unwanted = RemovalOptions(None if budget is None else budget << 20, identity, all_)
+    return collect(folder or find_cache_folder(), unwanted, dry_run=dry_run)

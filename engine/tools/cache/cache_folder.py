@@ -1,4 +1,4 @@
-"""What is in a cache folder, by the model and the kind of numerics that it is of."""
+"""The content of a cache folder, by identity: the model and its numerics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHOWN_IDENTITY = 12  # hex digits
 
 @frozen
 class Identity:
-    """What one model, with one kind of numerics, has here."""
+    """The files of one identity."""
 
     name: str
     block_size: int
@@ -29,6 +29,7 @@ class Identity:
 
     @property
     def rows(self) -> list[SurveyedFile]:
+        """The snapshots, each once."""
         return [one for one in self.files if one.entry.kind == "rows"]
 
     @property
@@ -57,7 +58,7 @@ class Identity:
         return root(self.name, self.block_size)
 
 
-def identities(found: Survey) -> list[Identity]:
+def list_identities(found: Survey) -> list[Identity]:
     """Used last, listed first."""
     groups: dict[tuple[str, int], list[SurveyedFile]] = {}
     for one in found.kept:
@@ -67,8 +68,8 @@ def identities(found: Survey) -> list[Identity]:
 
 
 @contextmanager
-def looked_at(path: Path) -> Iterator[Folder]:
-    """A cache folder, only to read in. Raises Refusal."""
+def open_for_reading(path: Path) -> Iterator[Folder]:
+    """A cache folder, only to read in. Raises UserError."""
     try:
         folder = survey_folder.open_to_look(path)
     except FolderUnusable as error:
@@ -79,5 +80,5 @@ def looked_at(path: Path) -> Iterator[Folder]:
         folder.close()
 
 
-def wide(console: Console) -> Console:
+def widen(console: Console) -> Console:
     return console if console.is_terminal else Console(width=WIDTH + 10)

@@ -12,14 +12,14 @@ from adapters.store import index_journal, recent_prompts, survey_folder
 from adapters.store.block_index import Index
 from adapters.store.files.private_folder import Folder, FolderUnusable
 from adapters.store.survey_folder import Survey, SurveyedFile
-from engine.settings.formatting import size
+from engine.settings.formatting import format_bytes
 from engine.settings.user_error import UserError
-from engine.tools.cache.cache_folder import SHOWN_IDENTITY, Identity, identities, looked_at, wide
+from engine.tools.cache.cache_folder import SHOWN_IDENTITY, Identity, list_identities, open_for_reading, widen
 
 
 @frozen
-class Unwanted:
-    """What gc is to take away, beside what is of no use to anybody. identity: the beginning of the one to keep."""
+class RemovalOptions:
+    """What gc is to remove besides files that are of no use. identity: the beginning of the one to keep."""
 
     budget: int | None = None  # bytes
     identity: str = ""
@@ -37,11 +37,11 @@ class Removal:
         self.names |= dict.fromkeys(names, why)
 
 
-def gc(path: Path, unwanted: Unwanted, *, dry_run: bool) -> int:
-    """Needs the folder for itself, but for a dry run. Raises Refusal, OSError."""
-    with looked_at(path) as folder:
+def gc(path: Path, unwanted: RemovalOptions, *, dry_run: bool) -> int:
+    """Needs the folder for itself, but for a dry run. Raises UserError, OSError."""
+    with open_for_reading(path) as folder:
         if dry_run:
-            report(survey_folder.survey(folder), path, unwanted, done=False)
+            print_removal(survey_folder.survey(folder), path, unwanted, done=False)
             return 0
     try:
         owned = Folder.open(path)
@@ -49,7 +49,7 @@ def gc(path: Path, unwanted: Unwanted, *, dry_run: bool) -> int:
         raise UserError(str(error)) from error
     try:
         found = survey_folder.survey(owned)
-        removal = report(found, path, unwanted, done=True)
+        removal = print_removal(found, path, unwanted, done=True)
         for name in removal.names:
             owned.remove(name)
         owned.write(index_journal.NAME, [b"".join(index_journal.snapshot(one.entry for one in removal.left))])
@@ -58,22 +58,23 @@ def gc(path: Path, unwanted: Unwanted, *, dry_run: bool) -> int:
     return 0
 
 
-def report(found: Survey, path: Path, unwanted: Unwanted, *, done: bool) -> Removal:
-    removal = removed(found, unwanted)
-    console = wide(Console())
+def print_removal(found: Survey, path: Path, unwanted: RemovalOptions, *, done: bool) -> Removal:
+    removal = describe_removal(found, unwanted)
+    console = widen(Console())
     reasons = dict.fromkeys(removal.names.values())
     for why in reasons:
         names = [name for name, reason in removal.names.items() if reason == why]
-        console.print(f"{len(names):,} {why}: {size(found.bytes_of(names))}", highlight=False)
-    freed, left = found.bytes_of(list(removal.names)), sum(one.entry.size for one in removal.left)
+        console.print(f"{len(names):,} {why}: {format_bytes(found.bytes_of(names))}", highlight=False)
+    freed = found.bytes_of(list(removal.names))
+    left = sum(one.entry.size for one in removal.left)
     word = "freed" if done else "would be freed"
-    kept = f"kept files: {len(removal.left):,}, {size(left)}"
-    console.print(f"{path}: {size(freed)} {word}, {kept}", highlight=False, soft_wrap=True)
+    kept = f"kept files: {len(removal.left):,}, {format_bytes(left)}"
+    console.print(f"{path}: {format_bytes(freed)} {word}, {kept}", highlight=False, soft_wrap=True)
     return removal
 
 
-def removed(found: Survey, unwanted: Unwanted) -> Removal:
-    """Decided before anything is touched. Raises Refusal."""
+def describe_removal(found: Survey, unwanted: RemovalOptions) -> Removal:
+    """Decided before anything is touched. Raises UserError."""
     removal = Removal({}, list(found.kept))
     removal.add([*found.aside, *found.damaged], "damaged")
     removal.add(found.temporary, "unfinished")
@@ -82,19 +83,19 @@ def removed(found: Survey, unwanted: Unwanted) -> Removal:
         removal.add([*(one.name for one in found.kept), *found.unreadable, *found.recents], "kept")
         removal.left = []
         return removal
-    each = identities(found)
+    each = list_identities(found)
     if unwanted.identity:
-        chosen = choose(each, unwanted.identity)
+        chosen = choose_removal(each, unwanted.identity)
         removal.left = [one for one in found.kept if one.identity == chosen.name]
         mine = {recent_prompts.PREFIX + one.origin.hex() for one in each if one.name == chosen.name}
         others = [one.name for one in found.kept if one.identity != chosen.name]
         removal.add([*others, *(name for name in found.recents if name not in mine)], "of other identities")
     if unwanted.budget is not None and removal.left:
-        shrink(removal, unwanted.budget, max(removal.left, key=lambda one: one.entry.used).entry.origin)
+        shrink_to_budget(removal, unwanted.budget, max(removal.left, key=lambda one: one.entry.used).entry.origin)
     return removal
 
 
-def choose(each: Sequence[Identity], wanted: str) -> Identity:
+def choose_removal(each: Sequence[Identity], wanted: str) -> Identity:
     matching = {one.name: one for one in each if one.name.startswith(wanted.lower())}
     if len(matching) != 1:
         known = ", ".join(dict.fromkeys(one.name[:SHOWN_IDENTITY] for one in each)) or "none"
@@ -104,8 +105,8 @@ def choose(each: Sequence[Identity], wanted: str) -> Identity:
     return one
 
 
-def shrink(removal: Removal, budget: int, origin: bytes) -> None:
-    """What the server itself would evict for a smaller budget. origin: of the identity that goes last."""
+def shrink_to_budget(removal: Removal, budget: int, origin: bytes) -> None:
+    """Choose what the server itself would evict for a smaller budget. origin: of the identity that goes last."""
     index = Index(budget, block_size=1, origin=origin)
     twice = [one for one in removal.left if not index.add(one.entry)]
     gone = {entry.handle for entry in index.make_room(0)} | {one.entry.handle for one in twice}

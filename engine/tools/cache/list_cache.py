@@ -17,33 +17,33 @@ from adapters.store import survey_folder
 from adapters.store.block_keys import WIDTH
 from adapters.store.survey_folder import Survey, SurveyedFile, sequences
 from effects.ids import Tokens
-from engine.settings.formatting import size
+from engine.settings.formatting import format_bytes
 from engine.settings.user_error import UserError
-from engine.tools.cache.cache_folder import SHOWN_IDENTITY, Identity, identities, looked_at, wide
+from engine.tools.cache.cache_folder import SHOWN_IDENTITY, Identity, list_identities, open_for_reading, widen
 
 LISTED = 20  # sequences, unless all are asked for
 SHOWN_TOKENS = 200  # of a sequence's beginning
 
 
 def ls(path: Path, *, text: bool, model: Path | None, everything: bool, as_json: bool) -> int:
-    """Raises Refusal."""
-    decode = decoder(model) if text or model is not None else None
-    with looked_at(path) as folder:
+    """Raises UserError."""
+    decode = build_decoder(model) if text or model is not None else None
+    with open_for_reading(path) as folder:
         found = survey_folder.survey(folder)
-    each = identities(found)
+    each = list_identities(found)
     if as_json:
-        print(json.dumps({"folder": str(path), **described(found, each, decode)}, indent=2))
+        print(json.dumps({"folder": str(path), **build_json(found, each, decode)}, indent=2))
         return 0
-    console = wide(Console())
-    console.print(summary(path, found, each))
+    console = widen(Console())
+    console.print(print_summary(path, found, each))
     if each:
-        console.print(identity_table(each))
+        console.print(build_identity_table(each))
     for identity in each:
         show_sequences(console, identity, decode, None if everything else LISTED)
     return 0
 
 
-def decoder(model: Path | None) -> Callable[[Tokens], str]:
+def build_decoder(model: Path | None) -> Callable[[Tokens], str]:
     from adapters.text.tokenizer import Tokenizer  # noqa: PLC0415 - only who asks for text waits for it
 
     folder = model or demo.FOLDER
@@ -53,10 +53,11 @@ def decoder(model: Path | None) -> Callable[[Tokens], str]:
         raise UserError(f"--model {folder}: {error}") from error
 
 
-def summary(path: Path, found: Survey, each: Sequence[Identity]) -> Line:
-    files, tokens = sum(len(identity.files) for identity in each), sum(identity.tokens for identity in each)
+def print_summary(path: Path, found: Survey, each: Sequence[Identity]) -> Line:
+    files = sum(len(identity.files) for identity in each)
+    tokens = sum(identity.tokens for identity in each)
     line = Line(f"{path}: ", style="bold")
-    line.append(f"{size(sum(found.sizes.values()))}, {files:,} kept files, {tokens:,} tokens", style="not bold")
+    line.append(f"{format_bytes(sum(found.sizes.values()))}, {files:,} kept files, {tokens:,} tokens", style="not bold")
     others = [
         (found.damaged, "damaged"),
         (found.unreadable, "unreadable"),
@@ -74,7 +75,7 @@ def summary(path: Path, found: Survey, each: Sequence[Identity]) -> Line:
     return line
 
 
-def table(*columns: str) -> Table:
+def build_table(*columns: str) -> Table:
     """The first column is words, the others are figures."""
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for number, column in enumerate(columns):
@@ -82,17 +83,26 @@ def table(*columns: str) -> Table:
     return made
 
 
-def identity_table(each: Sequence[Identity]) -> Table:
-    made = table("identity", "block size", "runs", "draft", "states", "tokens", "on disk", "ratio", "hits", "last used")
+def build_identity_table(each: Sequence[Identity]) -> Table:
+    made = build_table(
+        "identity", "block size", "runs", "draft", "states", "tokens", "on disk", "ratio", "hits", "last used"
+    )
     for one in each:
         kinds = [sum(file.entry.kind == kind for file in one.files) for kind in ("rows", "draft", "state")]
         counts = (str(one.block_size), *(f"{count:,}" for count in kinds), f"{one.tokens:,}")
-        made.add_row(one.name[:SHOWN_IDENTITY], *counts, size(one.size), ratio(one.files), str(one.hits), str(one.used))
+        made.add_row(
+            one.name[:SHOWN_IDENTITY],
+            *counts,
+            format_bytes(one.size),
+            format_ratio(one.files),
+            str(one.hits),
+            str(one.used),
+        )
     return made
 
 
-def ratio(files: Iterable[SurveyedFile]) -> str:
-    """How much smaller the files are than what is in them."""
+def format_ratio(files: Iterable[SurveyedFile]) -> str:
+    """Return how much smaller the files are than their content."""
     listed = list(files)
     return f"{sum(one.content for one in listed) / max(1, sum(one.entry.size for one in listed)):.2f}x"
 
@@ -103,7 +113,7 @@ def show_sequences(
     every = sequences(identity.files)
     console.print()
     console.print(f"Sequences of {identity.name[:SHOWN_IDENTITY]}, used last first:", highlight=False)
-    made = table("tokens", "new from", "runs", "on disk", "ratio", "hits", "last used")
+    made = build_table("tokens", "new from", "runs", "on disk", "ratio", "hits", "last used")
     made.columns[0].justify = "right"
     if decode is not None:
         made.expand = True
@@ -114,13 +124,13 @@ def show_sequences(
             f"{one.stop:,}",
             f"{one.start:,}" if one.whole else f"{one.start:,}, front gone",
             f"{len(files):,}",
-            size(sum(file.entry.size for file in files)),
-            ratio(files),
+            format_bytes(sum(file.entry.size for file in files)),
+            format_ratio(files),
             str(one.hits),
             str(one.used),
         ]
         if decode is not None:
-            made.add_row(*cells, Line("… " * bool(one.start) + shown(files[0].entry.tokens, decode)))
+            made.add_row(*cells, Line("… " * bool(one.start) + format_entry(files[0].entry.tokens, decode)))
         else:
             made.add_row(*cells)
     console.print(made)
@@ -128,21 +138,21 @@ def show_sequences(
         console.print(f"and {len(every) - most:,} more: --all", style="dim")
 
 
-def shown(packed: bytes, decode: Callable[[Tokens], str]) -> str:
+def format_entry(packed: bytes, decode: Callable[[Tokens], str]) -> str:
     """How these tokens begin, in one line of what a terminal may show: it could be anything."""
     tokens = tuple(memoryview(packed[: SHOWN_TOKENS * WIDTH]).cast("i"))
     text = "".join(char if char.isprintable() else " " for char in decode(tokens))
     return " ".join(text.split())
 
 
-def texts(one: survey_folder.Sequence, decode: Callable[[Tokens], str] | None) -> dict[str, str]:
+def read_texts(one: survey_folder.Sequence, decode: Callable[[Tokens], str] | None) -> dict[str, str]:
     if decode is None:
         return {}
-    return {"text": shown(one.beginning, decode), "new_text": shown(one.files[0].entry.tokens, decode)}
+    return {"text": format_entry(one.beginning, decode), "new_text": format_entry(one.files[0].entry.tokens, decode)}
 
 
-def described(found: Survey, each: Sequence[Identity], decode: Callable[[Tokens], str] | None) -> dict[str, Any]:
-    """What --json prints."""
+def build_json(found: Survey, each: Sequence[Identity], decode: Callable[[Tokens], str] | None) -> dict[str, Any]:
+    """Return what --json prints."""
     return {
         "bytes": sum(found.sizes.values()),
         "identities": [
@@ -166,7 +176,7 @@ def described(found: Survey, each: Sequence[Identity], decode: Callable[[Tokens]
                         "content_bytes": sum(file.content for file in sequence.files),
                         "hits": sequence.hits,
                         "last_used_turn": sequence.used,
-                        **texts(sequence, decode),
+                        **read_texts(sequence, decode),
                     }
                     for sequence in sequences(one.files)
                 ],

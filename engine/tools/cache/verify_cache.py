@@ -9,18 +9,18 @@ from rich.console import Console
 from rich.text import Text as Line
 
 from adapters.store import survey_folder
-from engine.settings.formatting import counted, size
-from engine.settings.progress import progress
-from engine.tools.cache.cache_folder import looked_at, wide
+from engine.settings.formatting import format_bytes, format_count
+from engine.settings.progress import count_progress
+from engine.tools.cache.cache_folder import open_for_reading, widen
 
 
 def verify(path: Path, *, as_json: bool) -> int:
-    """1 if a file is damaged. Raises Refusal."""
+    """1 if a file is damaged. Raises UserError."""
     damaged: dict[str, str] = {}
-    with looked_at(path) as folder:
+    with open_for_reading(path) as folder:
         found = survey_folder.survey(folder)
         names = sorted([*(one.name for one in found.kept), *found.damaged, *found.unreadable])
-        with progress("files read", len(names)) as step:
+        with count_progress("files read", len(names)) as step:
             for name, wrong in survey_folder.verify(folder, names):
                 step()
                 if wrong:
@@ -32,8 +32,10 @@ def verify(path: Path, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps({"folder": str(path), "files": len(names), "bytes": checked, "damaged": damaged}, indent=2))
     else:
-        console = wide(Console())
+        console = widen(Console())
         for name, wrong in damaged.items():
             console.print(Line(f"{name}: {wrong}", style="red"), soft_wrap=True)
-        console.print(f"{counted(len(names), 'file')} read, {size(checked)}: {len(damaged)} damaged", highlight=False)
+        console.print(
+            f"{format_count(len(names), 'file')} read, {format_bytes(checked)}: {len(damaged)} damaged", highlight=False
+        )
     return 1 if damaged else 0

@@ -10,8 +10,8 @@ from typing import Any
 import httpx2
 from attrs import define, field, frozen
 
-from engine.settings.formatting import counted
-from engine.settings.sse_client import Chunk, chunks
+from engine.settings.formatting import format_count
+from engine.settings.sse_client import Chunk, read_chunks
 from engine.tools.chat.chat_options import ChatOptions
 
 CONNECT_S = 30.0  # for an answer there is no limit: Ctrl-C ends it
@@ -19,7 +19,7 @@ CONNECT_S = 30.0  # for an answer there is no limit: Ctrl-C ends it
 
 @define(eq=False)
 class ChatAnswer:
-    """As far as it has come. Times are seconds of one clock."""
+    """An answer as far as it has come. Times are seconds of one clock."""
 
     sent: float = field(factory=time.perf_counter)
     text: str = ""
@@ -33,16 +33,18 @@ class ChatAnswer:
     finish: str | None = None
     cancelled: bool = False
 
-    def heard(self, now: float, chunk: Chunk) -> None:
+    def add_chunk(self, now: float, chunk: Chunk) -> None:
         for choice in chunk.choices:
             self.finish = choice.finish_reason or self.finish
-            if choice.says:
+            if choice.answer_text:
                 self.events += 1
-                self.first, self.last = self.first or now, now
+                self.first = self.first or now
+                self.last = now
             if choice.delta is not None:
                 self.text += choice.delta.content or ""
         if chunk.usage is not None:
-            self.prompt, self.tokens = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
+            self.prompt = chunk.usage.prompt_tokens
+            self.tokens = chunk.usage.completion_tokens
             if chunk.usage.prompt_tokens_details is not None:
                 self.cached = chunk.usage.prompt_tokens_details.cached_tokens
         if self.cached is None and chunk.timings is not None:
@@ -54,19 +56,19 @@ class ChatAnswer:
     def line(self) -> str:
         """What it cost, for a person. A server that does not count is taken to send a token with each event."""
         count = self.events if self.tokens is None else self.tokens
-        told = ["cancelled"] if self.cancelled else []
-        told.append(counted(count, "token"))
+        parts = ["cancelled"] if self.cancelled else []
+        parts.append(format_count(count, "token"))
         if count > 1 and self.last > self.first:
-            told.append(f"{(count - 1) / (self.last - self.first):.1f} tokens/s")
+            parts.append(f"{(count - 1) / (self.last - self.first):.1f} tokens/s")
         if self.first:
-            told.append(f"first after {self.first - self.sent:.2f} s")
+            parts.append(f"first after {self.first - self.sent:.2f} s")
         if self.cached is not None:
             where = f" from {self.tier}" if self.tier and self.cached else ""
             of = f" of {self.prompt:,}" if self.prompt is not None else ""
-            told.append(f"{self.cached:,}{of} prompt tokens restored{where}")
+            parts.append(f"{self.cached:,}{of} prompt tokens restored{where}")
         if self.finish == "length":
-            told.append("cut at its limit")
-        return ", ".join(told)
+            parts.append("cut at its limit")
+        return ", ".join(parts)
 
 
 @frozen(eq=False)
@@ -103,10 +105,10 @@ class ChatPeer:
         async with (
             httpx2.AsyncClient(base_url=self.base, headers=self.headers, timeout=timeout, trust_env=named) as http,
             http.stream("POST", "/v1/chat/completions", json=self.body(messages)) as response,
-            aclosing(chunks(response)) as coming,
+            aclosing(read_chunks(response)) as coming,
         ):
             async for now, chunk in coming:
-                answer.heard(now, chunk)
+                answer.add_chunk(now, chunk)
                 for choice in chunk.choices:
                     if choice.delta is not None:
-                        show(choice.delta.thought, choice.delta.content or "")
+                        show(choice.delta.thinking, choice.delta.content or "")

@@ -16,28 +16,29 @@ from platformdirs import user_state_path
 from rich.console import Console
 from rich.text import Text as Line
 
-from engine.settings.formatting import counted
-from engine.settings.sse_client import Broken, said
-from engine.settings.user_error import UserError, innermost
+from engine.settings.formatting import format_count
+from engine.settings.sse_client import StreamBroken, describe_error
+from engine.settings.user_error import UserError, find_innermost
 from engine.tools.chat.chat_client import ChatAnswer, ChatPeer
 from engine.tools.chat.chat_options import ChatOptions
-from engine.tools.chat.conversation_file import COMMANDS, KEYS, Command, TypedTalk, command_of, read_prompt
-from engine.tools.chat.find_server import peer
-from engine.tools.chat.render_answer import unechoed, view
+from engine.tools.chat.conversation_file import COMMANDS, KEYS, Command, TypedConversation, parse_command, read_prompt
+from engine.tools.chat.find_server import find_peer
+from engine.tools.chat.render_answer import choose_view, without_echo
 
 MOST_HISTORY = 1000  # lines
 INTERRUPTED = 130
 TYPED = 0  # the descriptor of what a person types
 
 
-def run(model: str, options: ChatOptions) -> int:
-    """Raises Refusal. Exit status 1 if the one answer to a pipe failed."""
+def run_chat(model: str, options: ChatOptions) -> int:
+    """Raises UserError. Exit status 1 if the one answer to a pipe failed."""
     piped = None if sys.stdin.isatty() else sys.stdin.read()
     if piped is not None and not piped.strip():
         raise UserError("standard input is no terminal, and there is no prompt in it")
-    out, err = Console(), Console(stderr=True)
-    with peer(model, options, options.key(os.environ), err) as server:
-        chat = ChatSession(server, TypedTalk(options.system), out, err)
+    out = Console()
+    err = Console(stderr=True)
+    with find_peer(model, options, options.key(os.environ), err) as server:
+        chat = ChatSession(server, TypedConversation(options.system), out, err)
         if piped is not None:
             answer = chat.answer(piped.strip())
             return 1 if answer is None else INTERRUPTED if answer.cancelled else 0
@@ -49,17 +50,17 @@ class ChatSession:
     """out: where answers go; err: where everything else does that is not asked for."""
 
     peer: ChatPeer
-    talk: TypedTalk
+    talk: TypedConversation
     out: Console
     err: Console
 
     def converse(self) -> int:
         self.note(f"{self.peer.model} at {self.peer.base}; /help lists what else there is, Ctrl-D leaves")
-        line = with_history(user_state_path("rekindle", appauthor=False) / "chat_history")
+        line = enable_history(user_state_path("rekindle", appauthor=False) / "chat_history")
         while True:
             try:
                 prompt = read_prompt(line)
-                if command := command_of(prompt):
+                if command := parse_command(prompt):
                     self.obey(command)
                 elif prompt and (answer := self.answer(prompt)) is not None:
                     self.note(answer.line)
@@ -74,16 +75,17 @@ class ChatSession:
     def answer(self, prompt: str) -> ChatAnswer | None:
         """Shown as it comes, and part of the conversation from then on. Ctrl-C ends it, and what has come stays. None:
         it failed, which was told."""
-        answer, why = ChatAnswer(), ""
-        with unechoed(TYPED), view(self.out) as shown:
+        answer = ChatAnswer()
+        why = ""
+        with without_echo(TYPED), choose_view(self.out) as shown:
             try:
-                anyio.run(self.peer.ask, self.talk.asked(prompt), answer, shown.show)
+                anyio.run(self.peer.ask, self.talk.add_question(prompt), answer, shown.show)
             except KeyboardInterrupt:
                 answer.cancelled = True
-            except (Broken, httpx2.HTTPError, BaseExceptionGroup) as error:
-                why = failure(error)
+            except (StreamBroken, httpx2.HTTPError, BaseExceptionGroup) as error:
+                why = describe_failure(error)
         if answer.text:
-            self.talk.answered(prompt, answer.text)
+            self.talk.add_answer(prompt, answer.text)
         if why:
             self.complain(why)
             return None
@@ -95,10 +97,10 @@ class ChatSession:
             match command.name:
                 case "save":
                     self.talk.save(path)
-                    self.note(f"{counted(len(self.talk.messages), 'message')} kept in {path}")
+                    self.note(f"{format_count(len(self.talk.messages), 'message')} kept in {path}")
                 case "load":
                     self.talk.load(path)
-                    self.note(f"{counted(len(self.talk.messages), 'message')} of {path} are the conversation now")
+                    self.note(f"{format_count(len(self.talk.messages), 'message')} of {path} are the conversation now")
                 case "clear":
                     self.talk.clear()
                     self.note("the conversation begins anew")
@@ -114,17 +116,17 @@ class ChatSession:
         self.err.print(Line(f"rekindle: {text}", style="red"), soft_wrap=True)
 
 
-def failure(error: BaseException) -> str:
-    """In one line. What is no failure of a request is a bug, and raised again."""
-    reason = innermost(error)
-    if isinstance(reason, Broken):
+def describe_failure(error: BaseException) -> str:
+    """Return a failure in one line. An error that is no failure of a request is a bug, and raised again."""
+    reason = find_innermost(error)
+    if isinstance(reason, StreamBroken):
         return str(reason)
     if isinstance(reason, httpx2.HTTPError):
-        return said(reason)
+        return describe_error(reason)
     raise error
 
 
-def with_history(file: Path) -> Callable[[str], str]:
+def enable_history(file: Path) -> Callable[[str], str]:
     """Reads a line, with what was typed before at hand, where this Python has readline."""
     try:
         import readline  # noqa: PLC0415 - it changes how a terminal is read, and not every Python has it
@@ -133,10 +135,10 @@ def with_history(file: Path) -> Callable[[str], str]:
     with suppress(OSError):
         readline.read_history_file(file)
     readline.set_history_length(MOST_HISTORY)
-    return partial(remembering, file, readline.write_history_file)
+    return partial(keep_history, file, readline.write_history_file)
 
 
-def remembering(file: Path, write: Callable[[Path], None], shown: str) -> str:
+def keep_history(file: Path, write: Callable[[Path], None], shown: str) -> str:
     line = input(shown)
     with suppress(OSError):  # a home that cannot be written has no history
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

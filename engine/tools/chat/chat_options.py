@@ -1,4 +1,4 @@
-"""What a person can ask of `rekindle chat`."""
+"""The options of `rekindle chat`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from attrs import frozen
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from engine.tools.bench.bench_options import known_url
+from engine.tools.bench.bench_options import check_url
 
 
 @frozen(kw_only=True)
 class ChatOptions:
     """Options of `rekindle chat`."""
 
-    url: Annotated[str, Parameter(validator=lambda kind, value: value and known_url(kind, value))] = ""
+    url: Annotated[str, Parameter(validator=lambda kind, value: value and check_url(kind, value))] = ""
     """An OpenAI-compatible server, /v1 is added; by default ours at http://127.0.0.1:8000, started if it does not run.
     OPENAI_API_KEY is sent to a server that is named here, REKINDLE_API_KEY to ours."""
 

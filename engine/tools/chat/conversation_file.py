@@ -45,19 +45,19 @@ class Saved(msgspec.Struct):
 
 
 @define
-class TypedTalk:
+class TypedConversation:
     """system: said first, and again after a conversation is cleared."""
 
     system: str = ""
     messages: list[Message] = field(factory=list[Message])
 
-    def asked(self, prompt: str) -> list[dict[str, Any]]:
+    def add_question(self, prompt: str) -> list[dict[str, Any]]:
         """What the server is sent: everything so far, and the prompt."""
         system = [Message("system", self.system)] if self.system else []
         asked: list[dict[str, Any]] = msgspec.to_builtins([*system, *self.messages, Message("user", prompt)])
         return asked
 
-    def answered(self, prompt: str, answer: str) -> None:
+    def add_answer(self, prompt: str, answer: str) -> None:
         """An answer that was cut short is one, too: it is what the person has read."""
         self.messages += [Message("user", prompt), Message("assistant", answer)]
 
@@ -65,7 +65,7 @@ class TypedTalk:
         self.messages.clear()
 
     def save(self, path: Path) -> None:
-        """Raises Refusal for a file that is something else, OSError."""
+        """Raises UserError for a file that is something else, OSError."""
         if path.exists():
             self._read(path, "not overwritten")
         system = [Message("system", self.system)] if self.system else []
@@ -75,7 +75,7 @@ class TypedTalk:
         new.replace(path)
 
     def load(self, path: Path) -> None:
-        """Raises Refusal, OSError."""
+        """Raises UserError, OSError."""
         first, *others = read = self._read(path, "not loaded")
         self.system, self.messages = (first.content, others) if first.role == "system" else ("", read)
 
@@ -92,8 +92,8 @@ class TypedTalk:
         return found
 
 
-def command_of(line: str) -> Command | None:
-    """None: it is to be answered. A path is no command. Raises Refusal for what looks like one and is none."""
+def parse_command(line: str) -> Command | None:
+    """None: it is to be answered. A path is no command. Raises UserError for what looks like one and is none."""
     word, _, rest = line.strip().partition(" ")
     if not re.fullmatch(r"/[a-z]+", word):
         return None
@@ -109,10 +109,7 @@ def command_of(line: str) -> Command | None:
 
 
 def read_prompt(line: Callable[[str], str]) -> str:
-    """What is typed next, of one line or of several between marks. line: asks for one, given what to show before it.
-
-    Raises EOFError where there is no more.
-    """
+    """Read a prompt of one line, or of several between marks. line: reads one; takes what to show before it."""
     first = line(">>> ").strip()
     if not first.startswith(MARKS):
         return first

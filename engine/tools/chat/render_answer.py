@@ -29,12 +29,12 @@ class View(Protocol):
     def show(self, thought: str, text: str) -> None: ...
 
 
-def settled(text: str) -> int:
-    """How much of a Markdown text ends with a block that nothing can change any more.
-
-    A blank line ends one, unless it is inside a fence, or what follows is indented or listed: that may belong to it.
-    """
-    fence, done, blank, at = "", 0, 0, 0
+def split_settled(text: str) -> int:
+    """Return how much of a Markdown text ends with a block that no later text can change."""
+    fence = ""
+    done = 0
+    blank = 0
+    at = 0
     for line in text.splitlines(keepends=True):
         if not line.endswith("\n"):
             break
@@ -47,7 +47,8 @@ def settled(text: str) -> int:
         else:
             if blank and not line[0].isspace() and not LISTED.match(line):
                 done = blank
-            blank, fence = 0, mark[1] if mark else ""
+            blank = 0
+            fence = mark[1] if mark else ""
         at += len(line)
     return done
 
@@ -77,7 +78,7 @@ class Rendered:
         if text and self._thought:
             self._above(0)
         self._text += text
-        if done := settled(self._text):
+        if done := split_settled(self._text):
             self._above(done)
 
     def _growing(self) -> RenderableType:
@@ -85,8 +86,10 @@ class Rendered:
 
     def _above(self, stop: int) -> None:
         """What was thought, and the text up to here."""
-        thought, text = self._thought.strip(), self._text[:stop]
-        self._thought, self._text = "", self._text[stop:]
+        thought = self._thought.strip()
+        text = self._text[:stop]
+        self._thought = ""
+        self._text = self._text[stop:]
         if thought:
             self.console.print(Line(f"{thought}\n", style="dim italic"))
         if text.strip():
@@ -119,16 +122,13 @@ class Plain:
         self.console.file.flush()
 
 
-def view(console: Console) -> View:
+def choose_view(console: Console) -> View:
     return Rendered(console) if console.is_terminal else Plain(console)
 
 
 @contextmanager
-def unechoed(terminal: int) -> Iterator[None]:
-    """What is typed meanwhile is not shown, and there for the next line. terminal: its descriptor.
-
-    A growing block ends at the last column, so a "^C" would begin a line below it, and the block be drawn twice.
-    """
+def without_echo(terminal: int) -> Iterator[None]:
+    """Hide what is typed inside the block, and leave it for the next line. terminal: its descriptor."""
     try:
         import termios  # noqa: PLC0415 - not every system has it
 

@@ -1,4 +1,4 @@
-"""What is well and what is not, from facts that were looked up elsewhere: each finding with its remedy."""
+"""Findings, with their remedies, from facts that were collected elsewhere."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 from attrs import frozen
 
-from engine.settings.formatting import counted, size
+from engine.settings.formatting import format_bytes, format_count
 
 Verdict: TypeAlias = Literal["well", "warning", "fault"]
 FILES = 8192  # descriptors that a server asks for
@@ -28,7 +28,7 @@ class Finding:
 
 @frozen
 class DiskFacts:
-    """Of the folder that prompts are kept in. trouble: why it cannot be. Bytes, and bytes a second."""
+    """Facts about the folder of the prefix cache, in bytes and bytes a second. trouble: why it cannot be used."""
 
     folder: str
     trouble: str = ""
@@ -43,27 +43,27 @@ def disk(facts: DiskFacts, budget: int) -> Finding:
     if facts.trouble:
         remedy = "name a folder of your own with --kv-cache-dir, or serve with --disk-prefix-cache off"
         return Finding("cache", "fault", facts.trouble, remedy)
-    told = f"{facts.folder}: {size(facts.kept)} kept, {size(facts.free)} free, "
-    told += f"{size(facts.write)}/s written, {size(facts.read)}/s read"
-    told += "; a server is using it" if facts.in_use else ""
+    summary = f"{facts.folder}: {format_bytes(facts.kept)} kept, {format_bytes(facts.free)} free, "
+    summary += f"{format_bytes(facts.write)}/s written, {format_bytes(facts.read)}/s read"
+    summary += "; a server is using it" if facts.in_use else ""
     if facts.free + facts.kept < budget:
         remedy = f"--kv-cache-budget is {budget >> 20} MiB: lower it, or put --kv-cache-dir on another disk"
-        return Finding("cache", "warning", told, remedy)
+        return Finding("cache", "warning", summary, remedy)
     if facts.read < SLOW:
         remedy = "restoring may take longer than computing: put --kv-cache-dir on a quicker disk"
-        return Finding("cache", "warning", told, remedy)
-    return Finding("cache", "well", told)
+        return Finding("cache", "warning", summary, remedy)
+    return Finding("cache", "well", summary)
 
 
 def memory(total: int, free: int, limit: int | None) -> Finding:
     """limit: of a container, where there is one."""
-    told = f"{size(free)} of {size(total)} are free"
+    summary = f"{format_bytes(free)} of {format_bytes(total)} are free"
     if limit is not None and limit < total:
         remedy = "what fits is reckoned with the whole machine: choose --max-ctx and --slots, or raise the limit"
-        return Finding("memory", "warning", f"{told}; this container may take {size(limit)}", remedy)
+        return Finding("memory", "warning", f"{summary}; this container may take {format_bytes(limit)}", remedy)
     if free < SCARCE:
-        return Finding("memory", "warning", told, "end something else, or serve a smaller model")
-    return Finding("memory", "well", told)
+        return Finding("memory", "warning", summary, "end something else, or serve a smaller model")
+    return Finding("memory", "well", summary)
 
 
 def files(hard: int | None) -> Finding:
@@ -102,18 +102,20 @@ def switches(found: Mapping[str, str]) -> Finding:
     """Variables that change which kernels libraries choose, and with them the numerics class."""
     if not found:
         return Finding("kernels", "well", "no variable changes what libraries choose")
-    told = ", ".join(f"{name}={value}" for name, value in found.items())
+    summary = ", ".join(f"{name}={value}" for name, value in found.items())
     remedy = "answers and kept prompts are of another class than without; unset what you did not mean"
-    return Finding("kernels", "warning", told, remedy)
+    return Finding("kernels", "warning", summary, remedy)
 
 
-def numerics(mode: str, told: str) -> Finding:
+def numerics(mode: str, summary: str) -> Finding:
     if mode == "buckets":
-        return Finding("numerics", "well", told)
+        return Finding("numerics", "well", summary)
     remedy = "answers are exact, but slower, and without a draft: another --dtype or --threads may do better"
-    return Finding("numerics", "warning", told, remedy)
+    return Finding("numerics", "warning", summary, remedy)
 
 
 def models(names: Sequence[str]) -> Finding:
-    told = f"{counted(len(names), 'model')} in ~/models and the Hugging Face cache, besides those that come with it"
-    return Finding("models", "well", f"{told}; `rekindle models` tells which fit")
+    summary = (
+        f"{format_count(len(names), 'model')} in ~/models and the Hugging Face cache, besides those that come with it"
+    )
+    return Finding("models", "well", f"{summary}; `rekindle models` tells which fit")

@@ -38,9 +38,9 @@ class Clients:
         for session in group:
             shift = zero if session.absolute and not self.together else session.start_ns
             for agent in session.agents:
-                Sender(agent, self.clock, self.clock.now - shift, self.send, self._answered).next()
+                Sender(agent, self.clock, self.clock.now - shift, self.send, self._on_answered).next()
 
-    def _answered(self) -> None:
+    def _on_answered(self) -> None:
         self._open -= 1
         if not self._open:
             self.start()
@@ -60,11 +60,12 @@ class Sender:
     def next(self) -> None:
         """Put the next request on the clock, if there is one."""
         if self._sent < len(self.agent.requests):
-            request, pause = self.agent.requests[self._sent], self._sent > 0
+            request = self.agent.requests[self._sent]
+            pause = self._sent > 0
             self._sent += 1
             at = max(self.offset + request.at_ns, self.clock.now + request.pause_ns * pause)
-            self.clock.at(at, partial(self.send, request, self._done))
+            self.clock.at(at, partial(self.send, request, self._on_answered))
 
-    def _done(self) -> None:
+    def _on_answered(self) -> None:
         self.next()
         self.answered()

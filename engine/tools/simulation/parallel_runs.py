@@ -17,19 +17,19 @@ T = TypeVar("T")
 Work: TypeAlias = Callable[[Callable[[], None]], T]  # given what to call after each step
 
 
-def cores() -> int:
-    """That this process may use; 1 where no process can be forked from it."""
+def count_cores() -> int:
+    """Return the cores that this process may use; 1 if it cannot fork."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
 
 
-def beside(runs: Sequence[Work[T]], step: Callable[[], None], most: int) -> list[T]:
-    """What they return, in their order. step: called after each step of any of them. most: processes at once.
-
-    They are forked, so that what they read is there already; what they return and nothing else is sent back.
+def run_side_by_side(runs: Sequence[Work[T]], step: Callable[[], None], most: int) -> list[T]:
+    """Run these in processes and return what they return, in order. step: called after each step of any. most:
+    processes at once.
     """
     if most < 2 or len(runs) < 2:
         return [run(step) for run in runs]
-    context, waiting = get_context("fork"), deque(enumerate(runs))
+    context = get_context("fork")
+    waiting = deque(enumerate(runs))
     going = dict[Connection, tuple[int, Callable[[], None]]]()
     found = dict[int, T]()
     try:
@@ -40,18 +40,18 @@ def beside(runs: Sequence[Work[T]], step: Callable[[], None], most: int) -> list
                 process = context.Process(target=carry_out, args=(run, theirs), daemon=True)
                 process.start()
                 theirs.close()
-                going[ours] = number, partial(end, process)
+                going[ours] = number, partial(end_process, process)
             for ready in wait(list(going)):
                 assert isinstance(ready, Connection), ready
                 number, over = going[ready]
                 try:
-                    told = ready.recv()
+                    message = ready.recv()
                 except EOFError:
                     raise RuntimeError("a process that ran a simulation has died; what is above says why") from None
-                if told is None:
+                if message is None:
                     step()
                     continue
-                (found[number],) = told
+                (found[number],) = message
                 del going[ready]
                 ready.close()
                 over()
@@ -63,11 +63,11 @@ def beside(runs: Sequence[Work[T]], step: Callable[[], None], most: int) -> list
 
 
 def carry_out(run: Work[T], pipe: Connection) -> None:
-    """In a process of its own: None for each step, then what came of it, in a tuple."""
+    """Run in a child process: sends None for each step, then the result in a tuple."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever waits for it hears that, and ends it
     pipe.send((run(lambda: pipe.send(None)),))
 
 
-def end(process: BaseProcess) -> None:
+def end_process(process: BaseProcess) -> None:
     process.terminate()
     process.join()

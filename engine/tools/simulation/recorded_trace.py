@@ -16,20 +16,20 @@ from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored
 from effects.stream import CloseStream, EmitTokens
 from engine.core.event_loop import Envelope
-from engine.core.trace import BadTrace, Record, read
+from engine.core.trace import BadTrace, Record, read_trace
 from engine.tools.simulation.logs.logged_requests import MOST_REQUESTS, Agent, BadLog, Request, Session
-from engine.tools.simulation.simulated_costs import Measured
+from engine.tools.simulation.simulated_costs import MeasuredCosts
 from states.events import ForRequest, Submitted
 from states.settings import Settings
 
 
 @define
-class Recorded:
-    """What a trace holds for a simulation."""
+class RecordedTrace:
+    """The parts of a trace that a simulation uses."""
 
     session: Session
     settings: Settings
-    measured: Measured
+    measured: MeasuredCosts
 
 
 @define
@@ -52,10 +52,10 @@ class Collector:
     def feed(self, record: Record) -> None:
         match record:
             case Envelope(_, at_ns, ForRequest(request, Submitted(job))):
-                self.submitted(request, job)
+                self.add_job(request, job)
                 self.jobs[request] = (at_ns, job)
             case Envelope(_, _, ForRequest(request, event)):
-                self.happened(request, event)
+                self.add_event(request, event)
             case EffectRequest(request, EmitTokens(tokens)):
                 self.answers.setdefault(request, []).extend(tokens)
             case EffectRequest(request, CloseStream()):
@@ -68,19 +68,21 @@ class Collector:
             case _:
                 pass
 
-    def submitted(self, request: RequestId, job: Job) -> None:
+    def add_job(self, request: RequestId, job: Job) -> None:
         """Whose turn it is: the agent's whose last prompt, answered by then, it begins with; or a new one's."""
-        best, length = None, 0
+        best = None
+        length = 0
         for agent in self.agents:
             before = self.jobs[agent[-1]][1].prompt
-            if agent[-1] in self._closed and length < len(before) and begins(job.prompt, before):
-                best, length = agent, len(before)
+            if agent[-1] in self._closed and length < len(before) and extends(job.prompt, before):
+                best = agent
+                length = len(before)
         if best is None:
             self.agents.append([request])
         else:
             best.append(request)
 
-    def happened(self, request: RequestId, event: object) -> None:
+    def add_event(self, request: RequestId, event: object) -> None:
         launched = self._launched.get(request)
         match event, launched:
             case PrefillAdvanced(stop, ns), RunPrefill(start=start) if ns and stop > start:
@@ -108,14 +110,14 @@ class Collector:
         return Request(at_ns - start, (tokens(job.prompt),), tokens(answer), boundaries)
 
 
-def read_recorded(path: Path) -> Recorded:
+def read_recorded(path: Path) -> RecordedTrace:
     """Raises BadLog. A request that was cut short is taken to have wanted what it got.
 
     One that goes on from an answered one is sent by the same agent, so never before that answer.
     """
     collector = Collector()
     try:
-        header, records = read(path)
+        header, records = read_trace(path)
         collector.state_tokens = header.settings.state_tokens
         for number, record in records:
             collector.feed(record)
@@ -128,18 +130,18 @@ def read_recorded(path: Path) -> Recorded:
     if any(not job.prompt for _, job in collector.jobs.values()):
         raise BadLog(f"{path}: a prompt without tokens was recorded in it")
     loads = {tier: tuple(values) for tier, values in collector.loads.items() if tier in {"host", "disk"}}
-    measured = Measured(
+    measured = MeasuredCosts(
         tuple(collector.chunks), tuple(collector.decode_steps), loads, collector.token_bytes, collector.state_tokens
     )
-    return Recorded(collector.session(path.name, numbered()), header.settings, measured)
+    return RecordedTrace(collector.session(path.name, number_tokens()), header.settings, measured)
 
 
-def begins(prompt: Tokens, before: Tokens) -> bool:
-    """Does it begin with that, and go on?"""
+def extends(prompt: Tokens, before: Tokens) -> bool:
+    """Return whether a prompt begins with another one and goes on."""
     return len(before) < len(prompt) and prompt[len(before) - 1] == before[-1] and prompt[: len(before)] == before
 
 
-def numbered() -> Callable[[Tokens], Tokens]:
+def number_tokens() -> Callable[[Tokens], Tokens]:
     """Tokens by the order in which they were first seen: those of a redacted trace are longer than an index takes."""
     numbers: dict[int, int] = {}
 
@@ -149,9 +151,9 @@ def numbered() -> Callable[[Tokens], Tokens]:
     return tokens
 
 
-def merged(parts: Iterable[Measured]) -> Measured:
-    """What several traces say together."""
-    total = Measured()
+def merge_traces(parts: Iterable[MeasuredCosts]) -> MeasuredCosts:
+    """Return what several traces measured together."""
+    total = MeasuredCosts()
     for part in parts:
         loads = {tier: (*total.loads.get(tier, ()), *values) for tier, values in part.loads.items()}
         total = evolve(

@@ -14,11 +14,19 @@ from effects.job import Job
 from effects.scope import Scope
 from engine.tools.simulation.logged_clients import Clients
 from engine.tools.simulation.logs.logged_requests import Request, Session
-from engine.tools.simulation.simulated_compression import Shortening
+from engine.tools.simulation.simulated_compression import SimulatedCompression
 from engine.tools.simulation.simulated_costs import Costs
-from engine.tools.simulation.simulated_process import Live, Process
-from engine.tools.simulation.simulated_store import Keeping, SimulatedDisk, layout
-from engine.tools.simulation.tally import Count, Figures, Infinite, Ran, Tally, quantile, ratio
+from engine.tools.simulation.simulated_process import LiveRequest, Process
+from engine.tools.simulation.simulated_store import SimulatedDisk, SimulatedStore, build_layout
+from engine.tools.simulation.tally import (
+    Figures,
+    FinishedRun,
+    InfiniteCache,
+    RequestTally,
+    Tally,
+    compute_share,
+    quantile,
+)
 from engine.tools.simulation.virtual_clock import Clock
 from states.sequences import round_down_to_block
 from states.settings import Settings
@@ -28,7 +36,9 @@ NO_CACHE = "no cache"
 
 @frozen
 class Setup:
-    """What is the same for every scope. Budgets are bytes; restart_every and interleave are 0 for never and for all."""
+    """The part of a simulation that is the same for every scope. Budgets are bytes; restart_every and interleave are 0
+    for never and for all.
+    """
 
     settings: Settings
     costs: Costs
@@ -54,67 +64,69 @@ class Simulation:
     _held: deque[tuple[Request, Callable[[], None]]] = field(factory=deque)  # sent while the process stops
     _since: int = 0  # requests since the process started
     _places: dict[int, int] = field(init=False)  # of each request among all
-    _shortening: Shortening = field(init=False)
+    _shortening: SimulatedCompression = field(init=False)
     _evicted: int = 0  # from the host tiers of earlier processes
 
     def __attrs_post_init__(self) -> None:
-        settings, costs = self.setup.settings, self.setup.costs
+        settings = self.setup.settings
+        costs = self.setup.costs
         every = (request for session in self.sessions for agent in session.agents for request in agent.requests)
         self._places = {id(request): place for place, request in enumerate(every)}
-        self.tally = Tally(Infinite(settings.block_size))
-        kept = index(layout(costs, settings.block_size), self.setup.disk_budget)
+        self.tally = Tally(InfiniteCache(settings.block_size))
+        kept = index(build_layout(costs, settings.block_size), self.setup.disk_budget)
         self.disk = SimulatedDisk(kept, costs, self.clock, self.tally)
-        self._shortening = Shortening(self.setup.compression, settings.drafter)
+        self._shortening = SimulatedCompression(self.setup.compression, settings.drafter)
         self._begin()
 
     def run(self) -> None:
         Clients(self.sessions, self.clock, self.send, self.setup.interleave).start()
         while self.clock.step():
-            if self._stopping and self.process.idle and self.process.keeping.idle:
+            if self._is_stopping and self.process.idle and self.process.keeping.idle:
                 self._restart()
         assert self.process.idle, "a request that was never answered"
 
     def _begin(self) -> None:
         setup = self.setup
-        shape = layout(setup.costs, setup.settings.block_size)
-        keeping = Keeping(self.disk, setup.host_budget, shape, setup.costs, self.clock)
+        shape = build_layout(setup.costs, setup.settings.block_size)
+        keeping = SimulatedStore(self.disk, setup.host_budget, shape, setup.costs, self.clock)
         settings = setup.settings if self.scope is not None else evolve(setup.settings, store=False)
-        self.process, self._since = (
-            Process(settings, setup.costs, self.clock, keeping, self._shortening.frozen.store),
-            0,
-        )
+        self.process = Process(settings, setup.costs, self.clock, keeping, self._shortening.frozen.store)
+        self._since = 0
 
     @property
     def name(self) -> str:
         return NO_CACHE if self.scope is None else str(self.scope)
 
     @property
-    def _stopping(self) -> bool:
-        """Nobody is let in until those who are there have left."""
+    def _is_stopping(self) -> bool:
+        """Return whether no request is admitted until those that are live have ended."""
         return 0 < self.setup.restart_every <= self._since
 
     def _restart(self) -> None:
-        """What the slots and host memory held is gone; what was queued for the disk has been written, as at a drain."""
-        if not self._held and not self._left:
+        """Restart the process: slots and host memory are empty, and what was queued for the disk has been written, as
+        at a drain.
+        """
+        if not self._held and not self._on_left:
             return
         self.tally.restarts.append(self.clock.now)
         self._begin()
-        waiting, self._held = list(self._held), deque()
+        waiting = list(self._held)
+        self._held = deque()
         for request, answered in waiting:
             self.send(request, answered)
 
     @property
-    def _left(self) -> int:
+    def _on_left(self) -> int:
         return sum(session.count for session in self.sessions) - len(self.tally.counts)
 
     def send(self, request: Request, answered: Callable[[], None]) -> None:
-        if self._stopping:
+        if self._is_stopping:
             self._held.append((request, answered))
             return
         self._since += 1
         number = RequestId(len(self.tally.counts))
         prompt = request.prompt
-        count = Count(
+        count = RequestTally(
             self._places[id(request)], len(prompt), self.clock.now, self.tally.infinite.ask(prompt, request.answer)
         )
         self.tally.counts[number] = count
@@ -125,21 +137,24 @@ class Simulation:
             self.advanced()
             answered()
 
-        scope, compression = self.scope or Scope("off"), self._shortening.of(prompt, request.boundaries)
+        scope = self.scope or Scope("off")
+        compression = self._shortening.of(prompt, request.boundaries)
         job = Job(prompt, len(request.answer), scope=scope, boundaries=request.boundaries, compression=compression)
-        self.process.submit(number, job, Live(count, request.answer, closed))
+        self.process.submit(number, job, LiveRequest(count, request.answer, closed))
 
     # --- the outcome ---
 
-    def told(self) -> Ran:
+    def build_result(self) -> FinishedRun:
         tally = self.tally
         counts = tuple(tally.counts.values())
-        return Ran(self.name, self.scope, self.figures(), counts, tuple(tally.written), tuple(tally.restarts))
+        return FinishedRun(self.name, self.scope, self.figures(), counts, tuple(tally.written), tuple(tally.restarts))
 
     def figures(self) -> Figures:
-        counts, block_size = list(self.tally.counts.values()), self.setup.settings.block_size
+        counts = list(self.tally.counts.values())
+        block_size = self.setup.settings.block_size
         prompts = sum(count.prompt for count in counts)
-        hits, infinite = sum(count.found for count in counts), sum(count.infinite for count in counts)
+        hits = sum(count.found for count in counts)
+        infinite = sum(count.infinite for count in counts)
         selected = [count.selected for count in counts if count.selected]
         written = self.tally.written[-1][1] if self.tally.written else 0
         unique = len(self.tally.infinite.blocks) * block_size * self.setup.costs.token_bytes
@@ -149,19 +164,19 @@ class Simulation:
             requests=len(counts),
             prompt_tokens=prompts,
             hit_tokens=hits,
-            hit_share=ratio(hits, prompts),
+            hit_share=compute_share(hits, prompts),
             infinite_hit_tokens=infinite,
-            infinite_share=ratio(infinite, prompts),
-            of_infinite=ratio(hits, infinite),
+            infinite_share=compute_share(infinite, prompts),
+            of_infinite=compute_share(hits, infinite),
             restored_tokens=sum(count.restored for count in counts),
             served_tokens=sum(count.served for count in counts),
             whole_hits=sum(count.whole for count in counts),
-            selected_mean=ratio(sum(selected), len(selected)),
+            selected_mean=compute_share(sum(selected), len(selected)),
             selected_last=next((count.selected for count in reversed(counts) if count.selected), 0),
             written_bytes=written,
             checkpoint_bytes=self.tally.checkpoints,
             unique_bytes=unique,
-            written_of_unique=ratio(written, unique),
+            written_of_unique=compute_share(written, unique),
             evictions=self.disk.index.evictions,
             dropped_writes=self.disk.figures()["dropped_writes"],
             disk_bytes=self.disk.index.held,
@@ -170,8 +185,8 @@ class Simulation:
         )
 
 
-def fitted(settings: Settings, sessions: Sequence[Session]) -> Settings:
-    """The same, with slots that the longest request fits into, and a queue that refuses nobody."""
+def fit_settings(settings: Settings, sessions: Sequence[Session]) -> Settings:
+    """Return the settings with slots that the longest request fits into, and a queue that refuses no request."""
     longest = max(
         request.length + len(request.answer)
         for session in sessions

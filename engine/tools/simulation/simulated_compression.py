@@ -16,8 +16,8 @@ TURNS = 3  # messages from which on there is an answer among them
 
 
 @define(eq=False)
-class Shortening:
-    """What the server was told. What messages were frozen to outlives its restarts."""
+class SimulatedCompression:
+    """Compresses prompts as the server was asked to. The text of frozen messages outlives restarts."""
 
     asked: Compression
     longest: int  # tokens that a drafter can score
@@ -33,23 +33,23 @@ class Shortening:
         return MessageFreezing(self.frozen, lambda _: asked.keep, self.longest).apply(asked, prompt, len(parts))
 
 
-def shortened(asked: CompressPrompt, ns: int) -> PromptCompressed:
-    """As much as a drafter keeps. Nothing here depends on which: a quarter of it in front, the rest at the end."""
+def shorten_prompt(asked: CompressPrompt, ns: int) -> PromptCompressed:
+    """Return as much of a prompt as a scorer keeps: a quarter of it from the front, the rest from the end."""
     if asked.apart:
-        kept = tuple(span for part in asked.parts for span in ends(part.start, part.stop, part.keep))
+        kept = tuple(span for part in asked.parts for span in list_kept_ends(part.start, part.stop, part.keep))
         return PromptCompressed((), kept, ns=ns)
     length = len(asked.tokens)
-    spans = tuple(ends(0, length, min(asked.keep, asked.most) * WHOLE // length))
+    spans = tuple(list_kept_ends(0, length, min(asked.keep, asked.most) * WHOLE // length))
     return PromptCompressed(select_tokens(asked.tokens, spans), spans, ns=ns)
 
 
-def ends(start: int, stop: int, keep: int) -> Iterator[Span]:
+def list_kept_ends(start: int, stop: int, keep: int) -> Iterator[Span]:
     """keep: thousandths."""
     count = max(1, (stop - start) * keep // WHOLE)
     front = count // 4
     yield from (span for span in ((start, start + front), (stop - count + front, stop)) if span[0] < span[1])
 
 
-def scored(asked: CompressPrompt) -> int:
-    """Tokens that are looked at."""
+def count_scored(asked: CompressPrompt) -> int:
+    """Return the tokens that are scored."""
     return sum(part.length for part in asked.parts) if asked.apart else len(asked.tokens)

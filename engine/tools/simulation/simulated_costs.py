@@ -1,4 +1,4 @@
-"""How long things take in a simulation, and how many bytes a token's rows are: measured, or from a file."""
+"""Costs of a simulation: times, and bytes of a token's rows, measured or from a file."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Costs:
     launch: int = 190_000  # what the engine itself needs for one launch
 
     def __attrs_post_init__(self) -> None:
-        for name, value in figures(self).items():
+        for name, value in list_figures(self).items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e12:
                 raise ValueError(f"{name} is {str(value)[:40]}; accepted: a number from 0")
         if self.token_bytes < 1 or self.token_bytes != int(self.token_bytes):
@@ -69,7 +69,7 @@ class Costs:
         return self.decode_ns(positions) + self.chunk_ns(start, stop) - self.launch
 
     def rates(self) -> Rates:
-        """What the engine would have measured at its start."""
+        """Return the rates that the engine would have measured at its start."""
         edges = [0, *(1024 << span for span in range(SPANS))]
         prefill = [
             max(1, round(self.prefill + self.prefill_slope * (start + stop) / 2)) for start, stop in pairwise(edges)
@@ -77,13 +77,13 @@ class Costs:
         return Rates(tuple(prefill), max(1, int(self.host)), max(1, int(self.disk)))
 
 
-def figures(costs: Costs) -> dict[str, Any]:
+def list_figures(costs: Costs) -> dict[str, Any]:
     """All but the words."""
     return attrs.asdict(costs, filter=lambda attribute, _: attribute.name != "source")
 
 
 def read_costs(path: Path, before: Costs) -> Costs:
-    """With some of the figures from a file, a JSON object; the others as they were. Raises Refusal or OSError."""
+    """With some of the figures from a file, a JSON object; the others as they were. Raises UserError or OSError."""
     if path.stat().st_size > MOST_FILE:
         raise UserError(f"--costs {path}: larger than {MOST_FILE} bytes")
     known = [one.name for one in attrs.fields(Costs)]
@@ -102,9 +102,8 @@ def read_costs(path: Path, before: Costs) -> Costs:
 
 
 @frozen
-class Measured:
-    """What recorded outcomes say: (position, nanoseconds a token) of chunks, (position, nanoseconds) of decode
-    steps."""
+class MeasuredCosts:
+    """Costs from recorded outcomes: pairs of a position and nanoseconds, a token of a chunk or a decode step."""
 
     chunks: tuple[tuple[float, float], ...] = ()
     decode_steps: tuple[tuple[float, float], ...] = ()
@@ -112,13 +111,13 @@ class Measured:
     token_bytes: int = 0
     state_tokens: int = 0
 
-    def applied(self, costs: Costs, source: str) -> Costs:
+    def apply_to(self, costs: Costs, source: str) -> Costs:
         """The costs with what was measured in place of what was assumed. Unchanged if nothing was."""
         changes: dict[str, Any] = {}
         if self.chunks:
-            changes["prefill"], changes["prefill_slope"] = line(self.chunks)
+            changes["prefill"], changes["prefill_slope"] = fit_line(self.chunks)
         if self.decode_steps:
-            changes["decode"], changes["decode_slope"] = line(self.decode_steps)
+            changes["decode"], changes["decode_slope"] = fit_line(self.decode_steps)
         changes |= {tier: round(median(values)) for tier, values in self.loads.items() if values}
         if self.token_bytes:
             changes["token_bytes"] = self.token_bytes
@@ -129,7 +128,7 @@ class Measured:
         return evolve(costs, **changes, source=f"{source} ({', '.join(sorted(changes))}); the rest {costs.source}")
 
 
-def line(points: Iterable[tuple[float, float]]) -> tuple[int, float]:
+def fit_line(points: Iterable[tuple[float, float]]) -> tuple[int, float]:
     """(a, b) of the least squares y = a + b * x, neither of them below 0."""
     listed = list(points)
     mean_x = sum(x for x, _ in listed) / len(listed)

@@ -18,10 +18,10 @@ from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from effects.stream import CloseStream, EmitTokens, ReportProgress, StopLaunch
-from engine.tools.simulation.simulated_compression import scored, shortened
+from engine.tools.simulation.simulated_compression import count_scored, shorten_prompt
 from engine.tools.simulation.simulated_costs import Costs
-from engine.tools.simulation.simulated_store import Keeping
-from engine.tools.simulation.tally import Count
+from engine.tools.simulation.simulated_store import SimulatedStore
+from engine.tools.simulation.tally import RequestTally
 from engine.tools.simulation.virtual_clock import Clock, Queue
 from states.events import Event, ForRequest, Submitted
 from states.request_states import Held, get_remainder
@@ -31,10 +31,10 @@ from states.world import Output, World, advance, make_world
 
 
 @define(eq=False)
-class Live:
+class LiveRequest:
     """A request in this process: what it is counted in, and the answer that the log says it got."""
 
-    count: Count
+    count: RequestTally
     answer: Tokens
     closed: Callable[[], None]
     said: int = 0  # tokens of the answer
@@ -53,11 +53,11 @@ class Process:
     settings: Settings
     costs: Costs
     clock: Clock
-    keeping: Keeping
+    keeping: SimulatedStore
     frozen: Callable[[RequestId, KeepFrozen], object] = lambda *_: None
     world: World = field(init=False)
     lane: Queue = field(init=False)
-    live: dict[RequestId, Live] = field(factory=dict[RequestId, Live])
+    live: dict[RequestId, LiveRequest] = field(factory=dict[RequestId, LiveRequest])
     joining: list[EffectRequest] = field(factory=list[EffectRequest])  # who has a step with the next ones
     quiet: bool = True  # since the first of them joined: as `carry_out` has it
 
@@ -70,7 +70,7 @@ class Process:
     def idle(self) -> bool:
         return not self.world.requests
 
-    def submit(self, request: RequestId, job: Job, live: Live) -> None:
+    def submit(self, request: RequestId, job: Job, live: LiveRequest) -> None:
         self.live[request] = live
         self.feed(request, Submitted(job))
 
@@ -116,21 +116,19 @@ class Process:
         """Takes its place on the lane now; what it does is done, and answered, when its time has passed."""
         match asks[-1].effect:
             case RunPrefill() as piece if len(asks) > 1:
-                self.mixed(asks[:-1], asks[-1].request, piece)
+                self.compute_mixed_ns(asks[:-1], asks[-1].request, piece)
             case RunPrefill(_, start, stop) as chunk:
                 took = self.costs.chunk_ns(start, stop)
-                if chunk.held:
-                    self.checkpoint(asks[0].request, start)
-                self.after(took, partial(self.computed, asks[0].request, chunk, took))
-                self.lane.enter(((chunk.place is not None) + chunk.checkpoint + chunk.held) * self.moved)
+                self.after(took, partial(self.on_prefilled, asks[0].request, chunk, took))
+                self.lane.enter(((chunk.place is not None) + chunk.checkpoint) * self.compute_copy_ns)
             case RunDecode():
                 for ask in asks:
                     if isinstance(ask.effect, RunDecode) and ask.effect.checkpoint:
                         self.checkpoint(ask.request, round_down_to_block(self.settings, ask.effect.position))
-                self.decode(asks, 1 if not quiet else self.undisturbed(asks))
+                self.decode(asks, 1 if not quiet else self.count_undisturbed_steps(asks))
             case CompressPrompt() as asked:
-                took = self.costs.launch + scored(asked) * self.costs.drafter
-                self.after(took, partial(self.answer, asks[0].request, shortened(asked, took)))
+                took = self.costs.launch + count_scored(asked) * self.costs.drafter
+                self.after(took, partial(self.answer, asks[0].request, shorten_prompt(asked, took)))
             case LoadModel(name):
                 self.after(self.costs.launch, partial(self.answer, asks[0].request, ModelLoaded(name=name)))
             case UnloadModel():
@@ -141,24 +139,25 @@ class Process:
     def join(self, asks: tuple[EffectRequest, ...]) -> None:
         """What is on the lane has been answered for already, so they have the step after it, with whoever else has."""
         if not self.joining:
-            self.clock.at(max(self.lane.free, self.clock.now), self.joined)
+            self.clock.at(max(self.lane.free, self.clock.now), self.list_joined)
         self.joining += asks
 
-    def joined(self) -> None:
-        asks, self.joining = tuple(self.joining), []
+    def list_joined(self) -> None:
+        asks = tuple(self.joining)
+        self.joining = []
         self.launch(asks, quiet=self.quiet)
 
-    def mixed(self, decode_steps: tuple[EffectRequest, ...], request: RequestId, piece: RunPrefill) -> None:
+    def compute_mixed_ns(self, decode_steps: tuple[EffectRequest, ...], request: RequestId, piece: RunPrefill) -> None:
         positions = [ask.effect.position for ask in decode_steps if isinstance(ask.effect, RunDecode)]
         took = self.costs.mixed_ns(positions, piece.start, piece.stop)
 
         def done() -> None:
-            self.decoded([ask.request for ask in decode_steps], 1, 0)
-            self.computed(request, piece, 0)
+            self.on_decoded([ask.request for ask in decode_steps], 1, 0)
+            self.on_prefilled(request, piece, 0)
 
         self.after(took, done)
 
-    def undisturbed(self, asks: tuple[EffectRequest, ...]) -> int:
+    def count_undisturbed_steps(self, asks: tuple[EffectRequest, ...]) -> int:
         """How many steps these can decode before one has its whole answer, if nothing else wants the lane."""
         lives = [self.live[ask.request] for ask in asks]
         if self.settings.stateful or self.world.lanes[MAIN].waiting or not all(live.said for live in lives):
@@ -171,26 +170,28 @@ class Process:
         """
         positions = [ask.effect.position for ask in asks if isinstance(ask.effect, RunDecode)]
         room = self.clock.next - max(self.lane.free, self.clock.now)
-        took, steps = self.costs.decode_ns(positions), 1
+        took = self.costs.decode_ns(positions)
+        steps = 1
         while steps < most:
             more = self.costs.decode_ns([position + steps for position in positions])
             if took + more > room:
                 break
-            took, steps = took + more, steps + 1
-        self.after(took, partial(self.decoded, [ask.request for ask in asks], steps, took // steps))
+            took = took + more
+            steps = steps + 1
+        self.after(took, partial(self.on_decoded, [ask.request for ask in asks], steps, took // steps))
 
     def after(self, ns: int, action: Callable[[], None]) -> None:
         self.clock.at(self.lane.enter(ns), action)
 
     @property
-    def moved(self) -> int:
+    def compute_copy_ns(self) -> int:
         """Nanoseconds to copy a state."""
         return self.costs.state_tokens * self.costs.copy
 
     def answer(self, request: RequestId, outcome: Outcome) -> None:
         self.feed(request, outcome)
 
-    def computed(self, request: RequestId, chunk: RunPrefill, took: int) -> None:
+    def on_prefilled(self, request: RequestId, chunk: RunPrefill, took: int) -> None:
         if chunk.checkpoint:
             self.checkpoint(request, chunk.stop)
         self.feed(request, PrefillAdvanced(chunk.stop, took))
@@ -204,7 +205,7 @@ class Process:
         assert isinstance(state, Held), state
         return state
 
-    def decoded(self, requests: list[RequestId], steps: int, took: int) -> None:
+    def on_decoded(self, requests: list[RequestId], steps: int, took: int) -> None:
         """The next token of each answer, or so many of them. took: by one step."""
         for request in requests:
             live = self.live[request]
@@ -216,7 +217,7 @@ class Process:
         if opening.source != opening.slot:
             self.lane.enter(opening.keep * self.costs.copy)
         if opening.state and (opening.source != opening.slot or opening.place is not None):
-            self.lane.enter(self.moved)
+            self.lane.enter(self.compute_copy_ns)
         live = self.live[request]
         if live.first_slot:
             live.first_slot = False
@@ -224,7 +225,8 @@ class Process:
 
     def save(self, request: RequestId, saving: SaveSnapshot) -> None:
         """Copy out what no tier has; then it is kept, and waits to be written."""
-        tokens, salt = saving.tokens, get_remainder(self.held(request)).prompt.job.salt
+        tokens = saving.tokens
+        salt = get_remainder(self.held(request)).prompt.job.salt
         runs = self.keeping.gaps(tokens, salt)
         copied = sum(run.length for run in runs) + self.costs.state_tokens * saving.checkpoint
 
@@ -247,14 +249,15 @@ class Process:
 
     def restore(self, request: RequestId, effect: RestoreBlocks) -> None:
         """Rows from memory come at once, those from disk behind what is read for others; last, all go over the lane."""
-        asked, done = self.clock.now, self.keeping.load(effect)
+        asked = self.clock.now
+        done = self.keeping.load(effect)
 
         def place() -> None:
-            state = self.moved if self.settings.stateful else 0
+            state = self.compute_copy_ns if self.settings.stateful else 0
             self.clock.at(self.lane.enter((effect.stop - effect.start) * self.costs.copy + state), placed)
 
         def placed() -> None:
-            self.keeping.restored(effect)
+            self.keeping.on_restored(effect)
             size = (effect.stop - effect.start) * self.costs.token_bytes + self.costs.state_bytes
             self.feed(request, BlocksRestored(effect.start, effect.stop, size, self.clock.now - asked))
 
@@ -262,10 +265,13 @@ class Process:
 
     def close(self, request: RequestId, closing: CloseStream) -> None:
         """The client has its answer. What is kept of it is decided in the same breath, so it is known here."""
-        live, report = self.live.pop(request), closing.report
+        live = self.live.pop(request)
+        report = closing.report
         assert closing.finish == "length", closing
         count = live.count
-        count.restored, count.tier, count.closed = report.restored_tokens, report.tier, self.clock.now
+        count.restored = report.restored_tokens
+        count.tier = report.tier
+        count.closed = self.clock.now
         count.served = report.prompt_tokens
         if report.cache.rows:
             count.selected = min(report.cache.boundary, count.prompt)

@@ -33,13 +33,13 @@ from engine.tools.simulation.virtual_clock import Clock, Queue
 ZERO = torch.zeros(1, dtype=torch.uint8)
 
 
-def layout(costs: Costs, block_size: int) -> Layout:
+def build_layout(costs: Costs, block_size: int) -> Layout:
     """Rows of so many bytes a token, whatever they consist of, and so many of positional state."""
     state = (TensorSpec("state", "U8", (costs.state_bytes,)),) if costs.state_bytes else ()
     return Layout("simulated", block_size, RowSpec(("rows",), 1, costs.token_bytes, "U8"), state=state)
 
 
-def empty_rows(size: int) -> Buffer:
+def make_rows(size: int) -> Buffer:
     """So many bytes, as far as anybody asks: one, that stands for all."""
     return Buffer(ZERO.expand(size))
 
@@ -100,8 +100,8 @@ class SimulatedDisk:
 
 
 @define(eq=False)
-class Keeping:
-    """What a process asks of the store; `disk` is handed on to the next one."""
+class SimulatedStore:
+    """The store of a simulated process. `disk` is handed on to the next process."""
 
     disk: SimulatedDisk | None
     host_budget: int  # bytes
@@ -147,10 +147,10 @@ class Keeping:
         """Whose rows take as long."""
         return self.costs.state_tokens if part.entry.kind == "state" else rows
 
-    def restored(self, effect: RestoreBlocks) -> None:
+    def on_restored(self, effect: RestoreBlocks) -> None:
         """What was read stays in host memory, if it finds room there; the lease is released."""
         for part in self._read.pop(effect.lease):
-            self.store.promote(part.entry, empty_rows(self.shape.size(part.entry.kind, part.entry.length)))
+            self.store.promote(part.entry, make_rows(self.shape.size(part.entry.kind, part.entry.length)))
         self.store.release(effect.lease)
 
     def checkpoint(self, tokens: Tokens, salt: str) -> int:
@@ -158,7 +158,7 @@ class Keeping:
         if not self.store.lacks_checkpoint(tokens, salt):
             return 0
         size = self.shape.size("state", 0)
-        return size * self.store.keep_checkpoint(tokens, empty_rows(size), salt)
+        return size * self.store.keep_checkpoint(tokens, make_rows(size), salt)
 
     def gaps(self, tokens: Tokens, salt: str) -> list[Run]:
         return self.store.gaps(tokens, salt=salt)
@@ -168,7 +168,7 @@ class Keeping:
         saved = 0
         for run in runs:
             size = self.shape.size("rows", run.length)
-            if not self.store.keep(run, empty_rows(size)):
+            if not self.store.keep(run, make_rows(size)):
                 break
             saved += size
         return saved

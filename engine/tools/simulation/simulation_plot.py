@@ -8,9 +8,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.settings.plot_style import COLORS, GREY, INK, LEFT, STYLE, entitle, save
+from engine.settings.plot_style import COLORS, GREY, INK, LEFT, STYLE, save_figure, set_title
 from engine.tools.simulation.simulate_scope import NO_CACHE
-from engine.tools.simulation.tally import Count, Ran
+from engine.tools.simulation.tally import FinishedRun, RequestTally
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,7 +21,7 @@ TICKS = (
 )  # of seconds
 
 
-def draw(path: Path, runs: Sequence[Ran], title: str) -> None:
+def draw_simulation(path: Path, runs: Sequence[FinishedRun], title: str) -> None:
     """Raises OSError."""
     from matplotlib import rc_context  # noqa: PLC0415
     from matplotlib.figure import Figure  # noqa: PLC0415
@@ -39,13 +39,13 @@ def draw(path: Path, runs: Sequence[Ran], title: str) -> None:
             draw_first(first, counts, look)
             if run.scope is not None:
                 same = sorted(counts, key=lambda count: order[count.place])
-                hits.plot(*steps([count.found for count in same], 1e6), **look)
-                written.plot(range(len(counts) + 1), written_by(run, counts), **look)
+                hits.plot(*list_steps([count.found for count in same], 1e6), **look)
+                written.plot(range(len(counts) + 1), list_written(run, counts), **look)
         finish_hits(hits, runs[-1])
         finish_written(written, runs[-1])
         finish_first(first)
-        entitle(figure, title)
-        handles, labels = legend(hits, first)
+        set_title(figure, title)
+        handles, labels = draw_legend(hits, first)
         figure.legend(
             handles,
             labels,
@@ -57,37 +57,37 @@ def draw(path: Path, runs: Sequence[Ran], title: str) -> None:
             ncols=min(len(labels), 9),
             frameon=False,
         )
-        save(figure, path)
+        save_figure(figure, path)
 
 
-def steps(values: Sequence[int], unit: float) -> tuple[Sequence[int], list[float]]:
+def list_steps(values: Sequence[int], unit: float) -> tuple[Sequence[int], list[float]]:
     """(0, 1, 2 ... requests, the sum of their values so far)."""
     return range(len(values) + 1), [value / unit for value in accumulate(values, initial=0)]
 
 
-def written_by(run: Ran, counts: Sequence[Count]) -> list[float]:
+def list_written(run: FinishedRun, counts: Sequence[RequestTally]) -> list[float]:
     """GiB that were written before each request was sent, and in all."""
     times = [now for now, _ in run.written]
     sizes = [0, *(size for _, size in run.written)]
     return [*(sizes[bisect_right(times, count.sent)] / 2**30 for count in counts), sizes[-1] / 2**30]
 
 
-def draw_first(axes: Axes, counts: Sequence[Count], look: dict[str, Any]) -> None:
+def draw_first(axes: Axes, counts: Sequence[RequestTally], look: dict[str, Any]) -> None:
     """The share of requests whose first token came within so many seconds."""
     waits = sorted(max(count.first_ms, 1e-3) / 1000 for count in counts)
     axes.step(waits, [100 * (number + 1) / len(waits) for number in range(len(waits))], where="post", **look)
 
 
-def finish_hits(axes: Axes, run: Ran) -> None:
+def finish_hits(axes: Axes, run: FinishedRun) -> None:
     counts = run.counts
     axes.plot(
-        *steps([count.infinite for count in counts], 1e6),
+        *list_steps([count.infinite for count in counts], 1e6),
         color=INK,
         linestyle=(0, (4, 3)),
         linewidth=1.2,
         label="infinite cache",
     )
-    axes.plot(*steps([count.prompt for count in counts], 1e6), color=GREY, linewidth=1, label="prompt tokens")
+    axes.plot(*list_steps([count.prompt for count in counts], 1e6), color=GREY, linewidth=1, label="prompt tokens")
     sent = [count.sent for count in counts]
     for number, restart in enumerate(run.restarts):
         at = bisect_right(sent, restart - 1)
@@ -107,7 +107,7 @@ def finish_hits(axes: Axes, run: Ran) -> None:
     axes.set_ylim(bottom=0)
 
 
-def finish_written(axes: Axes, run: Ran) -> None:
+def finish_written(axes: Axes, run: FinishedRun) -> None:
     unique = run.figures.unique_bytes / 2**30
     axes.axhline(unique, color=INK, linestyle=(0, (4, 3)), linewidth=1.2)
     axes.annotate("unique KV rows", (0, unique), xytext=(4, 4), textcoords="offset points", fontsize=8, color=INK)
@@ -126,7 +126,7 @@ def finish_first(axes: Axes) -> None:
     axes.set_ylim(0, 101)
 
 
-def legend(*places: Axes) -> tuple[list[Any], list[str]]:
+def draw_legend(*places: Axes) -> tuple[list[Any], list[str]]:
     """Every line once, `no cache` last."""
     found: dict[str, Any] = {}
     for axes in places:

@@ -1,4 +1,4 @@
-"""What a simulation counts, request by request, and what an infinite cache would have had."""
+"""Counts of a simulation, request by request, and what an infinite cache would have had."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from effects.scope import Scope
 
 
 @define
-class Count:
+class RequestTally:
     """One request. Tokens, and nanoseconds of the virtual clock."""
 
     place: int  # of the request among all that the logs have
@@ -39,14 +39,16 @@ class Count:
 
 
 @define
-class Infinite:
+class InfiniteCache:
     """A cache that forgets nothing: every block of every prompt and answer, by what it continues."""
 
     block_size: int
     blocks: set[int] = field(factory=set[int])
 
     def chain(self, tokens: Tokens) -> list[int]:
-        link, links, block_size = 0, list[int](), self.block_size
+        link = 0
+        links = list[int]()
+        block_size = self.block_size
         for start in range(0, len(tokens) - block_size + 1, block_size):
             link = hash((link, tokens[start : start + block_size]))
             links.append(link)
@@ -67,8 +69,8 @@ class Infinite:
 class Tally:
     """Everything about one run."""
 
-    infinite: Infinite
-    counts: dict[RequestId, Count] = field(factory=dict[RequestId, Count])
+    infinite: InfiniteCache
+    counts: dict[RequestId, RequestTally] = field(factory=dict[RequestId, RequestTally])
     checkpoints: int = 0  # bytes of what was written
     written: list[tuple[int, int]] = field(factory=list["tuple[int, int]"])  # (nanoseconds, bytes so far)
     restarts: list[int] = field(factory=list[int])  # nanoseconds
@@ -80,15 +82,13 @@ class Tally:
 
 
 @frozen
-class Ran:
-    """What is told of a run that has ended. scope None: nothing was kept. counts: in the order in which they were sent.
-    written, restarts: as in `Tally`.
-    """
+class FinishedRun:
+    """The result of a run. scope None: nothing was kept. counts: in the order in which requests were sent."""
 
     name: str
     scope: Scope | None
     figures: Figures
-    counts: Sequence[Count]
+    counts: Sequence[RequestTally]
     written: Sequence[tuple[int, int]]
     restarts: Sequence[int]
 
@@ -132,5 +132,5 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-def ratio(part: float, whole: float) -> float:
+def compute_share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0

@@ -1,5 +1,6 @@
-"""What a timeline shows, folded from a trace while it is replayed: every request once, its states as bars, launches,
-what was asked of the store, and every event with what it led to."""
+"""The content of a timeline, folded from a trace while it is replayed: every request once, its states as bars, its
+launches.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from effects.all import Effect, EffectRequest, Launch
 from effects.ids import LaneId, RequestId, Side
 from engine.core.event_loop import Envelope
 from engine.core.request_meter import STAGES
-from engine.tools.timeline.columns import Kinds, steps
+from engine.tools.timeline.columns import Kinds, compute_steps
 from states.events import ForModel, ForRequest, Submitted
 from states.world import Output, World
 
@@ -20,12 +21,14 @@ from states.world import Output, World
 MOST_EVENTS = 1 << 20
 MOST_US = 1 << 50  # after the first event: 35 years, and an exact number in a browser
 STATES = tuple(STAGES.values())
-OPEN, NOBODY = -1, -1  # an end that the trace does not have; an event of no request
+# an end that the trace does not have; an event of no request
+OPEN = -1
+NOBODY = -1
 
 
 @define
 class Spans:
-    """What begins with one event and ends with another."""
+    """Spans of events: each begins with one event and ends with another."""
 
     owner: list[int] = field(factory=list[int])
     kind: list[int] = field(factory=list[int])
@@ -39,9 +42,9 @@ class Spans:
         self.stop.append(OPEN)
         return len(self.start) - 1
 
-    def packed(self) -> dict[str, list[int]]:
+    def pack(self) -> dict[str, list[int]]:
         took = [OPEN if stop == OPEN else stop - start for start, stop in zip(self.start, self.stop, strict=True)]
-        return {"owner": self.owner, "kind": self.kind, "start": steps(self.start), "took": took}
+        return {"owner": self.owner, "kind": self.kind, "start": compute_steps(self.start), "took": took}
 
 
 @define
@@ -81,13 +84,14 @@ class Timeline:
         since = (envelope.at_ns - self._start_ns) // 1000
         self.times.append(min(max(since, *self.times[-1:], 0), MOST_US))
         self.seqs = self.seqs[0], envelope.seq
-        self.happened(envelope, number)
-        self.moved(before, after, number)
-        self.asked(outs, after, number)
+        self.add_event(envelope, number)
+        self.add_transitions(before, after, number)
+        self.add_effects(outs, after, number)
 
     def begin(self, envelope: Envelope, before: World) -> None:
-        """Whoever is there already has a row from here on."""
-        self.seqs, self._start_ns = (envelope.seq, envelope.seq), envelope.at_ns
+        """Begin the page: every request that is live already has a row from here on."""
+        self.seqs = (envelope.seq, envelope.seq)
+        self._start_ns = envelope.at_ns
         for request, state in before.requests.items():
             self.enter(request)
             self._bar[request] = self.bars.begin(self._rows[request], STATES.index(STAGES[type(state)]), 0)
@@ -96,8 +100,9 @@ class Timeline:
         self._rows[request] = len(self.requests)
         self.requests.append(request)
 
-    def happened(self, envelope: Envelope, number: int) -> None:
-        row, happened = NOBODY, envelope.happened
+    def add_event(self, envelope: Envelope, number: int) -> None:
+        row = NOBODY
+        happened = envelope.happened
         event = happened if isinstance(happened, ForModel) else happened.event
         if isinstance(happened, ForRequest):
             request = happened.request
@@ -111,7 +116,7 @@ class Timeline:
         self.event_rows.append(row)
         self.events.add(event)
 
-    def moved(self, before: World, after: World, number: int) -> None:
+    def add_transitions(self, before: World, after: World, number: int) -> None:
         """Who is in another state than before the event."""
         for request, state in after.requests.items():
             was = before.requests.get(request)
@@ -126,7 +131,7 @@ class Timeline:
         if (bar := self._bar.pop(request, None)) is not None:
             self.bars.stop[bar] = number
 
-    def asked(self, outs: tuple[Output, ...], after: World, number: int) -> None:
+    def add_effects(self, outs: tuple[Output, ...], after: World, number: int) -> None:
         first = len(self.ask_rows)
         for lane in [lane for lane in self._running if not after.lanes[lane].running]:
             self.launches.stop[self._running.pop(lane)] = number
@@ -152,19 +157,19 @@ class Timeline:
         self.ask_rows.append(row)
         self.asks.add(ask.effect)
 
-    def packed(self) -> dict[str, Any]:
+    def pack(self) -> dict[str, Any]:
         """What the page's script reads."""
         return {
             "states": STATES,
             "seqs": self.seqs,
-            "times": steps(self.times),
+            "times": compute_steps(self.times),
             "requests": self.requests,
             "eventRows": self.event_rows,
-            "events": self.events.packed(),
+            "events": self.events.pack(),
             "askCounts": self.ask_counts,
             "askRows": self.ask_rows,
-            "asks": self.asks.packed(),
-            "bars": self.bars.packed(),
-            "launches": {**self.launches.packed(), "size": self.sizes, "together": self.together},
-            "store": self.store.packed(),
+            "asks": self.asks.pack(),
+            "bars": self.bars.pack(),
+            "launches": {**self.launches.pack(), "size": self.sizes, "together": self.together},
+            "store": self.store.pack(),
         }

@@ -19,35 +19,36 @@ OWN = {"token", "salt", "grammar"}  # somebody's own, and never shown
 EXACT = 1 << 53  # what is larger is no exact number in a browser
 
 
-def names(value: Any) -> tuple[str, ...]:
-    """Of its fields; none, if it is no instance of a class of ours."""
+def list_field_names(value: Any) -> tuple[str, ...]:
+    """Return the names of its fields; none if its class is not ours."""
     kind: Any = type(value)
-    return names_of(kind)
+    return list_class_fields(kind)
 
 
 @cache
-def names_of(kind: Any) -> tuple[str, ...]:
+def list_class_fields(kind: Any) -> tuple[str, ...]:
     return tuple(attribute.name for attribute in attrs.fields(kind)) if attrs.has(kind) else ()
 
 
-def fields(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def list_fields(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Names and plain values of all its fields. Of tokens, and of anything else that is a list, only how many: a page
     is passed on more easily than a trace, and has nobody's text in it.
     """
-    for own in names(value):
-        name, one = prefix + own, getattr(value, own)
+    for own in list_field_names(value):
+        name = prefix + own
+        one = getattr(value, own)
         if own in OWN:
             yield name, None if one in (None, "") else "not shown"
         elif isinstance(one, tuple | list | Mapping):
             yield f"{name} (how many)", len(one)
-        elif names(one) and not isinstance(one, Scope):
-            yield from fields(one, f"{name}.")
+        elif list_field_names(one) and not isinstance(one, Scope):
+            yield from list_fields(one, f"{name}.")
         else:
-            yield name, plain(one)
+            yield name, make_plain(one)
 
 
-def plain(value: Any) -> Any:
-    """As JSON and a browser have it."""
+def make_plain(value: Any) -> Any:
+    """Return a value as JSON and a browser have it."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int | float) and -EXACT < value < EXACT:  # neither infinite nor no number
@@ -64,15 +65,15 @@ class Table:
 
     def add(self, value: Any) -> None:
         """A field that some have and others have not (one that is None, or an instance) is None where it is missing."""
-        for name, one in fields(value):
+        for name, one in list_fields(value):
             column = self.columns.setdefault(name, [])
             column += [None] * (self.length - len(column))
             column.append(one)
         self.length += 1
 
-    def packed(self) -> dict[str, Any]:
+    def pack(self) -> dict[str, Any]:
         missing = ((name, column + [None] * (self.length - len(column))) for name, column in self.columns.items())
-        return {name: packed_column(column) for name, column in missing}
+        return {name: pack_column(column) for name, column in missing}
 
 
 @define
@@ -90,11 +91,11 @@ class Kinds:
         table.add(value)
         self.order.append(list(self.tables).index(name))
 
-    def packed(self) -> dict[str, Any]:
-        return {"order": self.order, "kinds": [[name, table.packed()] for name, table in self.tables.items()]}
+    def pack(self) -> dict[str, Any]:
+        return {"order": self.order, "kinds": [[name, table.pack()] for name, table in self.tables.items()]}
 
 
-def packed_column(values: list[Any]) -> Any:
+def pack_column(values: list[Any]) -> Any:
     """A list; one value in an object, if all are the same; or, of texts, numbers and what they stand for."""
     if all(value == values[0] and type(value) is type(values[0]) for value in values):
         return {"all": values[0]}
@@ -105,12 +106,12 @@ def packed_column(values: list[Any]) -> Any:
     return {"of": chosen, "texts": [value for _, value in numbers]}
 
 
-def steps(ascending: Sequence[int]) -> list[int]:
+def compute_steps(ascending: Sequence[int]) -> list[int]:
     """Each less the one before: small numbers, which take little room."""
     return [value - before for value, before in zip(ascending, [0, *ascending], strict=False)]
 
 
-def compressed(data: Mapping[str, Any]) -> str:
-    """In letters that mean nothing in HTML."""
+def compress(data: Mapping[str, Any]) -> str:
+    """Compress data to letters that mean nothing in HTML."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return base64.b64encode(zlib.compress(text.encode(), 9)).decode()

@@ -53,12 +53,12 @@ def view(
         Do not tell how far it has got.
     """
     from engine.core.trace import BadTrace  # noqa: PLC0415
-    from engine.settings.progress import quietly  # noqa: PLC0415
-    from engine.tools.timeline.timeline_page import written  # noqa: PLC0415
+    from engine.settings.progress import silence_progress  # noqa: PLC0415
+    from engine.tools.timeline.timeline_page import write_page  # noqa: PLC0415
 
     try:
-        with quietly(quiet):
-            done = written(file, output, from_, until)
+        with silence_progress(quiet):
+            done = write_page(file, output, from_, until)
     except BadTrace as error:
         raise UserError(str(error)) from error
     print(done.line)

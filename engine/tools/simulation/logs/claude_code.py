@@ -21,11 +21,11 @@ from engine.tools.simulation.logs.logged_requests import (
     BadLog,
     Request,
     Session,
-    ends_before,
-    made_up,
-    message_starts,
-    shown,
-    text,
+    find_message_starts,
+    list_earlier_ends,
+    make_tokens,
+    read_text,
+    shorten_value,
 )
 
 MOST_BLOCK = 1 << 12
@@ -34,7 +34,7 @@ MOST_DEPTH = 8  # subagents of subagents
 MOST_MADE_UP = 1 << 26  # tokens of a file, each block counted once
 
 
-def parse(name: str, raw: Mapping[str, Any], *, shared_head: bool = False) -> Session:
+def parse_session(name: str, raw: Mapping[str, Any], *, shared_head: bool = False) -> Session:
     """The session of the file `name`. Raises BadLog.
 
     shared_head: sessions with equally many tool tokens begin with the same tools, and with the same system prompt if
@@ -43,20 +43,20 @@ def parse(name: str, raw: Mapping[str, Any], *, shared_head: bool = False) -> Se
     return ClaudeCodeReader(name, raw, shared_head).session()
 
 
-def whole(
+def read_integer(
     raw: Mapping[str, Any], key: str, where: str, *, least: int = 0, most: int = MOST_TOKENS, default: int | None = None
 ) -> int:
     value = raw.get(key, default)
     if type(value) is not int or not least <= value <= most:
-        raise BadLog(f'{where}: "{key}" is {shown(value)}; accepted: an integer from {least} to {most}')
+        raise BadLog(f'{where}: "{key}" is {shorten_value(value)}; accepted: an integer from {least} to {most}')
     return value
 
 
-def seconds(raw: Mapping[str, Any], key: str, where: str, default: float | None = None) -> int:
-    """As nanoseconds."""
+def read_seconds(raw: Mapping[str, Any], key: str, where: str, default: float | None = None) -> int:
+    """Read seconds and return nanoseconds."""
     value = raw.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9:
-        raise BadLog(f'{where}: "{key}" is {shown(value)}; accepted: seconds, as a number from 0')
+        raise BadLog(f'{where}: "{key}" is {shorten_value(value)}; accepted: seconds, as a number from 0')
     return round(value * 1e9)
 
 
@@ -76,15 +76,16 @@ class ClaudeCodeReader:
     _made_up: int = 0
 
     def session(self) -> Session:
-        raw, name = self.raw, self.name
-        self._block = whole(raw, "block_size", name, least=1, most=MOST_BLOCK, default=64)
+        raw = self.raw
+        name = self.name
+        self._block = read_integer(raw, "block_size", name, least=1, most=MOST_BLOCK, default=64)
         scope = raw.get("hash_id_scope", "local")
         if scope not in ("local", "global"):
-            raise BadLog(f'{name}: "hash_id_scope" is {shown(scope)}; accepted: local, global')
-        self._key = text(str(raw.get("id", Path(name).name.partition(".")[0]))[:200], f'{name}: "id"')
+            raise BadLog(f'{name}: "hash_id_scope" is {shorten_value(scope)}; accepted: local, global')
+        self._key = read_text(str(raw.get("id", Path(name).name.partition(".")[0]))[:200], f'{name}: "id"')
         self._scope = self._key if scope == "local" else "global"
-        tools = whole(raw, "tool_tokens", name, default=0)
-        self._head = (tools, tools + whole(raw, "system_tokens", name, default=0))
+        tools = read_integer(raw, "tool_tokens", name, default=0)
+        self._head = (tools, tools + read_integer(raw, "system_tokens", name, default=0))
         self._agent(raw.get("requests"), 0, name, 0)
         if not self._agents:
             raise BadLog(f"{name}: no requests in it")
@@ -100,7 +101,7 @@ class ClaudeCodeReader:
         timed = []
         for number, one in enumerate(listed):
             place = f"{where}: request {number}"
-            at_ns = seconds(one, "t", place)
+            at_ns = read_seconds(one, "t", place)
             if at_ns < start_ns:  # told from the subagent's own start
                 at_ns += start_ns
             if "requests" in one:
@@ -115,7 +116,7 @@ class ClaudeCodeReader:
             self._agents.append(Agent(tuple(found)))
 
     def _request(self, at_ns: int, raw: Mapping[str, Any], where: str, before: list[Earlier]) -> Request:
-        length = whole(raw, "in", where, least=1)
+        length = read_integer(raw, "in", where, least=1)
         ids = raw.get("hash_ids", [])
         if not isinstance(ids, list) or not all(type(one) is int for one in ids):
             raise BadLog(f'{where}: "hash_ids" is no list of integers')
@@ -123,18 +124,19 @@ class ClaudeCodeReader:
         self._first = self._first or ids
         head = self._shared(ids, length)
         pieces = [*self._head_pieces(head), *self._body(ids, head, length)]
-        rest, own = length - sum(map(len, pieces)), self._key + where.removeprefix(self.name)
+        rest = length - sum(map(len, pieces))
+        own = self._key + where.removeprefix(self.name)
         if rest > 0:
             pieces.append(self._tokens(f"{own}: rest", rest))
-        out = whole(raw, "out", where, default=0)
-        ends = ends_before(before, lambda end, blocks: end <= length and blocks == ids[: len(blocks)])
+        out = read_integer(raw, "out", where, default=0)
+        ends = list_earlier_ends(before, lambda end, blocks: end <= length and blocks == ids[: len(blocks)])
         before.append((length, ids[: length // self._block], ends))
         return Request(
             at_ns,
             tuple(pieces),
             self._tokens(f"{own}: answer", max(1, out)),
-            message_starts(length, self._head, ends),
-            seconds(raw, "think_time", where, 0),
+            find_message_starts(length, self._head, ends),
+            read_seconds(raw, "think_time", where, 0),
         )
 
     def _shared(self, ids: Sequence[int], length: int) -> int:
@@ -154,7 +156,7 @@ class ClaudeCodeReader:
     def _body(self, ids: Sequence[int], start: int, length: int) -> list[Tokens]:
         """From token `start` on, what the hash ids cover."""
         first, into = divmod(start, self._block)
-        pieces = [self._made(one) for one in ids[first:]]
+        pieces = [self._make_block(one) for one in ids[first:]]
         if pieces and into:
             pieces[0] = pieces[0][into:]
         over = len(ids) * self._block - length
@@ -162,7 +164,7 @@ class ClaudeCodeReader:
             pieces[-1] = pieces[-1][: len(pieces[-1]) - over]
         return pieces
 
-    def _made(self, block: int) -> Tokens:
+    def _make_block(self, block: int) -> Tokens:
         if block not in self._blocks:
             self._blocks[block] = self._tokens(f"{self._scope} {block}", self._block)
         return self._blocks[block]
@@ -171,4 +173,4 @@ class ClaudeCodeReader:
         self._made_up += length
         if self._made_up > MOST_MADE_UP:
             raise BadLog(f"{self.name}: stands for more than {MOST_MADE_UP} different tokens")
-        return made_up(name, length)
+        return make_tokens(name, length)

@@ -1,4 +1,4 @@
-"""What every log is read as: sessions of agents that send one request after the other."""
+"""The form that every log is read into: sessions of agents that send one request after the other."""
 
 from __future__ import annotations
 
@@ -55,9 +55,7 @@ class Agent:
 
 @frozen(eq=False)
 class Session:
-    """What belongs together: an agent and its subagents. absolute: times are of one clock that all such sessions share,
-    not of the session's own.
-    """
+    """An agent and its subagents. absolute: times are of one clock that all such sessions share."""
 
     name: str
     agents: tuple[Agent, ...]
@@ -72,38 +70,35 @@ class Session:
         return sum(len(agent.requests) for agent in self.agents)
 
 
-def shown(value: object) -> str:
-    """What was found where something else is accepted; short, whatever it is."""
+def shorten_value(value: object) -> str:
+    """Return a value that is not accepted, shortened for a message."""
     plain = value is None or isinstance(value, bool | int | float | str)
     return " ".join(str(value)[:40].split()) if plain else f"a JSON {'object' if isinstance(value, dict) else 'list'}"
 
 
-def text(value: str, where: str) -> str:
+def read_text(value: str, where: str) -> str:
     """A text from JSON, which can hold halves of characters that no encoding has. Raises BadLog."""
     if LONE.search(value):
         raise BadLog(f"{where}: half a surrogate pair in a text; accepted: Unicode")
     return value
 
 
-def made_up(name: str, length: int) -> Tokens:
+def make_tokens(name: str, length: int) -> Tokens:
     """Tokens that stand for a text nobody has: always the same for one name. Small numbers, which take no memory."""
     digests = (blake2b(f"{name}\0{at}".encode(), digest_size=DIGEST).digest() for at in range(0, length, DIGEST))
     return tuple(chain.from_iterable(digests))[:length]
 
 
-def ends_before(earlier: Sequence[tuple[int, T, Sequence[int]]], begins: Callable[[int, T], bool]) -> list[int]:
-    """Where earlier prompts end that this one begins with. Each is (length, what it is told by, its own ends).
-
-    What one of them begins with, this one does too: a long conversation is compared with its last turn, not with all.
-    """
+def list_earlier_ends(earlier: Sequence[tuple[int, T, Sequence[int]]], begins: Callable[[int, T], bool]) -> list[int]:
+    """Return where earlier prompts end that this one begins with. Each is (length, its name, its own ends)."""
     ends = set[int]()
-    for length, told, own in reversed(earlier):
-        if length not in ends and begins(length, told):
+    for length, name, own in reversed(earlier):
+        if length not in ends and begins(length, name):
             ends.update(own, (length,))
     return sorted(ends)
 
 
-def message_starts(length: int, marked: Iterable[int], earlier: Sequence[int]) -> Tokens:
+def find_message_starts(length: int, marked: Iterable[int], earlier: Sequence[int]) -> Tokens:
     """Safe boundaries of a prompt of `length` tokens: marked positions, ends of earlier prompts that it begins with (an
     answer begins there), and its own end.
     """

@@ -1,4 +1,4 @@
-"""Which of the known formats a file is in, by what is in it, and what it holds."""
+"""Reads logs: finds the format of each file by its content."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from adapters import bounded_json, demo
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.text.tokenizer import Tokenizer
 from effects.ids import Tokens
-from engine.core.trace import LINE_LIMIT, opened
-from engine.settings.progress import progress
+from engine.core.trace import LINE_LIMIT, open_trace
+from engine.settings.progress import count_progress
 from engine.settings.user_error import UserError
 from engine.tools.simulation.logs import claude_code, text_log
 from engine.tools.simulation.logs.logged_requests import MOST_TOKENS, BadLog, Session
-from engine.tools.simulation.recorded_trace import merged, read_recorded
-from engine.tools.simulation.simulated_costs import Measured
+from engine.tools.simulation.recorded_trace import merge_traces, read_recorded
+from engine.tools.simulation.simulated_costs import MeasuredCosts
 from states.settings import Settings
 
 MOST_OBJECT = 128 << 20  # characters of a file that is one JSON object
@@ -40,7 +40,7 @@ class Logs:
 
     sessions: list[Session] = field(factory=list[Session])
     settings: Settings | None = None
-    measured: Measured = field(factory=Measured)
+    measured: MeasuredCosts = field(factory=MeasuredCosts)
     formats: dict[str, str] = field(factory=dict[str, str])  # file name -> format
     texts: str = ""
 
@@ -54,10 +54,10 @@ class LogReader:
     logs: Logs = field(factory=Logs)
     _tokenizer: Tokenizer | None = None
     _numbers: list[int] = field(factory=list[int])  # the tokens, each one object that all texts share
-    _measured: list[Measured] = field(factory=list[Measured])
+    _measured: list[MeasuredCosts] = field(factory=list[MeasuredCosts])
 
     def read(self, path: Path) -> None:
-        """Raises Refusal with one line, or OSError."""
+        """Raises UserError with one line, or OSError."""
         try:
             self._read(path)
         except BadLog as error:
@@ -66,24 +66,24 @@ class LogReader:
             raise UserError(f"{path}: unreadable: {str(error)[:120]}; {ACCEPTED}") from error
 
     def finish(self) -> Logs:
-        self.logs.measured = merged(self._measured)
+        self.logs.measured = merge_traces(self._measured)
         return self.logs
 
     def _read(self, path: Path) -> None:
         if path.exists() and not path.is_file():
             raise BadLog(f"{path}: no regular file; {ACCEPTED}")
-        with opened(path, "r") as file:
+        with open_trace(path, "r") as file:
             first = file.readline(LINE_LIMIT)
-        found = parsed(first)
+        found = parse_json_line(first)
         if isinstance(found, dict) and "trace" in found:
-            self._recorded(path)
+            self._read_trace(path)
         elif isinstance(found, dict) and ("input" in found or "timestamp" in found):
             self.logs.formats[path.name] = "text"
-            self.logs.sessions += text_log.parse(str(path), numbered_lines(path), self._encode)
+            self.logs.sessions += text_log.parse_sessions(str(path), number_lines(path), self._encode)
         else:
             self._session(path, found)
 
-    def _recorded(self, path: Path) -> None:
+    def _read_trace(self, path: Path) -> None:
         recorded = read_recorded(path)
         self.logs.formats[path.name] = "recorded"
         self.logs.sessions.append(recorded.session)
@@ -92,7 +92,7 @@ class LogReader:
 
     def _session(self, path: Path, found: Any) -> None:
         if not isinstance(found, dict):
-            with opened(path, "r") as file:
+            with open_trace(path, "r") as file:
                 text = file.read(MOST_OBJECT + 1)
             if len(text) > MOST_OBJECT:
                 raise BadLog(f"{path}: more than {MOST_OBJECT} characters; {ACCEPTED}")
@@ -105,7 +105,7 @@ class LogReader:
         if not isinstance(found, dict) or "requests" not in found:
             raise BadLog(f"{path}: line 1: none of the known formats; {ACCEPTED}")
         self.logs.formats[path.name] = "claude-code"
-        self.logs.sessions.append(claude_code.parse(str(path), found, shared_head=self.shared_head))
+        self.logs.sessions.append(claude_code.parse_session(str(path), found, shared_head=self.shared_head))
 
     def _encode(self, texts: Sequence[str]) -> list[tuple[Tokens, Sequence[int]]]:
         if self._tokenizer is None:
@@ -116,12 +116,13 @@ class LogReader:
                 raise UserError(f"--model {folder}: {error}") from error
             self.logs.texts = "the demo's tokenizer" if self.model is None else f"the tokenizer of {folder.name}"
             self._numbers = list(range(self._tokenizer.size))
-        return list(map(self._encoded, texts))
+        return list(map(self._encode_pieces, texts))
 
-    def _encoded(self, text: str) -> tuple[Tokens, Sequence[int]]:
+    def _encode_pieces(self, text: str) -> tuple[Tokens, Sequence[int]]:
         """In pieces from its beginning on, so that texts that begin alike still do."""
         assert self._tokenizer is not None
-        tokens, begins = list[int](), array("I")
+        tokens = list[int]()
+        begins = array("I")
         pieces = [text[at : at + PIECE] for at in range(0, len(text), PIECE)]
         for first in range(0, len(pieces), PIECES):
             encodings = self._tokenizer.full.encode_batch(pieces[first : first + PIECES], add_special_tokens=False)
@@ -133,16 +134,16 @@ class LogReader:
         return tuple(tokens), begins
 
 
-def parsed(line: str) -> Any:
-    """A line's JSON, None if it is none."""
+def parse_json_line(line: str) -> Any:
+    """Return the JSON of a line, or None if it is none."""
     try:
         return bounded_json.loads(line, MOST_PARTS)
     except (ValueError, RecursionError):
         return None
 
 
-def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
-    with opened(path, "r") as file:
+def number_lines(path: Path) -> Iterator[tuple[int, str]]:
+    with open_trace(path, "r") as file:
         number = 0
         while line := file.readline(LINE_LIMIT):
             number += 1
@@ -152,9 +153,9 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def read_logs(paths: Sequence[Path], model: Path | None = None, *, shared_head: bool = False) -> Logs:
-    """Raises Refusal or OSError."""
+    """Raises UserError or OSError."""
     reader = LogReader(model, shared_head)
-    with progress("read logs", len(paths)) as step:
+    with count_progress("read logs", len(paths)) as step:
         for path in paths:
             reader.read(path)
             step()

@@ -17,9 +17,9 @@ from engine.tools.simulation.logs.logged_requests import (
     BadLog,
     Request,
     Session,
-    ends_before,
-    message_starts,
-    shown,
+    find_message_starts,
+    list_earlier_ends,
+    shorten_value,
 )
 
 # texts -> for each its tokens and, for each token, the character it begins at
@@ -44,10 +44,11 @@ class LogLine:
     answer: str
 
 
-def parse(name: str, lines: Iterable[tuple[int, str]], encode: Encode) -> list[Session]:
+def parse_sessions(name: str, lines: Iterable[tuple[int, str]], encode: Encode) -> list[Session]:
     """The sessions of a file, whose lines come with their numbers. Raises BadLog."""
     sessions: dict[str, list[LogLine]] = {}
-    count, size = 0, 0
+    count = 0
+    size = 0
     for number, text in lines:
         if not text.strip():
             continue
@@ -60,7 +61,7 @@ def parse(name: str, lines: Iterable[tuple[int, str]], encode: Encode) -> list[S
             raise BadLog(f"{name}: line {number}: more than {MOST_TEXTS} characters of text in all")
         sessions.setdefault(session, []).append(line)
     return [
-        Session(session, (agent(sorted(lines, key=lambda line: line.at_ns), encode),), absolute=True)
+        Session(session, (build_agent(sorted(lines, key=lambda line: line.at_ns), encode),), absolute=True)
         for session, lines in sessions.items()
     ]
 
@@ -72,37 +73,41 @@ def parse_line(where: str, text: str) -> tuple[str, LogLine]:
         raise BadLog(f"{where}: no JSON ({str(error)[:80]}); {ACCEPTED}") from error
     if not isinstance(raw, dict):
         raise BadLog(f"{where}: no JSON object; {ACCEPTED}")
-    at, prompt, answer = raw.get("timestamp"), raw.get("input"), raw.get("output", "")
+    at = raw.get("timestamp")
+    prompt = raw.get("input")
+    answer = raw.get("output", "")
     if isinstance(at, bool) or not isinstance(at, int | float) or not 0 <= at < 1e18:
-        raise BadLog(f'{where}: "timestamp" is {shown(at)}; {ACCEPTED}')
+        raise BadLog(f'{where}: "timestamp" is {shorten_value(at)}; {ACCEPTED}')
     if not isinstance(prompt, str) or not isinstance(answer, str):
         raise BadLog(f'{where}: "input" or "output" is no text; {ACCEPTED}')
     if not prompt or max(len(prompt), len(answer)) > MOST_TEXT:
         raise BadLog(f'{where}: "input" is empty, or a text has more than {MOST_TEXT} characters; {ACCEPTED}')
     for each in (prompt, answer):
-        logged_requests.text(each, where)
+        logged_requests.read_text(each, where)
     session: Mapping[str, Any] = raw
     name = str(session.get("session_id", where.rpartition(":")[0]))[:200]
-    return logged_requests.text(name, where), LogLine(round(at * 1000), prompt, answer)
+    return logged_requests.read_text(name, where), LogLine(round(at * 1000), prompt, answer)
 
 
-def agent(lines: Sequence[LogLine], encode: Encode) -> Agent:
+def build_agent(lines: Sequence[LogLine], encode: Encode) -> Agent:
     """A session's requests, which its lines hold in any order. encode is asked twice: for all prompts, all answers."""
     prompts = encode([line.text for line in lines])
     answers = encode([line.answer for line in lines])
-    found, before = list[Request](), list[tuple[int, Tokens, Sequence[int]]]()
+    found = list[Request]()
+    before = list[tuple[int, Tokens, Sequence[int]]]()
     for number, (line, (tokens, begins)) in enumerate(zip(lines, prompts, strict=True)):
-        earlier = ends_before(before, lambda end, other, tokens=tokens: tokens[:end] == other)  # type: ignore[misc]
+        earlier = list_earlier_ends(before, lambda end, other, tokens=tokens: tokens[:end] == other)  # type: ignore[misc]
         before.append((len(tokens), tokens, earlier))
-        marks = marked(line.text, begins)
+        marks = find_markers(line.text, begins)
         answer = answers[number][0] or tokens[-1:]
-        found.append(Request(line.at_ns, (tokens,), answer, message_starts(len(tokens), marks, earlier)))
+        found.append(Request(line.at_ns, (tokens,), answer, find_message_starts(len(tokens), marks, earlier)))
     return Agent(tuple(found))
 
 
-def marked(text: str, begins: Sequence[int]) -> list[int]:
+def find_markers(text: str, begins: Sequence[int]) -> list[int]:
     """The token at, or first after, the end of each opening marker."""
-    positions, token = list[int](), 0
+    positions = list[int]()
+    token = 0
     for opening in OPENING.finditer(text):
         while token < len(begins) and begins[token] < opening.end():
             token += 1
