@@ -36,9 +36,9 @@ from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.row_format import DTYPE_NAMES, row_dtype
 from adapters.models.numerics.synthetic import RandomWeights
 from adapters.store.files.file_format import Layout
-from adapters.store.open_store import held_memory, open_store
+from adapters.store.open_store import create_memory, open_store
 from adapters.store.store import Store
-from adapters.transfer.transfer import Transfer, transfer
+from adapters.transfer.transfer import Transfer, create_transfer
 from benchmarks.cold import forget, read_raw
 from benchmarks.report import machine, median, raw, table
 from effects.all import EffectRequest, Launch
@@ -95,7 +95,7 @@ class StoreBench:
         self.request += 1
         opening = OpenSlot(SLOT, SLOT, 0, prompt, Sampling())
         self.executor.open(RequestId(self.request), opening)
-        self.moving.restorer.opened(RequestId(self.request), opening)
+        self.moving.restorer.raise_fence(RequestId(self.request), opening)
 
     async def compute(self, start: int, stop: int, *, beside: bool = False) -> None:
         """Chunk by chunk, as the core asks for it; whole chunks teach the rates."""
@@ -112,7 +112,7 @@ class StoreBench:
         self.open(prompt)
         started = time.perf_counter()
         request = RequestId(self.request)
-        found = await self.moving.lookup.find(request, FindPrefix(prompt, 0))
+        found = await self.moving.lookup.find_prefix(request, FindPrefix(prompt, 0))
         assert isinstance(found, PrefixFound), found
         assert found.tier == tier, f"it is in {found.tier} and not in {tier}"
         stop = found.length
@@ -121,7 +121,7 @@ class StoreBench:
         )
         restored: list[BlocksRestored] = []
         if front == stop:
-            self.moving.lookup.release(request, ReleasePrefix(found.lease))
+            self.moving.lookup.release_prefix(request, ReleasePrefix(found.lease))
             await self.compute(0, stop)
         else:
 
@@ -169,16 +169,16 @@ class StoreBench:
 
     def settle(self) -> None:
         """Until everything is written."""
-        while self.store.disk is not None and self.store.disk.queued:
+        while self.store.lower_tiers and self.store.lower_tiers[0].queued_bytes:
             time.sleep(0.005)
 
     def only_disk(self, prompt: Tokens) -> None:
         """Host memory lets everything go."""
-        self.store.host.index.budget = 0
-        found = self.store.find(prompt, 0)
+        self.store.memory_tier.index.budget = 0
+        found = self.store.find_prefix(prompt, 0)
         assert isinstance(found, tuple), found
         self.store.release(found[0])
-        assert not self.store.host.index.entries
+        assert not self.store.memory_tier.index.entries
 
 
 def files_in(folder: Path) -> list[Path]:
@@ -259,11 +259,11 @@ def build(given: argparse.Namespace, lane: DeviceLane, folder: Path) -> StoreBen
         host_bytes=size,
         disk_bytes=2 * size,
         codec="store",
-        memory=held_memory(size, pin=device.type == "cuda"),
+        memory=create_memory(size, pin=device.type == "cuda"),
     )
     assert store is not None
     executor = DeviceExecutor(shard, buckets, lane=lane)
-    moving = transfer(store, (shard,), lane, executor.serving)
+    moving = create_transfer(store, (shard,), lane, executor.serving)
     settings = Settings(
         slots=1, max_context=config.max_positions, chunk=given.chunk, block_size=BLOCK_SIZE, batch_rows=1, store=True
     )

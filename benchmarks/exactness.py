@@ -29,6 +29,7 @@ from typing import Any
 import anyio
 from attrs import define, evolve, field
 
+from adapters.store.disk_tier import DiskTier
 from adapters.text.model_text import Text
 from benchmarks.listening import Listening
 from benchmarks.report import machine, raw, table
@@ -242,7 +243,7 @@ class Comparison:
         worth: what it took is forgotten.
         """
         jobs, found = [evolve(job, scope=FULL) for job in self.jobs], list[Answered]()
-        trusted = evolve(self.target.settings.rates, host=0, disk=0)
+        trusted = evolve(self.target.settings.rates, loads={})
         for start in range(0, len(jobs), 4):
             found += await together(self.target, jobs[start : start + 4], rates=trusted)
         return found
@@ -268,9 +269,9 @@ async def leave(options: Options, jobs: Sequence[Job]) -> None:
     target = await load_target(options)
     await together(target, [evolve(job, scope=FULL) for job in jobs])
     assert target.transfer is not None
-    disk = target.transfer.store.disk
+    disk = target.transfer.store.find_tier(DiskTier)
     assert disk is not None
-    while disk.queued:  # noqa: ASYNC110 - nobody else is told
+    while disk.queued_bytes:  # noqa: ASYNC110 - nobody else is told
         await anyio.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 

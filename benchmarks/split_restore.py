@@ -78,7 +78,7 @@ def opened(target: Target, request: RequestId, prompt: Tokens) -> None:
     effect = OpenSlot(SLOT, SLOT, 0, prompt, Sampling())
     target.executor.open(request, effect)
     assert target.transfer is not None
-    target.transfer.restorer.opened(request, effect)
+    target.transfer.restorer.raise_fence(request, effect)
 
 
 async def kept(target: Target, prompt: Tokens, stop: int) -> None:
@@ -120,7 +120,7 @@ async def brought(target: Target, request: RequestId, prompt: Tokens, stop: int,
     """Milliseconds that it took as it says itself, and when it began."""
     assert target.transfer is not None
     opened(target, request, prompt)
-    found = await target.transfer.lookup.find(request, FindPrefix(prompt, 0))
+    found = await target.transfer.lookup.find_prefix(request, FindPrefix(prompt, 0))
     assert isinstance(found, PrefixFound), found
     assert found.tier == tier, found
     began = time.perf_counter()

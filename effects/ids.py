@@ -20,7 +20,8 @@ PAGE = 256  # rows of a page: whole tiles and whole sums of attention, so their 
 Tokens: TypeAlias = tuple[int, ...]
 Span: TypeAlias = tuple[int, int]  # half-open: [start, stop)
 ModelName: TypeAlias = Literal["target", "draft", "drafter"]
-Tier: TypeAlias = Literal["none", "device", "host", "disk"]
+# Where rows were found: `none`, `device` (a slot), or the name of one of the store's tiers (`host`, `disk`).
+Tier: TypeAlias = str
 FailureKind: TypeAlias = Literal["abandoned", "out_of_memory", "io", "timed_out", "broken", "lost", "dead_end"]
 
 

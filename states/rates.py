@@ -5,9 +5,10 @@ Rates are learned from acknowledgements only, so a trace has all that they were 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import chain
 
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from effects.ids import Tier
 from effects.prefill import PrefillAdvanced, RunPrefill
@@ -22,14 +23,14 @@ FIRST_SPAN = 1024  # tokens of the first span of positions; every next span ends
 
 @frozen
 class Rates:
-    """Times and counts that were measured. 0, or an empty tuple, where nothing was.
+    """Times and counts that were measured. 0, or an empty tuple or mapping, where nothing was.
 
     A span is a range of positions in a prompt: [0, 1024), [1024, 2048), [2048, 4096), and so on, doubling.
     """
 
     prefill: tuple[int, ...] = ()  # by span, to compute one prompt token
-    host: int = 0  # to load one token's rows from host memory
-    disk: int = 0  # to load one token's rows from disk
+    # To load one token's rows, by the name of the tier that they come from.
+    loads: Mapping[Tier, int] = field(factory=dict[Tier, int], hash=False)
     # Ascending, each (span, requests, rows that are fed, time of such a launch of decode steps, time of a plain launch
     # then). 0 rows: a plain launch, in which no request proposes anything; the last number is 0 there.
     decode: tuple[tuple[int, int, int, int, int], ...] = ()
@@ -48,8 +49,11 @@ class Rates:
     def __attrs_post_init__(self) -> None:
         """Refuse impossible values. Rates also come out of traces, which are hostile input."""
         besides = (self.prefill_beside, self.load_beside)
-        single = (self.host, self.disk, self.drafter, *besides, self.seen, self.rest, self.pause)
-        if min(chain(single, self.prefill, self.gains, *self.decode)) < 0 or len(self.prefill) > 64:
+        single = (self.drafter, *besides, self.seen, self.rest, self.pause)
+        if (
+            min(chain(single, self.loads.values(), self.prefill, self.gains, *self.decode)) < 0
+            or len(self.prefill) > 64
+        ):
             raise ValueError(f"rates that cannot be: {self}")
 
 
@@ -92,7 +96,7 @@ def estimate_prefill_time(rates: Rates, start: int, stop: int) -> int:
 
 def get_load_time(rates: Rates, tier: Tier) -> int:
     """Return the time to load one token's rows from a tier; 0: it is not known."""
-    return {"host": rates.host, "disk": rates.disk}.get(tier, 0)
+    return rates.loads.get(tier, 0)
 
 
 # --- what outcomes teach ---
@@ -152,7 +156,8 @@ def record_load(rates: Rates, tier: Tier, tokens: int, took_ns: int, *, concurre
 
 
 def with_load_time(rates: Rates, tier: Tier, time: int) -> Rates:
-    return evolve(rates, host=time) if tier == "host" else evolve(rates, disk=time)
+    known = get_load_time(rates, tier)
+    return rates if time == known else evolve(rates, loads={**rates.loads, tier: time})
 
 
 def record_scoring(rates: Rates, tokens: int, took_ns: int) -> Rates:

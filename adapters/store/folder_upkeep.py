@@ -1,4 +1,4 @@
-"""What keeps a cache folder in order: files that go or are put aside, and what went wrong, told and counted."""
+"""Keeps a cache folder in order: removes and quarantines files, and logs and counts what went wrong."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from contextlib import suppress
 
 from attrs import define, field
 
-from adapters.store.file_names import QUARANTINE, what
-from adapters.store.files.private_folder import Folder
+from adapters.store.file_names import QUARANTINE, classify_name
+from adapters.store.files.private_folder import PrivateFolder
 
 log = logging.getLogger("rekindle.store")
 
@@ -20,19 +20,21 @@ MOST_QUARANTINED = 8  # files that are kept for people to look at
 
 
 @define(eq=False)
-class Upkeep:
-    """From any thread."""
+class FolderUpkeep:
+    """Upkeep of one folder, callable from any thread."""
 
-    folder: Folder
+    folder: PrivateFolder
     lock: threading.RLock
     counts: Counter[str] = field(factory=Counter[str])
-    damaged: Counter[str] = field(factory=lambda: Counter(dict.fromkeys(KINDS, 0)))  # files that were found so
-    _aside: dict[str, None] = field(factory=dict[str, None])  # names of what is quarantined, the first to go first
-    _failing: bool = False
+    damaged_files: Counter[str] = field(factory=lambda: Counter(dict.fromkeys(KINDS, 0)))  # files that were found so
+    _quarantined: dict[str, None] = field(
+        factory=dict[str, None]
+    )  # names of what is quarantined, the first to go first
+    _is_failing: bool = False
 
-    def found(self, names: Iterable[str]) -> None:
-        """What an earlier process has put aside."""
-        self._aside = dict.fromkeys(sorted(name for name in names if what(name) == "aside"))
+    def register_quarantined(self, names: Iterable[str]) -> None:
+        """Register the files that an earlier process has quarantined."""
+        self._quarantined = dict.fromkeys(sorted(name for name in names if classify_name(name) == "aside"))
 
     def remove(self, name: str) -> None:
         with suppress(OSError):
@@ -41,32 +43,32 @@ class Upkeep:
     def read_small(self, name: str, most: int = -1) -> bytes:
         """Nothing, where reading fails. most: bytes of it."""
         try:
-            descriptor = self.folder.opener(name)
+            descriptor = self.folder.open_existing(name)
             with open(descriptor, "rb") as file:  # noqa: PTH123 - by descriptor
                 return file.read(most)
         except OSError:
             self.counts["read_errors"] += 1
             return b""
 
-    def rebuilt(self, kind: str, which: str) -> None:
+    def report_rebuilt(self, kind: str, which: str) -> None:
         self.counts["rebuilt"] += 1
-        self.damaged[kind] += 1
+        self.damaged_files[kind] += 1
         log.warning("torn or damaged, and written anew: %s", which)
 
-    def written(self, error: OSError | MemoryError | None) -> None:
+    def report_write(self, error: OSError | MemoryError | None) -> None:
         """Or not: one line when that starts, one when it is over."""
         if error is not None:
             self.counts["write_errors"] += 1
-            if not self._failing:
+            if not self._is_failing:
                 log.warning("the prefix cache cannot be written (%s); requests go on", error)
-        elif self._failing:
+        elif self._is_failing:
             log.info("the prefix cache is written again")
-        self._failing = error is not None
+        self._is_failing = error is not None
 
     def quarantine(self, name: str, why: str) -> None:
         """The last few are kept for a look."""
         self.counts["quarantined"] += 1
-        self.damaged["run"] += 1
+        self.damaged_files["run"] += 1
         log.warning("a damaged cache file is put aside: %s: %s", name, why)
         aside = QUARANTINE + name
         try:
@@ -75,10 +77,10 @@ class Upkeep:
             self.remove(name)
             return
         with self.lock:
-            self._aside.pop(aside, None)
-            self._aside[aside] = None
-            gone = list(self._aside)[:-MOST_QUARANTINED]
+            self._quarantined.pop(aside, None)
+            self._quarantined[aside] = None
+            gone = list(self._quarantined)[:-MOST_QUARANTINED]
             for one in gone:
-                del self._aside[one]
+                del self._quarantined[one]
         for one in gone:
             self.remove(one)

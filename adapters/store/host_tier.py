@@ -1,25 +1,29 @@
-"""The tier in host memory: buffers under an index. What waits to be written is leased, so a budget of 0 keeps that."""
+"""The tier in host memory: buffers and their index. With a budget of 0 it holds only what waits to be written."""
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from attrs import define, field
 
-from adapters.store.block_index import Entry, Index
-from adapters.store.slab_memory import Buffer, Memory
+from adapters.store.block_index import BlockIndex, Entry
+from adapters.store.slab_memory import Buffer, SlabMemory
+from effects.ids import Tier
 
 
 @define(eq=False)
 class HostTier:
-    """With the store's lock. memory: where buffers come from, those of other tiers' runs on their way included."""
+    """The tier, used with the store's lock. memory: for its buffers, and those that lower tiers read into."""
 
-    index: Index
-    memory: Memory = field(factory=Memory)
+    name: ClassVar[Tier] = "host"
+    index: BlockIndex
+    memory: SlabMemory = field(factory=SlabMemory)
     rows: dict[int, Buffer] = field(factory=dict[int, Buffer])  # by handle
 
     def touch(self, entry: Entry) -> None:
         self.index.touch(entry)
 
-    def add(self, entry: Entry, rows: Buffer) -> bool:
+    def add_run(self, entry: Entry, rows: Buffer) -> bool:
         """False, and nothing changes, if one of its blocks is kept already."""
         if not self.index.add(entry):
             return False
@@ -27,10 +31,10 @@ class HostTier:
         return True
 
     def make_room(self, size: int, parent: bytes = b"") -> bool:
-        """True if there is, then. Not for the run that `parent` is in: it stays."""
+        """Evict until `size` bytes fit, but not the run that `parent` is in. Return whether they fit."""
         for entry in self.index.make_room(size, parent):
             del self.rows[entry.handle]
         return self.index.fits(size)
 
-    def figures(self) -> dict[str, int]:
-        return self.index.figures()
+    def collect_figures(self) -> dict[str, int]:
+        return self.index.collect_figures()

@@ -10,21 +10,24 @@ from pathlib import Path
 
 from torch import Tensor
 
-from adapters.store.block_index import Index
-from adapters.store.disk_tier import Disk
+from adapters.store.block_index import BlockIndex
+from adapters.store.disk_tier import DiskTier
 from adapters.store.files import read_run
-from adapters.store.files.codec import DECODERS, Chooser, Codec
+from adapters.store.files.codec import DECODERS, Codec, CodecChooser
 from adapters.store.files.file_format import Kind, Layout
-from adapters.store.files.private_folder import Folder, FolderUnusable
+from adapters.store.files.private_folder import FolderUnusable, PrivateFolder
 from adapters.store.host_tier import HostTier
-from adapters.store.recent_prompts import MOST_BYTES, Recents
-from adapters.store.slab_memory import ALIGN, Memory
-from adapters.store.store import AHEAD, RUN_BYTES, Store
+from adapters.store.recent_prompts import MAX_BYTES, RecentPrompts
+from adapters.store.slab_memory import ALIGN, SlabMemory
+from adapters.store.store import RUN_BYTES, RUNS_IN_FLIGHT, Store
+from adapters.store.tier import ReadableTier
 from adapters.watched_thread import WatchedThread
 
 GPU_RUN_BYTES = 32 << 20  # a copy of less does not reach the bus's speed
-MOVING = 8  # runs that are on their way to or from the device
-MOST_PINNED = 8 << 30  # what is on its way from a GPU: 50k tokens of an 8B model, while a disk takes in 1 to 5 GB/s
+MOVING_RUNS = 8  # runs that are on their way to or from the device
+MAX_PINNED_BYTES = (
+    8 << 30
+)  # what is on its way from a GPU: 50k tokens of an 8B model, while a disk takes in 1 to 5 GB/s
 PINNED_SHARE = 16  # of the machine's memory, that may take the 16th part
 QUEUE_SHARE = 8  # of the machine's memory, what waits to be written may take the 8th part
 RECENT_SHARE = 16  # of the disk's budget, recent prompts may take the 16th part
@@ -37,74 +40,78 @@ def open_store(
     host_bytes: int = 0,
     disk_bytes: int = 0,
     codec: Codec = "auto",
-    memory: Memory | None = None,
-) -> Store[Disk] | None:
+    memory: SlabMemory | None = None,
+) -> Store[ReadableTier] | None:
     """None if there is nothing to keep anything in. Raises FolderUnusable.
 
     path: the disk tier's folder. memory: as the function of that name makes it.
     """
     if path is None and not host_bytes:
         return None
-    pool = held_memory(host_bytes, pin=False) if memory is None else memory
-    run_bytes, lock = run_size(pin=pool.pin), threading.RLock()
+    pool = create_memory(host_bytes, pin=False) if memory is None else memory
+    run_bytes, lock = choose_run_bytes(pin=pool.pin), threading.RLock()
     if pool.pin:
-        pool.slab = slab_size(layout, run_bytes)
-    disk = None if path is None else open_disk(layout, Folder.open(path), lock, budget=disk_bytes, codec=codec)
+        pool.slab = choose_slab_bytes(layout, run_bytes)
+    disk = None if path is None else open_disk(layout, PrivateFolder.open(path), lock, budget=disk_bytes, codec=codec)
     ready = threading.Event()
-    WatchedThread("store-memory", partial(prepare, pool, run_bytes, ready)).start()
+    WatchedThread("store-memory", partial(prepare_memory, pool, run_bytes, ready)).start()
     if disk is not None:
-        disk.most_queued = max(disk.most_queued, host_bytes, physical() // QUEUE_SHARE)
-    return Store(layout, HostTier(index(layout, host_bytes), pool), disk, lock, run_bytes, ready=ready)
+        disk.max_queued_bytes = max(disk.max_queued_bytes, host_bytes, get_physical_memory() // QUEUE_SHARE)
+    host = HostTier(create_index(layout, host_bytes), pool)
+    tiers = (host,) if disk is None else (host, disk)  # the quickest first: a further tier is put in here
+    return Store(layout, tiers, lock, run_bytes, memory_ready=ready)
 
 
-def held_memory(host_bytes: int, *, pin: bool, source: Callable[[int], Tensor] | None = None) -> Memory:
+def create_memory(host_bytes: int, *, pin: bool, source: Callable[[int], Tensor] | None = None) -> SlabMemory:
     """For what host memory keeps, and what is on its way. pin: a GPU copies from it, so it is page-locked. source: as
     `Memory` has it.
     """
-    moving = MOVING * run_size(pin=pin)
-    most = host_bytes + (max(moving, min(MOST_PINNED, physical() // PINNED_SHARE)) if pin else moving)
-    return Memory(most, pin, source)
+    moving = MOVING_RUNS * choose_run_bytes(pin=pin)
+    most = host_bytes + (max(moving, min(MAX_PINNED_BYTES, get_physical_memory() // PINNED_SHARE)) if pin else moving)
+    return SlabMemory(most, pin, source)
 
 
-def run_size(*, pin: bool) -> int:
+def choose_run_bytes(*, pin: bool) -> int:
     """Bytes of rows that are saved together."""
     return GPU_RUN_BYTES if pin else RUN_BYTES
 
 
-def slab_size(layout: Layout, run_bytes: int) -> int:
-    """Of memory that is registered, as little at once as can be: a run of rows, or some where positional state is
+def choose_slab_bytes(layout: Layout, run_bytes: int) -> int:
+    """Return the bytes of memory to register at once, few of them: a run of rows, or some where positional state is
     larger, so that little is left over.
     """
-    run, state = max_run(layout, run_bytes), layout.size("state", 0)
+    run, state = compute_longest_run(layout, run_bytes), layout.compute_size("state", 0)
     return run * max(1, -(-state // run))
 
 
-def max_run(layout: Layout, run_bytes: int) -> int:
+def compute_longest_run(layout: Layout, run_bytes: int) -> int:
     """Bytes of the longest run of rows, the target's or its draft's, as `Memory` gives them."""
     kinds: tuple[Kind, ...] = ("rows",) if layout.draft is None else ("rows", "draft")
-    blocks = [layout.size(kind, layout.block_size) for kind in kinds]
+    blocks = [layout.compute_size(kind, layout.block_size) for kind in kinds]
     most = max(max(1, run_bytes // block) * block for block in blocks)
     return -(-most // ALIGN) * ALIGN
 
 
-def physical() -> int:
+def get_physical_memory() -> int:
     """Bytes of memory that the machine has."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def prepare(memory: Memory, run_bytes: int, ready: threading.Event) -> None:
-    """What the first restore would have to wait for."""
+def prepare_memory(memory: SlabMemory, run_bytes: int, ready: threading.Event) -> None:
+    """Prepare memory that the first restore would otherwise have to wait for."""
     try:
-        memory.prepare(run_bytes, MOVING)
-        read_run.prepare(DECODERS + AHEAD)
+        memory.map_buffers(run_bytes, MOVING_RUNS)
+        read_run.prepare_scratch(DECODERS + RUNS_IN_FLIGHT)
     finally:
         ready.set()
 
 
-def open_disk(layout: Layout, folder: Folder, lock: threading.RLock, *, budget: int, codec: Codec = "auto") -> Disk:
+def open_disk(
+    layout: Layout, folder: PrivateFolder, lock: threading.RLock, *, budget: int, codec: Codec = "auto"
+) -> DiskTier:
     """The folder is the disk's from here on, and closed if it cannot be read."""
-    recents = Recents(most_bytes=min(MOST_BYTES, budget // RECENT_SHARE))
-    disk = Disk(folder, layout, index(layout, budget), lock, Chooser(codec), recents)
+    recents = RecentPrompts(max_bytes=min(MAX_BYTES, budget // RECENT_SHARE))
+    disk = DiskTier(folder, layout, create_index(layout, budget), lock, CodecChooser(codec), recents)
     try:
         disk.start()
     except OSError as error:
@@ -113,5 +120,5 @@ def open_disk(layout: Layout, folder: Folder, lock: threading.RLock, *, budget: 
     return disk
 
 
-def index(layout: Layout, budget: int) -> Index:
-    return Index(budget, layout.block_size, layout.root("rows"))
+def create_index(layout: Layout, budget: int) -> BlockIndex:
+    return BlockIndex(budget, layout.block_size, layout.compute_root("rows"))

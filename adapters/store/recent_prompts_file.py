@@ -5,21 +5,21 @@ from __future__ import annotations
 from attrs import define
 
 from adapters.store import recent_prompts
-from adapters.store.file_names import what
-from adapters.store.folder_upkeep import Upkeep
-from adapters.store.recent_prompts import Recent, Recents
+from adapters.store.file_names import classify_name
+from adapters.store.folder_upkeep import FolderUpkeep
+from adapters.store.recent_prompts import RecentPrompt, RecentPrompts
 
-MOST_RECENT_FILES = 8  # of other identities
+MAX_FOREIGN_FILES = 8  # of other identities
 
 
 @define(eq=False)
-class RecentFile:
+class RecentPromptsFile:
     """On the writer's thread. lost: one that later ones may begin with is not in it; said by any thread."""
 
-    recents: Recents
+    prompts: RecentPrompts
     origin: bytes  # of the identity
-    upkeep: Upkeep
-    lost: bool = False
+    upkeep: FolderUpkeep
+    has_lost_prompt: bool = False
     _bytes: int = 0
     _last: int = 0  # serial
 
@@ -29,34 +29,34 @@ class RecentFile:
 
     def load(self, listing: dict[str, int]) -> None:
         """Ours; of those of other identities, a few are left there."""
-        others = sorted(name for name in listing if what(name) == "recent" and name != self.name)
-        for name in others[MOST_RECENT_FILES:]:
+        others = sorted(name for name in listing if classify_name(name) == "recent" and name != self.name)
+        for name in others[MAX_FOREIGN_FILES:]:
             self.upkeep.remove(name)
         for name in others:
             del listing[name]
         if self.name not in listing:
             return
         self._bytes = listing.pop(self.name)
-        most = 2 * self.recents.most_bytes + 2 * recent_prompts.SLACK
+        most = 2 * self.prompts.max_bytes + 2 * recent_prompts.SLACK
         raw = self.upkeep.read_small(self.name) if 0 < self._bytes <= most else b""
-        if not recent_prompts.read(raw, self.recents):
+        if not recent_prompts.restore_prompts(raw, self.prompts):
             self._bytes = 0  # it is written anew with the next one
-            which = f"the list of recent prompts, {len(self.recents)} of which could be read"
-            self.upkeep.rebuilt("recent", which)
+            which = f"the list of recent prompts, {len(self.prompts)} of which could be read"
+            self.upkeep.report_rebuilt("recent", which)
 
-    def note(self, one: Recent) -> None:
+    def write_prompt(self, one: RecentPrompt) -> None:
         """Should it fail half way, all of them are written anew with the next one."""
         if one.serial <= self._last:
             return  # they were, meanwhile
         before, self._bytes, kept = self._bytes, 0, [one]
-        lost, self.lost = self.lost, False
-        if before and not lost and before <= 2 * self.recents.held + recent_prompts.SLACK:
-            raw = recent_prompts.record(one)
-            self.upkeep.folder.extend(self.name, raw)
+        lost, self.has_lost_prompt = self.has_lost_prompt, False
+        if before and not lost and before <= 2 * self.prompts.held_bytes + recent_prompts.SLACK:
+            raw = recent_prompts.encode_prompt(one)
+            self.upkeep.folder.extend_file(self.name, raw)
             self._bytes = before + len(raw)
         else:
-            kept = self.recents.all() or kept
-            raw = b"".join(recent_prompts.snapshot(kept))
-            self.upkeep.folder.write(self.name, [raw])
+            kept = self.prompts.list_prompts() or kept
+            raw = b"".join(recent_prompts.encode_snapshot(kept))
+            self.upkeep.folder.write_file(self.name, [raw])
             self._bytes = len(raw)
         self._last = kept[-1].serial

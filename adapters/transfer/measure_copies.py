@@ -1,4 +1,4 @@
-"""How fast rows come back here, measured by bringing some back before anybody waits: from files, and from host memory.
+"""Measures how fast rows are loaded on this machine, from files and from host memory, before any request is served.
 
 It uses what will serve: the same readers, as many runs at once, the same copies into a slot; one run after the other
 where that only has to tell whether it is as it was.
@@ -20,57 +20,58 @@ import torch
 from attrs import define, field
 
 from adapters.store.block_index import Entry
-from adapters.store.block_keys import KEY, WIDTH
-from adapters.store.disk_tier import Disk
+from adapters.store.block_keys import KEY_BYTES, TOKEN_BYTES
+from adapters.store.disk_tier import DiskTier
 from adapters.store.files import seekable
 from adapters.store.files.codec import LEVELS, Fixed
-from adapters.store.files.file_format import Run, encode, file_name
+from adapters.store.files.file_format import Run, encode_run, format_name
 from adapters.store.files.private_folder import TEMPORARY
 from adapters.store.files.read_run import Expected
 from adapters.store.files.seekable import Damaged
 from adapters.store.slab_memory import Buffer
-from adapters.store.store import AHEAD, Store
-from adapters.transfer.copy_rows import Mover, RowHolder, movers
+from adapters.store.store import RUNS_IN_FLIGHT, Store
+from adapters.store.tier import ReadableTier
+from adapters.transfer.copy_rows import RowHolder, RowMover, create_movers
 
 LIMIT_NS = 40_000_000  # after which a measurement takes no more runs: six that are on their way are finished
 SINGLE_NS = 20_000_000  # after which no further one is read by itself
-SINGLES = 2  # read by themselves at most: the first one finds a disk that was idle
-RUNS = 2 * AHEAD  # of its own that are read at most
-SAMPLE = 4 << 20  # content bytes of a file that is only written to be read
-LEAST = 2 * SAMPLE  # bytes of its own files that say how fast many of them are read
-PART = 4  # of the budget for files, samples take the 4th part at most, while they are there
+MAX_SINGLE_LOADS = 2  # read by themselves at most: the first one finds a disk that was idle
+MAX_RUNS = 2 * RUNS_IN_FLIGHT  # of its own that are read at most
+SAMPLE_BYTES = 4 << 20  # content bytes of a file that is only written to be read
+MIN_FILE_BYTES = 2 * SAMPLE_BYTES  # bytes of its own files that say how fast many of them are read
+BUDGET_SHARE = 4  # of the budget for files, samples take the 4th part at most, while they are there
 
 Load: TypeAlias = Callable[[], int]  # the bytes of rows that it brought into the slot
 
 
 @define(eq=False)
-class Rehearsal:
-    """Of one store and one slot, which nobody uses: on the lane, before anybody is served. Raises OSError or
-    MemoryError, or RuntimeError where a device finds no memory.
+class CopyMeasurement:
+    """Measurements with one store and one unused slot. Called on the lane before any request is served. Raises OSError
+    or MemoryError, or RuntimeError where a device has no memory.
 
     target: its parts. capacity: rows of the slot. computed: how many of its first ones are rows of tokens. Times are
     nanoseconds to load one token's rows, those of a draft included; 0: none.
     """
 
-    store: Store[Disk]
+    store: Store[ReadableTier]
     target: Sequence[RowHolder]
     capacity: int
-    computed: int
-    _movers: tuple[Mover, ...] = field(init=False)
+    computed_rows: int
+    _movers: tuple[RowMover, ...] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._movers = movers(self.target, self.store.layout.rows)
+        self._movers = create_movers(self.target, self.store.layout.rows)
 
-    def alone(self, loads: Sequence[Load]) -> int:
-        """Each of them at most once, as many at a time as a restore has on its way."""
+    def measure_alone(self, loads: Sequence[Load]) -> int:
+        """Return the time with as many loads at once as a restore has. Each load is made at most once."""
         end = time.perf_counter_ns() + LIMIT_NS
-        with ThreadPoolExecutor(AHEAD, "rehearsal") as pool:
-            return self._timed(pool, iter(loads), lambda: time.perf_counter_ns() > end)()
+        with ThreadPoolExecutor(RUNS_IN_FLIGHT, "rehearsal") as pool:
+            return self._start_loads(pool, iter(loads), lambda: time.perf_counter_ns() > end)()
 
-    def single(self, loads: Sequence[Load]) -> int:
-        """One after the other: the quickest of so many, or of those that there is time for."""
+    def measure_single(self, loads: Sequence[Load]) -> int:
+        """Return the shortest time of a few loads, made one after the other, as far as there is time."""
         end, times = time.perf_counter_ns() + SINGLE_NS, list[int]()
-        for load in loads[:SINGLES]:
+        for load in loads[:MAX_SINGLE_LOADS]:
             started = time.perf_counter_ns()
             if done := load():
                 times.append(max(1, (time.perf_counter_ns() - started) * self._token_bytes // done))
@@ -78,11 +79,11 @@ class Rehearsal:
                 break
         return min(times, default=0)
 
-    def beside(self, loads: Sequence[Load], compute: Callable[[], object]) -> tuple[int, int]:
+    def measure_during(self, loads: Sequence[Load], compute: Callable[[], object]) -> tuple[int, int]:
         """(the same, nanoseconds of one `compute`) while both go on; it is carried out once at least."""
         started, times, over = time.perf_counter_ns(), list[int](), list[bool]()
-        with ThreadPoolExecutor(AHEAD, "rehearsal") as pool:
-            finished = self._timed(pool, cycle(loads), lambda: bool(over))
+        with ThreadPoolExecutor(RUNS_IN_FLIGHT, "rehearsal") as pool:
+            finished = self._start_loads(pool, cycle(loads), lambda: bool(over))
             try:
                 while not times or time.perf_counter_ns() - started < LIMIT_NS:
                     before = time.perf_counter_ns()
@@ -92,7 +93,9 @@ class Rehearsal:
                 over.append(True)
             return finished(), sum(times) // len(times)
 
-    def _timed(self, pool: ThreadPoolExecutor, loads: Iterator[Load], over: Callable[[], bool]) -> Callable[[], int]:
+    def _start_loads(
+        self, pool: ThreadPoolExecutor, loads: Iterator[Load], over: Callable[[], bool]
+    ) -> Callable[[], int]:
         started = time.perf_counter_ns()
 
         def work() -> int:
@@ -103,7 +106,7 @@ class Rehearsal:
                     break
             return done
 
-        futures = [pool.submit(work) for _ in range(AHEAD)]
+        futures = [pool.submit(work) for _ in range(RUNS_IN_FLIGHT)]
 
         def finished() -> int:
             done = sum(future.result() for future in futures)
@@ -114,96 +117,102 @@ class Rehearsal:
 
     @property
     def _token_bytes(self) -> int:
-        """Of a token's rows, those of a draft included."""
+        """Bytes of one token's rows, those of a draft included."""
         layout = self.store.layout
         return layout.token_bytes + (0 if layout.draft is None else layout.draft.rows.token_bytes)
 
     # --- what is loaded ---
 
-    def copies(self) -> list[Load]:
-        """From host memory."""
-        tokens = self._tokens(self.store.run_bytes)
-        buffers = [self.store.memory.take(self.store.layout.size("rows", tokens)) for _ in range(AHEAD)]
+    def create_copies(self) -> list[Load]:
+        """Return loads that copy from host memory."""
+        tokens = self._count_tokens(self.store.run_bytes)
+        buffers = [
+            self.store.memory.allocate(self.store.layout.compute_size("rows", tokens)) for _ in range(RUNS_IN_FLIGHT)
+        ]
         for buffer in buffers:
             buffer.data.numpy().fill(0)
-        return [partial(self._put, buffer, tokens, number) for number, buffer in enumerate(buffers)]
+        return [partial(self._copy_in, buffer, tokens, number) for number, buffer in enumerate(buffers)]
 
     @contextmanager
-    def files(self, disk: Disk) -> Iterator[list[Load]]:
+    def lease_files(self, disk: DiskTier) -> Iterator[list[Load]]:
         """Its own, which stay while they are read. None, where there are too few to tell."""
         index = disk.index
         with self.store.lock:
             mine = [one for one in index.entries.values() if one.kind == "rows" and one.origin == index.origin]
-            chosen = sorted(mine, key=lambda one: -one.size)[:RUNS]
+            chosen = sorted(mine, key=lambda one: -one.size)[:MAX_RUNS]
             for entry in chosen:
                 entry.leases += 1
-        enough = sum(entry.size for entry in chosen) >= LEAST
+        enough = sum(entry.size for entry in chosen) >= MIN_FILE_BYTES
         try:
-            yield [self._reading(disk, entry, number) for number, entry in enumerate(chosen)] if enough else []
+            yield [self._make_file_load(disk, entry, number) for number, entry in enumerate(chosen)] if enough else []
         finally:
             with self.store.lock:
                 for entry in chosen:
                     entry.leases -= 1
 
-    def _reading(self, disk: Disk, entry: Entry, number: int) -> Load:
+    def _make_file_load(self, disk: DiskTier, entry: Entry, number: int) -> Load:
         expected = Expected(entry.size, entry.run, disk.layout)
-        return partial(self._read, disk, disk.name(entry), expected, number, entry)
+        return partial(self._read_file, disk, disk.get_file_name(entry), expected, number, entry)
 
     @contextmanager
-    def samples(self, disk: Disk, codec: Fixed) -> Iterator[list[Load]]:
+    def write_samples(self, disk: DiskTier, codec: Fixed) -> Iterator[list[Load]]:
         """Files of the slot's first rows, written for this and removed again; no more than there is time for."""
         layout, block_size = self.store.layout, self.store.layout.block_size
-        tokens, names = self._tokens(min(SAMPLE, self.store.run_bytes)), list[str]()
-        run = Run(0, layout.root("rows"), (bytes(KEY),) * (tokens // block_size), bytes(tokens * WIDTH))
-        parts = encode(run, layout, self._content(tokens), seekable.compressor(LEVELS[codec]))
+        tokens, names = self._count_tokens(min(SAMPLE_BYTES, self.store.run_bytes)), list[str]()
+        run = Run(
+            0, layout.compute_root("rows"), (bytes(KEY_BYTES),) * (tokens // block_size), bytes(tokens * TOKEN_BYTES)
+        )
+        parts = encode_run(run, layout, self._make_content(tokens), seekable.create_compressor(LEVELS[codec]))
         size = sum(map(len, parts))
-        most, end = min(AHEAD, disk.index.budget // PART // size), time.perf_counter_ns() + LIMIT_NS
+        most, end = min(RUNS_IN_FLIGHT, disk.index.budget // BUDGET_SHARE // size), time.perf_counter_ns() + LIMIT_NS
         try:
             while len(names) < most and (not names or time.perf_counter_ns() < end):
-                names.append(TEMPORARY + file_name(run.keys[-1], AHEAD * list(LEVELS).index(codec) + len(names)))
+                names.append(
+                    TEMPORARY + format_name(run.keys[-1], RUNS_IN_FLIGHT * list(LEVELS).index(codec) + len(names))
+                )
                 with os.fdopen(disk.folder.create(names[-1]), "wb") as file:
                     file.writelines(parts)
                     file.flush()
                     os.fsync(file.fileno())
             expected = Expected(size, run, layout)
-            yield [partial(self._read, disk, name, expected, number) for number, name in enumerate(names)]
+            yield [partial(self._read_file, disk, name, expected, number) for number, name in enumerate(names)]
         finally:
             for name in names:
                 with suppress(OSError):
                     disk.folder.remove(name)
 
-    def _tokens(self, size: int) -> int:
+    def _count_tokens(self, size: int) -> int:
         """Whole blocks of so many bytes, as far as a slot has them; one at least."""
         block_size = self.store.layout.block_size
         return max(1, min(size // self.store.layout.token_bytes, self.capacity) // block_size) * block_size
 
-    def _content(self, tokens: int) -> memoryview:
-        """What rows look like here, again and again: too far apart for zstd to see it."""
-        known = min(tokens, self.computed)
+    def _make_content(self, tokens: int) -> memoryview:
+        """Return real rows of this model, repeated at distances that zstd does not see."""
+        known = min(tokens, self.computed_rows)
         there = torch.empty(known * self.store.layout.token_bytes, dtype=torch.uint8)
         for mover in self._movers:
-            mover.take(0, (0, known), there)
-        return np.resize(there.numpy(), self.store.layout.size("rows", tokens)).data
+            mover.copy_out(0, (0, known), there)
+        return np.resize(there.numpy(), self.store.layout.compute_size("rows", tokens)).data
 
-    def _read(self, disk: Disk, name: str, expected: Expected, number: int, entry: Entry | None = None) -> int:
+    def _read_file(self, disk: DiskTier, name: str, expected: Expected, number: int, entry: Entry | None = None) -> int:
         """entry: of a run that is kept, not of a sample."""
         run, layout = expected.run, disk.layout
-        buffer = self.store.memory.take(layout.size("rows", run.length))
+        buffer = self.store.memory.allocate(layout.compute_size("rows", run.length))
         try:
             disk.read_past_cache(name, expected, buffer.data.numpy().data)
         except Damaged as error:
             if entry is not None:
-                disk.put_aside(entry, str(error))
+                disk.quarantine(entry, str(error))
             return 0
         except OSError:
             return 0  # whoever needs it will say so
-        return self._put(buffer, run.length, number)
+        return self._copy_in(buffer, run.length, number)
 
-    def _put(self, buffer: Buffer, tokens: int, number: int) -> int:
+    def _copy_in(self, buffer: Buffer, tokens: int, number: int) -> int:
         """Side by side, as the runs of a prompt are, as far as the slot has room."""
         count = min(tokens, self.capacity)
         at = number % (self.capacity // count) * count
         for mover in self._movers:
-            if mover.anywhere:
-                mover.put(0, (at, at + count), buffer.data, at)
+            if mover.is_addressable:
+                mover.copy_in(0, (at, at + count), buffer.data, at)
         return buffer.data.nbytes

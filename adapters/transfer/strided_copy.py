@@ -1,4 +1,4 @@
-"""Rows between host memory and a GPU by what copies there, without a kernel: processors are left to what is computed.
+"""Copies rows between host memory and a GPU with its copy engines, so that its processors are left to computation.
 
 CUDA's driver copies boxes of three dimensions, one with a pitch and one of planes (`cuMemcpy3DAsync`), which torch does
 not offer: it would gather rows with a kernel, into memory of its own, and copy that.
@@ -17,7 +17,7 @@ HOST, DEVICE = 1, 2  # CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE
 
 
 class BoxSide(ctypes.Structure):
-    """Half of CUDA_MEMCPY3D: where from, or where to. Bytes, but for heights, which are rows of a plane."""
+    """Half of CUDA_MEMCPY3D, the source or the target. Fields are in bytes, but for `height`: rows of a plane."""
 
     _fields_ = (
         ("x", ctypes.c_size_t),
@@ -35,7 +35,7 @@ class BoxSide(ctypes.Structure):
 
 
 class Box(ctypes.Structure):
-    """CUDA_MEMCPY3D, by CUDA's driver interface."""
+    """CUDA_MEMCPY3D of CUDA's driver interface."""
 
     _fields_ = (
         ("source", BoxSide),
@@ -47,27 +47,28 @@ class Box(ctypes.Structure):
 
 
 @cache
-def _driver() -> Any:
+def _load_driver() -> Any:
     return ctypes.CDLL("libcuda.so.1").cuMemcpy3DAsync_v2
 
 
 def copy_box(target: Tensor, source: Tensor) -> None:
-    """On the current stream, of `[layers, 2, heads, rows, width]` each, one of them in host memory, the other on the
-    current device. Raises ValueError where one does not fit the other, or not into a box: a head's rows are in one
-    piece, a plane is a multiple of the way from head to head, and planes are equally far apart; and RuntimeError where
-    CUDA refuses.
+    """Copy `[layers, 2, heads, rows, width]` between host memory and the current device, on the current stream.
+
+    Raises ValueError where the shapes differ or one side is no box: a head's rows must be contiguous, a plane (the
+    keys or values of a layer) must be a multiple of the distance between heads, and planes equally far apart. Raises
+    RuntimeError where CUDA fails.
     """
     if source.shape != target.shape or source.dtype != target.dtype or source.is_cuda == target.is_cuda:
         raise ValueError(f"{source.dtype} {tuple(source.shape)} does not go to {target.dtype} {tuple(target.shape)}")
     layers, both, heads, rows, width = source.shape
     on = source if source.is_cuda else target
-    box = Box(box_side(source), box_side(target), rows * width * source.itemsize, heads, layers * both)
-    failed = _driver()(ctypes.byref(box), ctypes.c_void_p(torch.cuda.current_stream(on.device).cuda_stream))
+    box = Box(make_box_side(source), make_box_side(target), rows * width * source.itemsize, heads, layers * both)
+    failed = _load_driver()(ctypes.byref(box), ctypes.c_void_p(torch.cuda.current_stream(on.device).cuda_stream))
     if failed:
         raise RuntimeError(f"cuMemcpy3DAsync of {tuple(source.shape)}: CUDA error {failed}")
 
 
-def box_side(rows: Tensor) -> BoxSide:
+def make_box_side(rows: Tensor) -> BoxSide:
     layer, plane, pitch, row, number = rows.stride()
     if number != 1 or row != rows.shape[4] or plane % pitch or layer != 2 * plane:
         raise ValueError(f"rows of strides {rows.stride()} are no box")

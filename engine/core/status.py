@@ -6,8 +6,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping
 from itertools import islice
+from typing import Any
 
-from attrs import define, evolve, field
+from attrs import asdict, define, evolve, field
 
 from effects.ids import RequestId
 from effects.ports import (
@@ -22,8 +23,16 @@ from effects.ports import (
 )
 from engine.core.request_meter import RequestMeter, stage_of
 from states import pages, request_states
+from states.rates import Rates
 from states.slots import Slot
 from states.world import World
+
+
+def show_rates(rates: Rates) -> dict[str, Any]:
+    """Return what /props shows as `rates_ns`, with the loading times as `host` and `disk`, 0 at first."""
+    shown = asdict(rates)
+    loads = shown.pop("loads")
+    return {"prefill": shown.pop("prefill"), "host": 0, "disk": 0, **loads, **shown}
 
 
 def slot_status(number: int, slot: Slot, world: World) -> SlotStatus:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import anyio
-from attrs import asdict, define, evolve, field
+from attrs import define, evolve, field
 
 from effects.ids import RequestId
 from effects.job import Job, Report
@@ -19,7 +19,7 @@ from engine.core.cache_misses import explain_miss
 from engine.core.event_loop import EventLoop
 from engine.core.prefill_log import PrefillLog
 from engine.core.request_meter import RequestMeter, stage_of
-from engine.core.status import RequestHistory, kv_pages, list_running, slot_status
+from engine.core.status import RequestHistory, kv_pages, list_running, show_rates, slot_status
 from states import residency
 from states.events import Cancelled, ForRequest, Submitted
 
@@ -158,7 +158,7 @@ class Submissions:
                 **self.facts,
                 **live,
                 "kv_pages": kv_pages(world),
-                "rates_ns": asdict(world.rates),
+                "rates_ns": show_rates(world.rates),
                 "runtime": {
                     "draft_residency": residency.describe_residency(
                         world.models, world.settings, count_model_bytes(live)

@@ -22,7 +22,7 @@ from adapters.models.kernels.interface import Kernels
 from adapters.models.open_checkpoint import Checkpoint
 from adapters.remote.client.remote_shard import RemoteShard
 from adapters.remote.protocol.load_request import loading
-from adapters.store.slab_memory import Buffer, Memory
+from adapters.store.slab_memory import Buffer, SlabMemory
 from engine.loading.device_survey import Placement, free_memory
 
 
@@ -98,7 +98,7 @@ def build_shards(
 
 @contextmanager
 def stage_weights(
-    checkpoint: Checkpoint, plan: Sequence[Placement], memory: Memory, dtype: torch.dtype
+    checkpoint: Checkpoint, plan: Sequence[Placement], memory: SlabMemory, dtype: torch.dtype
 ) -> Iterator[Sequence[WeightSource]]:
     """Yield the source of each shard's weights.
 
@@ -110,7 +110,7 @@ def stage_weights(
     taken = list[Buffer]()  # theirs while they are known
 
     def buffer() -> Tensor:
-        one = memory.take(PIECE_BYTES)
+        one = memory.allocate(PIECE_BYTES)
         taken.append(one)
         return one.data
 

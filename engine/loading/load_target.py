@@ -131,7 +131,7 @@ class Target:
 
     @property
     def has_disk(self) -> bool:
-        return self.transfer is not None and self.transfer.store.disk is not None
+        return self.transfer is not None and bool(self.transfer.store.lower_tiers)
 
     @property
     def peers(self) -> tuple[Peer, ...]:
@@ -150,11 +150,11 @@ class Target:
         damaged: Mapping[str, int] = self.kept.damaged
         if self.transfer is None:
             return {"memory": self.memory(0), "damaged": damaged, "full_cache": {"disk_policy": "off"}}
-        cache = self.transfer.store.figures()
+        cache = self.transfer.store.collect_figures()
         policy = str(self.scope) if self.has_disk else "off"
         return {
             "memory": self.memory(cache["host"]["bytes"]),
-            "damaged": {**damaged, **self.transfer.store.damaged},
+            "damaged": {**damaged, **self.transfer.store.damaged_files},
             "full_cache": {**cache, "disk_policy": policy},
         }
 
@@ -175,7 +175,7 @@ class Target:
             "slots": {"target": target["kv"], "draft": draft.get("kv", 0)},
             "buffers": {"target": target["buffers"], **{name: one.get("buffers", 0) for name, one in others.items()}},
             "blocks": {"host": blocks},
-            "pool": {"host": 0 if self.transfer is None else self.transfer.store.memory.held},
+            "pool": {"host": 0 if self.transfer is None else self.transfer.store.memory.slab_bytes},
         }
 
     @property

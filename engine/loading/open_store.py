@@ -16,13 +16,13 @@ from adapters.device.speculation.drafting import DraftProposer
 from adapters.device.speculation.proposer import DraftModel
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.remote.protocol.lent_memory import Lender
-from adapters.store.disk_tier import Disk
-from adapters.store.files.file_format import Draft, Layout
+from adapters.store.files.file_format import DraftLayout, Layout
 from adapters.store.files.private_folder import FolderUnusable
-from adapters.store.open_store import held_memory, open_store
-from adapters.store.slab_memory import Memory
+from adapters.store.open_store import create_memory, open_store
+from adapters.store.slab_memory import SlabMemory
 from adapters.store.store import Store
-from adapters.transfer.transfer import Transfer, transfer
+from adapters.store.tier import ReadableTier
+from adapters.transfer.transfer import Transfer, create_transfer
 from adapters.watched_thread import WatchedThread
 from engine.loading.calibrate_restore import add_restore_times
 from engine.settings.calibration_cache import CalibrationCache
@@ -36,7 +36,7 @@ log = logging.getLogger("rekindle")
 
 def build_layout(shard: Pipeline, draft: DraftModel | None, named: str, block_size: int) -> Layout:
     """Return the layout of snapshot files: rows of the target and of its draft, and recurrent states."""
-    kept = None if draft is None else Draft(draft.identity, draft.row_spec)
+    kept = None if draft is None else DraftLayout(draft.identity, draft.row_spec)
     return Layout(named, block_size, shard.row_spec, kept, shard.state_specs)
 
 
@@ -47,20 +47,20 @@ def disk_folder(cache: CacheOptions) -> Path | None:
     return cache.kv_cache_dir or find_cache_folder()
 
 
-def transfer_memory(cache: CacheOptions, devices: Iterable[torch.device], lender: Lender | None) -> Memory:
+def transfer_memory(cache: CacheOptions, devices: Iterable[torch.device], lender: Lender | None) -> SlabMemory:
     """Return the memory through which rows and weights are copied to and from devices, and in which the host tier is.
 
     It is pinned for a GPU. Otherwise processes that were launched here share it, if there are any.
     """
     pin = any(device.type == "cuda" for device in devices)
-    return held_memory(cache.host_cache_budget << 20, pin=pin, source=None if lender is None else lender.take)
+    return create_memory(cache.host_cache_budget << 20, pin=pin, source=None if lender is None else lender.take)
 
 
-def build_store(cache: CacheOptions, layout: Layout, memory: Memory) -> Store[Disk] | None:
+def build_store(cache: CacheOptions, layout: Layout, memory: SlabMemory) -> Store[ReadableTier] | None:
     """Return the store. A folder that cannot be used stops the start only if it was named by an option."""
     folder = disk_folder(cache)
 
-    def open_with(chosen: Path | None) -> Store[Disk] | None:
+    def open_with(chosen: Path | None) -> Store[ReadableTier] | None:
         return open_store(
             layout,
             chosen,
@@ -87,7 +87,7 @@ def open_transfer(
     lane: DeviceLane,
     *,
     drafting: DraftProposer[Any] | None,
-    memory: Memory,
+    memory: SlabMemory,
 ) -> Transfer | None:
     """Return what copies rows between slots and the store, or None if the options ask for no store."""
     store = build_store(cache, kind, memory)
@@ -95,8 +95,8 @@ def open_transfer(
         return None
     follow = (lambda _: None) if drafting is None else drafting.catch_up
     draft = None if drafting is None else drafting.draft
-    moving = transfer(store, shard.parts, lane, executor.serving, draft=draft, catch_up=follow)
-    executor.checkpointed_by(moving.saver.checkpoint)
+    moving = create_transfer(store, shard.parts, lane, executor.serving, draft=draft, catch_up=follow)
+    executor.checkpointed_by(moving.saver.save_checkpoint)
     return moving
 
 
@@ -105,5 +105,5 @@ def with_store(
 ) -> Settings:
     """Return the settings with a store and the measured rates of loading from it."""
     rates = add_restore_times(settings.rates, moving.store, shard, chunk=chunk, kept=kept)
-    WatchedThread("store-pool", moving.store.memory.fill).start()  # now that nothing is timed any more
+    WatchedThread("store-pool", moving.store.memory.register_all).start()  # now that nothing is timed any more
     return evolve(settings, store=True, rates=rates)

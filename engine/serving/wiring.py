@@ -94,7 +94,7 @@ async def run_engine(
     metrics.watch_damage(lambda: live().get("damaged", {}))
     meter, misses = (
         RequestMeter(metrics.observe_stage),
-        CacheMisses({} if transfer is None else transfer.lookup.diverged, settings),
+        CacheMisses({} if transfer is None else transfer.lookup.divergences, settings),
     )
 
     def observe(envelope: Envelope, outs: tuple[Output, ...], before: World, after: World) -> None:
@@ -113,8 +113,11 @@ async def run_engine(
         PlaceExperts: (executor.place,),
     }
     if transfer is not None:
-        metrics.watch_cache(transfer.store.figures)
-        notify |= {OpenSlot: (executor.open, transfer.restorer.opened), ReleasePrefix: (transfer.lookup.release,)}
+        metrics.watch_cache(transfer.store.collect_figures)
+        notify |= {
+            OpenSlot: (executor.open, transfer.restorer.raise_fence),
+            ReleasePrefix: (transfer.lookup.release_prefix,),
+        }
     runner = EventLoop(
         make_world(settings),
         Executors(list_lane_submitters(settings, executor, drafter), list_store_performers(transfer), notify),
@@ -163,9 +166,9 @@ def heard(executor: DeviceExecutor, transfer: Transfer | None, runner: EventLoop
     for whom what is kept gives way, and memory for that, and decode steps do.
     """
     if transfer is not None:
-        transfer.saver.hurried = lambda: is_slot_requested(runner.world)
-        transfer.saver.reading = lambda: is_first_token_pending(runner.world)
-        transfer.store.memory.busy = lambda: bool(runner.world.requests)
+        transfer.saver.is_slot_requested = lambda: is_slot_requested(runner.world)
+        transfer.saver.is_first_token_pending = lambda: is_first_token_pending(runner.world)
+        transfer.store.memory.is_busy = lambda: bool(runner.world.requests)
     executor.decoding.ahead.crowded = lambda: has_prefill_backlog(runner.world)
     metrics.watch_pages(lambda: kv_pages(runner.world))
     executor.lost_to(
@@ -189,7 +192,7 @@ def list_store_performers(transfer: Transfer | None) -> dict[type, PerformEffect
     if transfer is None:
         return {}
     return {
-        FindPrefix: transfer.lookup.find,
+        FindPrefix: transfer.lookup.find_prefix,
         RestoreBlocks: transfer.restorer.restore,
         SaveSnapshot: transfer.saver.save,
     }

@@ -20,7 +20,7 @@ from adapters.checkpoint.gguf.metadata import read_metadata
 from adapters.checkpoint.quantised.quantisation_config import find_quantisation
 from adapters.http.wire.address import bind_listener
 from adapters.models import ARCHITECTURES, FAMILIES
-from adapters.store.files.private_folder import LOCK, Folder, FolderUnusable, check_private
+from adapters.store.files.private_folder import LOCK, FolderUnusable, PrivateFolder, check_private
 from engine.settings.model_catalog import locate_model
 from engine.settings.options import Options, evolve_options
 from engine.settings.server_options import HttpOptions
@@ -134,7 +134,7 @@ def check_cache(path: Path) -> None:
         if not os.path.lexists(path):
             check_parent(path)
             return
-        Folder.look(path).close()
+        PrivateFolder.open_read_only(path).close()
         check_private(path, path.stat())
         check_unlocked(path)
         check_writable(path)

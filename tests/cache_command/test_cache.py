@@ -34,7 +34,7 @@ def used(path: Path, tokens: Tokens) -> int:
     """A server finds so many of these tokens there."""
     store = disk_store(path)
     try:
-        found = store.find((*tokens, 1), 0)
+        found = store.find_prefix((*tokens, 1), 0)
         if isinstance(found, Miss):
             return 0
         name, lease = found
@@ -116,7 +116,7 @@ def test_ls_says_what_else_lies_there(path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_sequence_whose_front_was_lost_is_told(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = survey_folder.open_to_look(path)
+    folder = survey_folder.open_for_survey(path)
     found = survey_folder.survey(folder)
     folder.close()
     (trunk,) = (one for one in found.kept if one.entry.stop == len(FIRST))
@@ -173,7 +173,7 @@ def test_verify_names_what_is_damaged_and_changes_nothing(
 def test_verify_reads_other_identities_and_recent_prompts_too(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fill(path, FIRST, other=True)
     store = disk_store(path)
-    store.joins(FIRST, 3)
+    store.count_shared_tokens(FIRST, 3)
     settled(store)
     store.close()
     (recents,) = path.glob("recent-*")

@@ -26,9 +26,9 @@ from adapters.store import index_journal, recent_prompts, survey_folder
 from adapters.store.block_index import Entry
 from adapters.store.file_description import read_head
 from adapters.store.files import seekable
-from adapters.store.files.append_log import framed
+from adapters.store.files.append_log import frame_record
 from adapters.store.files.file_format import Newer, Outdated
-from adapters.store.files.private_folder import Folder
+from adapters.store.files.private_folder import PrivateFolder
 from adapters.store.files.seekable import Damaged
 from adapters.store.recent_prompts import Recent, Recents
 from engine.loading.calibrate_restore import RestoreTimes
@@ -72,20 +72,27 @@ def journals(_: Path) -> Iterator[Case]:
             numbers[0], start, random.randbytes(16), keys, tokens, numbers[1], random.randbytes(16), *numbers[2:]
         )
         entry.since = since
-        raw = random.choice((index_journal.came, index_journal.came, index_journal.left, index_journal.found))(entry)
+        raw = random.choice(
+            (
+                index_journal.encode_addition,
+                index_journal.encode_addition,
+                index_journal.encode_removal,
+                index_journal.encode_hit,
+            )
+        )(entry)
         if random.random() < 0.2:
-            raw = framed(spoilt_bytes(raw[8:], random))
+            raw = frame_record(spoilt_bytes(raw[8:], random))
         return raw
 
     def case(random: Random) -> None:
         raw = harmed(index_journal.MAGIC + b"".join(record(random) for _ in range(random.randrange(8))), random)
-        kept = index_journal.read(raw)
+        kept = index_journal.parse_journal(raw)
         assert kept.records <= len(raw) // 8
         for entry in kept.entries.values():
             assert entry.keys
             assert entry.tokens
-            assert max(entry.handle, entry.used) <= index_journal.MOST_HANDLE
-        again = index_journal.read(b"".join(index_journal.snapshot(kept.entries.values())))
+            assert max(entry.handle, entry.last_turn) <= index_journal.MAX_HANDLE
+        again = index_journal.parse_journal(b"".join(index_journal.encode_snapshot(kept.entries.values())))
         assert list(again.entries) == list(kept.entries)
 
     yield case
@@ -95,17 +102,17 @@ def journals(_: Path) -> Iterator[Case]:
 def recents(_: Path) -> Iterator[Case]:
     def case(random: Random) -> None:
         some = [
-            Recent(number(random), number(random), number(random, 32), random.randbytes(4 * random.randrange(20)))
+            RecentPrompt(number(random), number(random), number(random, 32), random.randbytes(4 * random.randrange(20)))
             for _ in range(random.randrange(8))
         ]
-        held = Recents(most=random.choice((2, 256)), most_bytes=random.choice((40, 1 << 20)))
-        raw = harmed(b"".join(recent_prompts.snapshot(some)), random)
-        recent_prompts.read(raw, held)
-        assert held.held == sum(len(one.rest) for one in held.all()) <= max(held.most_bytes, 0)
+        held = RecentPrompts(max_prompts=random.choice((2, 256)), max_bytes=random.choice((40, 1 << 20)))
+        raw = harmed(b"".join(recent_prompts.encode_snapshot(some)), random)
+        recent_prompts.restore_prompts(raw, held)
+        assert held.held_bytes == sum(len(one.rest) for one in held.list_prompts()) <= max(held.max_bytes, 0)
         prompt = tuple(random.randrange(100) for _ in range(10))
-        assert 0 <= held.compare(prompt, 5) <= 10
+        assert 0 <= held.longest_match(prompt, 5) <= 10
         held.add(prompt)
-        assert held.compare(prompt, 1) == 10
+        assert held.longest_match(prompt, 1) == 10
 
     yield case
 
@@ -119,19 +126,19 @@ def seek_tables(path: Path) -> Iterator[Case]:
     assert store.close()
     (template,) = files(path / "kv")
     raw = template.read_bytes()
-    count = seekable.frame_count(raw[-seekable.FOOT.size :])
-    table = seekable.parse_table(raw[-seekable.table_size(count) :], len(raw))
+    count = seekable.parse_frame_count(raw[-seekable.FOOT.size :])
+    table = seekable.parse_table(raw[-seekable.compute_table_size(count) :], len(raw))
     first = bytearray(table[0][1])
     seekable.decompress(raw[: table[0][0]], memoryview(first))
     size = int.from_bytes(first[:8], "little")
     header, tokens, rest = json.loads(bytes(first[8 : 8 + size])), bytes(first[8 + size :]), raw[table[0][0] :]
-    rest = rest[: -seekable.table_size(count)]
+    rest = rest[: -seekable.compute_table_size(count)]
 
     def case(random: Random) -> None:
         text = text_of(spoilt_value(header, random)).encode() if random.random() < 0.7 else json.dumps(header).encode()
         length = number(random) if random.random() < 0.1 else len(text)
         content = length.to_bytes(8, "little") + text + harmed(tokens, random)
-        frame = seekable.compressor(1).compress(content)
+        frame = seekable.create_compressor(1).compress(content)
         sizes = [(len(frame), len(content)), *table[1:]]
         if random.random() < 0.3:
             at = random.randrange(len(sizes))
@@ -139,7 +146,7 @@ def seek_tables(path: Path) -> Iterator[Case]:
         if random.random() < 0.2:
             sizes *= random.choice((0, 2, 100))
         file = path / template.name
-        file.write_bytes(harmed(frame + rest + seekable.table(sizes), random))
+        file.write_bytes(harmed(frame + rest + seekable.encode_table(sizes), random))
         with file.open("rb") as opened:
             descriptor, now = opened.fileno(), os.fstat(opened.fileno()).st_size
             with suppress(Damaged, Newer, Outdated):
@@ -211,7 +218,7 @@ def responses(path: Path) -> Iterator[Case]:
 
     def case(random: Random) -> None:
         raws = files_of(random)
-        with TemporaryDirectory(dir=path) as name, closing(Folder.open(Path(name))) as folder:
+        with TemporaryDirectory(dir=path) as name, closing(PrivateFolder.open(Path(name))) as folder:
             for number, raw in enumerate(raws):
                 (folder.path / f"resp_{number:024x}").write_bytes(raw)
             found = ResponseStore(folder)

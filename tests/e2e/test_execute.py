@@ -37,7 +37,7 @@ from states.settings import Settings
 from states.world import advance, make_world
 
 SHAPE = {"device": "cpu", "max_ctx": 2048, "slots": 1, "threads": 1}
-EVEN = Rates(prefill=(1000,), disk=1000)  # half of what was found is computed while the rest is loaded
+EVEN = Rates(prefill=(1000,), loads={"disk": 1000})  # half of what was found is computed while the rest is loaded
 PROMPT = tuple(10 + 37 * n % 4000 for n in range(1500))
 FOUND = 1472
 ONE = RequestId(1)

@@ -38,7 +38,7 @@ RICH = evolve(
     block=4,
     residency=Resolved("request-scoped", "park"),
     drafter=4096,
-    rates=Rates(prefill=(100,), host=100, disk=100),
+    rates=Rates(prefill=(100,), loads={"host": 100, "disk": 100}),
 )
 AGENT = evolve(PLAIN, store=True, stateful=True, min_tokens=40)
 HYBRID = evolve(AGENT, state_places=2, state_tokens=10, slots=1)

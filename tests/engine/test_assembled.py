@@ -34,7 +34,7 @@ async def test_decode_steps_hear_whether_prompts_wait_for_each_other() -> None:
 
 async def test_memory_for_snapshots_hears_whether_anybody_is_served(tmp_path: Path) -> None:
     async with process(tmp_path / "kept", host=1 << 20) as running, create_task_group() as tasks:
-        busy = running.store.memory.busy
+        busy = running.store.memory.is_busy
         assert busy is not None
         assert not busy()
         tasks.start_soon(running.told, Job(prompt(1, 40), 8))

@@ -51,13 +51,13 @@ def test_what_is_computed_otherwise_shares_nothing(tmp_path: Path, other) -> Non
         folder = tmp_path / mine
         first = disk_store(folder, layout=evolve(LAYOUT, identity=mine))
         save(first, TOKENS)
-        first.joins(TOKENS, 5)
+        first.count_shared_tokens(TOKENS, 5)
         settled(first)
         assert first.close()
         second = disk_store(folder, layout=evolve(LAYOUT, identity=theirs))
         settled(second)
         assert kept(second, TOKENS) == 0
-        assert second.joins(TOKENS, 5) == 0
+        assert second.count_shared_tokens(TOKENS, 5) == 0
         assert second.close()
 
 

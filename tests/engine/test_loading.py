@@ -23,7 +23,7 @@ from adapters.sequence_layout import RowSpec
 from adapters.store.files.file_format import Layout
 from adapters.store.open_store import open_store
 from adapters.store.store import Store
-from adapters.transfer.measure_copies import Rehearsal
+from adapters.transfer.measure_copies import CopyMeasurement
 from engine.loading import calibrate_compute
 from engine.loading.calibrate_restore import RestoreTimes, add_restore_times, build_restore_key, load_or_measure_times
 from engine.settings.calibration_cache import LARGEST, CalibrationCache
@@ -60,8 +60,8 @@ HOSTILE = {
     "another version": json.dumps({**GOOD, "version": 2}).encode(),
     "no version": json.dumps({name: value for name, value in GOOD.items() if name != "version"}).encode(),
     "a field too many": json.dumps({**GOOD, "path": "/etc/passwd"}).encode(),
-    "a field too few": json.dumps({name: value for name, value in GOOD.items() if name != "disk"}).encode(),
-    "negative": json.dumps({**GOOD, "disk": -1}).encode(),
+    "a field too few": json.dumps({name: value for name, value in GOOD.items() if name != "from_files"}).encode(),
+    "negative": json.dumps({**GOOD, "from_files": -1}).encode(),
     "a single one that is negative": json.dumps({**GOOD, "single": -1}).encode(),
     "a single one and no disk": json.dumps({**GOOD, "disk": 0}).encode(),
     "too much": json.dumps({**GOOD, "disk": 10**12}).encode(),
@@ -135,7 +135,8 @@ def test_a_folder_without_files_is_measured_once_and_then_remembered(
     store = opened()
     first = add_restore_times(Rates(prefill=(1000,)), store, shard, chunk=CHUNK, kept=CalibrationCache(tmp_path))
     assert store.close()
-    assert min(first.host, first.disk) > 0
+    assert first.loads.keys() == {"host", "disk"}
+    assert min(first.loads.values()) > 0
     assert min(first.prefill_beside, first.load_beside) >= 1000
     assert first.prefill == (1000,)
     assert {file.name for file in (tmp_path / "kv").iterdir()} <= {"LOCK", "journal", "auto-codec"}, (
@@ -162,7 +163,7 @@ def test_a_folder_without_files_is_measured_once_and_then_remembered(
         pytest.param(FOUND, 4_000, never, 2_000, id="as before"),
         pytest.param(FOUND, 2_000, never, 1_000, id="a quicker disk"),
         pytest.param(FOUND, 8_000, never, 4_000, id="a slower disk"),
-        pytest.param(evolve(FOUND, disk=1), 3_000, never, 1, id="never nothing"),
+        pytest.param(evolve(FOUND, from_files=1), 3_000, never, 1, id="never nothing"),
         pytest.param(FOUND, 1_999, lambda *_: 900, 900, id="a much quicker disk"),
         pytest.param(FOUND, 8_001, lambda *_: 2_100, 2_100, id="much slower once"),
         pytest.param(evolve(FOUND, single=0), 4_000, lambda *_: 1_000, 1_000, id="samples alone have told so far"),
@@ -193,7 +194,7 @@ def test_of_what_was_kept_the_disk_is_as_a_few_of_its_own_files_say(
         before, disk=disk, single=single or before.single
     )
     told = several is not never and single
-    assert kept(tmp_path) == (evolve(before, disk=disk, single=single) if told else before)
+    assert kept(tmp_path) == (evolve(before, from_files=disk, single=single) if told else before)
     assert store.close()
 
 

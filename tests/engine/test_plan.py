@@ -271,7 +271,7 @@ def outcome(target: Target) -> dict[str, Any]:
     """But for measured times: all that a server and its clients can tell of a target, but where its layers are."""
     assert target.transfer is not None
     shard, store, draft = target.shard, target.transfer.store, target.draft
-    assert store.disk is not None
+    assert store.lower_tiers
     assert draft is not None
     ledger = target.memory(0)
     return {
@@ -280,7 +280,12 @@ def outcome(target: Target) -> dict[str, Any]:
         "numerics": attrs.evolve(target.numerics, seconds=0.0),
         "model": (target.model_id, target.mode, target.scope, target.model_info["dtype"]),
         "shard": (shard.slots, shard.capacity, shard.buckets, shard.dtype, shard.state_places, shard.row_spec),
-        "store": (store.layout, store.host.index.budget, store.disk.index.budget, store.disk.chooser.codec),
+        "store": (
+            store.layout,
+            store.memory_tier.index.budget,
+            store.lower_tiers[0].index.budget,
+            store.lower_tiers[0].chooser.codec,
+        ),
         "draft": (draft.identity, draft.state, draft.capacity, draft.block),
         "memory": (ledger["models"], ledger["slots"]),
         "pflash": target.pflash,

@@ -30,7 +30,7 @@ from adapters.models.numerics.probe_result import Numerics
 from adapters.store.files.file_format import Layout
 from adapters.store.open_store import open_store
 from adapters.store.store import Store
-from adapters.transfer.transfer import transfer
+from adapters.transfer.transfer import create_transfer
 from benchmarks.exactness import Answered, answered
 from effects.ids import Tokens
 from effects.job import Job, Sampling
@@ -142,7 +142,7 @@ async def process(
     async with run_engine(settings, executor, transfer=moving, paranoid=True) as running:
         yield OneStart(running, store, shard)
         await anyio.to_thread.run_sync(settled, store)
-    assert store.figures()["leases"] == 0
+    assert store.collect_figures()["leases"] == 0
     assert executor.close()
     moving.close()
 

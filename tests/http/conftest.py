@@ -20,7 +20,7 @@ from adapters.http.history.history_loader import HistoryLoader
 from adapters.http.history.response_store import ResponseStore
 from adapters.http.wire.server import RunningServer, ServerLimits, serve_app
 from adapters.metrics import Metrics
-from adapters.store.files.private_folder import Folder
+from adapters.store.files.private_folder import PrivateFolder
 from adapters.text.model_text import Text
 from effects.job import Job
 from tests.http.fake_door import FakeDoor, digest_script
@@ -85,7 +85,7 @@ async def served(
     metrics = Metrics()
     archive = ResponseStore(None if kept is None else Folder.open(kept))
     archive.load()
-    memory = TurnMemory(None if turns is None else Folder.open(turns))
+    memory = TurnMemory(None if turns is None else PrivateFolder.open(turns))
     memory.load()
     listening: list[RunningServer] = []
     ready = anyio.Event()

@@ -21,7 +21,7 @@ from adapters.http.history.history_loader import HistoryLoader
 from adapters.http.history.persistent_lru import PersistentLru, add_digest
 from adapters.http.history.response_store import ResponseStore
 from adapters.http.wire.errors import ApiError
-from adapters.store.files.private_folder import Folder
+from adapters.store.files.private_folder import PrivateFolder
 from tests.http.conftest import Site, chat, served
 
 BODY = b" \n{}\n[]"
@@ -160,11 +160,11 @@ async def released(held: threading.Event) -> None:
 async def test_a_folder_that_cannot_be_read_costs_what_was_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def gone(_: Folder) -> None:
+    def gone(_: PrivateFolder) -> None:
         raise OSError(5, "Input/output error")
 
     (tmp_path / "turns").write_text("no folder")
-    monkeypatch.setattr(Folder, "files", gone)
+    monkeypatch.setattr(PrivateFolder, "files", gone)
     found = cabinets()
     recall = HistoryLoader(found, tmp_path)
     with anyio.fail_after(20), caplog.at_level(logging.WARNING):

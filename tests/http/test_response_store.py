@@ -102,7 +102,7 @@ async def test_what_was_being_written_when_the_server_stops_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """Whatever its thread is at: it goes on, and is waited for, so that nobody finds the file half done."""
-    archive, carried_out = opened(tmp_path), getattr(Folder, call)
+    archive, carried_out = opened(tmp_path), getattr(PrivateFolder, call)
     begun, go_on = threading.Event(), threading.Event()
 
     def slow(*what: Any) -> Any:
@@ -110,7 +110,7 @@ async def test_what_was_being_written_when_the_server_stops_is_written(
         assert go_on.wait(5)
         return carried_out(*what)
 
-    monkeypatch.setattr(Folder, call, slow)
+    monkeypatch.setattr(PrivateFolder, call, slow)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(archive.run)
         ResponseFolder(archive).store(name(1), one(1))
@@ -126,9 +126,9 @@ async def test_what_was_being_written_when_the_server_stops_is_written(
 async def test_a_slow_disk_is_waited_for_as_long_as_the_server_has_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patience: float
 ) -> None:
-    archive, write = opened(tmp_path), Folder.write
+    archive, write = opened(tmp_path), PrivateFolder.write_file
 
-    def slow(folder: Folder, name: str, parts: Sequence[bytes]) -> int:
+    def slow(folder: PrivateFolder, name: str, parts: Sequence[bytes]) -> int:
         time.sleep(0.2)
         return write(folder, name, parts)
 

@@ -339,7 +339,7 @@ def test_bytes_of_turns_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_damaged_and_foreign_files_are_no_turns(tmp_path: Path) -> None:
-    memory = TurnMemory(Folder.open(tmp_path))
+    memory = TurnMemory(PrivateFolder.open(tmp_path))
     memory.load()
     memory.put(make_turn_name(key(1)), record(1, calls=("call_a",)))
     await memory.close()
@@ -354,7 +354,7 @@ async def test_damaged_and_foreign_files_are_no_turns(tmp_path: Path) -> None:
     (tmp_path / make_turn_name(key(40))).symlink_to(tmp_path / make_turn_name(key(1)))
     os.mkfifo(tmp_path / make_turn_name(key(41)))
     (tmp_path / "notes").write_bytes(b"somebody's")
-    memory = TurnMemory(Folder.open(tmp_path))
+    memory = TurnMemory(PrivateFolder.open(tmp_path))
     memory.load()
     assert (len(memory), first(memory, said(9, "call_a"))) == (1, 1)
     await memory.close()

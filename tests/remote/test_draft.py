@@ -27,7 +27,7 @@ from adapters.remote.protocol.draft_messages import DraftRound, LoadDraft
 from adapters.remote.protocol.messages import Nothing, Op, SlotPlace
 from adapters.remote.protocol.peer_expectation import DRAFT_DEADLINES
 from adapters.sequence_layout import dtype_name
-from adapters.transfer.copy_rows import Mover
+from adapters.transfer.copy_rows import RowMover
 from effects.ids import RequestId
 from effects.job import Sampling
 from effects.ports import RowsLost
@@ -133,7 +133,7 @@ def story(draft, drafting) -> list:
     found = [drafting.propose(REQUESTS), drafting.propose(REQUESTS[:1])]
     kept = draft.export_rows(0, 16, 80)
     data = torch.cat([one.contiguous().view(torch.uint8).flatten() for one in kept.values()])
-    mover, run = Mover(draft, draft.row_spec), ((16, 80), data, 16)
+    mover, run = RowMover(draft, draft.row_spec), ((16, 80), data, 16)
     mover.put(3, *run) if mover.anywhere else mover.tell(3, [run], ())
     found.append(drafting.propose([asking(3, 80, Sampling(), 5, first=16)]))
     draft.offload()

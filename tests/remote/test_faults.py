@@ -22,7 +22,7 @@ from adapters.remote.protocol.lent_memory import LentTensors
 from adapters.remote.protocol.messages import ImportRuns, Op, Unacceptable
 from adapters.text.model_text import Text
 from adapters.transfer import saver
-from adapters.transfer.copy_rows import Marks, marks
+from adapters.transfer.copy_rows import DeviceMarks, record_marks
 from benchmarks.exactness import prompts
 from effects.job import Job
 from effects.ports import RowsLost
@@ -180,13 +180,13 @@ async def test_of_a_shard_that_is_had_anew_no_rows_are_kept_for_those_that_were_
 ) -> None:
     """It dies behind the word that its slot has them, and is there again before they are taken."""
 
-    def lost(devices: Iterable[torch.device]) -> Marks:
+    def lost(devices: Iterable[torch.device]) -> DeviceMarks:
         """In the place of what is asked on the lane, once the rows have been found."""
         split.shard.peer.dial.kill()  # type: ignore[attr-defined] # a `Threads`
         with pytest.raises(RowsLost):
             split.shard.copy_rows(0, 1, 1)
         split.shard.copy_rows(0, 1, 1)
-        return marks(devices)
+        return record_marks(devices)
 
     with monkeypatch.context() as patched:
         patched.setattr(saver, "marks", lost)

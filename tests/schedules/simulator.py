@@ -228,7 +228,7 @@ class Simulator:
             interval=rng.choice((0, 3, 8)),
             cold_max=rng.choice((0, 12)),
             span=1 if chunk <= beside_rows else rng.choice((1, 1, 3)),
-            rates=rng.choice((Rates(), Rates(prefill=(50,), host=10, disk=90, decode=decode_steps))),
+            rates=rng.choice((Rates(), Rates(prefill=(50,), loads={"host": 10, "disk": 90}, decode=decode_steps))),
         )
 
     def some_jobs(self) -> list[Job]:

@@ -92,7 +92,7 @@ def watch(monkeypatch: Any) -> list[str]:
             kept = memoryview(part.entry.tokens).cast("i").tolist()
             first = part.entry.start
             assert tuple(kept[part.start - first : part.stop - first]) == wanted[part.start : part.stop]
-            index = self.store.tiers[part.place].index
+            index = next(tier for tier in self.store.tiers if tier.name == part.tier).index
             assert index.entries.get(part.entry.handle) is part.entry, "what is loaded is there"
         return load(self, effect)
 

@@ -57,7 +57,7 @@ def test_what_left_the_slots_comes_back_from_host_memory_or_disk() -> None:
 def test_a_budget_is_kept_and_evicts() -> None:
     budget = 400 * COSTS.token_bytes
     one = run(FOUR, restart_every=1, disk_budget=budget)
-    assert one.disk.index.held <= budget
+    assert one.disk.index.held_bytes <= budget
     assert one.figures().evictions > 0
     assert one.figures().hit_tokens < one.figures().infinite_hit_tokens
 
@@ -208,7 +208,7 @@ def test_no_log_finds_more_than_there_was_or_leaves_anything_open(data: st.DataO
     assert len(one.tally.counts) == sum(one.count for one in sessions)
     assert not one.process.keeping.store._leases  # noqa: SLF001
     assert all(not entry.leases for entry in one.disk.index.entries.values())
-    assert one.disk.index.held <= one.disk.index.budget
+    assert one.disk.index.held_bytes <= one.disk.index.budget
 
 
 FREEZING = Compression("always", keep=100, freeze=True)

@@ -43,7 +43,7 @@ JOBS = (
     *(evolve(JOB, scope=scope, boundaries=(1, 3)) for scope in (Scope("off"), Scope("fixed", 3), Scope("auto", 2))),
 )
 SERVED = (1, 5)
-RATES = Rates(prefill=(10,), disk=10)  # loading is as fast as computing
+RATES = Rates(prefill=(10,), loads={"disk": 10})  # loading is as fast as computing
 BLOCKS = tuple(
     Settings(
         block_size=block_size,

@@ -29,7 +29,7 @@ from tests.states.builders import (
 
 
 def disk(load_ns: int, *prefill: int, **more: int) -> Rates:
-    return Rates(prefill=prefill, disk=load_ns, **more)
+    return Rates(prefill=prefill, loads={"disk": load_ns}, **more)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def disk(load_ns: int, *prefill: int, **more: int) -> Rates:
         (disk(0, 10), 8, 8, 40),
         (disk(10), 8, 8, 40),
         (disk(10, 0, 0), 8, 8, 40),
-        (Rates(prefill=(10,), host=10), 8, 8, 40),  # of another tier
+        (Rates(prefill=(10,), loads={"host": 10}), 8, 8, 40),  # of another tier
         (disk(10, 10), 8, 24, 40),  # as fast as each other: half each
         (disk(1, 1000), 8, 8, 40),  # pure restore
         (disk(1000, 1), 8, 40, 40),  # pure recompute
@@ -66,7 +66,7 @@ factors = st.sampled_from((0, 1000, 1300, 2000, 9000))
     st.builds(
         Rates,
         prefill=st.lists(times, max_size=4).map(tuple),
-        host=times,
+        loads=times.map(lambda time: {"host": time}),
         prefill_beside=factors,
         load_beside=factors,
     ),
@@ -77,7 +77,7 @@ def test_no_choice_is_better_and_neither_is_one_side_alone(known: Rates, start: 
     first, last = 16 * start, 16 * (start + length)
     chosen = policy.choose_front(evolve(STORE, chunk=16, block_size=16), known, first, last, "host")
     assert type(chosen) is int
-    if not known.host or not any(known.prefill):
+    if not known.loads.get("host", 0) or not any(known.prefill):
         assert chosen == first
         return
     choices = range(first, last + 1, 16)
@@ -120,7 +120,9 @@ def test_which_checkpoint_is_gone_on_from(
 
 
 @given(
-    st.builds(Rates, prefill=st.integers(1, 300).map(lambda time: (time,)), disk=times),
+    st.builds(
+        Rates, prefill=st.integers(1, 300).map(lambda time: (time,)), loads=times.map(lambda time: {"disk": time})
+    ),
     st.integers(0, 400),
     st.tuples(st.integers(0, 60), st.integers(0, 90)),
     st.lists(st.integers(1, 60), max_size=4, unique=True).map(sorted),
@@ -200,7 +202,8 @@ def test_what_loads_sooner_beside_something_else_than_it_did_alone_takes_no_long
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"prefill": (-1,)}, {"disk": -1}, {"decode": ((1, -1),)}, {"load_beside": -1}, {"prefill": (1,) * 65}]
+    "wrong",
+    [{"prefill": (-1,)}, {"loads": {"disk": -1}}, {"decode": ((1, -1),)}, {"load_beside": -1}, {"prefill": (1,) * 65}],
 )
 def test_rates_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="rates that cannot be"):
@@ -218,7 +221,7 @@ def folded(*events: Any, known: Rates = Rates()) -> Rates:  # noqa: B008 - froze
 
 
 def test_a_restore_alone_tells_its_tiers_time() -> None:
-    assert folded(BlocksRestored(0, 16, 99, ns=320)) == Rates(host=20)
+    assert folded(BlocksRestored(0, 16, 99, ns=320)) == Rates(loads={"host": 20})
     assert folded(BlocksRestored(0, 16, 99)) == Rates(), "not measured"
 
 
@@ -228,7 +231,7 @@ def test_whole_chunks_tell_what_computing_takes_and_part_of_one_does_not() -> No
 
 
 def test_side_by_side_both_tell_how_much_they_lose() -> None:
-    known = Rates(prefill=(100,), host=100)
+    known = Rates(prefill=(100,), loads={"host": 100})
     after = folded(PrefillAdvanced(8, ns=1600), BlocksRestored(8, 20, 99, ns=1800), known=known)
     assert after == evolve(known, prefill_beside=1250, load_beside=1125)
 
@@ -257,14 +260,14 @@ def test_what_is_not_tried_is_held_against_nobody_for_ever() -> None:
 
 
 def test_a_factor_fades_to_none_while_nothing_is_split() -> None:
-    rate = Rates(host=10, prefill_beside=3000, load_beside=3000)
+    rate = Rates(loads={"host": 10}, prefill_beside=3000, load_beside=3000)
     for _ in range(300):
         rate = rates.fade_untried(rate, "host", loaded=True)
     assert rate == Rates(host=10, prefill_beside=1000, load_beside=1000)
 
 
 def test_what_was_measured_reaches_the_next_request() -> None:
-    known = Rates(prefill=(1,), disk=1000)
+    known = Rates(prefill=(1,), loads={"disk": 1000})
     for rates_now, then in ((Rates(), Restoring), (known, Prefilling)):
         world, _ = advance(make_world(STORE), ForRequest(ONE, Submitted(a_job())))
         world, _ = advance(evolve(world, rates=rates_now), ForRequest(ONE, PrefixFound(LeaseId(1), 20, "disk")))

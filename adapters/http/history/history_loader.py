@@ -12,7 +12,7 @@ from attrs import define, field
 
 from adapters.http.history.persistent_lru import PersistentLru
 from adapters.http.wire.errors import unavailable
-from adapters.store.files.private_folder import Folder, FolderUnusable
+from adapters.store.files.private_folder import FolderUnusable, PrivateFolder
 
 log = logging.getLogger("rekindle.http")
 MAX_WAIT_S = 10.0  # seconds that a request waits: 12,000 files take 0.5 s on two cores
@@ -62,7 +62,7 @@ class HistoryLoader:
     def _load_store(self, path: Path, store: PersistentLru) -> None:
         """Open and load one store, on a worker thread."""
         try:
-            folder = Folder.open(path)
+            folder = PrivateFolder.open(path)
         except FolderUnusable as error:
             log.warning("%s are not kept on disk: %s", store.description, error)
             return

@@ -21,7 +21,7 @@ import anyio
 import msgspec
 from attrs import define, field, frozen
 
-from adapters.store.files.private_folder import TEMPORARY, Folder
+from adapters.store.files.private_folder import TEMPORARY, PrivateFolder
 
 log = logging.getLogger("rekindle.http")
 DIGEST_CHARACTERS = 64  # hexadecimal digits
@@ -43,7 +43,7 @@ class Limits:
 class PersistentLru(ABC):
     """A store of records. folder: None, and everything ends with the process."""
 
-    folder: Folder | None = None
+    folder: PrivateFolder | None = None
     _records: OrderedDict[str, bytes] = field(factory=OrderedDict)  # in the order of their last use, the oldest first
     _size: int = 0
     damaged_count: int = field(default=0, init=False)  # files that were damaged when they were loaded
@@ -98,7 +98,7 @@ class PersistentLru(ABC):
 
     # -- the folder
 
-    def open_folder(self, folder: Folder) -> None:
+    def open_folder(self, folder: PrivateFolder) -> None:
         """Use this folder from now on. Call `load` next."""
         self.folder = folder
 
@@ -117,7 +117,7 @@ class PersistentLru(ABC):
             return
         written = list[tuple[int, str, int]]()
         limits = self.limits
-        for name, about in self._open_folder.files():
+        for name, about in self._open_folder.list_files():
             if self.name_pattern.fullmatch(name):
                 written.append((about.st_mtime_ns, name, about.st_size))
             elif name.startswith(TEMPORARY):
@@ -158,7 +158,7 @@ class PersistentLru(ABC):
             raw = self._records.get(name)
             try:
                 if raw is not None:
-                    work = partial(self._open_folder.write, name, [raw])
+                    work = partial(self._open_folder.write_file, name, [raw])
                     await anyio.to_thread.run_sync(work, abandon_on_cancel=giving_up)
                 else:
                     await anyio.to_thread.run_sync(self._remove_file, name)
@@ -172,13 +172,13 @@ class PersistentLru(ABC):
                 self._unwritten.pop(name, None)  # `close` may have done it meanwhile
 
     @property
-    def _open_folder(self) -> Folder:
+    def _open_folder(self) -> PrivateFolder:
         assert self.folder is not None
         return self.folder
 
     def _read_file(self, name: str, size: int) -> bytes:
         """Return the bytes of a file, or nothing if that fails. A longer file gives one byte more than `size`."""
-        with suppress(OSError), open(self._open_folder.opener(name), "rb") as file:  # noqa: PTH123 - by descriptor
+        with suppress(OSError), open(self._open_folder.open_existing(name), "rb") as file:  # noqa: PTH123 - by descriptor
             return file.read(size + 1)
         return b""
 

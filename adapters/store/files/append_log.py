@@ -9,11 +9,11 @@ from zlib import crc32
 FRAME = struct.Struct("<II")
 
 
-def framed(body: bytes) -> bytes:
+def frame_record(body: bytes) -> bytes:
     return FRAME.pack(len(body), crc32(body)) + body
 
 
-def records(raw: bytes, at: int) -> Iterator[tuple[bytes, int]]:
+def parse_records(raw: bytes, at: int) -> Iterator[tuple[bytes, int]]:
     """(body, where its record ends) from `at` on, until one does not check."""
     while at + FRAME.size <= len(raw):
         length, check = FRAME.unpack_from(raw, at)

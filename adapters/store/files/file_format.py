@@ -1,4 +1,4 @@
-"""What the store keeps, as files: safetensors content in seekable zstd frames. docs/CACHE_FORMAT.md is for people.
+"""Encodes and parses the files of runs: safetensors content in seekable zstd frames (docs/CACHE_FORMAT.md).
 
 The content is canonical: what a file's header must be follows from the run and from our own model. A file is never
 asked for shapes, it is compared.
@@ -14,17 +14,24 @@ from typing import Any, Literal, TypeAlias, get_args
 from attrs import evolve, field, frozen
 
 from adapters.sequence_layout import ELEMENT_BYTES, RowSpec, TensorSpec
-from adapters.store.block_keys import KEY, WIDTH, chain, checkpoint_key, draft_root, root
+from adapters.store.block_keys import (
+    KEY_BYTES,
+    TOKEN_BYTES,
+    chain_keys,
+    compute_draft_root,
+    compute_root,
+    derive_checkpoint_key,
+)
 from adapters.store.files import seekable
 from adapters.store.files.seekable import Buffer, Compress, Damaged, Sizes
 
 VERSION = 3
 FRAME = 2 << 20  # content bytes of a frame of tensors
-MOST_HEAD = 8 << 20  # bytes of the first frame: header and token ids
-MOST_HEADER = 1 << 20  # bytes of the header alone: 10,000 tensors
-MOST_START = 1 << 24  # tokens before a run
-MOST_HANDLE = 1 << 48  # turns: a million a second for nine years
-MOST_IDENTITY = 128  # characters
+MAX_HEAD_BYTES = 8 << 20  # bytes of the first frame: header and token ids
+MAX_HEADER_BYTES = 1 << 20  # bytes of the header alone: 10,000 tensors
+MAX_START = 1 << 24  # tokens before a run
+MAX_HANDLE = 1 << 48  # turns: a million a second for nine years
+MAX_IDENTITY = 128  # characters
 DIGEST = 16  # bytes
 INFIX, SUFFIX = "-", ".safetensors.zst"
 
@@ -41,21 +48,21 @@ class Outdated(Exception):
 
 
 @frozen
-class Draft:
+class DraftLayout:
     """A draft's rows. identity: of the draft, as `Layout.identity` is of the target."""
 
     identity: str
     rows: RowSpec
 
 
-def aligned(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
+def sort_by_alignment(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
     """Wide elements first, so that each tensor begins at a multiple of its element's size."""
     return tuple(sorted(specs, key=lambda spec: -ELEMENT_BYTES[spec.dtype]))
 
 
 @frozen
 class Layout:
-    """What one target, with its draft if there is one, keeps.
+    """The layout of what one target keeps, with its draft if there is one.
 
     state: tensors of a model whose state at a position cannot be cut out of rows. Where there are any, a prefix can be
     continued only from a position that has a checkpoint.
@@ -64,41 +71,41 @@ class Layout:
     identity: str
     block_size: int
     rows: RowSpec
-    draft: Draft | None = None
-    state: tuple[TensorSpec, ...] = field(default=(), converter=aligned)
+    draft: DraftLayout | None = None
+    state: tuple[TensorSpec, ...] = field(default=(), converter=sort_by_alignment)
 
     @property
     def token_bytes(self) -> int:
-        """Of the target's rows."""
+        """Bytes of the target's rows for one token."""
         return self.rows.token_bytes
 
-    def specs(self, kind: Kind, tokens: int) -> tuple[TensorSpec, ...]:
-        """In the order in which they lie, end to end."""
-        return self.state if kind == "state" else self._rows(kind).tensor_specs(tokens)
+    def get_specs(self, kind: Kind, tokens: int) -> tuple[TensorSpec, ...]:
+        """Return the tensors in the order in which they lie, end to end."""
+        return self.state if kind == "state" else self._get_row_spec(kind).tensor_specs(tokens)
 
-    def size(self, kind: Kind, tokens: int) -> int:
+    def compute_size(self, kind: Kind, tokens: int) -> int:
         """Bytes of them all."""
         if kind == "state":
             return sum(spec.nbytes for spec in self.state)
-        return tokens * self._rows(kind).token_bytes
+        return tokens * self._get_row_spec(kind).token_bytes
 
-    def _rows(self, kind: Kind) -> RowSpec:
+    def _get_row_spec(self, kind: Kind) -> RowSpec:
         if kind == "rows":
             return self.rows
-        assert self.draft is not None, "no draft, so nobody asks for its rows"
+        assert self.draft is not None, "no draft, so its rows have no layout"
         return self.draft.rows
 
-    def root(self, kind: Kind, salt: str = "") -> bytes:
+    def compute_root(self, kind: Kind, salt: str = "") -> bytes:
         """The parent of the first block. Another draft finds the target's rows, and not this draft's."""
         if kind == "rows":
-            return root(self.identity, self.block_size, salt)
+            return compute_root(self.identity, self.block_size, salt)
         assert self.draft is not None, "only rows have a root"
-        return draft_root(self.identity, self.draft.identity, self.block_size, salt)
+        return compute_draft_root(self.identity, self.draft.identity, self.block_size, salt)
 
 
 @frozen
 class Run:
-    """Which blocks a file holds. tokens are packed.
+    """The blocks that a file holds. tokens are packed.
 
     A checkpoint stands behind its one block: its parent is that block's key. since: where the checkpoint before it is.
     """
@@ -112,7 +119,7 @@ class Run:
 
     @property
     def length(self) -> int:
-        return len(self.tokens) // WIDTH
+        return len(self.tokens) // TOKEN_BYTES
 
     @property
     def stop(self) -> int:
@@ -121,8 +128,8 @@ class Run:
 
 
 @frozen
-class Head:
-    """What a file says of itself. frames: digest over the checksums of all frames but the first."""
+class FileHead:
+    """The description that a file begins with. frames: digest over the checksums of all frames but the first."""
 
     run: Run
     identity: str
@@ -130,7 +137,7 @@ class Head:
     frames: bytes
 
 
-def file_name(key: bytes, handle: int) -> str:
+def format_name(key: bytes, handle: int) -> str:
     return f"{key.hex()}{INFIX}{handle:016x}{SUFFIX}"
 
 
@@ -139,17 +146,17 @@ def parse_name(name: str) -> tuple[bytes, int] | None:
     stem = name.removesuffix(SUFFIX)
     key, _, handle = stem.partition(INFIX)
     digits = set(key + handle) <= set("0123456789abcdef")
-    if stem == name or len(key) != 2 * KEY or len(handle) != 16 or not digits:
+    if stem == name or len(key) != 2 * KEY_BYTES or len(handle) != 16 or not digits:
         return None
     return bytes.fromhex(key), int(handle, 16)
 
 
-def frames_digest(checksums: Iterable[bytes]) -> bytes:
+def digest_frames(checksums: Iterable[bytes]) -> bytes:
     """Binds frames to their head: under it, no frames but these, in this order. It costs no look at their contents."""
     return blake2b(b"".join(checksums), digest_size=DIGEST).digest()
 
 
-def head(run: Run, layout: Layout, frames: bytes) -> bytes:
+def encode_head(run: Run, layout: Layout, frames: bytes) -> bytes:
     """Everything before the tensors: the safetensors header, then the token ids, its first tensor.
 
     frames: their digest.
@@ -166,7 +173,7 @@ def head(run: Run, layout: Layout, frames: bytes) -> bytes:
         "frames": frames.hex(),
     }
     if run.kind == "draft":
-        assert layout.draft is not None, "no draft, so nobody asks for its rows"
+        assert layout.draft is not None, "no draft, so its rows have no layout"
         about["draft"] = layout.draft.identity
     if run.kind == "state":
         about["since"] = str(run.since)
@@ -174,7 +181,7 @@ def head(run: Run, layout: Layout, frames: bytes) -> bytes:
         "__metadata__": about,
         "tokens": {"dtype": "I32", "shape": [count], "data_offsets": [0, at]},
     }
-    for spec in layout.specs(run.kind, count):
+    for spec in layout.get_specs(run.kind, count):
         offsets = [at, at + spec.nbytes]
         tensors[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": offsets}
         at += spec.nbytes
@@ -183,37 +190,37 @@ def head(run: Run, layout: Layout, frames: bytes) -> bytes:
     return len(raw).to_bytes(8, "little") + raw + run.tokens
 
 
-def cuts(size: int) -> list[tuple[int, int]]:
+def split_frames(size: int) -> list[tuple[int, int]]:
     """The spans of the rows' bytes that are frames of their own."""
     return [(at, min(at + FRAME, size)) for at in range(0, size, FRAME)]
 
 
-def encode(run: Run, layout: Layout, data: Buffer, codec: Compress) -> list[bytes]:
-    """What to write, in order: the frame of the head, those of the rows, the seek table."""
-    view, spans = memoryview(data), cuts(len(memoryview(data)))
+def encode_run(run: Run, layout: Layout, data: Buffer, codec: Compress) -> list[bytes]:
+    """Return what to write, in order: the frame of the head, those of the rows, the seek table."""
+    view, spans = memoryview(data), split_frames(len(memoryview(data)))
     rows = [codec.compress(view[start:stop]) for start, stop in spans]
-    first = head(run, layout, frames_digest(map(seekable.checksum, rows)))
+    first = encode_head(run, layout, digest_frames(map(seekable.read_checksum, rows)))
     frames = [codec.compress(first), *rows]
     sizes = [len(first), *(stop - start for start, stop in spans)]
-    return [*frames, seekable.table([(len(frame), size) for frame, size in zip(frames, sizes, strict=True)])]
+    return [*frames, seekable.encode_table([(len(frame), size) for frame, size in zip(frames, sizes, strict=True)])]
 
 
 def check_frames(frames: Sequence[Sizes], data: int) -> None:
     """Raises Damaged unless the frames hold a head, and then `data` bytes of tensors, cut as we cut them."""
-    if [content for _, content in frames[1:]] != [stop - start for start, stop in cuts(data)]:
+    if [content for _, content in frames[1:]] != [stop - start for start, stop in split_frames(data)]:
         raise Damaged("the frames' sizes are not those of these rows")
 
 
-def parse_head(raw: Buffer) -> Head:
-    """What a file of any identity says it holds.
+def parse_head(raw: Buffer) -> FileHead:
+    """Parse the head of a file of any identity.
 
     Raises Damaged, Newer or Outdated.
     """
     try:
         size = int.from_bytes(raw[:8], "little")
-        if size > min(len(raw) - 8, MOST_HEADER):
+        if size > min(len(raw) - 8, MAX_HEADER_BYTES):
             raise Damaged("the header goes beyond its frame")
-        about = strings(json.loads(bytes(raw[8 : 8 + size]))["__metadata__"])
+        about = check_metadata(json.loads(bytes(raw[8 : 8 + size]))["__metadata__"])
         check_version(int(about["rekindle_kv"]))
         run = parse_run(about, bytes(raw[8 + size :]))
         identity, block_size, key = about["identity"], int(about["grain"]), bytes.fromhex(about["key"])
@@ -221,26 +228,26 @@ def parse_head(raw: Buffer) -> Head:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"the header cannot be read: {type(error).__name__}") from error
     if (
-        not 1 <= block_size <= MOST_START
-        or not 0 <= run.start <= MOST_START
-        or len(run.parent) != KEY
+        not 1 <= block_size <= MAX_START
+        or not 0 <= run.start <= MAX_START
+        or len(run.parent) != KEY_BYTES
         or run.start % block_size
     ):
         raise Damaged("the header's numbers cannot be")
-    blocks, rest = divmod(len(run.tokens), block_size * WIDTH)
+    blocks, rest = divmod(len(run.tokens), block_size * TOKEN_BYTES)
     if rest or not blocks or (run.kind == "state" and (blocks != 1 or not 0 <= run.since <= run.start)):
         raise Damaged("the tokens are not whole blocks")
-    run = evolve(run, keys=keys_of(run, block_size))
+    run = evolve(run, keys=compute_keys(run, block_size))
     if run.keys[-1] != key:
         raise Damaged("the tokens do not have the key that the header says")
-    return Head(run, identity, block_size, frames)
+    return FileHead(run, identity, block_size, frames)
 
 
-def strings(about: Mapping[str, Any]) -> Mapping[str, str]:
+def check_metadata(about: Mapping[str, Any]) -> Mapping[str, str]:
     """Metadata of safetensors is strings, and ours is plain ones. Raises ValueError or AttributeError."""
     if not all(type(value) is str and value.isascii() and value.isprintable() for value in about.values()):
         raise ValueError("no plain strings")
-    if len(about.get("identity", "")) > MOST_IDENTITY:
+    if len(about.get("identity", "")) > MAX_IDENTITY:
         raise ValueError("no identity is as long")
     return about
 
@@ -261,7 +268,7 @@ def parse_run(about: Mapping[str, Any], tokens: bytes) -> Run:
     return Run(int(about["start"]), bytes.fromhex(about["parent"]), (), tokens, kind, since)
 
 
-def keys_of(run: Run, block_size: int) -> tuple[bytes, ...]:
+def compute_keys(run: Run, block_size: int) -> tuple[bytes, ...]:
     if run.kind == "state":
-        return (checkpoint_key(run.parent),)
-    return chain(run.parent, run.tokens, block_size)
+        return (derive_checkpoint_key(run.parent),)
+    return chain_keys(run.parent, run.tokens, block_size)

@@ -16,20 +16,28 @@ from typing import cast
 from attrs import frozen
 
 from adapters.store.files import seekable
-from adapters.store.files.file_format import MOST_HEAD, Layout, Run, check_frames, cuts, frames_digest, head
-from adapters.store.files.private_folder import Folder
+from adapters.store.files.file_format import (
+    MAX_HEAD_BYTES,
+    Layout,
+    Run,
+    check_frames,
+    digest_frames,
+    encode_head,
+    split_frames,
+)
+from adapters.store.files.private_folder import PrivateFolder
 from adapters.store.files.seekable import Damaged, Sizes
 
-PIECE = (2 << 20) + (64 << 10)  # bytes that are read at once: a frame that did not get smaller, and the head
+PIECE_BYTES = (2 << 20) + (64 << 10)  # bytes that are read at once: a frame that did not get smaller, and the head
 PAGE = 4096  # direct reads begin and end at its multiples
-MOSTLY = 0.5  # of a file's pages
+CACHED_SHARE = 0.5  # of a file's pages
 LIBC = ctypes.CDLL(None)
-_spaces = deque[mmap.mmap]()  # nobody reads into these now
+_free_scratch = deque[mmap.mmap]()  # mappings that are not in use
 
 
 @frozen
 class Expected:
-    """What a file must be: its size as it was written, and what must be in it."""
+    """The size that a file was written with, and the run that must be in it."""
 
     size: int
     run: Run
@@ -45,7 +53,7 @@ class RunFile(io.FileIO):
 
     def __init__(
         self,
-        folder: Folder,
+        folder: PrivateFolder,
         name: str,
         expected: Expected,
         pool: Executor,
@@ -58,11 +66,11 @@ class RunFile(io.FileIO):
         pool: its threads help reading. then: called on the reading thread when all is in place. past_cache: what is in
         the page cache is not taken from it either, where the file system can do that.
         """
-        super().__init__(name, opener=lambda name, _: folder.opener(name))
+        super().__init__(name, opener=lambda name, _: folder.open_existing(name))
         self._expected, self._pool, self._then = expected, pool, then
         try:
             self.size = os.fstat(self.fileno()).st_size
-            self.direct = (past_cache or not resident(self.fileno(), self.size)) and bypass(self.fileno())
+            self.direct = (past_cache or not is_cached(self.fileno(), self.size)) and enable_direct_reads(self.fileno())
             if not self.direct and hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(self.fileno(), 0, self.size, os.POSIX_FADV_WILLNEED)
         except BaseException:
@@ -86,9 +94,9 @@ class RunFile(io.FileIO):
     def _fill(self, target: memoryview) -> None:
         if self.size != self._expected.size:
             raise Damaged("the file has another size than when it was written")
-        frames = read_table(self, 1 + len(cuts(len(target))))
+        frames = read_table(self, 1 + len(split_frames(len(target))))
         check_frames(frames, len(target))
-        own, *others = batches(frames)
+        own, *others = group_frames(frames)
         futures = [self._pool.submit(read_batch, self, batch, target) for batch in others]
         try:
             read = [read_batch(self, own, target)]
@@ -97,23 +105,23 @@ class RunFile(io.FileIO):
                 future.cancel()
             raise
         finally:
-            wait(futures)  # nobody may write into the target, or read from the file, any more
+            wait(futures)  # behind this no thread writes into the target or reads the file
         read += [future.result() for future in futures]
         checksums = [one for batch in read for one in batch.checksums]
-        if read[0].head != head(self._expected.run, self._expected.layout, frames_digest(checksums)):
+        if read[0].head != encode_head(self._expected.run, self._expected.layout, digest_frames(checksums)):
             raise Damaged("the file holds another run, or another model's")
 
     @contextmanager
-    def piece(self, at: int, length: int) -> Iterator[memoryview]:
+    def read_piece(self, at: int, length: int) -> Iterator[memoryview]:
         """Its content, inside the block; of a direct file whole pages are read. Raises Damaged if there is less."""
         first = at % PAGE if self.direct else 0
-        with scratch(first + length) as space:
-            fill(self.fileno(), space if self.direct else space[:length], at - first, first + length)
+        with borrow_scratch(first + length) as space:
+            read_fully(self.fileno(), space if self.direct else space[:length], at - first, first + length)
             yield space[first : first + length]
 
 
 @frozen
-class Stretch:
+class FrameBatch:
     """Neighbouring frames: where they begin in the file, and where their contents begin (the head is before 0)."""
 
     at: int
@@ -121,11 +129,11 @@ class Stretch:
     content: int
 
     @property
-    def packed(self) -> int:
+    def compressed_bytes(self) -> int:
         return sum(packed for packed, _ in self.frames)
 
 
-def resident(descriptor: int, size: int) -> bool:
+def is_cached(descriptor: int, size: int) -> bool:
     """Is most of the file in the page cache? Asking does not bring it there."""
     if not size or not hasattr(LIBC, "mincore"):
         return True
@@ -138,10 +146,10 @@ def resident(descriptor: int, size: int) -> bool:
             failed = LIBC.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_void_p(pages.ctypes.data))
     except (OSError, BufferError):
         return True
-    return bool(failed) or int((pages & 1).sum()) > MOSTLY * len(pages)
+    return bool(failed) or int((pages & 1).sum()) > CACHED_SHARE * len(pages)
 
 
-def bypass(descriptor: int) -> bool:
+def enable_direct_reads(descriptor: int) -> bool:
     """From now on reads go past the page cache; False where the file system cannot do that, as those in memory."""
     if not hasattr(os, "O_DIRECT"):
         return False
@@ -153,83 +161,83 @@ def bypass(descriptor: int) -> bool:
 
 
 @frozen
-class Read:
-    """What a batch brought beside contents. head: of the batch that begins with it."""
+class BatchResult:
+    """The result of reading one batch, beside the contents. head: of the batch that begins with it."""
 
     checksums: tuple[bytes, ...]
     head: bytes = b""
 
 
 def read_table(file: RunFile, frames: int) -> list[Sizes]:
-    length = seekable.table_size(frames)
+    length = seekable.compute_table_size(frames)
     if length > file.size:
         raise Damaged("the file is too short")
-    with file.piece(file.size - length, length) as raw:
+    with file.read_piece(file.size - length, length) as raw:
         return seekable.parse_table(raw, file.size)
 
 
-def read_batch(file: RunFile, batch: Stretch, target: memoryview) -> Read:
+def read_batch(file: RunFile, batch: FrameBatch, target: memoryview) -> BatchResult:
     at, head, checksums = batch.content, b"", list[bytes]()
-    with file.piece(batch.at, batch.packed) as raw:
+    with file.read_piece(batch.at, batch.compressed_bytes) as raw:
         for packed, content in batch.frames:
             if at < 0:
                 head = read_head_frame(raw[:packed], content)
             else:
                 seekable.decompress(raw[:packed], target[at : at + content])
-                checksums.append(seekable.checksum(raw[:packed]))
+                checksums.append(seekable.read_checksum(raw[:packed]))
             raw, at = raw[packed:], at + content  # noqa: PLW2901 - what is left of it
-    return Read(tuple(checksums), head)
+    return BatchResult(tuple(checksums), head)
 
 
 def read_head_frame(frame: memoryview, content: int) -> bytes:
-    if content > MOST_HEAD:
+    if content > MAX_HEAD_BYTES:
         raise Damaged("the header is too long")
     found = bytearray(content)
     seekable.decompress(frame, memoryview(found))
     return bytes(found)
 
 
-def batches(frames: list[Sizes]) -> list[Stretch]:
+def group_frames(frames: list[Sizes]) -> list[FrameBatch]:
     """Neighbours that are read together."""
     together: list[list[Sizes]] = [[]]
     for frame in frames:
-        if together[-1] and sum(packed for packed, _ in together[-1]) + frame[0] > PIECE:
+        if together[-1] and sum(packed for packed, _ in together[-1]) + frame[0] > PIECE_BYTES:
             together.append([])
         together[-1].append(frame)
-    found, at, content = list[Stretch](), 0, -frames[0][1]
+    found, at, content = list[FrameBatch](), 0, -frames[0][1]
     for group in together:
-        found.append(Stretch(at, tuple(group), content))
+        found.append(FrameBatch(at, tuple(group), content))
         at += sum(packed for packed, _ in group)
         content += sum(size for _, size in group)
     return found
 
 
 @contextmanager
-def scratch(length: int) -> Iterator[memoryview]:
+def borrow_scratch(length: int) -> Iterator[memoryview]:
     """Whole pages to read into, the same ones again and again: pages that were never touched are slow."""
     whole = -(-length // PAGE) * PAGE
     try:
-        space = _spaces.pop()
+        space = _free_scratch.pop()
     except IndexError:
-        space = mmap.mmap(-1, PIECE + 2 * PAGE)
+        space = mmap.mmap(-1, PIECE_BYTES + 2 * PAGE)
     if len(space) >= whole:
         yield memoryview(space)[:whole]
-        _spaces.append(space)
+        _free_scratch.append(space)
     else:
         yield memoryview(mmap.mmap(-1, whole))
 
 
-def prepare(count: int) -> None:
+def prepare_scratch(count: int) -> None:
     """So many readers will find such pages, before anybody waits for them."""
     import numpy as np  # noqa: PLC0415 - who only looks at a folder need not wait for it
 
-    for _ in range(count - len(_spaces)):
-        space = mmap.mmap(-1, PIECE + 2 * PAGE)
+    for _ in range(count - len(_free_scratch)):
+        space = mmap.mmap(-1, PIECE_BYTES + 2 * PAGE)
         np.frombuffer(space, np.uint8).fill(0)
-        _spaces.append(space)
+        _free_scratch.append(space)
 
 
-def fill(descriptor: int, view: memoryview, at: int, least: int) -> None:
+def read_fully(descriptor: int, view: memoryview, at: int, least: int) -> None:
     """Read into `view` until it has `least` bytes. A read may give less than it was asked for."""
     done = 0
     while done < least:
@@ -239,8 +247,8 @@ def fill(descriptor: int, view: memoryview, at: int, least: int) -> None:
         done += count
 
 
-def exactly(descriptor: int, at: int, length: int) -> bytearray:
+def read_exactly(descriptor: int, at: int, length: int) -> bytearray:
     """So many bytes. Raises Damaged if there are fewer."""
     raw = bytearray(length)
-    fill(descriptor, memoryview(raw), at, length)
+    read_fully(descriptor, memoryview(raw), at, length)
     return raw

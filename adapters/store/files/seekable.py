@@ -28,21 +28,21 @@ class Compress(Protocol):
     def compress(self, data: Buffer) -> bytes: ...
 
 
-def compressor(level: int) -> Compress:
+def create_compressor(level: int) -> Compress:
     """Frames carry their content's size and checksum. For one thread at a time."""
     return zstandard.ZstdCompressor(level=level, write_checksum=True, write_content_size=True)
 
 
-def table_size(frames: int) -> int:
+def compute_table_size(frames: int) -> int:
     return HEAD.size + frames * ROW.size + FOOT.size
 
 
-def table(frames: Sequence[Sizes]) -> bytes:
+def encode_table(frames: Sequence[Sizes]) -> bytes:
     rows = b"".join(ROW.pack(*sizes) for sizes in frames)
     return HEAD.pack(SKIPPABLE, len(rows) + FOOT.size) + rows + FOOT.pack(len(frames), 0, SEEKABLE)
 
 
-def frame_count(footer: Buffer) -> int:
+def parse_frame_count(footer: Buffer) -> int:
     """From a file's last FOOT.size bytes."""
     count, flags, magic = FOOT.unpack(footer)
     if magic != SEEKABLE or flags:
@@ -54,24 +54,24 @@ def frame_count(footer: Buffer) -> int:
 
 def parse_table(raw: Buffer, file_size: int) -> list[Sizes]:
     """Raises Damaged unless the frames and the table fill the file exactly and no frame's sizes are absurd."""
-    count = frame_count(raw[-FOOT.size :])
-    if len(raw) != table_size(count) or HEAD.unpack(raw[: HEAD.size]) != (SKIPPABLE, len(raw) - HEAD.size):
+    count = parse_frame_count(raw[-FOOT.size :])
+    if len(raw) != compute_table_size(count) or HEAD.unpack(raw[: HEAD.size]) != (SKIPPABLE, len(raw) - HEAD.size):
         raise Damaged("the seek table's own size is wrong")
     frames = [(int(packed), int(content)) for packed, content in ROW.iter_unpack(raw[HEAD.size : -FOOT.size])]
     if sum(packed for packed, _ in frames) + len(raw) != file_size:
         raise Damaged("the frames do not fill the file")
-    if any(not 0 < packed <= bound(content) for packed, content in frames):
+    if any(not 0 < packed <= compute_bound(content) for packed, content in frames):
         raise Damaged("a frame's sizes cannot be")
     return frames
 
 
-def bound(content: int) -> int:
+def compute_bound(content: int) -> int:
     """Bytes that zstd needs at most for so many (ZSTD_compressBound, and a checksum)."""
     return content + (content >> 8) + 1024
 
 
-def checksum(frame: Buffer) -> bytes:
-    """Of its content (XXH64, the lower half), as `decompress` compares it."""
+def read_checksum(frame: Buffer) -> bytes:
+    """Return the checksum of a frame's content (XXH64, the lower half), which `decompress` compares."""
     return bytes(frame[-CHECKSUM:])
 
 

@@ -10,8 +10,8 @@ from attrs import frozen
 from rich.console import Console
 
 from adapters.store import survey_folder
-from adapters.store.block_keys import root
-from adapters.store.files.private_folder import Folder, FolderUnusable
+from adapters.store.block_keys import compute_root
+from adapters.store.files.private_folder import FolderUnusable, PrivateFolder
 from adapters.store.survey_folder import Survey, SurveyedFile
 from engine.settings.formatting import WIDTH
 from engine.settings.user_error import UserError
@@ -47,7 +47,7 @@ class Identity:
 
     @property
     def used(self) -> int:
-        return max(one.entry.used for one in self.files)
+        return max(one.entry.last_turn for one in self.files)
 
     @property
     def hits(self) -> int:
@@ -55,7 +55,7 @@ class Identity:
 
     @property
     def origin(self) -> bytes:
-        return root(self.name, self.block_size)
+        return compute_root(self.name, self.block_size)
 
 
 def list_identities(found: Survey) -> list[Identity]:
@@ -68,10 +68,10 @@ def list_identities(found: Survey) -> list[Identity]:
 
 
 @contextmanager
-def open_for_reading(path: Path) -> Iterator[Folder]:
+def open_for_reading(path: Path) -> Iterator[PrivateFolder]:
     """A cache folder, only to read in. Raises UserError."""
     try:
-        folder = survey_folder.open_to_look(path)
+        folder = survey_folder.open_for_survey(path)
     except FolderUnusable as error:
         raise UserError(str(error)) from error
     try:

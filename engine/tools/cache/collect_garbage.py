@@ -9,8 +9,8 @@ from attrs import define, frozen
 from rich.console import Console
 
 from adapters.store import index_journal, recent_prompts, survey_folder
-from adapters.store.block_index import Index
-from adapters.store.files.private_folder import Folder, FolderUnusable
+from adapters.store.block_index import BlockIndex
+from adapters.store.files.private_folder import FolderUnusable, PrivateFolder
 from adapters.store.survey_folder import Survey, SurveyedFile
 from engine.settings.formatting import format_bytes
 from engine.settings.user_error import UserError
@@ -44,7 +44,7 @@ def gc(path: Path, unwanted: RemovalOptions, *, dry_run: bool) -> int:
             print_removal(survey_folder.survey(folder), path, unwanted, done=False)
             return 0
     try:
-        owned = Folder.open(path)
+        owned = PrivateFolder.open(path)
     except FolderUnusable as error:
         raise UserError(str(error)) from error
     try:
@@ -52,7 +52,9 @@ def gc(path: Path, unwanted: RemovalOptions, *, dry_run: bool) -> int:
         removal = print_removal(found, path, unwanted, done=True)
         for name in removal.names:
             owned.remove(name)
-        owned.write(index_journal.NAME, [b"".join(index_journal.snapshot(one.entry for one in removal.left))])
+        owned.write_file(
+            index_journal.NAME, [b"".join(index_journal.encode_snapshot(one.entry for one in removal.left))]
+        )
     finally:
         owned.close()
     return 0
@@ -76,11 +78,11 @@ def print_removal(found: Survey, path: Path, unwanted: RemovalOptions, *, done: 
 def describe_removal(found: Survey, unwanted: RemovalOptions) -> Removal:
     """Decided before anything is touched. Raises UserError."""
     removal = Removal({}, list(found.kept))
-    removal.add([*found.aside, *found.damaged], "damaged")
+    removal.add([*found.quarantined, *found.damaged], "damaged")
     removal.add(found.temporary, "unfinished")
     removal.add(found.outdated, "of an earlier format")
     if unwanted.everything:
-        removal.add([*(one.name for one in found.kept), *found.unreadable, *found.recents], "kept")
+        removal.add([*(one.name for one in found.kept), *found.unreadable, *found.recent_prompts], "kept")
         removal.left = []
         return removal
     each = list_identities(found)
@@ -89,9 +91,9 @@ def describe_removal(found: Survey, unwanted: RemovalOptions) -> Removal:
         removal.left = [one for one in found.kept if one.identity == chosen.name]
         mine = {recent_prompts.PREFIX + one.origin.hex() for one in each if one.name == chosen.name}
         others = [one.name for one in found.kept if one.identity != chosen.name]
-        removal.add([*others, *(name for name in found.recents if name not in mine)], "of other identities")
+        removal.add([*others, *(name for name in found.recent_prompts if name not in mine)], "of other identities")
     if unwanted.budget is not None and removal.left:
-        shrink_to_budget(removal, unwanted.budget, max(removal.left, key=lambda one: one.entry.used).entry.origin)
+        shrink_to_budget(removal, unwanted.budget, max(removal.left, key=lambda one: one.entry.last_turn).entry.origin)
     return removal
 
 
@@ -107,7 +109,7 @@ def choose_removal(each: Sequence[Identity], wanted: str) -> Identity:
 
 def shrink_to_budget(removal: Removal, budget: int, origin: bytes) -> None:
     """Choose what the server itself would evict for a smaller budget. origin: of the identity that goes last."""
-    index = Index(budget, block_size=1, origin=origin)
+    index = BlockIndex(budget, block_size=1, origin=origin)
     twice = [one for one in removal.left if not index.add(one.entry)]
     gone = {entry.handle for entry in index.make_room(0)} | {one.entry.handle for one in twice}
     names = [one.name for one in removal.left if one.entry.handle in gone]

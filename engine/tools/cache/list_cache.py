@@ -14,8 +14,8 @@ from rich.text import Text as Line
 from adapters import demo
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.store import survey_folder
-from adapters.store.block_keys import WIDTH
-from adapters.store.survey_folder import Survey, SurveyedFile, sequences
+from adapters.store.block_keys import TOKEN_BYTES
+from adapters.store.survey_folder import Survey, SurveyedFile, group_sequences
 from effects.ids import Tokens
 from engine.settings.formatting import format_bytes
 from engine.settings.user_error import UserError
@@ -61,7 +61,7 @@ def print_summary(path: Path, found: Survey, each: Sequence[Identity]) -> Line:
     others = [
         (found.damaged, "damaged"),
         (found.unreadable, "unreadable"),
-        (found.aside, "put aside as damaged"),
+        (found.quarantined, "put aside as damaged"),
         (found.temporary, "unfinished"),
         (found.outdated, "of an earlier format"),
         (found.newer, "of a later format"),
@@ -110,7 +110,7 @@ def format_ratio(files: Iterable[SurveyedFile]) -> str:
 def show_sequences(
     console: Console, identity: Identity, decode: Callable[[Tokens], str] | None, most: int | None
 ) -> None:
-    every = sequences(identity.files)
+    every = group_sequences(identity.files)
     console.print()
     console.print(f"Sequences of {identity.name[:SHOWN_IDENTITY]}, used last first:", highlight=False)
     made = build_table("tokens", "new from", "runs", "on disk", "ratio", "hits", "last used")
@@ -140,12 +140,12 @@ def show_sequences(
 
 def format_entry(packed: bytes, decode: Callable[[Tokens], str]) -> str:
     """How these tokens begin, in one line of what a terminal may show: it could be anything."""
-    tokens = tuple(memoryview(packed[: SHOWN_TOKENS * WIDTH]).cast("i"))
+    tokens = tuple(memoryview(packed[: SHOWN_TOKENS * TOKEN_BYTES]).cast("i"))
     text = "".join(char if char.isprintable() else " " for char in decode(tokens))
     return " ".join(text.split())
 
 
-def read_texts(one: survey_folder.Sequence, decode: Callable[[Tokens], str] | None) -> dict[str, str]:
+def read_texts(one: survey_folder.StoredSequence, decode: Callable[[Tokens], str] | None) -> dict[str, str]:
     if decode is None:
         return {}
     return {"text": format_entry(one.beginning, decode), "new_text": format_entry(one.files[0].entry.tokens, decode)}
@@ -178,14 +178,14 @@ def build_json(found: Survey, each: Sequence[Identity], decode: Callable[[Tokens
                         "last_used_turn": sequence.used,
                         **read_texts(sequence, decode),
                     }
-                    for sequence in sequences(one.files)
+                    for sequence in group_sequences(one.files)
                 ],
             }
             for one in each
         ],
         "damaged": found.damaged,
         "unreadable": found.unreadable,
-        "put_aside": found.aside,
+        "put_aside": found.quarantined,
         "unfinished": found.temporary,
         "outdated": found.outdated,
         "newer": found.newer,

@@ -21,11 +21,11 @@ def verify(path: Path, *, as_json: bool) -> int:
         found = survey_folder.survey(folder)
         names = sorted([*(one.name for one in found.kept), *found.damaged, *found.unreadable])
         with count_progress("files read", len(names)) as step:
-            for name, wrong in survey_folder.verify(folder, names):
+            for name, wrong in survey_folder.verify_runs(folder, names):
                 step()
                 if wrong:
                     damaged[name] = wrong
-        for name in found.recents:
+        for name in found.recent_prompts:
             if wrong := survey_folder.check_recents(folder, name):
                 damaged[name] = wrong
     checked = sum(found.sizes.get(name, 0) for name in names)

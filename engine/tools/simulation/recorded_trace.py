@@ -18,7 +18,7 @@ from effects.stream import CloseStream, EmitTokens
 from engine.core.event_loop import Envelope
 from engine.core.trace import BadTrace, Record, read_trace
 from engine.tools.simulation.logs.logged_requests import MOST_REQUESTS, Agent, BadLog, Request, Session
-from engine.tools.simulation.simulated_costs import MeasuredCosts
+from engine.tools.simulation.simulated_costs import Costs, MeasuredCosts
 from states.events import ForRequest, Submitted
 from states.settings import Settings
 
@@ -129,7 +129,7 @@ def read_recorded(path: Path) -> RecordedTrace:
         raise BadLog(f"{path}: no request was recorded in it")
     if any(not job.prompt for _, job in collector.jobs.values()):
         raise BadLog(f"{path}: a prompt without tokens was recorded in it")
-    loads = {tier: tuple(values) for tier, values in collector.loads.items() if tier in {"host", "disk"}}
+    loads = {tier: tuple(values) for tier, values in collector.loads.items() if tier in Costs().loads}
     measured = MeasuredCosts(
         tuple(collector.chunks), tuple(collector.decode_steps), loads, collector.token_bytes, collector.state_tokens
     )

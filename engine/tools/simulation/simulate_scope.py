@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from attrs import define, evolve, field, frozen
 
-from adapters.store.open_store import index
+from adapters.store.open_store import create_index
 from effects.compression import Compression
 from effects.ids import RequestId
 from effects.job import Job
@@ -73,7 +73,7 @@ class Simulation:
         every = (request for session in self.sessions for agent in session.agents for request in agent.requests)
         self._places = {id(request): place for place, request in enumerate(every)}
         self.tally = Tally(InfiniteCache(settings.block_size))
-        kept = index(build_layout(costs, settings.block_size), self.setup.disk_budget)
+        kept = create_index(build_layout(costs, settings.block_size), self.setup.disk_budget)
         self.disk = SimulatedDisk(kept, costs, self.clock, self.tally)
         self._shortening = SimulatedCompression(self.setup.compression, settings.drafter)
         self._begin()
@@ -178,8 +178,8 @@ class Simulation:
             unique_bytes=unique,
             written_of_unique=compute_share(written, unique),
             evictions=self.disk.index.evictions,
-            dropped_writes=self.disk.figures()["dropped_writes"],
-            disk_bytes=self.disk.index.held,
+            dropped_writes=self.disk.collect_figures()["dropped_writes"],
+            disk_bytes=self.disk.index.held_bytes,
             restarts=len(self.tally.restarts),
             first_token_ms=(quantile(waits, 0.5), quantile(waits, 0.9)),
         )

@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 from attrs import evolve, frozen
 
+from effects.ids import Tier
 from engine.settings.user_error import UserError
 from states.rates import Rates
 
@@ -50,6 +51,11 @@ class Costs:
             raise ValueError(f"state_bytes is {self.state_bytes}; accepted: an integer from 0")
 
     @property
+    def loads(self) -> Mapping[Tier, int]:
+        """The nanoseconds to load one token's rows from each tier that a simulation has."""
+        return {"host": self.host, "disk": self.disk}
+
+    @property
     def state_tokens(self) -> int:
         """A checkpoint takes as long to move as the rows of so many tokens."""
         return -(-self.state_bytes // self.token_bytes)
@@ -74,7 +80,7 @@ class Costs:
         prefill = [
             max(1, round(self.prefill + self.prefill_slope * (start + stop) / 2)) for start, stop in pairwise(edges)
         ]
-        return Rates(tuple(prefill), max(1, int(self.host)), max(1, int(self.disk)))
+        return Rates(tuple(prefill), {tier: max(1, int(cost)) for tier, cost in self.loads.items()})
 
 
 def list_figures(costs: Costs) -> dict[str, Any]:

@@ -11,19 +11,19 @@ import torch
 from attrs import define, field
 
 from adapters.sequence_layout import RowSpec, TensorSpec
-from adapters.store.block_index import Entry, Index
-from adapters.store.block_keys import WIDTH
-from adapters.store.disk_tier import MOST_QUEUED
-from adapters.store.file_description import entry_of
+from adapters.store.block_index import BlockIndex, Entry
+from adapters.store.block_keys import TOKEN_BYTES
+from adapters.store.disk_tier import MAX_QUEUED_BYTES
+from adapters.store.file_description import make_entry
 from adapters.store.files.file_format import Layout, Run
 from adapters.store.host_tier import HostTier
-from adapters.store.lease import Miss, Part
-from adapters.store.open_store import RECENT_SHARE, index
-from adapters.store.recent_prompts import MOST_BYTES, Recents
+from adapters.store.lease import LeasedPart, Miss
+from adapters.store.open_store import RECENT_SHARE, create_index
+from adapters.store.recent_prompts import MAX_BYTES, RecentPrompts
 from adapters.store.slab_memory import Buffer
 from adapters.store.store import Store
-from adapters.store.tier import Note, Write
-from effects.ids import LeaseId, Tokens
+from adapters.store.tier import NotePrompt, WriteRun
+from effects.ids import LeaseId, Tier, Tokens
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed
 from effects.restore import RestoreBlocks
 from engine.tools.simulation.simulated_costs import Costs
@@ -48,55 +48,56 @@ def make_rows(size: int) -> Buffer:
 class SimulatedDisk:
     """Does with the index what the disk's writer does, when the time has come. Outlives the process, as files do."""
 
-    index: Index
+    name: ClassVar[Tier] = "disk"
+    index: BlockIndex
     costs: Costs
     clock: Clock
     tally: Tally
-    recents: Recents = field(factory=Recents)
-    queued: int = 0  # bytes
+    recent_prompts: RecentPrompts = field(factory=RecentPrompts)
+    queued_bytes: int = 0  # bytes
     threads: ClassVar = ()
-    damaged: ClassVar[Mapping[str, int]] = {}
+    damaged_files: ClassVar[Mapping[str, int]] = {}
     counts: Counter[str] = field(factory=Counter[str])
     reader: Queue = field(init=False)
     writer: Queue = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self.reader, self.writer = Queue(self.clock), Queue(self.clock)
-        self.recents.most_bytes = min(MOST_BYTES, self.index.budget // RECENT_SHARE)
+        self.recent_prompts.max_bytes = min(MAX_BYTES, self.index.budget // RECENT_SHARE)
 
     def touch(self, entry: Entry) -> None:
         self.index.touch(entry)
 
-    def figures(self) -> Mapping[str, int]:
-        return {**self.index.figures(), "dropped_writes": sum(self.counts.values())}
+    def collect_figures(self) -> Mapping[str, int]:
+        return {**self.index.collect_figures(), "dropped_writes": sum(self.counts.values())}
 
     def close(self) -> bool:
         return True
 
-    def submit(self, job: Write | Note) -> bool:
+    def submit(self, job: WriteRun | NotePrompt) -> bool:
         """A note is small and always written: only the room for rows is of interest here."""
-        if isinstance(job, Note):
+        if isinstance(job, NotePrompt):
             return True
-        if self.queued + job.size > MOST_QUEUED:
+        if self.queued_bytes + job.size > MAX_QUEUED_BYTES:
             self.counts["dropped_queue_full"] += 1
             return False
-        self.queued += job.size
+        self.queued_bytes += job.size
         tokens = job.size // self.costs.token_bytes  # checkpoints are as quick as rows of so many bytes
         self.clock.at(self.writer.enter(tokens * self.costs.write), lambda: self.write(job))
         return True
 
-    def write(self, job: Write) -> None:
-        size = round(job.size * self.costs.stored) + job.run.length * WIDTH + self.costs.file
+    def write(self, job: WriteRun) -> None:
+        size = round(job.size * self.costs.stored) + job.run.length * TOKEN_BYTES + self.costs.file
         if size <= self.index.budget:
             self.index.make_room(size, job.run.parent)
         if self.index.fits(size):
-            entry = entry_of(job.run, self.index.next_handle(), size, self.index.origin)
+            entry = make_entry(job.run, self.index.allocate_handle(), size, self.index.origin)
             if self.index.add(entry):
                 self.tally.wrote(self.clock.now, size, checkpoint=job.run.kind == "state")
         else:
             self.counts["dropped_no_room"] += 1
-        self.queued -= job.size
-        job.done()
+        self.queued_bytes -= job.size
+        job.finish()
 
 
 @define(eq=False)
@@ -109,33 +110,37 @@ class SimulatedStore:
     costs: Costs
     clock: Clock
     store: Store[SimulatedDisk] = field(init=False)
-    _read: dict[LeaseId, list[Part]] = field(factory=dict[LeaseId, "list[Part]"])
+    _read: dict[LeaseId, list[LeasedPart]] = field(factory=dict[LeaseId, "list[LeasedPart]"])
 
     def __attrs_post_init__(self) -> None:
-        self.store = Store(self.shape, HostTier(index(self.shape, self.host_budget)), self.disk, threading.RLock())
+        host = HostTier(create_index(self.shape, self.host_budget))
+        tiers = (host,) if self.disk is None else (host, self.disk)
+        self.store = Store(self.shape, tiers, threading.RLock())
 
     @property
     def idle(self) -> bool:
-        return self.disk is None or not self.disk.queued
+        return self.disk is None or not self.disk.queued_bytes
 
     def find(self, effect: FindPrefix) -> PrefixFound | PrefixMissed:
-        shared = self.store.joins(effect.prompt, effect.window, effect.salt) if effect.window else 0
-        found = self.store.find(effect.prompt, effect.beyond, effect.rows, effect.salt)
+        shared = self.store.count_shared_tokens(effect.prompt, effect.window, effect.salt) if effect.window else 0
+        found = self.store.find_prefix(effect.prompt, effect.beyond, effect.rows, effect.salt)
         if isinstance(found, Miss):
             return PrefixMissed(found.reason, shared=shared, length=found.length)
         name, lease = found
-        return PrefixFound(name, lease.length, lease.place, shared=shared, checkpoints=lease.checkpoints)
+        return PrefixFound(name, lease.length, lease.tier, shared=shared, checkpoints=lease.checkpoints)
 
     def release(self, lease: LeaseId) -> None:
         self.store.release(lease)
 
     def load(self, effect: RestoreBlocks) -> int:
         """When what is wanted will have been read. Whole runs are read, whatever part of them is wanted."""
-        lease = self.store.lease(effect.lease)
+        lease = self.store.get_lease(effect.lease)
         wanted = [part for part in lease.parts if part.start < effect.stop and part.stop > effect.start]
         wanted += [part for part in lease.states if part.stop == effect.stop]
-        self._read[effect.lease] = [part for part in wanted if part.place == "disk"]
-        host = sum(self._tokens(part, part.stop - part.start) for part in wanted if part.place == "host")
+        self._read[effect.lease] = [part for part in wanted if part.tier != self.store.memory_tier.name]
+        host = sum(
+            self._tokens(part, part.stop - part.start) for part in wanted if part.tier == self.store.memory_tier.name
+        )
         done = self.clock.now + host * self.costs.host
         if self._read[effect.lease]:
             assert self.disk is not None
@@ -143,32 +148,32 @@ class SimulatedStore:
             done = max(done, self.disk.reader.enter(tokens * self.costs.disk))
         return done
 
-    def _tokens(self, part: Part, rows: int) -> int:
+    def _tokens(self, part: LeasedPart, rows: int) -> int:
         """Whose rows take as long."""
         return self.costs.state_tokens if part.entry.kind == "state" else rows
 
     def on_restored(self, effect: RestoreBlocks) -> None:
         """What was read stays in host memory, if it finds room there; the lease is released."""
         for part in self._read.pop(effect.lease):
-            self.store.promote(part.entry, make_rows(self.shape.size(part.entry.kind, part.entry.length)))
+            self.store.promote(part.entry, make_rows(self.shape.compute_size(part.entry.kind, part.entry.length)))
         self.store.release(effect.lease)
 
     def checkpoint(self, tokens: Tokens, salt: str) -> int:
         """Keep the state behind these. Bytes that were taken in."""
         if not self.store.lacks_checkpoint(tokens, salt):
             return 0
-        size = self.shape.size("state", 0)
+        size = self.shape.compute_size("state", 0)
         return size * self.store.keep_checkpoint(tokens, make_rows(size), salt)
 
     def gaps(self, tokens: Tokens, salt: str) -> list[Run]:
-        return self.store.gaps(tokens, salt=salt)
+        return self.store.find_missing_runs(tokens, salt=salt)
 
     def keep(self, runs: list[Run]) -> int:
         """Bytes that were taken in."""
         saved = 0
         for run in runs:
-            size = self.shape.size("rows", run.length)
-            if not self.store.keep(run, make_rows(size)):
+            size = self.shape.compute_size("rows", run.length)
+            if not self.store.keep_run(run, make_rows(size)):
                 break
             saved += size
         return saved
