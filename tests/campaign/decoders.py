@@ -30,7 +30,7 @@ from adapters.store.files.append_log import frame_record
 from adapters.store.files.file_format import Newer, Outdated
 from adapters.store.files.private_folder import PrivateFolder
 from adapters.store.files.seekable import Damaged
-from adapters.store.recent_prompts import Recent, Recents
+from adapters.store.recent_prompts import RecentPrompt, RecentPrompts
 from engine.loading.calibrate_restore import RestoreTimes
 from engine.settings.calibration_cache import UNFIT, CalibrationCache, What, read_small_file, replace_file
 from tests.campaign.case import UNCOUNTED, Case

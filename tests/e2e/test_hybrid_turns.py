@@ -75,7 +75,7 @@ async def test_a_turn_computes_what_is_new_and_less_than_a_block(tmp_path: Path)
         target = await load_target(options)
         assert target.transfer is not None
         jobs = list[tuple[Job, Tokens]]()
-        settings = evolve(target.settings, rates=evolve(target.settings.rates, host=0, disk=0))  # restoring is trusted
+        settings = evolve(target.settings, rates=evolve(target.settings.rates, loads={}))  # restoring is trusted
         async with run_engine(settings, target.executor, transfer=target.transfer) as running:
             for _ in range(5):
                 job = talk.asks()

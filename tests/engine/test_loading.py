@@ -32,7 +32,7 @@ from states import rates as world_rates
 from states.rates import Rates, record_load, record_prefill
 from states.settings import Settings
 
-FOUND = RestoreTimes(host=900, disk=2_000, prefill_beside=1100, load_beside=1500, single=4_000, zstd=800)
+FOUND = RestoreTimes(from_memory=900, from_files=2_000, prefill_beside=1100, load_beside=1500, single=4_000, zstd=800)
 CHUNK = 64
 
 
@@ -63,12 +63,12 @@ HOSTILE = {
     "a field too few": json.dumps({name: value for name, value in GOOD.items() if name != "from_files"}).encode(),
     "negative": json.dumps({**GOOD, "from_files": -1}).encode(),
     "a single one that is negative": json.dumps({**GOOD, "single": -1}).encode(),
-    "a single one and no disk": json.dumps({**GOOD, "disk": 0}).encode(),
-    "too much": json.dumps({**GOOD, "disk": 10**12}).encode(),
-    "a fraction": json.dumps({**GOOD, "disk": 1.5}).encode(),
-    "not finite": json.dumps({**GOOD, "disk": float("inf")}).encode(),
-    "true": json.dumps({**GOOD, "disk": True}).encode(),
-    "words": json.dumps({**GOOD, "host": "7"}).encode(),
+    "a single one and no disk": json.dumps({**GOOD, "from_files": 0}).encode(),
+    "too much": json.dumps({**GOOD, "from_files": 10**12}).encode(),
+    "a fraction": json.dumps({**GOOD, "from_files": 1.5}).encode(),
+    "not finite": json.dumps({**GOOD, "from_files": float("inf")}).encode(),
+    "true": json.dumps({**GOOD, "from_files": True}).encode(),
+    "words": json.dumps({**GOOD, "from_memory": "7"}).encode(),
     "a list of ratios": json.dumps({**GOOD, "zstd": [800]}).encode(),
     "an endless ratio": json.dumps({**GOOD, "zstd": 10**12}).encode(),
     "quicker beside than alone": json.dumps({**GOOD, "load_beside": 999}).encode(),
@@ -146,11 +146,11 @@ def test_a_folder_without_files_is_measured_once_and_then_remembered(
     (file,) = (tmp_path / "rates").iterdir()
     file.write_text(FOUND.to_json())
     store = opened()
-    monkeypatch.setattr(Rehearsal, "copies", never)
+    monkeypatch.setattr(CopyMeasurement, "create_copies", never)
     again = add_restore_times(Rates(prefill=(1000,)), store, shard, chunk=CHUNK, kept=CalibrationCache(tmp_path))
-    assert again == FOUND.add_to(Rates(prefill=(1000,)))
-    assert store.disk is not None
-    assert store.disk.chooser.chosen == "zstd"
+    assert again == FOUND.add_to(Rates(prefill=(1000,)), {"host": FOUND.from_memory, "disk": FOUND.from_files})
+    assert store.lower_tiers
+    assert store.lower_tiers[0].chooser.choice == "zstd"
     assert store.close()
     other = opened("another model")
     assert build_restore_key(other, shard, CHUNK) != file.stem, "what another model's rows take says nothing"
@@ -183,15 +183,15 @@ def test_of_what_was_kept_the_disk_is_as_a_few_of_its_own_files_say(
     disk: int,
 ) -> None:
     store, mine = opened(codec="store"), CalibrationCache(tmp_path)
-    rehearsal = Rehearsal(store, shard.parts, shard.capacity, CHUNK)
-    monkeypatch.setattr(Rehearsal, "files", lambda _, __: Given([lambda: 1]))
-    monkeypatch.setattr(Rehearsal, "single", lambda *_: single)
-    monkeypatch.setattr(Rehearsal, "alone", several)
-    monkeypatch.setattr(Rehearsal, "copies", never)
-    monkeypatch.setattr(Rehearsal, "samples", never)
+    rehearsal = CopyMeasurement(store, shard.parts, shard.capacity, CHUNK)
+    monkeypatch.setattr(CopyMeasurement, "lease_files", lambda _, __: Given([lambda: 1]))
+    monkeypatch.setattr(CopyMeasurement, "measure_single", lambda *_: single)
+    monkeypatch.setattr(CopyMeasurement, "measure_alone", several)
+    monkeypatch.setattr(CopyMeasurement, "create_copies", never)
+    monkeypatch.setattr(CopyMeasurement, "write_samples", never)
     keep(tmp_path, before)
     assert load_or_measure_times(mine, "a", rehearsal, never) == evolve(
-        before, disk=disk, single=single or before.single
+        before, from_files=disk, single=single or before.single
     )
     told = several is not never and single
     assert kept(tmp_path) == (evolve(before, from_files=disk, single=single) if told else before)
@@ -203,16 +203,16 @@ def test_files_of_its_own_are_measured_where_nothing_was_kept(
 ) -> None:
     """And then a start reads a few of them, one after the other."""
     store, mine = opened(codec="store"), CalibrationCache(tmp_path)
-    rehearsal = Rehearsal(store, shard.parts, shard.capacity, CHUNK)
-    assert store.disk is not None
-    with rehearsal.samples(store.disk, "store") as loads:
-        monkeypatch.setattr(Rehearsal, "files", lambda _, __: Given(loads))
+    rehearsal = CopyMeasurement(store, shard.parts, shard.capacity, CHUNK)
+    assert store.lower_tiers
+    with rehearsal.write_samples(store.lower_tiers[0], "store") as loads:
+        monkeypatch.setattr(CopyMeasurement, "lease_files", lambda _, __: Given(loads))
         first = load_or_measure_times(mine, "a", rehearsal, None)
-        assert min(first.host, first.disk, first.single) > 0
+        assert min(first.from_memory, first.from_files, first.single) > 0
         assert kept(tmp_path) == first
-        read = Rehearsal.single  # whose time is the machine's, and may be another one by now
-        monkeypatch.setattr(Rehearsal, "single", lambda *these: read(*these) and first.single)
-        monkeypatch.setattr(Rehearsal, "alone", never)
+        read = CopyMeasurement.measure_single  # whose time is the machine's, and may be another one by now
+        monkeypatch.setattr(CopyMeasurement, "measure_single", lambda *these: read(*these) and first.single)
+        monkeypatch.setattr(CopyMeasurement, "measure_alone", never)
         assert load_or_measure_times(mine, "a", rehearsal, None) == first.scale_to(first.single)
     assert store.close()
 
@@ -227,8 +227,8 @@ def test_auto_writes_what_it_chose_at_its_first_start_whatever_is_measured_later
         mine = CalibrationCache(tmp_path / str(number))
         mine.remember(build_restore_key(store, shard, CHUNK), evolve(FOUND, zstd=ratio).to_json())
         add_restore_times(Rates(prefill=(1000,)), store, shard, chunk=CHUNK, kept=mine)
-        assert store.disk is not None
-        chosen.append(store.disk.chooser.chosen)
+        assert store.lower_tiers
+        chosen.append(store.lower_tiers[0].chooser.choice)
         assert store.close()
     assert chosen == ["zstd", "zstd", "zstd"]
     assert (tmp_path / "kv" / "auto-codec").read_text() == "zstd\n"
@@ -255,8 +255,8 @@ def test_a_slow_zstd_is_told_with_the_option_that_helps(
     lines = [one.getMessage() for one in caplog.records if "--kv-cache-codec" in one.getMessage()]
     assert bool(lines) == said
     assert not said or "1.20 times" in lines[0]
-    assert store.disk is not None
-    assert store.disk.chooser.chosen == ("store" if codec == "auto" else codec)
+    assert store.lower_tiers
+    assert store.lower_tiers[0].chooser.choice == ("store" if codec == "auto" else codec)
     assert store.close()
 
 
@@ -292,8 +292,8 @@ def test_what_cannot_be_measured_is_not_known_and_nothing_fails(
         raise OSError(28, "No space left on device")
 
     store, rates = opened(), Rates(prefill=(1000,))
-    assert store.disk is not None
-    monkeypatch.setattr(store.disk.folder, "create", full)
+    assert store.lower_tiers
+    monkeypatch.setattr(store.lower_tiers[0].folder, "create", full)
     assert add_restore_times(rates, store, shard, chunk=CHUNK, kept=CalibrationCache(tmp_path)) == rates
     assert store.close()
 
@@ -302,8 +302,8 @@ def test_what_cannot_be_measured_is_not_known_and_nothing_fails(
 @pytest.mark.parametrize("load_ns", [10, 900, 1100, 100_000])
 def test_the_first_decision_is_the_hundredth(length: int, load_ns: int) -> None:
     """Times that are known from the start decide as the same times do after a hundred requests taught them."""
-    first = RestoreTimes(host=load_ns, disk=load_ns, prefill_beside=1200, load_beside=1100).add_to(
-        Rates(prefill=(1000,))
+    first = RestoreTimes(from_memory=load_ns, from_files=load_ns, prefill_beside=1200, load_beside=1100).add_to(
+        Rates(prefill=(1000,)), {"host": load_ns, "disk": load_ns}
     )
     taught = Rates()
     for _ in range(100):
@@ -311,7 +311,7 @@ def test_the_first_decision_is_the_hundredth(length: int, load_ns: int) -> None:
     for tier in ("host", "disk"):
         fronts = {policy.choose_front(settings(rates), rates, 0, length, tier) for rates in (first, taught)}
         assert len(fronts) == 1
-    unknown = policy.choose_front(settings(first), evolve(first, disk=0), 0, length, "disk")
+    unknown = policy.choose_front(settings(first), evolve(first, loads={"host": load_ns}), 0, length, "disk")
     assert unknown == 0, "only what is not known is trusted"
 
 
@@ -325,7 +325,9 @@ def loading_taught(rates: Rates, load_ns: int) -> Rates:
 
 def test_a_slow_disk_is_not_trusted_by_the_first_request() -> None:
     """The fault: a new process knew nothing of its disk, and restored in 250 ms what it computes in 55."""
-    known_at_start = RestoreTimes(disk=61_000, host=3_000).add_to(Rates(prefill=(25_000, 26_000)))
+    known_at_start = RestoreTimes(from_files=61_000, from_memory=3_000).add_to(
+        Rates(prefill=(25_000, 26_000)), {"disk": 61_000, "host": 3_000}
+    )
     house = evolve(settings(known_at_start), chunk=1024)
     assert policy.choose_front(house, known_at_start, 0, 1984, "disk") == 1984
     assert policy.choose_front(house, known_at_start, 0, 1984, "host") == 0

@@ -137,8 +137,8 @@ async def process(
         disk_bytes=1 << 30,
     )
     assert store is not None
-    moving = transfer(store, (shard,), lane, executor.serving)
-    executor.checkpointed_by(moving.saver.checkpoint)
+    moving = create_transfer(store, (shard,), lane, executor.serving)
+    executor.checkpointed_by(moving.saver.save_checkpoint)
     async with run_engine(settings, executor, transfer=moving, paranoid=True) as running:
         yield OneStart(running, store, shard)
         await anyio.to_thread.run_sync(settled, store)

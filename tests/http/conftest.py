@@ -83,7 +83,7 @@ async def served(
     await text.check()
     edge = evolve(EdgeOptions("small", 4096, text.tokenizer.size), **options)
     metrics = Metrics()
-    archive = ResponseStore(None if kept is None else Folder.open(kept))
+    archive = ResponseStore(None if kept is None else PrivateFolder.open(kept))
     archive.load()
     memory = TurnMemory(None if turns is None else PrivateFolder.open(turns))
     memory.load()

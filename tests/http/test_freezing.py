@@ -17,7 +17,7 @@ from adapters.http.history.frozen_messages import (
     FrozenMessages,
     find_aged_range,
 )
-from adapters.store.files.private_folder import Folder
+from adapters.store.files.private_folder import PrivateFolder
 from effects.compression import Compression, PromptPart, count_tokens
 from effects.ids import RequestId
 from effects.job import Job, find_aged_messages, freezes_messages
@@ -156,7 +156,7 @@ def test_names_say_who_scored_and_how_much_was_kept() -> None:
 
 
 async def put_away(folder: Path, *names: str) -> None:
-    memory = FrozenMessages(Folder.open(folder), scorer_identity="one")
+    memory = FrozenMessages(PrivateFolder.open(folder), scorer_identity="one")
     memory.store(SOMEBODY, KeepFrozen(tuple((name, SPANS) for name in names)))
     await memory.close()
 
@@ -164,7 +164,7 @@ async def put_away(folder: Path, *names: str) -> None:
 async def test_it_survives_a_restart(tmp_path: Path) -> None:
     name = FrozenMessages(scorer_identity="one").make_name(MESSAGE, 100, "")
     await put_away(tmp_path / "frozen", name)
-    again = FrozenMessages(Folder.open(tmp_path / "frozen"), scorer_identity="one")
+    again = FrozenMessages(PrivateFolder.open(tmp_path / "frozen"), scorer_identity="one")
     again.load()
     assert again.find_spans(name, 300) == SPANS
     assert again.find_spans(name, 299) is None, "of another message"
@@ -178,7 +178,7 @@ async def test_damage_is_a_miss_and_counted(tmp_path: Path, damage: bytes) -> No
     await put_away(tmp_path / "frozen", whole, torn)
     file = tmp_path / "frozen" / torn
     file.write_bytes(file.read_bytes()[:65] + damage if damage else b"")
-    again = FrozenMessages(Folder.open(tmp_path / "frozen"), scorer_identity="one")
+    again = FrozenMessages(PrivateFolder.open(tmp_path / "frozen"), scorer_identity="one")
     again.load()
     assert (again.find_spans(torn, 300), again.find_spans(whole, 300), again.damaged_count) == (None, SPANS, 1)
     assert not file.exists()

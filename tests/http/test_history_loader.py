@@ -95,7 +95,7 @@ async def test_what_takes_too_long_is_waited_for_in_vain(folder: Path, monkeypat
 
 
 async def test_it_is_read_and_then_followed(tmp_path: Path) -> None:
-    before = ResponseStore(Folder.open(tmp_path / "responses"))
+    before = ResponseStore(PrivateFolder.open(tmp_path / "responses"))
     before.put(name(0), BODY)
     await before.close()
     found = cabinets()
@@ -164,7 +164,7 @@ async def test_a_folder_that_cannot_be_read_costs_what_was_in_it(
         raise OSError(5, "Input/output error")
 
     (tmp_path / "turns").write_text("no folder")
-    monkeypatch.setattr(PrivateFolder, "files", gone)
+    monkeypatch.setattr(PrivateFolder, "list_files", gone)
     found = cabinets()
     recall = HistoryLoader(found, tmp_path)
     with anyio.fail_after(20), caplog.at_level(logging.WARNING):
@@ -180,7 +180,7 @@ async def test_a_folder_that_cannot_be_read_costs_what_was_in_it(
 
 
 async def test_of_a_file_no_more_is_read_than_one_may_have(tmp_path: Path) -> None:
-    folder = Folder.open(tmp_path)
+    folder = PrivateFolder.open(tmp_path)
     (tmp_path / name(0)).write_bytes(add_digest(BODY))
     with (tmp_path / name(1)).open("wb") as huge:
         huge.truncate(1 << 43)  # eight tebibytes of nothing
@@ -194,7 +194,7 @@ async def test_of_a_file_no_more_is_read_than_one_may_have(tmp_path: Path) -> No
 async def test_those_that_were_written_last_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever they are called."""
     monkeypatch.setattr(limits, "MAX_RESPONSES", 2)
-    folder = Folder.open(tmp_path)
+    folder = PrivateFolder.open(tmp_path)
     for number, age in enumerate((10, 40, 20, 30)):
         (tmp_path / name(number)).write_bytes(add_digest(BODY))
         os.utime(tmp_path / name(number), (1e9 - age, 1e9 - age))

@@ -27,7 +27,7 @@ from adapters.http.history.response_store import (
     decode_response,
     is_whole_response,
 )
-from adapters.store.files.private_folder import Folder
+from adapters.store.files.private_folder import PrivateFolder
 
 OPTIONS = EdgeOptions("small", 4096, 500)
 
@@ -49,7 +49,7 @@ def shown(archive: ResponseStore, number: int) -> StoredResponse | None:
 
 async def written(folder: Path, fill: Callable[[ResponseStore], object]) -> None:
     """What a process leaves there."""
-    archive = ResponseStore(Folder.open(folder))
+    archive = ResponseStore(PrivateFolder.open(folder))
     archive.load()
     fill(archive)
     await archive.close()
@@ -60,7 +60,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def opened(folder: Path) -> ResponseStore:
-    archive = ResponseStore(Folder.open(folder))
+    archive = ResponseStore(PrivateFolder.open(folder))
     archive.load()
     return archive
 
@@ -133,7 +133,7 @@ async def test_a_slow_disk_is_waited_for_as_long_as_the_server_has_time(
         return write(folder, name, parts)
 
     monkeypatch.setattr(persistent_lru, "CLOSING_S", 0.01)
-    monkeypatch.setattr(Folder, "write", slow)
+    monkeypatch.setattr(PrivateFolder, "write_file", slow)
     ResponseFolder(archive).store(name(1), one(1))
     await archive.close(anyio.current_time() + patience)
     assert (shown(opened(tmp_path), 1) == one(1)) == bool(patience)
@@ -259,7 +259,7 @@ async def test_a_disk_that_fails_costs_a_restart_and_no_answer(
     def full(*_: Any) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Folder, "write", full)
+    monkeypatch.setattr(PrivateFolder, "write_file", full)
     ResponseFolder(archive).store(name(1), one(1))
     ResponseFolder(archive).store(name(2), one(2))
     await archive.close()

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from adapters.http.history import answer_tokens as limits
 from adapters.http.history.answer_tokens import ENCODER, CallerTurns, TurnMemory, TurnRecord, make_turn_name
 from adapters.http.history.persistent_lru import add_digest, digest_body
-from adapters.store.files.private_folder import Folder
+from adapters.store.files.private_folder import PrivateFolder
 from adapters.text.read_text import AssistantTurn, Reading
 from effects.ids import Tokens
 from tests.http.conftest import Site, served

@@ -83,7 +83,7 @@ def watch(monkeypatch: Any) -> list[str]:
         return outcome
 
     def checked_load(self: SimulatedStore, effect: RestoreBlocks) -> int:
-        lease, wanted = self.store.lease(effect.lease), prompts[effect.lease]
+        lease, wanted = self.store.get_lease(effect.lease), prompts[effect.lease]
         assert effect.stop in lease.checkpoints if lease.states else effect.start < effect.stop <= lease.length
         at = effect.start if lease.states else 0  # a slot has the rows before it, where only their state was missing
         for part in lease.parts:

@@ -132,21 +132,21 @@ def test_a_hit_is_restored_behind_what_the_device_has() -> None:
 
 def test_the_front_is_computed_while_the_rest_is_loaded() -> None:
     hold = some(STORE)
-    then = lookup.use_found_prefix(a(LookingUp, hold), found(20), knowing(STORE, prefill=(100,), disk=100))
+    then = lookup.use_found_prefix(a(LookingUp, hold), found(20), knowing(STORE, prefill=(100,), loads={"disk": 100}))
     restoring = a(Restoring, evolve(hold, stored=20), 8, 20, "disk", computing=True)
     assert then == Transition(restoring, opening(), RestoreBlocks(LEASE, HERE, 8, 20), RunPrefill(HERE, 0, 8))
 
 
 def test_the_front_is_computed_chunk_by_chunk() -> None:
     hold = some(STORE)
-    then = lookup.use_found_prefix(a(LookingUp, hold), found(20), knowing(STORE, prefill=(100,), disk=250))
+    then = lookup.use_found_prefix(a(LookingUp, hold), found(20), knowing(STORE, prefill=(100,), loads={"disk": 250}))
     restoring = a(Restoring, evolve(hold, stored=20), 16, 20, "disk", computing=True)
     assert then == Transition(restoring, opening(), RestoreBlocks(LEASE, HERE, 16, 20), RunPrefill(HERE, 0, 8))
 
 
 def test_a_store_that_is_slower_than_computing_is_let_go() -> None:
     hold = some(STORE)
-    then = lookup.use_found_prefix(a(LookingUp, hold), found(20), knowing(STORE, prefill=(1,), disk=1000))
+    then = lookup.use_found_prefix(a(LookingUp, hold), found(20), knowing(STORE, prefill=(1,), loads={"disk": 1000}))
     prefilling = a(Prefilling, evolve(hold, miss="recompute_is_quicker", stored=20))
     assert then == Transition(prefilling, ReleasePrefix(LEASE), opening(), RunPrefill(HERE, 0, 8))
 
@@ -196,10 +196,10 @@ def test_auto_asks_what_is_shared_even_where_all_is_on_the_device() -> None:
 def test_positional_state_is_loaded_whole_or_not_at_all() -> None:
     hold = some(STORE)
     event = found(20, checkpoints=(20,))
-    then = lookup.use_found_prefix(a(LookingUp, hold), event, knowing(STATEFUL, prefill=(100,), disk=90))
+    then = lookup.use_found_prefix(a(LookingUp, hold), event, knowing(STATEFUL, prefill=(100,), loads={"disk": 90}))
     restoring = a(Restoring, evolve(hold, stored=20), 0, 20, "disk")
     assert then == Transition(restoring, opening(), RestoreBlocks(LEASE, HERE, 0, 20))
-    slow = lookup.use_found_prefix(a(LookingUp, hold), event, knowing(STATEFUL, prefill=(100,), disk=110))
+    slow = lookup.use_found_prefix(a(LookingUp, hold), event, knowing(STATEFUL, prefill=(100,), loads={"disk": 110}))
     assert isinstance(slow.state, Prefilling)
 
 

@@ -19,7 +19,7 @@ from attrs import evolve
 from adapters.store.block_keys import chain_keys, compute_root, derive_checkpoint_key, pack_tokens
 from adapters.store.file_description import read_head
 from adapters.store.files import seekable
-from adapters.store.files.codec import CodecChooser, choose_codec
+from adapters.store.files.codec import CodecChooser, choose_codec, compute_ratio
 from adapters.store.files.file_format import (
     FRAME,
     FileHead,
@@ -288,7 +288,15 @@ def test_links_and_pipes_are_not_read(private: Path) -> None:
     [(0, 0, "store"), (0, 5, "store"), (100, 0, "store"), (100, 95, "store"), (100, 89, "zstd"), (100, 200, "store")],
 )
 def test_the_codec_is_what_restores_sooner(store: int, zstd: int, better: str) -> None:
-    assert choose_codec(store, zstd) == better
+    assert choose_codec(compute_ratio(store, zstd)) == better
+
+
+@pytest.mark.parametrize(
+    ("store", "zstd", "ratio"),
+    [(0, 5, 0), (5, 0, 0), (100, 100, 1000), (100, 120, 1200), (1_000_000, 1, 1), (3, 4, 1333)],
+)
+def test_codecs_are_compared_in_thousandths(store: int, zstd: int, ratio: int) -> None:
+    assert compute_ratio(store, zstd) == ratio
 
 
 def test_auto_is_what_was_measured_and_a_codec_that_was_asked_for_stays() -> None:

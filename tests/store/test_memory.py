@@ -152,7 +152,7 @@ def test_what_could_not_be_made_is_not_counted(error: type[Exception], monkeypat
         raise error(f"no {size} bytes, {aside}")
 
     with monkeypatch.context() as patched:
-        patched.setattr(adapters.store.slab_memory, "pinned", failing)
+        patched.setattr(adapters.store.slab_memory, "allocate_pinned", failing)
         for _ in range(5):
             with pytest.raises(error):
                 memory.allocate(SLAB_BYTES, held=True)
@@ -172,7 +172,7 @@ def test_one_slab_is_registered_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
         assert aside, "others are served"
         return real(size, aside=aside)
 
-    monkeypatch.setattr(adapters.store.slab_memory, "pinned", slowly)
+    monkeypatch.setattr(adapters.store.slab_memory, "allocate_pinned", slowly)
     memory, held = SlabMemory(16 * SLAB_BYTES, pin=True), list[Buffer]()
     memory.is_busy = lambda: False
     filling = threading.Thread(target=memory.register_all)

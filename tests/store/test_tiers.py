@@ -49,7 +49,7 @@ def lower(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[
             return Lower(disk, lambda: settled(store))
         clock = Clock()
         simulated = SimulatedDisk(
-            create_index(LAYOUT, budget), Costs(token_bytes=LAYOUT.token_bytes), clock, Tally(Infinite(BLOCK_SIZE))
+            create_index(LAYOUT, budget), Costs(token_bytes=LAYOUT.token_bytes), clock, Tally(InfiniteCache(BLOCK_SIZE))
         )
         opened.append(simulated)
         return Lower(simulated, lambda: all(iter(clock.step, False)))
