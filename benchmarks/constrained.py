@@ -19,6 +19,7 @@ import anyio
 import jsonschema
 from attrs import evolve
 
+from adapters.device.executor import DeviceExecutor
 from adapters.text.grammars.grammar import Grammars, json_grammar
 from adapters.text.tokenizer import Tokenizer
 from benchmarks.arguments import options_of, server_parser
@@ -132,7 +133,7 @@ async def measure(options: Options, count: int, streams: Sequence[int]) -> dict[
     tokenizer = Tokenizer.load(target.folder)
     grammars, schemas = Grammars(tokenizer), [schema_of(seed) for seed in range(count)]
     try:
-        target.executor.matched_by(grammars.match)
+        target.executor = DeviceExecutor(evolve(target.executor.parts, match_grammar=grammars.match))
         compile_ms = await admitted(grammars, [json_grammar(schema) for schema in schemas])
         rows = list[dict[str, Any]]()
         async with engine(target.settings, target.executor, facts={}) as running:

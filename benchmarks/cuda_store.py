@@ -27,6 +27,7 @@ import torch
 from attrs import define, field
 
 from adapters.device.executor import DeviceExecutor
+from adapters.device.executor_parts import ExecutorParts
 from adapters.device.lane.lane import DeviceLane
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.shard import BUCKETS
@@ -262,8 +263,8 @@ def build(given: argparse.Namespace, lane: DeviceLane, folder: Path) -> StoreBen
         memory=held_memory(size, pin=device.type == "cuda"),
     )
     assert store is not None
-    executor = DeviceExecutor(shard, buckets, lane=lane)
-    moving = transfer(store, (shard,), lane, executor.serving)
+    executor = DeviceExecutor(ExecutorParts(shard, buckets, lane=lane))
+    moving = transfer(store, (shard,), lane, executor.parts.slots.find)
     settings = Settings(
         slots=1, max_context=config.max_positions, chunk=given.chunk, block_size=BLOCK_SIZE, batch_rows=1, store=True
     )

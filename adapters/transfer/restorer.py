@@ -300,14 +300,14 @@ class Restorer:
             state.resume(now.effect.stop)
         for move in ready:
             if move.kind == "rows" and not checkpoints:
-                state.load(*move.span)
+                state.add_loaded_rows(*move.span)
             elif move.kind == "draft":
-                state.draft(*move.span)
+                state.add_draft_rows(*move.span)
         return None
 
     def _put_state(self, state: SlotState, now: Restore, move: Move) -> StoreFailed | None:
         """Before the rows count, which are of no use without it."""
-        slot, start, rows = now.effect.slot, now.effect.start, state.valid + state.ahead
+        slot, start, rows = now.effect.slot, now.effect.start, state.valid + state.rows_ahead
         if move.buffer is None:
             return move.failure or GIVEN_UP
         if rows < start:
@@ -315,7 +315,7 @@ class Restorer:
         try:
             self.state.put(slot, move.buffer.data)
         except (ValueError, RuntimeError, RowsLost) as error:
-            state.valid, state.ahead = 0, rows  # a part of it may be there: nothing goes on from what was
+            state.valid, state.rows_ahead = 0, rows  # a part of it may be there: nothing goes on from what was
             return StoreFailed("lost", str(error))
         return None
 

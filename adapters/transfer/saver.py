@@ -17,7 +17,7 @@ from typing import TypeVar
 from attrs import define, field, frozen
 
 from adapters.device.lane.lane import DeviceLane
-from adapters.device.lane.out_of_memory import ran_out_of_memory
+from adapters.device.lane.out_of_memory import is_out_of_memory
 from adapters.store.disk_tier import Disk
 from adapters.store.files.file_format import Run
 from adapters.store.slab_memory import Buffer
@@ -115,7 +115,7 @@ class Saver:
         def there() -> bool:
             return self.serving(effect.slot, request) is state
 
-        return SlotFound(effect.slot, there, state.salt, state.drafted, marks(self.lane.devices))
+        return SlotFound(effect.slot, there, state.salt, state.draft_rows, marks(self.lane.devices))
 
     def checkpoint(self, request: RequestId, slot: SlotId, at: int) -> bool:
         """Where the slot's state stands behind rows `[0, at)`: keep it. False if that was not possible."""
@@ -133,7 +133,7 @@ class Saver:
             buffer = self.store.memory.take(layout.size("state", 0))
             self.state.take(slot, buffer.data)
         except Exception as error:
-            if not ran_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             about = {"request": request}
             log.warning("request %d: no memory for the checkpoint at %d: %s", request, at, error, extra=about)
@@ -184,7 +184,7 @@ class Saver:
                 work() if mover.anywhere else self._on_the_lane(work, found)
         except Exception as error:
             gone = run.kind == "draft" and isinstance(error, RowsLost)  # which is no reason to lose anything else
-            if not (gone or ran_out_of_memory(error)):
+            if not (gone or is_out_of_memory(error)):
                 raise
             return None
         return buffer.data.nbytes if self.store.keep(run, buffer) else None

@@ -17,7 +17,7 @@ log = logging.getLogger("rekindle")
 
 @define
 class PrefillLog:
-    """Told of every report, and of every end: it knows as many requests as are live."""
+    """RequestOutcome of every report, and of every end: it knows as many requests as are live."""
 
     clock: Callable[[], float] = time.monotonic
     _known: dict[RequestId, tuple[float, float]] = field(factory=dict[RequestId, "tuple[float, float]"])  # since, due

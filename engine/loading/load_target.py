@@ -9,11 +9,12 @@ from typing import Any
 
 import anyio.to_thread
 import torch
-from attrs import asdict, define
+from attrs import asdict, define, evolve
 from attrs.filters import exclude
 
 from adapters import demo
 from adapters.device.executor import DeviceExecutor
+from adapters.device.executor_parts import ExecutorParts
 from adapters.device.lane.buckets import row_counts
 from adapters.device.lane.lane import DeviceLane
 from adapters.device.speculation.proposer import DraftModel
@@ -31,6 +32,7 @@ from adapters.watched_thread import Watched
 from effects.ports import RowsLost
 from effects.scope import Scope
 from engine.loading.attach_draft import add_draft, beside_last, sent_away
+from engine.loading.build_executor import build_executor
 from engine.loading.calibrate_compute import beside_rows, kept_or_measured, key, mixed_rows, span
 from engine.loading.device_survey import Placement, planned, state_tokens
 from engine.loading.expert_placement import counted, first_places
@@ -213,7 +215,7 @@ def load_on_lane(options: Options, lane: DeviceLane, step: start_progress.StepHe
         raise
     for peer in apart.shards:
         if peer is not None:
-            peer.lost_to(target.executor.lose)
+            peer.lost_to(target.executor.lose_all_slots)
     return target
 
 
@@ -250,22 +252,22 @@ def load_over(
         aux = () if found is None else found.shape.aux_layers
         shard = shards(heard, dtype, plan, kernels, sources, aux_layers=aux, **room)
     first_places(offloaded)
-    executor = DeviceExecutor(shard, numerics.buckets, lane=lane, fast=fast, experts=offloaded)
+    parts = ExecutorParts(shard, numerics.buckets, lane, fast=fast, experts=offloaded)
     placing: dict[str, Any] = {"kernels": beside_last(kernels), "numerics": numerics, "kept": kept, "peer": apart.draft}
-    drafting = add_draft(found, options, checkpoint, shard, executor=executor, step=step, **placing)
+    drafting = add_draft(found, options, checkpoint, shard, events=parts.events, step=step, **placing)
     draft = None if drafting is None else drafting.draft
+    parts = evolve(parts, proposer=drafting)
     step(start_progress.WARM_UP)
     warm_up(shard, draft, BATCH_ROWS)
     step(start_progress.MEASURE)
     how = {"plan": plan, "numerics": numerics, "named": named, "kept": kept, "fit": fit}
-    settings = counted(decide(options, executor, shard, draft, scores, **how), offloaded)
-    if settings.beside_rows:
-        executor.read_beside(DeviceLane(lane.device, beside="prompts"))
-    drafter, settings = add_drafter(scores, options, executor, lane, drafting=drafting, settings=settings, kept=kept)
+    settings = counted(decide(options, parts, shard, draft, scores, **how), offloaded)
+    drafter, settings = add_drafter(scores, options, lane, settings=settings, kept=kept)
     step(start_progress.CACHE)
     kind = layout(shard, draft, named, numerics.block_size)
-    moving = keeping(options, kind, shard, executor, lane, drafting=drafting, memory=memory)
+    moving = keeping(options, kind, shard, parts.slots, lane, drafting=drafting, memory=memory)
     settings = settings if moving is None else stored(settings, moving, shard, chunk=numerics.chunk, kept=kept)
+    executor = build_executor(parts, settings, drafting=drafting, drafter=drafter, transfer=moving)
     sent_away(drafting, settings)
     return Target(
         folder=model_folder(options),
@@ -291,7 +293,7 @@ def load_over(
 
 def decide(
     options: Options,
-    executor: DeviceExecutor,
+    parts: ExecutorParts,
     shard: Pipeline,
     draft: DraftModel | None,
     scores: FoundDrafter | None,
@@ -342,7 +344,7 @@ def decide(
         tree=tree,
         no_trees=no_trees,
         residency=residency,
-        rates=kept_or_measured(kept, times, executor, shard, **shape),
+        rates=kept_or_measured(kept, times, DeviceExecutor(parts), shard, **shape),
         min_tokens=options.kv_cache_min_tokens,
         stateful=stateful,
         state_places=shard.state_places,

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from attrs import evolve
 
-from adapters.device.executor import DeviceExecutor
 from adapters.device.lane.lane import DeviceLane
+from adapters.device.slots.slot_table import SlotTable
 from adapters.device.speculation.drafting import DraftProposer
 from adapters.device.speculation.proposer import DraftModel
 from adapters.models.decoder.pipeline import Pipeline
@@ -77,7 +77,7 @@ def keeping(
     options: Options,
     kind: Layout,
     shard: Pipeline,
-    executor: DeviceExecutor,
+    slots: SlotTable,
     lane: DeviceLane,
     *,
     drafting: DraftProposer[Any] | None,
@@ -89,9 +89,7 @@ def keeping(
         return None
     follow = (lambda _: None) if drafting is None else drafting.catch_up
     draft = None if drafting is None else drafting.draft
-    moving = transfer(store, shard.parts, lane, executor.serving, draft=draft, catch_up=follow)
-    executor.checkpointed_by(moving.saver.checkpoint)
-    return moving
+    return transfer(store, shard.parts, lane, slots.find, draft=draft, catch_up=follow)
 
 
 def stored(settings: Settings, moving: Transfer, shard: Pipeline, *, chunk: int, kept: Kept) -> Settings:

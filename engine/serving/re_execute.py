@@ -19,7 +19,7 @@ from torch import Tensor
 from adapters.device.executor import DeviceExecutor
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.proposal_tree import Tree, chain
-from adapters.device.speculation.proposer import DraftRequest
+from adapters.device.speculation.proposer import DraftRequest, Proposer
 from adapters.models.decoder.shard import Kept
 from adapters.models.kernels.step import Step
 from adapters.text.grammars.grammar import Grammars
@@ -91,7 +91,7 @@ class Ahead:
 
 
 @define(eq=False)
-class Remembered:
+class Remembered(Proposer):
     """Proposes what the target picked when the trace was recorded: for each request, what its next decode step
     brought."""
 
@@ -114,7 +114,7 @@ class Remembered:
     def catch_up(self, slot: int) -> None:
         """It knows what comes."""
 
-    def opened(self, source: int, target: int, state: SlotState) -> None:
+    def inherit_rows(self, source: int, target: int, state: SlotState) -> None:
         """It knows what comes."""
 
 
@@ -242,9 +242,9 @@ async def execute(path: Path, model: str | None, until: int | None = None) -> tu
         ) from error
     try:
         run, remembered, ahead = Replay.of(header), Remembered(target.checkpoint.config.vocab_size), Ahead(lines)
-        execution = Execution(target.executor, header.settings.chunk, header.settings.stateful, remembered, ahead)
-        target.executor.proposed_to(remembered)
-        target.executor.matched_by(Grammars(Tokenizer.load(target.folder)).match)
+        match = Grammars(Tokenizer.load(target.folder)).match
+        executor = DeviceExecutor(evolve(target.executor.parts, proposer=remembered, match_grammar=match))
+        execution = Execution(executor, header.settings.chunk, header.settings.stateful, remembered, ahead)
         for line in until_cut(shown(ahead)):
             envelope = line.record
             if not isinstance(envelope, Envelope):

@@ -19,10 +19,12 @@ import anyio
 import anyio.to_thread
 from anyio import TASK_STATUS_IGNORED
 from anyio.abc import TaskStatus
-from attrs import define
+from attrs import define, evolve
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from adapters.device.executor import DeviceExecutor
+from adapters.device.sampling.grammar_mask import Match
 from adapters.http.apis.registry import error_response
 from adapters.http.app import build_app
 from adapters.http.edge_options import CompressionDefaults, EdgeOptions
@@ -166,7 +168,7 @@ async def serve_model(
         await text.aclose()
         raise
     try:
-        target.executor.matched_by(text.grammars.match)
+        target = with_grammars(target, text.grammars.match)
         recorder, archive, memory = build_recorder(options, target), Archive(), TurnMemory()
         frozen = FrozenMessages(drafter=target.drafter.identity) if target.freezes and target.drafter else None
         cabinets: dict[str, PersistentLru] = {RESPONSES: archive, TURNS: memory}
@@ -213,6 +215,11 @@ async def serve_model(
         return clean
     finally:
         await target.close()
+
+
+def with_grammars(target: Target, match: Match) -> Target:
+    """Return the target with an executor that holds answers to their grammars. It takes the place of the first one."""
+    return evolve(target, executor=DeviceExecutor(evolve(target.executor.parts, match_grammar=match)))
 
 
 def living(target: Target, frozen: FrozenMessages) -> Mapping[str, Any]:

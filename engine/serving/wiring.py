@@ -10,6 +10,7 @@ from typing import Any
 import anyio
 from attrs import define
 
+from adapters.device.device_events import DeviceEvent, DraftProcessChanged, ExpertUseCounted, SlotRowsLost
 from adapters.device.executor import DeviceExecutor
 from adapters.metrics import Metrics
 from adapters.transfer.transfer import Transfer
@@ -31,7 +32,7 @@ from engine.core.submission import EngineDoor
 from engine.core.trace import Recorder
 from engine.loading.load_scorer import Drafter
 from states import invariants
-from states.events import ExpertsUsed, ForEngine, ForModel, SlotsLost
+from states.events import ExpertsUsed, ForEngine, ForModel, Happened, SlotsLost
 from states.settings import Settings
 from states.slots import Slots
 from states.world import Output, World, has_prefill_backlog, is_first_token_pending, is_slot_requested, make_world
@@ -79,16 +80,20 @@ async def engine(
         if paranoid:
             invariants.check_world(after)
 
-    notify: dict[type, tuple[Any, ...]] = {
-        OpenSlot: (executor.open,),
-        Abandon: giving_up(executor, drafter, transfer),
-        StopLaunch: (executor.halt,),
+    def emit(request: RequestId, effect: EmitTokens | ReportProgress) -> None:
+        door.emit(request, effect)
+
+    def close_stream(request: RequestId, effect: CloseStream) -> None:
+        door.close_stream(request, effect)
+
+    # The door needs the runner, so its two methods are looked up when they are called: it exists by then.
+    notify = {
+        **notifications(executor, drafter, transfer),
         KeepFrozen: (freeze,),
-        PlaceExperts: (executor.place,),
+        EmitTokens: (emit,),
+        ReportProgress: (emit,),
+        CloseStream: (close_stream,),
     }
-    if transfer is not None:
-        metrics.watch_cache(transfer.store.figures)
-        notify |= {OpenSlot: (executor.open, transfer.restorer.opened), ReleasePrefix: (transfer.lookup.release,)}
     runner = Runner(
         make_world(settings),
         Executors(lanes(settings, executor, drafter), moving(transfer), notify),
@@ -103,7 +108,6 @@ async def engine(
         return with_troubles(live(), threads, recorder)
 
     door = EngineDoor(runner, meter, facts, living, metrics.closed, misses.told)
-    notify |= {EmitTokens: (door.emit,), ReportProgress: (door.emit,), CloseStream: (door.close_stream,)}
     try:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(runner.run)
@@ -134,15 +138,24 @@ def heard(executor: DeviceExecutor, transfer: Transfer | None, runner: Runner, m
     for whom what is kept gives way, and memory for that, and decode steps do.
     """
     if transfer is not None:
+        metrics.watch_cache(transfer.store.figures)
         transfer.saver.hurried = lambda: is_slot_requested(runner.world)
         transfer.saver.reading = lambda: is_first_token_pending(runner.world)
         transfer.store.memory.busy = lambda: bool(runner.world.requests)
-    executor.decoding.ahead.crowded = lambda: has_prefill_backlog(runner.world)
+    executor.decoding.overlapped.has_prefill_backlog = lambda: has_prefill_backlog(runner.world)
     metrics.watch_pages(lambda: kv_pages(runner.world))
-    executor.lost_to(
-        lambda slots: runner.tell(ForEngine(SlotsLost(slots))), lambda there: runner.tell(ForModel("draft", there))
-    )
-    executor.used_to(lambda counts: runner.tell(ForEngine(ExpertsUsed(counts))))
+    executor.events.connect(lambda event: runner.tell(device_event(event)))
+
+
+def device_event(event: DeviceEvent) -> Happened:
+    """Return what an event of the device is to the engine's core."""
+    match event:
+        case SlotRowsLost():
+            return ForEngine(SlotsLost(event.slots))
+        case DraftProcessChanged():
+            return ForModel("draft", event.is_there)
+        case ExpertUseCounted():
+            return ForEngine(ExpertsUsed(event.counts))
 
 
 def lanes(settings: Settings, executor: DeviceExecutor, drafter: Drafter | None) -> dict[LaneId, SubmitLaunch]:
@@ -150,6 +163,19 @@ def lanes(settings: Settings, executor: DeviceExecutor, drafter: Drafter | None)
     beside = None if drafter is None else drafter.beside
     apart: dict[LaneId, SubmitLaunch] = {} if beside is None else {settings.drafter_lane: beside.submit}
     return {MAIN: executor.submit, PROMPTS: executor.submit, **apart}
+
+
+def notifications(
+    executor: DeviceExecutor, drafter: Drafter | None, transfer: Transfer | None
+) -> dict[type, tuple[Any, ...]]:
+    """Return what is called for effects without an outcome, by type, as far as executors carry them out."""
+    return {
+        OpenSlot: (executor.open, *(() if transfer is None else (transfer.restorer.opened,))),
+        ReleasePrefix: () if transfer is None else (transfer.lookup.release,),
+        Abandon: giving_up(executor, drafter, transfer),
+        StopLaunch: (executor.halt,),
+        PlaceExperts: (executor.place,),
+    }
 
 
 def moving(transfer: Transfer | None) -> dict[type, PerformEffect]:

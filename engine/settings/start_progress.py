@@ -38,7 +38,7 @@ TIMED = {PROBE, MEASURE}  # nothing else goes on meanwhile
 
 
 class StepHeard(Protocol):
-    """Told of a step as it begins, and of how much of it is done."""
+    """RequestOutcome of a step as it begins, and of how much of it is done."""
 
     def __call__(self, step: str, done: int = 0, total: int = 0, /) -> None: ...
 

@@ -23,11 +23,11 @@ async def test_decode_steps_hear_whether_prompts_wait_for_each_other() -> None:
     executor = drive(FakeShard()).executor
     settings = Settings(slots=2, max_context=64, chunk=16, block_size=8, beside_rows=8)
     async with engine(settings, executor, facts={}) as running:
-        world, ahead = running.runner.world, executor.decoding.ahead
-        assert not ahead.crowded()
+        world, ahead = running.runner.world, executor.decoding.overlapped
+        assert not ahead.has_prefill_backlog()
         waiting = evolve(world.lanes[PROMPTS], waiting=(EffectRequest(RequestId(1), RunPrefill(SlotId(0), 0, 16)),))
         running.runner.world = evolve(world, lanes={**world.lanes, PROMPTS: waiting})
-        assert ahead.crowded()
+        assert ahead.has_prefill_backlog()
         running.runner.world = world
     assert executor.close()
 

@@ -17,11 +17,13 @@ from attrs import define, evolve, field
 from torch import Tensor
 
 from adapters.device.executor import DeviceExecutor
+from adapters.device.executor_parts import ExecutorParts
 from adapters.device.lane.lane import DeviceLane
+from adapters.device.slots.slot_table import SlotTable
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.drafting import Drafting
 from adapters.device.speculation.proposal_tree import Tree, chain
-from adapters.device.speculation.proposer import DraftRequest
+from adapters.device.speculation.proposer import DraftRequest, Proposer
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.shard import NamedTensors
 from adapters.models.drafts.dflash.draft import DFlashDraft
@@ -71,7 +73,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @define(eq=False)
-class Guesses:
+class Guesses(Proposer):
     """Proposes what is known to come, one token in four of it wrong."""
 
     known: Sequence[Tokens]
@@ -90,7 +92,7 @@ class Guesses:
 
     def catch_up(self, slot: int) -> None: ...
 
-    def opened(self, source: int, target: int, state: SlotState) -> None: ...
+    def inherit_rows(self, source: int, target: int, state: SlotState) -> None: ...
 
 
 class ReadBack(RecurrentShard):
@@ -127,8 +129,6 @@ async def process(
     settings = evolve(SETTINGS, block=7 if known else 0, **changes)
     places = {"state_block": settings.block_size, "state_places": settings.state_places}
     lane, shard = DeviceLane(), ReadBack(settings.slots, settings.max_context, BUCKETS, **places)
-    executor = DeviceExecutor(shard, BUCKETS, lane=lane, proposer=Guesses(known) if known else None)
-    executor.handle(LoadModel, lambda *_: ModelLoaded())
     store = open_store(
         Layout("34" * 16, SETTINGS.block_size, shard.row_spec, state=shard.state_specs),
         folder,
@@ -136,8 +136,18 @@ async def process(
         disk_bytes=1 << 30,
     )
     assert store is not None
-    moving = transfer(store, (shard,), lane, executor.serving)
-    executor.checkpointed_by(moving.saver.checkpoint)
+    slots = SlotTable()
+    moving = transfer(store, (shard,), lane, slots.find)
+    parts = ExecutorParts(
+        shard,
+        BUCKETS,
+        lane,
+        handlers={LoadModel: lambda *_: ModelLoaded()},
+        proposer=Guesses(known) if known else None,
+        keep_state=moving.saver.checkpoint,
+        slots=slots,
+    )
+    executor = DeviceExecutor(parts)
     async with engine(settings, executor, transfer=moving, facts={}, paranoid=True) as running:
         yield OneStart(running, store, shard)
         await anyio.to_thread.run_sync(settled, store)
@@ -313,10 +323,10 @@ async def test_streams_side_by_side_each_have_their_own_state(tmp_path: Path) ->
 
 async def test_the_engine_learns_from_the_shard_that_it_has_state(tmp_path: Path) -> None:
     lane, shard = DeviceLane(), Pipeline((RecurrentShard(2, 256, BUCKETS),))
-    executor = DeviceExecutor(shard, BUCKETS, lane=lane)
+    executor = DeviceExecutor(ExecutorParts(shard, BUCKETS, lane=lane))
     numerics = Numerics("buckets", BUCKETS, 16, CHUNK, "torch", 1, "one", 0.0, 0, 0)
     how = {"numerics": numerics, "named": "a", "kept": Kept(tmp_path), "plan": (), "fit": Fit(4, 256)}
-    settings = await lane.run(partial(decide, Options(), executor, shard, None, **how))
+    settings = await lane.run(partial(decide, Options(), executor.parts, shard, None, **how))
     assert settings.stateful
     assert all(settings.rates.prefill), "chunks are timed wherever they stand, whatever state was there"
     assert layout(shard, None, "a", 16) == Layout("a", 16, shard.row_spec, None, shard.state_specs)
@@ -342,10 +352,10 @@ async def test_a_draft_of_large_blocks_is_asked_for_what_can_be_rolled_back(
     kernels = proven_draft(config, torch.float32, 256, VOCAB).copy_for_shard()
     head = head_of(config, kernels, vocab=VOCAB)
     draft = DFlashDraft(config, random_tensors(config), kernels, head, slots=2, capacity=256, buckets=BUCKETS)
-    executor = DeviceExecutor(shard, BUCKETS, lane=lane, proposer=Drafting(draft, BUCKETS))
+    executor = DeviceExecutor(ExecutorParts(shard, BUCKETS, lane=lane, proposer=Drafting(draft, BUCKETS)))
     numerics = Numerics("buckets", BUCKETS, 16, CHUNK, "torch", 1, "one", 0.0, 0, 0)
     how = {"numerics": numerics, "named": "a", "kept": Kept(tmp_path), "plan": (), "fit": Fit(4, 48)}
-    settings = await lane.run(partial(decide, Options(), executor, shard, draft, **how))
+    settings = await lane.run(partial(decide, Options(), executor.parts, shard, draft, **how))
     assert settings.block == 15
     assert max(rows for _, _, rows, *_ in settings.rates.decode) == 16
     assert "proposes 31 tokens at once; 15 can be taken back" in caplog.text

@@ -323,7 +323,7 @@ def test_a_draft_that_refuses_something_goes_on(op: Op, monkeypatch: pytest.Monk
         story(apart.draft, apart.drafting)
     assert refused == [op]
     if apart.draft.state != "loaded":
-        apart.draft.unpark()
+        apart.draft.load_back()
     follow(apart.draft, 0, 0, 100)
     assert apart.drafting.propose(REQUESTS[:1])[0].size > 0
     assert (apart.dial.opened, apart.draft.peer.restarts, apart.heard) == (process, 0, [])
