@@ -29,7 +29,7 @@ def build_executor(
 ) -> DeviceExecutor:
     """Return the executor that serves. parts: what is known before the scoring model and the store are there.
 
-    Grammars are not known yet, since the text is read meanwhile: `engine.serving.serve` makes an executor that has them.
+    Grammars are not known yet, since the text is read meanwhile. `engine.serving.serve` makes an executor with them.
     """
     whole = evolve(
         parts,

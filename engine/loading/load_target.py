@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,13 @@ from effects.ports import RowsLost
 from effects.scope import Scope
 from engine.loading.attach_draft import add_draft, beside_last, sent_away
 from engine.loading.build_executor import build_executor
-from engine.loading.calibrate_compute import beside_rows, kept_or_measured, key, mixed_rows, span
-from engine.loading.device_survey import Placement, planned, state_tokens
+from engine.loading.decide_settings import decide
+from engine.loading.device_survey import planned
 from engine.loading.expert_placement import counted, first_places
-from engine.loading.load_draft import BATCH_ROWS, find_draft, proposals, provable, short_of_memory, widths
-from engine.loading.load_scorer import Drafter, FoundDrafter, add_drafter, cannot_stay, find_drafter, pflash
+from engine.loading.load_draft import BATCH_ROWS, find_draft, provable
+from engine.loading.load_scorer import Drafter, add_drafter, find_drafter, pflash
 from engine.loading.load_shards import shards, uploading
-from engine.loading.memory_estimate import chosen, host_experts, shares_pages, should_offload_embedding
-from engine.loading.memory_fit import Fit
+from engine.loading.memory_estimate import chosen, host_experts, should_offload_embedding
 from engine.loading.open_store import keeping, layout, stored, transfer_memory
 from engine.loading.plan_load import settled
 from engine.loading.shard_peers import (
@@ -48,7 +47,6 @@ from engine.loading.shard_peers import (
     asking_for,
     connected,
     place_of,
-    placement,
     shown,
     shown_draft,
     shown_drafter,
@@ -60,7 +58,6 @@ from engine.settings.model_catalog import served_name
 from engine.settings.options import Options
 from engine.settings.paths import model_folder, user_folder
 from engine.settings.user_error import UserError
-from states.residency import resolve_residency
 from states.settings import Settings
 
 log = logging.getLogger("rekindle")
@@ -288,67 +285,4 @@ def load_over(
         offloaded=offloaded,
         pflash=pflash(options, settings, drafter),
         transfer=moving,
-    )
-
-
-def decide(
-    options: Options,
-    parts: ExecutorParts,
-    shard: Pipeline,
-    draft: DraftModel | None,
-    scores: FoundDrafter | None,
-    *,
-    plan: Sequence[Placement],
-    numerics: Numerics,
-    named: str,
-    kept: Kept,
-    fit: Fit,
-) -> Settings:
-    """What the engine is started with, times measured here included; no store yet."""
-    has_draft, stateful = draft is not None, bool(shard.state_specs)
-    branches = draft is not None and draft.branches and not stateful
-    no_trees = options.ddtree and has_draft and not branches
-    if no_trees:
-        why = "each node of a tree would need a state of its own in this model's recurrent layers" if stateful else ""
-        log.warning("--ddtree: %s; chains are proposed", why or "a prediction head says one token after the other")
-    tree = options.ddtree_budget if options.ddtree and branches else 0
-    residency, message = resolve_residency(
-        options.residency,
-        has_draft=has_draft,
-        has_prompt_scorer=scores is not None,
-        low_memory=short_of_memory(shard.device),
-        scorer_low_memory=scores is not None and cannot_stay(scores),
-    )
-    if message:
-        log.warning(message)
-    block, proven = proposals(draft, shard), numerics.mode == "buckets"
-    beside = beside_rows(plan, shard, numerics.buckets, drafted=has_draft) if proven else 0
-    shape: dict[str, Any] = {"chunk": numerics.chunk, "context": fit.context, "widths": widths(block, tree)}
-    places = placement(shard.parts) if draft is None else f"{placement(shard.parts)},draft@{draft.place}"
-    places += "" if options.experts_room is None else f",experts {options.experts}"
-    times = key(named, None if draft is None else draft.identity, places, shape)
-    return Settings(
-        slots=shard.slots,
-        max_context=fit.context,
-        pages=fit.pages,
-        shares_pages=bool(fit.pages) and not stateful and shares_pages(plan),
-        max_queue=options.max_queue,
-        chunk=numerics.chunk,
-        span=span(shard, beside=bool(beside)),
-        block_size=numerics.block_size,
-        keep_decoded=proven,
-        batch_rows=min(BATCH_ROWS, numerics.batch_rows),
-        mixed_rows=mixed_rows({one.computes.type for one in plan}) if proven else 0,
-        beside_rows=beside,
-        block=block,
-        tree=tree,
-        no_trees=no_trees,
-        residency=residency,
-        rates=kept_or_measured(kept, times, DeviceExecutor(parts), shard, **shape),
-        min_tokens=options.kv_cache_min_tokens,
-        stateful=stateful,
-        state_places=shard.state_places,
-        state_tokens=state_tokens(shard),
-        interval=options.kv_cache_interval,
-        cold_max=options.kv_cache_cold_max,
     )

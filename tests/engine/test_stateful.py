@@ -38,7 +38,7 @@ from effects.ids import Tokens
 from effects.job import Job, Sampling
 from effects.residency import LoadModel, ModelLoaded
 from effects.scope import Scope
-from engine.loading.load_target import decide
+from engine.loading.decide_settings import decide
 from engine.loading.memory_fit import Fit
 from engine.loading.open_store import layout
 from engine.serving.wiring import Engine, engine

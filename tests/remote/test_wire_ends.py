@@ -14,6 +14,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 from msgspec import inspect
 
+from adapters import demo
 from adapters.device.compression.score_prompt import Compressor
 from adapters.http.edge_options import EdgeOptions
 from adapters.http.request.sampling_fields import read_sampling
@@ -45,6 +46,7 @@ from adapters.remote.protocol.messages import (
     encoded,
 )
 from adapters.remote.protocol.scorer_messages import DropScoring, LoadDrafter
+from adapters.text.tokenizer import Tokenizer
 from effects.job import Sampling
 from effects.ports import RowsLost
 from engine.settings.options import Options
@@ -93,10 +95,11 @@ class Bounds(Fields):
 def sampled() -> dict[str, Sampling]:
     """What a request can have tokens picked by: each number that is read of it, at both ends."""
     options, bounds = EdgeOptions("demo", 512, 512), Bounds({}, "$")
-    read_sampling(bounds, options)
+    tokenizer = Tokenizer.load(demo.FOLDER)
+    read_sampling(bounds, options, tokenizer)
     assert {"temperature", "top_p", "top_k", "min_p", "seed"} <= bounds.seen.keys()
     ends = [(name, value) for name, pair in bounds.seen.items() for value in pair if name != "repeat_last_n"]
-    found = {f"{name}={value}": read_sampling(Fields({name: value}, "$"), options) for name, value in ends}
+    found = {f"{name}={value}": read_sampling(Fields({name: value}, "$"), options, tokenizer) for name, value in ends}
     return {**found, "the last seed of 63 bits": Sampling(seed=(1 << 63) - 1)}
 
 

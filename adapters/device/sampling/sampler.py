@@ -268,7 +268,10 @@ def logprobs_of(logits: Tensor, tokens: Sequence[int], most: int) -> list[Logpro
 
 
 def _logprob(told: list[float]) -> Logprob:
-    """Return the log-probabilities of a row from what `SamplingKernels.weigh_tokens` found. Only the host takes the logarithm."""
+    """Return the log-probabilities of a row, of which `SamplingKernels.weigh_tokens` found `told`.
+
+    Only the host takes the logarithm, so it has the same bits for every device.
+    """
     most = len(told) // 2 - 1
     ids, theirs, total = told[1 : 1 + most], told[1 + most : -1], told[-1]
     log = math.log(total) if total > 0 else math.nan  # of a row that is not finite
@@ -278,9 +281,9 @@ def _logprob(told: list[float]) -> Logprob:
 
 
 def _read(row: Draw, picked: list[float], told: list[float], end: str | None) -> Picked:
-    """Return the pick of a row. picked: token, lowest and highest logit. told: what `SamplingKernels.weigh_tokens` found, if asked.
+    """Return the pick of a row. picked: token, lowest and highest logit.
 
-    end: why the grammar allows no token, if so.
+    told: what `SamplingKernels.weigh_tokens` found, if asked. end: why the grammar allows no token, if so.
     """
     token, lowest, highest = picked
     if not (math.isfinite(lowest) and math.isfinite(highest)):

@@ -64,7 +64,7 @@ class StateCheckpoints:
             self.keep_beyond_device(request, effect.slot, effect.stop)
 
     def keep_before_prefill(self, request: RequestId, effect: RunPrefill) -> None:
-        """Keep the state that a prefill goes on from, before its first row overwrites it, where the effect asks for it."""
+        """Keep the state that a prefill goes on from, before its first row overwrites it, if the effect says so."""
         if effect.held and self.keep_beyond_device is not None:
             self.keep_beyond_device(request, effect.slot, effect.start)
 
