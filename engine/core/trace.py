@@ -1,7 +1,8 @@
 """A trace: everything that happened, in order, from which everything that was decided can be derived again.
 
 JSON Lines, compressed with zstd when the name ends in `.zst`: a header, then every event (`Envelope`) followed by what
-it led to (`EffectRequest`, `Launch`), a `Digest` of the world every 64 events and one at the end. docs/TRACE.md shows one.
+it led to (`EffectRequest`, `Launch`), a `Digest` of the world every 64 events and one at the end. docs/TRACE.md shows
+one.
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ def test_what_is_imported_beside_torch_does_not_wait_for_it() -> None:
 @pytest.mark.parametrize(("opening", "gpu", "before"), [(True, True, True), (False, True, False), (False, False, True)])
 def test_beside_a_gpu_what_is_needed_later_does_not_keep_torch_waiting(opening: bool, gpu: bool, before: bool) -> None:
     code = (
-        "import sys, threading; from engine.settings import import_order as ahead; from engine.settings.preload import OPENING;"
+        "import sys, threading; from engine.settings import import_order as ahead;"
+        "from engine.settings.preload import OPENING;"
         "over = threading.Event(); thread = threading.Thread(target=over.wait, name=OPENING);"
         f"thread.start() if {opening} else None; ahead.open_gpu = ahead.has_triton = lambda *_: None;"
         f"ahead.gpu_driver = lambda: 'driver' if {gpu} else None; ahead.import_beside_torch([], 3); over.set();"
@@ -61,10 +62,12 @@ def test_until_torch_is_imported_no_library_is_left_to_open_and_nothing_to_look_
         "import sys; from importlib import import_module; from engine.settings.preload import SMALL;"
         "import engine.__main__; [import_module(name) for name in SMALL]; before = set(sys.modules);"
         "sys.addaudithook(lambda event, told: event.startswith('ctypes.dl') and print(event, *told));"
-        "import engine.commands, engine.settings.preflight, engine.settings.start_progress, engine.settings.paths; from engine.settings.options import Options;"
-        "options = engine.settings.preflight.prepared(Options(port=0)); engine.settings.preflight.check_address(options);"
-        "import engine.settings.import_order; engine.settings.import_order.import_beside_torch(engine.settings.paths.weight_folders(options), 0);"
-        "[import_module(name) for name in engine.settings.import_order.OURS];"
+        "import engine.commands, engine.settings.start_progress; from engine.settings import paths, preflight;"
+        "from engine.settings.options import Options;"
+        "options = preflight.prepared(Options(port=0)); preflight.check_address(options);"
+        "from engine.settings import import_order;"
+        "import_order.import_beside_torch(paths.weight_folders(options), 0);"
+        "[import_module(name) for name in import_order.OURS];"
         "from engine.loading.load_text import begin_text; begin_text(options).result();"
         "print(*(name for name in sys.modules if name not in before"
         " and str(getattr(sys.modules[name], '__file__', None)).endswith('.so')))"
