@@ -277,9 +277,8 @@ class Edge:
         async with self._reading(request) as fields:
             conversation = await anyio.to_thread.run_sync(openai_chat.read_conversation, fields, self.text)
             turns = self._asker(request).turns(controls.read_salt(fields))
-            return JSONResponse(
-                {"prompt": text_of(await rendered(conversation, fields, self.text, self.options, turns))}
-            )
+            parts = await rendered(conversation, fields, self.text, self.options, turns)
+            return JSONResponse({"prompt": text_of(parts)})
 
     # -- about the server
 
