@@ -72,7 +72,7 @@ def on_threads(monkeypatch: pytest.MonkeyPatch, fates: Fates, dials: list[Thread
         dials.append(Threads(served, True, secret.encode(), engine.__version__, where.name, meddle, lender))
         return dials[-1]
 
-    monkeypatch.setattr(engine.remote, "launched", launched)
+    monkeypatch.setattr(engine.loading.shard_peers, "launched", launched)
 
 
 async def made(model: str, count: int) -> list[Job]:
