@@ -285,13 +285,13 @@ class ExpertsAgainstADictionary(RuleBasedStateMachine):
     @rule(layer=st.integers(0, LAYERS - 1), numbers=st.sets(st.integers(0, COUNT - 1), min_size=1))
     def choose(self, layer: int, numbers: set[int]) -> None:
         wanted = sorted(numbers)
-        for number, found in zip(wanted, self.layers[layer].chosen(wanted), strict=True):
+        for number, found in zip(wanted, self.layers[layer].fetch(wanted), strict=True):
             self.right(layer, number, found)
 
     @rule(layer=st.integers(0, LAYERS - 1), numbers=st.sets(st.integers(0, COUNT - 1), min_size=1))
     def choose_in_turns(self, layer: int, numbers: set[int]) -> None:
         seen = set[int]()
-        for turn in self.layers[layer].turns(sorted(numbers)):
+        for turn in self.layers[layer].fetch_in_turns(sorted(numbers)):
             for number, spot in turn.items():
                 self.right(layer, number, self.layers[layer].places[spot])
                 seen.add(number)

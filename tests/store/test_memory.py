@@ -150,7 +150,7 @@ def test_what_could_not_be_made_is_not_counted(error: type[Exception], monkeypat
         raise error(f"no {size} bytes, {aside}")
 
     with monkeypatch.context() as patched:
-        patched.setattr(adapters.store.memory, "pinned", failing)
+        patched.setattr(adapters.store.slab_memory, "allocate_pinned", failing)
         for _ in range(5):
             with pytest.raises(error):
                 memory.take(SLAB, held=True)
@@ -170,7 +170,7 @@ def test_one_slab_is_registered_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
         assert aside, "others are served"
         return real(size, aside=aside)
 
-    monkeypatch.setattr(adapters.store.memory, "pinned", slowly)
+    monkeypatch.setattr(adapters.store.slab_memory, "allocate_pinned", slowly)
     memory, held = Memory(16 * SLAB, pin=True), list[Buffer]()
     memory.busy = lambda: False
     filling = threading.Thread(target=memory.fill)
