@@ -18,6 +18,7 @@ from attrs import define, field
 from torch import Tensor
 
 from adapters.device.executor import DeviceExecutor
+from adapters.device.executor_parts import ExecutorParts
 from adapters.device.lane.lane import DeviceLane
 from adapters.models.decoder.shard import Kept, NamedTensors
 from adapters.models.kernels.step import Forward, Step
@@ -76,7 +77,7 @@ class NoModel:
 async def decode_steps(requests: int, count: int) -> list[float]:
     """Microseconds between the tokens of one stream, while `requests` decode together."""
     lane = DeviceLane("cpu")
-    executor = DeviceExecutor(NoModel(), (4, 8, 16, 256), lane=lane)
+    executor = DeviceExecutor(ExecutorParts(NoModel(), (4, 8, 16, 256), lane=lane))
     gaps = list[float]()
 
     async def read(number: int) -> None:

@@ -36,6 +36,7 @@ from attrs import evolve, frozen
 from adapters.checkpoint.packed_matrix import PackedMatrix, StepLayout
 from adapters.checkpoint.safetensors_folder import Fetch, Shapes, StoredTensor
 from adapters.device.executor import DeviceExecutor
+from adapters.device.executor_parts import ExecutorParts
 from adapters.device.lane.lane import DeviceLane
 from adapters.device.speculation.drafting import Drafting
 from adapters.models.decoder.dense_shard import DenseShard
@@ -296,7 +297,10 @@ def pair(layers: int, packing: str, lane: DeviceLane) -> Pair:
     how = {"device": DEVICE, "dtype": DTYPE, "slots": 1, "capacity": rounds_of.CAPACITY, "buckets": rounds_of.BUCKETS}
     shard = DenseShard(config, drawn(config, packing), TritonKernels(DEVICE), aux_layers=drafts.aux_layers, **how)
     draft = DFlashDraft(drafts, DeviceDraft(drafts), TritonKernels(DEVICE), Pipeline((shard,)).head, **how)
-    executor, drafting = DeviceExecutor(shard, rounds_of.BUCKETS, lane=lane), Drafting(draft, rounds_of.BUCKETS)
+    executor, drafting = (
+        DeviceExecutor(ExecutorParts(shard, rounds_of.BUCKETS, lane=lane)),
+        Drafting(draft, rounds_of.BUCKETS),
+    )
     return Pair(shard, draft, lane, executor, drafting)
 
 

@@ -15,6 +15,7 @@ import torch
 from attrs import define, field
 
 from adapters.device.executor import DeviceExecutor
+from adapters.device.executor_parts import ExecutorParts
 from adapters.device.lane.lane import DeviceLane
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.pipeline import Pipeline
@@ -60,7 +61,9 @@ async def served(fit: Fit, jobs: list[Job]) -> tuple[float, list[HeardSession]]:
         kernels, weights = TritonKernels(DEVICE), RandomWeights(config, 1, DEVICE, DTYPE)
         how: dict[str, Any] = {"device": DEVICE, "dtype": DTYPE, "buckets": BUCKETS}
         how |= {"slots": fit.slots, "capacity": fit.context, "pages": fit.pages}
-        return DeviceExecutor(Pipeline([DenseShard(config, weights, kernels, **how)]), BUCKETS, lane=lane)
+        return DeviceExecutor(
+            ExecutorParts(Pipeline([DenseShard(config, weights, kernels, **how)]), BUCKETS, lane=lane)
+        )
 
     executor = await lane.run(build)
     settings = Settings(

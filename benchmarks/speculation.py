@@ -26,6 +26,7 @@ import anyio
 import torch
 from attrs import define, evolve
 
+from adapters.device.executor import DeviceExecutor
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.proposal_tree import Tree
 from adapters.device.speculation.proposer import DraftModel, DraftRequest, Proposer
@@ -202,7 +203,7 @@ def forced(target: Target, job: Job, width: int) -> list[Decoded]:
 
 
 @define(eq=False)
-class WatchedProposer:
+class WatchedProposer(Proposer):
     """What is proposed, and after which tokens."""
 
     proposer: Proposer
@@ -226,8 +227,8 @@ class WatchedProposer:
     def catch_up(self, slot: int) -> None:
         self.proposer.catch_up(slot)
 
-    def opened(self, source: int, target: int, state: SlotState) -> None:
-        self.proposer.opened(source, target, state)
+    def inherit_rows(self, source: int, target: int, state: SlotState) -> None:
+        self.proposer.inherit_rows(source, target, state)
 
 
 def never_right(draft: DraftModel | None) -> None:
@@ -251,7 +252,7 @@ async def tier(options: Options, ends: Tokens, count: int) -> list[dict[str, Any
             assert proposer is not None
             for name in names:
                 watched = WatchedProposer(proposer, {})
-                target.executor.proposed_to(watched)
+                target.executor = DeviceExecutor(evolve(target.executor.parts, proposer=watched))
                 rows = launch_prices.round_up_to_bucket(1 + target.settings.block)
                 flat = Rates(decode=((0, 1, 0, 1000, 0), (0, 1, rows, 1001, 1000)))
                 settings = evolve(target.settings, rates=flat)

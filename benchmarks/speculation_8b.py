@@ -14,10 +14,11 @@ from typing import Any
 
 import anyio
 import torch
-from attrs import define, field
+from attrs import define, evolve, field
 from torch import Tensor
 
 from adapters.device.executor import DeviceExecutor
+from adapters.device.executor_parts import ExecutorParts
 from adapters.device.lane.lane import DeviceLane
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.drafting import Drafting
@@ -83,7 +84,7 @@ class DeviceDraft:
 
 
 @define(eq=False)
-class Forced:
+class Forced(Proposer):
     """The draft does its work; then so many of the tokens that will come are proposed, and a wrong one behind them."""
 
     drafting: Proposer
@@ -112,8 +113,8 @@ class Forced:
     def catch_up(self, slot: int) -> None:
         self.drafting.catch_up(slot)
 
-    def opened(self, source: int, target: int, state: SlotState) -> None:
-        self.drafting.opened(source, target, state)
+    def inherit_rows(self, source: int, target: int, state: SlotState) -> None:
+        self.drafting.inherit_rows(source, target, state)
 
 
 @define(eq=False)
@@ -135,9 +136,9 @@ def build(lane: DeviceLane, slots: int = 1, buckets: Sequence[int] = BUCKETS, la
         4096, 12288, 5, 32, 8, 128, Rotary(128, 1e6), (AttentionMask(),) * 5, AUX_LAYERS, BLOCK, 151669
     )
     draft = DFlashDraft(drafts, DeviceDraft(drafts), TritonKernels(DEVICE), Pipeline((shard,)).head, **shape)
-    executor, drafting = DeviceExecutor(shard, buckets, lane=lane), Drafting(draft, buckets)
-    executor.handle(LoadModel, drafting.load_back)
-    executor.handle(UnloadModel, drafting.offload)
+    drafting = Drafting(draft, buckets)
+    handlers = {LoadModel: drafting.load_back, UnloadModel: drafting.offload}
+    executor = DeviceExecutor(ExecutorParts(shard, buckets, lane=lane, handlers=handlers))
     return Pair(shard, draft, lane, executor, drafting)
 
 
@@ -152,7 +153,7 @@ def prompt() -> Tokens:
 def decoded(pair: Pair, proposer: Proposer, width: int, most: int) -> tuple[Tokens, list[Decoded]]:
     """On the lane: greedy rounds that propose so many, until there are `most` tokens."""
     known, request, slot = list(prompt()), RequestId(0), SlotId(0)
-    pair.executor.proposed_to(proposer)
+    pair.executor = DeviceExecutor(evolve(pair.executor.parts, proposer=proposer))
     done = list[Decoded]()
 
     def following(outcomes: Sequence[Outcome]) -> EffectRequest | None:
@@ -269,7 +270,7 @@ def pieces(pair: Pair, base: float) -> list[dict[str, Any]]:
 async def residency(pair: Pair) -> list[dict[str, Any]]:
     """Device bytes before, during and after a request, by policy."""
     rows = list[dict[str, Any]]()
-    pair.executor.proposed_to(pair.drafting)
+    pair.executor = DeviceExecutor(evolve(pair.executor.parts, proposer=pair.drafting))
     for policy in POLICIES:
         resolution, _ = resolve_residency(policy, has_draft=True, has_prompt_scorer=False)
         await pair.lane.run(pair.draft.offload if resolution.draft == "park" else pair.draft.load_back)

@@ -20,8 +20,9 @@ from typing import Any
 
 import anyio
 import torch
-from attrs import define
+from attrs import define, evolve
 
+from adapters.device.executor import DeviceExecutor
 from adapters.device.lane.lane import DeviceLane
 from adapters.device.speculation.proposal_tree import Tree
 from adapters.device.speculation.proposer import DraftRequest
@@ -93,7 +94,7 @@ async def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
     pair = await lane.run(partial(build, lane, most, BUCKETS, given.layers))
     await lane.run(partial(warm_up, Pipeline((pair.shard,)), pair.draft, BATCH_ROWS))
     common: dict[str, Any] = {"slots": most, "max_context": CAPACITY, "chunk": BUCKETS[-1], "batch_rows": BATCH_ROWS}
-    pair.executor.decoding.proposer = None
+    pair.executor = DeviceExecutor(evolve(pair.executor.parts, proposer=None))
     shape: dict[str, Any] = {"chunk": BUCKETS[-1], "context": CAPACITY}
     plain = Settings(**common)
     known: dict[int, list[Tokens]] = {}
@@ -104,13 +105,13 @@ async def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
     differing = 0
     for _ in range(given.rounds):
         for streams in given.streams:
-            pair.executor.decoding.proposer = None
+            pair.executor = DeviceExecutor(evolve(pair.executor.parts, proposer=None))
             speed, said = await asked(pair, plain, streams, given.tokens)
             found.setdefault((streams, "plain"), []).append(speed)
             differing += sum(one != all_[: given.tokens] for one, all_ in zip(said, known[streams], strict=True))
             forced = ForcedEach(pair.drafting, (), given.accepted - 1)
             forced.each = beginnings(streams, known[streams])
-            pair.executor.proposed_to(forced)
+            pair.executor = DeviceExecutor(evolve(pair.executor.parts, proposer=forced))
             rates: Rates = await lane.run(
                 partial(measure_rates, pair.executor, pair.shard, widths=choose_proposal_widths(BLOCK - 1, 0), **shape)
             )

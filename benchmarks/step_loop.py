@@ -26,6 +26,7 @@ from attrs import define, evolve, field
 
 from adapters.checkpoint.text_files import read_text_files
 from adapters.device.executor import DeviceExecutor
+from adapters.device.executor_parts import ExecutorParts
 from adapters.device.lane.lane import DeviceLane
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.shard import Shard
@@ -99,8 +100,8 @@ def model_8b() -> StepLoop:
     shard = DenseShard(config, RandomWeights(config, 1, DEVICE, DTYPE), TritonKernels(DEVICE), **shape)
     lane = DeviceLane(DEVICE)
     settings = Settings(slots=slots, max_context=capacity, chunk=BUCKETS[-1], batch_rows=slots)
-    executor = DeviceExecutor(shard, BUCKETS, lane=lane)
-    executor.matched_by(Grammars(widened(shard.vocab_size)).match)
+    executor = DeviceExecutor(ExecutorParts(shard, BUCKETS, lane=lane))
+    executor = DeviceExecutor(evolve(executor.parts, match_grammar=Grammars(widened(shard.vocab_size)).match))
     return StepLoop(shard, executor, settings, lane)
 
 
@@ -122,7 +123,9 @@ async def demo() -> StepLoop:
     target = await load_target(
         build_options(model="demo", draft="none", disk_prefix_cache="off", host_cache_budget=0, slots=8)
     )
-    target.executor.matched_by(Grammars(Tokenizer.load(target.folder)).match)
+    target.executor = DeviceExecutor(
+        evolve(target.executor.parts, match_grammar=Grammars(Tokenizer.load(target.folder)).match)
+    )
     return StepLoop(target.shard, target.executor, evolve(target.settings, store=False), target.lane)
 
 

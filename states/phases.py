@@ -1,14 +1,10 @@
 """The phases of a request in order, each skipped where policy says that there is nothing to do.
 
 The transitions of the other modules end in one of these functions. Each returns the next state together with the
-effects that begin it. The order of phases is
+effects that begin it. The order of phases is: look up, restore, compress (fetch, score, release the prompt scorer),
+bring the draft in, prefill, decode; then, once the stream is closed: snapshot, give the leased model back, done.
 
-    look up -> restore -> compress (fetch, score, release the prompt scorer) -> bring the draft in -> prefill -> decode.
-
-Once the stream is closed it is snapshot -> give the leased model back -> done.
-
-The type aliases name what a function may return. They are spelled out in full, because `states/machine.py` reads the
-arms of the table from the annotations of transitions.
+The type aliases name what a function may return, because `states/machine.py` reads its table from these annotations.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def resolve_policy(policy: Policy, use: Use, *, low_memory: bool, has_draft: boo
 
 @frozen
 class Resolved:
-    """The policy, and what it means for each model here. A server always resolves it; settings made by hand need not."""
+    """The policy, and what it means for each model here. A server always resolves it; settings made by hand may not."""
 
     policy: Policy = "auto"
     draft: After = "keep"

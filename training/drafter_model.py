@@ -52,8 +52,8 @@ class ScoringModel(Qwen3):
 
     @torch.inference_mode()
     def scores(self, tokens: Tensor) -> Tensor:
-        """Of each of [n] tokens, how much the last ones look at it: as `adapters.models.decoder.scorer` has it, but all rows
-        attend to all before them, however many there are.
+        """Of each of [n] tokens, how much the last ones look at it: as `adapters.models.decoder.scorer` has it, but all
+        rows attend to all before them, however many there are.
         """
         x = self.model.embed_tokens(tokens[None])
         angles = self.cos[: len(tokens)], self.sin[: len(tokens)]

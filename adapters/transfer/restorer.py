@@ -241,14 +241,14 @@ class Restorer:
             state.resume(now.effect.stop)
         for move in ready:
             if move.kind == "rows" and not checkpoints:
-                state.load(*move.span)
+                state.add_loaded_rows(*move.span)
             elif move.kind == "draft":
-                state.draft(*move.span)
+                state.add_draft_rows(*move.span)
         return None
 
     def _import_state(self, state: SlotState, now: Restore, move: RunMove) -> StoreFailed | None:
         """Import the positional state, without which the rows are of no use."""
-        slot, start, rows = now.effect.slot, now.effect.start, state.valid + state.ahead
+        slot, start, rows = now.effect.slot, now.effect.start, state.valid + state.rows_ahead
         if move.buffer is None:
             return move.failure or ABANDONED
         if rows < start:
@@ -256,7 +256,10 @@ class Restorer:
         try:
             self.state.copy_in(slot, move.buffer.data)
         except (ValueError, RuntimeError, RowsLost) as error:
-            state.valid, state.ahead = 0, rows  # some of it may be overwritten, so nothing can go on from the old state
+            state.valid, state.rows_ahead = (
+                0,
+                rows,
+            )  # some of it may be overwritten, so nothing can go on from the old state
             return StoreFailed("lost", str(error))
         return None
 

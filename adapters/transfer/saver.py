@@ -33,7 +33,7 @@ from typing import TypeVar
 from attrs import define, field, frozen
 
 from adapters.device.lane.lane import DeviceLane
-from adapters.device.lane.out_of_memory import ran_out_of_memory
+from adapters.device.lane.out_of_memory import is_out_of_memory
 from adapters.store.files.file_format import Run
 from adapters.store.slab_memory import Buffer
 from adapters.store.store import Store
@@ -134,7 +134,7 @@ class Saver:
         def there() -> bool:
             return self.find_slot(effect.slot, request) is state
 
-        return SlotSnapshot(effect.slot, there, state.salt, state.drafted, record_marks(self.lane.devices))
+        return SlotSnapshot(effect.slot, there, state.salt, state.draft_rows, record_marks(self.lane.devices))
 
     def save_checkpoint(self, request: RequestId, slot: SlotId, at: int) -> bool:
         """Keep the slot's positional state if it stands behind rows `[0, at)`.
@@ -155,7 +155,7 @@ class Saver:
             buffer = self.store.memory.allocate(layout.compute_size("state", 0))
             self.state.copy_out(slot, buffer.data)
         except Exception as error:
-            if not ran_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             about = {"request": request}
             log.warning("request %d: no memory for the checkpoint at %d: %s", request, at, error, extra=about)
@@ -209,7 +209,7 @@ class Saver:
                 work() if mover.is_addressable else self._run_on_lane(work, found)
         except Exception as error:
             gone = run.kind == "draft" and isinstance(error, RowsLost)  # a lost draft costs its own rows only
-            if not (gone or ran_out_of_memory(error)):
+            if not (gone or is_out_of_memory(error)):
                 raise
             return None
         return buffer.data.nbytes if self.store.keep_run(run, buffer) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from adapters.device.executor import DeviceExecutor
+from adapters.device.device_events import DeviceEventPort, DraftProcessChanged
 from adapters.device.speculation.drafting import Drafting, DraftProposer
 from adapters.device.speculation.proposer import DraftModel
 from adapters.models.decoder.pipeline import Pipeline
@@ -14,7 +14,6 @@ from adapters.models.open_checkpoint import Checkpoint
 from adapters.remote.client.attach_remote_draft import RemoteDrafting
 from adapters.remote.client.remote_draft import RemoteDraft
 from effects.ids import RequestId
-from effects.residency import LoadModel, UnloadModel
 from engine.loading.load_draft import FoundDraft, placed_draft
 from engine.settings import start_progress
 from engine.settings.options import Options
@@ -41,21 +40,21 @@ def add_draft(
     checkpoint: Checkpoint,
     shard: Pipeline,
     *,
-    executor: DeviceExecutor,
+    events: DeviceEventPort,
     step: start_progress.StepListener,
     **placing: Any,
 ) -> DraftProposer[Any] | None:
-    """At work for the executor. placing: of `placed_draft`."""
+    """Return the draft that was found, ready for an executor. placing: of `placed_draft`.
+
+    events: where a draft in another process reports that this process is gone, or there again.
+    """
     if found is None:
         return None
     step(start_progress.DRAFT)
     draft = placed_draft(found, options, checkpoint, shard, **placing)
     if isinstance(draft, RemoteDraft):
         drafting: DraftProposer[Any] = RemoteDrafting(draft, shard.buckets)
-        draft.told(executor.reach)
+        draft.told(lambda is_there: events.report(DraftProcessChanged(is_there)))
     else:
         drafting = Drafting(draft, shard.buckets, options.speculation.ddtree_budget)
-    executor.proposed_to(drafting)
-    executor.handle(LoadModel, drafting.load_back)
-    executor.handle(UnloadModel, drafting.offload)
     return drafting

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from adapters.device.executor import DeviceExecutor
+from adapters.device.executor_parts import ExecutorParts
 from adapters.device.speculation.proposer import DraftModel
 from adapters.models.decoder.pipeline import Pipeline
 from engine.loading.calibrate_compute import (
@@ -39,7 +40,7 @@ log = logging.getLogger("rekindle")
 
 def choose_settings(
     options: Options,
-    executor: DeviceExecutor,
+    parts: ExecutorParts,
     shard: Pipeline,
     draft: DraftModel | None,
     scores: FoundDrafter | None = None,
@@ -95,7 +96,7 @@ def choose_settings(
         tree=tree,
         no_trees=no_trees,
         residency=residency,
-        rates=load_or_measure_rates(kept, times, executor, shard, **shape),
+        rates=load_or_measure_rates(kept, times, DeviceExecutor(parts), shard, **shape),
         min_tokens=options.cache.kv_cache_min_tokens,
         stateful=stateful,
         state_places=shard.state_places,

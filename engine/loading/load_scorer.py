@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from attrs import define, evolve, frozen
 
 from adapters import demo
 from adapters.checkpoint.checkpoint_error import CheckpointError
-from adapters.device.compression.score_prompt import Compressor, DrafterLane, dropped, marks_of
-from adapters.device.executor import DeviceExecutor
+from adapters.device.compression.score_prompt import Compressor, PromptScorerLane, build_token_marks, log_drop_failure
 from adapters.device.lane.lane import DeviceLane
-from adapters.device.speculation.drafting import DraftProposer
 from adapters.http.edge_options import MAX_FROZEN_CONTEXTS
 from adapters.http.history.frozen_messages import FRESH_MESSAGES
 from adapters.models.decoder.dense_config import DenseConfig
@@ -29,11 +27,8 @@ from adapters.remote.protocol.messages import Prove
 from adapters.sequence_layout import dtype_name
 from adapters.text.tokenizer import Tokenizer
 from adapters.watched_thread import WatchedThread
-from effects.all import Outcome
-from effects.ids import LaneId, ModelName, RequestId
-from effects.pflash import CompressPrompt
+from effects.ids import LaneId, RequestId
 from effects.ports import RowsLost
-from effects.residency import LoadModel, UnloadModel
 from engine.loading.device_survey import Placement, choose_chunk, choose_device, prove, read_boot_id
 from engine.loading.identity import compute_identity
 from engine.loading.load_draft import is_short_of_memory
@@ -43,9 +38,6 @@ from engine.settings.model_options import RuntimeOptions
 from engine.settings.options import Options
 from engine.settings.user_error import UserError
 from states.settings import Settings
-
-Move: TypeAlias = Callable[[RequestId, Any], Outcome]
-Movers: TypeAlias = Mapping[ModelName, tuple[Move, Move]]  # what brings a model in, and what sends it away
 
 log = logging.getLogger("rekindle")
 
@@ -76,7 +68,7 @@ class Drafter:
     found: FoundDrafter
     compressor: Compressor
     lane: DeviceLane
-    beside: DrafterLane | None = None
+    beside: PromptScorerLane | None = None
     identity: str = ""  # of the model and the numerics that it scores with
 
     @property
@@ -84,7 +76,7 @@ class Drafter:
         return () if self.beside is None else (self.beside.lane.thread,)
 
     def memory(self) -> Mapping[str, int]:
-        device, host = self.compressor.held
+        device, host = self.compressor.weights_bytes
         return {"weights": device, "host": host, "buffers": self.compressor.buffers}
 
     def abandon(self, request: RequestId) -> None:
@@ -92,7 +84,7 @@ class Drafter:
         if self.beside is not None:
             self.beside.abandon(request)
         elif not self.lane.closed:
-            self.lane.post(partial(self.compressor.forget, request), dropped)
+            self.lane.post(partial(self.compressor.forget, request), log_drop_failure)
 
     def close(self) -> None:
         if self.beside is not None:
@@ -149,27 +141,22 @@ def check_tokenizer(name: str, tokenizer: Tokenizer, own: Tokenizer, vocab: int)
 def add_drafter(
     found: FoundDrafter | None,
     options: Options,
-    executor: DeviceExecutor,
     lane: DeviceLane,
     *,
-    drafting: DraftProposer[Any] | None,
     settings: Settings,
     kept: CalibrationCache,
 ) -> tuple[Drafter | None, Settings]:
     """At work, and what that means for decisions. Its weights are read when they are needed, unless they are to stay.
 
-    lane: the target's.  drafting: the draft on it, which comes and goes, too.
+    lane: the target's.
     """
     if found is None:
         return None, settings
     compressor, named = build(found, options, kept)
     settings = load_if_kept(compressor, settings)
     if found.peer is None and on(lane, found.device):
-        executor.handle(CompressPrompt, compressor.compress)
-        moved: Movers = {} if drafting is None else {"draft": (drafting.load_back, drafting.offload)}
-        moved_by_name(executor, {**moved, "drafter": (compressor.load, compressor.unload)})
         return Drafter(found, compressor, lane, identity=named), evolve(settings, drafter=found.limit)
-    beside = DrafterLane(compressor, DeviceLane(found.device))
+    beside = PromptScorerLane(compressor, DeviceLane(found.device))
     settings = evolve(settings, drafter=found.limit, drafter_lane=BESIDE)
     return Drafter(found, compressor, beside.lane, beside, named), settings
 
@@ -216,7 +203,7 @@ def build(found: FoundDrafter, options: Options, kept: CalibrationCache) -> tupl
     checkpoint, config = found.checkpoint.rounded(dtype), found.checkpoint.config
     tokenizer = found.tokenizer
     controls = frozenset(control.id for control in tokenizer.controls.values())
-    marks = marks_of([tokenizer.token_bytes(token) for token in range(tokenizer.size)], controls)
+    marks = build_token_marks([tokenizer.token_bytes(token) for token in range(tokenizer.size)], controls)
     if found.peer is not None:
         remote, numerics = apart(found, found.peer, options, dtype)
         return Compressor(remote, marks), compute_identity(checkpoint, dtype, numerics, options.runtime.numerics)
@@ -246,19 +233,6 @@ def apart(found: FoundDrafter, peer: Peer, options: Options, dtype: torch.dtype)
         return RemoteScorer(peer, loading_drafter(found.limit, fast=options.runtime.numerics == "fast")), numerics
     except (ValueError, RowsLost) as error:
         raise UserError(f"--prefill-drafter-device {found.place}: {error}") from error
-
-
-def moved_by_name(executor: DeviceExecutor, movers: Movers) -> None:
-    """Models that come and go on the executor's lane, each by what moves it."""
-
-    def load(request: RequestId, effect: LoadModel) -> Outcome:
-        return movers[effect.name][0](request, effect)
-
-    def unload(request: RequestId, effect: UnloadModel) -> Outcome:
-        return movers[effect.name][1](request, effect)
-
-    executor.handle(LoadModel, load)
-    executor.handle(UnloadModel, unload)
 
 
 def pflash(options: Options, settings: Settings, drafter: Drafter | None) -> Mapping[str, Any]:

@@ -9,11 +9,12 @@ from typing import Any
 
 import anyio.to_thread
 import torch
-from attrs import asdict, define
+from attrs import asdict, define, evolve
 from attrs.filters import exclude
 
 from adapters import demo
 from adapters.device.executor import DeviceExecutor
+from adapters.device.executor_parts import ExecutorParts
 from adapters.device.lane.buckets import row_counts
 from adapters.device.lane.lane import DeviceLane
 from adapters.device.speculation.proposer import DraftModel
@@ -31,6 +32,7 @@ from adapters.watched_thread import WatchedThread
 from effects.ports import RowsLost
 from effects.scope import Scope
 from engine.loading.attach_draft import add_draft, beside_last, sent_away
+from engine.loading.build_executor import build_executor
 from engine.loading.choose_settings import choose_settings
 from engine.loading.device_survey import plan_placement
 from engine.loading.expert_placement import place_first_experts, with_expert_counts
@@ -219,7 +221,7 @@ def load_on_lane(
         raise
     for peer in apart.shards:
         if peer is not None:
-            peer.lost_to(target.executor.lose)
+            peer.lost_to(target.executor.lose_all_slots)
     return target
 
 
@@ -256,22 +258,22 @@ def load_over(
         room = plan_shard_room(options, proven, dtype, found, hosted, hosts_embedding=away)
         shard = build_shards(heard, dtype, plan, kernels, sources, room=room)
     place_first_experts(hosted)
-    executor = DeviceExecutor(shard, numerics.buckets, lane=lane, fast=fast, experts=hosted)
+    parts = ExecutorParts(shard, numerics.buckets, lane, fast=fast, experts=hosted)
     placing: dict[str, Any] = {"kernels": beside_last(kernels), "numerics": numerics, "kept": kept, "peer": apart.draft}
-    drafting = add_draft(found, options, checkpoint, shard, executor=executor, step=step, **placing)
+    drafting = add_draft(found, options, checkpoint, shard, events=parts.events, step=step, **placing)
     draft = None if drafting is None else drafting.draft
+    parts = evolve(parts, proposer=drafting)
     step(start_progress.WARM_UP)
     warm_up(shard, draft, BATCH_ROWS)
     step(start_progress.MEASURE)
-    settings = choose_settings(options, executor, shard, draft, scores, plan=plan, proven=proven, kept=kept)
+    settings = choose_settings(options, parts, shard, draft, scores, plan=plan, proven=proven, kept=kept)
     settings = with_expert_counts(settings, hosted)
-    if settings.beside_rows:
-        executor.read_beside(DeviceLane(lane.device, beside="prompts"))
-    drafter, settings = add_drafter(scores, options, executor, lane, drafting=drafting, settings=settings, kept=kept)
+    drafter, settings = add_drafter(scores, options, lane, settings=settings, kept=kept)
     step(start_progress.CACHE)
     kind = build_layout(shard, draft, named, numerics.block_size)
-    moving = open_transfer(options.cache, kind, shard, executor, lane, drafting=drafting, memory=memory)
+    moving = open_transfer(options.cache, kind, shard, parts.slots, lane, drafting=drafting, memory=memory)
     settings = settings if moving is None else with_store(settings, moving, shard, chunk=numerics.chunk, kept=kept)
+    executor = build_executor(parts, settings, drafting=drafting, drafter=drafter, transfer=moving)
     sent_away(drafting, settings)
     return Target(
         folder=find_model_folder(options.model),

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from attrs import evolve
 
-from adapters.device.executor import DeviceExecutor
 from adapters.device.lane.lane import DeviceLane
+from adapters.device.slots.slot_table import SlotTable
 from adapters.device.speculation.drafting import DraftProposer
 from adapters.device.speculation.proposer import DraftModel
 from adapters.models.decoder.pipeline import Pipeline
@@ -83,7 +83,7 @@ def open_transfer(
     cache: CacheOptions,
     kind: Layout,
     shard: Pipeline,
-    executor: DeviceExecutor,
+    slots: SlotTable,
     lane: DeviceLane,
     *,
     drafting: DraftProposer[Any] | None,
@@ -95,9 +95,7 @@ def open_transfer(
         return None
     follow = (lambda _: None) if drafting is None else drafting.catch_up
     draft = None if drafting is None else drafting.draft
-    moving = create_transfer(store, shard.parts, lane, executor.serving, draft=draft, catch_up=follow)
-    executor.checkpointed_by(moving.saver.save_checkpoint)
-    return moving
+    return create_transfer(store, shard.parts, lane, slots.find, draft=draft, catch_up=follow)
 
 
 def with_store(

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from adapters.device.sampling.sampler import Draw, Picking, Sampler, picking
+from adapters.device.sampling.sampler import Draw, Picking, Sampler, start_picking
 from adapters.device.speculation.proposer import DraftModel
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.pipelined_chunks import current
@@ -210,7 +210,7 @@ def sample_each(device: torch.device, vocab: int) -> list[Picking]:
         for row in rows:
             row.sampler.append([0] * (PENDING + 1))
         build_step_pacer(device).beat()  # as what picks does, it loads something
-        return [picking(logits, asked) for asked in (rows, *([row] for row in rows))]
+        return [start_picking(logits, asked) for asked in (rows, *([row] for row in rows))]
 
 
 def warm_up(shard: Pipeline, draft: DraftModel | None, most_rows: int) -> None:

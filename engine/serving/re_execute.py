@@ -19,7 +19,7 @@ from torch import Tensor
 from adapters.device.executor import DeviceExecutor
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.proposal_tree import Tree, chain
-from adapters.device.speculation.proposer import DraftRequest
+from adapters.device.speculation.proposer import DraftRequest, Proposer
 from adapters.models.decoder.shard import Kept
 from adapters.models.kernels.step import Step
 from adapters.text.grammars.grammar import Grammars
@@ -96,7 +96,7 @@ class LineLookahead:
 
 
 @define(eq=False)
-class RecordedProposer:
+class RecordedProposer(Proposer):
     """Proposes the tokens that the recorded decode steps brought. recorded: of the next decode step, by request."""
 
     vocab: int
@@ -120,7 +120,7 @@ class RecordedProposer:
     def catch_up(self, slot: int) -> None:
         """It knows what comes."""
 
-    def opened(self, source: int, target: int, state: SlotState) -> None:
+    def inherit_rows(self, source: int, target: int, state: SlotState) -> None:
         """It knows what comes."""
 
 
@@ -254,9 +254,9 @@ async def execute(path: Path, model: str | None, until: int | None = None) -> tu
         run = Replay.from_header(header)
         remembered = RecordedProposer(target.checkpoint.config.vocab_size)
         ahead = LineLookahead(lines)
-        execution = TraceExecution(target.executor, header.settings.chunk, header.settings.stateful, remembered, ahead)
-        target.executor.proposed_to(remembered)
-        target.executor.matched_by(Grammars(Tokenizer.load(target.folder)).match)
+        match = Grammars(Tokenizer.load(target.folder)).match
+        executor = DeviceExecutor(evolve(target.executor.parts, proposer=remembered, match_grammar=match))
+        execution = TraceExecution(executor, header.settings.chunk, header.settings.stateful, remembered, ahead)
         for line in until_cut_line(with_progress(ahead)):
             envelope = line.record
             if not isinstance(envelope, Envelope):

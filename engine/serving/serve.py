@@ -19,10 +19,12 @@ import anyio
 import anyio.to_thread
 from anyio import TASK_STATUS_IGNORED
 from anyio.abc import TaskStatus
-from attrs import define
+from attrs import define, evolve
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from adapters.device.executor import DeviceExecutor
+from adapters.device.sampling.grammar_mask import Match
 from adapters.http.apis.registry import make_error_response
 from adapters.http.app import build_app
 from adapters.http.edge_options import CompressionDefaults, EdgeOptions
@@ -181,7 +183,7 @@ async def serve_model(
         await text.aclose()
         raise
     try:
-        target.executor.matched_by(text.grammars.match)
+        target = with_grammars(target, text.grammars.match)
         recorder, archive, memory = build_recorder(options, target), ResponseStore(), TurnMemory()
         frozen = FrozenMessages(scorer_identity=target.drafter.identity) if target.freezes and target.drafter else None
         histories: dict[str, PersistentLru] = {RESPONSES: archive, TURNS: memory}
@@ -231,6 +233,11 @@ async def serve_model(
         return clean
     finally:
         await target.close()
+
+
+def with_grammars(target: Target, match: Match) -> Target:
+    """Return the target with an executor that holds answers to their grammars. It takes the place of the first one."""
+    return evolve(target, executor=DeviceExecutor(evolve(target.executor.parts, match_grammar=match)))
 
 
 def collect_live_properties(target: Target, frozen: FrozenMessages) -> Mapping[str, Any]:

@@ -69,6 +69,6 @@ class ShardWatch:
             done.set()
 
         with suppress(LaneClosed):
-            self.lane.post(look, failed, between=False)
+            self.lane.post(look, failed, between_steps=False)
             while not (done.wait(LOOK_S) or self._closing.is_set()):
                 pass

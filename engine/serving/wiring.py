@@ -12,6 +12,7 @@ from typing import Any
 import anyio
 from attrs import define, field, frozen
 
+from adapters.device.device_events import DeviceEvent, DraftProcessChanged, ExpertUseCounted, SlotRowsLost
 from adapters.device.executor import DeviceExecutor
 from adapters.metrics import Metrics
 from adapters.transfer.transfer import Transfer
@@ -33,7 +34,7 @@ from engine.core.submission import Submissions
 from engine.core.trace import Recorder
 from engine.loading.load_scorer import Drafter
 from states import invariants
-from states.events import ExpertsUsed, ForEngine, ForModel, SlotsLost
+from states.events import ExpertsUsed, ForEngine, ForModel, Happened, SlotsLost
 from states.settings import Settings
 from states.slots import Slots
 from states.world import Output, World, has_prefill_backlog, is_first_token_pending, is_slot_requested, make_world
@@ -169,13 +170,20 @@ def heard(executor: DeviceExecutor, transfer: Transfer | None, runner: EventLoop
         transfer.saver.is_slot_requested = lambda: is_slot_requested(runner.world)
         transfer.saver.is_first_token_pending = lambda: is_first_token_pending(runner.world)
         transfer.store.memory.is_busy = lambda: bool(runner.world.requests)
-    executor.decoding.ahead.crowded = lambda: has_prefill_backlog(runner.world)
+    executor.decoding.overlapped.has_prefill_backlog = lambda: has_prefill_backlog(runner.world)
     metrics.watch_pages(lambda: kv_pages(runner.world))
-    executor.lost_to(
-        lambda slots: runner.post_if_open(ForEngine(SlotsLost(slots))),
-        lambda there: runner.post_if_open(ForModel("draft", there)),
-    )
-    executor.used_to(lambda counts: runner.post_if_open(ForEngine(ExpertsUsed(counts))))
+    executor.events.connect(lambda event: runner.post_if_open(make_device_event(event)))
+
+
+def make_device_event(event: DeviceEvent) -> Happened:
+    """Return what an event of the device is to the engine's core."""
+    match event:
+        case SlotRowsLost():
+            return ForEngine(SlotsLost(event.slots))
+        case DraftProcessChanged():
+            return ForModel("draft", event.is_there)
+        case ExpertUseCounted():
+            return ForEngine(ExpertsUsed(event.counts))
 
 
 def list_lane_submitters(

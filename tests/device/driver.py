@@ -8,6 +8,7 @@ import torch
 from attrs import define, evolve, field
 
 from adapters.device.executor import DeviceExecutor
+from adapters.device.executor_parts import ExecutorParts
 from adapters.device.lane.buckets import row_counts
 from adapters.device.lane.lane import DeviceLane
 from adapters.device.sampling.sampler import Draw, Pick, Sampler, pick
@@ -115,7 +116,7 @@ class Caller:
 
 
 def drive(shard, **options) -> Driver:
-    return Driver(DeviceExecutor(shard, BUCKETS, lane=DeviceLane(shard.device), **options))
+    return Driver(DeviceExecutor(ExecutorParts(shard, BUCKETS, lane=DeviceLane(shard.device), **options)))
 
 
 def prompt_of(seed: int, length: int) -> list[int]:

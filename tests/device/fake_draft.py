@@ -45,6 +45,9 @@ class FakeDraft:
             self.cache[segment.slot, at] = rows[first : first + segment.count, 0]
             first += segment.count
 
+    def at_once(self, count: int, target: object) -> None:
+        return None
+
     def propose(self, asks: Sequence[BlockRequest], pick: Pick) -> None:
         self._need("propose")
         self.asked.append(list(asks))

@@ -11,7 +11,8 @@ import anyio
 import pytest
 from attrs import evolve
 
-from adapters.device.lane.running_batch import OutcomeQueue, goes_on
+from adapters.device.executor import DeviceExecutor
+from adapters.device.lane.running_batch import OutcomeQueue, has_more_to_come
 from adapters.device.sampling.sampler import Picking
 from adapters.models.kernels.step_pacer import NoStepPacer
 from effects.all import EffectRequest, Launch
@@ -38,7 +39,7 @@ async def went(
         for request, outcome in told:
             found.append((request, outcome))
             missing[request].take(outcome)
-            if not goes_on(outcome):
+            if not has_more_to_come(outcome):
                 del missing[request]
         if not missing:
             ended.set()
@@ -106,7 +107,12 @@ async def test_penalties_see_what_was_picked_alone(driver):
 
 async def test_a_grammar_hears_what_was_picked_alone(driver):
     """It lets follow what the sum of all before says, so a pick that was not told of the last one would show."""
-    driver.executor.matched_by(lambda _: Scripted(lambda said: [(sum(said) + more) % VOCAB for more in (1, 5, 9)]))
+    driver.executor = DeviceExecutor(
+        evolve(
+            driver.executor.parts,
+            match_grammar=lambda _: Scripted(lambda said: [(sum(said) + more) % VOCAB for more in (1, 5, 9)]),
+        )
+    )
     held = evolve(SAMPLED, grammar=Grammar("regex", "any"))
     samplings = (evolve(held, temperature=0), PENALISED, held)
     asked = await opened(driver, samplings)
@@ -121,7 +127,9 @@ async def test_a_grammar_hears_what_was_picked_alone(driver):
 
 
 async def test_a_grammar_that_lets_nothing_follow_ends_it_for_nobody_else(driver):
-    driver.executor.matched_by(lambda _: Scripted(lambda said: [7] if len(said) < 5 else []))
+    driver.executor = DeviceExecutor(
+        evolve(driver.executor.parts, match_grammar=lambda _: Scripted(lambda said: [7] if len(said) < 5 else []))
+    )
     clients = await opened(driver, (GREEDY, evolve(SAMPLED, grammar=Grammar("regex", "any"))), ((), ()))
     asks = [client.round() for client in clients]
     going = [EffectRequest(ask.request, evolve(ask.effect, steps=STEPS)) for ask in asks]
@@ -201,7 +209,7 @@ async def test_who_joins_goes_on_with_the_others_and_every_answer_is_the_one_alo
         type(shard).forward = forward
     assert [client.answer for client in (first, second, third)] == [client.answer for client in asked]
     assert max(rows) == 3, "together"
-    assert not lane.wanted
+    assert not lane.has_waiting_work
     await other.prefill()
 
 
@@ -250,7 +258,7 @@ async def test_what_a_step_raises_is_told_to_all_who_are_in_it_and_to_nobody_els
         if isinstance(told, LaunchFailed):
             heard.extend((request, told.error) for request in told.requests)
         else:
-            heard.extend(one for one in told if not goes_on(one[1]))
+            heard.extend(one for one in told if not has_more_to_come(one[1]))
         if len(heard) == 3:
             ended.set()
 
@@ -270,7 +278,7 @@ async def test_what_a_step_raises_is_told_to_all_who_are_in_it_and_to_nobody_els
     assert [(request, str(error)) for request, error in others] == [
         (client.request, "no such product") for client in (second, third)
     ]
-    states = [on_fake.executor.serving(client.slot, client.request) for client in (first, second, third)]
+    states = [on_fake.executor.parts.slots.find(client.slot, client.request) for client in (first, second, third)]
     assert [isinstance(state, DeviceFailed) for state in states] == [False, True, True]
 
 
@@ -287,7 +295,7 @@ async def test_steps_keep_an_even_pace_while_prompts_wait_for_each_other(on_fake
     monkeypatch.setattr(FakeShard, "forward", launched)
     monkeypatch.setattr(NoStepPacer, "beat", lambda _: heard.append("even"))
     monkeypatch.setattr(NoStepPacer, "stop", lambda _: heard.append("at once"))
-    on_fake.executor.decoding.ahead.crowded = lambda: heard.count("step") in (3, 4)
+    on_fake.executor.decoding.overlapped.has_prefill_backlog = lambda: heard.count("step") in (3, 4)
     await went(on_fake, *clients, steps=6)
     assert heard == [*["step", "at once"] * 2, *["step", "even"] * 2, *["step", "at once"] * 2]
     assert [client.answer for client in clients] == [client.answer[:6] for client in expected]

@@ -12,8 +12,9 @@ from attrs import define, evolve, field
 
 from adapters.device.decode import prefill
 from adapters.device.executor import DeviceExecutor
+from adapters.device.executor_parts import ExecutorParts
 from adapters.device.lane.lane import DeviceLane
-from adapters.device.lane.running_batch import OutcomeQueue, goes_on
+from adapters.device.lane.running_batch import OutcomeQueue, has_more_to_come
 from adapters.device.slots.slots import SlotState
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.pipeline import Pipeline
@@ -75,7 +76,7 @@ def shard():
 @pytest.fixture
 def driver(shard):
     driving = drive(shard)
-    driving.executor.read_beside(DeviceLane(beside="prompts"))
+    driving.executor = DeviceExecutor(evolve(driving.executor.parts, prompt_lane=DeviceLane(purpose="prompts")))
     yield driving
     shard.going.set()
     assert driving.executor.close()
@@ -124,7 +125,7 @@ async def test_a_slot_that_could_not_be_opened_refuses_its_prefill(driver, shard
 
 async def test_who_hears_that_a_slot_was_lost_hears_it_before_its_prefill_fails(driver):
     heard = list[object]()
-    driver.executor.lost_to(heard.extend)
+    driver.executor.events.connect(lambda event: heard.extend(event.slots))
     newcomer = await driver.open(prompt_of(1, CHUNK + 1), GREEDY, 1, source=0, keep=8)
     ask = EffectRequest(newcomer.request, RunPrefill(newcomer.slot, 8, CHUNK))
     heard += await driver.executor.perform(Launch((ask,), PROMPTS))
@@ -134,8 +135,8 @@ async def test_who_hears_that_a_slot_was_lost_hears_it_before_its_prefill_fails(
 
 async def test_what_is_read_when_all_ends_keeps_its_rows_and_no_lane_takes_more():
     shard = Held()
-    driver, beside = drive(shard), DeviceLane(beside="prompts")
-    driver.executor.read_beside(beside)
+    driver, beside = drive(shard), DeviceLane(purpose="prompts")
+    driver.executor = DeviceExecutor(evolve(driver.executor.parts, prompt_lane=beside))
     newcomer = await driver.open(prompt_of(1, CHUNK + 1), GREEDY, 1)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(prefill_beside, driver, newcomer)
@@ -161,7 +162,7 @@ def test_rows_that_are_loaded_while_those_before_them_are_computed_are_never_los
             super()._advance(valid)
 
     state = Interrupted(RequestId(1), [0] * 200, 0, None)
-    state.load(64, 128)
+    state.add_loaded_rows(64, 128)
     state.others[0].join()
     assert state.valid == 128
 
@@ -186,9 +187,9 @@ class ToldAhead(Held):
 
 @pytest.fixture
 async def ahead():
-    shard, beside = ToldAhead(), DeviceLane(beside="prompts")
+    shard, beside = ToldAhead(), DeviceLane(purpose="prompts")
     driving = drive(Pipeline([shard]))
-    driving.executor.read_beside(beside)
+    driving.executor = DeviceExecutor(evolve(driving.executor.parts, prompt_lane=beside))
     yield driving, shard
     shard.going.set()
     assert driving.executor.close()
@@ -237,7 +238,7 @@ async def test_a_chunk_is_told_of_when_the_device_has_done_it_and_is_at_the_next
             happened.append(("done", self.number))
 
     def state() -> SlotState:
-        found = driver.executor.serving(client.slot, client.request)
+        found = driver.executor.parts.slots.find(client.slot, client.request)
         assert isinstance(found, SlotState)
         return found
 
@@ -252,7 +253,7 @@ async def test_a_chunk_is_told_of_when_the_device_has_done_it_and_is_at_the_next
         happened.append(("told", members[0][1].stop // CHUNK - 1))
         put(self, members)
 
-    monkeypatch.setattr(prefill, "mark", marked)
+    monkeypatch.setattr(prefill, "record_event", marked)
     monkeypatch.setattr(ToldAhead, "forward", recorded)
     monkeypatch.setattr(OutcomeQueue, "put", told)
     shard.going.set()
@@ -281,7 +282,7 @@ async def test_a_chunk_that_there_is_no_memory_for_ends_it_behind_those_before_i
     def heard(some: Sequence[RequestOutcome] | LaunchFailed) -> None:
         assert not isinstance(some, LaunchFailed)
         told.extend(outcome for _, outcome in some)
-        if not goes_on(told[-1]):
+        if not has_more_to_come(told[-1]):
             ended.set()
 
     driver.executor.submit(launched(client, 4 * CHUNK), heard)
@@ -289,7 +290,9 @@ async def test_a_chunk_that_there_is_no_memory_for_ends_it_behind_those_before_i
         await ended.wait()
     advanced, failed = told
     assert (advanced, failed.kind, waited) == (PrefillAdvanced(CHUNK, more=True), "out_of_memory", [1])
-    assert driver.executor.serving(client.slot, client.request).valid == CHUNK, "of the one that was on its way, too"
+    assert driver.executor.parts.slots.find(client.slot, client.request).valid == CHUNK, (
+        "of the one that was on its way, too"
+    )
 
 
 @pytest.mark.cuda
@@ -303,8 +306,8 @@ async def test_a_gpu_is_at_both_and_every_answer_is_the_one_alone(pages, span):
     weights, kernels = RandomWeights(config, 1, device, torch.bfloat16, scale=0.2), TritonKernels(device)
     shape = {"slots": 5, "capacity": 2560, "buckets": buckets, "pages": pages}
     shard = DenseShard(config, weights, kernels, device=device, dtype=torch.bfloat16, **shape)
-    driver = Driver(DeviceExecutor(Pipeline([shard]), buckets, lane=DeviceLane(device)))
-    driver.executor.read_beside(DeviceLane(device, beside="prompts"))
+    driver = Driver(DeviceExecutor(ExecutorParts(Pipeline([shard]), buckets, lane=DeviceLane(device))))
+    driver.executor = DeviceExecutor(evolve(driver.executor.parts, prompt_lane=DeviceLane(device, purpose="prompts")))
     kinds, lengths, taken = (GREEDY, SAMPLED, evolve(SAMPLED, seed=8)), (300, 9, 700), 90
     prompts, readers = [prompt_of(slot, n) for slot, n in enumerate(lengths)], [prompt_of(9, 2300), prompt_of(8, 1025)]
     alone = [
@@ -343,7 +346,10 @@ async def test_a_gpu_is_at_both_and_every_answer_is_the_one_alone(pages, span):
             times += 1
 
     for gives_way in (False, True, False):
-        done, driver.executor.decoding.ahead.crowded = anyio.Event(), lambda gives_way=gives_way: gives_way
+        done, driver.executor.decoding.overlapped.has_prefill_backlog = (
+            anyio.Event(),
+            lambda gives_way=gives_way: gives_way,
+        )
         with anyio.fail_after(20):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(answering)

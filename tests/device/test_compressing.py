@@ -9,8 +9,8 @@ import anyio
 import pytest
 import torch
 
-from adapters.device.compression.score_prompt import Compressor, DrafterLane, marks_of
-from adapters.device.compression.select_tokens import Marks
+from adapters.device.compression.score_prompt import Compressor, PromptScorerLane, build_token_marks
+from adapters.device.compression.select_tokens import TokenMarks
 from adapters.device.lane.lane import DeviceLane
 from adapters.models.decoder.scorer import TAIL as QUERIES
 from adapters.models.decoder.scorer import Scorer
@@ -30,7 +30,7 @@ from tests.models.checkpoints import proven
 ONE, TWO = RequestId(101), RequestId(102)
 PROMPT = tuple((7 * at * at + 3 * at) % (VOCAB - 1) + 1 for at in range(300))
 FIRST = CompressPrompt(0, PROMPT, keep=100, most=250)
-MARKS = Marks(b"", b"", frozenset((0,)))
+MARKS = TokenMarks(b"", b"", frozenset((0,)))
 
 
 def compressor() -> Compressor:
@@ -46,10 +46,8 @@ def drafter() -> Compressor:
 
 @pytest.fixture
 def driver(drafter: Compressor) -> Any:
-    driver = drive(FakeShard())
-    driver.executor.handle(CompressPrompt, drafter.compress)
-    driver.executor.handle(LoadModel, drafter.load)
-    driver.executor.handle(UnloadModel, drafter.unload)
+    handlers = {CompressPrompt: drafter.compress, LoadModel: drafter.load, UnloadModel: drafter.unload}
+    driver = drive(FakeShard(), handlers=handlers)
     yield driver
     assert driver.executor.close()
 
@@ -68,7 +66,7 @@ async def compressed(driver: Driver, first: CompressPrompt = FIRST, request: Req
 async def test_a_prompt_is_scored_in_as_many_pieces_as_it_has_chunks(driver: Driver, drafter: Compressor) -> None:
     (loaded,) = await driver.perform(EffectRequest(ONE, LoadModel("drafter")))
     assert isinstance(loaded, ModelLoaded)
-    assert (loaded.name, loaded.bytes) == ("drafter", drafter.held[0])
+    assert (loaded.name, loaded.bytes) == ("drafter", drafter.weights_bytes[0])
     stops, outcome = await compressed(driver)
     assert stops == list(range(CHUNK, len(PROMPT), CHUNK))
     assert isinstance(outcome, PromptCompressed)
@@ -79,7 +77,7 @@ async def test_a_prompt_is_scored_in_as_many_pieces_as_it_has_chunks(driver: Dri
     assert (await compressed(driver))[1] == outcome
     (gone,) = await driver.perform(EffectRequest(ONE, UnloadModel("drafter", keep=False)))
     assert isinstance(gone, ModelUnloaded)
-    assert drafter.held == (0, 0)
+    assert drafter.weights_bytes == (0, 0)
 
 
 async def test_a_neighbour_decodes_between_the_pieces_and_both_are_as_if_alone(driver: Driver) -> None:
@@ -177,14 +175,14 @@ async def test_a_drafter_that_cannot_be_read_fails_and_is_tried_again(
 
 
 @pytest.fixture
-async def beside(drafter: Compressor) -> AsyncIterator[DrafterLane]:
-    lane = DrafterLane(drafter, DeviceLane("cpu"))
+async def beside(drafter: Compressor) -> AsyncIterator[PromptScorerLane]:
+    lane = PromptScorerLane(drafter, DeviceLane("cpu"))
     yield lane
     assert lane.close()
-    assert drafter.held == (0, 0)
+    assert drafter.weights_bytes == (0, 0)
 
 
-async def asked(lane: DrafterLane, effect: Any, request: RequestId = ONE) -> Any:
+async def asked(lane: PromptScorerLane, effect: Any, request: RequestId = ONE) -> Any:
     done, heard = anyio.Event(), list[Any]()
 
     def settle(result: Any) -> None:
@@ -201,7 +199,7 @@ async def asked(lane: DrafterLane, effect: Any, request: RequestId = ONE) -> Any
     return outcome
 
 
-async def test_a_lane_of_its_own_answers_the_same(beside: DrafterLane, driver: Driver) -> None:
+async def test_a_lane_of_its_own_answers_the_same(beside: PromptScorerLane, driver: Driver) -> None:
     assert isinstance(await asked(beside, LoadModel("drafter")), ModelLoaded)
     _, wanted = await compressed(driver)
     outcome = await asked(beside, FIRST)
@@ -212,7 +210,7 @@ async def test_a_lane_of_its_own_answers_the_same(beside: DrafterLane, driver: D
 
 
 async def test_a_lane_of_its_own_forgets_and_fails_as_the_other(
-    beside: DrafterLane, drafter: Compressor, monkeypatch: pytest.MonkeyPatch
+    beside: PromptScorerLane, drafter: Compressor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await asked(beside, LoadModel("drafter"))
     await asked(beside, FIRST)
@@ -229,10 +227,10 @@ async def test_a_lane_of_its_own_forgets_and_fails_as_the_other(
 
 
 def test_marks_are_read_off_the_pieces() -> None:
-    marks = marks_of([b"a", b".\n", b" \n\n  ", b"end. ", b"?", b"", "。".encode()], frozenset((5,)))
-    assert [at for at in range(7) if marks.ends(at, marks.lines)] == [1, 2]
-    assert [at for at in range(7) if marks.ends(at, marks.sentences)] == [1, 3, 4, 6]
-    assert not marks.ends(99, marks.lines)
+    marks = build_token_marks([b"a", b".\n", b" \n\n  ", b"end. ", b"?", b"", "。".encode()], frozenset((5,)))
+    assert [at for at in range(7) if marks.has_mark(at, marks.lines)] == [1, 2]
+    assert [at for at in range(7) if marks.has_mark(at, marks.sentences)] == [1, 3, 4, 6]
+    assert not marks.has_mark(99, marks.lines)
 
 
 AGED = (PromptPart("user", 20, 120, keep=200), PromptPart("assistant", 120, 180, keep=500))

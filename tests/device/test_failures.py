@@ -126,7 +126,7 @@ async def test_a_slot_that_cannot_be_opened_says_why_when_it_is_used_and_can_be_
 async def test_a_request_that_cannot_be_served_leaves_the_rows_that_others_count_on(on_fake, fake):
     """It was cancelled before its first chunk, so nobody heard that it could not be."""
     prompt, lost = prompt_of(24, 40), []
-    on_fake.executor.lost_to(lost.extend)
+    on_fake.executor.events.connect(lambda event: lost.extend(event.slots))
     client = await on_fake.open(prompt)
     await client.prefill()
     refused = await on_fake.open(prompt, Sampling(logit_bias=((VOCAB, 1.0),)), slot=1, source=0, keep=32)
@@ -142,7 +142,7 @@ async def test_a_request_that_cannot_be_served_leaves_the_rows_that_others_count
 
 async def test_a_slot_without_the_rows_it_was_opened_with_is_told_of_before_anybody_is_answered(on_fake):
     heard = []
-    on_fake.executor.lost_to(heard.append)
+    on_fake.executor.events.connect(lambda event: heard.append(event.slots))
     other = await on_fake.open(prompt_of(24, 40), slot=2, source=1, keep=32)
     heard += await on_fake.perform(other.chunk(39))
     assert [heard[0], heard[1].kind] == [(2,), "broken"]

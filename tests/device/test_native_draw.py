@@ -13,7 +13,7 @@ from attrs import frozen
 from torch import Tensor
 
 from adapters.device.sampling.grammar_mask import Mask
-from adapters.device.sampling.sampler import Draw, NotFinite, Sampler, adjusted, pick, picking
+from adapters.device.sampling.sampler import Draw, NotFinite, Sampler, adjust_logits, pick, start_picking
 from adapters.models.kernels import exact_exp
 from adapters.models.kernels.cpu import host_draw
 from adapters.models.kernels.cpu.native.draw import pick_rows
@@ -36,7 +36,7 @@ class Masked:
     def mask(self, path: Tokens) -> Mask | str:
         return self.bits
 
-    def fitting(self, path: Tokens) -> int:
+    def count_allowed(self, path: Tokens) -> int:
         return len(path)
 
     def append(self, tokens: object) -> None:
@@ -109,7 +109,7 @@ def test_what_is_picked_is_what_torch_picks_to_the_bit(seed: int, monkeypatch: p
     for case in range(40):
         logits, rows = odd_rows(1000 * seed + case)
         before = logits.clone()
-        expected = picking(logits, rows).read()
+        expected = start_picking(logits, rows).read()
         assert pick(logits, rows) == expected, (seed, case)
         alone = [pick(logits[at : at + 1], rows[at : at + 1])[0] for at in range(len(rows))]
         assert alone == expected, (seed, case)
@@ -128,7 +128,7 @@ def test_what_a_librarys_logarithms_leave_open_is_decided_to_the_bit(monkeypatch
     monkeypatch.setattr(host_draw, "exact_gumbel_at", lambda *given: asked.append(1) or steady(*given))
     for seed in range(40):
         logits, rows = odd_rows(seed)
-        assert pick(logits, rows) == picking(logits, rows).read()
+        assert pick(logits, rows) == start_picking(logits, rows).read()
     assert asked
 
 
@@ -138,7 +138,7 @@ def test_every_level_of_instructions_finds_the_same() -> None:
     assert native is not None
     for seed in range(60):
         logits, rows = odd_rows(seed)
-        used, finite = adjusted(logits, rows), logits.isfinite().all(-1).tolist()
+        used, finite = adjust_logits(logits, rows), logits.isfinite().all(-1).tolist()
         wanted = [(row.sampler.sampling, row.position, None) for row in rows]
         first, *others = (pick_rows(native, level, logits, used, wanted) for level in range(native.level + 1))
         for found in others:
@@ -156,7 +156,7 @@ def test_a_vocabulary_of_152_thousand_is_drawn_from_alike(change: dict[str, floa
     logits[1] = logits[1].mul(4).round()  # thousands of ties
     sampling = Sampling(temperature=1.1, seed=9, **change)  # type: ignore[arg-type]
     rows = [Draw(Sampler(sampling, (), 151_936), position) for position in range(3)]
-    assert pick(logits, rows) == picking(logits, rows).read()
+    assert pick(logits, rows) == start_picking(logits, rows).read()
 
 
 @in_c

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from attrs import define
+from attrs import define, evolve
 
+from adapters.device.executor import DeviceExecutor
 from adapters.device.speculation import drafting
-from adapters.device.speculation.draft_context import LateRows
+from adapters.device.speculation.draft_context import DeferredRowBuffer
 from adapters.device.speculation.drafting import Drafting
-from adapters.device.speculation.proposal_tree import Tree, chain, ordered
-from adapters.device.speculation.proposer import DraftRequest
+from adapters.device.speculation.proposal_tree import Tree, chain, to_depth_first
+from adapters.device.speculation.proposer import DraftRequest, Proposer
 from effects.all import EffectRequest
 from effects.decode import Decoded
 from effects.ids import DeviceFailed, RequestId
@@ -36,7 +37,7 @@ KINDS = pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALISED], ids=["
 
 
 @define
-class Oracle:
+class Oracle(Proposer):
     """Proposes what will come, spoilt here and there; with branches, among wrong ones."""
 
     answers: dict[int, list[int]]
@@ -69,7 +70,7 @@ class Oracle:
             depths.append(depths[parent] + 1)
             if parent in right and right[parent] < len(coming) and token == coming[right[parent]]:
                 right[len(grown)] = right[parent] + 1
-        return ordered(request.state.tokens[-1], grown)
+        return to_depth_first(request.state.tokens[-1], grown)
 
     def follow(self, step, aux_hidden_states, kept, states):
         """It knows everything already."""
@@ -77,7 +78,7 @@ class Oracle:
     def catch_up(self, slot):
         """The same."""
 
-    def opened(self, source, target, state):
+    def inherit_rows(self, source, target, state):
         """The same."""
 
 
@@ -96,7 +97,8 @@ async def test_proposals_never_change_the_answer(shard, sampling, branches):
         logprobs.append([value for done in client.done for value in done.logprobs])
     driver = Driver(plain.executor)
     oracle = Oracle(dict(enumerate(expected, 101)), random.Random(1), branches)
-    driver.executor.decoding.proposer = oracle  # the same shard, lane and slots, now with somebody who proposes
+    # The same shard, lane and slots, now with somebody who proposes.
+    driver.executor = DeviceExecutor(evolve(driver.executor.parts, proposer=oracle))
     driver.requests = 100
     clients = [await driver.open(prompt, sampling, slot) for slot, prompt in enumerate(prompts)]
     for client in clients:
@@ -216,8 +218,8 @@ async def test_proposals_are_picked_with_the_settings_and_the_noise_of_the_reque
     """The fake draft knows no noise beyond the first row, where its logits are the target's: with all of the noise and
     all of what may be drawn it must be right there.
     """
-    monkeypatch.setattr(drafting, "FIRST", 1.0)
-    monkeypatch.setattr(drafting, "MASS", 1.0)
+    monkeypatch.setattr(drafting, "FIRST_NOISE_SHARE", 1.0)
+    monkeypatch.setattr(drafting, "TOP_P_SHARE", 1.0)
     driver, draft, _ = drafted()
     decode = await agreed(driver, prompt_of(45, 20), sampling=sampling)
     assert min(decode) >= 2
@@ -404,7 +406,7 @@ async def test_a_tree_has_as_many_nodes_as_were_asked_for_and_a_narrow_decode_st
 
 
 def test_what_is_kept_of_late_rows_is_what_the_target_left_of_them_even_behind_one_that_found_no_memory(monkeypatch):
-    room, kept = LateRows((1, 3)), []
+    room, kept = DeferredRowBuffer((1, 3)), []
     for rows in (1, 2, 60, 5, 200, 1, 64, 1):
         hidden = {
             layer: torch.randn(8, max(rows, 4)).t() if rows == 2 else torch.randn(max(rows, 4), 8) for layer in (1, 3)

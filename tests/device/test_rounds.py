@@ -11,6 +11,7 @@ import torch
 from attrs import define, evolve
 
 from adapters.device.executor import DeviceExecutor
+from adapters.device.executor_parts import ExecutorParts
 from adapters.device.lane.buckets import row_counts
 from adapters.device.lane.lane import DeviceLane
 from adapters.device.speculation.drafting import Drafting
@@ -51,7 +52,7 @@ class RoundSetup:
 
     def left(self, slot: int, valid: int) -> list[torch.Tensor]:
         """The rows of a slot, and the draft's where it has them."""
-        state = self.driver.executor.decoding.slots[slot]
+        state = self.driver.executor.parts.slots.find_state(slot)
         found = list(self.target.export_rows(slot, 0, valid).values())
         for start, stop in state.context:
             found += self.draft.export_rows(slot, start, stop).values()
@@ -72,9 +73,11 @@ def setup_of(geometry: str, dtype: torch.dtype, *, at_once: bool, fast: bool = F
         room = {"dtype": dtype, "slots": SLOTS, "capacity": CAPACITY, "buckets": buckets}
         draft = DFlashDraft(own, random_tensors(own), CpuKernels(dtype), head, **room)
         proposer = Drafting(draft, buckets, **options)
-    executor = DeviceExecutor(Pipeline([target]), BUCKETS, lane=DeviceLane("cpu"), fast=fast, proposer=proposer)
+    executor = DeviceExecutor(
+        ExecutorParts(Pipeline([target]), BUCKETS, lane=DeviceLane("cpu"), fast=fast, proposer=proposer)
+    )
     if not at_once:
-        executor.decoding.rounds = None
+        executor.decoding.native = None
     return RoundSetup(Driver(executor), target, draft)
 
 
@@ -104,7 +107,7 @@ async def played(setup: RoundSetup, sampling: Sampling, seed: int, steps: int = 
     for _ in range(steps):
         client = chance.choice(clients)
         found += await setup.driver.decode(client, propose=chance.choice([0, 0, 1, 2, 3, 3, 5, 7, 7, 9, 12]))
-    states = [setup.driver.executor.decoding.slots[slot] for slot in range(SLOTS)]
+    states = [setup.driver.executor.parts.slots.find_state(slot) for slot in range(SLOTS)]
     kept = [(state.tokens, state.valid, state.context) for state in states]
     return found, kept, [setup.left(client.slot, client.valid) for client in clients]
 
@@ -191,7 +194,7 @@ async def test_logits_that_are_not_finite_fail_the_request_alone(at_once, counte
     assert failed == DeviceFailed("broken", "slot 0: the logits for position 4 are not finite")
     (fine,) = await setup.driver.decode(well, propose=3)
     assert fine.tokens
-    assert setup.driver.executor.decoding.slots[0].valid == 3
+    assert setup.driver.executor.parts.slots.find_state(0).valid == 3
     assert bool(counted) is at_once
 
 
@@ -221,7 +224,7 @@ async def test_nothing_is_kept_of_weights_that_went(counted):
     client = await setup.driver.open([1, 2, 3, 4, 5], KINDS["drawn"])
     await client.prefill()
     await setup.driver.decode(client, propose=3)
-    stale = setup.driver.executor.decoding.rounds.of(setup.draft, 3).native
+    stale = setup.driver.executor.decoding.native.find_fused_step(setup.draft, 3).native
     block = stale.draft().block
     held = [weakref.ref(one) for one in (block.layers, block.layers.layers[0], block.head, block.logits)]
     del block
@@ -238,7 +241,7 @@ async def test_nothing_is_kept_of_a_target_that_was_closed(counted):
     client = await setup.driver.open([1, 2, 3, 4, 5], KINDS["drawn"])
     await client.prefill()
     await setup.driver.decode(client)
-    took = setup.driver.executor.decoding.rounds.of(None, 0).native.target
+    took = setup.driver.executor.decoding.native.find_fused_step(None, 0).native.target
     held = [weakref.ref(one) for one in (setup.target.embedding, took.logits, took.layers)]
     del took
     setup.driver.executor.close()
@@ -283,8 +286,8 @@ async def test_neither_are_trees_or_batches(counted):
 )
 def test_the_library_is_told_of_nothing_beyond_the_caches(asked):
     setup = setup_of(DRAFTS[0], torch.float32, at_once=True)
-    rounds = setup.driver.executor.decoding.rounds
-    native = rounds.of(setup.draft, 3).native
+    rounds = setup.driver.executor.decoding.native
+    native = rounds.find_fused_step(setup.draft, 3).native
     with pytest.raises(IndexError, match="slots of"):
         native.run(*asked)
 
@@ -292,4 +295,4 @@ def test_the_library_is_told_of_nothing_beyond_the_caches(asked):
 def test_a_token_that_the_embedding_lacks_is_an_error():
     setup = setup_of(DRAFTS[0], torch.float32, at_once=True)
     with pytest.raises(IndexError, match=f"token {VOCAB}"):
-        setup.driver.executor.decoding.rounds.of(None, 0).native.run(0, 0, 0, VOCAB, 0)
+        setup.driver.executor.decoding.native.find_fused_step(None, 0).native.run(0, 0, 0, VOCAB, 0)

@@ -11,7 +11,7 @@ import anyio
 import pytest
 import torch
 
-from adapters.device.decode.decode_step import Decoding
+from adapters.device.decode.decode_step import DecodeRunner
 from adapters.device.slots.row_watch import checksums
 from adapters.models.decoder.kv_cache import KvCache
 from effects.all import Outcome
@@ -92,9 +92,9 @@ async def test_without_the_option_nobody_looks(target: Target, caplog: pytest.Lo
 async def test_rows_that_vanish_while_an_answer_is_generated_are_noticed_before_they_are_read(
     target: Target, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, steps, step = Job(PROMPT, 60), 0, Decoding.step
+    job, steps, step = Job(PROMPT, 60), 0, DecodeRunner.step
 
-    def spoiling(decoding: Decoding, *asked: Any) -> tuple[Outcome, ...]:
+    def spoiling(decoding: DecodeRunner, *asked: Any) -> tuple[Outcome, ...]:
         nonlocal steps
         outcomes, steps = step(decoding, *asked), steps + 1
         if steps == 10:
@@ -104,7 +104,7 @@ async def test_rows_that_vanish_while_an_answer_is_generated_are_noticed_before_
 
     async with engine(target.settings, target.executor, facts={}) as running:
         right = await answer(running, job)
-    monkeypatch.setattr(Decoding, "step", spoiling)
+    monkeypatch.setattr(DecodeRunner, "step", spoiling)
     async with engine(target.settings, target.executor, facts={}, paranoid=True) as running:
         assert await answer(running, job) == right
     assert steps > 10

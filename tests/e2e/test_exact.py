@@ -8,6 +8,7 @@ import pytest
 from attrs import evolve
 
 from adapters.device.executor import DeviceExecutor
+from adapters.device.executor_parts import ExecutorParts
 from adapters.text.model_text import Text
 from benchmarks.exactness import answered, each_batched, each_cold, each_continued, prompts
 from effects.decode import Logprob
@@ -56,7 +57,9 @@ def gridded(target: Target) -> Target:
     """As if the probe had found that buckets differ: whole chunks from position 0, one width for decoding."""
     settings = evolve(target.settings, block_size=target.settings.chunk, keep_decoded=False, batch_rows=8, block=0)
     return evolve(
-        target, settings=settings, executor=DeviceExecutor(target.shard, (8, settings.chunk), lane=target.lane)
+        target,
+        settings=settings,
+        executor=DeviceExecutor(ExecutorParts(target.shard, (8, settings.chunk), lane=target.lane)),
     )
 
 

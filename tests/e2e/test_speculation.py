@@ -21,7 +21,8 @@ from attrs import define, evolve, field
 from adapters import demo
 from adapters.device import executor
 from adapters.device.decode import decode_step
-from adapters.device.speculation.proposal_tree import Tree, chain, ordered
+from adapters.device.executor import DeviceExecutor
+from adapters.device.speculation.proposal_tree import Tree, chain, to_depth_first
 from adapters.device.speculation.proposer import DraftRequest, Proposer
 from adapters.models.decoder.rope import Rotary
 from adapters.models.drafts.dflash.config import DFlashConfig
@@ -59,7 +60,7 @@ DRAFT = DFlashConfig(320, 832, 2, 5, 1, 64, Rotary(64, 1e6), (FULL,) * 2, (1, 4,
 
 
 @define(eq=False)
-class Guided:
+class Guided(Proposer):
     """Proposes what is known to come, spoilt here and there, while the real draft follows."""
 
     target: Target
@@ -85,7 +86,7 @@ class Guided:
         for node, token in enumerate(coming[: max(0, request.most - len(grown))]):
             if node <= len(guess) and node < request.depth and (node, token) not in grown:
                 grown.append((node, token))  # where the guess was wrong, the right token hangs beside it
-        return ordered(so_far[-1], grown)
+        return to_depth_first(so_far[-1], grown)
 
     def follow(self, *how) -> None:
         self.drafting.follow(*how)
@@ -93,8 +94,8 @@ class Guided:
     def catch_up(self, slot) -> None:
         self.drafting.catch_up(slot)
 
-    def opened(self, *how) -> None:
-        self.drafting.opened(*how)
+    def inherit_rows(self, *how) -> None:
+        self.drafting.inherit_rows(*how)
 
 
 @define(eq=False)
@@ -219,9 +220,9 @@ def guided(target, jobs, plain):
     drafting = target.executor.decoding.proposer  # the wiring of the real thing, but for who proposes
     known = [job.prompt + one.tokens for job, one in zip(jobs, plain, strict=True)]
     guide = Guided(target, drafting, known, random.Random(0))
-    target.executor.proposed_to(guide)
+    target.executor = DeviceExecutor(evolve(target.executor.parts, proposer=guide))
     yield guide
-    target.executor.proposed_to(drafting)
+    target.executor = DeviceExecutor(evolve(target.executor.parts, proposer=drafting))
 
 
 def words(found: Sequence[Heard]) -> list[tuple]:
@@ -383,9 +384,9 @@ async def test_a_restored_prefix_is_proposed_the_same_tokens_as_a_cold_one(draft
         other = await load_target(build_options(kv_cache_dir=tmp_path, host_cache_budget=budget, **drafted))
         for name in names:
             watched = WatchedDraft(other, other.executor.decoding.proposer, (), random.Random())  # as in `guided`
-            other.executor.proposed_to(watched)
+            other.executor = DeviceExecutor(evolve(other.executor.parts, proposer=watched))
             rows = await answers(other, asked)
-            other.executor.proposed_to(watched.drafting)
+            other.executor = DeviceExecutor(evolve(other.executor.parts, proposer=watched.drafting))
             assert words(rows) == words(plain[:4])
             seen[name], tiers[name] = watched.seen, {one.closed.report.tier for one in rows}
         await other.close()

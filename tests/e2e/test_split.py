@@ -15,6 +15,7 @@ import pytest
 import torch
 from attrs import define, evolve
 
+from adapters.device.executor import DeviceExecutor
 from adapters.text.model_text import Text
 from benchmarks.exactness import prompts
 from benchmarks.listening import Listening
@@ -62,9 +63,9 @@ class Rounds:
 
 async def told(target: Target, listening: Listening, jobs: Sequence[Job]) -> Rounds:
     watched = WatchedDraft(target, target.executor.decoding.proposer, (), random.Random())  # its wiring
-    target.executor.proposed_to(watched)
+    target.executor = DeviceExecutor(evolve(target.executor.parts, proposer=watched))
     heard: list[Heard] = await answers(target, jobs, rates=FLAT)
-    target.executor.proposed_to(watched.drafting)
+    target.executor = DeviceExecutor(evolve(target.executor.parts, proposer=watched.drafting))
     tiers = {one.closed.report.tier for one in heard if one.closed is not None}
     return Rounds(words(heard), listening.taken(), watched.seen, tiers)
 

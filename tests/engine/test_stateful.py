@@ -17,11 +17,12 @@ from attrs import define, evolve, field
 from torch import Tensor
 
 from adapters.device.executor import DeviceExecutor
+from adapters.device.executor_parts import ExecutorParts
 from adapters.device.lane.lane import DeviceLane
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.drafting import Drafting
 from adapters.device.speculation.proposal_tree import Tree, chain
-from adapters.device.speculation.proposer import DraftRequest
+from adapters.device.speculation.proposer import DraftRequest, Proposer
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.shard import NamedTensors
 from adapters.models.drafts.dflash.draft import DFlashDraft
@@ -34,7 +35,6 @@ from adapters.transfer.transfer import create_transfer
 from benchmarks.exactness import Answered, answered
 from effects.ids import Tokens
 from effects.job import Job, Sampling
-from effects.residency import LoadModel, ModelLoaded
 from effects.scope import Scope
 from engine.loading.choose_settings import choose_settings
 from engine.loading.memory_fit import Fit
@@ -72,7 +72,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @define(eq=False)
-class Guesses:
+class Guesses(Proposer):
     """Proposes what is known to come, one token in four of it wrong."""
 
     known: Sequence[Tokens]
@@ -91,7 +91,7 @@ class Guesses:
 
     def catch_up(self, slot: int) -> None: ...
 
-    def opened(self, source: int, target: int, state: SlotState) -> None: ...
+    def inherit_rows(self, source: int, target: int, state: SlotState) -> None: ...
 
 
 class ReadBack(RecurrentShard):
@@ -128,8 +128,6 @@ async def process(
     settings = evolve(SETTINGS, block=7 if known else 0, **changes)
     places = {"state_block": settings.block_size, "state_places": settings.state_places}
     lane, shard = DeviceLane(), ReadBack(settings.slots, settings.max_context, BUCKETS, **places)
-    executor = DeviceExecutor(shard, BUCKETS, lane=lane, proposer=Guesses(known) if known else None)
-    executor.handle(LoadModel, lambda *_: ModelLoaded())
     store = open_store(
         Layout("34" * 16, SETTINGS.block_size, shard.row_spec, state=shard.state_specs),
         folder,
@@ -314,7 +312,7 @@ async def test_streams_side_by_side_each_have_their_own_state(tmp_path: Path) ->
 
 async def test_the_engine_learns_from_the_shard_that_it_has_state(tmp_path: Path) -> None:
     lane, shard = DeviceLane(), Pipeline((RecurrentShard(2, 256, BUCKETS),))
-    executor = DeviceExecutor(shard, BUCKETS, lane=lane)
+    executor = DeviceExecutor(ExecutorParts(shard, BUCKETS, lane=lane))
     numerics = Numerics("buckets", BUCKETS, 16, CHUNK, "torch", 1, "one", 0.0, 0, 0)
     how = {"proven": ProvenPlan(Fit(4, 256), numerics, (), "a"), "kept": CalibrationCache(tmp_path), "plan": ()}
     settings = await lane.run(partial(choose_settings, Options(), executor, shard, None, **how))
@@ -343,7 +341,7 @@ async def test_a_draft_of_large_blocks_is_asked_for_what_can_be_rolled_back(
     kernels = proven_draft(config, torch.float32, 256, VOCAB).copy_for_shard()
     head = head_of(config, kernels, vocab=VOCAB)
     draft = DFlashDraft(config, random_tensors(config), kernels, head, slots=2, capacity=256, buckets=BUCKETS)
-    executor = DeviceExecutor(shard, BUCKETS, lane=lane, proposer=Drafting(draft, BUCKETS))
+    executor = DeviceExecutor(ExecutorParts(shard, BUCKETS, lane=lane, proposer=Drafting(draft, BUCKETS)))
     numerics = Numerics("buckets", BUCKETS, 16, CHUNK, "torch", 1, "one", 0.0, 0, 0)
     how = {"proven": ProvenPlan(Fit(4, 48), numerics, (), "a"), "kept": CalibrationCache(tmp_path), "plan": ()}
     settings = await lane.run(partial(choose_settings, Options(), executor, shard, draft, **how))

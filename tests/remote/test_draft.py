@@ -113,7 +113,7 @@ def asking(slot: int, rows: int, sampling: Sampling, most: int, first: int = 0) 
     prompt = [number % 200 for number in range(rows + 1)]
     state = SlotState(RequestId(slot), prompt, rows, Sampler(sampling, tuple(prompt), TARGET.vocab_size))
     state.stops = frozenset({7})
-    state.draft(first, rows)
+    state.add_draft_rows(first, rows)
     return DraftRequest(slot, state, most, most)
 
 

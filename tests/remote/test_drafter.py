@@ -9,7 +9,7 @@ import torch
 from attrs import define, evolve, field
 
 from adapters.device.compression.score_prompt import Compressor
-from adapters.device.compression.select_tokens import Marks
+from adapters.device.compression.select_tokens import TokenMarks
 from adapters.models.decoder.scorer import Scorer
 from adapters.models.numerics.synthetic import RandomWeights
 from adapters.remote.client.remote_scorer import DRAFTER_DEADLINES, RemoteScorer, loading_drafter
@@ -37,7 +37,7 @@ PROMPT = tuple((7 * at * at + 3 * at) % (VOCAB - 1) + 1 for at in range(300))
 ASKED = CompressPrompt(0, PROMPT, keep=100, most=250)
 AGED = (PromptPart("user", 20, 120, keep=200), PromptPart("assistant", 120, 180, keep=500))
 MESSAGES = CompressPrompt(0, PROMPT, parts=AGED, apart=True)
-MARKS, LOAD = Marks(b"", b"", frozenset((0,))), LoadModel("drafter")
+MARKS, LOAD = TokenMarks(b"", b"", frozenset((0,))), LoadModel("drafter")
 
 
 def here() -> Compressor:
@@ -84,7 +84,7 @@ def test_what_is_left_of_a_prompt_is_the_same(elsewhere: ScoredElsewhere) -> Non
     one, other = here(), elsewhere.compressor
     for compressor in (one, other):
         assert isinstance(compressor.load(ONE, LOAD), ModelLoaded)
-    assert other.held == one.held
+    assert other.weights_bytes == one.weights_bytes
     turns, done = compressed(one)
     assert isinstance(done, PromptCompressed)
     assert compressed(other) == (turns, done)
@@ -95,8 +95,8 @@ def test_what_is_left_of_a_prompt_is_the_same(elsewhere: ScoredElsewhere) -> Non
     assert compressed(other, MESSAGES, TWO)[1] == compressed(one, MESSAGES)[1]
     assert compressed(other, CompressPrompt(first.stop))[1] == done
     assert not other.buffers
-    assert other.unload(ONE, UnloadModel("drafter", keep=False)).bytes == one.held[0]
-    assert other.held == (0, 0)
+    assert other.unload(ONE, UnloadModel("drafter", keep=False)).bytes == one.weights_bytes[0]
+    assert other.weights_bytes == (0, 0)
     assert isinstance(other.compress(ONE, ASKED), DeviceFailed)
 
 
@@ -130,7 +130,7 @@ def test_a_death_is_a_failure_and_the_next_prompt_is_scored_by_another_life(
     _, failed = compressed(compressor)
     assert isinstance(failed, DeviceFailed)
     assert failed.kind == "io"
-    assert compressor.held == (0, 0)
+    assert compressor.weights_bytes == (0, 0)
     if not kept:
         assert compressor.unload(ONE, UnloadModel("drafter", keep=False)).bytes == 0
         assert isinstance(compressor.load(ONE, LOAD), ModelLoaded)

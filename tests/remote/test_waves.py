@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from adapters.device.executor import DeviceExecutor
+from adapters.device.executor_parts import ExecutorParts
 from adapters.device.lane.lane import DeviceLane
-from adapters.device.lane.running_batch import goes_on
+from adapters.device.lane.running_batch import has_more_to_come
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.pipelined_chunks import SPAN
@@ -81,7 +82,7 @@ def test_what_has_begun_is_finished_where_no_other_chunk_begins() -> None:
 
 
 def executor_of(shard: Pipeline) -> DeviceExecutor:
-    return DeviceExecutor(shard, BUCKETS, lane=DeviceLane())
+    return DeviceExecutor(ExecutorParts(shard, BUCKETS, lane=DeviceLane()))
 
 
 async def prefill(executor: DeviceExecutor, *spans: tuple[int, int]) -> list[object]:
@@ -118,7 +119,7 @@ async def test_how_far_it_came_is_told_behind_each_chunk() -> None:
     def hear(heard: Sequence[RequestOutcome] | LaunchFailed) -> None:
         assert not isinstance(heard, LaunchFailed)
         told.extend(outcome for _, outcome in heard)
-        if not goes_on(told[-1]):
+        if not has_more_to_come(told[-1]):
             done.set()
 
     executor.submit(Launch((EffectRequest(ONE, RunPrefill(SLOT, 0, 256)),)), hear)
@@ -170,7 +171,7 @@ async def test_where_a_later_shard_finds_no_memory_states_are_not_believed(
         (odd,) = await prefill(executor, (0, 256))
     assert isinstance(odd, DeviceFailed)
     assert odd.kind == said
-    assert isinstance(executor.serving(SLOT, ONE), DeviceFailed) == (kind == "hybrid")
+    assert isinstance(executor.parts.slots.find(SLOT, ONE), DeviceFailed) == (kind == "hybrid")
     assert stops(await prefill(executor, (0, 256))) == [256]
     assert executor.close()
 
@@ -179,11 +180,11 @@ async def test_a_shard_that_dies_meanwhile_is_a_loss() -> None:
     shard = far("dense", "two")
     executor = executor_of(shard)
     (_, remote) = shard.parts
-    remote.peer.lost_to(executor.lose)  # type: ignore[attr-defined]
+    remote.peer.lost_to(executor.lose_all_slots)  # type: ignore[attr-defined]
     remote.peer.pause_s = 0  # type: ignore[attr-defined]
     remote.peer.dial.kill()  # type: ignore[attr-defined]
     with pytest.raises(RowsLost):
         await prefill(executor, (0, 256))
-    assert isinstance(executor.serving(SLOT, ONE), DeviceFailed)
+    assert isinstance(executor.parts.slots.find(SLOT, ONE), DeviceFailed)
     assert stops(await prefill(executor, (0, 256))) == [256]
     assert executor.close()

@@ -15,6 +15,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 from msgspec import inspect
 
+from adapters import demo
 from adapters.device.compression.score_prompt import Compressor
 from adapters.http.edge_options import EdgeOptions
 from adapters.http.request.sampling_fields import read_sampling
@@ -46,6 +47,7 @@ from adapters.remote.protocol.messages import (
     encoded,
 )
 from adapters.remote.protocol.scorer_messages import DropScoring, LoadDrafter
+from adapters.text.tokenizer import Tokenizer
 from effects.job import Sampling
 from effects.ports import RowsLost
 from engine.settings.options import Options
@@ -94,10 +96,11 @@ class Bounds(Fields):
 def sampled() -> dict[str, Sampling]:
     """What a request can have tokens picked by: each number that is read of it, at both ends."""
     options, bounds = EdgeOptions("demo", 512, 512), Bounds({}, "$")
-    read_sampling(bounds, options)
+    tokenizer = Tokenizer.load(demo.FOLDER)
+    read_sampling(bounds, options, tokenizer)
     assert {"temperature", "top_p", "top_k", "min_p", "seed"} <= bounds.seen.keys()
     ends = [(name, value) for name, pair in bounds.seen.items() for value in pair if name != "repeat_last_n"]
-    found = {f"{name}={value}": read_sampling(Fields({name: value}, "$"), options) for name, value in ends}
+    found = {f"{name}={value}": read_sampling(Fields({name: value}, "$"), options, tokenizer) for name, value in ends}
     return {**found, "the last seed of 63 bits": Sampling(seed=(1 << 63) - 1)}
 
 
@@ -326,7 +329,7 @@ def test_a_draft_that_refuses_something_goes_on(op: Op, monkeypatch: pytest.Monk
         story(apart.draft, apart.drafting)
     assert refused == [op]
     if apart.draft.state != "loaded":
-        apart.draft.unpark()
+        apart.draft.load_back()
     follow(apart.draft, 0, 0, 100)
     assert apart.drafting.propose(REQUESTS[:1])[0].size > 0
     assert (apart.dial.opened, apart.draft.peer.restarts, apart.heard) == (process, 0, [])

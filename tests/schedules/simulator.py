@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from attrs import define, evolve, field
 
-from adapters.device.lane.running_batch import joined
+from adapters.device.lane.running_batch import merge_steps
 from effects.all import EffectRequest, Launch
 from effects.compression import Compression, PromptPart
 from effects.decode import Decoded
@@ -353,7 +353,7 @@ class Simulator:
         some = [one for one in (self.answers[at][1] for at in its[:count]) if goes_on(one)]
         if not some:
             return self.answers.pop(its[0])
-        _, done = next(joined(((request, one),) for one in some))
+        _, done = next(merge_steps(((request, one),) for one in some))
         told = its[: done.steps if isinstance(done, Decoded) else len(some)]
         self.answers = [answer for at, answer in enumerate(self.answers) if at not in told]
         return request, done

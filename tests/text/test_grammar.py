@@ -82,9 +82,9 @@ def test_a_mask_depends_on_the_tokens_before_it_and_on_no_call_before_it(tokeniz
                 if path and path[-1] in ENDS:
                     break
                 path += (draw.choice(sorted(ahead)),)
-                assert walked.fitting(path) == len(path)
+                assert walked.count_allowed(path) == len(path)
             wrong = next((token for token in range(tokenizer.size) if token not in allowed and token not in ENDS), None)
-            assert wrong is None or walked.fitting((wrong, *path)) == 0
+            assert wrong is None or walked.count_allowed((wrong, *path)) == 0
             kept = path[: draw.randint(1, len(path))] if path else (draw.choice(sorted(allowed)),)
             walked.append(kept)
             said += kept

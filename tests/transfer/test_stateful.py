@@ -11,10 +11,11 @@ import torch
 from attrs import define, evolve, field
 
 from adapters.device.executor import DeviceExecutor
+from adapters.device.executor_parts import ExecutorParts
 from adapters.device.lane.lane import DeviceLane
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.proposal_tree import Tree, chain
-from adapters.device.speculation.proposer import DraftRequest
+from adapters.device.speculation.proposer import DraftRequest, Proposer
 from adapters.models.decoder.shard import Kept
 from adapters.models.kernels.step import Segment, Step
 from adapters.sequence_layout import RowSpec, torch_dtype
@@ -46,7 +47,7 @@ def rows(stop: int) -> BlocksRestored:
     return BlocksRestored(0, stop, 0)
 
 
-class Caches:
+class Caches(Proposer):
     """A draft's rows behind names, filled as it follows the target; it proposes what it is told to."""
 
     addressed = False
@@ -82,12 +83,12 @@ class Caches:
             if self.follows and stop > segment.start:
                 for number, cache in enumerate(self.caches.values()):
                     cache[segment.slot, :, segment.start : stop] = aux[0][0, number]
-                state.draft(segment.start, stop)
+                state.add_draft_rows(segment.start, stop)
 
     def catch_up(self, slot: int) -> None:
         """It is never late."""
 
-    def opened(self, source: int, target: int, state: SlotState) -> None:
+    def inherit_rows(self, source: int, target: int, state: SlotState) -> None:
         state.context = ()
 
 
@@ -154,7 +155,7 @@ class StatefulBench:
     async def cold(self, prompt: Tokens = PROMPT, count: int = 8) -> list[Decoded]:
         """On a shard of its own, row by row: nothing is kept, shared or proposed."""
         lane = DeviceLane()
-        alone = DeviceExecutor(RecurrentShard(1, CAPACITY, (1,)), (1,), lane=lane)
+        alone = DeviceExecutor(ExecutorParts(RecurrentShard(1, CAPACITY, (1,)), (1,), lane=lane))
         bench = StatefulBench(alone, self.moving, self.shard, self.draft)
         bench.open(1, 0, prompt)
         for at in range(len(prompt) - 1):
@@ -187,8 +188,7 @@ class StatefulBench:
         return await self.decode(request, slot, prompt)
 
     def state(self, slot: int) -> SlotState | DeviceFailed:
-        (state,) = [one for number, one in self.executor._slots.items() if number == slot]  # noqa: SLF001
-        return state
+        return self.executor.parts.slots.find_state(slot)
 
 
 def made(folder: Path, host: int) -> StatefulBench:
@@ -227,7 +227,7 @@ async def test_chunks_and_rows_one_by_one_come_to_the_same(bench: StatefulBench)
 async def test_a_restored_state_goes_on_as_a_cold_one(bench: StatefulBench) -> None:
     await bench.kept()
     assert await bench.restored(2, 1) == rows(72)
-    assert bench.state(1).drafted == (0, 72)
+    assert bench.state(1).draft_rows == (0, 72)
     drafted, truth = bench.draft.export_rows(1, 0, 72), bench.draft.export_rows(0, 0, 72)
     assert all(torch.equal(drafted[name], truth[name]) for name in truth)
     assert await bench.goes_on(2, 1, 72) == await bench.cold()
@@ -373,7 +373,7 @@ async def test_rows_without_a_checkpoint_are_no_hit(bench: StatefulBench) -> Non
 async def test_rows_that_the_draft_did_not_see_stay_without(bench: StatefulBench) -> None:
     await bench.kept(drafted=False)
     assert await bench.restored(2, 1) == rows(72)
-    assert bench.state(1).drafted == (72, 72)
+    assert bench.state(1).draft_rows == (72, 72)
     assert await bench.goes_on(2, 1, 72) == await bench.cold()
 
 
@@ -381,7 +381,7 @@ async def test_a_drafts_rows_may_be_kept_later(bench: StatefulBench) -> None:
     await bench.kept(drafted=False)
     await bench.kept()
     assert await bench.restored(2, 1) == rows(72)
-    assert bench.state(1).drafted == (0, 72)
+    assert bench.state(1).draft_rows == (0, 72)
 
 
 def spoil(folder: Path, store: Store, kind: str) -> None:
@@ -417,7 +417,7 @@ async def test_damaged_draft_rows_cost_the_draft_only(bench: StatefulBench, tmp_
     bench.store.release(bench.store.find_prefix(PROMPT, 0)[0])
     spoil(tmp_path / "kv", bench.store, "draft")
     assert await bench.restored(2, 1) == rows(72)
-    assert bench.state(1).drafted == (72, 72)
+    assert bench.state(1).draft_rows == (72, 72)
     assert await bench.goes_on(2, 1, 72) == await bench.cold()
 
 

@@ -16,6 +16,7 @@ from anyio import to_thread
 from attrs import define, evolve
 
 from adapters.device.executor import DeviceExecutor
+from adapters.device.executor_parts import ExecutorParts
 from adapters.device.lane.lane import DeviceLane
 from adapters.device.slots.slots import SlotState
 from adapters.metrics import Metrics
@@ -106,7 +107,7 @@ class Bench:
 @pytest.fixture(params=["host", "disk"])
 async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Bench]:
     lane, shard, lock = DeviceLane(), qwen3(), threading.RLock()
-    executor = DeviceExecutor(shard, BUCKETS, lane=lane)
+    executor = DeviceExecutor(ExecutorParts(shard, BUCKETS, lane=lane))
     layout = Layout("ef" * 16, BLOCK_SIZE, shard.row_spec)
     disk = open_disk(layout, PrivateFolder.open(tmp_path / "kv"), lock, budget=1 << 30)
     store = Store(layout, (HostTier(create_index(layout, 1 << 30 if request.param == "host" else 0)), disk), lock)
@@ -514,7 +515,7 @@ async def test_what_a_part_elsewhere_could_not_be_told_of_is_not_believed(
     failed = await bench.restore(2, await bench.found(2), 3)
     assert failed == StoreFailed("broken", f"layer {lost} is gone")
     assert asked == [*range(lost + 1)], "each is told once, and none once it is of no use"
-    state = bench.executor.serving(SlotId(3), RequestId(2))
+    state = bench.executor.parts.slots.find(SlotId(3), RequestId(2))
     assert isinstance(state, SlotState)
     assert state.valid == 0
     assert bench.leases() == 0
@@ -526,8 +527,8 @@ async def test_what_a_part_elsewhere_could_not_be_told_of_is_not_believed(
 
 def test_loaded_rows_count_when_those_before_them_do() -> None:
     state = SlotState(RequestId(1), list(range(100)), 10, sampler=None)  # type: ignore[arg-type]
-    state.load(30, 40)
-    state.load(40, 60)
+    state.add_loaded_rows(30, 40)
+    state.add_loaded_rows(40, 60)
     assert state.valid == 10
     state.advance(20)
     assert state.valid == 20

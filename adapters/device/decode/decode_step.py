@@ -1,7 +1,33 @@
-"""Decode steps of a launch: one, or one after the other without asking, until somebody has to be asked.
+"""Decode steps of a launch: one step, or step after step until a request needs a decision of the engine.
 
-A step feeds everybody's last token and, where somebody proposes, what may follow. What the target itself picks after
-each of them decides how much stays.
+Theory of operation
+-------------------
+
+A decode step is one forward of the target for all requests of a launch. For each request it feeds the last token and,
+if the draft proposed, the proposed tokens behind it. The target picks a token after each of these rows. Proposals that
+the target picks as well are kept, and so is its first pick that differs or goes beyond them. The rows of all other
+proposals are rolled back. So a step has four parts:
+
+1. *Propose*: the draft says what may follow (`speculation/proposer.py`).
+2. *Verify*: one forward and one pick per row; `accept_proposals` finds how many proposals stay.
+3. *DeliverOutcomes*: the shard commits the rows that stay, and the slot states get the kept tokens.
+4. *Follow*: the draft gets what the target left of these rows, so that its own context keeps up.
+
+A launch may allow `RunDecode.steps` steps. `DecodeRunner.run` takes them in one of three ways:
+
+* *Overlapped* (`overlapped_decode.py`): on a GPU without proposals, the next step begins before the last pick is read.
+* *Native* (`native_decode.py`): a single request on the CPU, with all four parts in one call of the compiled library.
+* *Plain*: `step`, again and again. This path serves everything, and the two others give the same bits.
+
+Invariants:
+
+* Out of memory before settling has changed nothing: every request of the step gets that failure, and may try again.
+* Out of memory while settling leaves some layers committed and others not: these slots are broken.
+* A draft that finds no memory never makes a step fail. It has a gap in its context, and proposes nothing there.
+* With a draft, all requests of a launch take another step or none does: a draft's cost is shared by those in the batch.
+
+Example: two requests with `steps=4`, and the first one ends after its second step. Without a draft the other one takes
+its four steps. With a draft the launch ends after two, and the engine composes the next one.
 """
 
 from __future__ import annotations
@@ -12,22 +38,23 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from attrs import define, evolve, field
+from attrs import define, evolve, field, frozen
 
-from adapters.device.decode.native_decode import NativeDecodeStep, rounds_of
+from adapters.device.decode.native_decode import NativeDecodeStep, make_native_decode
 from adapters.device.decode.overlapped_decode import OverlappedDecode
 from adapters.device.decode.prefill import PromptPiece
 from adapters.device.lane.buckets import bucket_of
 from adapters.device.lane.lane import DeviceLane
-from adapters.device.lane.out_of_memory import out_of_memory, ran_out_of_memory
-from adapters.device.lane.running_batch import OutcomeQueue, RunningBatch, going_on
-from adapters.device.sampling.sampler import Draw, NotFinite, picker
-from adapters.device.slots.checkpoints import Checkpoints
+from adapters.device.lane.out_of_memory import is_out_of_memory, out_of_memory_failure
+from adapters.device.lane.running_batch import OutcomeQueue, RunningBatch, with_more_to_come
+from adapters.device.sampling.sampler import Draw, NotFinite, make_picker
+from adapters.device.slots.checkpoints import StateCheckpoints
 from adapters.device.slots.row_watch import RowWatch
-from adapters.device.slots.slots import SlotState, abandoned, unfit
-from adapters.device.speculation.acceptance import Agreed, Member, agree, decoded
-from adapters.device.speculation.proposal_tree import kept
-from adapters.device.speculation.proposer import Proposer, proposed
+from adapters.device.slots.slot_table import SlotTable
+from adapters.device.slots.slots import SlotState, abandoned_failure, find_decode_misfit
+from adapters.device.speculation.acceptance import Acceptance, StepMember, accept_proposals, decode_outcome
+from adapters.device.speculation.proposal_tree import rows_to_keep
+from adapters.device.speculation.proposer import Proposer, make_members
 from adapters.models.decoder.shard import Kept, Shard
 from adapters.models.kernels.step import Forward, Segment, Step
 from effects.all import EffectRequest, Outcome
@@ -40,90 +67,113 @@ log = logging.getLogger("rekindle.device")
 NOT_CARRIED_OUT = DeviceFailed("broken", "not carried out")
 
 
-@define(eq=False)
-class Decoding:
-    """Every call runs on the lane.
+@frozen(eq=False)
+class VerifiedStep:
+    """The result of the forward of a step: the step as it ran, and per member what it keeps."""
 
-    slots: what each serves, or why it refuses. serving: the slot's state, if it was opened for this request. abandoned:
-    is a request given up? report: called before outcomes are told. watch: compares rows before each step.
+    step: Step
+    forward: Forward
+    found: Sequence[Acceptance | DeviceFailed]
+
+
+@define(eq=False)
+class DecodeRunner:
+    """Carries out decode steps. Every method is called on the lane.
+
+    buckets: row counts that forwards run with, ascending. is_abandoned: is a request given up? before_report: called
+    before outcomes are reported. row_watch: compares rows before each step. proposer: the draft, if there is one.
     """
 
     shard: Shard
     buckets: Sequence[int]
     lane: DeviceLane
-    slots: dict[int, SlotState | DeviceFailed]
-    checkpoints: Checkpoints
-    serving: Callable[[int, RequestId], SlotState | DeviceFailed]
-    abandoned: Callable[[RequestId], bool]
-    report: Callable[[], object]
-    watch: RowWatch
+    slots: SlotTable
+    checkpoints: StateCheckpoints
+    is_abandoned: Callable[[RequestId], bool]
+    before_report: Callable[[], object]
+    row_watch: RowWatch
     proposer: Proposer | None = None
-    rounds: NativeDecodeStep | None = field(init=False)
-    ahead: OverlappedDecode = field(init=False)
-    _company: RunningBatch | None = field(init=False, default=None)
+    native: NativeDecodeStep | None = field(init=False)
+    overlapped: OverlappedDecode = field(init=False)
+    _batch: RunningBatch | None = field(init=False, default=None)  # the launch that goes on step after step
 
     def __attrs_post_init__(self) -> None:
-        self.rounds = rounds_of(self.shard, self.buckets)
-        self.ahead = OverlappedDecode(
-            self.shard, self.buckets, self.checkpoints, self.ready, self.abandoned, self.follow
+        self.native = make_native_decode(self.shard, self.buckets)
+        self.overlapped = OverlappedDecode(
+            self.shard, self.buckets, self.checkpoints, self.find_ready_slot, self.is_abandoned, self.follow
         )
 
     def close(self) -> None:
-        self.rounds = None  # it has what the shard's steps are made of
+        """Close the shard. The native steps go first, since they refer to its buffers."""
+        self.native = None
         self.shard.close()
 
     def run(self, asks: Sequence[EffectRequest], steps: OutcomeQueue) -> None:
-        """One step, and then as many more as may be taken alone while nobody else wants the lane; until each member has
-        its last outcome. Called between two of them, it makes these members of what it is at.
+        """Take step after step, until each member has its last outcome or other work needs the lane.
+
+        Where it is called between two steps of a running launch, the requests join that launch instead.
         """
-        if self._company is not None:
-            self._company.join(asks)
+        if self._batch is not None:
+            self._batch.join(asks)
             return
-        self._company = company = RunningBatch(steps, self.lane, self.report)
+        batch = RunningBatch(steps, self.lane, self.before_report)
+        self._batch = batch
         try:
             while asks:
-                asks = self.ahead.run(asks, company) if self.ahead.takes(asks) else self._run_on(asks, company)
+                asks = (
+                    self.overlapped.run(asks, batch) if self.overlapped.can_run(asks) else self._run_step(asks, batch)
+                )
         finally:
-            self._company = None
+            self._batch = None
 
-    def _run_on(self, asks: Sequence[EffectRequest], company: RunningBatch) -> Sequence[EffectRequest]:
-        """A step of everybody; who has a next one. With a draft all go on or nobody does: what it costs is theirs."""
-        self.watch.before(self.slots, asks)
+    def _run_step(self, asks: Sequence[EffectRequest], batch: RunningBatch) -> Sequence[EffectRequest]:
+        """Take one step, report its outcomes, and return the asks of the next one, those that join included."""
+        self.row_watch.before(self.slots, asks)
         outcomes = self.step(asks)
-        self.watch.behind(self.slots, asks)
-        onward = list(map(self._onward, asks, outcomes))
-        if company.halted() or (self.proposer is not None and None in onward):
-            onward = [None] * len(asks)
-        company.tell(
-            [
-                (ask.request, going_on(outcome) if isinstance(outcome, Decoded) and then is not None else outcome)
-                for ask, outcome, then in zip(asks, outcomes, onward, strict=True)
-            ]
-        )
-        return [ask for ask in (*onward, *company.joined()) if ask is not None]
+        self.row_watch.behind(self.slots, asks)
+        following = list(map(self._next_ask, asks, outcomes))
+        if batch.should_stop() or (self.proposer is not None and None in following):
+            following = [None] * len(asks)
+        reported = list[tuple[RequestId, Outcome]]()
+        for ask, outcome, next_ask in zip(asks, outcomes, following, strict=True):
+            goes_on = next_ask is not None and isinstance(outcome, Decoded)
+            reported.append((ask.request, with_more_to_come(outcome) if goes_on else outcome))  # type: ignore[arg-type]
+        batch.report_outcomes(reported)
+        return [ask for ask in (*following, *batch.take_joining()) if ask is not None]
 
-    def _onward(self, ask: EffectRequest, outcome: Outcome) -> EffectRequest | None:
-        """A request's next step, if it may be taken without asking."""
+    def _next_ask(self, ask: EffectRequest, outcome: Outcome) -> EffectRequest | None:
+        """Return the ask for a request's next step; None if the engine has to decide first."""
         effect = ask.effect
         if not (isinstance(effect, RunDecode) and isinstance(outcome, Decoded)) or effect.steps <= 1:
             return None
-        state, last = self.serving(effect.slot, ask.request), outcome.tokens[-1]
-        if isinstance(state, DeviceFailed) or last in state.stops or self.abandoned(ask.request):
+        state = self.slots.find(effect.slot, ask.request)
+        last = outcome.tokens[-1]
+        if isinstance(state, DeviceFailed) or last in state.stops or self.is_abandoned(ask.request):
             return None
         return EffectRequest(
             ask.request,
             RunDecode(effect.slot, state.valid, last, effect.propose, checkpoint=False, steps=effect.steps - 1),
         )
 
+    def add_pages(self, asks: Sequence[EffectRequest]) -> None:
+        """Give slots the pages for the rows of these steps, before anything is launched."""
+        for ask in asks:
+            effect = ask.effect
+            if not isinstance(effect, RunDecode) or not effect.pages:
+                continue
+            if isinstance(self.slots.find(effect.slot, ask.request), SlotState):
+                self.shard.grow(effect.slot, effect.pages)
+
     # --- one step ---
 
-    def _at_once(self, ask: EffectRequest) -> Outcome | None:
-        """A single request's step in one call, where there is one for it. None: nothing has happened."""
+    def _step_natively(self, ask: EffectRequest) -> Outcome | None:
+        """Take a single request's step in one call of the library. None: it is not served there, nothing happened."""
         effect: RunDecode = ask.effect  # type: ignore[assignment] # it is one
-        started, state = time.perf_counter_ns(), self.ready(ask.request, effect)
-        if self.rounds is None or effect.checkpoint or isinstance(state, DeviceFailed):
+        started_ns = time.perf_counter_ns()
+        state = self.find_ready_slot(ask.request, effect)
+        if self.native is None or effect.checkpoint or isinstance(state, DeviceFailed):
             return None
-        taken = self.rounds.step(effect.slot, state, effect.propose, self.proposer)
+        taken = self.native.step(effect.slot, state, effect.propose, self.proposer)
         if taken is None:
             return None
         if not taken.tokens:
@@ -131,116 +181,123 @@ class Decoding:
         state.commit(taken.tokens)
         if not taken.followed and self.proposer is not None:
             step = Step((Segment(effect.slot, effect.position, 1),), bucket_of(self.buckets, 1))
-            self.follow(step, self.rounds.left(step.bucket), (1,), (state,))
-        return Decoded(taken.tokens, taken.proposed, (), time.perf_counter_ns() - started, taken.accepted)
+            self.follow(step, self.native.forward_of(step.bucket), (1,), (state,))
+        return Decoded(taken.tokens, taken.proposed, (), time.perf_counter_ns() - started_ns, taken.accepted)
 
     def step(self, asks: Sequence[EffectRequest], piece: PromptPiece | None = None) -> tuple[Outcome, ...]:
-        """One of everybody. piece: goes behind it in one forward, and its outcome is one more; where nobody is left who
-        decodes, neither is there.
+        """Take one decode step of all requests.
+
+        piece: rows of a prompt that go behind the decode rows in one forward. Their outcome is the last one. It is
+        missing where the piece was not computed: no request was left to decode.
         """
-        if piece is None and len(asks) == 1 and (found := self._at_once(asks[0])) is not None:
-            return (found,)
+        if piece is None and len(asks) == 1 and (outcome := self._step_natively(asks[0])) is not None:
+            return (outcome,)
         outcomes: list[Outcome] = [NOT_CARRIED_OUT] * len(asks)
-        taken: dict[int, tuple[int, SlotState, int]] = {}
+        taken: dict[int, tuple[int, SlotState, int]] = {}  # by slot: index in `asks`, state, most proposals
         for index, ask in enumerate(asks):
             effect: RunDecode = ask.effect  # type: ignore[assignment] # all of them are
-            state = self.ready(ask.request, effect)
+            state = self.find_ready_slot(ask.request, effect)
             if isinstance(state, DeviceFailed):
                 outcomes[index] = state
             else:
                 taken[effect.slot] = (index, state, effect.propose)
-                self.checkpoints.passed(ask.request, effect)
+                self.checkpoints.keep_before_step(ask.request, effect)
         if not taken:
             return tuple(outcomes)
-        started = time.perf_counter_ns()
-        settling = False
+        started_ns = time.perf_counter_ns()
+        is_settling = False
         try:
-            members = proposed(self.proposer, taken, self.shard.capacity)
-            step, forward, agreements = self._verify(members, piece)
-            settling = True
-            self._settle(step, forward, members, agreements, piece)
+            members = make_members(self.proposer, taken, self.shard.capacity)
+            verified = self._verify(members, piece)
+            is_settling = True
+            self._settle(verified, members, piece)
         except Exception as error:
-            if not ran_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             if piece is not None:
-                if not settling:
-                    return (*self.step(asks), out_of_memory(error))
-                outcomes.append(self.half_settled(piece.slot, error))
+                if not is_settling:
+                    # The decode steps alone may find the memory that they did not find together with the piece.
+                    return (*self.step(asks), out_of_memory_failure(error))
+                outcomes.append(self.fail_half_settled(piece.slot, error))
             for slot, (index, _, _) in taken.items():
-                outcomes[index] = self.half_settled(slot, error) if settling else out_of_memory(error)
+                outcomes[index] = self.fail_half_settled(slot, error) if is_settling else out_of_memory_failure(error)
             return tuple(outcomes)
-        took = time.perf_counter_ns() - started if piece is None else 0  # how much of it was whose, nobody knows
-        for member, agreed in zip(members, agreements, strict=True):
-            outcomes[member.index] = decoded(member, agreed, took)
+        # With a piece it is not known how much of the time was the decode rows' share, so none is reported.
+        took_ns = time.perf_counter_ns() - started_ns if piece is None else 0
+        for member, found in zip(members, verified.found, strict=True):
+            outcomes[member.index] = decode_outcome(member, found, took_ns)
         return tuple(outcomes) if piece is None else (*outcomes, PrefillAdvanced(piece.stop))
 
-    def ready(self, request: RequestId, effect: RunDecode) -> SlotState | DeviceFailed:
-        if self.abandoned(request):
-            return abandoned(request)
-        state = self.serving(effect.slot, request)
+    def find_ready_slot(self, request: RequestId, effect: RunDecode) -> SlotState | DeviceFailed:
+        """Return the slot's state if this decode step can be taken there now, else the failure that says why not."""
+        if self.is_abandoned(request):
+            return abandoned_failure(request)
+        state = self.slots.find(effect.slot, request)
         if isinstance(state, DeviceFailed):
             return state
-        return unfit(state, effect, self.shard.capacity) or state
+        return find_decode_misfit(state, effect, self.shard.capacity) or state
 
-    def half_settled(self, slot: int, error: Exception) -> DeviceFailed:
-        """Some layers' states may have moved and others not, so nobody may go on from any of them."""
-        self.slots[slot] = failed = DeviceFailed("broken", f"slot {slot} was being settled: {error}")
-        return failed
+    def fail_half_settled(self, slot: int, error: Exception) -> DeviceFailed:
+        """Break the slot: some layers' states may have moved and others not, so nothing can go on from them."""
+        failure = DeviceFailed("broken", f"slot {slot} was being settled: {error}")
+        self.slots.put(slot, failure)
+        return failure
 
-    def _verify(
-        self, members: Sequence[Member], piece: PromptPiece | None
-    ) -> tuple[Step, Forward, list[Agreed | DeviceFailed]]:
-        """One forward for all: how far the target picks what was proposed. Of a prompt's rows nobody asks what follows,
-        so logits are those of a step without them.
+    def _verify(self, members: Sequence[StepMember], piece: PromptPiece | None) -> VerifiedStep:
+        """Run one forward for all, and find how far the target picks what was proposed.
+
+        The rows of a prompt piece come last and need no logits. So the logits are those of a step without them, and
+        its bits do not depend on the piece.
         """
         segments: list[Segment] = []
         rows: list[Draw] = []
         tokens: list[int] = []
-        firsts: list[int] = []
+        first_rows: list[int] = []  # of each member, the row of its last token
         for member in members:
-            firsts.append(len(rows))
-            segments += member.tree.pieces(member.slot, member.state.valid)
+            first_rows.append(len(rows))
+            segments += member.tree.chain_segments(member.slot, member.state.valid)
             rows += member.rows
             tokens += member.tree.tokens
-        step = whole = Step(tuple(segments), bucket_of(self.buckets, len(rows)))
+        step = Step(tuple(segments), bucket_of(self.buckets, len(rows)))
+        whole = step
         if piece is not None:
-            whole, tokens = piece.behind(step, self.buckets), tokens + piece.tokens
+            whole = piece.append_to(step, self.buckets)
+            tokens = tokens + piece.tokens
         forward = self.shard.forward(whole, torch.from_numpy(np.array(tokens, np.int64)))
         hidden = forward.hidden if whole.bucket == step.bucket else forward.hidden[: step.bucket]
-        picked = picker(self.shard.logits(step, hidden), rows, every=len(rows) == len(members))
-        return whole, forward, [agree(member, picked, first) for member, first in zip(members, firsts, strict=True)]
+        picked = make_picker(self.shard.logits(step, hidden), rows, every=len(rows) == len(members))
+        found = [accept_proposals(member, picked, first) for member, first in zip(members, first_rows, strict=True)]
+        return VerifiedStep(whole, forward, found)
 
-    def _settle(
-        self,
-        step: Step,
-        forward: Forward,
-        members: Sequence[Member],
-        found: Sequence[Agreed | DeviceFailed],
-        piece: PromptPiece | None,
-    ) -> None:
-        """What the target picked has happened, and the rest is rolled back."""
-        stay = [kept(one.path) if isinstance(one, Agreed) else 0 for one in found]
+    def _settle(self, verified: VerifiedStep, members: Sequence[StepMember], piece: PromptPiece | None) -> None:
+        """Commit what the target picked, and roll the rows of all other proposals back."""
+        step = verified.step
+        kept: list[Kept] = [rows_to_keep(one.path) if isinstance(one, Acceptance) else 0 for one in verified.found]
         states = [member.state for member in members]
         if piece is not None:
-            stay.append(piece.rows)
+            kept.append(piece.rows)
             states.append(piece.state)
-        self.shard.commit(step, stay)
-        for member, one in zip(members, found, strict=True):
-            if isinstance(one, Agreed):
+        self.shard.commit(step, kept)
+        for member, one in zip(members, verified.found, strict=True):
+            if isinstance(one, Acceptance):
                 member.state.commit(one.tokens)
         if piece is None:
-            self.follow(step, forward, stay, states)
+            self.follow(step, verified.forward, kept, states)
         else:
-            self.follow(evolve(step, rows_only=True), forward, stay, states)  # all of them stay, as in a prefill
+            # The engine asks for no proposals together with a piece, so all rows stay, as in a prefill.
+            self.follow(evolve(step, rows_only=True), verified.forward, kept, states)
             piece.state.advance(piece.stop)
 
     def follow(self, step: Step, forward: Forward, kept: Sequence[Kept], states: Sequence[SlotState]) -> None:
-        """What the target did has happened, and moved its state, whether or not a draft finds memory to follow."""
+        """Give the draft what the target left of the rows that stay.
+
+        The target's state has moved by now, whether or not the draft finds the memory to follow it.
+        """
         if self.proposer is None:
             return
         try:
             self.proposer.follow(step, forward.aux_hidden_states, kept, states)
         except Exception as error:
-            if not ran_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             log.warning("the draft does not follow: %s", error)

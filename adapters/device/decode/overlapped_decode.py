@@ -1,4 +1,32 @@
-"""Decode steps whose next one begins before the host knows what they picked, so that a GPU is never without work."""
+"""Decode steps whose next one begins before the host has read what they picked, so that a GPU always has work.
+
+Theory of operation
+-------------------
+
+A plain step has a gap: the device waits while the host reads the picks, decides which requests go on, and launches the
+next forward. But the next forward needs only the picked token ids, and these are on the device already. So the host
+launches step N + 1 with the picks of step N as its input, and only then reads what step N picked. The steps are still
+committed one after the other:
+
+    device:   forward N  | forward N+1            | forward N+2
+    host:     launch N+1 | read N, commit N, tell | launch N+2 | read N+1 ...
+
+The host does not know yet whether step N ended a request. If it did, step N + 1 has a row too many: that row is not
+committed, and its pick is dropped. A request that joins has its first row in the step after the one that runs.
+
+Some picks depend on the pick before them: a grammar, and penalties on the answer. Then step N + 1's forward is launched
+ahead, but its pick is launched only when step N is known (`InFlightStep.picking` is None until then).
+
+Invariants:
+
+* Exactly one step is launched beyond the last one that was read.
+* The host reads a step only after it has launched the next one, or when there is none.
+* `BatchMember.steps_left` counts the step in flight; no row is launched beyond it or beyond the slot's capacity.
+* Only plain steps come here: nothing is proposed, so each request has one row per step.
+
+Example: A and B decode, and step 5 picks A's stop token. Step 6 was launched for both. Reading step 5 marks A as ended,
+step 6 commits B's row only, and step 7 has B alone. A gets its last outcome with step 5.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +39,18 @@ from attrs import define, field
 from torch import Tensor
 
 from adapters.device.lane.buckets import bucket_of
-from adapters.device.lane.out_of_memory import out_of_memory, ran_out_of_memory
-from adapters.device.lane.running_batch import RunningBatch, going_on
-from adapters.device.sampling.sampler import Draw, Picked, Picking, Sampler, picking
-from adapters.device.slots.checkpoints import Checkpoints
+from adapters.device.lane.out_of_memory import is_out_of_memory, out_of_memory_failure
+from adapters.device.lane.running_batch import RunningBatch, with_more_to_come
+from adapters.device.sampling.sampler import Draw, Picked, Picking, Sampler, start_picking
+from adapters.device.slots.checkpoints import StateCheckpoints
 from adapters.device.slots.slots import SlotState
-from adapters.device.speculation.acceptance import Agreed, Member, agree, decoded
+from adapters.device.speculation.acceptance import Acceptance, StepMember, accept_proposals, decode_outcome
 from adapters.device.speculation.proposal_tree import chain
 from adapters.models.decoder.shard import Kept, Shard
 from adapters.models.kernels.factory import build_step_pacer
 from adapters.models.kernels.step import Forward, Segment, Step
 from adapters.models.kernels.step_pacer import StepPacer
-from effects.all import EffectRequest
+from effects.all import EffectRequest, Outcome
 from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, RequestId
 from effects.job import Sampling
@@ -32,22 +60,24 @@ log = logging.getLogger("rekindle.device")
 
 @define(eq=False)
 class BatchMember:
-    """A member of a launch.
+    """One request of a launch.
 
-    left: steps that it may take, the one under way included. ended: its last outcome is told; if it has a row in the
-    step under way, that is behind its end.
+    steps_left: steps that it may still take, the one in flight included. has_ended: its last outcome is reported; a row
+    that it has in the step in flight is behind its end.
     """
 
     request: RequestId
-    member: Member
-    left: int
-    ended: bool = False
+    member: StepMember
+    steps_left: int
+    has_ended: bool = False
 
 
 @define(eq=False)
 class InFlightStep:
-    """A step that the device is at, or is about to be. picking: None until what is picked in the one before is known,
-    where somebody's grammar or penalties ask for it.
+    """A step that the device runs now or will run next.
+
+    picking: the tokens that are picked from `logits`. It is None while the pick of the step before has to be known
+    first, because a grammar or penalties of a request ask for it.
     """
 
     rows: Sequence[BatchMember]
@@ -59,189 +89,206 @@ class InFlightStep:
 
 @define(eq=False)
 class OverlappedDecode:
-    """Every call runs on the lane. The fields are those of `Decoding`. crowded: do prompts wait for another one to be
-    read?
+    """Runs overlapped decode steps. Every method is called on the lane. The fields are those of `DecodeRunner`.
+
+    has_prefill_backlog: does a prompt wait for another prompt to be computed?
     """
 
     shard: Shard
     buckets: Sequence[int]
-    checkpoints: Checkpoints
-    ready: Callable[[RequestId, RunDecode], SlotState | DeviceFailed]
-    abandoned: Callable[[RequestId], bool]
+    checkpoints: StateCheckpoints
+    find_ready_slot: Callable[[RequestId, RunDecode], SlotState | DeviceFailed]
+    is_abandoned: Callable[[RequestId], bool]
     follow: Callable[[Step, Forward, Sequence[Kept], Sequence[SlotState]], object]
-    crowded: Callable[[], bool] = field(init=False, default=lambda: False)
-    _metronome: StepPacer = field(init=False)
-    _nobody: Sampler | None = field(init=False, default=None)  # how what nobody wants is picked
-    _under_way: InFlightStep | None = field(init=False, default=None)  # where one before it was looked at
+    has_prefill_backlog: Callable[[], bool] = field(init=False, default=lambda: False)
+    _pacer: StepPacer = field(init=False)
+    _default_sampler: Sampler | None = field(init=False, default=None)  # for picks that are dropped
+    _in_flight: InFlightStep | None = field(init=False, default=None)  # set once a step before it has been read
 
     def __attrs_post_init__(self) -> None:
-        self._metronome = build_step_pacer(self.shard.device)
+        self._pacer = build_step_pacer(self.shard.device)
 
-    def takes(self, asks: Sequence[EffectRequest]) -> bool:
-        """Where the device can, steps follow each other, and nobody proposes."""
+    def can_run(self, asks: Sequence[EffectRequest]) -> bool:
+        """Can these asks run overlapped? The device must run ahead of the host, and nothing may be proposed."""
         effects = [ask.effect for ask in asks if isinstance(ask.effect, RunDecode)]
         return (
             self.shard.runs_ahead and not any(one.propose for one in effects) and any(one.steps > 1 for one in effects)
         )
 
-    def run(self, asks: Sequence[EffectRequest], company: RunningBatch) -> Sequence[EffectRequest]:
-        """A step is launched, and then what the one before it picked is looked at. If that ended somebody's answer, the
-        row that the step has of it is rolled back, and the next one has none. A pick that depends on the one before it
-        follows its step when that is known: the device is at the step meanwhile. Nobody is left in the end.
-        """
+    def run(self, asks: Sequence[EffectRequest], batch: RunningBatch) -> Sequence[EffectRequest]:
+        """Take steps until every request has its last outcome. Return the asks that are left, which are none."""
         try:
-            self._run(self._first(self._going(asks, company), company), company)
+            members = self._begin_members(asks, batch)
+            self._run(self._launch_first(members, batch), batch)
         finally:
-            self._under_way = None
+            self._in_flight = None
         return ()
 
-    def passed(self, slot: int) -> bool:
-        """Between two steps: is the device done with every step that had a row of the slot? With those before the one
-        under way it is, since they have been looked at. What openings told it is another matter.
+    def is_done_with(self, slot: int) -> bool:
+        """Is the device done with every step that had a row of the slot? Called between two steps.
+
+        All steps before the one in flight have been read, so only that one counts. Copies that openings launched are
+        not covered.
         """
-        return self._under_way is not None and all(row.member.slot != slot for row in self._under_way.rows)
+        return self._in_flight is not None and all(row.member.slot != slot for row in self._in_flight.rows)
 
-    def _run(self, flying: InFlightStep | None, company: RunningBatch) -> None:
-        clock = time.perf_counter_ns
-        started = clock()
-        while flying is not None:
-            self._settle(flying)
-            halted = company.halted()
-            staying = [] if halted else [row for row in flying.rows if self._stays(row)]
-            following = self._following(flying, staying, self._going(company.joined(), company), company)
-            assert flying.picking is not None
-            picked, before, started = flying.picking.read(), started, clock()
-            outcomes = self._landed(flying, picked, started - before)
-            onward = set() if following is None else set(staying)
+    def _run(self, running: InFlightStep | None, batch: RunningBatch) -> None:
+        started_ns = time.perf_counter_ns()
+        while running is not None:
+            self._settle(running)
+            staying = [] if batch.should_stop() else [row for row in running.rows if self._may_continue(row)]
+            joining = self._begin_members(batch.take_joining(), batch)
+            following = self._launch_next(running, staying, joining, batch)
+            assert running.picking is not None
+            picked = running.picking.read()
+            read_ns = time.perf_counter_ns()
+            outcomes = self._commit_picks(running, picked, read_ns - started_ns)
+            started_ns = read_ns
+            launched_again = set() if following is None else set(staying)
             for row, outcome in outcomes:
-                row.ended = row not in onward or not goes_on(row.member, outcome)
+                row.has_ended = row not in launched_again or not continues_answer(row.member, outcome)
             if following is not None and following.picking is None:
-                following.picking = self._picking(following.logits, following.rows)
-            company.tell(
-                [
-                    (row.request, outcome if row.ended or not isinstance(outcome, Decoded) else going_on(outcome))
-                    for row, outcome in outcomes
-                ]
-            )
-            self._under_way = flying = following
+                following.picking = self._start_picking(following.logits, following.rows)
+            reported = list[tuple[RequestId, Outcome]]()
+            for row, outcome in outcomes:
+                is_last = row.has_ended or not isinstance(outcome, Decoded)
+                reported.append((row.request, outcome if is_last else with_more_to_come(outcome)))  # type: ignore[arg-type]
+            batch.report_outcomes(reported)
+            self._in_flight = following
+            running = following
 
-    def _going(self, asks: Sequence[EffectRequest], company: RunningBatch) -> list[BatchMember]:
-        """Those who can begin; of the rest it is told why not."""
-        found = list[BatchMember]()
+    def _begin_members(self, asks: Sequence[EffectRequest], batch: RunningBatch) -> list[BatchMember]:
+        """Return the requests that can begin; report to the others why they cannot."""
+        members = list[BatchMember]()
         for ask in asks:
             effect: RunDecode = ask.effect  # type: ignore[assignment] # all of them are
-            state = self.ready(ask.request, effect)
+            state = self.find_ready_slot(ask.request, effect)
             if isinstance(state, DeviceFailed):
-                company.tell([(ask.request, state)])
+                batch.report_outcomes([(ask.request, state)])
                 continue
-            self.checkpoints.passed(ask.request, effect)
-            left = min(effect.steps, self.shard.capacity - effect.position)
-            found.append(BatchMember(ask.request, Member(0, effect.slot, state, chain((effect.token,))), left))
-        return found
+            self.checkpoints.keep_before_step(ask.request, effect)
+            steps_left = min(effect.steps, self.shard.capacity - effect.position)
+            member = StepMember(0, effect.slot, state, chain((effect.token,)))
+            members.append(BatchMember(ask.request, member, steps_left))
+        return members
 
-    def _stays(self, row: BatchMember) -> bool:
-        """As far as that is known before the step under way has been looked at."""
-        return not row.ended and row.left > 1 and not self.abandoned(row.request)
+    def _may_continue(self, row: BatchMember) -> bool:
+        """May it have a row in the next step, as far as that is known before the step in flight has been read?"""
+        return not row.has_ended and row.steps_left > 1 and not self.is_abandoned(row.request)
 
-    def _first(self, rows: Sequence[BatchMember], company: RunningBatch) -> InFlightStep | None:
-        """None: nobody is there, or no memory."""
+    def _launch_first(self, rows: Sequence[BatchMember], batch: RunningBatch) -> InFlightStep | None:
+        """Launch the first step. Return None if no request is there, or no memory, which is reported."""
         try:
-            return self._launched(rows, fed(rows)) if rows else None
+            return self._launch(rows, last_tokens(rows)) if rows else None
         except Exception as error:
-            if not ran_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
-            company.tell([(row.request, out_of_memory(error)) for row in rows])
+            batch.report_outcomes([(row.request, out_of_memory_failure(error)) for row in rows])
             return None
 
-    def _following(
+    def _launch_next(
         self,
-        flying: InFlightStep,
+        running: InFlightStep,
         staying: Sequence[BatchMember],
         joining: Sequence[BatchMember],
-        company: RunningBatch,
+        batch: RunningBatch,
     ) -> InFlightStep | None:
-        """What those pick now is fed next, and what these have last. None: nobody is there, or no memory now."""
-        assert flying.picking is not None
-        tokens = flying.picking.tokens
+        """Launch the step behind `running`: what its staying rows pick is fed, then the last tokens of those that join.
+
+        Return None if no request is left for it, or if there is no memory. Then the launch ends with `running`.
+        """
+        assert running.picking is not None
+        tokens = running.picking.tokens
         try:
-            if len(staying) < len(flying.rows):
-                places = [place for place, row in enumerate(flying.rows) if row in staying]
-                tokens = tokens[torch.tensor(places, dtype=torch.int64).to(tokens.device, non_blocking=True)]
+            if len(staying) < len(running.rows):
+                indices = [index for index, row in enumerate(running.rows) if row in staying]
+                tokens = tokens[torch.tensor(indices, dtype=torch.int64).to(tokens.device, non_blocking=True)]
             if joining:
-                tokens = torch.cat((tokens, fed(joining).to(tokens.device, non_blocking=True)))
-            following = self._launched([*staying, *joining], tokens, len(staying)) if staying or joining else None
+                tokens = torch.cat((tokens, last_tokens(joining).to(tokens.device, non_blocking=True)))
+            following = self._launch([*staying, *joining], tokens, len(staying)) if staying or joining else None
         except Exception as error:
-            if not ran_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             log.warning("no step ahead: %s", error)
-            company.tell([(row.request, out_of_memory(error)) for row in joining])
+            batch.report_outcomes([(row.request, out_of_memory_failure(error)) for row in joining])
             return None
         for row in staying:
-            row.left -= 1
+            row.steps_left -= 1
         return following
 
-    def _launched(self, rows: Sequence[BatchMember], tokens: Tensor, ahead: int = 0) -> InFlightStep:
-        """A step of everybody's next token; of the first `ahead` rows, the one after what the host knows.
+    def _launch(self, rows: Sequence[BatchMember], tokens: Tensor, unread: int = 0) -> InFlightStep:
+        """Launch a step of one row per request. tokens: int64 `[R]`, on the device or the host.
 
-        Where prompts wait for each other, what is read next decides when all of them are answered, and steps that come
-        sooner would only keep it longer: so they come evenly, and leave it the device between them.
+        unread: the first so many rows feed a token that the host has not read yet, one position further than the slot
+        state knows.
+
+        While prompts wait for each other, the one that is computed parallel to these steps decides when all of them are
+        answered. Then the steps are paced evenly, which leaves the device to it in between.
         """
-        further = [int(place < ahead) for place in range(len(rows))]
+        offsets = [int(index < unread) for index in range(len(rows))]
         segments = tuple(
-            Segment(row.member.slot, row.member.state.valid + more, 1) for row, more in zip(rows, further, strict=True)
+            Segment(row.member.slot, row.member.state.valid + offset, 1)
+            for row, offset in zip(rows, offsets, strict=True)
         )
         step = Step(segments, bucket_of(self.buckets, len(rows)))
         forward = self.shard.forward(step, tokens)
-        logits, picked = self.shard.logits(step, forward.hidden), None
-        if ahead and self.crowded():
-            self._metronome.beat()
+        logits = self.shard.logits(step, forward.hidden)
+        if unread and self.has_prefill_backlog():
+            self._pacer.beat()
         else:
-            self._metronome.stop()
-        if all(row.member.state.sampler.forgetful for row in rows[:ahead]):
-            picked = self._picking(logits, rows, further)
-        return InFlightStep(rows, step, forward, logits, picked)
+            self._pacer.stop()
+        picking = None
+        if all(row.member.state.sampler.picks_independently for row in rows[:unread]):
+            picking = self._start_picking(logits, rows, offsets)
+        return InFlightStep(rows, step, forward, logits, picking)
 
-    def _picking(self, logits: Tensor, rows: Sequence[BatchMember], further: Sequence[int] = ()) -> Picking:
-        """further: rows beyond what the host knows. Of whose answer has ended nothing is asked that its end refuses."""
+    def _start_picking(self, logits: Tensor, rows: Sequence[BatchMember], offsets: Sequence[int] = ()) -> Picking:
+        """Launch the picks of a step. offsets: per row, positions beyond what the slot state knows; default 0.
+
+        A request that has ended is picked for without its own settings, which may refuse to go on behind the end.
+        """
         draws = list[Draw]()
-        for row, more in zip(rows, further or [0] * len(rows), strict=True):
+        for row, offset in zip(rows, offsets or [0] * len(rows), strict=True):
             state = row.member.state
-            sampler = self._unwanted(state.sampler) if row.ended else state.sampler
-            draws.append(Draw(sampler, state.valid + more + 1))
-        return picking(logits, draws)
+            sampler = self._find_default_sampler(state.sampler) if row.has_ended else state.sampler
+            draws.append(Draw(sampler, state.valid + offset + 1))
+        return start_picking(logits, draws)
 
-    def _unwanted(self, sampler: Sampler) -> Sampler:
-        if self._nobody is None:
-            self._nobody = Sampler(Sampling(), (), self.shard.vocab_size, sampler.device)
-        return self._nobody
+    def _find_default_sampler(self, sampler: Sampler) -> Sampler:
+        """Return a sampler without settings on the device of `sampler`, made once."""
+        if self._default_sampler is None:
+            self._default_sampler = Sampler(Sampling(), (), self.shard.vocab_size, sampler.device)
+        return self._default_sampler
 
-    def _settle(self, flying: InFlightStep) -> None:
-        """Whose answer goes on, their row has happened; before the next forward."""
-        kept = [int(not row.ended) for row in flying.rows]
-        self.shard.commit(flying.step, kept)
-        self.follow(flying.step, flying.forward, kept, [row.member.state for row in flying.rows])
+    def _settle(self, running: InFlightStep) -> None:
+        """Commit the rows of the requests that have not ended. Called before the next forward is launched."""
+        kept = [int(not row.has_ended) for row in running.rows]
+        self.shard.commit(running.step, kept)
+        self.follow(running.step, running.forward, kept, [row.member.state for row in running.rows])
 
-    def _landed(
-        self, flying: InFlightStep, picked: Sequence[Picked], took: int
+    def _commit_picks(
+        self, running: InFlightStep, picked: Sequence[Picked], took_ns: int
     ) -> list[tuple[BatchMember, Decoded | DeviceFailed]]:
-        """What was picked, of those whose answer went on. took: since the step before was known, so with the wait for
-        the device.
+        """Append what was picked to the answers that had not ended, and return the outcomes.
+
+        took_ns: since the step before was read, so it includes the wait for the device.
         """
         outcomes = list[tuple[BatchMember, Decoded | DeviceFailed]]()
-        for place, row in enumerate(flying.rows):
-            if row.ended:
+        for index, row in enumerate(running.rows):
+            if row.has_ended:
                 continue
-            agreed = agree(row.member, picked.__getitem__, place)
-            if isinstance(agreed, Agreed):
-                row.member.state.commit(agreed.tokens)
-            outcomes.append((row, decoded(row.member, agreed, took)))
+            found = accept_proposals(row.member, picked.__getitem__, index)
+            if isinstance(found, Acceptance):
+                row.member.state.commit(found.tokens)
+            outcomes.append((row, decode_outcome(row.member, found, took_ns)))
         return outcomes
 
 
-def fed(rows: Sequence[BatchMember]) -> Tensor:
-    """What the host knows to come next: int64 `[R]`."""
+def last_tokens(rows: Sequence[BatchMember]) -> Tensor:
+    """Return the last token of each slot, which the host knows and the next step feeds: int64 `[R]` on the host."""
     return torch.tensor([row.member.state.tokens[-1] for row in rows], dtype=torch.int64)
 
 
-def goes_on(member: Member, outcome: Decoded | DeviceFailed) -> bool:
+def continues_answer(member: StepMember, outcome: Decoded | DeviceFailed) -> bool:
+    """Does the answer go on behind this outcome, as far as its last token decides that?"""
     return isinstance(outcome, Decoded) and outcome.tokens[-1] not in member.state.stops

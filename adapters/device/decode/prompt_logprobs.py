@@ -1,4 +1,4 @@
-"""A prompt's own log-probabilities: chunks of a prefill whose logits are read, too."""
+"""The log-probabilities of a prompt's own tokens: a prefill whose logits are read as well."""
 
 from __future__ import annotations
 
@@ -15,15 +15,19 @@ from effects.decode import Logprob
 from effects.ids import DeviceFailed
 from effects.prefill import PrefillAdvanced, RunPrefill
 
-LOGIT_ROWS = 64  # of a prompt at a time: of a vocabulary of 152,000 they are 39 MB
+LOGIT_ROWS = 64  # rows of a prompt at a time: with a vocabulary of 152,000 their logits take 39 MB
 
 
-def told(shard: Shard, buckets: Sequence[int], state: SlotState, effect: RunPrefill) -> PrefillAdvanced | DeviceFailed:
-    """As a decode step has them, of no more rows at a time than one could have.
+def prefill_with_logprobs(
+    shard: Shard, buckets: Sequence[int], state: SlotState, effect: RunPrefill
+) -> PrefillAdvanced | DeviceFailed:
+    """Compute the rows of a prefill and the log-probability of each token after them, as a decode step has them.
 
-    Nobody goes on from these rows, so no checkpoint is kept of them, and no price is known from how long they took.
+    No checkpoint is kept of these rows. The outcome says that they took no time, because the time of a prefill with
+    logits must not teach the engine what one without them costs.
     """
-    logprobs, most = list[Logprob](), max(bucket for bucket in buckets if bucket <= LOGIT_ROWS)
+    logprobs = list[Logprob]()
+    most = max(bucket for bucket in buckets if bucket <= LOGIT_ROWS)
     for start in range(effect.start, effect.stop, most):
         stop = min(start + most, effect.stop)
         step = Step((Segment(effect.slot, start, stop - start),), bucket_of(buckets, stop - start))

@@ -1,6 +1,29 @@
-"""The device lane: an OS thread that carries a device's work out in the order it was handed over.
+"""The device lane: one OS thread that carries out the work of a device, in the order in which it was handed over.
 
-A device has one, and one more where some of its work goes beside the rest (`beside.py`).
+Theory of operation
+-------------------
+
+CUDA state and torch's inference mode belong to a thread, and a forward blocks the thread that launches it. So all work
+of a device runs on one thread that stays the same, and the event loop never waits for a device. A device has a second
+lane if wide forwards of prompts run parallel to decode steps (`prompt_lane.py`).
+
+Work enters a queue from the event loop, in one of two ways:
+
+* `submit`: the caller gets the result, or the exception, on the event loop. `run` is the same as a coroutine.
+* `post`: no result. An exception goes to a callback on the lane, before any work that was posted later.
+
+A launch may take many decode steps, and then it occupies the lane for long. Between two steps it calls
+`serve_between_steps`, which looks at the queue. Work that was handed over with `between_steps` runs right there, for
+instance the opening of another slot. Other work cannot: then the method returns True, and the launch ends.
+
+Invariants:
+
+* The order of the queue is never changed. Work that a launch may not run itself is kept in `_next` and runs next.
+* Work that entered is carried out, whatever became of the caller. It is refused with `LaneClosed` if the thread died.
+* A closed lane takes no more work, and finishes what it has.
+
+Example: the queue holds [launch A, open slot 2, launch B that does not join]. A takes its first step, opens slot 2
+before its second one, then finds B and ends. B is carried out next.
 """
 
 from __future__ import annotations
@@ -31,19 +54,23 @@ class LaneClosed(RuntimeError):
 
 @define(eq=False)
 class _Submitted(Generic[T]):
-    """A piece of work, and who hears on the event loop what came of it. between: as `_Posted` has it."""
+    """A piece of work whose result goes to a callback on the event loop.
+
+    wake: callable on any thread; it calls its first argument with the others on the event loop. between_steps: as in
+    `_Posted`.
+    """
 
     work: Callable[[], T]
-    wake: Callable[..., object]  # from any thread: calls its first argument with the rest, on the event loop
-    done: Callable[[T | None, BaseException | None], object]
-    between: bool = True
+    wake: Callable[..., object]
+    on_done: Callable[[T | None, BaseException | None], object]
+    between_steps: bool = True
 
     def carry_out(self) -> None:
         result: T | None = None
         error: BaseException | None = None
         try:
             result = self.work()
-        except BaseException as raised:  # noqa: BLE001 - whoever submitted it is told
+        except BaseException as raised:  # noqa: BLE001 - the caller gets it
             error = raised
         self._tell(result, error)
 
@@ -52,68 +79,72 @@ class _Submitted(Generic[T]):
 
     def _tell(self, result: T | None, error: BaseException | None) -> None:
         try:
-            self.wake(self.done, result, error)
-        except RuntimeError:  # the event loop has closed, so nobody waits any more
+            self.wake(self.on_done, result, error)
+        except RuntimeError:  # the event loop has closed, and with it every caller
             log.debug("work on the lane outlived its event loop")
 
 
 @define(eq=False)
 class _Posted:
-    """A piece of work that nobody awaits, and who hears when it fails.
+    """A piece of work without a result. on_failed is called on the lane with what it raised.
 
-    between: it has its turn between two steps of a launch that goes on; otherwise it waits for that one's end.
+    between_steps: it may run between two steps of a launch that goes on; otherwise that launch ends for it.
     """
 
     work: Callable[[], object]
-    failed: Callable[[BaseException], object]
-    between: bool = True
+    on_failed: Callable[[BaseException], object]
+    between_steps: bool = True
 
     def carry_out(self) -> None:
         try:
             self.work()
-        except BaseException as error:  # noqa: BLE001 - whoever posted it is told
-            self.failed(error)
+        except BaseException as error:  # noqa: BLE001 - `on_failed` gets it
+            self.on_failed(error)
 
     def refuse(self, error: LaneClosed) -> None:
-        self.failed(error)
+        self.on_failed(error)
 
 
-def waker() -> Callable[..., object]:
-    """On an event loop: what any thread calls its first argument with there, with the rest of them, in the context of
-    who asks for it now.
+def make_loop_caller() -> Callable[..., object]:
+    """Return a function that any thread may call: it has its first argument called with the others on this event loop.
+
+    Called on the event loop. The call happens in a copy of the context of now.
     """
     loop = cast("asyncio.AbstractEventLoop", current_token().native_token)
     return partial(loop.call_soon_threadsafe, context=copy_context())
 
 
 class DeviceLane:
-    """Work enters from the event loop's thread, in order, and is never cancelled once it is in.
+    """A thread that carries out the work of one device. Work enters on the event loop and is never cancelled.
 
-    The thread runs in torch's inference mode, with `device` current. Outside it no torch call needs either. others: on
-    which the work is carried out, too. beside: what it is for, where the device has another lane; a GPU is told on a
-    stream of its own then.
+    The thread runs in torch's inference mode, with `device` as the current one. Code on other threads needs neither.
+    others: further devices that its work uses. purpose: what a second lane of the device is for, for the thread's name.
+    A second lane of a GPU launches its work on a stream of its own.
     """
 
     def __init__(
-        self, device: torch.device | str = "cpu", others: Sequence[torch.device] = (), *, beside: str = ""
+        self, device: torch.device | str = "cpu", others: Sequence[torch.device] = (), *, purpose: str = ""
     ) -> None:
         self.device = torch.device(device)
         self.devices = tuple(dict.fromkeys((*others, self.device)))
-        self._beside = beside
+        self._beside = purpose
         self._queue: SimpleQueue[_Submitted[Any] | _Posted | None] = SimpleQueue()
-        self._next: list[_Submitted[Any] | _Posted | None] = []  # at most one, that a launch has looked at
+        self._next: list[
+            _Submitted[Any] | _Posted | None
+        ] = []  # at most one piece: a launch has taken it from the queue
         self._closed = False
-        name = f"lane-{self.device}-{beside}" if beside else f"lane-{self.device}"
+        name = f"lane-{self.device}-{purpose}" if purpose else f"lane-{self.device}"
         self.thread = WatchedThread(name, self._work, died=self._refuse_all)
         self.thread.start()
 
     def submit(self, work: Callable[[], T], done: Callable[[T | None, BaseException | None], object]) -> None:
-        """Do it in its turn; `done` hears on the event loop what it returned or raised. One wake-up, no task."""
-        self._put(_Submitted(work, waker(), done))
+        """Carry it out in its turn. `done` is called on the event loop with what it returned or raised."""
+        self._put(_Submitted(work, make_loop_caller(), done))
 
     async def run(self, work: Callable[[], T]) -> T:
-        """What `work` returns or raises, on the lane's thread. A cancelled caller waits for it all the same."""
-        finished, outcome = anyio.Event(), list[Any]()
+        """Carry it out in its turn, and return or raise what it does. A cancelled caller waits for it as well."""
+        finished = anyio.Event()
+        outcome = list[Any]()
 
         def done(result: T | None, error: BaseException | None) -> None:
             outcome.extend((result, error))
@@ -128,40 +159,46 @@ class DeviceLane:
         return cast("T", result)
 
     def post(
-        self, work: Callable[[], object], failed: Callable[[BaseException], object], *, between: bool = True
+        self, work: Callable[[], object], failed: Callable[[BaseException], object], *, between_steps: bool = True
     ) -> None:
-        """Do it in its turn; nobody waits. An exception goes to `failed`, on the lane, before anything posted later.
-        between: its turn may come between two steps of a launch that goes on. Otherwise that ends for it.
+        """Carry it out in its turn. An exception goes to `failed`, on the lane, before anything posted later.
+
+        between_steps: its turn may come between two steps of a launch that goes on; otherwise that launch ends for it.
         """
-        self._put(_Posted(work, failed, between))
+        self._put(_Posted(work, failed, between_steps))
 
     @property
-    def wanted(self) -> bool:
-        """By any thread: does other work wait for it?"""
+    def has_waiting_work(self) -> bool:
+        """Does other work wait for this lane? Asked by any thread."""
         return bool(self._next) or not self._queue.empty()
 
-    def interrupted(self) -> bool:
-        """On the lane, between two steps of a launch: carry out what need not wait for its end. Does anything else?"""
-        while self.wanted:
+    def serve_between_steps(self) -> bool:
+        """Carry out the waiting work that may run between two steps. Return whether the launch has to end for other
+        work.
+
+        Called on the lane, by a launch that goes on.
+        """
+        while self.has_waiting_work:
             job = self._take()
-            if job is None or not job.between:
+            if job is None or not job.between_steps:
                 self._next.append(job)
                 return True
             job.carry_out()
         return False
 
     def synchronize(self) -> None:
-        """On the lane: wait until the devices have done what they were told to."""
+        """Wait until the devices have finished what was launched. Called on the lane."""
         for device in self.devices:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
 
     @property
     def closed(self) -> bool:
+        """Does it take no more work?"""
         return self._closed
 
     def close(self, timeout_s: float = 10) -> bool:
-        """Take no more, finish what is in, end the thread. False if it was still busy after `timeout_s`."""
+        """Take no more work, finish what is there, end the thread. Return False if it is busy after `timeout_s`."""
         if not self._closed:
             self._closed = True
             self._queue.put(None)
@@ -181,13 +218,14 @@ class DeviceLane:
         with torch.inference_mode():
             while (job := self._take()) is not None:
                 job.carry_out()
-                del job  # what it refers to is not kept alive while the lane waits
+                # What the work refers to must not be kept alive while the lane waits.
+                del job
 
     def _take(self) -> _Submitted[Any] | _Posted | None:
         return self._next.pop() if self._next else self._queue.get()
 
     def _refuse_all(self) -> None:
-        """The thread has died: nobody waits for what it will never do."""
+        """Refuse all work that is left: the thread has died and will never do it."""
         self._closed = True
         with suppress(Empty):
             while True:

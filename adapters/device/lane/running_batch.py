@@ -1,4 +1,29 @@
-"""What a launch brings, from the lane to the event loop: all at once, or on its way where it goes on alone."""
+"""A launch while it runs: its members, those that join it, and the way of their outcomes to the event loop.
+
+Theory of operation
+-------------------
+
+A launch may take many decode steps on the lane before the engine hears of the last one. Tokens have to be sent while it
+goes on, and requests have to be able to join and leave. Three objects share the work:
+
+* `RunningBatch`, on the lane: the launch that goes on. Requests join it between two steps (`join`, `take_joining`), and
+  it ends when other work needs the lane (`should_stop`).
+* `OutcomeQueue`, between the threads: the outcomes of each step, in order. The lane puts them in. The first one wakes
+  the event loop, which takes all that are there when its turn comes. So at most one wake-up is under way, and an event
+  loop that falls behind merges several steps into one outcome instead of falling behind further.
+* `InFlightRequests`, on the event loop: for each request of a launch its lane and the callback for its outcomes.
+
+Invariants:
+
+* A request has outcomes with `more` set, then one without; then it is in no launch any more.
+* `OutcomeQueue.members` are the requests that have not had their last outcome. If the launch raises, exactly these
+  fail.
+* Merging changes only how outcomes are grouped: plain steps that follow each other become one, and of the chunks of a
+  prefill the last one stays. Steps with proposals are never merged: each of them says how many proposals were accepted.
+
+Example: steps give request 1 the tokens 5, 6, 7 while the event loop is busy. It gets one `Decoded((5, 6, 7),
+steps=3)`.
+"""
 
 from __future__ import annotations
 
@@ -19,172 +44,192 @@ from effects.prefill import PrefillAdvanced
 
 @define(eq=False)
 class OutcomeQueue:
-    """What steps of a launch, or chunks, have brought, in order, that was not looked at yet.
+    """Outcomes of steps, or of prefill chunks, that the event loop has not taken yet, in order.
 
-    The event loop is told of the first of them, and takes all that have come when it gets round to it: so one word is
-    on its way at most, and who falls behind the device folds less often. There are no more of them than the launch may
-    take steps. members: of the launch, to whom no last outcome was told; the lane's, until it is done with the launch.
+    It holds at most as many entries as the launch may take steps. wake_reader: called on the lane when the first entry
+    comes. members: requests without a last outcome; only the lane changes them until the launch is done.
     """
 
-    tell: Callable[[OutcomeQueue], object]  # from the lane
+    wake_reader: Callable[[OutcomeQueue], object]
     members: dict[RequestId, None]
     _steps: deque[Sequence[RequestOutcome]] = field(init=False, factory=deque)
-    _told: bool = field(init=False, default=False)
+    _is_reader_woken: bool = field(init=False, default=False)
 
     def put(self, step: Sequence[RequestOutcome]) -> None:
-        """On the lane: a step of every member, or what came of some of them."""
+        """Add the outcomes of one step, of all members or some of them. Called on the lane."""
         for request, outcome in step:
-            if not goes_on(outcome):
+            if not has_more_to_come(outcome):
                 self.members.pop(request, None)
         self._steps.append(step)
-        if not self._told:
-            self._told = True
-            self.tell(self)
+        if not self._is_reader_woken:
+            self._is_reader_woken = True
+            self.wake_reader(self)
 
     def take(self) -> tuple[RequestOutcome, ...]:
-        """On the event loop. A step that comes while it looks is told again, or taken now: never neither."""
-        self._told = False
-        return tuple(joined([self._steps.popleft() for _ in range(len(self._steps))]))
+        """Take all outcomes, merged. Called on the event loop."""
+        # Cleared first: a step that is put while this looks is either taken now, or wakes the event loop again.
+        self._is_reader_woken = False
+        return tuple(merge_steps([self._steps.popleft() for _ in range(len(self._steps))]))
 
 
 @define(eq=False)
 class RunningBatch:
-    """On the lane: who is in the launch that it is at, and who joins them. report: called before anything is told."""
+    """The launch that runs, and the requests that join it between two steps. Used on the lane only.
+
+    before_report: called before outcomes are reported.
+    """
 
     steps: OutcomeQueue
     lane: DeviceLane
-    report: Callable[[], object]
+    before_report: Callable[[], object]
     _joining: list[EffectRequest] = field(init=False, factory=list[EffectRequest])
 
     def join(self, asks: Sequence[EffectRequest]) -> None:
+        """Make these requests members. They have their first row in the next step."""
         self.steps.members |= dict.fromkeys(ask.request for ask in asks)
         self._joining += asks
 
-    def joined(self) -> list[EffectRequest]:
-        """Those who have joined since somebody asked; they have their first step next."""
-        asks, self._joining = self._joining, []
+    def take_joining(self) -> list[EffectRequest]:
+        """Return the asks of the requests that have joined since the last call."""
+        asks = self._joining
+        self._joining = []
         return asks
 
-    def halted(self) -> bool:
-        """Between two steps: are there to be no more? Who joins has one before anybody who waits has the lane."""
-        return self.lane.interrupted() and not self._joining
+    def should_stop(self) -> bool:
+        """Should the launch end here? Called between two steps.
 
-    def tell(self, told: Sequence[RequestOutcome]) -> None:
-        self.report()
-        self.steps.put(told)
+        Requests that have just joined get one step before other work gets the lane.
+        """
+        return self.lane.serve_between_steps() and not self._joining
+
+    def report_outcomes(self, outcomes: Sequence[RequestOutcome]) -> None:
+        """Report the outcomes of a step to the event loop."""
+        self.before_report()
+        self.steps.put(outcomes)
 
 
 @define(eq=False)
 class InFlightRequests:
-    """On the event loop: of each request that a launch is under way for, its lane and who hears what comes of it.
-    abandoned: those of them that are given up; lanes look at it.
+    """The requests of all launches that are under way: for each its lane, and the callback for its outcomes.
+
+    Used on the event loop. abandoned: requests that are given up; lanes read it as well.
     """
 
     abandoned: set[RequestId] = field(init=False, factory=set[RequestId])
-    _flying: dict[RequestId, tuple[DeviceLane, DeliverOutcomes]] = field(init=False, factory=dict)
+    _launched: dict[RequestId, tuple[DeviceLane, DeliverOutcomes]] = field(init=False, factory=dict)
 
     def begin(
         self, launch: Launch, lane: DeviceLane, done: DeliverOutcomes, wake: Callable[..., object]
     ) -> tuple[OutcomeQueue, Callable[[BaseException], None]]:
-        """What the lane puts outcomes into, and what it tells of a failure."""
+        """Enter a launch. Return the queue for its outcomes, and what the lane calls if the launch raises."""
         requests = [ask.request for ask in launch.asks]
 
-        def told(steps: OutcomeQueue) -> None:
-            with suppress(RuntimeError):  # the event loop has closed, so nobody waits any more
-                wake(self._heard, steps)
+        def wake_reader(steps: OutcomeQueue) -> None:
+            with suppress(RuntimeError):  # the event loop has closed, and with it every caller
+                wake(self._deliver, steps)
 
         def failed(error: BaseException) -> None:
             with suppress(RuntimeError):
-                wake(self._failed, steps, error)
+                wake(self._fail, steps, error)
 
-        steps = OutcomeQueue(told, dict.fromkeys(requests))
-        self._flying |= dict.fromkeys(requests, (lane, done))
+        steps = OutcomeQueue(wake_reader, dict.fromkeys(requests))
+        self._launched |= dict.fromkeys(requests, (lane, done))
         return steps, failed
 
     def lane_of(self, request: RequestId) -> DeviceLane | None:
-        return self._flying[request][0] if request in self._flying else None
+        """Return the lane of the launch that the request is in; None if it is in none."""
+        return self._launched[request][0] if request in self._launched else None
 
     def abandon(self, request: RequestId) -> None:
-        if request in self._flying:
+        """Give the request up until its last outcome, if it is in a launch."""
+        if request in self._launched:
             self.abandoned.add(request)
 
-    def _heard(self, steps: OutcomeQueue) -> None:
+    def _deliver(self, steps: OutcomeQueue) -> None:
         found = dict[DeliverOutcomes, list[RequestOutcome]]()
         for request, outcome in steps.take():
-            found.setdefault(self._flying[request][1], []).append((request, outcome))
-            if not goes_on(outcome):
-                self._land(request)
-        for done, told in found.items():
-            done(told)
+            found.setdefault(self._launched[request][1], []).append((request, outcome))
+            if not has_more_to_come(outcome):
+                self._remove(request)
+        for done, outcomes in found.items():
+            done(outcomes)
 
-    def _failed(self, steps: OutcomeQueue, error: BaseException) -> None:
+    def _fail(self, steps: OutcomeQueue, error: BaseException) -> None:
         found = dict[DeliverOutcomes, list[RequestId]]()
         for request in steps.members:
-            found.setdefault(self._land(request), []).append(request)
+            found.setdefault(self._remove(request), []).append(request)
         for done, requests in found.items():
             done(LaunchFailed(tuple(requests), error))
 
-    def _land(self, request: RequestId) -> DeliverOutcomes:
+    def _remove(self, request: RequestId) -> DeliverOutcomes:
         self.abandoned.discard(request)
-        return self._flying.pop(request)[1]
+        return self._launched.pop(request)[1]
 
 
-def joined(steps: Iterable[Sequence[RequestOutcome]]) -> Iterator[RequestOutcome]:
-    """Of each, plain steps that follow each other as one, and of chunks the last; steps with proposals, and failures,
-    each say something of their own.
+def merge_steps(steps: Iterable[Sequence[RequestOutcome]]) -> Iterator[RequestOutcome]:
+    """Merge the outcomes of several steps, per request.
+
+    Plain steps that follow each other become one outcome, and of prefill chunks the last one stays. Steps with
+    proposals, and failures, stay as they are.
     """
     whole = dict[RequestId, Outcome]()
     for step in steps:
         met = [(whole[request], outcome) for request, outcome in step if request in whole]
-        if any(isinstance(other, DeviceFailed) or proposes(one) or proposes(other) for one, other in met):
+        if any(isinstance(other, DeviceFailed) or has_proposals(one) or has_proposals(other) for one, other in met):
             yield from whole.items()
             whole.clear()
         for request, outcome in step:
-            whole[request] = behind(whole[request], outcome) if request in whole else outcome
+            whole[request] = combine_outcomes(whole[request], outcome) if request in whole else outcome
     yield from whole.items()
 
 
-def proposes(outcome: Outcome) -> bool:
+def has_proposals(outcome: Outcome) -> bool:
+    """Was anything proposed in this step?"""
     return isinstance(outcome, Decoded) and outcome.proposed > 0
 
 
-def both(one: Decoded, other: Decoded) -> Decoded:
-    """Steps of a request, one behind the other; the time is that of a step."""
-    steps, proposed, accepted = one.steps + other.steps, one.proposed + other.proposed, one.accepted + other.accepted
+def add_decode_steps(one: Decoded, other: Decoded) -> Decoded:
+    """Return two outcomes of a request as one, `one` first. Its time is the mean of a step."""
+    steps = one.steps + other.steps
+    proposed = one.proposed + other.proposed
+    accepted = one.accepted + other.accepted
     ns = (one.ns * one.steps + other.ns * other.steps) // steps
     logprobs = one.logprobs + other.logprobs
     return Decoded(one.tokens + other.tokens, proposed, logprobs, ns, accepted, steps, other.more)
 
 
-def going_on(one: Decoded) -> Decoded:
-    """What is not its launch's last."""
+def with_more_to_come(one: Decoded) -> Decoded:
+    """Return the outcome marked as not the last one of its launch."""
     return Decoded(one.tokens, one.proposed, one.logprobs, one.ns, one.accepted, one.steps, more=True)
 
 
-def goes_on(outcome: Outcome) -> bool:
-    """Do more of them follow?"""
+def has_more_to_come(outcome: Outcome) -> bool:
+    """Do more outcomes of this launch follow for the request?"""
     return isinstance(outcome, Decoded | PrefillAdvanced) and outcome.more
 
 
-def behind(one: Outcome, other: Outcome) -> Outcome:
-    """The same of whatever came; a failure is all that is left to be told, and so is how far a prefill came."""
-    return both(one, other) if isinstance(one, Decoded) and isinstance(other, Decoded) else other
+def combine_outcomes(one: Outcome, other: Outcome) -> Outcome:
+    """Return two outcomes of a request as one. A failure, or how far a prefill came, replaces what was before it."""
+    return add_decode_steps(one, other) if isinstance(one, Decoded) and isinstance(other, Decoded) else other
 
 
-async def performed(submit: SubmitLaunch, launch: Launch) -> tuple[Outcome, ...]:
-    """Submit a launch, wait for what comes of all its steps, and return that. A cancelled caller waits all the same."""
-    finished, outcomes, errors = anyio.Event(), dict[RequestId, Outcome](), list[BaseException]()
+async def perform_launch(submit: SubmitLaunch, launch: Launch) -> tuple[Outcome, ...]:
+    """Submit a launch and return the combined outcome of each request. A cancelled caller waits for it as well."""
+    finished = anyio.Event()
+    outcomes = dict[RequestId, Outcome]()
+    errors = list[BaseException]()
 
-    def done(told: Sequence[RequestOutcome] | LaunchFailed) -> None:
-        if isinstance(told, LaunchFailed):
-            errors.append(told.error)
+    def collect(arrived: Sequence[RequestOutcome] | LaunchFailed) -> None:
+        if isinstance(arrived, LaunchFailed):
+            errors.append(arrived.error)
         else:
-            for request, outcome in told:
-                outcomes[request] = behind(outcomes[request], outcome) if request in outcomes else outcome
-        if errors or (len(outcomes) == len(launch.asks) and not any(map(goes_on, outcomes.values()))):
+            for request, outcome in arrived:
+                earlier = outcomes.get(request)
+                outcomes[request] = outcome if earlier is None else combine_outcomes(earlier, outcome)
+        if errors or (len(outcomes) == len(launch.asks) and not any(map(has_more_to_come, outcomes.values()))):
             finished.set()
 
-    submit(launch, done)
+    submit(launch, collect)
     with anyio.CancelScope(shield=True):
         await finished.wait()
     for error in errors:

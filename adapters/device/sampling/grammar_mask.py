@@ -1,7 +1,7 @@
-"""What a grammar lets follow, row by row: masks that are put on logits before a token is picked.
+"""Masks of the tokens that a grammar allows, which are put on logits before a token is picked.
 
-A row of a verifying step stands behind proposals that may yet be refused, so a mask is asked for by the path that leads
-to it. Whoever knows grammars answers; here is what the device needs of that.
+A row of a decode step may stand behind proposals that are not accepted yet. So a mask is asked for by the path of
+proposals that leads to the row. This is the interface that the device needs; `adapters.text` implements it.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ Mask: TypeAlias = TokenMask
 
 
 class Matching(Protocol):
-    """One answer's way through its grammar. Every call runs on the lane's thread."""
+    """The progress of one answer through its grammar. Every call runs on the lane."""
 
     def mask(self, path: Tokens) -> Mask | str:
-        """Which tokens may follow the answer so far and then `path`: at least one. A text: none, and why."""
+        """Return which tokens may follow the answer and then `path`, at least one; or a text that says why none may."""
         ...
 
-    def fitting(self, path: Tokens) -> int:
-        """How many tokens of `path` may follow the answer so far."""
+    def count_allowed(self, path: Tokens) -> int:
+        """Return how many tokens of `path` may follow the answer."""
         ...
 
     def append(self, tokens: Sequence[int]) -> None:
-        """These are part of the answer now; each was allowed."""
+        """Add tokens to the answer. Each of them was allowed."""
         ...
 
 
@@ -42,15 +42,15 @@ class Matching(Protocol):
 Match: TypeAlias = Callable[[Grammar], Matching]
 
 
-def no_grammars(_: Grammar) -> Matching:
-    """Where nobody knows any."""
+def refuse_grammars(_: Grammar) -> Matching:
+    """Refuse every grammar; used where no text model is loaded."""
     raise ValueError("nothing here reads grammars")
 
 
-def forbidden(masks: Sequence[Mask | None], vocab: int, device: torch.device) -> Tensor:
-    """True where a token may not follow: bool `[rows, V]`, all False for a row without a mask.
+def build_forbidden_mask(masks: Sequence[Mask | None], vocab: int, device: torch.device) -> Tensor:
+    """Return True where a token may not follow: bool `[rows, V]`, all False for a row without a mask.
 
-    A bit a token travels to the device, not a byte; ids that no mask tells of may not follow.
+    Tokens beyond the end of a mask may not follow. One bit per token travels to the device, not one byte.
     """
     packed = torch.zeros((len(masks), -(-vocab // 8)), dtype=torch.uint8, pin_memory=device.type == "cuda")
     for row, mask in zip(packed.numpy(), masks, strict=True):
@@ -63,4 +63,5 @@ def forbidden(masks: Sequence[Mask | None], vocab: int, device: torch.device) ->
 
 @cache
 def bits_on(device: torch.device) -> Tensor:
+    """Return the value of each bit of a byte, on the device."""
     return torch.tensor(EIGHT, dtype=torch.uint8, device=device)

@@ -1,9 +1,9 @@
 """Picks tokens from logits, exactly and reproducibly.
 
-The order is logit bias, repetition penalty, presence and frequency penalties, what the grammar forbids, temperature,
-top-k, top-p, min-p, then the largest of logit + Gumbel noise (`noise.py`). Greedy is the largest logit, the lowest
-token id winning ties. A pick depends on its own row only, and is the same on every device: whatever is compared or
-summed has one right answer.
+The order is: logit bias, repetition penalty, presence and frequency penalties, the grammar's mask, temperature, top-k,
+top-p, min-p, then the largest of logit + Gumbel noise (`noise.py`). Greedy picks the largest logit, and the lowest
+token id of equal ones. A pick depends on its own row only, and is the same on every device, because every comparison
+and every sum has one right answer.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from adapters.device.sampling.grammar_mask import Mask, Matching, forbidden
-from adapters.device.sampling.side_stream import aside
+from adapters.device.sampling.grammar_mask import Mask, Matching, build_forbidden_mask
+from adapters.device.sampling.side_stream import side_stream
 from adapters.models.kernels.factory import build_sampling
 from adapters.models.kernels.sampling_interface import build_penalties
 from effects.decode import Logprob
@@ -27,14 +27,14 @@ from effects.job import Sampling
 
 
 class Sampler:
-    """How one request's tokens are picked, and what its penalties have seen so far. Made anew for every request.
+    """The settings by which one request's tokens are picked, and what its penalties have seen so far.
 
-    prompt: every token before the answer, restored ones included. vocab: V. matching: what its grammar lets follow, if
-    it has one. Raises ValueError for a bias on a token that the model does not have.
+    prompt: every token before the answer, restored ones included. vocab: V. matching: the progress through its grammar,
+    if it has one. Raises ValueError for a bias on a token that the model does not have.
 
-    plain: the model's logits are used as they are, but for a grammar's mask. cheap: one more of its rows is hardly
-    noticed beside another. native: what picks in one call of the compiled library, where that serves. guessing: how a
-    draft guesses what is picked, by its share of the noise.
+    plain: the model's logits are used as they are, except for a grammar's mask. cheap: picking one more row costs
+    hardly anything. native: picks in one call of the compiled library, if that serves. draft_samplings: the settings
+    with which a draft guesses the picks, by its share of the noise.
     """
 
     def __init__(
@@ -45,27 +45,28 @@ class Sampler:
         device: torch.device | str = "cpu",
         matching: Matching | None = None,
     ) -> None:
-        self.sampling, self.matching = sampling, matching
+        self.sampling = sampling
+        self.matching = matching
         self._device = torch.device(device)
         kernels = build_sampling(self._device)
         self.penalties = build_penalties(kernels, sampling, prompt, vocab)
         self.plain = self.penalties is None
         self.cheap = self.plain and matching is None and sampling.logprobs < 0
         self.native = kernels.open_picker()
-        self.guessing: dict[float, Sampling] = {}
+        self.draft_samplings: dict[float, Sampling] = {}
 
     @property
     def device(self) -> torch.device:
-        """Of the logits that it is used on."""
+        """The device of the logits that it is used on."""
         return self._device
 
     @property
-    def forgetful(self) -> bool:
-        """Does what is picked next not depend on what was picked before, but by the model?"""
+    def picks_independently(self) -> bool:
+        """Do earlier picks influence later ones through the model only? Grammars and penalties do otherwise."""
         return self.matching is None and (self.penalties is None or not self.penalties.remembers)
 
     def append(self, tokens: Sequence[int]) -> None:
-        """These are part of the answer now."""
+        """Add tokens to the answer."""
         if self.penalties is not None:
             self.penalties.append(tokens)
         if self.matching is not None:
@@ -74,9 +75,9 @@ class Sampler:
 
 @frozen(eq=False)
 class Draw:
-    """Whose the row of logits is, the position of the token that is picked from it, and what it presumes.
+    """A row of logits to pick from: the sampler of its request, and the position of the token that is picked.
 
-    drafted: the proposals that this row's prefix ends with, beyond what the sampler knows.
+    drafted: the proposals at the end of the row's prefix, which the sampler does not know as part of the answer.
     """
 
     sampler: Sampler
@@ -86,6 +87,8 @@ class Draw:
 
 @frozen
 class Pick:
+    """A token that was picked."""
+
     token: int
     logprob: Logprob | None = None  # when the request asked for them
 
@@ -98,6 +101,7 @@ class NotFinite:
 
     @classmethod
     def at(cls, position: int) -> NotFinite:
+        """Return the failure for the token at this position."""
         return cls(f"the logits for position {position} are not finite")
 
 
@@ -110,12 +114,14 @@ class DeadEnd:
 
 Picked: TypeAlias = Pick | NotFinite | DeadEnd
 
-TOGETHER = 4  # rows that a host picks from at once where their tokens may be asked for, one after the other
+TOGETHER = 4  # rows that a host picks from at once, where their tokens may be asked for one after the other
 
 
-def picker(logits: Tensor, rows: Sequence[Draw], *, every: bool) -> Callable[[int], Picked]:
-    """What is picked at a row. every: all of them will be asked for. Otherwise a host picks where somebody asks, and at
-    a few rows behind it where that is cheap; a GPU picks at all of them at once.
+def make_picker(logits: Tensor, rows: Sequence[Draw], *, every: bool) -> Callable[[int], Picked]:
+    """Return a function that returns the pick of a row. every: all rows will be asked for.
+
+    Otherwise a host picks when a row is asked for, and also at a few rows behind it if that is cheap. A GPU picks at
+    all rows at once.
     """
     if every or logits.is_cuda:
         return pick(logits, rows).__getitem__
@@ -123,7 +129,8 @@ def picker(logits: Tensor, rows: Sequence[Draw], *, every: bool) -> Callable[[in
 
     def picked(row: int) -> Picked:
         if row not in found:
-            stop, most = row + 1, min(row + TOGETHER, len(rows)) if rows[row].sampler.cheap else 0
+            stop = row + 1
+            most = min(row + TOGETHER, len(rows)) if rows[row].sampler.cheap else 0
             while stop < most and rows[stop].sampler.cheap:
                 stop += 1
             found.update(enumerate(pick(logits[row:] if row else logits, rows[row:stop]), row))
@@ -134,9 +141,10 @@ def picker(logits: Tensor, rows: Sequence[Draw], *, every: bool) -> Callable[[in
 
 @define(eq=False)
 class Picking:
-    """Tokens that a device has picked, or is about to: int64 `[R]`, there. What is told of them comes in one transfer.
+    """Picks that were launched: the tokens are on the device, int64 `[R]`, and the host gets all results in one copy.
 
-    ends: of rows where a grammar lets nothing follow, why. most: alternatives that were looked for, in rows `wanted`.
+    ends: for rows where the grammar allows no token, why. wanted: rows whose log-probabilities are asked for, with
+    `most` alternatives.
     """
 
     rows: Sequence[Draw]
@@ -148,15 +156,15 @@ class Picking:
     _arrived: torch.cuda.Event | None = field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
-        """The host does not wait for what is on its way; nor does the device, which goes on beside it."""
+        """Start the copy to the host on a stream of its own. Neither the host nor the device waits for it."""
         if self._told.is_cuda:
-            with aside(self._told) as stream:
+            with side_stream(self._told) as stream:
                 there = torch.empty(self._told.shape, dtype=self._told.dtype, pin_memory=True)
                 self._told = there.copy_(self._told, non_blocking=True)
                 self._arrived = stream.record_event()
 
     def read(self) -> list[Picked]:
-        """Waits for the device."""
+        """Return the picks. Waits for the device."""
         if self._arrived is not None:
             self._arrived.synchronize()
         values, width, wanted = self._told.tolist(), 2 + 2 * self.most, set(self.wanted)
@@ -173,36 +181,37 @@ class Picking:
 
 
 def pick(logits: Tensor, rows: Sequence[Draw]) -> list[Picked]:
-    """One token a row; waits for the device once, whatever is asked for. On a host the compiled library picks, where
-    there is one, to the bit what `picking` does.
+    """Pick one token per row, and wait for the device once.
+
+    On a host the compiled library picks, if there is one, with the same bits as `start_picking`.
     """
     native = None if logits.is_cuda else rows[0].sampler.native
     if native is None:
-        return picking(logits, rows).read()
+        return start_picking(logits, rows).read()
     raw = logits if logits.shape[0] == len(rows) else logits[: len(rows)]
     masks, ends = _masks(rows)
     wanted = [(row.sampler.sampling, row.position, mask) for row, mask in zip(rows, masks, strict=True)]
-    found = native.pick(raw, adjusted(raw, rows), wanted)
+    found = native.pick(raw, adjust_logits(raw, rows), wanted)
     return [
         _read(row, picked, told, ends.get(index))
         for index, (row, (picked, told)) in enumerate(zip(rows, found, strict=True))
     ]
 
 
-def picking(logits: Tensor, rows: Sequence[Draw]) -> Picking:
-    """One token a row. logits: float32 `[at least len(rows), V]`; the host waits for nothing.
+def start_picking(logits: Tensor, rows: Sequence[Draw]) -> Picking:
+    """Launch the pick of one token per row. logits: float32 `[at least len(rows), V]`. The host does not wait.
 
-    Log-probabilities are natural, of the model's own distribution: before bias, penalties and temperature; among what
-    a grammar lets follow, where there is one.
+    Log-probabilities are natural, of the model's own distribution: before bias, penalties and temperature, and among
+    the tokens that a grammar allows, if there is one.
     """
     raw = logits[: len(rows)]
-    used = adjusted(raw, rows)
+    used = adjust_logits(raw, rows)
     masks, ends = _masks(rows)
     kernels = build_sampling(raw.device)
     tokens, found = kernels.find_extremes(used)
     told, out = found, None
     if any(mask is not None for mask in masks):
-        out = forbidden(masks, raw.shape[-1], raw.device)
+        out = build_forbidden_mask(masks, raw.shape[-1], raw.device)
         used = used.masked_fill(out, -math.inf)
         tokens, told = kernels.find_extremes(used)
         found[:, 0] = told[:, 0]
@@ -217,7 +226,7 @@ def picking(logits: Tensor, rows: Sequence[Draw]) -> Picking:
 
 
 def _masks(rows: Sequence[Draw]) -> tuple[list[Mask | None], dict[int, str]]:
-    """What each row's grammar lets follow, if it has one; and why nothing may, where that is so."""
+    """Return the mask of each row's grammar, if it has one; and for rows where it allows no token, why."""
     masks: list[Mask | None] = []
     ends: dict[int, str] = {}
     for index, row in enumerate(rows):
@@ -229,8 +238,8 @@ def _masks(rows: Sequence[Draw]) -> tuple[list[Mask | None], dict[int, str]]:
     return masks, ends
 
 
-def adjusted(logits: Tensor, rows: Sequence[Draw]) -> Tensor:
-    """With bias and penalties where a row's request has any; otherwise `logits` itself. float32 `[R, V]`."""
+def adjust_logits(logits: Tensor, rows: Sequence[Draw]) -> Tensor:
+    """Return the logits with bias and penalties, float32 `[R, V]`; `logits` itself if no request has any."""
     if all(row.sampler.plain for row in rows):
         return logits
     changes = [(row.sampler.penalties, row.drafted) for row in rows]
@@ -238,8 +247,9 @@ def adjusted(logits: Tensor, rows: Sequence[Draw]) -> Tensor:
 
 
 def draw_some(tokens: Tensor, found: Tensor, used: Tensor, told: Tensor, rows: Sequence[Draw]) -> None:
-    """Of rows with a temperature, tokens int64 `[R]` and the first column of `found` become those that are drawn from
-    adjusted logits. told: the extremes of these. The host does not wait.
+    """Replace the picks of rows with a temperature by drawn ones: in `tokens`, int64 `[R]`, and in column 0 of `found`.
+
+    used: adjusted logits. told: the extremes of these. The host does not wait.
     """
     at = [index for index, row in enumerate(rows) if row.sampler.sampling.temperature > 0]
     if not at:
@@ -250,7 +260,7 @@ def draw_some(tokens: Tensor, found: Tensor, used: Tensor, told: Tensor, rows: S
 
 
 def logprobs_of(logits: Tensor, tokens: Sequence[int], most: int) -> list[Logprob]:
-    """Of these tokens, one a row, with the `most` likeliest beside each; as those of picked ones are."""
+    """Return the log-probability of one given token per row, with the `most` likeliest tokens of that row."""
     given = torch.tensor(tokens, device=logits.device)
     kernels = build_sampling(logits.device)
     told = kernels.weigh_tokens(logits, range(len(tokens)), given, min(most, logits.shape[-1])).tolist()
@@ -258,7 +268,10 @@ def logprobs_of(logits: Tensor, tokens: Sequence[int], most: int) -> list[Logpro
 
 
 def _logprob(told: list[float]) -> Logprob:
-    """What `SamplingKernels.weigh_tokens` found of a row. The logarithm is this processor's on every device."""
+    """Return the log-probabilities of a row, of which `SamplingKernels.weigh_tokens` found `told`.
+
+    Only the host takes the logarithm, so it has the same bits for every device.
+    """
     most = len(told) // 2 - 1
     ids, theirs, total = told[1 : 1 + most], told[1 + most : -1], told[-1]
     log = math.log(total) if total > 0 else math.nan  # of a row that is not finite
@@ -268,8 +281,9 @@ def _logprob(told: list[float]) -> Logprob:
 
 
 def _read(row: Draw, picked: list[float], told: list[float], end: str | None) -> Picked:
-    """picked: token, lowest and highest logit. told: what `SamplingKernels.weigh_tokens` found, if it was asked.
-    end: why the grammar lets nothing follow.
+    """Return the pick of a row. picked: token, lowest and highest logit.
+
+    told: what `SamplingKernels.weigh_tokens` found, if asked. end: why the grammar allows no token, if so.
     """
     token, lowest, highest = picked
     if not (math.isfinite(lowest) and math.isfinite(highest)):

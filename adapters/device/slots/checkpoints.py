@@ -1,7 +1,8 @@
-"""Where slots of a model with positional state go on from, and what is kept of it: in places of the device, and beyond.
+"""Checkpoints of positional state: kept in places of the device or beyond it, and restored when a slot is opened.
 
-Places are numbered and their contents are known by the core; what is remembered here refuses a place that does not have
-what it is said to.
+A recurrent layer has one state per slot, behind all tokens so far, which cannot be taken back to an earlier token. So
+the engine's core chooses where a copy of the state is kept. Places are numbered, and the core knows their contents.
+What is remembered here is a check: a place that does not hold what the core says is refused.
 """
 
 from __future__ import annotations
@@ -17,25 +18,30 @@ from effects.decode import RunDecode
 from effects.ids import PlaceId, RequestId, SlotId
 from effects.prefill import OpenSlot, RunPrefill
 
-# Keeps what a slot has behind so many rows beyond the device; on the lane. Where it cannot, it says so in the log.
+# Keeps the state behind so many rows of a slot beyond the device. Called on the lane. Failures go to the log.
 KeepState: TypeAlias = Callable[[RequestId, SlotId, int], object]
 
 
 @define(eq=False)
-class Checkpoints:
-    """On the lane."""
+class StateCheckpoints:
+    """Keeps and restores states of the shard. Used on the lane.
+
+    keep_beyond_device: None if no store keeps states.
+    """
 
     shard: Shard
-    beyond: KeepState | None = None
-    _places: dict[PlaceId, list[int]] = field(factory=dict[PlaceId, "list[int]"])  # the tokens that each stands for
+    keep_beyond_device: KeepState | None = None
+    _places: dict[PlaceId, list[int]] = field(factory=dict[PlaceId, "list[int]"])  # the tokens in front of each state
 
-    def standing(self, rows: int) -> int:
-        """Where a slot has its state that has settled so many rows."""
+    def latest_kept_row(self, rows: int) -> int:
+        """Return the row behind which a slot with so many settled rows has its state."""
         return rows - rows % self.shard.state_block
 
-    def open(self, origin: SlotState | None, effect: OpenSlot) -> None:
-        """Bring the state to where the slot shall go on from; the rows are there. Raises ValueError."""
-        source, at, place = effect.source, effect.state, effect.place
+    def restore_state(self, origin: SlotState | None, effect: OpenSlot) -> None:
+        """Give the slot the state that it goes on from. Its rows are there already. Raises ValueError."""
+        source = effect.source
+        at = effect.state
+        place = effect.place
         if not 0 <= at <= effect.keep:
             raise ValueError(f"a state behind {at} rows, of which {effect.keep} are kept")
         if place is not None:
@@ -44,25 +50,25 @@ class Checkpoints:
             self.shard.load_state(place, effect.slot)
         elif at:
             rows = 0 if origin is None else origin.valid
-            if not self.standing(rows) <= at <= rows:
+            if not self.latest_kept_row(rows) <= at <= rows:
                 raise ValueError(f"slot {source}, with {rows} rows, has no state to go on from at {at}")
             if source != effect.slot:
                 self.shard.copy_state(source, effect.slot)
 
-    def computed(self, request: RequestId, effect: RunPrefill, state: SlotState) -> None:
-        """A chunk that stops where the state is kept."""
+    def keep_after_chunk(self, request: RequestId, effect: RunPrefill, state: SlotState) -> None:
+        """Keep the state behind a prefill chunk, where the effect asks for it."""
         if effect.place is not None:
             self._places[effect.place] = state.tokens[: effect.stop]
             self.shard.keep_state(effect.slot, effect.place)
-        if effect.checkpoint and self.beyond is not None:
-            self.beyond(request, effect.slot, effect.stop)
+        if effect.checkpoint and self.keep_beyond_device is not None:
+            self.keep_beyond_device(request, effect.slot, effect.stop)
 
-    def held(self, request: RequestId, effect: RunPrefill) -> None:
-        """Keep the state that a prefill goes on from, before its first row overwrites it."""
-        if effect.held and self.beyond is not None:
-            self.beyond(request, effect.slot, effect.start)
+    def keep_before_prefill(self, request: RequestId, effect: RunPrefill) -> None:
+        """Keep the state that a prefill goes on from, before its first row overwrites it, if the effect says so."""
+        if effect.held and self.keep_beyond_device is not None:
+            self.keep_beyond_device(request, effect.slot, effect.start)
 
-    def passed(self, request: RequestId, effect: RunDecode) -> None:
-        """A decode step that goes on behind where the state is kept."""
-        if effect.checkpoint and self.beyond is not None:
-            self.beyond(request, effect.slot, self.standing(effect.position))
+    def keep_before_step(self, request: RequestId, effect: RunDecode) -> None:
+        """Keep the state beyond the device before a decode step, where the effect asks for it."""
+        if effect.checkpoint and self.keep_beyond_device is not None:
+            self.keep_beyond_device(request, effect.slot, self.latest_kept_row(effect.position))

@@ -9,17 +9,18 @@ so.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 import torch
 from attrs import define, field
 from torch import Tensor
 
+from adapters.device.slots.slot_table import SlotTable
 from adapters.device.slots.slots import SlotState
 from adapters.models.decoder.shard import NamedTensors, Shard
 from effects.all import EffectRequest
 from effects.decode import RunDecode
-from effects.ids import DeviceFailed, SlotId
+from effects.ids import SlotId
 from effects.ports import RowsLost
 from effects.prefill import OpenSlot, RunPrefill
 
@@ -42,9 +43,9 @@ class RowWatch:
         self._on = on
         self._sums.clear()
 
-    def opening(self, effect: OpenSlot, origin: object) -> None:
+    def opening(self, effect: OpenSlot, origin: SlotState | None) -> None:
         """Compare what a slot is about to be opened with, where it is now. Raises RowsLost."""
-        if self._on and effect.keep and isinstance(origin, SlotState):
+        if self._on and effect.keep and origin is not None:
             self._learn(effect.source, origin.valid)
             self._compare(
                 effect.source, 0, min(effect.keep, len(self._sums[effect.source])), (effect.source, effect.slot)
@@ -58,7 +59,7 @@ class RowWatch:
             self._sums[effect.slot] = known[: effect.keep].clone()
             self._compare(effect.slot, 0, len(self._sums[effect.slot]), (effect.slot,))
 
-    def before(self, slots: Mapping[int, SlotState | DeviceFailed], asks: Iterable[EffectRequest]) -> None:
+    def before(self, slots: SlotTable, asks: Iterable[EffectRequest]) -> None:
         """Compare a window of the rows of all that are launched together. Raises RowsLost, of all of them."""
         found = dict(self._watched(slots, asks))
         for slot, state in found.items():
@@ -68,20 +69,18 @@ class RowWatch:
             self._compare(slot, start, stop, found)
             self._next[slot] = stop if stop < len(self._sums[slot]) else 0
 
-    def behind(self, slots: Mapping[int, SlotState | DeviceFailed], asks: Iterable[EffectRequest]) -> None:
+    def behind(self, slots: SlotTable, asks: Iterable[EffectRequest]) -> None:
         """Take in the rows that have become valid."""
         for slot, state in self._watched(slots, asks):
             self._learn(slot, state.valid)
 
-    def _watched(
-        self, slots: Mapping[int, SlotState | DeviceFailed], asks: Iterable[EffectRequest]
-    ) -> Iterator[tuple[int, SlotState]]:
+    def _watched(self, slots: SlotTable, asks: Iterable[EffectRequest]) -> Iterator[tuple[int, SlotState]]:
         for ask in asks if self._on else ():
             effect = ask.effect
             if not isinstance(effect, RunPrefill | RunDecode):
                 continue
-            state = slots.get(effect.slot)
-            if isinstance(state, SlotState) and state.request == ask.request:
+            state = slots.find_state(effect.slot)
+            if state is not None and state.request == ask.request:
                 yield effect.slot, state
 
     def _learn(self, slot: int, valid: int) -> None:

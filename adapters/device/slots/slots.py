@@ -1,4 +1,4 @@
-"""What a slot serves: the tokens that its rows stand for, how many rows are valid, and how the next token is picked."""
+"""The state of a slot: the tokens that its rows stand for, its valid rows, and how the next token is picked."""
 
 from __future__ import annotations
 
@@ -18,15 +18,21 @@ from effects.prefill import OpenSlot
 
 @define(eq=False)
 class SlotState:
-    """Made anew by every OpenSlot, so nothing of an earlier request can stay behind.
+    """The state of a slot. Every OpenSlot makes a new one, so nothing of an earlier request stays behind.
 
-    tokens: the prompt, then the answer. valid: rows `[0, valid)` are those of `tokens[:valid]`; rows past it are
-    garbage, but for those that were loaded, and taking rows back is lowering it. loaded: rows that came from a store,
-    perhaps while those before them are still computed. stops: a decode step keeps nothing past the first of these.
-    context: the rows that a draft has its own for, ascending, none touching the next. ahead: of a model with positional
-    state, which is the one behind row `valid`, rows after it that are there too. salt: of whom its rows are. refusal:
-    why nothing is done here for the request; its rows are there. Read and changed on lanes only: on one of them at a
-    time, but that rows may be loaded on one while those in front of them are computed on another.
+    Read and changed on lanes, and on one lane at a time. The exception: rows may be loaded on one lane while those
+    before them are computed on another, so `loaded` and `valid` are changed together under a lock.
+
+    tokens: the prompt, then the answer.
+    valid: rows `[0, valid)` are those of `tokens[:valid]`. Rows past it are garbage, except those that were loaded.
+        Rows are taken back by lowering it.
+    loaded: a span of rows that came from a store, possibly while rows before them are still computed.
+    stops: tokens that end the answer; a decode step keeps nothing past the first of them.
+    context: the spans of rows that a draft has its own rows for, ascending, none touching the next.
+    rows_ahead: for a model with positional state. Its state is the one behind row `valid`, and so many rows after that
+        are there as well.
+    salt: whose rows these are; requests of another salt do not share them.
+    refusal: why nothing is done in this slot for the request, although its rows are there.
     """
 
     request: RequestId
@@ -36,42 +42,43 @@ class SlotState:
     loaded: Span = (0, 0)
     stops: frozenset[int] = frozenset()
     context: tuple[Span, ...] = ()
-    ahead: int = 0
+    rows_ahead: int = 0
     salt: str = ""
     refusal: DeviceFailed | None = None
-    _alone: Lock = field(init=False, factory=Lock)
+    _lock: Lock = field(init=False, factory=Lock)
 
     @property
-    def drafted(self) -> Span:
-        """The draft's context: its rows right before `valid`, without a gap; empty if the last one is missing."""
+    def draft_rows(self) -> Span:
+        """The draft's rows right before `valid`, without a gap. The span is empty if the last row is missing."""
         for start, stop in self.context:
             if start < self.valid <= stop:
                 return start, self.valid
         return self.valid, self.valid
 
-    def draft(self, start: int, stop: int) -> None:
-        """The draft has rows `[start, stop)` now."""
-        self.context = joined(self.context, start, stop)
+    def add_draft_rows(self, start: int, stop: int) -> None:
+        """Note that the draft has rows `[start, stop)` now."""
+        self.context = add_span(self.context, start, stop)
 
     def holds(self, tokens: Sequence[int]) -> bool:
-        """Do the first rows stand for exactly these?"""
+        """Do the first rows stand for exactly these tokens?"""
         count = len(tokens)
-        return self.valid + self.ahead >= count and self.tokens[:count] == list(tokens)
+        return self.valid + self.rows_ahead >= count and self.tokens[:count] == list(tokens)
 
-    def load(self, start: int, stop: int) -> None:
-        """Rows `[start, stop)` are in place: they count as soon as all rows before them do."""
-        with self._alone:
+    def add_loaded_rows(self, start: int, stop: int) -> None:
+        """Note that rows `[start, stop)` came from a store. They are valid as soon as all rows before them are."""
+        with self._lock:
             first, last = self.loaded
             self.loaded = (first, stop) if first < last == start else (start, stop)
             self._advance(self.valid)
 
     def resume(self, stop: int) -> None:
-        """Rows up to there are in place, and now so is the positional state behind them."""
-        self.valid, self.ahead = stop, max(0, self.valid + self.ahead - stop)
+        """Note that the positional state behind row `stop` is in place. The rows before it were there already."""
+        self.rows_ahead = max(0, self.valid + self.rows_ahead - stop)
+        self.valid = stop
 
     def advance(self, valid: int) -> None:
-        """Rows up to `valid` are computed; loaded ones that follow count too."""
-        with self._alone:
+        """Note that rows up to `valid` are computed. Loaded rows that follow them become valid as well."""
+        with self._lock:
             self._advance(valid)
 
     def _advance(self, valid: int) -> None:
@@ -79,44 +86,56 @@ class SlotState:
         self.valid = stop if start <= valid < stop else valid
 
     def commit(self, picked: Tokens) -> None:
-        """A decode step fed the last token and kept `picked`: all of them but the last have rows now, as has what was
-        fed."""
-        self.valid, self.ahead = self.valid + len(picked), 0
+        """Append the tokens that a decode step kept.
+
+        The token that was fed has a row now, and so has each of `picked` except the last, which the next step feeds.
+        """
+        self.valid += len(picked)
+        self.rows_ahead = 0
         self.tokens += picked
         self.sampler.append(picked)
 
 
-def begun(request: RequestId, opening: OpenSlot, sampler: Callable[[Sampling, Tokens], Sampler]) -> SlotState:
-    """A slot that is opened. Where the request's tokens cannot be picked, that is its own failure and not the slot's:
-    others count on the rows that it is opened with, also if this request has left before it hears of it.
+def begin_slot(request: RequestId, opening: OpenSlot, sampler: Callable[[Sampling, Tokens], Sampler]) -> SlotState:
+    """Return the state of a slot that is opened. sampler: makes the sampler of the request.
+
+    If no sampler can be made, that is the request's own failure (`refusal`) and not the slot's. Other requests count on
+    the rows that the slot is opened with, even if this request has left before it hears of the failure.
     """
-    prompt, refusal = opening.prompt, None
+    prompt = opening.prompt
+    refusal = None
     try:
         picks = sampler(opening.sampling, prompt)
-    except Exception as error:  # noqa: BLE001 - the request is told
-        picks, refusal = sampler(Sampling(), prompt), unopened(opening, error)
+    except Exception as error:  # noqa: BLE001 - the request gets it
+        picks = sampler(Sampling(), prompt)
+        refusal = opening_failure(opening, error)
     stops = frozenset(opening.stop_tokens)
     return SlotState(request, list(prompt), opening.keep, picks, stops=stops, salt=opening.salt, refusal=refusal)
 
 
-def unopened(opening: OpenSlot, error: BaseException) -> DeviceFailed:
+def opening_failure(opening: OpenSlot, error: BaseException) -> DeviceFailed:
+    """Return the failure of everything that is asked of a slot that could not be opened."""
     return DeviceFailed("broken", f"slot {opening.slot} could not be opened: {error}")
 
 
-def abandoned(request: RequestId) -> DeviceFailed:
+def abandoned_failure(request: RequestId) -> DeviceFailed:
+    """Return the outcome of work that did not start because its request was given up."""
     return DeviceFailed("abandoned", f"request {request} was abandoned before this started")
 
 
-def lost_with(error: BaseException | None, slot: SlotId) -> tuple[SlotId, ...]:
-    """The slots whose rows are not there where opening one of them raised this."""
+def slots_lost_by(error: BaseException | None, slot: SlotId) -> tuple[SlotId, ...]:
+    """Return the slots whose rows are not there, if opening `slot` raised this error."""
     if error is None:
         return ()
     return error.slots if isinstance(error, RowsLost) else (slot,)
 
 
-def check(opening: OpenSlot, shard: Shard) -> None:
-    """Raises ValueError for what cannot be opened, whatever the slots hold."""
-    slot, source, keep, prompt = opening.slot, opening.source, opening.keep, opening.prompt
+def check_opening(opening: OpenSlot, shard: Shard) -> None:
+    """Raise ValueError for an opening that is impossible whatever the slots hold."""
+    slot = opening.slot
+    source = opening.source
+    keep = opening.keep
+    prompt = opening.prompt
     if not (0 <= slot < shard.slots and 0 <= source < shard.slots):
         raise ValueError(f"slots {slot} and {source} are not both in 0..{shard.slots - 1}")
     if not 0 < len(prompt) <= shard.capacity:
@@ -127,9 +146,11 @@ def check(opening: OpenSlot, shard: Shard) -> None:
         raise ValueError(f"the prompt has tokens that are not in 0..{shard.vocab_size - 1}")
 
 
-def unfit(state: SlotState, effect: RunDecode, capacity: int) -> DeviceFailed | None:
-    """Why this cannot be the slot's next decode step. capacity: rows of a slot."""
-    position, token, tokens = effect.position, effect.token, state.tokens
+def find_decode_misfit(state: SlotState, effect: RunDecode, capacity: int) -> DeviceFailed | None:
+    """Return why this cannot be the slot's next decode step; None if it can. capacity: rows of a slot."""
+    position = effect.position
+    token = effect.token
+    tokens = state.tokens
     if position != state.valid or position + 1 != len(tokens) or token != tokens[-1]:
         here = f"slot {effect.slot} has {state.valid} rows for {len(tokens)} tokens, the last {tokens[-1]}"
         return DeviceFailed("broken", f"{here}; a decode step cannot feed {token} at {position}")
@@ -138,8 +159,8 @@ def unfit(state: SlotState, effect: RunDecode, capacity: int) -> DeviceFailed | 
     return None
 
 
-def joined(spans: tuple[Span, ...], start: int, stop: int) -> tuple[Span, ...]:
-    """The union of disjoint ascending spans and one more."""
+def add_span(spans: tuple[Span, ...], start: int, stop: int) -> tuple[Span, ...]:
+    """Return the union of disjoint ascending spans and `[start, stop)`, in the same form."""
     if start >= stop:
         return spans
     before: list[Span] = []
@@ -150,10 +171,11 @@ def joined(spans: tuple[Span, ...], start: int, stop: int) -> tuple[Span, ...]:
         elif span[0] > stop:
             after.append(span)
         else:
-            start, stop = min(start, span[0]), max(stop, span[1])
+            start = min(start, span[0])
+            stop = max(stop, span[1])
     return (*before, (start, stop), *after)
 
 
-def clipped(spans: tuple[Span, ...], stop: int) -> tuple[Span, ...]:
-    """What of the spans lies before `stop`."""
+def clip_spans(spans: tuple[Span, ...], stop: int) -> tuple[Span, ...]:
+    """Return the parts of the spans that lie before `stop`."""
     return tuple((first, min(last, stop)) for first, last in spans if first < stop)

@@ -1,4 +1,4 @@
-"""How far a target agrees with what was proposed: what each member of a batched decode step keeps of it."""
+"""The acceptance of proposals: what each member of a batched decode step keeps of them."""
 
 from __future__ import annotations
 
@@ -14,24 +14,28 @@ from effects.ids import DeviceFailed, FailureKind, Tokens
 
 
 @frozen(eq=False)
-class Member:
-    """One request's part in a batched decode step: its last token and what may follow."""
+class StepMember:
+    """One request's part in a batched decode step: its last token and the proposals behind it."""
 
-    index: int  # in the launch
+    index: int  # of its ask in the launch
     slot: int
     state: SlotState
     tree: Tree
 
     @property
     def rows(self) -> list[Draw]:
-        """Each picks the token after one that is fed, presuming the proposals up to there."""
-        first, sampler = self.state.valid + 1, self.state.sampler
+        """The draws of its rows: each picks the token after one that is fed, given the proposals that lead there."""
+        first = self.state.valid + 1
+        sampler = self.state.sampler
         return [Draw(sampler, first + len(path), path) for path in self.tree.paths()]
 
 
 @frozen
-class Agreed:
-    """What a member's decode step comes to. path: the nodes that stay, from 0 on. logprobs: as `Decoded` has them."""
+class Acceptance:
+    """The part of a decode step that a member keeps.
+
+    path: the nodes that stay, from 0 on. logprobs: as in `Decoded`.
+    """
 
     path: tuple[int, ...]
     tokens: Tokens
@@ -39,11 +43,14 @@ class Agreed:
     accepted: int  # how many of the tokens were proposed
 
 
-def agree(member: Member, picked_at: Callable[[int], Picked], first: int) -> Agreed | DeviceFailed:
-    """Down the tree along what the target picks: the proposals that it picked too, and its first pick that differs or
-    goes beyond them. Nothing is kept past a token that ends the answer. first: the step's row of node 0.
+def accept_proposals(member: StepMember, picked_at: Callable[[int], Picked], first: int) -> Acceptance | DeviceFailed:
+    """Walk down the tree along what the target picks.
+
+    The proposals that it picked as well are kept, and its first pick that differs or goes beyond them. Nothing is kept
+    past a token that ends the answer. first: the row of node 0 in the step.
     """
-    node, path = 0, [0]
+    node = 0
+    path = [0]
     tokens: list[int] = []
     logprobs: list[Logprob] = []
     while True:
@@ -52,18 +59,19 @@ def agree(member: Member, picked_at: Callable[[int], Picked], first: int) -> Agr
             if not tokens:
                 kind: FailureKind = "dead_end" if isinstance(picked, DeadEnd) else "broken"
                 return DeviceFailed(kind, f"slot {member.slot}: {picked.detail}")
-            return Agreed(tuple(path[:-1]), tuple(tokens), tuple(logprobs), len(tokens))
+            return Acceptance(tuple(path[:-1]), tuple(tokens), tuple(logprobs), len(tokens))
         tokens.append(picked.token)
         if picked.logprob is not None:
             logprobs.append(picked.logprob)
-        child = member.tree.child(node, picked.token)
+        child = member.tree.find_child(node, picked.token)
         if child is None or picked.token in member.state.stops:
-            return Agreed(tuple(path), tuple(tokens), tuple(logprobs), len(tokens) - (child is None))
-        path.append(node := child)
+            return Acceptance(tuple(path), tuple(tokens), tuple(logprobs), len(tokens) - (child is None))
+        node = child
+        path.append(node)
 
 
-def decoded(member: Member, agreed: Agreed | DeviceFailed, ns: int) -> Decoded | DeviceFailed:
-    """The outcome of what has been committed."""
+def decode_outcome(member: StepMember, agreed: Acceptance | DeviceFailed, ns: int) -> Decoded | DeviceFailed:
+    """Return the outcome of what has been committed. ns: the time of the step."""
     if isinstance(agreed, DeviceFailed):
         return agreed
     return Decoded(agreed.tokens, member.tree.size, agreed.logprobs, ns, agreed.accepted)

@@ -1,8 +1,12 @@
-"""A draft's context: its own rows for those of the target, followed when somebody wants proposals.
+"""The context of a draft: its own rows for the rows of the target, computed when proposals are wanted.
 
-Those of all slots are followed at once: a prompt that ends with it, and what was decoded one by one meanwhile, cost
-nothing before. What does not fit a backlog is followed without that, or forgotten where several decode together and
-nobody proposes: then the draft would cost every member a share of what it cannot give back.
+A draft that proposes needs rows of its own for all rows of the target, made from the target's hidden states. To compute
+them after each step would cost a forward of the draft even when nothing is proposed. So the hidden states are copied to
+a backlog, and the rows of all slots are computed in one forward when a slot wants proposals.
+
+A backlog holds a bounded number of rows per slot. When it is full, the draft follows them at once. The exception is a
+batch that decodes together without proposals: there a forward of the draft would cost every request time, and bring
+none of them anything. Then the oldest rows are dropped, and the draft has a gap in its context.
 """
 
 from __future__ import annotations
@@ -17,216 +21,149 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from adapters.device.lane.out_of_memory import ran_out_of_memory
+from adapters.device.lane.out_of_memory import is_out_of_memory
 from adapters.device.slots.slots import SlotState
-from adapters.device.speculation.proposer import DraftModel
-from adapters.models.decoder.host_copy import move
+from adapters.device.speculation.deferred_rows import DeferredRowBuffer, DeferredRows
+from adapters.device.speculation.proposer import BacklogRow, DraftModel, Proposer
 from adapters.models.decoder.shard import Kept
-from adapters.models.kernels.host_addresses import HostAddresses, list_addresses
 from adapters.models.kernels.step import Segment, Step
 
 log = logging.getLogger("rekindle.device")
 
-# Rows of a slot that the draft has not followed yet, at most: as many as the longest rest of a request has decode
-# steps. Of the demo they hold 0.8 MB a slot, of an 8B model's five auxiliary layers 10.5 MB.
+# The most rows of a slot in its backlog: as many as the longest rest of a request has decode steps. They take 0.8 MB a
+# slot for the demo, and 10.5 MB for the five auxiliary layers of an 8B model.
 BACKLOG = 256
-FORGOTTEN = 4  # that part of a backlog is forgotten at a time
-TOGETHER = 64  # rows whose copies share memory
-
-
-@define(eq=False)
-class Late:
-    """What the target left of rows of a slot that follow each other, from position `start` on: those of copies of its
-    auxiliary hidden states from `first` on.
-    """
-
-    state: SlotState
-    slot: int
-    start: int
-    count: int
-    aux_hidden_states: Mapping[int, Tensor]
-    first: int
-    known: int = field(init=False, default=0)  # rows that were counted
-    room: int = field(init=False, default=0)  # rows that it may have before anything else is to be done
-
-    def longer(self, state: SlotState, segment: Segment, copies: Mapping[int, Tensor], first: int) -> bool:
-        """Do these rows follow in both, the sequence and the copies? Then they are its own now."""
-        follows = self.start + self.count == segment.start and self.first + self.count == first
-        if not (follows and self.aux_hidden_states is copies and self.state is state):
-            return False
-        self.count += segment.count
-        return True
-
-    def shorter(self, rows: int) -> bool:
-        """Without its first rows. Is nothing left?"""
-        self.start, self.count, self.first = self.start + rows, self.count - rows, self.first + rows
-        return not self.count
-
-
-@define(eq=False)
-class LateRows:
-    """For what the target leaves of rows, so many together: a copy of one row costs no more than its bytes, and what
-    nobody refers to any more is given back.
-    """
-
-    layers: Sequence[int]
-    addresses: HostAddresses | None = field(init=False, default=None)  # of the copies, which are on a host
-    _copies: dict[int, Tensor] = field(init=False, factory=dict)  # by layer, each `[at least TOGETHER, D]`
-    _places: Sequence[tuple[int, int, int]] = field(init=False, default=())  # layers, addresses, bytes of a row: a host
-    _moves: Sequence[tuple[int, int, int]] = field(init=False, default=())  # of `_source`: to, from, bytes of a row
-    _source: Mapping[int, Tensor] | None = field(init=False, default=None)  # a bucket's, which steps come with again
-    _rows: int = field(init=False, default=0)  # that they have
-    _used: int = field(init=False, default=0)
-
-    def keep(self, hidden: Mapping[int, Tensor], rows: int) -> tuple[Mapping[int, Tensor], int]:
-        """Copies that have the first rows of each layer, `[at least rows, D]`, and from which of theirs on."""
-        first = self._used
-        if first + rows > self._rows:
-            self._grow(hidden, max(rows, TOGETHER))
-            first = 0
-        self._used = first + rows
-        if self._places and hidden is not self._source:
-            found = all(hidden[layer].is_contiguous() for layer, _, _ in self._places)
-            self._moves = [(to, hidden[layer].data_ptr(), width) for layer, to, width in self._places] if found else ()
-            self._source = hidden
-        for to, source, width in self._moves:
-            move(to + first * width, source, rows * width)
-        if not self._moves:
-            for layer, copies in self._copies.items():
-                copies[first : first + rows].copy_(hidden[layer][:rows])
-        return self._copies, first
-
-    def _grow(self, hidden: Mapping[int, Tensor], room: int) -> None:
-        self._copies = {layer: hidden[layer].new_empty(room, *hidden[layer].shape[1:]) for layer in self.layers}
-        self._rows = room  # only now: there may have been no memory
-        host = all(copy.device.type == "cpu" for copy in self._copies.values())
-        places = [(layer, copy.data_ptr(), copy.nbytes // room) for layer, copy in self._copies.items()]
-        self._places, self._moves, self._source = places if host else (), (), None
-        self.addresses = list_addresses([*self._copies.values()]) if host else None
-
-    @property
-    def spare(self) -> int:
-        """Rows of these copies that nothing has been kept in, if they are on a host."""
-        return 0 if self.addresses is None else self._rows - self._used
-
-    def taken(self, rows: int) -> None:
-        """So many more are."""
-        self._used += rows
+FORGOTTEN = 4  # one part in so many of a backlog is dropped at a time
 
 
 D = TypeVar("D", bound=DraftModel)
 
 
 @define(eq=False)
-class DraftContext(Generic[D]):
-    """buckets: the row counts that forwards run with.
+class DraftContext(Proposer, Generic[D]):
+    """Follows the target for one draft. Used on the lane. buckets: the row counts that forwards run with, ascending.
 
-    A draft that is not loaded follows nothing: its context has a gap then. So it is when there is no memory for its
-    buffers.
+    A draft that is not loaded, or that finds no memory for its buffers, follows nothing: its context has a gap then.
     """
 
     draft: D
     buckets: Sequence[int]
-    _late: dict[int, list[Late]] = field(init=False, factory=dict)  # by slot
-    _behind: Counter[int] = field(init=False, factory=Counter)  # rows of these
-    backlog: int = field(init=False)  # rows that one forward can follow: catching up is never more than two of them
-    late_rows: LateRows = field(init=False)
-    _last: Late | None = field(init=False, default=None)  # that more rows may come to which are not counted yet
-    _resting: bool = field(init=False, default=False)  # several have decoded and nobody proposed, since a prompt's rows
+    _deferred: dict[int, list[DeferredRows]] = field(init=False, factory=dict)  # by slot
+    _deferred_counts: Counter[int] = field(init=False, factory=Counter)  # by slot, the rows of its backlog
+    # The most rows of a slot that are deferred. One forward can follow so many, so catching up takes two at most.
+    backlog: int = field(init=False)
+    deferred_buffer: DeferredRowBuffer = field(init=False)
+    # The rows that a fused step may add to, which are not counted yet.
+    _open_run: DeferredRows | None = field(init=False, default=None)
+    # Did the last deferred step decode several requests without proposals?
+    _decodes_unproposed: bool = field(init=False, default=False)
 
     def __attrs_post_init__(self) -> None:
-        self.late_rows = LateRows(self.draft.aux_layers)
+        self.deferred_buffer = DeferredRowBuffer(self.draft.aux_layers)
         self.backlog = min(BACKLOG, max(self.buckets))
 
     def follow(
         self, step: Step, aux_hidden_states: Mapping[int, Tensor], kept: Sequence[Kept], states: Sequence[SlotState]
     ) -> None:
+        """Defer the rows that stay, or follow them at once if proposals were rejected or if they are too many."""
         if self.draft.state != "loaded" or not any(kept):
             return
         counts = [segment.count for segment in step.segments]
         if (step.rows_only or sum(counts) == len(kept)) and max(counts) <= self.backlog:
-            self._put_off(step.segments, counts, aux_hidden_states, states)
+            self._defer(step.segments, counts, aux_hidden_states, states)
         else:
-            shorter, staying = settled(step, kept, self.buckets)
-            stay = taken({layer: aux_hidden_states[layer] for layer in self.draft.aux_layers}, staying, shorter.bucket)
+            shorter, staying = without_rejected_rows(step, kept, self.buckets)
+            stay = select_rows(
+                {layer: aux_hidden_states[layer] for layer in self.draft.aux_layers}, staying, shorter.bucket
+            )
             self._extend(shorter, stay, [state for state, keep in zip(states, kept, strict=True) if keep])
 
-    def _put_off(
+    def _defer(
         self,
         segments: Sequence[Segment],
         counts: Sequence[int],
         aux_hidden_states: Mapping[int, Tensor],
         states: Sequence[SlotState],
     ) -> None:
-        """Rows of a prompt, or one row each and nothing was proposed, or both. Every plain step comes through here."""
+        """Put rows of a prompt, and the rows of decode steps without proposals, into the backlogs of their slots."""
         self._count()
-        copies, first = self.late_rows.keep(aux_hidden_states, sum(counts))
-        resting, self._resting = self._resting or counts.count(1) > 1, counts.count(1) > 1
+        copies, first = self.deferred_buffer.keep(aux_hidden_states, sum(counts))
+        was_unproposed = self._decodes_unproposed
+        self._decodes_unproposed = counts.count(1) > 1
+        drops_oldest = was_unproposed or self._decodes_unproposed
         for segment, count, state in zip(segments, counts, states, strict=True):
             slot = segment.slot
-            late = self._late.get(slot)
+            late = self._deferred.get(slot)
             if late is None:
-                late = self._late[slot] = []
-            elif self._behind[slot] + count > self.backlog:
-                if resting:
+                late = list[DeferredRows]()
+                self._deferred[slot] = late
+            elif self._deferred_counts[slot] + count > self.backlog:
+                if drops_oldest:
                     self._forget(slot, max(count, self.backlog // FORGOTTEN))
                 else:
                     self.catch_up(slot)
-                    late = self._late[slot] = []
-            if not (late and late[-1].longer(state, segment, copies, first)):
-                late.append(Late(state, slot, segment.start, count, copies, first))
-            self._behind[slot] += count
+                    late = list[DeferredRows]()
+                    self._deferred[slot] = late
+            if not (late and late[-1].append_rows(state, segment, copies, first)):
+                late.append(DeferredRows(state, slot, segment.start, count, copies, first))
+            self._deferred_counts[slot] += count
             first += count
-            late[-1].known = late[-1].count
+            late[-1].counted = late[-1].count
         if len(segments) == 1:
             slot = segments[0].slot
-            self._last = last = self._late[slot][-1]
-            last.room = last.count + min(self.late_rows.spare, self.backlog - self._behind[slot])
+            last = self._deferred[slot][-1]
+            self._open_run = last
+            last.room = last.count + min(self.deferred_buffer.spare, self.backlog - self._deferred_counts[slot])
 
-    def next_row(self, slot: int, state: SlotState) -> Late | None:
-        """What the slot's next row belongs to, if it comes alone and nothing else is to be done for it: it goes to row
-        `first + count` of the late rows' copies, and counts from then on. Otherwise `follow` wants to hear of it.
+    def find_next_row(self, slot: int, state: SlotState) -> BacklogRow | None:
+        """Return the place of the slot's next row, if that is the row behind the last one that was deferred.
+
+        The draft is loaded then: one that is sent away follows everything before that.
         """
-        last = self._last  # of a draft that is loaded: one that goes has followed everything before
+        last = self._open_run
         if last is None or last.count >= last.room or last.state is not state or last.slot != slot:
             return None
-        return last if last.start + last.count == state.valid else None
+        if last.start + last.count != state.valid:
+            return None
+        return BacklogRow(last, self.draft.aux_layers, self.deferred_buffer.addresses)
 
     def _count(self) -> None:
-        """Rows that came where `next_row` said are known, and no more come there."""
-        last, self._last = self._last, None
+        """Count the rows that fused steps have added, and let them add no more there."""
+        last = self._open_run
+        self._open_run = None
         if last is not None:
-            more = last.count - last.known
-            self._behind[last.slot] += more
-            self.late_rows.taken(more)
-            last.known = last.count
+            more = last.count - last.counted
+            self._deferred_counts[last.slot] += more
+            self.deferred_buffer.mark_used(more)
+            last.counted = last.count
 
     def _forget(self, slot: int, count: int) -> None:
-        """So many rows are not followed, those of longest ago: there is a gap in the draft's context."""
-        late = self._late[slot]
+        """Drop the oldest rows of a backlog. The draft's context has a gap there."""
+        late = self._deferred[slot]
         while count and late:
             gone = min(count, late[0].count)
-            self._behind[slot] -= gone
+            self._deferred_counts[slot] -= gone
             count -= gone
-            if late[0].shorter(gone):
+            if late[0].drop_first_rows(gone):
                 late.pop(0)
 
     def catch_up(self, *slots: int) -> None:
-        """Follow what was put off of these slots, in as few forwards as hold it."""
-        runs = [run for slot in slots for run in consecutive(self._taken(slot))]
+        """Follow the deferred rows of these slots, in as few forwards as have room for them."""
+        runs = [run for slot in slots for run in split_runs(self._pop_deferred(slot))]
         while runs:
-            taken_now, rows = list[list[Late]](), 0
-            while runs and rows + length(runs[0]) <= max(self.buckets) and fits(runs[0], taken_now):
-                taken_now.append(runs.pop(0))
-                rows += length(taken_now[-1])
-            self._follow_late(taken_now, rows)
+            together = list[list[DeferredRows]]()
+            rows = 0
+            while runs and rows + count_rows(runs[0]) <= max(self.buckets) and has_other_slot(runs[0], together):
+                together.append(runs.pop(0))
+                rows += count_rows(together[-1])
+            self._follow_deferred(together, rows)
 
-    def _taken(self, slot: int) -> Sequence[Late]:
+    def _pop_deferred(self, slot: int) -> Sequence[DeferredRows]:
         self._count()
-        self._behind.pop(slot, None)
-        return self._late.pop(slot, ())
+        self._deferred_counts.pop(slot, None)
+        return self._deferred.pop(slot, ())
 
-    def _follow_late(self, runs: Sequence[Sequence[Late]], rows: int) -> None:
+    def _follow_deferred(self, runs: Sequence[Sequence[DeferredRows]], rows: int) -> None:
         bucket = next(bucket for bucket in self.buckets if bucket >= rows)
         parts = [late for run in runs for late in run]
         joined = {
@@ -236,7 +173,7 @@ class DraftContext(Generic[D]):
             )
             for layer in self.draft.aux_layers
         }
-        segments = tuple(Segment(run[0].slot, run[0].start, length(run)) for run in runs)
+        segments = tuple(Segment(run[0].slot, run[0].start, count_rows(run)) for run in runs)
         self._extend(Step(segments, bucket), joined, [run[0].state for run in runs])
 
     def _extend(self, step: Step, aux_hidden_states: Mapping[int, Tensor], states: Sequence[SlotState]) -> None:
@@ -246,23 +183,24 @@ class DraftContext(Generic[D]):
         try:
             self.draft.extend(step, torch.from_numpy(np.array(tokens, np.int64)), aux_hidden_states)
         except Exception as error:
-            if not ran_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             log.warning("the draft does not follow: %s", error)
             return
         for segment, state in zip(step.segments, states, strict=True):
-            state.draft(segment.start, segment.start + segment.count)
+            state.add_draft_rows(segment.start, segment.start + segment.count)
 
-    def opened(self, source: int, target: int, state: SlotState) -> None:
-        self._taken(target)
+    def inherit_rows(self, source: int, target: int, state: SlotState) -> None:
+        """Copy the draft's rows with those of the target, and drop the backlog of the slot that was opened."""
+        self._pop_deferred(target)
         if source != target:
             for start, stop in state.context:
                 self.draft.copy_rows(source, target, start, stop)
 
 
-def consecutive(late: Sequence[Late]) -> list[list[Late]]:
-    """Cut where a row is missing in between."""
-    runs = list[list[Late]]()
+def split_runs(late: Sequence[DeferredRows]) -> list[list[DeferredRows]]:
+    """Return the rows as runs that follow each other without a gap."""
+    runs = list[list[DeferredRows]]()
     for one in late:
         if runs and runs[-1][-1].start + runs[-1][-1].count == one.start:
             runs[-1].append(one)
@@ -271,17 +209,18 @@ def consecutive(late: Sequence[Late]) -> list[list[Late]]:
     return runs
 
 
-def length(run: Sequence[Late]) -> int:
+def count_rows(run: Sequence[DeferredRows]) -> int:
+    """Return the number of rows of a run."""
     return sum(late.count for late in run)
 
 
-def fits(run: Sequence[Late], others: Sequence[Sequence[Late]]) -> bool:
-    """A slot comes once in a forward."""
+def has_other_slot(run: Sequence[DeferredRows], others: Sequence[Sequence[DeferredRows]]) -> bool:
+    """Is the slot of this run in none of the others? A slot can be in a forward once only."""
     return all(run[0].slot != other[0].slot for other in others)
 
 
-def settled(step: Step, kept: Sequence[Kept], buckets: Sequence[int]) -> tuple[Step, list[int]]:
-    """The step as if only what stays had run, at the smallest bucket, and which rows of it that is."""
+def without_rejected_rows(step: Step, kept: Sequence[Kept], buckets: Sequence[int]) -> tuple[Step, list[int]]:
+    """Return the step of the rows that stay, at the smallest bucket, and the numbers of these rows in `step`."""
     rows: list[int] = []
     segments: list[Segment] = []
     first = 0
@@ -295,9 +234,10 @@ def settled(step: Step, kept: Sequence[Kept], buckets: Sequence[int]) -> tuple[S
     return Step(tuple(segments), bucket), rows
 
 
-def taken(hidden: Mapping[int, Tensor], rows: Sequence[int], bucket: int) -> Mapping[int, Tensor]:
-    """Those rows, which ascend, of each layer's `[R, D]`, padded to `[bucket, D]` with whatever is there."""
-    if not rows or rows[-1] < len(rows):  # the first ones
+def select_rows(hidden: Mapping[int, Tensor], rows: Sequence[int], bucket: int) -> Mapping[int, Tensor]:
+    """Return these ascending rows of each layer's `[R, D]`, padded to `[bucket, D]` with arbitrary rows."""
+    is_first_rows = not rows or rows[-1] < len(rows)
+    if is_first_rows:
         return {layer: states if states.shape[0] == bucket else states[:bucket] for layer, states in hidden.items()}
     index = torch.tensor([*rows, *[0] * (bucket - len(rows))])
     return {

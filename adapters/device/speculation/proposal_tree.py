@@ -1,8 +1,8 @@
-"""Trees of proposals: which tokens to try after a fed one, and how far the target agreed.
+"""Trees of proposals: which tokens to try behind the token that a decode step feeds.
 
-Node 0 is the fed token. A draft's words on the positions after it are independent of each other, so the likelihood of a
-path is the product of its nodes', and the tree of N nodes that is expected to be agreed to furthest is made of the N
-likeliest paths. It is grown best first (Ringel & Romano 2026); the likeliest chain goes in whole before the rest.
+Node 0 is the fed token. A block draft predicts the positions behind it independently of each other. So the likelihood
+of a path is the product of the likelihoods of its nodes. The tree of N nodes with the longest expected acceptance is
+made of the N likeliest paths. It is grown best first (Ringel & Romano 2026), after the likeliest chain as a whole.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from effects.ids import Tokens
 
 @frozen
 class Tree:
-    """tokens: of nodes 0 to N, in depth-first order. parents: each less than its node's number; -1 of node 0."""
+    """A tree of nodes 0 to N in depth-first order. parents: each less than the number of its node; -1 for node 0."""
 
     tokens: Tokens
     parents: tuple[int, ...]
 
     @property
     def size(self) -> int:
-        """Proposals."""
+        """The number of proposals."""
         return len(self.tokens) - 1
 
     def paths(self) -> list[Tokens]:
-        """Of every node the tokens after the fed one that lead to it, its own included."""
+        """Return for every node the tokens after the fed one that lead to it, its own included."""
         found: list[Tokens] = [()]
         for token, parent in zip(self.tokens[1:], self.parents[1:], strict=True):
             found.append((*found[parent], token))
         return found
 
-    def pieces(self, slot: int, start: int) -> list[Segment]:
-        """Its chain pieces, node 0 at row `start`."""
+    def chain_segments(self, slot: int, start: int) -> list[Segment]:
+        """Return its pieces that are chains, as segments of the slot, with node 0 at row `start`."""
         found: list[Segment] = []
         first = 0
         for node, parent in enumerate((*self.parents[1:], -1), 1):
@@ -50,8 +50,9 @@ class Tree:
     def _depth(self, node: int) -> int:
         return 1 + self._depth(self.parents[node]) if node else 0
 
-    def child(self, node: int, token: int) -> int | None:
-        """Who proposes that token after this node: those after it follow it, up to the next one that does not."""
+    def find_child(self, node: int, token: int) -> int | None:
+        """Return the child of `node` that proposes this token, if there is one."""
+        # In depth-first order the descendants of a node follow it, up to the first node with an earlier parent.
         for other in range(node + 1, len(self.tokens)):
             if self.parents[other] < node:
                 break
@@ -60,41 +61,44 @@ class Tree:
         return None
 
 
-def kept(path: tuple[int, ...]) -> Kept:
-    """A path from node 0 on, as a shard wants to be told of it."""
+def rows_to_keep(path: tuple[int, ...]) -> Kept:
+    """Return a path from node 0 on in the form that `Shard.commit` takes: a count if it is the first rows."""
     return path if path and path[-1] >= len(path) else len(path)
 
 
 def subtree(tree: Tree, nodes: Collection[int]) -> Tree:
-    """Of these nodes only, which hang together and hold node 0."""
+    """Return the tree of these nodes only. They must be connected and include node 0."""
     numbers = {node: place for place, node in enumerate(sorted(nodes))}
     return Tree(
         tuple(tree.tokens[node] for node in numbers), tuple(numbers.get(tree.parents[node], -1) for node in numbers)
     )
 
 
-def fitted(tree: Tree, fitting: Callable[[Tokens], int]) -> Tree:
-    """Without what may not follow. fitting: how many tokens of a path may."""
+def prune_tree(tree: Tree, count_allowed: Callable[[Tokens], int]) -> Tree:
+    """Return the tree without nodes that may not follow. count_allowed: returns how many tokens of a path may."""
     if not tree.size:
         return tree
-    paths, inner, keep = tree.paths(), set(tree.parents), {0}
+    paths = tree.paths()
+    inner = set(tree.parents)
+    keep = {0}
     for leaf in range(1, len(tree.tokens)):
         if leaf not in inner:
             line = [leaf]
             while tree.parents[line[-1]] > 0:
                 line.append(tree.parents[line[-1]])
-            keep.update(line[::-1][: fitting(paths[leaf])])
+            keep.update(line[::-1][: count_allowed(paths[leaf])])
     return tree if len(keep) == len(tree.tokens) else subtree(tree, keep)
 
 
 def chain(tokens: Tokens) -> Tree:
+    """Return the tree in which each token follows the one before it."""
     return Tree(tokens, tuple(range(-1, len(tokens) - 1)))
 
 
-def best_first(token: int, ranked: Sequence[Sequence[tuple[int, float]]], nodes: int) -> Tree:
-    """The chain of the likeliest, and the likeliest other paths: `nodes` proposals in all, or fewer if none are left.
+def grow_tree(token: int, ranked: Sequence[Sequence[tuple[int, float]]], nodes: int) -> Tree:
+    """Return the tree of the likeliest chain and the likeliest other paths, with at most `nodes` proposals.
 
-    ranked: for each position after the fed token the candidates, likeliest first, with their log-likelihoods.
+    ranked: for each position after the fed token its candidates with their log-likelihoods, likeliest first.
     """
     ranked = list(takewhile(bool, ranked[:nodes]))
     grown: list[tuple[int, int, int]] = []  # (parent, depth, rank) in order of growth; node numbers start at 1
@@ -114,15 +118,17 @@ def best_first(token: int, ranked: Sequence[Sequence[tuple[int, float]]], nodes:
         grown.append((parent, depth, rank))
         offer(-negative - ranked[depth][rank][1], parent, depth, rank + 1)
         offer(-negative, len(grown), depth + 1, 0)
-    return ordered(token, [(parent, ranked[depth][rank][0]) for parent, depth, rank in grown])
+    return to_depth_first(token, [(parent, ranked[depth][rank][0]) for parent, depth, rank in grown])
 
 
-def ordered(token: int, grown: Sequence[tuple[int, int]]) -> Tree:
-    """In depth-first order, first grown first. grown: (parent's number, token) of nodes 1 and on, parents first."""
+def to_depth_first(token: int, grown: Sequence[tuple[int, int]]) -> Tree:
+    """Return the tree in depth-first order. grown: (number of the parent, token) of nodes 1 and on, parents first."""
     children: list[list[int]] = [[] for _ in range(len(grown) + 1)]
     for node, (parent, _) in enumerate(grown, 1):
         children[parent].append(node)
-    tokens, parents, stack = list[int](), list[int](), [(0, -1)]
+    tokens = list[int]()
+    parents = list[int]()
+    stack = [(0, -1)]
     while stack:
         node, parent = stack.pop()
         here = len(tokens)

@@ -122,8 +122,8 @@ class Build(Protocol):
         at least. buckets: the row counts that `forward` accepts. aux_layers: whose outputs every forward leaves in its
         `aux_hidden_states`. state_places: for positional states beside the slots; models without any need none, and
         make none. pages: of the pool that slots take their rows from; 0: there is none.
-        offloaded: what has the experts' weights; None: the shard itself. offload_embedding: the embedding is kept in host
-        memory, if it is not the head as well and the device can read it there.
+        offloaded: what has the experts' weights; None: the shard itself. offload_embedding: the embedding is kept in
+        host memory, if it is not the head as well and the device can read it there.
         """
         ...
 

@@ -19,7 +19,7 @@ from adapters.models.kernels.step_batch import StateBatch
 
 @define(eq=False)
 class Buffers:
-    """The static tensors of one bucket. fused_layers: by the first one's number, layers that run together up to another."""
+    """The static tensors of one bucket. fused_layers: layers that run together, by the first one's number."""
 
     batch: StateBatch
     hidden: Tensor

@@ -39,8 +39,8 @@ class OutputHead:
 class TargetHead:
     """What a draft shares with its target: it has neither embedding nor head of its own.
 
-    embedding: `[V, D]` in the target's dtype, on the device of the output head or in host memory that it reads (`Kernels.embed`
-    does either). packed, norm: of `OutputHead`.
+    embedding: `[V, D]` in the target's dtype, on the device of the output head or in host memory that it reads
+    (`Kernels.embed` does either). packed, norm: of `OutputHead`.
     """
 
     embedding: Tensor

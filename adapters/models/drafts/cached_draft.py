@@ -20,6 +20,7 @@ from adapters.models.decoder.kv_cache import KvCache
 from adapters.models.decoder.pipelined_chunks import current
 from adapters.models.decoder.shard import BUCKETS, NamedTensors, TargetHead
 from adapters.models.drafts.draft_parts import DraftShape, DraftWeights
+from adapters.models.kernels.decode_pass import DecodePass, DraftPass
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.offload import OffloadableWeights, State
 from adapters.models.kernels.step import Segment, Step
@@ -140,6 +141,10 @@ class CachedDraft(ABC, Generic[L]):
     @abstractmethod
     def propose(self, requests: Sequence[BlockRequest], pick: Pick) -> None:
         """Up to `count` proposals for each request; `pick` hears what the draft says of them, and has them."""
+
+    def build_draft_pass(self, count: int, target: DecodePass) -> DraftPass | None:  # noqa: ARG002 - a default
+        """Return what proposes `count` tokens within a decode step of the compiled library; None if nothing does."""
+        return None
 
     @abstractmethod
     def rehearsals(self, slots: int, rows: int) -> Iterator[list[BlockRequest]]:

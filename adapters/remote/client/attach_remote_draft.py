@@ -18,7 +18,7 @@ from adapters.remote.protocol.draft_messages import AskedProposals
 class RemoteDrafting(DraftProposer[RemoteDraft]):
     """What is picked by goes there, all but penalties, biases and grammars; where that is gone, nothing is proposed."""
 
-    def grown(self, requests: Sequence[DraftRequest], asks: Sequence[BlockRequest]) -> list[Tree]:
+    def grow_trees(self, requests: Sequence[DraftRequest], asks: Sequence[BlockRequest]) -> list[Tree]:
         asked = [asked_of(one, ask) for one, ask in zip(requests, asks, strict=True)]
         trees = self.draft.round(asked)
         return [chain((ask.token,)) for ask in asks] if trees is None else trees

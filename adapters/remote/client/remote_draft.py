@@ -19,7 +19,7 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from adapters.device.slots.slots import joined
+from adapters.device.slots.slots import add_span
 from adapters.device.speculation.proposal_tree import Tree
 from adapters.models.decoder.shard import NamedTensors
 from adapters.models.drafts.draft_parts import DraftShape, Projection
@@ -206,7 +206,7 @@ class RemoteDraft:
 
     def _hold(self, slot: int, start: int, stop: int) -> None:
         if self._there:
-            self._held[slot] = joined(self._held.get(slot, ()), start, stop)
+            self._held[slot] = add_span(self._held.get(slot, ()), start, stop)
 
     def _flush(self) -> None:
         if self._ahead:

@@ -10,7 +10,7 @@ import torch
 from attrs import define
 from torch import Tensor
 
-from adapters.device.lane.out_of_memory import ran_out_of_memory
+from adapters.device.lane.out_of_memory import is_out_of_memory
 from adapters.models.decoder.pipelined_chunks import current
 from adapters.remote.daemon.answer_handlers import Answerer, Answering, Work
 from adapters.remote.daemon.served_draft import ServedDraft
@@ -103,7 +103,7 @@ class Daemon:
         except Exception as error:  # the server is told
             if isinstance(error, ConnectionBroken):
                 raise
-            kind: FailureKind = "out_of_memory" if ran_out_of_memory(error) else "failed"
+            kind: FailureKind = "out_of_memory" if is_out_of_memory(error) else "failed"
             if isinstance(error, ValueError):
                 kind = "refused"
             if kind == "failed":

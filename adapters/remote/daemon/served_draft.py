@@ -11,7 +11,7 @@ from attrs import define
 from torch import Tensor
 
 from adapters.device.sampling.sampler import Sampler
-from adapters.device.speculation.drafting import Choosing, Following
+from adapters.device.speculation.drafting import ProposalPicker, ProposalRequest
 from adapters.models.drafts.cached_draft import BlockRequest, CachedDraft
 from adapters.models.kernels.step import Step
 from adapters.remote.daemon.answer_handlers import Answering, Ops
@@ -99,16 +99,16 @@ class ServedDraft:
 
     def _proposed(self, asked: Sequence[AskedProposals]) -> Iterator[ProposedTree]:
         nodes = self.nodes if self.draft.branches else 0
-        said = Choosing([self._following(one) for one in asked], nodes, self.draft.block)
+        said = ProposalPicker([self._following(one) for one in asked], nodes, self.draft.block)
         asks = [BlockRequest(one.slot, one.first, one.position, one.token, one.count) for one in asked]
         self.draft.propose(asks, said)
         return (ProposedTree(tree.tokens, tree.parents) for tree in said.trees())
 
-    def _following(self, asked: AskedProposals) -> Following:
+    def _following(self, asked: AskedProposals) -> ProposalRequest:
         """With a sampler that is the server's own as far as it is known here."""
         sampling = Sampling(asked.temperature, asked.top_k, asked.top_p, asked.min_p, seed=asked.seed)
         sampler = Sampler(sampling, (), self.vocab, self.device)
-        return Following(sampler, asked.position, asked.token, asked.most, frozenset(asked.stops))
+        return ProposalRequest(sampler, asked.position, asked.token, asked.most, frozenset(asked.stops))
 
     # --- rows and weights ---
 

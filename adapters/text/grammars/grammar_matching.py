@@ -60,7 +60,7 @@ class GrammarMatching:
             less[token // 8] &= ~(1 << token % 8) & 0xFF
         return less if less.any() else mask
 
-    def fitting(self, path: Tokens) -> int:
+    def count_allowed(self, path: Tokens) -> int:
         """Return how many tokens of `path` keep to the grammar. An end token counts; the mask says if it may come."""
         end = next((at for at, token in enumerate(path) if token in self._ends), len(path))
         count = self._base.validate_tokens(list(path[:end]))

@@ -49,7 +49,7 @@ class Spans:
 
 @define
 class Timeline:
-    """Told of every event, in order. first: the one that the page begins with."""
+    """RequestOutcome of every event, in order. first: the one that the page begins with."""
 
     first: int = 0
     times: list[int] = field(factory=list[int])  # microseconds since the first one, never less than before
