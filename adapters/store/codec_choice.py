@@ -7,7 +7,7 @@ from contextlib import suppress
 from attrs import define
 
 from adapters.store.file_names import CHOICE
-from adapters.store.files.codec import Fixed
+from adapters.store.files.codec import CodecChooser, Fixed
 from adapters.store.folder_upkeep import FolderUpkeep
 
 MAX_FILE_BYTES = 16  # one word and a line's end
@@ -22,21 +22,33 @@ class CodecChoiceFile:
     """
 
     upkeep: FolderUpkeep
+    chooser: CodecChooser
+    kept: Fixed | None = None  # what `auto` chose at an earlier start
 
-    def read(self, listing: dict[str, int]) -> Fixed | None:
-        """Return the earlier choice; None where there is none, or where the file is damaged.
+    def read(self, listing: dict[str, int]) -> None:
+        """Read the earlier choice, if there is one and the file is not damaged.
 
         listing: names and sizes of the folder's files, as it was at the start.
         """
         if CHOICE not in listing:
-            return None
+            return
         small = listing[CHOICE] <= MAX_FILE_BYTES
         found = CODECS_BY_TEXT.get(self.upkeep.read_small(CHOICE, MAX_FILE_BYTES)) if small else None
         if found is None:
             self.upkeep.report_rebuilt("codec", "the codec that auto had chosen")
-        return found
+        self.kept = found
 
-    def write(self, chosen: Fixed) -> None:
-        """Keep it. Where that fails, the next start chooses again."""
-        with suppress(OSError):
-            self.upkeep.folder.write_file(CHOICE, [chosen.encode() + b"\n"])
+    def get_written_codec(self, measured: Fixed) -> Fixed:
+        """Return the codec of files that are written from now on. measured: what `auto` would choose now."""
+        return self.kept or measured if self.chooser.codec == "auto" else self.chooser.codec
+
+    def settle(self, measured: Fixed) -> None:
+        """Settle what `auto` writes: as an earlier start chose, or else as was measured now, which is kept.
+
+        Where it cannot be written, the next start chooses again.
+        """
+        self.chooser.measured_choice = self.get_written_codec(measured)
+        if self.chooser.codec == "auto" and self.kept is None:
+            self.kept = measured
+            with suppress(OSError):
+                self.upkeep.folder.write_file(CHOICE, [measured.encode() + b"\n"])

@@ -32,7 +32,7 @@ from adapters.store.block_index import BlockIndex, Entry
 from adapters.store.codec_choice import CodecChoiceFile
 from adapters.store.file_description import make_entry, pause_garbage_collection, read_entry
 from adapters.store.file_names import classify_name
-from adapters.store.files.codec import DECODERS, CodecChooser, Fixed
+from adapters.store.files.codec import DECODERS, CodecChooser
 from adapters.store.files.file_format import MAX_HANDLE, Layout, Newer, Outdated, encode_run, format_name, parse_name
 from adapters.store.files.private_folder import LOCK, PrivateFolder
 from adapters.store.files.read_run import Expected, RunFile
@@ -81,15 +81,14 @@ class DiskTier:
     _upkeep: FolderUpkeep = field(init=False)
     _journal: JournalFile = field(init=False)
     _recent: RecentPromptsFile = field(init=False)
-    _choice_file: CodecChoiceFile = field(init=False)
-    _kept_choice: Fixed | None = None  # of `auto`, at an earlier start
+    codec_choice: CodecChoiceFile = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self.writer = WatchedThread("store-writer", self._run_writer, died=self._give_up, restarts=MAX_WRITER_RESTARTS)
         self._upkeep = FolderUpkeep(self.folder, self.lock)
         self._journal = JournalFile(self.index, self._upkeep)
         self._recent = RecentPromptsFile(self.recent_prompts, self.index.origin, self._upkeep)
-        self._choice_file = CodecChoiceFile(self._upkeep)
+        self.codec_choice = CodecChoiceFile(self._upkeep, self.chooser)
 
     # --- start and end ---
 
@@ -107,7 +106,7 @@ class DiskTier:
     def _load_index(self, listing: dict[str, int]) -> None:
         kept = self._journal.read(listing)
         listing.pop(LOCK, None)
-        self._kept_choice = self._choice_file.read(listing)
+        self.codec_choice.read(listing)
         there = [entry for entry in kept.entries.values() if listing.get(self.get_file_name(entry)) == entry.size]
         for entry in self.index.add_all(there):
             del listing[self.get_file_name(entry)]  # what is left of the listing is not in the index
@@ -195,17 +194,6 @@ class DiskTier:
         buffer = memory.allocate(self.layout.compute_size(entry.kind, entry.length))
         file = RunFile(self.folder, self.get_file_name(entry), expected, self._readers, then=lambda: then(buffer))
         return file, buffer
-
-    def get_written_codec(self, measured: Fixed) -> Fixed:
-        """Return the codec of files that are written from now on. measured: what `auto` would choose now."""
-        return self._kept_choice or measured if self.chooser.codec == "auto" else self.chooser.codec
-
-    def settle_codec(self, measured: Fixed) -> None:
-        """Settle what `auto` writes: as an earlier start chose, or else as was measured now, which is kept."""
-        self.chooser.measured_choice = self.get_written_codec(measured)
-        if self.chooser.codec == "auto" and self._kept_choice is None:
-            self._choice_file.write(measured)
-            self._kept_choice = measured
 
     def read_past_cache(self, name: str, expected: Expected, target: memoryview) -> None:
         """Read a file from the disk itself, not from the page cache: for measurements. Raises Damaged, OSError."""
@@ -338,22 +326,15 @@ class DiskTier:
     def _adopt_file(self, name: str) -> None:
         try:
             entry = read_entry(self.folder, name)
-        except Newer:
-            self._upkeep.counts["newer"] += 1
-        except Outdated:
-            self._upkeep.counts["outdated"] += 1
-            self._upkeep.remove(name)
-        except Damaged as error:
-            self._upkeep.quarantine(name, str(error))
-        except OSError:
-            self._upkeep.counts["read_errors"] += 1
+        except (Newer, Outdated, Damaged, OSError) as error:
+            self._upkeep.dispose_unreadable(name, error)
+            return
+        with self.lock:
+            added = self.index.add(entry)
+        if added:
+            self._journal.append(index_journal.encode_addition(entry))
         else:
-            with self.lock:
-                added = self.index.add(entry)
-            if added:
-                self._journal.append(index_journal.encode_addition(entry))
-            else:
-                self._upkeep.remove(name)
+            self._upkeep.remove(name)
 
     def quarantine(self, entry: Entry, why: str) -> None:
         """Move a damaged file aside, once, even where several readers report it."""

@@ -11,7 +11,9 @@ from contextlib import suppress
 from attrs import define, field
 
 from adapters.store.file_names import QUARANTINE, classify_name
+from adapters.store.files.file_format import Newer, Outdated
 from adapters.store.files.private_folder import PrivateFolder
+from adapters.store.files.seekable import Damaged
 
 log = logging.getLogger("rekindle.store")
 
@@ -64,6 +66,16 @@ class FolderUpkeep:
         elif self._is_failing:
             log.info("the prefix cache is written again")
         self._is_failing = error is not None
+
+    def dispose_unreadable(self, name: str, error: Exception) -> None:
+        """Count a file that could not be read. An outdated one is removed, a damaged one is put aside."""
+        if isinstance(error, Outdated):
+            self.counts["outdated"] += 1
+            self.remove(name)
+        elif isinstance(error, Damaged):
+            self.quarantine(name, str(error))
+        else:
+            self.counts["newer" if isinstance(error, Newer) else "read_errors"] += 1
 
     def quarantine(self, name: str, why: str) -> None:
         """The last few are kept for a look."""

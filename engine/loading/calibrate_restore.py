@@ -40,7 +40,7 @@ class RestoreTimes:
     """Nanoseconds to load one token's rows from host memory and from the disk tier's files, and how much longer both
     sides take beside each other, as in `Rates`.
 
-    single: from files, where one run is all that is on its way; 0: no files of the store's own were there to tell. zstd:
+    single: from files, where one run is all that is on its way; 0: the store had none of its own. zstd:
     how long files that zstd compressed take against plain ones, in thousandths; 0: that was not measured.
     """
 
@@ -120,7 +120,7 @@ def add_restore_times(
         return rates
     tier = store.find_tier(DiskTier)
     if tier is not None:
-        tier.settle_codec(choose_codec(found.zstd))
+        tier.codec_choice.settle(choose_codec(found.zstd))
         if tier.chooser.codec == "zstd" and found.zstd > SLOW_RATIO:
             log.info(SLOWLY, found.zstd / 1000)
     log.debug("loading: %s, known after %.0f ms", asdict(found), 1e3 * (time.perf_counter() - started))
@@ -157,7 +157,7 @@ def load_or_measure_times(
         passes = [{codec: rehearsal.measure_alone(some) for codec, some in loads.items()} for _ in range(PASSES)]
         times = {codec: min(one[codec] for one in passes) for codec in loads}
         ratio = compute_ratio(times.get("store", 0), times.get("zstd", 0))
-        codec: Fixed = "store" if disk is None else disk.get_written_codec(choose_codec(ratio))
+        codec: Fixed = "store" if disk is None else disk.codec_choice.get_written_codec(choose_codec(ratio))
         found = RestoreTimes(host, now or times.get(codec, 0), single=single, zstd=ratio)
         if compute is not None:
             alone = time_quickest(compute)

@@ -19,7 +19,7 @@ from adapters.device.sampling.sampler import DeadEnd, Draw, Pick, Sampler, pick
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.acceptance import StepMember, accept_proposals
 from adapters.device.speculation.proposal_tree import Tree, chain, prune_tree
-from adapters.text.grammars.grammar import Grammars
+from adapters.text.grammars.grammar import Grammars, build_json_grammar
 from adapters.text.tokenizer import Tokenizer
 from effects.decode import Decoded
 from effects.grammar import Grammar

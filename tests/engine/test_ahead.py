@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.settings.import_order import first_gpu, list_kernel_modules
+from adapters.models.kernels.factory import list_triton_modules
+from engine.settings.import_order import first_gpu
 from engine.settings.placement import DeviceLocation, read_devices
 
 ROOT = Path(__file__).parents[2]
@@ -43,13 +44,13 @@ def test_beside_a_gpu_what_is_needed_later_does_not_keep_torch_waiting(opening: 
 
 
 def test_what_is_written_in_triton_is_imported_without_torch() -> None:
-    names = [*list_kernel_modules()]
+    names = [*list_triton_modules()]
     assert "adapters.models.kernels.triton.hopper" in names
     assert {f"adapters.models.kernels.triton.{path.stem}" for path in KERNELS.glob("[a-z]*.py")} == {*names}
     pytest.importorskip("triton", reason="comes with CUDA builds of torch")
     code = (
-        "import sys; from importlib import import_module; from engine.settings.import_order import list_kernel_modules;"
-        "[import_module(name) for name in list_kernel_modules()]; print('torch' in sys.modules)"
+        "import sys; from importlib import import_module; from engine.settings.import_order import list_triton_modules;"
+        "[import_module(name) for name in list_triton_modules()]; print('torch' in sys.modules)"
     )
     assert said(code) == ["False"]
 

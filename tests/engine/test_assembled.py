@@ -23,11 +23,11 @@ async def test_decode_steps_hear_whether_prompts_wait_for_each_other() -> None:
     executor = drive(FakeShard()).executor
     settings = Settings(slots=2, max_context=64, chunk=16, block_size=8, beside_rows=8)
     async with run_engine(settings, executor) as running:
-        world, ahead = running.event_loop.world, executor.decoding.ahead
-        assert not ahead.crowded()
+        world, ahead = running.event_loop.world, executor.decoding.overlapped
+        assert not ahead.has_prefill_backlog()
         waiting = evolve(world.lanes[PROMPTS], waiting=(EffectRequest(RequestId(1), RunPrefill(SlotId(0), 0, 16)),))
         running.event_loop.world = evolve(world, lanes={**world.lanes, PROMPTS: waiting})
-        assert ahead.crowded()
+        assert ahead.has_prefill_backlog()
         running.event_loop.world = world
     assert executor.close()
 

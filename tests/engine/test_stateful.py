@@ -19,6 +19,7 @@ from torch import Tensor
 from adapters.device.executor import DeviceExecutor
 from adapters.device.executor_parts import ExecutorParts
 from adapters.device.lane.lane import DeviceLane
+from adapters.device.slots.slot_table import SlotTable
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.drafting import Drafting
 from adapters.device.speculation.proposal_tree import Tree, chain
@@ -35,6 +36,7 @@ from adapters.transfer.transfer import create_transfer
 from benchmarks.exactness import Answered, answered
 from effects.ids import Tokens
 from effects.job import Job, Sampling
+from effects.residency import LoadModel, ModelLoaded
 from effects.scope import Scope
 from engine.loading.choose_settings import choose_settings
 from engine.loading.memory_fit import Fit
@@ -135,8 +137,18 @@ async def process(
         disk_bytes=1 << 30,
     )
     assert store is not None
-    moving = create_transfer(store, (shard,), lane, executor.serving)
-    executor.checkpointed_by(moving.saver.save_checkpoint)
+    slots = SlotTable()
+    moving = create_transfer(store, (shard,), lane, slots.find)
+    parts = ExecutorParts(
+        shard,
+        BUCKETS,
+        lane,
+        handlers={LoadModel: lambda *_: ModelLoaded()},
+        proposer=Guesses(known) if known else None,
+        keep_state=moving.saver.save_checkpoint,
+        slots=slots,
+    )
+    executor = DeviceExecutor(parts)
     async with run_engine(settings, executor, transfer=moving, paranoid=True) as running:
         yield OneStart(running, store, shard)
         await anyio.to_thread.run_sync(settled, store)

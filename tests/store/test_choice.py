@@ -23,7 +23,7 @@ def settle(path: Path, measured: Fixed, codec: str = "auto") -> tuple[str, int]:
     """What one start writes its files with, and how many damaged choices it found."""
     store = disk_store(path, codec=codec)
     (tier,) = store.lower_tiers
-    tier.settle_codec(measured)
+    tier.codec_choice.settle(measured)
     found: Any = tier.chooser.choice, tier.damaged_files["codec"]
     assert store.close()
     return found

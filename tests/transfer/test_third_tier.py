@@ -31,7 +31,7 @@ from effects.restore import BlocksRestored
 from states import policy
 from states.events import ForRequest, Submitted
 from states.rates import Rates
-from states.world import advance, begin
+from states.world import advance, make_world
 from tests.device.driver import BUCKETS, qwen3
 from tests.states.builders import STORE, a_job
 from tests.transfer.test_transfer import BLOCK_SIZE, Bench
@@ -127,7 +127,7 @@ def test_the_planner_weighs_a_third_tier_by_its_own_time() -> None:
 
 
 def test_the_world_learns_how_long_a_third_tier_takes() -> None:
-    world = begin(STORE)
+    world = make_world(STORE)
     for event in (
         Submitted(a_job()),
         PrefixFound(LeaseId(1), 20, OBJECTS),

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import anyio
 
 from adapters.http.apis.anthropic_answer import MessageShape
+from adapters.http.apis.anthropic_blocks import read_block, split_blocks
 from adapters.http.apis.api import Api, TokenCounter
 from adapters.http.edge_options import EdgeOptions
 from adapters.http.request.controls import ApiFieldNames, Controls, read_controls, read_model, read_salt
@@ -18,7 +19,6 @@ from adapters.http.request.resent_history import (
     UNNAMED_CALL,
     ResentHistory,
     Speaker,
-    extract_document_text,
     fields_of,
     find_newest_user_turn,
 )
@@ -58,7 +58,6 @@ HISTORY_ROLES: dict[str, Speaker] = {
 THINKING = ("enabled", "adaptive", "disabled", "between_tools")
 DISPLAYS = ("summarized", "omitted")
 CHOICES = ("auto", "any", "tool", "none")
-NOT_TEXT = ("image", "document", "container_upload", "search_result", "browser_state")
 # What other servers' tools leave in an assistant's message: a conversation that began elsewhere goes on without.
 IGNORED_BLOCKS = (
     *("server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "code_execution_tool_result"),
@@ -260,34 +259,6 @@ def read_result(block: Fields, history: ResentHistory) -> ChatMessage:
     texts = [history.read_part(part) for part in parts if part.get("type") != "tool_reference"]
     text = "\n".join(texts) or ("error" if block.data.get("is_error") is True else "")
     return history.read_result(block.data.get("tool_use_id"), text)
-
-
-def split_blocks(fields: Fields, name: str) -> Sequence[Fields]:
-    content = fields.data.get(name)
-    if isinstance(content, str):
-        return [Fields({"type": "text", "text": content}, fields.path_of(name))]
-    if not isinstance(content, list):
-        raise fields.wrong_value(name, "a string or an array of blocks")
-    return [Fields.from_value(block, f"{fields.path_of(name)}[{place}]") for place, block in enumerate(content)]
-
-
-def read_block(block: Fields, accepted: Sequence[str]) -> str:
-    """Return the text of a block. accepted: other types that may stand there. Raises ApiError."""
-    kind = block.data.get("type")
-    if (text := extract_document_text(block.data)) is not None:
-        return text
-    if kind in NOT_TEXT:
-        raise invalid(block.path_of("type"), f"{kind!r} blocks are not supported: this server's model reads text only")
-    if kind != "text":
-        raise block.wrong_value("type", "one of " + ", ".join(map(repr, accepted)))
-    return read_required(block, "text")
-
-
-def read_required(block: Fields, name: str) -> str:
-    value = block.text(name)
-    if value is None:
-        raise block.wrong_value(name, "a string")
-    return value
 
 
 def read_tools(fields: Fields, skipped: SkippedTools) -> tuple[FunctionTool, ...]:
