@@ -40,8 +40,8 @@ class RestoreTimes:
     """Nanoseconds to load one token's rows from host memory and from the disk tier's files, and how much longer both
     sides take beside each other, as in `Rates`.
 
-    single: from files, where one run is all that is on its way; 0: no files of the store's own were there to tell. zstd:
-    how long files that zstd compressed take against plain ones, in thousandths; 0: that was not measured.
+    single: from files, where one run is all that is on its way; 0: no files of the store's own were there to tell.
+    zstd: how long files that zstd compressed take against plain ones, in thousandths; 0: that was not measured.
     """
 
     from_memory: int = 0

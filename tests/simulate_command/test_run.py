@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from effects.compression import Compression
 from effects.ids import RequestId
-from effects.scope import parse, parse_scope
+from effects.scope import parse_scope
 from engine.tools.simulation.logs.logged_requests import Agent, Session, make_tokens
 from engine.tools.simulation.simulate_scope import Simulation
 from engine.tools.simulation.simulated_process import Process
@@ -161,9 +161,9 @@ def test_decode_steps_that_nothing_comes_between_are_one_event_and_change_nothin
         )
         for name, at in (("a", 0.0), ("b", 0.05), ("c", 0.4), ("d", 9.0))
     ]
-    together = watched(talkative, monkeypatch, scope=parse(scope), **how)
+    together = watched(talkative, monkeypatch, scope=parse_scope(scope), **how)
     monkeypatch.setattr(Process, "count_undisturbed_steps", lambda *_: 1)
-    one_by_one = watched(talkative, monkeypatch, scope=parse(scope), **how)
+    one_by_one = watched(talkative, monkeypatch, scope=parse_scope(scope), **how)
     assert together[0].figures() == one_by_one[0].figures()
     assert together[0].tally.written == one_by_one[0].tally.written
     assert together[0].clock.now == one_by_one[0].clock.now

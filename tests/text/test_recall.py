@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from adapters.http.history.answer_tokens import ENCODER as RECORDS
 from adapters.http.history.answer_tokens import CallerTurns, PendingTurn, TurnMemory, TurnRecord, make_turn_name
-from adapters.text.answer.answer_pieces import calls_of, reasoning_of, text_of
+from adapters.text.answer.answer_pieces import collect_calls, join_reasoning, join_text
 from adapters.text.conversation import ChatMessage, Conversation, FunctionTool, ToolCall
 from adapters.text.model_text import ChatPrompt, Text
 from adapters.text.read_text import read_history
@@ -64,7 +64,7 @@ class RepeatedTalk:
         PendingTurn.from_prompt(self.own, prompt).store(
             Job(prompt.tokens, 999, stop_tokens=ends), (*tokens, ends[0]), pieces
         )
-        self.messages.append(ChatMessage("assistant", text_of(pieces), reasoning_of(pieces), calls_of(pieces)))
+        self.messages.append(ChatMessage("assistant", join_text(pieces), join_reasoning(pieces), collect_calls(pieces)))
         return prompt.tokens, (*prompt.tokens, *tokens, ends[0])
 
     def encoded(self, *parts: str) -> Tokens:
