@@ -134,7 +134,7 @@ def story(draft, drafting) -> list:
     kept = draft.export_rows(0, 16, 80)
     data = torch.cat([one.contiguous().view(torch.uint8).flatten() for one in kept.values()])
     mover, run = RowMover(draft, draft.row_spec), ((16, 80), data, 16)
-    mover.put(3, *run) if mover.anywhere else mover.tell(3, [run], ())
+    mover.copy_in(3, *run) if mover.is_addressable else mover.send_runs(3, [run], ())
     found.append(drafting.propose([asking(3, 80, Sampling(), 5, first=16)]))
     draft.offload()
     assert draft.state == "parked"

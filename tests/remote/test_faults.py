@@ -189,7 +189,7 @@ async def test_of_a_shard_that_is_had_anew_no_rows_are_kept_for_those_that_were_
         return record_marks(devices)
 
     with monkeypatch.context() as patched:
-        patched.setattr(saver, "marks", lost)
+        patched.setattr(saver, "record_marks", lost)
         assert right(split, [0], await answers(split.target, split.jobs[:1], rates=FLAT)) == 1
     assert split.shard.peer.restarts == 1
     (again,) = await answers(split.target, split.jobs[:1], rates=FLAT)

@@ -286,7 +286,7 @@ def test_a_writer_that_is_given_up_holds_nothing(path: Path, monkeypatch: pytest
     for tokens in sequences:
         save(store, tokens)
     store.lower_tiers[0].writer.join(30)
-    assert store.lower_tiers[0].writer.dead
+    assert store.lower_tiers[0].writer.is_dead
     assert store.lower_tiers[0].queued_bytes == 0
     assert store.memory_tier.rows == {}, "nothing waits for it"
     save(store, ONE)
