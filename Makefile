@@ -10,7 +10,7 @@ DRAFT_ARGS ?=
 
 install: .venv/develops  ## set up .venv with rekindle and what its tests and benchmarks need
 
-.venv/serves: pyproject.toml constraints.txt hatch_build.py $(wildcard adapters/models/kernels/native/*.[ch])
+.venv/serves: pyproject.toml constraints.txt hatch_build.py $(wildcard adapters/models/kernels/cpu/native/*.[ch])
 	@echo 'Setting up .venv: torch first, which is large, then the rest; once, for some minutes.'
 	$(PYTHON) -m venv .venv
 	$(PIP) torch

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path("adapters/models/kernels/native")
+FOLDER = Path("adapters/models/kernels/cpu/native")
 SOURCES = (
     *("numbers.h", "pool.h", "tiles.h", "steps.h", "fixed.h", "rows.h", "recurrent.h", "odds.h", "keys.h"),
     *("attention.h", "delta.h", "packed.h", "layers.h", "draw.h", "rounds.h", "products.c"),

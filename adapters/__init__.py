@@ -1,1 +1,4 @@
-"""What touches the world: models, devices, text, HTTP. Imports effects, never states or engine."""
+"""The executors of effects and all other code that does I/O: models, devices, text, HTTP, stores.
+
+Imports effects, never states or engine.
+"""

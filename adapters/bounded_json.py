@@ -1,8 +1,7 @@
-"""JSON from outside: refused before it is parsed where it would become far more memory than it is text.
+"""Parses JSON from outside, and refuses it before parsing where it would need far more memory than its text.
 
-Numbers and texts take up to some ten times the memory of their characters, so a limit on a text's length bounds them.
-An empty list takes sixty bytes for its two characters, and one is as quickly written as the next: lists and objects are
-counted.
+A number or a string takes up to about ten times the memory of its characters, so a limit on the length of the text
+bounds them. An empty list takes sixty bytes for its two characters. So lists and objects are counted.
 """
 
 from __future__ import annotations
@@ -11,15 +10,18 @@ import json
 import re
 from typing import Any
 
-TEXTS = re.compile(r'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+STRING_PATTERN = re.compile(r'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
 
 def loads(text: str, most: int) -> Any:
-    """Raises ValueError, or RecursionError where lists are nested too deeply. most: of lists and objects together."""
-    if opened(text) > most and opened(TEXTS.sub("", text)) > most:
+    """Parse a JSON text. Raises ValueError, or RecursionError where it is nested too deeply.
+
+    most: the greatest number of lists and objects together.
+    """
+    if count_containers(text) > most and count_containers(STRING_PATTERN.sub("", text)) > most:
         raise ValueError(f"more than {most} lists and objects")
     return json.loads(text)
 
 
-def opened(text: str) -> int:
+def count_containers(text: str) -> int:
     return text.count("[") + text.count("{")

@@ -13,11 +13,11 @@ from prometheus_client.registry import Collector
 
 from effects.ports import Closed, Stage
 
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+BUCKET_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 
 class Metrics:
-    """Counts what happens. Never labelled by anything that a client chose."""
+    """The counters of one server. No label has a value that a client chose."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -25,7 +25,7 @@ class Metrics:
             "rekindle_stage_seconds",
             "Time that requests spent in a state",
             ["state"],
-            buckets=SECONDS,
+            buckets=BUCKET_SECONDS,
             registry=registry,
         )
         self._requests = Counter("rekindle_requests", "Requests by how they ended", ["finish"], registry=registry)
@@ -40,36 +40,36 @@ class Metrics:
         self._http = Counter("rekindle_http_responses", "HTTP responses", ["path", "status"], registry=registry)
 
     def watch_cache(self, figures: Callable[[], Mapping[str, Any]]) -> None:
-        """From now on the prefix cache's own figures (`full_cache` of /props) are exposed too."""
+        """Expose the prefix cache's own figures (`full_cache` of /props) from now on."""
         self.registry.register(CacheFigures(figures))
 
     def watch_pages(self, figures: Callable[[], Mapping[str, int]]) -> None:
-        """From now on the pages of KV memory (`kv_pages` of /props) are exposed, where slots share any."""
+        """Expose the pages of KV memory (`kv_pages` of /props) from now on, where slots share pages."""
         self.registry.register(PageFigures(figures))
 
     def watch_damage(self, figures: Callable[[], Mapping[str, int]]) -> None:
-        """From now on files that were found damaged are exposed, by kind."""
+        """Expose the number of damaged files from now on, by kind."""
         self.registry.register(DamageFigures(figures))
 
     def watch_turns(self, figures: Callable[[], Mapping[str, int]]) -> None:
-        """From now on it is exposed what is remembered of answers, and what came of that."""
+        """Expose from now on how many answers are remembered, and how often their tokens were used again."""
         self.registry.register(TurnFigures(figures))
 
     def watch_listeners(self, listeners: Callable[[], int]) -> None:
-        """From now on it is exposed how many pages follow the server's status."""
+        """Expose from now on how many pages follow the server's status."""
         gauge = Gauge("rekindle_status_listeners", "Pages that follow the server's status", registry=self.registry)
         gauge.set_function(listeners)
 
     def watch_shards(self, figures: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
-        """From now on it is exposed what shards in other processes cost, by their layers."""
+        """Expose from now on the time of shards in other processes, by their layers."""
         self.registry.register(ShardFigures(figures))
 
-    def stage(self, stage: Stage, seconds: float) -> None:
-        """A request has left a stage."""
+    def observe_stage(self, stage: Stage, seconds: float) -> None:
+        """Note the time of a request in a stage that it has left."""
         self._stages.labels(stage).observe(seconds)
 
-    def closed(self, closed: Closed) -> None:
-        """A request has ended: once for each, by the engine."""
+    def count_closed(self, closed: Closed) -> None:
+        """Count a request that has ended. The engine calls this once for each request."""
         report = closed.report
         self._requests.labels(closed.finish).inc()
         for kind, count in (
@@ -86,8 +86,8 @@ class Metrics:
         self._drafted.labels("accepted").inc(report.accepted)
         self._drafted.labels("rejected").inc(max(0, report.proposed - report.accepted))
 
-    def gauges(self, queue: int, slots_busy: int, slots: int) -> None:
-        """Called after every event: says nothing where nothing changed."""
+    def set_gauges(self, queue: int, slots_busy: int, slots: int) -> None:
+        """Set the gauges of slots and of the queue. Called after every event, so it is cheap if nothing changed."""
         if (queue, slots_busy, slots) == self._shown:
             return
         self._shown = (queue, slots_busy, slots)
@@ -95,16 +95,16 @@ class Metrics:
         self._slots.labels("busy").set(slots_busy)
         self._slots.labels("free").set(slots - slots_busy)
 
-    def http(self, path: str, status: int) -> None:
-        """A response was begun; status 0: the client left before."""
+    def count_response(self, path: str, status: int) -> None:
+        """Count a response that was begun. status 0: the client left before."""
         self._http.labels(path, str(status)).inc()
 
     def render(self) -> tuple[bytes, str]:
-        """(text exposition, its content type)"""
+        """Return the text exposition and its content type."""
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
 
 
-# Name and meaning of what the disk tier counts, as they stand in its figures.
+# Names and meanings of the counters of the disk tier. Its figures have the same names.
 DISK_COUNTERS = {
     "quarantined": "Damaged cache files that were put aside",
     "outdated": "Cache files of an earlier format that were removed",
@@ -120,7 +120,7 @@ DISK_COUNTERS = {
 
 @frozen(eq=False)
 class CacheFigures(Collector):
-    """Reads the prefix cache's figures when somebody asks, so that nothing is counted twice."""
+    """Collects the prefix cache's figures when metrics are scraped, so that nothing is counted twice."""
 
     figures: Callable[[], Mapping[str, Any]]
 
@@ -138,10 +138,12 @@ class CacheFigures(Collector):
                 gauge.add_metric([tier], one[name])
             yield gauge
         evictions = {tier: one["evictions"] for tier, one in tiers.items()}
-        yield labelled("rekindle_cache_evictions", "Runs that had to go", "tier", evictions)
-        yield labelled("rekindle_cache_hits", "Lookups that found more than the device had", "tier", figures["hits"])
-        yield labelled("rekindle_cache_misses", "Lookups that did not", "reason", figures["misses"])
-        yield from restores(figures["restores"])
+        yield make_counter("rekindle_cache_evictions", "Runs that had to go", "tier", evictions)
+        yield make_counter(
+            "rekindle_cache_hits", "Lookups that found more than the device had", "tier", figures["hits"]
+        )
+        yield make_counter("rekindle_cache_misses", "Lookups that did not", "reason", figures["misses"])
+        yield from iterate_restore_metrics(figures["restores"])
         for name, meaning in DISK_COUNTERS.items():
             if name in figures:
                 yield CounterMetricFamily(f"rekindle_cache_{name}", meaning, value=figures[name])
@@ -158,7 +160,7 @@ class CacheFigures(Collector):
 
 @frozen(eq=False)
 class PageFigures(Collector):
-    """Of KV memory that all slots share."""
+    """Collects the pages of KV memory that all slots share."""
 
     figures: Callable[[], Mapping[str, int]]
 
@@ -177,7 +179,7 @@ class PageFigures(Collector):
 
 @frozen(eq=False)
 class DamageFigures(Collector):
-    """Of every kind of file that is kept from one start to the next."""
+    """Collects the number of damaged files, of every kind of file that is kept between starts."""
 
     figures: Callable[[], Mapping[str, int]]
 
@@ -186,12 +188,12 @@ class DamageFigures(Collector):
         yield from ()
 
     def collect(self) -> Iterator[Metric]:
-        yield labelled("rekindle_damaged_files", "Kept files that were found damaged", "what", self.figures())
+        yield make_counter("rekindle_damaged_files", "Kept files that were found damaged", "what", self.figures())
 
 
 @frozen(eq=False)
 class TurnFigures(Collector):
-    """Of the tokens that answers were made of."""
+    """Collects how many answers are remembered by their tokens, and their use in later prompts."""
 
     figures: Callable[[], Mapping[str, int]]
 
@@ -212,7 +214,7 @@ class TurnFigures(Collector):
 
 @frozen(eq=False)
 class ShardFigures(Collector):
-    """Of forwards in other processes."""
+    """Collects the time of forwards in other processes."""
 
     figures: Callable[[], Mapping[str, Mapping[str, float]]]
 
@@ -231,20 +233,20 @@ class ShardFigures(Collector):
                 seconds.add_metric([layers], count_value=int(one["hops"]), sum_value=one[f"{name}_seconds"])
             yield seconds
         restarts = {layers: one["restarts"] for layers, one in figures.items()}
-        yield labelled("rekindle_shard_restarts", "Times that a lost shard was had anew", "layers", restarts)
+        yield make_counter("rekindle_shard_restarts", "Times that a lost shard was had anew", "layers", restarts)
 
 
-def labelled(name: str, meaning: str, label: str, values: Mapping[str, float]) -> Metric:
+def make_counter(name: str, meaning: str, label: str, values: Mapping[str, float]) -> Metric:
     counter = CounterMetricFamily(name, meaning, labels=[label])
     for value, count in values.items():
         counter.add_metric([value], count)
     return counter
 
 
-def restores(by_tier: Mapping[str, Mapping[str, float]]) -> Iterator[Metric]:
+def iterate_restore_metrics(by_tier: Mapping[str, Mapping[str, float]]) -> Iterator[Metric]:
     seconds = SummaryMetricFamily("rekindle_cache_restore_seconds", "Time to bring rows back", labels=["tier"])
     for tier, one in by_tier.items():
         seconds.add_metric([tier], count_value=int(one["count"]), sum_value=one["seconds"])
     yield seconds
     loaded = {tier: one["bytes"] for tier, one in by_tier.items()}
-    yield labelled("rekindle_cache_restored_bytes", "Bytes brought back to the device", "tier", loaded)
+    yield make_counter("rekindle_cache_restored_bytes", "Bytes brought back to the device", "tier", loaded)

@@ -17,11 +17,11 @@ from typing import Any
 import attrs
 
 from benchmarks.report import machine, raw, table
-from effects.scope import Scope, parse
-from engine.simulation.costs import Costs
-from engine.simulation.logs.read import read_logs
-from engine.simulation.logs.requests import Session
-from engine.simulation.run import Setup, Simulation, fitted
+from effects.scope import Scope, parse_scope
+from engine.tools.simulation.logs.logged_requests import Session
+from engine.tools.simulation.logs.read_log import read_logs
+from engine.tools.simulation.simulate_scope import Setup, Simulation, fit_settings
+from engine.tools.simulation.simulated_costs import Costs
 from states.settings import Settings
 
 TIMELESS = Costs(
@@ -67,10 +67,10 @@ def main() -> int:
     given = parser.parse_args()
     logs, rows = read_logs(given.logs), list[dict[str, Any]]()
     for server, costs in SERVERS.items():
-        settings = fitted(Settings(slots=4, store=True, min_tokens=512, rates=costs.rates()), logs.sessions)
+        settings = fit_settings(Settings(slots=4, store=True, min_tokens=512, rates=costs.rates()), logs.sessions)
         budget = given.tokens * costs.token_bytes
         setup = Setup(settings, costs, budget, 0, given.restart_every, given.interleave)
-        for scope in map(parse, given.scopes.split(",")):
+        for scope in map(parse_scope, given.scopes.split(",")):
             rows.append(one(setup, logs.sessions, scope, server, f"{given.tokens:,} tokens"))
         endless = attrs.evolve(setup, disk_budget=ENDLESS)
         rows.append(one(endless, logs.sessions, Scope("full"), server, "none"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from engine.options import Options
+from engine.settings.options import Options, build_options
 
 
 def server_parser(description: str | None) -> argparse.ArgumentParser:
@@ -20,4 +20,6 @@ def server_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def options_of(given: argparse.Namespace) -> Options:
-    return Options(model=given.model, draft=given.draft, device=given.device, threads=given.threads, slots=given.slots)
+    return build_options(
+        model=given.model, draft=given.draft, device=given.device, threads=given.threads, slots=given.slots
+    )

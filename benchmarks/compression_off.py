@@ -14,8 +14,8 @@ from typing import Any
 from effects.compression import Compression
 from effects.job import Job
 from states import policy
-from states.life import begun
-from states.settings import Known, Settings
+from states.kept_rows import make_prompt
+from states.settings import DecisionContext, Settings
 from tests.e2e.server import serving
 
 ROUNDS, REPEATS = 200, 100
@@ -27,11 +27,11 @@ def main() -> None:
         with serving("demo", *words) as server:
             server.chat("Hello", max_tokens=8)
             print(f"{name}: {ledger(server.client.get('/props').json()['memory'])}")
-    settings = Known(Settings(max_context=16_384, drafter=100_000))
+    settings = DecisionContext(Settings(max_context=16_384, drafter=100_000))
     for name, how in (("off", Compression()), ("auto, below its threshold", Compression("auto"))):
         job = Job(PROMPT, 100, compression=how)
-        looked = microseconds(partial(policy.compress, settings, begun(job), len(PROMPT) - 1))
-        known = microseconds(partial(begun, job))
+        looked = microseconds(partial(policy.decide_compression, settings, make_prompt(job), len(PROMPT) - 1))
+        known = microseconds(partial(make_prompt, job))
         print(f"{name}: {looked:.2f} us to look at a prompt, {known:.2f} us to see that nothing of it was frozen")
 
 

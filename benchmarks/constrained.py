@@ -19,7 +19,7 @@ import anyio
 import jsonschema
 from attrs import evolve
 
-from adapters.text.grammar import Grammars, json_grammar
+from adapters.text.grammars.grammar import Grammars, build_json_grammar
 from adapters.text.tokenizer import Tokenizer
 from benchmarks.arguments import options_of, server_parser
 from benchmarks.never_slower import Took, together
@@ -27,9 +27,9 @@ from benchmarks.report import machine, median, raw, table
 from effects.grammar import Grammar
 from effects.job import Job, Sampling
 from effects.scope import Scope
-from engine.assemble import Engine, engine
-from engine.begin import load_target
-from engine.options import Options
+from engine.loading.background_load import load_target
+from engine.serving.wiring import Engine, run_engine
+from engine.settings.options import Options, evolve_options
 from tests.schemas import schema_of
 
 MOST = 1024  # tokens of an answer
@@ -82,7 +82,7 @@ async def compared(
             Job(
                 tokenizer.encode_now([f"Answer as JSON.\n{json.dumps(schema)}\n"])[0],
                 MOST,
-                Sampling(temperature=0.7, seed=first + at, grammar=json_grammar(schema)),
+                Sampling(temperature=0.7, seed=first + at, grammar=build_json_grammar(schema)),
                 tokenizer.end_tokens,
                 Scope("off"),
             )
@@ -128,14 +128,14 @@ async def compared(
 
 
 async def measure(options: Options, count: int, streams: Sequence[int]) -> dict[str, Any]:
-    target = await load_target(evolve(options, disk_prefix_cache="off", host_cache_budget=0))
+    target = await load_target(evolve_options(options, disk_prefix_cache="off", host_cache_budget=0))
     tokenizer = Tokenizer.load(target.folder)
     grammars, schemas = Grammars(tokenizer), [schema_of(seed) for seed in range(count)]
     try:
         target.executor.matched_by(grammars.match)
-        compile_ms = await admitted(grammars, [json_grammar(schema) for schema in schemas])
+        compile_ms = await admitted(grammars, [build_json_grammar(schema) for schema in schemas])
         rows = list[dict[str, Any]]()
-        async with engine(target.settings, target.executor, facts={}) as running:
+        async with run_engine(target.settings, target.executor) as running:
             for together_ in streams:
                 rows += await compared(running, tokenizer, schemas, together_)
                 print(json.dumps(rows[-2:]), flush=True)

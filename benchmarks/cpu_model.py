@@ -25,13 +25,13 @@ from attrs import define
 from torch import Tensor
 from transformers import AutoModelForCausalLM, StaticCache
 
-from adapters.checkpoint.config import DTYPES
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.dense import DenseShard
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.numerics import Numerics
-from adapters.models.probe import probe
-from adapters.models.shard import Segment, Step
+from adapters.checkpoint.config_fields import DTYPES
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.numerics.probe import probe
+from adapters.models.numerics.probe_result import Numerics
+from adapters.models.open_checkpoint import Checkpoint
 from benchmarks.report import machine
 
 DEMO = Path(__file__).parents[1] / "adapters" / "demo"
@@ -127,7 +127,7 @@ def main() -> None:
         dtype, kernels = getattr(torch, dtype_name), CpuKernels(getattr(torch, dtype_name))
         how = {"device": CPU, "dtype": dtype, "chunk": options.chunk, "capacity": capacity}
         numerics = probe(checkpoint.family, config, kernels, **how)
-        serving = kernels.using(numerics.plan)
+        serving = kernels.with_plan(numerics.plan)
         shard = DenseShard(
             config, checkpoint, serving, dtype=dtype, slots=1, capacity=capacity, buckets=numerics.buckets
         )

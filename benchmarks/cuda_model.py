@@ -23,11 +23,12 @@ from typing import Any
 
 import torch
 
-from adapters.models.dense import DenseShard
-from adapters.models.kernels.triton_cuda import TritonKernels
-from adapters.models.qwen3 import Qwen3Config
-from adapters.models.shard import BUCKETS, Segment, Step
-from adapters.models.synthetic import RandomWeights
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.shard import BUCKETS
+from adapters.models.families.qwen3 import Qwen3Config
+from adapters.models.kernels.cuda.kernels import TritonKernels
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.numerics.synthetic import RandomWeights
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from adapters.checkpoint.packed import StepLayout
-from adapters.models.dense import DenseShard
-from adapters.models.kernels.triton_cuda import TritonKernels
-from adapters.models.qwen3 import Qwen3Config
-from adapters.models.shard import BUCKETS
-from adapters.models.synthetic import RandomWeights
+from adapters.checkpoint.packed_matrix import StepLayout
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.shard import BUCKETS
+from adapters.models.families.qwen3 import Qwen3Config
+from adapters.models.kernels.cuda.kernels import TritonKernels
+from adapters.models.numerics.synthetic import RandomWeights
 from benchmarks.cuda_model import (
     DEVICE,
     DTYPE,

@@ -27,28 +27,28 @@ import torch
 from attrs import define, field
 
 from adapters.device.executor import DeviceExecutor
-from adapters.device.lane import DeviceLane
-from adapters.models.dense import DenseShard
+from adapters.device.lane.lane import DeviceLane
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.shard import BUCKETS
+from adapters.models.families.qwen3 import Qwen3Config
+from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.interface import Kernels
-from adapters.models.kernels.row_form import NAMED, row_dtype
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.qwen3 import Qwen3Config
-from adapters.models.shard import BUCKETS
-from adapters.models.synthetic import RandomWeights
-from adapters.store.format import Layout
-from adapters.store.opening import held_memory, open_store
+from adapters.models.kernels.row_format import DTYPE_NAMES, row_dtype
+from adapters.models.numerics.synthetic import RandomWeights
+from adapters.store.files.file_format import Layout
+from adapters.store.open_store import create_memory, open_store
 from adapters.store.store import Store
-from adapters.transfer.transfer import Transfer, transfer
+from adapters.transfer.transfer import Transfer, create_transfer
 from benchmarks.cold import forget, read_raw
 from benchmarks.report import machine, median, raw, table
-from effects.all import Ask, Launch
+from effects.all import EffectRequest, Launch
 from effects.ids import RequestId, SlotId, Tier, Tokens
 from effects.job import Sampling
 from effects.lookup import FindPrefix, PrefixFound, ReleasePrefix
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
-from engine import measure
+from engine.loading import calibrate_compute
 from states import policy, rates
 from states.rates import Rates
 from states.settings import Settings
@@ -60,7 +60,7 @@ COPIED = 1 << 30  # bytes of the raw copy
 
 def kernels_of(device: torch.device, dtype: torch.dtype) -> Kernels:
     if device.type == "cuda":
-        from adapters.models.kernels.triton_cuda import TritonKernels  # noqa: PLC0415 - needs Triton
+        from adapters.models.kernels.cuda.kernels import TritonKernels  # noqa: PLC0415 - needs Triton
 
         return TritonKernels(device)
     return CpuKernels(dtype)
@@ -88,14 +88,14 @@ class StoreBench:
     _plain: dict[str, Any] = field(factory=dict[str, Any])
 
     async def perform(self, effect: Any) -> Any:
-        (outcome,) = await self.executor.perform(Launch((Ask(RequestId(self.request), effect),)))
+        (outcome,) = await self.executor.perform(Launch((EffectRequest(RequestId(self.request), effect),)))
         return outcome
 
     def open(self, prompt: Tokens) -> None:
         self.request += 1
         opening = OpenSlot(SLOT, SLOT, 0, prompt, Sampling())
         self.executor.open(RequestId(self.request), opening)
-        self.moving.restorer.opened(RequestId(self.request), opening)
+        self.moving.restorer.raise_fence(RequestId(self.request), opening)
 
     async def compute(self, start: int, stop: int, *, beside: bool = False) -> None:
         """Chunk by chunk, as the core asks for it; whole chunks teach the rates."""
@@ -104,7 +104,7 @@ class StoreBench:
             outcome = await self.perform(RunPrefill(SLOT, start, end))
             assert isinstance(outcome, PrefillAdvanced), outcome
             if end - start == self.settings.chunk:
-                self.rates = rates.prefilled(self.rates, start, end - start, outcome.ns, beside=beside)
+                self.rates = rates.record_prefill(self.rates, start, end - start, outcome.ns, concurrent=beside)
             start = end
 
     async def run(self, prompt: Tokens, tier: Tier, mode: str) -> dict[str, Any]:
@@ -112,14 +112,16 @@ class StoreBench:
         self.open(prompt)
         started = time.perf_counter()
         request = RequestId(self.request)
-        found = await self.moving.lookup.find(request, FindPrefix(prompt, 0))
+        found = await self.moving.lookup.find_prefix(request, FindPrefix(prompt, 0))
         assert isinstance(found, PrefixFound), found
         assert found.tier == tier, f"it is in {found.tier} and not in {tier}"
         stop = found.length
-        front = {"recompute": stop, "restore": 0}.get(mode, policy.front(self.settings, self.rates, 0, stop, tier))
+        front = {"recompute": stop, "restore": 0}.get(
+            mode, policy.choose_front(self.settings, self.rates, 0, stop, tier)
+        )
         restored: list[BlocksRestored] = []
         if front == stop:
-            self.moving.lookup.release(request, ReleasePrefix(found.lease))
+            self.moving.lookup.release_prefix(request, ReleasePrefix(found.lease))
             await self.compute(0, stop)
         else:
 
@@ -135,7 +137,7 @@ class StoreBench:
         seconds = time.perf_counter() - started
         for one in restored:
             assert (one.start, one.stop) == (front, stop), one
-            self.rates = rates.restored(self.rates, tier, stop - front, one.ns, beside=front > 0)
+            self.rates = rates.record_load(self.rates, tier, stop - front, one.ns, concurrent=front > 0)
         loaded = sum(one.bytes for one in restored)
         spent = sum(one.ns for one in restored)
         return {"seconds": seconds, "front": front, "bytes": loaded, "rate": loaded / spent * 1e9 if spent else 0.0}
@@ -167,16 +169,16 @@ class StoreBench:
 
     def settle(self) -> None:
         """Until everything is written."""
-        while self.store.disk is not None and self.store.disk.queued:
+        while self.store.lower_tiers and self.store.lower_tiers[0].queued_bytes:
             time.sleep(0.005)
 
     def only_disk(self, prompt: Tokens) -> None:
         """Host memory lets everything go."""
-        self.store.host.index.budget = 0
-        found = self.store.find(prompt, 0)
+        self.store.memory_tier.index.budget = 0
+        found = self.store.find_prefix(prompt, 0)
         assert isinstance(found, tuple), found
         self.store.release(found[0])
-        assert not self.store.host.index.entries
+        assert not self.store.memory_tier.index.entries
 
 
 def files_in(folder: Path) -> list[Path]:
@@ -257,17 +259,17 @@ def build(given: argparse.Namespace, lane: DeviceLane, folder: Path) -> StoreBen
         host_bytes=size,
         disk_bytes=2 * size,
         codec="store",
-        memory=held_memory(size, pin=device.type == "cuda"),
+        memory=create_memory(size, pin=device.type == "cuda"),
     )
     assert store is not None
     executor = DeviceExecutor(shard, buckets, lane=lane)
-    moving = transfer(store, (shard,), lane, executor.serving)
+    moving = create_transfer(store, (shard,), lane, executor.serving)
     settings = Settings(
         slots=1, max_context=config.max_positions, chunk=given.chunk, block_size=BLOCK_SIZE, batch_rows=1, store=True
     )
     for _ in range(3):
-        measure.run_chunk(shard, 0, given.chunk, given.chunk)
-    known = Rates(prefill=measure.prefill(shard, given.chunk, config.max_positions))
+        calibrate_compute.run_chunk(shard, 0, given.chunk, given.chunk)
+    known = Rates(prefill=calibrate_compute.measure_prefill(shard, given.chunk, config.max_positions))
     return StoreBench(shard, lane, executor, store, moving, settings, known)
 
 
@@ -310,7 +312,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="four narrow layers instead of an 8B model's")
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--chunk", type=int, default=1024)
-    parser.add_argument("--kv-dtype", choices=("auto", *NAMED), default="auto")
+    parser.add_argument("--kv-dtype", choices=("auto", *DTYPE_NAMES), default="auto")
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192, 32768])
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="on the disk that is to be measured")

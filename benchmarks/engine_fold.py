@@ -22,7 +22,7 @@ from effects.job import Job
 from effects.prefill import PrefillAdvanced, RunPrefill
 from states.events import ForRequest, Submitted
 from states.settings import Settings
-from states.world import Out, World, advance, begin
+from states.world import Output, World, advance, make_world
 
 GOAL_US = 50
 
@@ -41,7 +41,7 @@ CASES = (
 )
 
 
-def launches(outs: tuple[Out, ...]) -> list[Launch]:
+def launches(outs: tuple[Output, ...]) -> list[Launch]:
     return [out for out in outs if isinstance(out, Launch)]
 
 
@@ -114,7 +114,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=2_000)
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
-    fresh = begin(Settings(slots=4, max_queue=64, max_context=16_384, block=15, batch_rows=64))
+    fresh = make_world(Settings(slots=4, max_queue=64, max_context=16_384, block=15, batch_rows=64))
     worlds = {0: fresh, options.finished: aged(fresh, options.finished)}
     gc.collect()
     gc.freeze()

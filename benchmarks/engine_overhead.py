@@ -18,12 +18,14 @@ from attrs import define, field
 from torch import Tensor
 
 from adapters.device.executor import DeviceExecutor
-from adapters.device.lane import DeviceLane
-from adapters.models.shard import Forward, Kept, NamedTensors, Step
+from adapters.device.executor_parts import ExecutorParts
+from adapters.device.lane.lane import DeviceLane
+from adapters.models.decoder.shard import Kept, NamedTensors
+from adapters.models.kernels.step import Forward, Step
 from benchmarks.report import machine, median, raw, table
 from effects.job import Job
 from effects.stream import EmitTokens
-from engine.assemble import engine
+from engine.serving.wiring import run_engine
 from states.settings import Settings
 
 VOCABULARY = 4096
@@ -75,19 +77,19 @@ class NoModel:
 async def decode_steps(requests: int, count: int) -> list[float]:
     """Microseconds between the tokens of one stream, while `requests` decode together."""
     lane = DeviceLane("cpu")
-    executor = DeviceExecutor(NoModel(), (4, 8, 16, 256), lane=lane)
+    executor = DeviceExecutor(ExecutorParts(NoModel(), (4, 8, 16, 256), lane=lane))
     gaps = list[float]()
 
     async def read(number: int) -> None:
         last = 0.0
-        async for message in running.door.submit(Job(tuple(range(100 + number)), count)):
+        async for message in running.submissions.submit(Job(tuple(range(100 + number)), count)):
             if isinstance(message, EmitTokens):
                 now = time.perf_counter()
                 if last and number == 0:
                     gaps.append((now - last) * 1e6)
                 last = now
 
-    async with engine(Settings(slots=8), executor, facts={}) as running, anyio.create_task_group() as tasks:
+    async with run_engine(Settings(slots=8), executor) as running, anyio.create_task_group() as tasks:
         for number in range(requests):
             tasks.start_soon(read, number)
     await anyio.to_thread.run_sync(executor.close)

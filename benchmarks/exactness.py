@@ -29,7 +29,8 @@ from typing import Any
 import anyio
 from attrs import define, evolve, field
 
-from adapters.text.text import Text
+from adapters.store.disk_tier import DiskTier
+from adapters.text.model_text import Text
 from benchmarks.listening import Listening
 from benchmarks.report import machine, raw, table
 from benchmarks.subjects import NAMES
@@ -41,15 +42,15 @@ from effects.ports import Closed
 from effects.scope import Scope
 from effects.stream import EmitTokens
 from engine import __version__
-from engine.assemble import Engine, engine
-from engine.begin import load_target
-from engine.execute import execute
-from engine.folders import model_folder
-from engine.options import Options
-from engine.target import Target
-from engine.trace import VERSION, Header, Recorder
+from engine.core.trace import VERSION, Header, Recorder
+from engine.loading.background_load import load_target
+from engine.loading.load_target import Target
+from engine.serving.re_execute import execute
+from engine.serving.wiring import Engine, run_engine
+from engine.settings.options import Options, build_options, evolve_options
+from engine.settings.paths import find_model_folder
 from states.rates import Rates
-from states.residency import resolved
+from states.residency import resolve_residency
 
 ANSWER = 48  # tokens
 LONGEST = 700  # tokens of a prompt
@@ -94,7 +95,7 @@ class Answered:
 
 async def answered(running: Engine, job: Job) -> Answered:
     found = Answered()
-    async for message in running.door.submit(job):
+    async for message in running.submissions.submit(job):
         if isinstance(message, EmitTokens):
             found.tokens += message.tokens
             found.logprobs += message.logprobs
@@ -114,7 +115,7 @@ async def each_cold(target: Target, jobs: Sequence[Job]) -> list[Tokens]:
     """Every job in a world of its own: nothing to continue from, nobody beside it."""
     answers = list[Tokens]()
     for job in jobs:
-        async with engine(target.settings, target.executor, facts={}) as running:
+        async with run_engine(target.settings, target.executor) as running:
             tokens, restored = await answer(running, job)
             assert restored == 0
             answers.append(tokens)
@@ -124,7 +125,7 @@ async def each_cold(target: Target, jobs: Sequence[Job]) -> list[Tokens]:
 async def each_continued(target: Target, jobs: Sequence[Job], restored: list[int]) -> list[Tokens]:
     """Every job after one that shares two thirds of its prompt."""
     answers = list[Tokens]()
-    async with engine(target.settings, target.executor, facts={}) as running:
+    async with run_engine(target.settings, target.executor) as running:
         for job in jobs:
             await answer(running, evolve(job, prompt=job.prompt[: max(1, len(job.prompt) * 2 // 3)], max_tokens=3))
             tokens, kept = await answer(running, job)
@@ -148,7 +149,7 @@ async def together(
         found[number] = await answered(running, jobs[number])
 
     changed = evolve(target.settings, **settings)
-    async with engine(changed, target.executor, transfer=target.transfer, facts={}, recorder=recorder) as running:
+    async with run_engine(changed, target.executor, transfer=target.transfer, recorder=recorder) as running:
         for start in range(0, len(jobs), at_once):
             async with anyio.create_task_group() as tasks:
                 for number in range(start, min(start + at_once, len(jobs))):
@@ -219,7 +220,7 @@ class Comparison:
     async def continued(self) -> list[Answered]:
         """Each after one that shares two thirds of its prompt, in the slots."""
         found = list[Answered]()
-        async with engine(self.target.settings, self.target.executor, facts={}) as running:
+        async with run_engine(self.target.settings, self.target.executor) as running:
             for job in self.jobs:
                 begun = evolve(job, prompt=job.prompt[: max(1, len(job.prompt) * 2 // 3)], max_tokens=3)
                 await answered(running, begun)
@@ -230,19 +231,19 @@ class Comparison:
         """The draft is parked whenever nobody needs it."""
         target = self.target
         assert target.draft is not None
-        residency, _ = resolved("request-scoped", has_draft=True, has_drafter=False)
-        await target.lane.run(target.draft.park)
+        residency, _ = resolve_residency("request-scoped", has_draft=True, has_prompt_scorer=False)
+        await target.lane.run(target.draft.offload)
         try:
             return await together(target, self.jobs, residency=residency)
         finally:
-            await target.lane.run(target.draft.unpark)
+            await target.lane.run(target.draft.load_back)
 
     async def restored(self) -> list[Answered]:
         """Beyond the device: the slots are empty, and everything was kept before. It is brought back, whatever that is
         worth: what it took is forgotten.
         """
         jobs, found = [evolve(job, scope=FULL) for job in self.jobs], list[Answered]()
-        trusted = evolve(self.target.settings.rates, host=0, disk=0)
+        trusted = evolve(self.target.settings.rates, loads={})
         for start in range(0, len(jobs), 4):
             found += await together(self.target, jobs[start : start + 4], rates=trusted)
         return found
@@ -268,9 +269,9 @@ async def leave(options: Options, jobs: Sequence[Job]) -> None:
     target = await load_target(options)
     await together(target, [evolve(job, scope=FULL) for job in jobs])
     assert target.transfer is not None
-    disk = target.transfer.store.disk
+    disk = target.transfer.store.find_tier(DiskTier)
     assert disk is not None
-    while disk.queued:  # noqa: ASYNC110 - nobody else is told
+    while disk.queued_bytes:  # noqa: ASYNC110 - nobody else is told
         await anyio.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -280,13 +281,15 @@ async def measure(options: Options, given: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shape = {"kv_cache_min_tokens": 0, "host_cache_budget": 4096}
-        killed = evolve(options, **shape | {"kv_cache_dir": given.leave or folder / "killed", "host_cache_budget": 0})
-        text = Text.load(model_folder(options))
+        killed = evolve_options(
+            options, **shape | {"kv_cache_dir": given.leave or folder / "killed", "host_cache_budget": 0}
+        )
+        text = Text.load(find_model_folder(options.model))
         jobs = made(given.prompts, tuple(text.tokenizer.end_tokens), given.skip, given.logprobs)
         await text.aclose()
         if given.leave:
             await leave(killed, jobs)
-        target = await load_target(evolve(options, **shape, kv_cache_dir=folder / "kv"))
+        target = await load_target(evolve_options(options, **shape, kv_cache_dir=folder / "kv"))
         compared = Comparison(target, jobs, folder, [], [], Listening(target) if given.digests else None)
         silent = [evolve(job, speculate=False) for job in jobs]
         compared.plain = await together(target, silent, at_once=1)
@@ -333,11 +336,11 @@ async def compare(compared: Comparison, modes: Sequence[str]) -> None:
 async def again(compared: Comparison, options: Options) -> dict[str, Any]:
     """The batched run, executed again from its trace: without a draft."""
     trace, target = compared.folder / "batched.jsonl.zst", compared.target
-    header = Header(VERSION, __version__, target.settings, target.identity, options.shown())
+    header = Header(VERSION, __version__, target.settings, target.identity, options.redacted_values())
     recorder = Recorder(trace, header)
     recorder.start()
     await compared.run("batched by four, recorded", partial(together, target, compared.jobs, recorder=recorder))
-    run, tokens = await execute(trace, options.model)
+    run, tokens = await execute(trace, options.model.model)
     print(f"executed again: {run.events} events, {tokens} tokens, 0 differing")
     return {"executed": {"events": run.events, "tokens": tokens}}
 
@@ -359,7 +362,7 @@ def main() -> int:
     given = parser.parse_args()
     where = {"device": given.device, "threads": given.threads}
     kinds = {"dtype": given.dtype, "kv_dtype": given.kv_dtype}
-    options = Options(model=given.model, draft=given.draft, **where, **kinds, slots=4)
+    options = build_options(model=given.model, draft=given.draft, **where, **kinds, slots=4)
     return 1 if anyio.run(measure, options, given) else 0
 
 

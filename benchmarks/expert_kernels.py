@@ -20,17 +20,23 @@ from typing import Any
 import torch
 from attrs import evolve
 
-from adapters.models.kernels.batch import Batch
-from adapters.models.kernels.experts import Experts, ExpertsShape, GatedWeights, StackedExperts, choose
-from adapters.models.kernels.triton_cuda import TritonKernels
-from adapters.models.kernels.triton_experts import choose_group_tile
-from adapters.models.kernels.triton_tiles import H200_SHARED
-from adapters.models.shard import Segment, Step
+from adapters.models.kernels.cuda.experts import choose_group_tile
+from adapters.models.kernels.cuda.kernels import TritonKernels
+from adapters.models.kernels.cuda.tiles import H200_SHARED
+from adapters.models.kernels.experts_interface import (
+    Experts,
+    ExpertsShape,
+    GatedWeights,
+    StackedExperts,
+    choose_experts,
+)
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.kernels.step_batch import Batch
 from benchmarks.cuda_model import DEVICE, DTYPE, bandwidth
 from benchmarks.hybrid_kernels import replay_us
 from benchmarks.report import machine, table
 
-HIDDEN, SHAPE, LAYERS = 2048, ExpertsShape(128, 8, 768, normed=True), 4
+HIDDEN, SHAPE, LAYERS = 2048, ExpertsShape(128, 8, 768, is_normalized=True), 4
 ROWS = (1, 4, 8, 16, 32, 128, 256, 512, 1024, 2048)
 EXPERT = 3 * SHAPE.inner * HIDDEN  # weights
 
@@ -43,7 +49,7 @@ def layer(kernels: TritonKernels) -> Experts:
         GatedWeights(kernels.pack_gated(weight(2 * SHAPE.inner, HIDDEN)), kernels.pack(weight(HIDDEN, SHAPE.inner)))
         for _ in range(SHAPE.count)
     )
-    return Experts(SHAPE, kernels.pack(weight(SHAPE.count, HIDDEN)), kernels.stacked(each, SHAPE.count), None)
+    return Experts(SHAPE, kernels.pack(weight(SHAPE.count, HIDDEN)), kernels.stack_experts(each, SHAPE.count), None)
 
 
 def waited_us(run: Callable[[], object], count: int = 3) -> float:
@@ -63,7 +69,7 @@ def figure(kernels: TritonKernels, layers: list[Experts], rows: int, speed: floa
     batch, x = Batch(bucket, DEVICE), torch.randn(bucket, HIDDEN, device=DEVICE).to(DTYPE)
     batch.load(Step((Segment(0, 0, rows),), bucket), None)
     logits = kernels.linear(x, layers[0].router)[:rows].float()
-    active = len(choose(logits, SHAPE)[0].unique())
+    active = len(choose_experts(logits, SHAPE)[0].unique())
     took = replay_us(layers, lambda one: kernels.experts(x, one, batch))
     stack = layers[0].each
     assert isinstance(stack, StackedExperts)
@@ -73,11 +79,11 @@ def figure(kernels: TritonKernels, layers: list[Experts], rows: int, speed: floa
     return {
         "rows": rows,
         "experts": active,
-        "tile": "x".join(map(str, choose_group_tile(bucket * SHAPE.active, SHAPE.count, DTYPE, H200_SHARED).shape)),
+        "tile": "x".join(map(str, choose_group_tile(bucket * SHAPE.chosen, SHAPE.count, DTYPE, H200_SHARED).shape)),
         "us": round(took, 1),
         "limit us": round(limit, 1),
         "share": round(limit / took, 2),
-        "TFLOP/s": round(2e-6 * rows * SHAPE.active * EXPERT / took),
+        "TFLOP/s": round(2e-6 * rows * SHAPE.chosen * EXPERT / took),
         "before us": round(before),
     }
 
@@ -91,7 +97,7 @@ def main() -> None:
     kernels = TritonKernels(DEVICE)
     layers = [layer(kernels) for _ in range(LAYERS)]
     found = [figure(kernels, layers, rows, speed) for rows in ROWS]
-    table(f"{SHAPE.count} experts, {SHAPE.active} of them a row's; {speed / 1e12:.2f} TB/s", found)
+    table(f"{SHAPE.count} experts, {SHAPE.chosen} of them a row's; {speed / 1e12:.2f} TB/s", found)
     if given.json:
         given.json.write_text(json.dumps({**machine(), "bandwidth": speed, "figures": found}, indent=1))
 

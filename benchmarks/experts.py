@@ -15,25 +15,26 @@ from collections.abc import Callable
 
 import torch
 
-from adapters.models.dense import DenseShard
-from adapters.models.dense_config import DenseConfig
-from adapters.models.kernels.experts import ExpertsShape
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.qwen3 import Qwen3Config
-from adapters.models.qwen3_moe import Qwen3MoeConfig
-from adapters.models.shard import BUCKETS, Segment, Step
-from adapters.models.synthetic import RandomWeights
+from adapters.models.decoder.dense_config import DenseConfig
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.shard import BUCKETS
+from adapters.models.families.qwen3 import Qwen3Config
+from adapters.models.families.qwen3_moe import Qwen3MoeConfig
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.experts_interface import ExpertsShape
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.numerics.synthetic import RandomWeights
 from benchmarks.report import machine, median, raw, table
 
 HIDDEN, LAYERS, ROWS, CAPACITY, SLOTS = 512, 4, 256, 512, 4
-EXPERTS = ExpertsShape(32, 4, 256, normed=True)
+EXPERTS = ExpertsShape(32, 4, 256, is_normalized=True)
 REST = (LAYERS, 8, 2, 64, 4096, 1e6)
 
 
 def configs() -> dict[str, DenseConfig]:
     return {
         "experts": Qwen3MoeConfig(4096, HIDDEN, 1024, *REST, experts=EXPERTS),
-        "dense": Qwen3Config(4096, HIDDEN, EXPERTS.active * EXPERTS.inner, *REST),
+        "dense": Qwen3Config(4096, HIDDEN, EXPERTS.chosen * EXPERTS.inner, *REST),
     }
 
 
@@ -42,10 +43,10 @@ def made(config: DenseConfig, dtype: torch.dtype) -> DenseShard:
     listed = config.products(buckets, capacity=CAPACITY, dtype=dtype, threads=torch.get_num_threads())
     proof = CpuKernels(dtype).prove(listed)
     assert proof.plan is not None, proof.failures
-    for line in proof.plan.shown():
+    for line in proof.plan.describe_lines():
         print("  ", line)
     weights = RandomWeights(config, scale=HIDDEN**-0.5)
-    kernels = CpuKernels(dtype).using(proof.plan)
+    kernels = CpuKernels(dtype).with_plan(proof.plan)
     shape = {"dtype": dtype, "slots": SLOTS, "capacity": CAPACITY, "buckets": buckets}
     return DenseShard(config, weights, kernels, **shape)
 
@@ -101,7 +102,7 @@ def main() -> None:
         }
         for task in counts
     ]
-    table(f"{EXPERTS.count} experts, {EXPERTS.active} of them active, in {told.dtype}", lines)
+    table(f"{EXPERTS.count} experts, {EXPERTS.chosen} of them active, in {told.dtype}", lines)
     figures = {f"{task}, {name}": values for (task, name), values in found.items()}
     raw("experts", {**machine(), "dtype": told.dtype, "tokens_per_s": figures})
 

@@ -64,7 +64,7 @@ def serve(mode: str, words: Sequence[str]) -> None:
         return start + int((stop - start) * part) // settings.block_size * settings.block_size if part < 1 else stop
 
     if mode not in FREE:
-        policy.front = forced
+        policy.choose_front = forced
     sys.argv = ["rekindle", "serve", *words]
     rekindle()
 

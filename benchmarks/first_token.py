@@ -24,14 +24,14 @@ import httpx
 import torch
 
 from adapters import demo
-from adapters.device.buckets import bucket_of
-from adapters.models.shard import Segment, Step
+from adapters.device.lane.buckets import bucket_of
+from adapters.models.kernels.step import Segment, Step
 from benchmarks.first_requests import SHAPES, checkpoint, listening
 from benchmarks.report import machine, median, raw, table
 from effects.ids import PAGE
-from engine.begin import load_target
-from engine.options import Options
-from engine.target import Target
+from engine.loading.background_load import load_target
+from engine.loading.load_target import Target
+from engine.settings.options import Options, build_options
 
 KINDS = ("quiet", "behind", "in a row")
 MOMENT_S = 1.0
@@ -110,7 +110,7 @@ def main() -> None:
             if not model.exists():
                 checkpoint(model, given)
         context = max(lengths) + 256
-        options = Options(model=str(model), draft="none", slots=given.slots, max_ctx=context)
+        options = build_options(model=str(model), draft="none", slots=given.slots, max_ctx=context)
         times = {"alone": anyio.run(alone, options, lengths, given.runs)}
         words = [sys.executable, "-m", "engine", "serve", str(model), "--draft", "none", "--port", "0"]
         words += ["--slots", str(given.slots), "--max-ctx", str(context)]

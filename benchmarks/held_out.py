@@ -17,10 +17,10 @@ from tokenizers import Tokenizer
 from torch.nn.functional import cross_entropy
 
 from adapters import demo
-from adapters.models.checkpoint import Checkpoint, resolve_dtype
-from adapters.models.kernels.row_form import row_dtype
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.shard import Segment, Step
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.row_format import row_dtype
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.open_checkpoint import Checkpoint, resolve_dtype
 from benchmarks.report import machine, raw, table
 from benchmarks.subjects import held_out_sources
 

@@ -22,25 +22,25 @@ from typing import Any
 import torch
 from attrs import evolve, frozen
 
-from adapters.models.dense import DenseShard
-from adapters.models.host_experts import HostExperts
-from adapters.models.kernels.experts import ExpertsShape
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.host_experts import HostExperts
+from adapters.models.families.qwen3_moe import Qwen3MoeConfig
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.experts_interface import ExpertsShape
 from adapters.models.kernels.interface import Kernels
-from adapters.models.kernels.reference import ReferenceKernels
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.qwen3_moe import Qwen3MoeConfig
-from adapters.models.shard import Segment, Step
-from adapters.models.synthetic import RandomWeights
+from adapters.models.kernels.reference.kernels import ReferenceKernels
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.numerics.synthetic import RandomWeights
 from benchmarks.report import machine, median, raw, table
-from engine.experts import expert_weights, first_places
-from states.experts import Residents, begin, moved
+from engine.loading.expert_placement import count_expert_weights, place_first_experts
+from states.experts import Residents, choose_moves, make_residents
 
 CONTEXT = 256
 SHAPES = {
     "30b-a3b": Qwen3MoeConfig(
-        151936, 2048, 6144, 48, 32, 4, 128, 40960, 1e6, experts=ExpertsShape(128, 8, 768, normed=True)
+        151936, 2048, 6144, 48, 32, 4, 128, 40960, 1e6, experts=ExpertsShape(128, 8, 768, is_normalized=True)
     ),
-    "small": Qwen3MoeConfig(512, 128, 256, 3, 4, 2, 64, 2048, 1e6, experts=ExpertsShape(16, 2, 64, normed=True)),
+    "small": Qwen3MoeConfig(512, 128, 256, 3, 4, 2, 64, 2048, 1e6, experts=ExpertsShape(16, 2, 64, is_normalized=True)),
 }
 TOKENS = ("all alike", "as in a text")
 
@@ -60,7 +60,7 @@ class Setting:
 
 def kernels_for(setting: Setting, device: torch.device) -> Kernels:
     if device.type == "cuda":
-        from adapters.models.kernels.triton_cuda import TritonKernels  # noqa: PLC0415 - needs Triton
+        from adapters.models.kernels.cuda.kernels import TritonKernels  # noqa: PLC0415 - needs Triton
 
         return TritonKernels(device)
     if setting.device.type == "cpu":  # stands for a device: weights that can be copied
@@ -68,14 +68,14 @@ def kernels_for(setting: Setting, device: torch.device) -> Kernels:
     how = {"capacity": setting.capacity, "dtype": setting.dtype, "threads": torch.get_num_threads()}
     proof = CpuKernels(setting.dtype).prove(setting.config.products((4, setting.chunk), **how))
     assert proof.plan is not None, proof.failures
-    return CpuKernels(setting.dtype).using(proof.plan)
+    return CpuKernels(setting.dtype).with_plan(proof.plan)
 
 
-def made(setting: Setting, device: torch.device, hosted: HostExperts | None = None) -> DenseShard:
+def made(setting: Setting, device: torch.device, offloaded: HostExperts | None = None) -> DenseShard:
     config = setting.config
     weights = RandomWeights(config, device=setting.device, dtype=setting.dtype, scale=config.hidden_size**-0.5)
     shape = {"dtype": setting.dtype, "slots": 1, "capacity": setting.capacity, "buckets": (4, setting.chunk)}
-    return DenseShard(config, weights, kernels_for(setting, device), device=device, hosted=hosted, **shape)
+    return DenseShard(config, weights, kernels_for(setting, device), device=device, offloaded=offloaded, **shape)
 
 
 def drawn(setting: Setting, how: str, seed: int) -> torch.Tensor:
@@ -129,31 +129,31 @@ def measured(runs: Runs, how: str, rounds: int = 3) -> dict[str, Any]:
     return {"decode": decode, "prefill": prefill}
 
 
-def learnt(runs: Runs, hosted: HostExperts, residents: Residents, how: str, reports: int) -> Residents:
+def learnt(runs: Runs, offloaded: HostExperts, residents: Residents, how: str, reports: int) -> Residents:
     """After so many reports of steps with such tokens."""
     tokens = drawn(runs.setting, how, 2)
     for _ in range(reports):
         counts: tuple[int, ...] = ()
         while not counts:
             runs.decode(tokens, 8)
-            counts = hosted.report()
-        residents, moves = moved(residents, counts)
-        hosted.place(moves)
+            counts = offloaded.report()
+        residents, moves = choose_moves(residents, counts)
+        offloaded.place(moves)
     return residents
 
 
 def host(setting: Setting, gib: float, reports: int, draws: Sequence[str], found: dict[str, Any]) -> str:
     config, itemsize = setting.config, setting.dtype.itemsize
     shapes = config.tensors()
-    others = sum(torch.Size(shape).numel() for shape in shapes.values()) - expert_weights(config)
+    others = sum(torch.Size(shape).numel() for shape in shapes.values()) - count_expert_weights(config)
     rows = setting.capacity * config.kv_bytes_per_token(setting.dtype)
     logits = 8 * config.vocab_size * 4 + 4 * setting.chunk * config.hidden_size * itemsize
     room = int(gib * (1 << 30)) - others * itemsize - rows - logits
     assert config.experts is not None
     hosted, began = HostExperts(setting.device, config.experts.count, room), time.perf_counter()
     shard = made(setting, setting.device, hosted)
-    first_places(hosted)
-    runs, residents = Runs(setting, shard), begin(hosted.experts, hosted.places)
+    place_first_experts(hosted)
+    runs, residents = Runs(setting, shard), make_residents(hosted.experts, hosted.places)
     memory, said = shard.memory(), runs.digest()
     found["host, memory"] = {**hosted.shown(), **memory, "loaded_s": time.perf_counter() - began}
     print("host:", found["host, memory"], flush=True)

@@ -33,22 +33,23 @@ import httpx
 import torch
 from attrs import evolve, frozen
 
-from adapters.checkpoint.packed import PackedMatrix, StepLayout
-from adapters.checkpoint.weights import Fetch, Shapes, StoredTensor
-from adapters.device.drafting import Drafting
+from adapters.checkpoint.packed_matrix import PackedMatrix, StepLayout
+from adapters.checkpoint.safetensors_folder import Fetch, Shapes, StoredTensor
 from adapters.device.executor import DeviceExecutor
-from adapters.device.lane import DeviceLane
-from adapters.models.checkpoint import DECIDING, Checkpoint
-from adapters.models.dense import DenseShard
-from adapters.models.dflash.checkpoint import DraftCheckpoint, draft_tensors
-from adapters.models.dflash.config import DFlashConfig
-from adapters.models.dflash.draft import DFlashDraft
+from adapters.device.executor_parts import ExecutorParts
+from adapters.device.lane.lane import DeviceLane
+from adapters.device.speculation.drafting import Drafting
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.rope import Rotary
+from adapters.models.drafts.dflash.checkpoint import DraftCheckpoint, draft_tensors
+from adapters.models.drafts.dflash.config import DFlashConfig
+from adapters.models.drafts.dflash.draft import DFlashDraft
+from adapters.models.families.qwen3_5 import FAMILY, Qwen35Config
+from adapters.models.kernels.cuda.kernels import TritonKernels
 from adapters.models.kernels.interface import AttentionMask
-from adapters.models.kernels.triton_cuda import TritonKernels
-from adapters.models.pipeline import Pipeline
-from adapters.models.qwen3_5 import FAMILY, Qwen35Config
-from adapters.models.rope import Rotary
-from adapters.models.synthetic import RandomWeights
+from adapters.models.numerics.synthetic import RandomWeights
+from adapters.models.open_checkpoint import DECIDING, Checkpoint
 from benchmarks import speculation_8b as rounds_of
 from benchmarks.cuda_model import DEVICE, DTYPE, bandwidth, seconds
 from benchmarks.cuda_packed import HEAD, HEADS, LAYERS
@@ -148,7 +149,7 @@ class DrawnTensor:
         return self.entry.files
 
     @property
-    def form(self) -> str:
+    def packing_name(self) -> str:
         return "" if self.layout is None else f"drawn {self.layout.steps}"
 
     @property
@@ -170,10 +171,10 @@ class DrawnTensor:
     def read(self, name: str, fetch: Fetch | None = None) -> torch.Tensor:
         return self.weights.read(name)
 
-    def packed(self, name: str, fetch: Fetch | None = None) -> PackedMatrix:
-        return self.weights.packed(name)
+    def read_packed(self, name: str, fetch: Fetch | None = None) -> PackedMatrix:
+        return self.weights.read_packed(name)
 
-    def rounded(self, dtype: torch.dtype) -> DrawnTensor:
+    def with_dtype(self, dtype: torch.dtype) -> DrawnTensor:
         return self
 
 
@@ -203,7 +204,9 @@ def serve(packing: str, gib: float, words: Sequence[str]) -> None:
         found = opened(*where, **how)
         assert isinstance(found.config, Qwen35Config)
         weights = drawn(found.config, packing)
-        tensors = {name: DrawnTensor(entry, weights.layout(name), weights) for name, entry in found.tensors.items()}
+        tensors = {
+            name: DrawnTensor(entry, weights.find_layout(name), weights) for name, entry in found.tensors.items()
+        }
         return evolve(found, tensors=tensors)
 
     Checkpoint.open = drawing  # type: ignore[method-assign]
@@ -294,7 +297,10 @@ def pair(layers: int, packing: str, lane: DeviceLane) -> Pair:
     how = {"device": DEVICE, "dtype": DTYPE, "slots": 1, "capacity": rounds_of.CAPACITY, "buckets": rounds_of.BUCKETS}
     shard = DenseShard(config, drawn(config, packing), TritonKernels(DEVICE), aux_layers=drafts.aux_layers, **how)
     draft = DFlashDraft(drafts, DeviceDraft(drafts), TritonKernels(DEVICE), Pipeline((shard,)).head, **how)
-    executor, drafting = DeviceExecutor(shard, rounds_of.BUCKETS, lane=lane), Drafting(draft, rounds_of.BUCKETS)
+    executor, drafting = (
+        DeviceExecutor(ExecutorParts(shard, rounds_of.BUCKETS, lane=lane)),
+        Drafting(draft, rounds_of.BUCKETS),
+    )
     return Pair(shard, draft, lane, executor, drafting)
 
 

@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from adapters.models.kernels import triton_delta
-from adapters.models.kernels.batch import StateBatch
-from adapters.models.kernels.delta import DeltaShape, DeltaState, DeltaWeights
-from adapters.models.kernels.triton_delta import CudaDelta
-from adapters.models.shard import Segment, Step
+from adapters.models.kernels.cuda import delta
+from adapters.models.kernels.cuda.delta import CudaDelta
+from adapters.models.kernels.delta_interface import DeltaShape, DeltaState, DeltaWeights
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.kernels.step_batch import StateBatch
 from benchmarks.cuda_model import DEVICE, DTYPE, bandwidth
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ def figure(
     slots: int, rows: int, start: int, bucket: int, *, settles: bool, speed: float, layers: int
 ) -> dict[str, Any]:
     kernels, own = CudaDelta(DEVICE, True), weights()
-    states = [kernels.state(SHAPE, slots, 0, DTYPE, DEVICE) for _ in range(layers)]
+    states = [kernels.make_state(SHAPE, slots, 0, DTYPE, DEVICE) for _ in range(layers)]
     for state in states:
         state.memory.normal_(0, 0.1)
         state.keys.normal_(0, 0.1)
@@ -77,7 +77,7 @@ def figure(
     mixed = torch.randn(bucket, SHAPE.channels, device=DEVICE).to(DTYPE)
     gates = torch.randn(bucket, 2 * SHAPE.value_heads, device=DEVICE).to(DTYPE)
     z, norm = torch.randn(bucket, SHAPE.values, device=DEVICE).to(DTYPE), torch.ones(128, device=DEVICE)
-    kernels.begin("bench", batch)
+    kernels.begin_body("bench", batch)
     convolved = kernels.convolve(mixed, own, states[0], batch)
     read = kernels.delta_rule(convolved, gates, own, states[0], batch)
 
@@ -110,7 +110,7 @@ def measured(layers: int = 16) -> dict[str, Any]:
     speed = max(speeds.values())
     found = [figure(*one, settles=False, speed=speed, layers=layers) for one in DECODE]
     found += [figure(*one, settles=True, speed=speed, layers=4) for one in PREFILL]
-    return {"device": torch.cuda.get_device_name(), "bandwidth": speeds, "tile": triton_delta.TILE, "figures": found}
+    return {"device": torch.cuda.get_device_name(), "bandwidth": speeds, "tile": delta.TILE, "figures": found}
 
 
 def main() -> None:

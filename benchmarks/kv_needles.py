@@ -14,16 +14,16 @@ from typing import Any
 import anyio
 from attrs import frozen
 
-from adapters.text.text import Text
+from adapters.text.model_text import Text
 from benchmarks.exactness import OFF, answered
 from benchmarks.report import machine, raw, table
 from effects.ids import Tokens
 from effects.job import Job, Sampling
-from engine.assemble import engine
-from engine.begin import load_target
-from engine.bench.haystack import Haystack, haystack
-from engine.folders import model_folder
-from engine.options import Options
+from engine.loading.background_load import load_target
+from engine.serving.wiring import run_engine
+from engine.settings.options import Options, build_options
+from engine.settings.paths import find_model_folder
+from engine.tools.bench.haystack import Haystack, build_haystack
 
 ANSWER = 24  # tokens
 ROOM = 64  # tokens of the template, and of what is asked
@@ -39,10 +39,10 @@ class HiddenNumber:
 async def hidden(text: Text, length: int, count: int) -> list[HiddenNumber]:
     """So many texts of about so many tokens, as chats."""
     draw, found = Random(length), list[HiddenNumber]()
-    sample = haystack(Random(0), 1000, [0.5]).text()
+    sample = build_haystack(Random(0), 1000, [0.5]).text()
     each = len((await text.tokenizer.encode([sample]))[0]) / 1000
     for number in range(count):
-        hay = haystack(draw, round((length - ROOM - ANSWER) / each), [number / max(1, count - 1)])
+        hay = build_haystack(draw, round((length - ROOM - ANSWER) / each), [number / max(1, count - 1)])
         prompt = await text.encode_chat([{"role": "user", "content": hay.text()}])
         found.append(HiddenNumber(length, hay, prompt))
     return found
@@ -51,12 +51,12 @@ async def hidden(text: Text, length: int, count: int) -> list[HiddenNumber]:
 async def asked(options: Options, texts: list[HiddenNumber], text: Text) -> tuple[list[Tokens], list[bool]]:
     target = await load_target(options)
     answers, right = list[Tokens](), list[bool]()
-    async with engine(target.settings, target.executor, facts={}) as running:
+    async with run_engine(target.settings, target.executor) as running:
         for one in texts:
             job = Job(one.prompt, ANSWER, Sampling(), tuple(text.tokenizer.end_tokens), OFF)
             found = (await answered(running, job)).tokens
             answers.append(found)
-            right.append(one.hay.found(text.tokenizer.decode(found)) == 1)
+            right.append(one.hay.score_answer(text.tokenizer.decode(found)) == 1)
     await target.close()
     return answers, right
 
@@ -64,13 +64,13 @@ async def asked(options: Options, texts: list[HiddenNumber], text: Text) -> tupl
 async def measure(given: argparse.Namespace) -> None:
     base: dict[str, Any] = {"model": given.model, "threads": given.threads, "device": given.device, "slots": 1}
     base |= {"disk_prefix_cache": "off", "draft": "none"}
-    text = Text.load(model_folder(Options(model=given.model)))
+    text = Text.load(find_model_folder(build_options(model=given.model).model))
     texts = [
         one for length in map(int, given.lengths.split(",")) for one in await hidden(text, length, given.questions)
     ]
     rows, first = list[dict[str, Any]](), list[Tokens]()
     for name in given.kv_dtypes.split(","):
-        answers, right = await asked(Options(**base, kv_dtype=name), texts, text)
+        answers, right = await asked(build_options(**base, kv_dtype=name), texts, text)
         first = first or answers
         for length in dict.fromkeys(one.length for one in texts):
             at = [number for number, one in enumerate(texts) if one.length == length]

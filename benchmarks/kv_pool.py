@@ -15,19 +15,20 @@ import torch
 from attrs import define, field
 
 from adapters.device.executor import DeviceExecutor
-from adapters.device.lane import DeviceLane
-from adapters.models.dense import DenseShard
-from adapters.models.kernels.triton_cuda import TritonKernels
-from adapters.models.pipeline import Pipeline
-from adapters.models.synthetic import RandomWeights
+from adapters.device.executor_parts import ExecutorParts
+from adapters.device.lane.lane import DeviceLane
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.kernels.cuda.kernels import TritonKernels
+from adapters.models.numerics.synthetic import RandomWeights
 from benchmarks.cuda_model import DEVICE, DTYPE, config_8b
 from benchmarks.report import machine, median, raw, table
 from effects.ids import PAGE, Tokens
 from effects.job import Job
 from effects.ports import Closed
 from effects.stream import EmitTokens
-from engine.assemble import engine
-from engine.fit import DeviceNeed, Fit, fitted, pooled
+from engine.loading.memory_fit import DeviceNeed, Fit, fit_page_pool, fit_slots
+from engine.serving.wiring import run_engine
 from states.settings import Settings
 
 GIB, LAYERS, POSITIONS = 1 << 30, 36, 40960
@@ -60,7 +61,9 @@ async def served(fit: Fit, jobs: list[Job]) -> tuple[float, list[HeardSession]]:
         kernels, weights = TritonKernels(DEVICE), RandomWeights(config, 1, DEVICE, DTYPE)
         how: dict[str, Any] = {"device": DEVICE, "dtype": DTYPE, "buckets": BUCKETS}
         how |= {"slots": fit.slots, "capacity": fit.context, "pages": fit.pages}
-        return DeviceExecutor(Pipeline([DenseShard(config, weights, kernels, **how)]), BUCKETS, lane=lane)
+        return DeviceExecutor(
+            ExecutorParts(Pipeline([DenseShard(config, weights, kernels, **how)]), BUCKETS, lane=lane)
+        )
 
     executor = await lane.run(build)
     settings = Settings(
@@ -73,10 +76,10 @@ async def served(fit: Fit, jobs: list[Job]) -> tuple[float, list[HeardSession]]:
     )
     heard = [HeardSession() for _ in jobs]
     try:
-        async with engine(settings, executor, facts={}) as running:
+        async with run_engine(settings, executor) as running:
 
             async def one(job: Job, session: HeardSession) -> None:
-                async for message in running.door.submit(job):
+                async for message in running.submissions.submit(job):
                     if isinstance(message, EmitTokens):
                         session.last_s = time.monotonic() - began
                         session.first_s = session.first_s or session.last_s
@@ -111,8 +114,8 @@ def main() -> int:
     need = DeviceNeed("cuda:0", there, weights * DTYPE.itemsize + GIB // 2, config.kv_bytes_per_token(DTYPE))
     context = -(-(asked.length + asked.answer) // PAGE) * PAGE
     ways = {
-        "whole slots": fitted([need], config.max_positions, 0, context),
-        "pages": pooled([need], config.max_positions, 0, context),
+        "whole slots": fit_slots([need], config.max_positions, 0, context),
+        "pages": fit_page_pool([need], config.max_positions, 0, context),
     }
     jobs = [Job(prompt, asked.answer) for prompt in prompts(asked.sessions, asked.length, asked.head)]
     rows, answers = list[dict[str, Any]](), list[list[list[int]]]()

@@ -22,16 +22,16 @@ import torch
 from attrs import frozen
 
 from adapters import demo
-from adapters.checkpoint.weights import WeightSource
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.dense import DenseShard
-from adapters.models.dense_config import DenseConfig
-from adapters.models.kernels.row_form import NAMED
-from adapters.models.qwen3 import Qwen3Config
-from adapters.models.shard import Segment, Step
-from adapters.models.synthetic import RandomWeights
+from adapters.checkpoint.weight_source import WeightSource
+from adapters.models.decoder.dense_config import DenseConfig
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.families.qwen3 import Qwen3Config
+from adapters.models.kernels.row_format import DTYPE_NAMES
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.numerics.synthetic import RandomWeights
+from adapters.models.open_checkpoint import Checkpoint
 from benchmarks.report import machine, raw, table
-from engine.machine import build_kernels
+from engine.loading.device_survey import build_kernels
 
 DTYPE = torch.bfloat16
 TURNS = 3
@@ -122,7 +122,7 @@ def main() -> None:
     tokens = torch.randint(0, config.vocab_size, (most,), generator=torch.Generator().manual_seed(1)).to(device)
     buckets = (4, 16, 64, 1024 if device.type == "cuda" else 256)
     found = dict[str, RowsMeasured]()
-    for name, kind in NAMED.items():
+    for name, kind in DTYPE_NAMES.items():
         how = {"device": device, "dtype": DTYPE, "slots": 1, "capacity": most + 256, "buckets": buckets}
         shard = DenseShard(config, weights, build_kernels(device, DTYPE), rows=kind, **how)
         found[name] = measured(shard, tokens, sorted(given.contexts))

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 from attrs import define, field
 
-from adapters.device.proposer import Proposer
-from adapters.device.rounds import RoundAtOnce, RoundsAtOnce, RoundTaken
-from adapters.device.slots import SlotState
-from adapters.models.dflash.draft import DFlashDraft
-from adapters.models.shard import Kept, Step
-from engine.target import Target
+from adapters.device.decode.native_decode import FusedStep, NativeDecodeStep, NativeStepResult
+from adapters.device.slots.slots import SlotState
+from adapters.device.speculation.proposer import LocalDraft, Proposer
+from adapters.models.decoder.shard import Kept
+from adapters.models.kernels.step import Step
+from engine.loading.load_target import Target
 
 
 @define(eq=False)
@@ -45,8 +45,8 @@ class Listening:
 
         shard.logits, shard.commit = heard, kept  # type: ignore[method-assign]
         decoding = self.target.executor.decoding
-        if decoding.rounds is not None:
-            decoding.rounds = HeardRounds(decoding.rounds.shard, decoding.rounds.buckets, self.rows)
+        if decoding.native is not None:
+            decoding.native = HeardRounds(decoding.native.shard, decoding.native.buckets, self.rows)
 
     def taken(self) -> list[tuple[int, str]]:
         found = list(self.rows)
@@ -55,20 +55,20 @@ class Listening:
 
 
 @define(eq=False)
-class HeardRounds(RoundsAtOnce):
+class HeardRounds(NativeDecodeStep):
     """Steps in one call, whose logits nobody is asked for. rows: as `Listening` has them."""
 
     rows: list[tuple[int, str]]
-    _heard: RoundAtOnce | None = field(init=False, default=None)
+    _heard: FusedStep | None = field(init=False, default=None)
 
-    def of(self, draft: DFlashDraft | None, count: int) -> RoundAtOnce | None:
-        self._heard = super().of(draft, count)
+    def find_fused_step(self, draft: LocalDraft | None, count: int) -> FusedStep | None:
+        self._heard = super().find_fused_step(draft, count)
         return self._heard
 
-    def step(self, slot: int, state: SlotState, most: int, proposer: Proposer | None) -> RoundTaken | None:
+    def step(self, slot: int, state: SlotState, most: int, proposer: Proposer | None) -> NativeStepResult | None:
         taken = super().step(slot, state, most, proposer)
         if taken is not None and self._heard is not None:
-            logits = self._heard.native.target.logits
+            logits = self._heard.native.target.logits  # type: ignore[attr-defined] # a `NativeRound`
             self.rows += [(state.valid + at, digest(logits[at])) for at in range(len(taken.tokens))]
         return taken
 

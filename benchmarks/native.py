@@ -16,15 +16,15 @@ from typing import TypeAlias
 
 import torch
 
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.dense import DenseShard
-from adapters.models.kernels.native.compiled import compiled, missing
-from adapters.models.kernels.native.products import NativeProducts
-from adapters.models.kernels.products import NATIVE
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.numerics import Numerics
-from adapters.models.probe import probe
-from adapters.models.shard import Segment, Step
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.cpu.native.library import explain_missing, find_library
+from adapters.models.kernels.cpu.native.products import NativeProducts
+from adapters.models.kernels.product_list import NATIVE
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.numerics.probe import probe
+from adapters.models.numerics.probe_result import Numerics
+from adapters.models.open_checkpoint import Checkpoint
 from benchmarks.report import machine, raw, table
 
 DEMO, CPU = Path(__file__).parents[1] / "adapters" / "demo", torch.device("cpu")
@@ -73,7 +73,7 @@ def made(name: str, checkpoint: Checkpoint, kernels: CpuKernels, dtype: torch.dt
     found = probe(checkpoint.family, checkpoint.config, kernels, **how)
     options = {"dtype": dtype, "slots": 1, "capacity": CONTEXT, "buckets": found.buckets}
     print(f"{name}: {found.mode}, probe {found.seconds:.1f} s; " + "; ".join(found.shown()["products"]))
-    return DenseShard(checkpoint.config, checkpoint, kernels.using(found.plan), **options), found
+    return DenseShard(checkpoint.config, checkpoint, kernels.with_plan(found.plan), **options), found
 
 
 def steps(shards: Mapping[str, Made], rounds: int) -> list[dict[str, object]]:
@@ -108,9 +108,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     options = parser.parse_args()
-    found = compiled()
+    found = find_library()
     if found is None:
-        raise SystemExit(f"nothing to compare: {missing()}")
+        raise SystemExit(f"nothing to compare: {explain_missing()}")
     dtype, checkpoint, threads = getattr(torch, options.dtype), Checkpoint.open(DEMO), torch.get_num_threads()
     print(machine())
     with torch.inference_mode():

@@ -31,11 +31,11 @@ from benchmarks.subjects import prompts
 from effects.ids import Tokens
 from effects.job import Job
 from effects.scope import Scope
-from engine.assemble import Engine, engine
-from engine.begin import load_target
-from engine.options import Options
-from engine.serve import settle
-from engine.target import Target
+from engine.loading.background_load import load_target
+from engine.loading.load_target import Target
+from engine.serving.serve import freeze_collected
+from engine.serving.wiring import Engine, run_engine
+from engine.settings.options import Options, evolve_options
 
 LONGEST = 256  # tokens of a prompt
 ANSWER = 512  # of a pair
@@ -103,7 +103,7 @@ async def streams(ways: dict[str, Engine], kind: str, counts: Sequence[int], rep
         asked = prompts(["code"], count * repeats, LONGEST)["code"]
         jobs = [Job(prompt, most, scope=Scope("off")) for prompt in asked]
         batches = [jobs[at * count : (at + 1) * count] for at in range(repeats)]
-        settle()
+        freeze_collected()
         rows.append(row(f"{count} streams, {kind}", await compared(ways, batches)))
         print(json.dumps(rows[-1]), flush=True)
     return rows
@@ -112,7 +112,7 @@ async def streams(ways: dict[str, Engine], kind: str, counts: Sequence[int], rep
 async def pairs(ways: dict[str, Engine], count: int, turns: int) -> list[Any]:
     took: dict[str, list[Took]] = {way: [] for way in ways}
     asked = prompts(["code"], count, LONGEST)["code"]
-    settle()
+    freeze_collected()
     for prompt in asked:
         job = Job(prompt, ANSWER, scope=Scope("off"))
         given: dict[str, list[Took]] = {way: [] for way in ways}
@@ -129,20 +129,20 @@ async def pairs(ways: dict[str, Engine], count: int, turns: int) -> list[Any]:
 
 async def measure(options: Options, given: argparse.Namespace) -> list[dict[str, Any]]:
     parts, counts = given.parts.split(","), [int(count) for count in given.streams.split(",")]
-    options = evolve(options, disk_prefix_cache="off", host_cache_budget=0)
+    options = evolve_options(options, disk_prefix_cache="off", host_cache_budget=0)
     targets: dict[str, Target] = {
-        "plain": await load_target(evolve(options, draft="none")),
+        "plain": await load_target(evolve_options(options, draft="none")),
         "draft": await load_target(options),
     }
     if "pairs" in parts:
-        targets[AGAIN] = await load_target(evolve(options, draft="none"))
+        targets[AGAIN] = await load_target(evolve_options(options, draft="none"))
     rows = list[dict[str, Any]]()
     for kind in ("as it is", "never right"):
         if kind == "never right":
             never_right(targets["draft"].draft)
         async with AsyncExitStack() as stack:
             ways = {
-                way: await stack.enter_async_context(engine(target.settings, target.executor, facts={}))
+                way: await stack.enter_async_context(run_engine(target.settings, target.executor))
                 for way, target in targets.items()
             }
             if "pairs" in parts and kind == "never right":

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import Qwen3Config as OracleConfig
 
-from adapters.models.qwen3 import Qwen3Config
+from adapters.models.families.qwen3 import Qwen3Config
 
 
 def oracle_config(config: Qwen3Config, **more: Any) -> OracleConfig:

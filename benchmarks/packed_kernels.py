@@ -21,10 +21,16 @@ from typing import Any
 import torch
 import triton
 
-from adapters.checkpoint.packed import Stack, StepLayout
-from adapters.models.kernels.triton_cuda import TritonKernels
-from adapters.models.kernels.triton_packed import CudaStack, CudaSteps, PackedTile, choose_packed_tile, multiply_narrow
-from adapters.models.synthetic import random_matrix
+from adapters.checkpoint.packed_matrix import StackedWeight, StepLayout
+from adapters.models.kernels.cuda.kernels import TritonKernels
+from adapters.models.kernels.cuda.packed import (
+    CudaPackedMatrix,
+    CudaStack,
+    PackedTile,
+    choose_packed_tile,
+    multiply_narrow,
+)
+from adapters.models.numerics.synthetic import random_matrix
 from benchmarks.cuda_model import DEVICE, DTYPE, bandwidth, seconds
 from benchmarks.report import raw, table
 
@@ -42,7 +48,7 @@ CACHES = 160_000_000  # bytes, more than they hold twice
 PRODUCTS = 200  # of a graph, about
 
 
-def tile_of(name: str, count: int, weight: CudaSteps) -> PackedTile:
+def tile_of(name: str, count: int, weight: CudaPackedMatrix) -> PackedTile:
     if name == "served":
         processors = torch.cuda.get_device_properties(DEVICE).multi_processor_count
         shared = triton.runtime.driver.active.utils.get_device_properties(0)["max_shared_mem"]
@@ -58,17 +64,19 @@ def kernels_of() -> TritonKernels:
     return kernels
 
 
-def matrices(name: str, outputs: int, columns: int, *, gated: bool) -> Stack:
+def matrices(name: str, outputs: int, columns: int, *, gated: bool) -> StackedWeight:
     share = 1 + gated
     shape = (outputs // share, columns)
-    return Stack(tuple(random_matrix(shape, FORMATS[name], part, DEVICE) for part in "ab"[:share]), DTYPE, DEVICE)
+    return StackedWeight(
+        tuple(random_matrix(shape, FORMATS[name], part, DEVICE) for part in "ab"[:share]), DTYPE, DEVICE
+    )
 
 
-def packed(kernels: TritonKernels, stack: Stack, *, gated: bool) -> CudaSteps:
+def packed(kernels: TritonKernels, stack: StackedWeight, *, gated: bool) -> CudaPackedMatrix:
     weight = kernels.pack_gated(stack) if gated else kernels.pack(stack)
     assert isinstance(weight, CudaStack)
     (part,) = weight.parts
-    assert isinstance(part, CudaSteps)
+    assert isinstance(part, CudaPackedMatrix)
     return part
 
 
@@ -77,9 +85,9 @@ def differing(name: str, tiles: list[str]) -> list[dict[str, Any]]:
     kernels, wrong, total = kernels_of(), Counter[str](), 0
     for columns, gated in itertools.product((1280, 4096), (False, True)):
         stack = matrices(name, 832, columns, gated=gated)
-        weight, plain = packed(kernels, stack, gated=gated), stack.unpacked()
+        weight, plain = packed(kernels, stack, gated=gated), stack.unpack()
         x = torch.randn(256, columns, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1)).to(DTYPE)
-        wide = kernels.gated(x, kernels.pack_gated(plain)) if gated else kernels.linear(x, kernels.pack(plain))
+        wide = kernels.gated_linear(x, kernels.pack_gated(plain)) if gated else kernels.linear(x, kernels.pack(plain))
         for count in (1, 4, 16, 32, 50):
             expected = wide[7 : 7 + count]
             total += expected.numel()
@@ -90,14 +98,14 @@ def differing(name: str, tiles: list[str]) -> list[dict[str, Any]]:
     return [{"format": name, "tile": tile, "differing": wrong[tile], "of": total} for tile in tiles]
 
 
-def copies(weight: CudaSteps) -> list[CudaSteps]:
+def copies(weight: CudaPackedMatrix) -> list[CudaPackedMatrix]:
     made = [weight]
     while len(made) < max(2, CACHES / size_of(weight)):
         made.append(copy.deepcopy(weight))
     return made
 
 
-def size_of(weight: CudaSteps) -> int:
+def size_of(weight: CudaPackedMatrix) -> int:
     return sum({one.data_ptr(): one.nbytes for one in weight.tensors}.values())
 
 

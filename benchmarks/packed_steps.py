@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.kernels.torch_cpu import CpuKernels
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.open_checkpoint import Checkpoint
 from benchmarks.native import DEMO, made, steps
 from benchmarks.report import machine, raw, table
 

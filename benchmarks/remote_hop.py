@@ -12,12 +12,12 @@ import anyio
 import torch
 from attrs import define, field
 
-from adapters.models.shard import Segment, Step
-from adapters.remote.shard import RemoteShard
+from adapters.models.kernels.step import Segment, Step
+from adapters.remote.client.remote_shard import RemoteShard
 from benchmarks.report import machine, median, raw, table
-from engine.begin import load_target
-from engine.options import Options
-from engine.target import Target
+from engine.loading.background_load import load_target
+from engine.loading.load_target import Target
+from engine.settings.options import build_options
 
 PLANS = {"cpu:0": "cpu:0", "cpu:0,cpu:0": "cpu:0,cpu:0", "cpu:0,ipc+cpu:0": "cpu:0,ipc+cpu:0"}
 
@@ -50,7 +50,7 @@ def measured(target: Target, steps: int) -> Found:
 
 async def plan(model: str, devices: str, steps: int) -> Found:
     how = {"max_ctx": 1024, "draft": "none", "disk_prefix_cache": "off", "host_cache_budget": 0}
-    target = await load_target(Options(model=model, target_devices=devices, **how))  # type: ignore[arg-type]
+    target = await load_target(build_options(model=model, target_devices=devices, **how))  # type: ignore[arg-type]
     found = await target.lane.run(lambda: measured(target, steps))
     await target.close()
     return found

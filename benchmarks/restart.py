@@ -47,9 +47,9 @@ def write_down(file: str, line: str) -> None:
 
 def serve(digests: str, words: Sequence[str]) -> None:
     """`rekindle serve`, with a digest of the first row of all logits appended to a file."""
-    from adapters.models.dense import DenseShard  # noqa: PLC0415 - only this process needs them
-    from adapters.models.shard import Step  # noqa: PLC0415
-    from adapters.transfer.restore import Restorer  # noqa: PLC0415
+    from adapters.models.decoder.dense_shard import DenseShard  # noqa: PLC0415 - only this process needs them
+    from adapters.models.kernels.step import Step  # noqa: PLC0415
+    from adapters.transfer.restorer import Restorer  # noqa: PLC0415
     from engine.__main__ import main as rekindle  # noqa: PLC0415
 
     logits, restore = DenseShard.logits, Restorer.restore

@@ -18,9 +18,9 @@ from attrs import frozen
 
 from benchmarks.report import machine, raw
 from effects.scope import Scope
-from engine.simulation.costs import Costs
-from engine.simulation.logs.requests import Agent, Request, Session, made_up
-from engine.simulation.run import Setup, Simulation, fitted
+from engine.tools.simulation.logs.logged_requests import Agent, Request, Session, make_tokens
+from engine.tools.simulation.simulate_scope import Setup, Simulation, fit_settings
+from engine.tools.simulation.simulated_costs import Costs
 from states.settings import Settings
 
 WINDOWS = (2, 8, 30)
@@ -47,13 +47,13 @@ class Traffic:
         return Session(self.name, (Agent(tuple(self.request(at, letter) for at, letter in enumerate(letters))),))
 
     def request(self, at: int, letter: str) -> Request:
-        pieces = [made_up(f"{self.name} {letter.lower()}", self.head)]
+        pieces = [make_tokens(f"{self.name} {letter.lower()}", self.head)]
         if letter.isupper():
-            pieces.append(made_up(f"{self.name} {letter} at", self.standing[letter] - self.head))
+            pieces.append(make_tokens(f"{self.name} {letter} at", self.standing[letter] - self.head))
         starts = [sum(map(len, pieces[: end + 1])) for end in range(len(pieces))]
-        pieces.append(made_up(f"{self.name} {at} tail", TAIL))
+        pieces.append(make_tokens(f"{self.name} {at} tail", TAIL))
         length = starts[-1] + TAIL
-        return Request(at * 60 * SECOND, tuple(pieces), made_up(f"{self.name} {at} answer", 8), (*starts, length))
+        return Request(at * 60 * SECOND, tuple(pieces), make_tokens(f"{self.name} {at} answer", 8), (*starts, length))
 
 
 SHAPES = (
@@ -85,7 +85,7 @@ SHAPES = (
 def counted(shape: Traffic, window: int) -> tuple[float, int, int]:
     """(selected, hits, requests), less those before the bar."""
     session, costs = shape.session(), Costs()
-    settings = fitted(Settings(slots=1, store=True, min_tokens=512, rates=costs.rates()), [session])
+    settings = fit_settings(Settings(slots=1, store=True, min_tokens=512, rates=costs.rates()), [session])
     run = Simulation(Setup(settings, costs, 1 << 40, 0, restart_every=1), [session], Scope("auto", window))
     run.run()
     counts = list(run.tally.counts.values())[shape.warm :]

@@ -26,15 +26,17 @@ import anyio
 import torch
 from attrs import define, evolve
 
-from adapters.device.proposer import DraftModel, DraftRequest, Proposer
-from adapters.device.slots import SlotState
-from adapters.device.tree import Tree
-from adapters.models.dflash.draft import DFlashDraft
-from adapters.models.shard import Kept, Step
-from adapters.text.text import Text
+from adapters.device.executor import DeviceExecutor
+from adapters.device.slots.slots import SlotState
+from adapters.device.speculation.proposal_tree import Tree
+from adapters.device.speculation.proposer import DraftModel, DraftRequest, Proposer
+from adapters.models.decoder.shard import Kept
+from adapters.models.drafts.dflash.draft import DFlashDraft
+from adapters.models.kernels.step import Step
+from adapters.text.model_text import Text
 from benchmarks.report import machine, median, raw, table
 from benchmarks.subjects import NAMES, prompts
-from effects.all import Ask, Outcome
+from effects.all import EffectRequest, Outcome
 from effects.decode import Decoded, RunDecode
 from effects.ids import RequestId, SlotId, Tokens
 from effects.job import Job, Report, Sampling
@@ -42,11 +44,11 @@ from effects.ports import Closed
 from effects.prefill import OpenSlot, RunPrefill
 from effects.scope import Scope
 from effects.stream import EmitTokens
-from engine.assemble import Engine, engine
-from engine.begin import load_target
-from engine.options import Options
-from engine.serve import settle
-from engine.target import Target
+from engine.loading.background_load import load_target
+from engine.loading.load_target import Target
+from engine.serving.serve import freeze_collected
+from engine.serving.wiring import Engine, run_engine
+from engine.settings.options import Options, build_options, evolve_options
 from states import launch_prices
 from states.rates import Rates
 
@@ -66,7 +68,7 @@ class TimedAnswer:
 
 async def answer(running: Engine, job: Job) -> TimedAnswer:
     found = TimedAnswer()
-    async for message in running.door.submit(job):
+    async for message in running.submissions.submit(job):
         match message:
             case EmitTokens(tokens):
                 found.tokens += tokens
@@ -84,14 +86,14 @@ async def speed(targets: Mapping[str, Target], ends: Tokens, count: int, most: i
     """Every answer in every way, one right after the other. targets: by way; `plain` does without its draft."""
     rows = list[dict[str, Any]]()
     subjects = prompts(list(NAMES), count, LONGEST)
-    settle()  # one look through all that the prompts come from takes as long as a hundred steps
+    freeze_collected()  # one look through all that the prompts come from takes as long as a hundred steps
     for subject, asked in subjects.items():
         for name, sampling in (("greedy", Sampling()), ("sampled", SAMPLED)):
             took: dict[str, list[TimedAnswer]] = {way: [] for way in targets}
             for number, prompt in enumerate(asked):
                 job = Job(prompt, most, evolve(sampling, seed=number), ends, Scope("off"))
                 for way, target in targets.items():
-                    async with engine(target.settings, target.executor, facts={}) as running:
+                    async with run_engine(target.settings, target.executor) as running:
                         took[way].append(await answer(running, evolve(job, speculate=way != "plain")))
             differing = sum(
                 one.tokens != other.tokens
@@ -130,14 +132,14 @@ async def limit(target: Target, count: int) -> list[dict[str, Any]]:
     for name, (temperature, subject) in NOISE.items():
         noise = [tuple(draw.randrange(16, vocabulary) for _ in range(100)) for _ in range(count)]
         asked = prompts([subject], count, LONGEST)[subject] if subject else noise
-        settle()
+        freeze_collected()
         if name == "never right":
             never_right(target.draft)
         took: dict[str, list[TimedAnswer]] = {"plain": [], "chain": []}
         for number, prompt in enumerate(asked):
             job = Job(prompt, 512, Sampling(temperature=temperature, seed=number), (), Scope("off"))
             for way in ("plain", "chain") if number % 2 else ("chain", "plain"):
-                async with engine(target.settings, target.executor, facts={}) as running:
+                async with run_engine(target.settings, target.executor) as running:
                     took[way].append(await answer(running, evolve(job, speculate=way != "plain")))
         pairs = [one.seconds / other.seconds for one, other in zip(took["plain"], took["chain"], strict=True)]
         why = {one.report.speculation for one in took["chain"] if one.report is not None}
@@ -181,17 +183,17 @@ def forced(target: Target, job: Job, width: int) -> list[Decoded]:
     known, request, slot = list(job.prompt), RequestId(0), SlotId(0)
     done = list[Decoded]()
 
-    def following(outcomes: Sequence[Outcome]) -> Ask | None:
+    def following(outcomes: Sequence[Outcome]) -> EffectRequest | None:
         filled = max((getattr(outcome, "stop", 0) for outcome in outcomes), default=0)
         if filled < len(job.prompt) - 1:
             stop = min(filled + target.settings.chunk, len(job.prompt) - 1)
-            return Ask(request, RunPrefill(slot, filled, stop))
+            return EffectRequest(request, RunPrefill(slot, filled, stop))
         if outcomes and isinstance(outcomes[-1], Decoded):
             done.append(outcomes[-1])
             known.extend(outcomes[-1].tokens)
             if len(known) - len(job.prompt) >= job.max_tokens or known[-1] in job.stop_tokens:
                 return None
-        return Ask(request, RunDecode(slot, len(known) - 1, known[-1], width))
+        return EffectRequest(request, RunDecode(slot, len(known) - 1, known[-1], width))
 
     target.executor.rehearse(OpenSlot(slot, slot, 0, job.prompt, job.sampling, job.stop_tokens), following)
     return done
@@ -201,7 +203,7 @@ def forced(target: Target, job: Job, width: int) -> list[Decoded]:
 
 
 @define(eq=False)
-class WatchedProposer:
+class WatchedProposer(Proposer):
     """What is proposed, and after which tokens."""
 
     proposer: Proposer
@@ -225,8 +227,8 @@ class WatchedProposer:
     def catch_up(self, slot: int) -> None:
         self.proposer.catch_up(slot)
 
-    def opened(self, source: int, target: int, state: SlotState) -> None:
-        self.proposer.opened(source, target, state)
+    def inherit_rows(self, source: int, target: int, state: SlotState) -> None:
+        self.proposer.inherit_rows(source, target, state)
 
 
 def never_right(draft: DraftModel | None) -> None:
@@ -243,18 +245,18 @@ async def tier(options: Options, ends: Tokens, count: int) -> list[dict[str, Any
     seen: dict[str, dict[tuple[Tokens, int], Tokens]] = {}
     rows = list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as folder:
-        kept = evolve(options, kv_cache_dir=Path(folder), kv_cache_min_tokens=0, disk_prefix_cache="full")
+        kept = evolve_options(options, kv_cache_dir=Path(folder), kv_cache_min_tokens=0, disk_prefix_cache="full")
         for names, budget in ((("cold", "host"), 2048), (("disk",), 0)):
             target = await load_target(evolve(kept, host_cache_budget=budget))
             proposer = target.executor.decoding.proposer  # to look over its shoulder
             assert proposer is not None
             for name in names:
                 watched = WatchedProposer(proposer, {})
-                target.executor.proposed_to(watched)
-                rows = launch_prices.filled(1 + target.settings.block)
+                target.executor = DeviceExecutor(evolve(target.executor.parts, proposer=watched))
+                rows = launch_prices.round_up_to_bucket(1 + target.settings.block)
                 flat = Rates(decode=((0, 1, 0, 1000, 0), (0, 1, rows, 1001, 1000)))
                 settings = evolve(target.settings, rates=flat)
-                async with engine(settings, target.executor, transfer=target.transfer, facts={}) as running:
+                async with run_engine(settings, target.executor, transfer=target.transfer) as running:
                     answers = [await answer(running, job) for job in jobs]
                 seen[name] = watched.seen
                 rows.append({"tier": name, **compared(seen["cold"], watched.seen, answers)})
@@ -284,13 +286,15 @@ async def measure(options: Options, given: argparse.Namespace) -> dict[str, Any]
     found: dict[str, Any] = {}
     parts = given.parts.split(",")
     if {"speed", "limit", "acceptance"} & set(parts):
-        target = await load_target(evolve(options, disk_prefix_cache="off", host_cache_budget=0))
+        target = await load_target(evolve_options(options, disk_prefix_cache="off", host_cache_budget=0))
         found["rounds"] = target.settings.rates.decode
         text = Text.load(target.folder)
         ends = tuple(text.tokenizer.end_tokens)
         await text.aclose()
         if "speed" in parts:
-            branching = await load_target(evolve(options, disk_prefix_cache="off", host_cache_budget=0, ddtree=True))
+            branching = await load_target(
+                evolve_options(options, disk_prefix_cache="off", host_cache_budget=0, ddtree=True)
+            )
             targets = {"plain": target, "chain": target, "tree": branching}
             found["speed"] = await speed(targets, ends, given.prompts, given.tokens)
             await branching.close()
@@ -315,7 +319,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    options = Options(model=given.model, draft=given.draft, device=given.device, threads=given.threads)
+    options = build_options(model=given.model, draft=given.draft, device=given.device, threads=given.threads)
     found = anyio.run(measure, options, given)
     if {"steps", "residency"} & set(given.parts.split(",")):
         from benchmarks.speculation_8b import measure_8b  # noqa: PLC0415 - Triton comes with CUDA only

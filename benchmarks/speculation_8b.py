@@ -14,29 +14,31 @@ from typing import Any
 
 import anyio
 import torch
-from attrs import define, field
+from attrs import define, evolve, field
 from torch import Tensor
 
-from adapters.device.drafting import Drafting
 from adapters.device.executor import DeviceExecutor
-from adapters.device.lane import DeviceLane
-from adapters.device.proposer import DraftRequest, Proposer
-from adapters.device.slots import SlotState
-from adapters.device.tree import Tree, chain
-from adapters.models.dense import DenseShard
-from adapters.models.dflash.checkpoint import draft_tensors
-from adapters.models.dflash.config import DFlashConfig
-from adapters.models.dflash.draft import DFlashDraft
-from adapters.models.draft import BlockRequest as Wanted
+from adapters.device.executor_parts import ExecutorParts
+from adapters.device.lane.lane import DeviceLane
+from adapters.device.slots.slots import SlotState
+from adapters.device.speculation.drafting import Drafting
+from adapters.device.speculation.proposal_tree import Tree, chain
+from adapters.device.speculation.proposer import DraftRequest, Proposer
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.rope import Rotary
+from adapters.models.decoder.shard import Kept
+from adapters.models.drafts.cached_draft import BlockRequest as Wanted
+from adapters.models.drafts.dflash.checkpoint import draft_tensors
+from adapters.models.drafts.dflash.config import DFlashConfig
+from adapters.models.drafts.dflash.draft import DFlashDraft
+from adapters.models.kernels.cuda.kernels import TritonKernels
 from adapters.models.kernels.interface import AttentionMask
-from adapters.models.kernels.triton_cuda import TritonKernels
-from adapters.models.pipeline import Pipeline
-from adapters.models.rope import Rotary
-from adapters.models.shard import Kept, Segment, Step
-from adapters.models.synthetic import RandomWeights
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.numerics.synthetic import RandomWeights
 from benchmarks.cuda_model import DEVICE, DTYPE, config_8b
 from benchmarks.report import median
-from effects.all import Ask, Outcome
+from effects.all import EffectRequest, Outcome
 from effects.decode import Decoded, RunDecode
 from effects.ids import RequestId, SlotId, Tokens
 from effects.job import Job, Sampling
@@ -44,8 +46,8 @@ from effects.prefill import OpenSlot, RunPrefill
 from effects.residency import LoadModel, UnloadModel
 from effects.scope import Scope
 from effects.stream import EmitTokens
-from engine.assemble import engine
-from states.residency import Policy, resolved
+from engine.serving.wiring import run_engine
+from states.residency import Policy, resolve_residency
 from states.settings import Settings
 
 LAYERS, BLOCK = 36, 16
@@ -82,7 +84,7 @@ class DeviceDraft:
 
 
 @define(eq=False)
-class Forced:
+class Forced(Proposer):
     """The draft does its work; then so many of the tokens that will come are proposed, and a wrong one behind them."""
 
     drafting: Proposer
@@ -111,8 +113,8 @@ class Forced:
     def catch_up(self, slot: int) -> None:
         self.drafting.catch_up(slot)
 
-    def opened(self, source: int, target: int, state: SlotState) -> None:
-        self.drafting.opened(source, target, state)
+    def inherit_rows(self, source: int, target: int, state: SlotState) -> None:
+        self.drafting.inherit_rows(source, target, state)
 
 
 @define(eq=False)
@@ -134,9 +136,9 @@ def build(lane: DeviceLane, slots: int = 1, buckets: Sequence[int] = BUCKETS, la
         4096, 12288, 5, 32, 8, 128, Rotary(128, 1e6), (AttentionMask(),) * 5, AUX_LAYERS, BLOCK, 151669
     )
     draft = DFlashDraft(drafts, DeviceDraft(drafts), TritonKernels(DEVICE), Pipeline((shard,)).head, **shape)
-    executor, drafting = DeviceExecutor(shard, buckets, lane=lane), Drafting(draft, buckets)
-    executor.handle(LoadModel, drafting.unpark)
-    executor.handle(UnloadModel, drafting.park)
+    drafting = Drafting(draft, buckets)
+    handlers = {LoadModel: drafting.load_back, UnloadModel: drafting.offload}
+    executor = DeviceExecutor(ExecutorParts(shard, buckets, lane=lane, handlers=handlers))
     return Pair(shard, draft, lane, executor, drafting)
 
 
@@ -151,19 +153,19 @@ def prompt() -> Tokens:
 def decoded(pair: Pair, proposer: Proposer, width: int, most: int) -> tuple[Tokens, list[Decoded]]:
     """On the lane: greedy rounds that propose so many, until there are `most` tokens."""
     known, request, slot = list(prompt()), RequestId(0), SlotId(0)
-    pair.executor.proposed_to(proposer)
+    pair.executor = DeviceExecutor(evolve(pair.executor.parts, proposer=proposer))
     done = list[Decoded]()
 
-    def following(outcomes: Sequence[Outcome]) -> Ask | None:
+    def following(outcomes: Sequence[Outcome]) -> EffectRequest | None:
         filled = max((getattr(outcome, "stop", 0) for outcome in outcomes), default=0)
         if filled < CONTEXT - 1:
-            return Ask(request, RunPrefill(slot, filled, min(filled + BUCKETS[-1], CONTEXT - 1)))
+            return EffectRequest(request, RunPrefill(slot, filled, min(filled + BUCKETS[-1], CONTEXT - 1)))
         if isinstance(outcomes[-1], Decoded):
             done.append(outcomes[-1])
             known.extend(outcomes[-1].tokens)
         if len(known) - CONTEXT >= most:
             return None
-        return Ask(request, RunDecode(slot, len(known) - 1, known[-1], width))
+        return EffectRequest(request, RunDecode(slot, len(known) - 1, known[-1], width))
 
     pair.executor.rehearse(OpenSlot(slot, slot, 0, prompt(), Sampling()), following)
     return tuple(known), done
@@ -172,11 +174,11 @@ def decoded(pair: Pair, proposer: Proposer, width: int, most: int) -> tuple[Toke
 def steps(pair: Pair) -> list[dict[str, Any]]:
     """On the lane. The plain step is timed with the draft out of the way, then with one that follows."""
     answer = 160
-    pair.draft.park()
+    pair.draft.offload()
     plain, done = decoded(pair, pair.drafting, 0, answer + BLOCK)
     base = median(one.ns for one in done[8:]) / 1e6
     rows = [row("plain, no draft", base, plain, plain, done)]
-    pair.draft.unpark()
+    pair.draft.load_back()
     found, done = decoded(pair, pair.drafting, 0, answer)
     rows.append(row("plain, a draft that follows", base, plain, found, done))
     for accepted in ACCEPTED:  # records graphs: the bucket at which the draft follows is that of what is accepted
@@ -268,10 +270,10 @@ def pieces(pair: Pair, base: float) -> list[dict[str, Any]]:
 async def residency(pair: Pair) -> list[dict[str, Any]]:
     """Device bytes before, during and after a request, by policy."""
     rows = list[dict[str, Any]]()
-    pair.executor.proposed_to(pair.drafting)
+    pair.executor = DeviceExecutor(evolve(pair.executor.parts, proposer=pair.drafting))
     for policy in POLICIES:
-        resolution, _ = resolved(policy, has_draft=True, has_drafter=False)
-        await pair.lane.run(pair.draft.park if resolution.draft == "park" else pair.draft.unpark)
+        resolution, _ = resolve_residency(policy, has_draft=True, has_prompt_scorer=False)
+        await pair.lane.run(pair.draft.offload if resolution.draft == "park" else pair.draft.load_back)
         settings = Settings(
             slots=1,
             max_context=CAPACITY,
@@ -281,13 +283,13 @@ async def residency(pair: Pair) -> list[dict[str, Any]]:
             residency=resolution,
         )
         job = Job(prompt(), 24, scope=Scope("off"))
-        async with engine(settings, pair.executor, facts={}) as running:
+        async with run_engine(settings, pair.executor) as running:
             rows.append(await held(pair, policy, "idle"))
-            async for message in running.door.submit(job):
+            async for message in running.submissions.submit(job):
                 if isinstance(message, EmitTokens) and rows[-1]["stage"] == "idle":
                     rows.append(await held(pair, policy, "decoding"))
             with anyio.fail_after(30):
-                await running.door.empty()
+                await running.submissions.wait_until_empty()
             rows.append(await held(pair, policy, "afterwards"))
     return rows
 
@@ -309,11 +311,11 @@ async def held(pair: Pair, policy: str, stage: str) -> dict[str, Any]:
 def moves(pair: Pair) -> list[dict[str, Any]]:
     """On the lane: GB/s of parking and unparking against plain copies of pinned memory of the same size."""
     pair.draft.release()
-    pair.draft.unpark()
+    pair.draft.load_back()
     found: dict[str, list[float]] = {"park (first: copied out)": [], "unpark": [], "park again": []}
     size = pair.draft.memory()["weights"]
-    again = [("unpark", pair.draft.unpark), ("park again", pair.draft.park)] * 3
-    for name, run in [("park (first: copied out)", pair.draft.park), *again]:
+    again = [("unpark", pair.draft.load_back), ("park again", pair.draft.offload)] * 3
+    for name, run in [("park (first: copied out)", pair.draft.offload), *again]:
         found[name].append(size / timed(run) / 1e9)
     host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(size, dtype=torch.uint8, device=DEVICE)
@@ -322,7 +324,7 @@ def moves(pair: Pair) -> list[dict[str, Any]]:
         ("pinned copy to the host", lambda: host.copy_(device, non_blocking=True)),
     ):
         found[name] = [size / timed(run) / 1e9 for _ in range(4)]
-    pair.draft.unpark()
+    pair.draft.load_back()
     return [{"what": name, "MB": round(size / 1e6), "GB/s": max(rates)} for name, rates in found.items()]
 
 

@@ -20,22 +20,23 @@ from typing import Any
 
 import anyio
 import torch
-from attrs import define
+from attrs import define, evolve
 
-from adapters.device.lane import DeviceLane
-from adapters.device.proposer import DraftRequest
-from adapters.device.tree import Tree
-from adapters.models.pipeline import Pipeline
+from adapters.device.executor import DeviceExecutor
+from adapters.device.lane.lane import DeviceLane
+from adapters.device.speculation.proposal_tree import Tree
+from adapters.device.speculation.proposer import DraftRequest
+from adapters.models.decoder.pipeline import Pipeline
 from benchmarks.report import machine, median, raw, table
 from benchmarks.speculation_8b import BLOCK, CAPACITY, LAYERS, Forced, Pair, build
 from effects.ids import Tokens
 from effects.job import Job
 from effects.scope import Scope
 from effects.stream import EmitTokens
-from engine.assemble import Engine, engine
-from engine.draft import BATCH_ROWS, widths
-from engine.measure import measured
-from engine.warm_up import warm_up
+from engine.loading.calibrate_compute import measure_rates
+from engine.loading.load_draft import BATCH_ROWS, choose_proposal_widths
+from engine.loading.warm_up import warm_up
+from engine.serving.wiring import Engine, run_engine
 from states.rates import Rates
 from states.settings import Settings
 
@@ -64,7 +65,7 @@ async def stream(running: Engine, job: Job, heard: list[tuple[float, Tokens]]) -
     heard.extend(
         [
             (time.perf_counter(), message.tokens)
-            async for message in running.door.submit(job)
+            async for message in running.submissions.submit(job)
             if isinstance(message, EmitTokens)
         ]
     )
@@ -73,11 +74,11 @@ async def stream(running: Engine, job: Job, heard: list[tuple[float, Tokens]]) -
 async def asked(pair: Pair, settings: Settings, streams: int, tokens: int) -> tuple[float, list[Tokens]]:
     """Tokens a second of all together, and what each said."""
     heard: list[list[tuple[float, Tokens]]] = [[] for _ in range(streams)]
-    async with engine(settings, pair.executor, facts={}) as running:
+    async with run_engine(settings, pair.executor) as running:
         async with anyio.create_task_group() as tasks:
             for number, one in enumerate(heard):
                 tasks.start_soon(stream, running, Job(prompt(number), tokens, scope=Scope("off")), one)
-        await running.door.empty()
+        await running.submissions.wait_until_empty()
     begin, end = max(one[0][0] for one in heard), min(one[-1][0] for one in heard)
     count = sum(len(said) for one in heard for at, said in one if begin < at <= end)
     return count / (end - begin), [tuple(token for _, said in one for token in said) for one in heard]
@@ -93,7 +94,7 @@ async def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
     pair = await lane.run(partial(build, lane, most, BUCKETS, given.layers))
     await lane.run(partial(warm_up, Pipeline((pair.shard,)), pair.draft, BATCH_ROWS))
     common: dict[str, Any] = {"slots": most, "max_context": CAPACITY, "chunk": BUCKETS[-1], "batch_rows": BATCH_ROWS}
-    pair.executor.decoding.proposer = None
+    pair.executor = DeviceExecutor(evolve(pair.executor.parts, proposer=None))
     shape: dict[str, Any] = {"chunk": BUCKETS[-1], "context": CAPACITY}
     plain = Settings(**common)
     known: dict[int, list[Tokens]] = {}
@@ -104,15 +105,15 @@ async def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
     differing = 0
     for _ in range(given.rounds):
         for streams in given.streams:
-            pair.executor.decoding.proposer = None
+            pair.executor = DeviceExecutor(evolve(pair.executor.parts, proposer=None))
             speed, said = await asked(pair, plain, streams, given.tokens)
             found.setdefault((streams, "plain"), []).append(speed)
             differing += sum(one != all_[: given.tokens] for one, all_ in zip(said, known[streams], strict=True))
             forced = ForcedEach(pair.drafting, (), given.accepted - 1)
             forced.each = beginnings(streams, known[streams])
-            pair.executor.proposed_to(forced)
+            pair.executor = DeviceExecutor(evolve(pair.executor.parts, proposer=forced))
             rates: Rates = await lane.run(
-                partial(measured, pair.executor, pair.shard, widths=widths(BLOCK - 1, 0), **shape)
+                partial(measure_rates, pair.executor, pair.shard, widths=choose_proposal_widths(BLOCK - 1, 0), **shape)
             )
             drafted = Settings(**common, block=BLOCK - 1, rates=rates)
             speed, said = await asked(pair, drafted, streams, given.tokens)

@@ -25,11 +25,11 @@ import anyio
 import httpx
 from attrs import frozen
 
-from adapters.remote.shard import RemoteShard
+from adapters.remote.client.remote_shard import RemoteShard
 from benchmarks.peer import ROOT, listening
 from benchmarks.report import machine, median, raw, table
 from benchmarks.split_serve import settled
-from effects.all import Ask, Launch
+from effects.all import EffectRequest, Launch
 from effects.decode import Decoded, RunDecode
 from effects.ids import RequestId, SlotId, Tokens
 from effects.job import Sampling
@@ -37,9 +37,9 @@ from effects.lookup import FindPrefix, PrefixFound
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
-from engine.begin import load_target
-from engine.options import Options
-from engine.target import Target
+from engine.loading.background_load import load_target
+from engine.loading.load_target import Target
+from engine.settings.options import build_options
 
 PLANS = ("cpu:0", "cpu:0,cpu:0", "cpu:0,ipc+cpu:0", "ipc+cpu:0,ipc+cpu:0")
 FIGURES = {
@@ -78,7 +78,7 @@ def opened(target: Target, request: RequestId, prompt: Tokens) -> None:
     effect = OpenSlot(SLOT, SLOT, 0, prompt, Sampling())
     target.executor.open(request, effect)
     assert target.transfer is not None
-    target.transfer.restorer.opened(request, effect)
+    target.transfer.restorer.raise_fence(request, effect)
 
 
 async def kept(target: Target, prompt: Tokens, stop: int) -> None:
@@ -87,7 +87,7 @@ async def kept(target: Target, prompt: Tokens, stop: int) -> None:
     opened(target, request, prompt)
     for start in range(0, stop, chunk):
         asked = RunPrefill(SLOT, start, min(start + chunk, stop))
-        (done,) = await target.executor.perform(Launch((Ask(request, asked),)))
+        (done,) = await target.executor.perform(Launch((EffectRequest(request, asked),)))
         assert isinstance(done, PrefillAdvanced), done
     assert target.transfer is not None
     saved = await target.transfer.saver.save(request, SaveSnapshot(SLOT, prompt[:stop]))
@@ -120,7 +120,7 @@ async def brought(target: Target, request: RequestId, prompt: Tokens, stop: int,
     """Milliseconds that it took as it says itself, and when it began."""
     assert target.transfer is not None
     opened(target, request, prompt)
-    found = await target.transfer.lookup.find(request, FindPrefix(prompt, 0))
+    found = await target.transfer.lookup.find_prefix(request, FindPrefix(prompt, 0))
     assert isinstance(found, PrefixFound), found
     assert found.tier == tier, found
     began = time.perf_counter()
@@ -138,7 +138,7 @@ def acknowledged(target: Target) -> None:
 
 
 async def stepped(target: Target, request: RequestId, position: int, token: int) -> int:
-    (done,) = await target.executor.perform(Launch((Ask(request, RunDecode(SLOT, position, token)),)))
+    (done,) = await target.executor.perform(Launch((EffectRequest(request, RunDecode(SLOT, position, token)),)))
     assert isinstance(done, Decoded), done
     return done.tokens[-1]
 
@@ -148,7 +148,7 @@ async def begun(model: str, devices: str, prompt: Tokens, folder: Path, tier: st
     how: dict[str, Any] = {"model": model, "target_devices": devices, "draft": "none", "slots": 1}
     # Else a busy moment at the start decides how it is kept.
     how |= {"kv_cache_codec": "store", "host_cache_budget": 0 if tier == "disk" else HOST_MIB}
-    options = Options(**how, kv_cache_dir=folder, max_ctx=len(prompt) + 64)
+    options = build_options(**how, kv_cache_dir=folder, max_ctx=len(prompt) + 64)
     target = await load_target(options)
     stop = (len(prompt) - 1) // target.settings.block_size * target.settings.block_size
     await kept(target, prompt, stop)

@@ -28,7 +28,7 @@ from typing import Any
 import httpx
 
 from adapters import demo
-from adapters.models.checkpoint import Checkpoint, resolve_dtype
+from adapters.models.open_checkpoint import Checkpoint, resolve_dtype
 from benchmarks.first_requests import SHAPES, checkpoint
 from benchmarks.peer import ROOT, listening
 from benchmarks.report import machine, raw, table

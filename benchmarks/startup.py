@@ -21,8 +21,8 @@ from typing import Any
 
 import httpx
 
-from adapters.http import archive, turn_memory
-from adapters.http.cabinet import signed
+from adapters.http.history import answer_tokens, response_store
+from adapters.http.history.persistent_lru import add_digest
 from benchmarks.report import machine, median, raw, table
 
 ROOT = Path(__file__).parents[1]
@@ -69,14 +69,14 @@ def once(home: Path, prompts: int = 0) -> tuple[dict[str, Any], list[tuple[str, 
 def fill(kept: Path) -> None:
     """What weeks of answers and of responses leave."""
     numbers = random.Random(0)
-    for place in range(turn_memory.MOST):
+    for place in range(answer_tokens.MAX_TURNS):
         tokens = tuple(numbers.choices(range(10, 4000), k=ANSWER))
-        record = turn_memory.ENCODER.encode(turn_memory.TurnRecord("", (f"call_{place}",), 3, tokens))
-        (kept / "turns" / f"turn_{place:032x}").write_bytes(signed(record))
-    for place in range(archive.MOST):
+        record = answer_tokens.ENCODER.encode(answer_tokens.TurnRecord("", (f"call_{place}",), 3, tokens))
+        (kept / "turns" / f"turn_{place:032x}").write_bytes(add_digest(record))
+    for place in range(response_store.MAX_RESPONSES):
         name = f"resp_{place:024x}"
-        response = archive.ENCODER.encode({"id": name, "output": "x" * RESPONSE})
-        (kept / "responses" / name).write_bytes(signed(b" \n" + response + b"\n[]"))
+        response = response_store.ENCODER.encode({"id": name, "output": "x" * RESPONSE})
+        (kept / "responses" / name).write_bytes(add_digest(b" \n" + response + b"\n[]"))
 
 
 def installed() -> dict[str, str]:

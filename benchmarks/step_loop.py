@@ -24,23 +24,25 @@ import anyio
 import torch
 from attrs import define, evolve, field
 
-from adapters.checkpoint.text_files import TextFiles
+from adapters.checkpoint.text_files import read_text_files
 from adapters.device.executor import DeviceExecutor
-from adapters.device.lane import DeviceLane
-from adapters.models.dense import DenseShard
-from adapters.models.shard import Segment, Shard, Step
-from adapters.models.synthetic import RandomWeights
-from adapters.text.grammar import Grammars, json_grammar
+from adapters.device.executor_parts import ExecutorParts
+from adapters.device.lane.lane import DeviceLane
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.shard import Shard
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.numerics.synthetic import RandomWeights
+from adapters.text.grammars.grammar import Grammars, build_json_grammar
 from adapters.text.tokenizer import Tokenizer
 from benchmarks.report import machine, raw, table
 from effects.ids import Tokens
 from effects.job import Job, Sampling
 from effects.scope import Scope
 from effects.stream import EmitTokens
-from engine.assemble import Engine, engine
-from engine.begin import load_target
-from engine.options import Options
-from states import onward
+from engine.loading.background_load import load_target
+from engine.serving.wiring import Engine, run_engine
+from engine.settings.options import build_options
+from states import phases
 from states.settings import Settings
 
 DEMO = Path(__file__).parents[1] / "adapters" / "demo"
@@ -59,7 +61,7 @@ ITEM = {
     "required": ["name", "kind", "size", "tags"],
     "additionalProperties": False,
 }
-HELD = json_grammar({"type": "array", "items": ITEM, "minItems": 400})  # no answer here is as long
+HELD = build_json_grammar({"type": "array", "items": ITEM, "minItems": 400})  # no answer here is as long
 MIXED = (Sampling(), Sampling(temperature=0.8, top_p=0.95))
 QWEN = Sampling(temperature=0.7, top_k=20, top_p=0.8)
 SAMPLINGS = {  # of streams in turn
@@ -90,7 +92,7 @@ class Stream:
 
 
 def model_8b() -> StepLoop:
-    from adapters.models.kernels.triton_cuda import TritonKernels  # noqa: PLC0415 - Triton comes with CUDA only
+    from adapters.models.kernels.cuda.kernels import TritonKernels  # noqa: PLC0415 - Triton comes with CUDA only
     from benchmarks.cuda_model import DEVICE, DTYPE, config_8b  # noqa: PLC0415
 
     config, slots, capacity = config_8b(36, 4096), 32, 2560
@@ -98,8 +100,8 @@ def model_8b() -> StepLoop:
     shard = DenseShard(config, RandomWeights(config, 1, DEVICE, DTYPE), TritonKernels(DEVICE), **shape)
     lane = DeviceLane(DEVICE)
     settings = Settings(slots=slots, max_context=capacity, chunk=BUCKETS[-1], batch_rows=slots)
-    executor = DeviceExecutor(shard, BUCKETS, lane=lane)
-    executor.matched_by(Grammars(widened(shard.vocab_size)).match)
+    executor = DeviceExecutor(ExecutorParts(shard, BUCKETS, lane=lane))
+    executor = DeviceExecutor(evolve(executor.parts, match_grammar=Grammars(widened(shard.vocab_size)).match))
     return StepLoop(shard, executor, settings, lane)
 
 
@@ -107,41 +109,43 @@ def widened(size: int) -> Tokenizer:
     """The demo's tokenizer with pairs of its tokens as further ones, up to a size that models have. Texts are cut into
     its own alone, which is nothing to a grammar: any of them may follow.
     """
-    files = TextFiles.read(DEMO)
+    files = read_text_files(DEMO)
     described, added = files.tokenizer, files.tokenizer["added_tokens"]
     vocabulary, controls = described["model"]["vocab"], {token["content"] for token in added}
     plain = [text for text in vocabulary if text not in controls]
     pairs = (one + other for one in plain for other in plain if one + other not in vocabulary)
     first = 1 + max([*vocabulary.values(), *(token["id"] for token in added)])
     model = {**described["model"], "vocab": {**vocabulary, **dict(zip(pairs, range(first, size), strict=False))}}
-    return Tokenizer.of(evolve(files, tokenizer={**described, "model": model}))
+    return Tokenizer.from_files(evolve(files, tokenizer={**described, "model": model}))
 
 
 async def demo() -> StepLoop:
     target = await load_target(
-        Options(model="demo", draft="none", disk_prefix_cache="off", host_cache_budget=0, slots=8)
+        build_options(model="demo", draft="none", disk_prefix_cache="off", host_cache_budget=0, slots=8)
     )
-    target.executor.matched_by(Grammars(Tokenizer.load(target.folder)).match)
+    target.executor = DeviceExecutor(
+        evolve(target.executor.parts, match_grammar=Grammars(Tokenizer.load(target.folder)).match)
+    )
     return StepLoop(target.shard, target.executor, evolve(target.settings, store=False), target.lane)
 
 
 @contextmanager
 def way(name: str) -> Iterator[None]:
     """asked: no step is taken without asking. alone: and none begins before what the last one picked was read."""
-    unwatched, runs_ahead = onward.unwatched, DenseShard.runs_ahead
+    unwatched, runs_ahead = phases.count_unwatched_tokens, DenseShard.runs_ahead
     if name == "asked":
-        onward.unwatched = lambda *_: 1
+        phases.count_unwatched_tokens = lambda *_: 1
     if name != "ahead":
         DenseShard.runs_ahead = property(lambda _: False)  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:
-        onward.unwatched = unwatched
+        phases.count_unwatched_tokens = unwatched
         DenseShard.runs_ahead = runs_ahead  # type: ignore[method-assign]
 
 
 async def listen(running: Engine, stream: Stream, count: int, sampling: Sampling) -> None:
-    async for message in running.door.submit(Job(stream.prompt, count, sampling, scope=Scope("off"))):
+    async for message in running.submissions.submit(Job(stream.prompt, count, sampling, scope=Scope("off"))):
         if isinstance(message, EmitTokens):
             stream.times.append(time.perf_counter())
             stream.counts.append(len(message.tokens))
@@ -150,12 +154,12 @@ async def listen(running: Engine, stream: Stream, count: int, sampling: Sampling
 
 async def decode(subject: StepLoop, prompts: list[Tokens], count: int, sampling: str) -> list[Stream]:
     streams = [Stream(prompt) for prompt in prompts]
-    async with engine(subject.settings, subject.executor, facts={}) as running:
+    async with run_engine(subject.settings, subject.executor) as running:
         async with anyio.create_task_group() as tasks:
             for number, stream in enumerate(streams):
                 picks = SAMPLINGS[sampling][number % len(SAMPLINGS[sampling])]
                 tasks.start_soon(listen, running, stream, count, evolve(picks, seed=number))
-        await running.door.empty()
+        await running.submissions.wait_until_empty()
     return streams
 
 

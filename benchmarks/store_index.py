@@ -26,16 +26,17 @@ import anyio
 import httpx
 import torch
 
-from adapters.layout import RowSpec
-from adapters.store import journal, seekable
-from adapters.store.blocks import chain, pack, root
-from adapters.store.folder import Folder
-from adapters.store.format import Layout, Run, encode, file_name
-from adapters.store.host import HostTier
-from adapters.store.index import Entry
+from adapters.sequence_layout import RowSpec
+from adapters.store import index_journal
+from adapters.store.block_index import Entry
+from adapters.store.block_keys import chain_keys, compute_root, pack_tokens
+from adapters.store.files import seekable
+from adapters.store.files.file_format import Layout, Run, encode_run, format_name
+from adapters.store.files.private_folder import PrivateFolder
+from adapters.store.host_tier import HostTier
 from adapters.store.lease import Miss
-from adapters.store.memory import Buffer
-from adapters.store.opening import index, open_disk
+from adapters.store.open_store import create_index, open_disk
+from adapters.store.slab_memory import Buffer
 from adapters.store.store import Store
 from benchmarks.first_requests import ask, server, wait_until_written
 from benchmarks.report import machine, median, raw, table
@@ -47,20 +48,20 @@ LAYOUT = Layout("ab" * 16, BLOCK_SIZE, RowSpec(("layers.0.k", "layers.0.v"), 1, 
 def fill(folder: Path, wanted: int) -> list[Entry]:
     """Small but whole files: their rows hold next to nothing."""
     folder.mkdir(mode=0o700)
-    entries, codec, parent = list[Entry](), seekable.compressor(-5), root(LAYOUT.identity, BLOCK_SIZE)
+    entries, codec, parent = list[Entry](), seekable.create_compressor(-5), compute_root(LAYOUT.identity, BLOCK_SIZE)
     data = bytes(TOKENS * LAYOUT.token_bytes)
     for handle in range(1, wanted + 1):
-        tokens = pack(range(handle, handle + TOKENS))
-        run = Run(0, parent, chain(parent, tokens, BLOCK_SIZE), tokens)
-        content = b"".join(encode(run, LAYOUT, data, codec))
-        (folder / file_name(run.keys[-1], handle)).write_bytes(content)
-        entries.append(Entry(handle, 0, parent, run.keys, tokens, len(content), parent, used=handle))
+        tokens = pack_tokens(range(handle, handle + TOKENS))
+        run = Run(0, parent, chain_keys(parent, tokens, BLOCK_SIZE), tokens)
+        content = b"".join(encode_run(run, LAYOUT, data, codec))
+        (folder / format_name(run.keys[-1], handle)).write_bytes(content)
+        entries.append(Entry(handle, 0, parent, run.keys, tokens, len(content), parent, last_turn=handle))
     return entries
 
 
 def forget(folder: Path, entries: list[Entry]) -> None:
     """What was written since."""
-    known = {file_name(entry.keys[-1], entry.handle) for entry in entries}
+    known = {format_name(entry.keys[-1], entry.handle) for entry in entries}
     for file in folder.glob("*.safetensors.zst"):
         if file.name not in known:
             file.unlink()
@@ -69,9 +70,9 @@ def forget(folder: Path, entries: list[Entry]) -> None:
 def start(folder: Path, *, known: int) -> tuple[float, float]:
     """(milliseconds until the server could go on, until every entry is known)"""
     begin = time.perf_counter()
-    disk = open_disk(LAYOUT, Folder.open(folder), threading.RLock(), budget=1 << 40)
+    disk = open_disk(LAYOUT, PrivateFolder.open(folder), threading.RLock(), budget=1 << 40)
     ready = time.perf_counter()
-    while disk.scanning:
+    while disk.has_unindexed_files:
         time.sleep(0.001)
     scanned = time.perf_counter()
     assert len(disk.index) == known
@@ -95,15 +96,20 @@ def write(folder: str) -> None:
     print("writing", flush=True)
     for number in count():
         tokens = tuple(range(10**6 + number, 10**6 + number + TOKENS))
-        for run in store.gaps(tokens):
-            store.keep(run, Buffer(torch.zeros(TOKENS * LAYOUT.token_bytes, dtype=torch.uint8)))
-        while store.disk is not None and store.disk.queued:
+        for run in store.find_missing_runs(tokens):
+            store.keep_run(run, Buffer(torch.zeros(TOKENS * LAYOUT.token_bytes, dtype=torch.uint8)))
+        while store.lower_tiers and store.lower_tiers[0].queued_bytes:
             time.sleep(0.0001)
 
 
 def opened(folder: Path) -> Store:
     lock = threading.RLock()
-    return Store(LAYOUT, HostTier(index(LAYOUT, 0)), open_disk(LAYOUT, Folder.open(folder), lock, budget=1 << 40), lock)
+    return Store(
+        LAYOUT,
+        HostTier(create_index(LAYOUT, 0)),
+        open_disk(LAYOUT, PrivateFolder.open(folder), lock, budget=1 << 40),
+        lock,
+    )
 
 
 def recover(folder: Path) -> tuple[float, float]:
@@ -111,12 +117,12 @@ def recover(folder: Path) -> tuple[float, float]:
     begin = time.perf_counter()
     store = opened(folder)
     ready = time.perf_counter()
-    found = store.find((*range(1, 1 + TOKENS), 0), 0)
+    found = store.find_prefix((*range(1, 1 + TOKENS), 0), 0)
     assert not isinstance(found, Miss), found
-    assert store.disk is not None
+    assert store.lower_tiers
     (part,) = found[1].parts
     with ThreadPoolExecutor(2) as workers:
-        anyio.run(store.disk.read, part.entry, store.memory, workers)
+        anyio.run(store.lower_tiers[0].read, part.entry, store.memory, workers)
     served = time.perf_counter()
     store.release(found[0])
     store.close()
@@ -156,13 +162,13 @@ def main() -> int:
         entries = fill(folder, given.entries)
         for _ in range(given.runs):
             if given.served:
-                (folder / journal.NAME).write_bytes(b"".join(journal.snapshot(entries)))
+                (folder / index_journal.NAME).write_bytes(b"".join(index_journal.encode_snapshot(entries)))
                 rows.append(served(folder, entries, Path(name)))
                 forget(folder, entries)
                 continue
-            (folder / journal.NAME).write_bytes(b"".join(journal.snapshot(entries)))
+            (folder / index_journal.NAME).write_bytes(b"".join(index_journal.encode_snapshot(entries)))
             ready, _ = start(folder, known=given.entries)
-            (folder / journal.NAME).unlink()
+            (folder / index_journal.NAME).unlink()
             without, scanned = start(folder, known=given.entries)
             killed(folder)
             after, hit = recover(folder)

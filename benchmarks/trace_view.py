@@ -20,14 +20,14 @@ from attrs import define, field
 from benchmarks.report import machine, raw, table
 from effects.ids import RequestId
 from effects.scope import Scope
-from engine.human import size
-from engine.runner import Envelope
-from engine.simulation.costs import Costs
-from engine.simulation.logs.requests import Agent, Request, Session, made_up
-from engine.simulation.process import Process
-from engine.simulation.run import Setup, Simulation, fitted
-from engine.timeline.view import written
-from engine.trace import VERSION, Digest, Header, converter, digest, encode
+from engine.core.event_loop import Envelope
+from engine.core.trace import VERSION, Digest, Header, converter, digest, encode
+from engine.settings.formatting import format_bytes
+from engine.tools.simulation.logs.logged_requests import Agent, Request, Session, make_tokens
+from engine.tools.simulation.simulate_scope import Setup, Simulation, fit_settings
+from engine.tools.simulation.simulated_costs import Costs
+from engine.tools.simulation.simulated_process import Process
+from engine.tools.timeline.timeline_page import write_page
 from states.events import Event, ForRequest
 from states.settings import Settings
 from states.world import advance
@@ -69,14 +69,14 @@ def agents(requests: int, turns: int = 8) -> list[Session]:
     """Conversations of some turns, each beginning with all that was said before, a few at once."""
     sessions = list[Session]()
     for number in range(-(-requests // turns)):
-        said = [made_up(f"{number} {turn}", 60 + 37 * (number + turn) % 200) for turn in range(turns)]
-        pieces = [made_up("system", 128), *said]
+        said = [make_tokens(f"{number} {turn}", 60 + 37 * (number + turn) % 200) for turn in range(turns)]
+        pieces = [make_tokens("system", 128), *said]
         kept = min(turns, requests - number * turns)
         made = [
             Request(
                 number * SECOND // 2 + turn * SECOND,
                 tuple(pieces[: turn + 2]),
-                made_up(f"{number} {turn} said", 3 + (number * 7 + turn) % 12),
+                make_tokens(f"{number} {turn} said", 3 + (number * 7 + turn) % 12),
                 pause_ns=SECOND // 4,
             )
             for turn in range(kept)
@@ -88,7 +88,7 @@ def agents(requests: int, turns: int = 8) -> list[Session]:
 def record(path: Path, requests: int) -> None:
     sessions, costs = agents(requests), Costs()
     settings = Settings(slots=4, store=True, min_tokens=64, chunk=256, rates=costs.rates())
-    setup = Setup(fitted(settings, sessions), costs, disk_budget=256 << 20, host_budget=4 << 20)
+    setup = Setup(fit_settings(settings, sessions), costs, disk_budget=256 << 20, host_budget=4 << 20)
     with path.open("w", encoding="utf-8") as file:
         header = Header(VERSION, "simulated", setup.settings, "simulated", {"model": "simulated"})
         file.write(json.dumps(converter().unstructure(header), separators=(",", ":")) + "\n")
@@ -123,13 +123,13 @@ def main() -> int:
         trace = (given.keep or Path(folder)) / "trace.jsonl"
         record(trace, given.requests)
         page, started = trace.with_suffix(".html"), time.process_time()
-        print(written(trace, page).line)
+        print(write_page(trace, page).line)
         took = time.process_time() - started
         opening = anyio.run(opened, page, 5)
         row = {
             "requests": given.requests,
-            "trace": size(trace.stat().st_size),
-            "page": size(page.stat().st_size),
+            "trace": format_bytes(trace.stat().st_size),
+            "page": format_bytes(page.stat().st_size),
             "written_s_of_processor": took,
             "opened_s_quickest": opening[0],
             "opened_s_slowest": opening[-1],

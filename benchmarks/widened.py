@@ -31,9 +31,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from adapters import demo
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.shard import Segment, Shard, Step
+from adapters.models.decoder.shard import Shard
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.open_checkpoint import Checkpoint
 from benchmarks.subjects import held_out_sources
 from tests.models.ggufs import Kind, packed, write_gguf
 

@@ -1,5 +1,9 @@
-"""The language between the pure core and the world: what can be asked, and what can come back.
+"""The vocabulary between the pure core and the executors: effects that can be asked for, and their outcomes.
 
-Every module here is plain data. An effect is imperative and lists its possible outcomes; an outcome is past tense and
-says what really happened. Effects carry names (slots, leases, spans), never tensors. Imports nothing of ours.
+Every module here is plain data. The name of an effect is imperative (`RunPrefill`), and its class lists the possible
+outcomes. The name of an outcome is past tense (`PrefillAdvanced`), and it says what really happened. Effects carry
+names of things (slots, leases, spans) and never tensors. The package imports nothing of ours.
+
+Begin with `decode.py` for one effect, `all.py` for the list of them, and `ports.py` for the interfaces that the
+executors and the HTTP server use.
 """

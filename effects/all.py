@@ -1,4 +1,4 @@
-"""The unions of everything above, for the table, the trace and the executors."""
+"""The unions of all effects and outcomes, for the transition table, the trace and the executors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
-from effects.stream import Abandon, CloseStream, EmitTokens, Halt, ReportProgress
+from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress, StopLaunch
 
 Outcome: TypeAlias = (
     PrefixFound
@@ -47,14 +47,14 @@ Effect: TypeAlias = (
     | EmitTokens
     | CloseStream
     | Abandon
-    | Halt
+    | StopLaunch
     | PlaceExperts
 )
 
 
 @frozen
-class Ask:
-    """An effect and whom it is for."""
+class EffectRequest:
+    """An effect, and the request that asks for it."""
 
     request: RequestId
     effect: Effect
@@ -62,13 +62,14 @@ class Ask:
 
 @frozen
 class Launch:
-    """Asks that a device's lane carries out together, in this order: a batch of decode steps, or one of anything else;
-    or decode steps of one token each and, as the last, the next rows of a prompt, in one forward.
+    """Effects that a lane of a device carries out together, in this order.
 
-    joins: decode steps that go on with those that the lane is at, from its next step on; by themselves, if it has come
-    to their end.
+    They are a batch of decode steps, or a single effect of another kind. Or they are decode steps of one token each,
+    followed by the next rows of one prompt, which go through the same forward.
     """
 
-    asks: tuple[Ask, ...]
+    asks: tuple[EffectRequest, ...]
     lane: LaneId = MAIN
+    # These decode steps join the launch that the lane runs now, from its next step on. If that launch has ended, they
+    # run by themselves.
     joins: bool = False

@@ -1,4 +1,4 @@
-"""What may be left out of a prompt: who says what in it, how much of it is to stay, and what became of it."""
+"""Compression of prompts: the messages of a prompt, how much of each is to stay, and what became of it."""
 
 from __future__ import annotations
 
@@ -17,26 +17,25 @@ WHOLE = 1000  # thousandths
 
 @frozen
 class PromptPart:
-    """A message of a prompt: its tokens `[start, stop)`, from just past what opens it. protected: it stays as it is.
+    """A message of a prompt: its tokens `[start, stop)`, which begin behind the marker that opens the message.
 
-    Of a message that has aged: keep, so many thousandths of it, once it is frozen; name, under which is kept what it
-    was frozen to; kept, what that was, spans from its start on. None: it was not yet.
+    A message that has aged may be frozen: shortened once, and served in that form from then on.
     """
 
     role: str
     start: int
     stop: int
-    protected: bool = False
-    keep: int = 0
-    name: str = ""
-    kept: tuple[Span, ...] | None = None
+    protected: bool = False  # it is never shortened
+    keep: int = 0  # thousandths of it that stay when it is frozen; 0: it has not aged
+    name: str = ""  # under which its frozen form is remembered
+    kept: tuple[Span, ...] | None = None  # its frozen form, as spans from its start on; None: it is not frozen yet
 
     @property
     def length(self) -> int:
         return self.stop - self.start
 
     def __attrs_post_init__(self) -> None:
-        """Parts also come out of traces, which are hostile input."""
+        """Refuse impossible parts. They also come out of traces, which are hostile input."""
         edges = [0, *(at for span in self.kept or () for at in span), self.length]
         if not 0 <= self.keep <= WHOLE or edges != sorted(edges):
             raise ValueError(f"a part of a prompt that cannot be: {self}")
@@ -44,19 +43,19 @@ class PromptPart:
 
 @frozen
 class Compression:
-    """What a request says of its prompt, checked and complete; the server has spoken where it did not."""
+    """The compression that a request allows for its prompt. The server's options fill in what it leaves open."""
 
     mode: Mode = "off"
-    threshold: int = 32_000  # prompt tokens still missing from which `auto` compresses
+    threshold: int = 32_000  # missing prompt tokens from which on `auto` compresses
     keep: int = 50  # of the prompt, in thousandths
-    parts: tuple[PromptPart, ...] = ()  # ascending; none where it is no conversation, or its mode is off
-    continues: bool = False  # it has answers in it already
-    tools: bool = False  # or functions that may be called
-    freeze: bool = False  # shorten messages that have aged once and for all, and nothing else of a conversation
-    least: int = 0  # tokens of such messages together that are worth it, where the prompt fits
+    parts: tuple[PromptPart, ...] = ()  # ascending; none where the prompt is no conversation, or the mode is off
+    continues: bool = False  # the conversation has answers already
+    tools: bool = False  # the request has functions that may be called
+    freeze: bool = False  # of a conversation, shorten only messages that have aged, each once and for all
+    least: int = 0  # tokens of aged messages together from which on freezing is worth it, if the prompt fits
 
     def __attrs_post_init__(self) -> None:
-        """Jobs also come out of traces, which are hostile input."""
+        """Refuse impossible values. Jobs also come out of traces, which are hostile input."""
         edges = [at for part in self.parts for at in (part.start, part.stop)]
         natural = min(self.threshold, self.least, *edges[:1]) >= 0
         if not 1 <= self.keep <= WHOLE or edges != sorted(edges) or not natural:
@@ -65,32 +64,33 @@ class Compression:
 
 @frozen
 class Compressed:
-    """What became of a prompt of `original` tokens, its frozen messages included."""
+    """The result of compression for one prompt: what was left out, or why nothing was."""
 
-    original: int
-    why_not: str = ""  # machine-readable; empty where something was left out
-    kept: tuple[Span, ...] = ()  # spans of the original that are served, where that is not all of it
-    forced: tuple[Span, ...] = ()  # those of them that no score decided
+    original: int  # tokens of the prompt, with its frozen messages in full
+    why_not: str = ""  # machine-readable reason why nothing was left out; empty where something was
+    kept: tuple[Span, ...] = ()  # spans of the original that are served; none where all of it is
+    forced: tuple[Span, ...] = ()  # spans that are kept whatever their scores
     keep: int = 0  # thousandths that were to be kept
-    ns: int = 0  # what the drafter took for it
+    ns: int = 0  # nanoseconds that the prompt scorer took
 
 
-def remaining(parts: Sequence[PromptPart], length: int) -> tuple[Span, ...]:
-    """What is served of a prompt of so many tokens: all but what its frozen messages have lost."""
-    gaps = [gap for part in parts if part.kept is not None for gap in lost(part, part.kept)]
+def select_remaining_spans(parts: Sequence[PromptPart], length: int) -> tuple[Span, ...]:
+    """Return the spans that are served of a prompt of so many tokens: all but what frozen messages have lost."""
+    gaps = [gap for part in parts if part.kept is not None for gap in find_dropped_spans(part, part.kept)]
     edges = [0, *(at for gap in gaps for at in gap), length]
     return tuple((start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop)
 
 
-def lost(part: PromptPart, kept: Sequence[Span]) -> Iterator[Span]:
-    """Spans of the prompt that are no part of what is kept of a message."""
+def find_dropped_spans(part: PromptPart, kept: Sequence[Span]) -> Iterator[Span]:
+    """Yield the spans of the prompt that are dropped from a message. kept: spans from the message's start on."""
     edges = [part.start, *(part.start + at for span in kept for at in span), part.stop]
     yield from ((start, stop) for start, stop in list(pairwise(edges))[::2] if start < stop)
 
 
-def taken(tokens: Tokens, spans: Sequence[Span]) -> Tokens:
+def select_tokens(tokens: Tokens, spans: Sequence[Span]) -> Tokens:
+    """Return the tokens in these spans."""
     return tuple(token for start, stop in spans for token in tokens[start:stop])
 
 
-def tokens_in(spans: Sequence[Span]) -> int:
+def count_tokens(spans: Sequence[Span]) -> int:
     return sum(stop - start for start, stop in spans)

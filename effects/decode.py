@@ -1,4 +1,4 @@
-"""A decode step: feed the last token, let a draft propose what follows, keep what the target agrees with."""
+"""A decode step: feed the last token, let a draft propose the next ones, and keep those that the target agrees with."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from attrs import Factory, field, frozen
 
 from effects.ids import DeviceFailed, PageId, Side, SlotId, Tokens
 
-# One token's natural-log probability and its alternatives, likeliest first: (logprob, ((token, logprob), ...))
+# One token's natural-log probability and its alternatives, most likely first: (logprob, ((token, logprob), ...))
 Logprob: TypeAlias = tuple[float, tuple[tuple[int, float], ...]]
 
 
-def all_but_one(done: Decoded) -> int:
-    """What was accepted, unless a proposal ended the answer: then it is every one."""
+def infer_accepted(done: Decoded) -> int:
+    """Return the accepted proposals: all tokens but the target's own. An executor says so if there is no such token."""
     return len(done.tokens) - 1 if done.proposed else 0
 
 
@@ -21,42 +21,38 @@ def all_but_one(done: Decoded) -> int:
 class Decoded:
     """The target picked `tokens`: the accepted proposals, then one of its own.
 
-    A stop token is the last of them, whichever it was: nothing is kept past it. An executor that goes on alone may tell
-    of several plain steps at once.
+    A stop token is always the last one, whether it was proposed or not: nothing is kept past it. An executor that
+    continues alone may report several plain steps at once.
     """
 
     tokens: Tokens  # at least one
     proposed: int = 0
-    logprobs: tuple[Logprob, ...] = ()  # one per token, when the job asked for them
-    ns: int = 0  # what a step of the launch took on the lane, its draft included; 0: not measured
-    accepted: int = field(default=Factory(all_but_one, takes_self=True))  # how many of `tokens` were proposed
-    steps: int = 1
+    logprobs: tuple[Logprob, ...] = ()  # one for each token, if the job asks for them
+    ns: int = 0  # nanoseconds of a step of the launch on the lane, with its draft; 0: not measured
+    accepted: int = field(default=Factory(infer_accepted, takes_self=True))  # how many of `tokens` were proposed
+    steps: int = 1  # that are reported
     more: bool = False  # the launch goes on: this is not its last outcome for the request
 
 
 @frozen
 class RunDecode:
-    """Feed `token` at row `position` and up to `propose` drafted tokens after it.
+    """Feed `token` at row `position`, and up to `propose` drafted tokens after it.
 
-    checkpoint: the model's positional state at the last block's end up to `position` is copied out first, to be kept. A
-    failure to keep it is none here.
+    Proposals are a chain. Where an executor proposes trees, further nodes that a chain could not hold branch off.
 
-    Proposals are a chain; where an executor proposes trees, as many more than a chain can hold branch off from it. The
-    token comes along so that an executor can refuse to run on a slot that went out of step.
-
-    steps: after this one the executor may go on alone, from what it picked and with as many proposals, up to so many in
-    all. It answers what they bring on the way. A stop token, a failure or being given up ends that, for all of a launch
-    where there is a draft; whoever waits for the lane ends it for all, but who joins them.
-
-    pages: that the slot has from now on, behind those that it had.
+    The executor may continue alone after this step: it feeds the token that it picked, with as many proposals, and
+    reports on the way. A stop token, a failure, or an `Abandon` of one member ends that for the whole launch where
+    there is a draft. `StopLaunch` ends it for all members.
     """
 
     outcomes: ClassVar = (Decoded, DeviceFailed)
     side: ClassVar = Side.DEVICE
     slot: SlotId
     position: int  # rows [0, position) are valid
-    token: int
+    token: int  # it comes along so that an executor can refuse to run on a slot that is out of step
     propose: int = 0
+    # Copy the positional state out first, to be kept: the one at the end of the last block up to `position`. A failure
+    # to keep it does not fail the step.
     checkpoint: bool = False
-    steps: int = 1
-    pages: tuple[PageId, ...] = ()
+    steps: int = 1  # that the executor may take at most without asking
+    pages: tuple[PageId, ...] = ()  # that the slot has from now on, behind those that it had

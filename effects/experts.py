@@ -1,4 +1,4 @@
-"""Which experts of a model are on the device, where host memory has all of them."""
+"""Places for experts on the device, of a model whose experts are all in host memory."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from effects.ids import Side
 
 @frozen
 class PlaceExperts:
-    """Copy experts to places on the device; whoever had a place has none from then on. Nobody awaits it.
+    """Copy experts to places on the device. The experts that had these places have none from then on.
 
-    Done on the device lane, in order with the launches. Whether it is done changes how long steps take and nothing
-    else: an expert without a place is brought when a step needs it.
+    The copies are made on the device lane, in order with the launches, and no outcome comes back. They change how long
+    steps take and nothing else: an expert without a place is copied when a step needs it.
     """
 
     outcomes: ClassVar = ()

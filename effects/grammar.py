@@ -1,4 +1,4 @@
-"""What an answer has to keep to, as its source: pure data. Whoever picks tokens makes of it what it needs."""
+"""The grammar that an answer has to follow, as source text. The sampler compiles it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ GrammarKind: TypeAlias = Literal["json_schema", "regex", "lark"]
 
 @frozen
 class Grammar:
-    """json_schema: the schema as JSON. regex: of the whole answer. lark: rules, from `start` on."""
+    """A grammar for an answer."""
 
     kind: GrammarKind
-    source: str
+    source: str  # json_schema: the schema as JSON; regex: of the whole answer; lark: rules that begin with `start`
 
     @property
     def digest(self) -> str:
-        """Names it wherever the source would be too long."""
+        """A name for the grammar, where its source would be too long."""
         return blake2b(f"{self.kind}\0{self.source}".encode(errors="surrogatepass"), digest_size=16).hexdigest()

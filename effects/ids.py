@@ -1,4 +1,4 @@
-"""The names that effects and events use for things they do not own."""
+"""Names that effects and events use for things that others own: requests, slots, lanes, pages, leases."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from attrs import frozen
 
 RequestId = NewType("RequestId", int)
 SlotId = NewType("SlotId", int)
-PlaceId = NewType("PlaceId", int)  # where a device keeps a checkpoint of a model's positional state
-LaneId = NewType("LaneId", int)  # whom device work is queued for; the target's device is MAIN
-PageId = NewType("PageId", int)  # of the memory that all slots share
-LeaseId = NewType("LeaseId", int)  # a hit in the block store: held until its rows are restored or released
+PlaceId = NewType("PlaceId", int)  # a place where a device keeps a checkpoint of positional state
+LaneId = NewType("LaneId", int)  # a queue of device work; that of the target's device is MAIN
+PageId = NewType("PageId", int)  # a page of the pool that all slots share
+LeaseId = NewType("LeaseId", int)  # a hit in the block store, which stays until its rows are restored or released
 MAIN = LaneId(0)
-PROMPTS = LaneId(2)  # the target's device once more: wide forwards of prompts, beside decode steps
-ENGINE = RequestId(0)  # whom an ask is for that is no request's; those are counted from 1
-PAGE = 256  # rows of a page: whole tiles and whole sums of attention, so where they lie changes no bits
+PROMPTS = LaneId(2)  # a second lane of the target's device: wide forwards of prompts, while MAIN decodes
+ENGINE = RequestId(0)  # of an effect that belongs to no request; requests are counted from 1
+PAGE = 256  # rows of a page: whole tiles and whole sums of attention, so their place in memory changes no bits
 Tokens: TypeAlias = tuple[int, ...]
 Span: TypeAlias = tuple[int, int]  # half-open: [start, stop)
 ModelName: TypeAlias = Literal["target", "draft", "drafter"]
-Tier: TypeAlias = Literal["none", "device", "host", "disk"]
+# Where rows were found: `none`, `device` (a slot), or the name of one of the store's tiers (`host`, `disk`).
+Tier: TypeAlias = str
 FailureKind: TypeAlias = Literal["abandoned", "out_of_memory", "io", "timed_out", "broken", "lost", "dead_end"]
 
 
 class Side(Enum):
-    """Who carries an effect out. A request has at most one awaited effect in flight on each."""
+    """The executor that carries an effect out. A request has at most one awaited effect in flight on each side."""
 
-    DEVICE = "device"  # one OS thread for each lane of a device; the pure core decides the order
+    DEVICE = "device"  # one OS thread for each lane of a device; the core decides the order
     STORE = "store"  # host memory and disk; concurrent, bounded by the executor
 
 
@@ -35,8 +36,8 @@ class Side(Enum):
 class DeviceFailed:
     """A device effect did not happen.
 
-    What had been acknowledged before it still holds where it was abandoned, ran out of memory or came to a dead end.
-    After anything else nobody knows what the slot's rows are worth. lost: they are gone, as `SlotsLost` has told.
+    If it was abandoned, ran out of memory or came to a dead end, what was acknowledged before still holds. After any
+    other failure the slot's rows cannot be trusted. lost: the rows are gone, as `SlotsLost` has reported before.
     dead_end: the request's grammar lets no token follow.
     """
 
@@ -46,9 +47,9 @@ class DeviceFailed:
 
 @frozen
 class StoreFailed:
-    """A store effect did not happen; the store has let go of the lease it used.
+    """A store effect did not happen. The store has released the lease that the effect used.
 
-    lost: the positional state that the slot had is gone with it, overwritten in part. Its rows are still there.
+    lost: the slot's positional state was overwritten in part, so it is gone. The slot's rows are still there.
     """
 
     kind: FailureKind

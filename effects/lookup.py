@@ -1,4 +1,4 @@
-"""The block store: is a prefix of this prompt kept in host memory or on disk?"""
+"""Lookups in the block store: is a prefix of this prompt kept in host memory or on disk?"""
 
 from __future__ import annotations
 
@@ -11,44 +11,43 @@ from effects.ids import LeaseId, Side, StoreFailed, Tier, Tokens
 
 @frozen
 class PrefixFound:
-    """Rows `[0, length)` are kept and will stay until `lease` is released.
+    """Rows `[0, length)` are in the store, and stay there until `lease` is released.
 
-    Where the model has positional state, it can be gone on from its checkpoints only: the last one is at `length`.
+    Where the model has positional state, requests can go on from its checkpoints only. The last one is at `length`.
     """
 
     lease: LeaseId
     length: int  # tokens, a multiple of the block size
     tier: Tier
-    shared: int = 0  # tokens that the prompt begins with as the likest of the recent prompts does, when it was asked
-    checkpoints: tuple[int, ...] = ()  # ascending, a few of the last ones; all beyond what was asked
+    shared: int = 0  # tokens in common with the most similar recent prompt, if they were compared
+    checkpoints: tuple[int, ...] = ()  # ascending, a few of the last ones; all lie behind the `beyond` that was asked
 
 
 @frozen
 class PrefixMissed:
+    """The store has no rows beyond those that are on the device."""
+
     reason: str  # machine-readable: empty_store, diverged_at:N, too_short ...
-    shared: int = 0
-    length: int = 0  # tokens that are kept all the same: no more than were known to be on the device
+    shared: int = 0  # as in `PrefixFound`
+    length: int = 0  # tokens that the store has all the same; no more than are on the device
 
 
 @frozen
 class FindPrefix:
-    """Look for more than the `beyond` tokens that are on the device already.
-
-    rows: of a model with positional state, rows of the prompt that are there, though the state behind them is not.
-    """
+    """Look for more of a prompt than the device has."""
 
     outcomes: ClassVar = (PrefixFound, PrefixMissed, StoreFailed)
     side: ClassVar = Side.STORE
     prompt: Tokens
-    beyond: int
-    window: int = 0  # compare with so many recent prompts (the prompt then joins them); 0: neither
-    rows: int = 0
-    salt: str = ""  # nothing is found of prompts of another
+    beyond: int  # tokens that are on the device already, with the state behind them
+    window: int = 0  # recent prompts to compare with; the prompt becomes one of them; 0: neither
+    rows: int = 0  # tokens whose rows are on the device, though the positional state behind them may not be
+    salt: str = ""  # only rows of the same salt are found
 
 
 @frozen
 class ReleasePrefix:
-    """Give a lease back that nothing will be restored from."""
+    """Release a lease from which no rows will be restored."""
 
     outcomes: ClassVar = ()
     lease: LeaseId

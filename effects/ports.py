@@ -1,4 +1,7 @@
-"""What the edges are given: a door to put jobs in at, and a stream of what becomes of each."""
+"""Interfaces at the edges of the engine: the door at which jobs are submitted, and the functions of executors.
+
+The HTTP server uses `Door` and `Ticket`. The event loop uses `PerformEffect`, `SubmitLaunch` and `NotifyEffect`.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ Stage: TypeAlias = Literal[
     "Recovering",
     "Yielding",
 ]
-"""What a request does, as clients are told: in answers, /slots, /props and metrics. Names that others build upon."""
+"""What a request does, as clients see it in answers, /slots, /props and metrics. These names are a public format."""
 QUEUE_STAGES: tuple[Stage, ...] = ("Waiting",)
 PROMPT_STAGES: tuple[Stage, ...] = (
     *("LookingUp", "Restoring", "Fetching", "Compressing", "Releasing", "Unparking", "Prefilling"),
@@ -37,32 +40,32 @@ PROMPT_STAGES: tuple[Stage, ...] = (
 )
 ANSWER_STAGES: tuple[Stage, ...] = ("Speculating",)
 
-# Executors are tables, symmetrical to the transition table: effect type -> what carries it out.
-Perform: TypeAlias = Callable[[RequestId, Any], "Awaitable[Outcome] | Outcome"]
+# Executors are tables from the type of an effect to the function that carries it out.
+PerformEffect: TypeAlias = Callable[[RequestId, Any], "Awaitable[Outcome] | Outcome"]
 
 
-Told: TypeAlias = tuple[RequestId, Outcome]
+RequestOutcome: TypeAlias = tuple[RequestId, Outcome]
 
 
 @frozen(eq=False)
 class LaunchFailed:
-    """A launch raised this. requests: those in it to whom no last outcome had been told."""
+    """A launch raised an exception."""
 
-    requests: tuple[RequestId, ...]
+    requests: tuple[RequestId, ...]  # in the launch, whose last outcome had not been delivered
     error: BaseException
 
 
-Settle: TypeAlias = Callable[["Sequence[Told] | LaunchFailed"], None]
-# Taken at once; settled on the event loop: as often as there is something to tell, in the order in which it came. Every
-# ask has one last outcome, and before that any number that say that more of them follow.
-Submit: TypeAlias = Callable[[Launch, Settle], None]
-Notify: TypeAlias = Callable[[RequestId, Any], None]
+DeliverOutcomes: TypeAlias = Callable[["Sequence[RequestOutcome] | LaunchFailed"], None]
+# Returns at once. Outcomes are delivered on the event loop, as often as there are any, in the order in which they came.
+# Every effect has one last outcome, and before it any number of outcomes which say that more follow.
+SubmitLaunch: TypeAlias = Callable[[Launch, DeliverOutcomes], None]
+NotifyEffect: TypeAlias = Callable[[RequestId, Any], None]
 
 
 class RowsLost(Exception):
-    """Raised by an executor: the rows of these slots are gone, not only what it was asked to do.
+    """Raised by an executor when the rows of these slots are lost, and not only the effect that it carried out.
 
-    slots: none, where those whose they were have been told already.
+    slots: empty if the requests that hold them know it already.
     """
 
     def __init__(self, slots: Iterable[SlotId], why: str) -> None:
@@ -70,33 +73,31 @@ class RowsLost(Exception):
         self.slots = tuple(slots)
 
 
-DIVERGED = 64  # tokens of what was kept that are told: of a character each and more, all that anybody is shown
+# Tokens of a kept sequence that are reported. Each has a character or more, and no more characters are shown.
+MAX_DIVERGED_TOKENS = 64
 
 
 @frozen
 class Divergence:
-    """Where a prompt leaves the likest sequence that is kept under the same salt."""
+    """The point where a prompt differs from the most similar sequence that is kept under the same salt."""
 
     at: int  # tokens that both begin with
-    tokens: Tokens  # what goes on there in the kept one
-    tier: Tier  # where that is; `none`: only the prompt is remembered, among the recent ones
+    tokens: Tokens  # that follow there in the kept sequence
+    tier: Tier  # that has the kept sequence; `none`: only its tokens are remembered, among the recent prompts
 
 
 @frozen
 class Closed:
-    """The end of a stream: `CloseStream` with the times that the engine measured.
-
-    stages_ms: milliseconds spent in each stage until the stream closed.  diverged: why the rest of the prompt was not
-    there, where something else was.
-    """
+    """The end of a stream: `CloseStream` with the times that the engine measured."""
 
     finish: Finish
     report: Report
     detail: str
-    stages_ms: Mapping[Stage, float]
-    diverged: Divergence | None = None
+    stages_ms: Mapping[Stage, float]  # milliseconds in each stage until the stream closed
+    diverged: Divergence | None = None  # where a kept sequence differed, if that is why rows were missing
 
     def spent_ms(self, stages: Collection[Stage]) -> float:
+        """Return the milliseconds spent in these stages together."""
         return sum(spent for stage, spent in self.stages_ms.items() if stage in stages)
 
 
@@ -109,57 +110,57 @@ class Ticket(Protocol):
     @property
     def request(self) -> RequestId: ...
 
-    def take(self) -> Message | None:
-        """The next message, if it is there."""
+    def next_message(self) -> Message | None:
+        """Return the next message; None: there is none yet."""
         ...
 
-    def hear(self, told: Callable[[], object]) -> None:
-        """From now on this is called, on the event loop, whenever a message has come."""
+    def set_listener(self, listener: Callable[[], object]) -> None:
+        """Have the listener called on the event loop whenever a message has come."""
         ...
 
     def __aiter__(self) -> AsyncIterator[Message]:
-        """All of them, for who waits for nothing else."""
+        """Yield all messages, for a caller that waits for nothing else."""
         ...
 
     def cancel(self, reason: CancelReason) -> None:
-        """Never blocks; may be called at any time, any number of times. The stream still ends with `Closed`."""
+        """Cancel the job. Never blocks, and may be called at any time. The stream still ends with `Closed`."""
         ...
 
 
 @frozen
 class SlotStatus:
-    """One device slot, as /slots shows it."""
+    """One slot of the device, as /slots shows it."""
 
     id: int
     is_processing: bool
-    request: RequestId | None  # who holds it
+    request: RequestId | None  # that holds it
     state: Stage | None  # what that request does
     kept_tokens: int  # of the sequence that an idle slot still holds
 
 
 @frozen
 class RequestStatus:
-    """One request that the engine is at. Its stream may be closed: what follows behind it is told, too."""
+    """One request that the engine works on. Its stream may be closed already, while its rows are saved."""
 
     id: RequestId
     stage: Stage
-    stages_ms: Mapping[Stage, float]  # in each so far, in the order of their beginnings
+    stages_ms: Mapping[Stage, float]  # milliseconds in each stage so far, in the order in which they began
     prompt_tokens: int
-    done: int  # of these: they are in place
-    restored_tokens: int  # of these: they were not computed
-    tier: Tier  # where most of the restored ones came from
+    done: int  # prompt tokens that are in place
+    restored_tokens: int  # prompt tokens that were not computed
+    tier: Tier  # that most of the restored tokens came from
     completion_tokens: int = 0
     decode_steps: int = 0
 
 
 @frozen
 class PastRequest:
-    """One request whose stream has closed, with what its report says and nothing of what was said."""
+    """One request whose stream has closed: what its report says, and nothing of its text."""
 
     id: RequestId
     finish: Finish
-    at: float  # when, Unix time
-    stages_ms: Mapping[Stage, float]  # what follows behind the stream included, as far as it has gone
+    at: float  # Unix time at which the stream closed
+    stages_ms: Mapping[Stage, float]  # milliseconds in each stage, those after the close of the stream included
     prompt_tokens: int
     restored_tokens: int
     tier: str
@@ -168,18 +169,18 @@ class PastRequest:
     decode_steps: int
     proposed: int
     accepted: int
-    speculation: str  # why nothing (more) was proposed
-    kept: int  # rows of it that are kept beyond the device
+    speculation: str  # why nothing, or nothing more, was proposed
+    kept: int  # rows that are kept beyond the device
     kept_reason: str
 
 
 @frozen
 class Totals:
-    """Since the start, over all requests whose stream has closed; tokens of answers also of those that go on."""
+    """Totals since the start, of all requests whose stream has closed. Tokens of running answers count as well."""
 
-    finished: Mapping[str, int]  # requests, by how they ended
-    hits: Mapping[str, int]  # those with restored tokens, by tier
-    misses: Mapping[str, int]  # those that missed some, by why
+    finished: Mapping[str, int]  # requests, by the way they ended
+    hits: Mapping[str, int]  # requests with restored tokens, by tier
+    misses: Mapping[str, int]  # requests that missed some tokens, by reason
     restored: Mapping[str, int]  # tokens, by tier
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -188,13 +189,13 @@ class Totals:
     accepted: int = 0
 
 
-MOST_RUNNING = 64  # requests that are named, those with a slot first: 300 bytes each
-MOST_RECENT = 32  # that have ended: 400 bytes each
+MAX_RUNNING_SHOWN = 64  # requests, those with a slot first; each takes 300 bytes
+MAX_RECENT_SHOWN = 32  # requests that have ended; each takes 400 bytes
 
 
 @frozen
 class Activity:
-    """What goes on behind a door, and what went on: for people who watch."""
+    """The requests of an engine, running and ended, for people who watch it."""
 
     running: tuple[RequestStatus, ...]  # MOST_RUNNING at most
     recent: tuple[PastRequest, ...]  # the last ones that have ended, the newest first; MOST_RECENT at most
@@ -203,36 +204,36 @@ class Activity:
 
 @frozen
 class Status:
-    """What every door tells."""
+    """The status of an engine, as every door reports it."""
 
     state: Literal["ready", "draining"]
     slots: tuple[SlotStatus, ...]
     slots_busy: int
     queue: int  # requests that wait for a slot
-    queue_full: bool  # a job that comes now is turned away
-    troubles: Mapping[str, str]  # what has broken: whose it is -> what it is
-    outages: Mapping[str, str]  # those of them without which nothing is answered
-    props: Mapping[str, Any]  # what /props shows besides, ready for JSON
+    queue_full: bool  # a job that is submitted now is turned away
+    troubles: Mapping[str, str]  # what has failed, by the part that has failed
+    outages: Mapping[str, str]  # those of them without which no request is answered
+    props: Mapping[str, Any]  # further entries of /props, ready for JSON
 
 
-Takes: TypeAlias = Literal["ready", "queue_full", "draining"]
+JobAcceptance: TypeAlias = Literal["ready", "queue_full", "draining"]
 
 
 class Door(Protocol):
-    """Where jobs enter the engine. Calls are made from the event loop's thread."""
+    """The place where jobs enter the engine. It is called on the event loop's thread only."""
 
     def submit(self, job: Job) -> Ticket:
-        """Never blocks. A full queue shows as a stream whose only message is Closed(finish="queue_full")."""
+        """Submit a job. Never blocks. If the queue is full, the only message is `Closed(finish="queue_full")`."""
         ...
 
-    def takes(self) -> Takes:
-        """What becomes of a job that comes now; told at once, whatever `status` has to gather."""
+    def get_acceptance(self) -> JobAcceptance:
+        """Return what would become of a job that is submitted now. This is quick, while `status` has to gather much."""
         ...
 
     def status(self) -> Status:
-        """A snapshot for /props, /slots and /health."""
+        """Return a snapshot for /props, /slots and /health."""
         ...
 
     def activity(self) -> Activity:
-        """A snapshot for /props and the page."""
+        """Return a snapshot for /props and the page."""
         ...

@@ -1,4 +1,4 @@
-"""Put a prompt into a slot, and compute its rows chunk by chunk."""
+"""Prefill: put a prompt into a slot, and compute its rows chunk by chunk."""
 
 from __future__ import annotations
 
@@ -13,16 +13,10 @@ from effects.job import Sampling
 
 @frozen
 class OpenSlot:
-    """From now on the slot serves `prompt`, of which rows `[0, keep)` are valid. Nobody awaits it.
+    """Make the slot serve `prompt`, of which rows `[0, keep)` are valid. No outcome comes back.
 
-    If `source` is another slot, its rows `[0, keep)` are copied first. Done on the device lane, in order with the
-    launches. Doing it twice changes nothing.
-
-    A model with positional state goes on from the one behind its first `state` rows, at most `keep`: `place` has it, or
-    the source itself. 0: from none.
-
-    pages: where the slot's rows are from now on, PAGE of them each; those of the first `keep` that were elsewhere are
-    copied there. Empty: every slot has memory of its own.
+    If `source` is another slot, its rows `[0, keep)` are copied first. This is done on the device lane, in order with
+    the launches. Doing it twice changes nothing.
     """
 
     outcomes: ClassVar = ()
@@ -33,33 +27,31 @@ class OpenSlot:
     prompt: Tokens
     sampling: Sampling
     stop_tokens: Tokens = ()  # a decode step keeps nothing past the first of them
-    state: int = 0
-    place: PlaceId | None = None
-    salt: str = ""  # what is kept of these rows is found with the same salt only
+    state: int = 0  # rows, at most `keep`, behind which the positional state is that the slot goes on from; 0: none
+    place: PlaceId | None = None  # that has this state; None: the source itself has it
+    salt: str = ""  # rows that are kept of this prompt are found with the same salt only
+    # Where the slot's rows are from now on, PAGE rows each. Of the first `keep` rows, those that are elsewhere are
+    # copied there. Empty: every slot has memory of its own.
     pages: tuple[PageId, ...] = ()
 
 
 @frozen
 class PrefillAdvanced:
-    """Rows `[start, stop)` are computed: as asked for, or, of several chunks, those before it was given up."""
+    """Rows up to `stop` are computed: all that were asked for, or the chunks before the prefill was given up."""
 
     stop: int
-    ns: int = 0  # what that took on the lane; 0: not measured
-    logprobs: tuple[Logprob, ...] = ()  # of the tokens after those rows, when they were asked for
-    more: bool = False  # chunks of the same prefill are on their way: this is not its last outcome
+    ns: int = 0  # nanoseconds that this took on the lane; 0: not measured
+    logprobs: tuple[Logprob, ...] = ()  # of the tokens behind those rows, if they were asked for
+    more: bool = False  # further chunks of the same prefill follow: this is not its last outcome
 
 
 @frozen
 class RunPrefill:
-    """Compute rows `[start, stop)` of the slot's prompt: a chunk of at most C rows, or as many of them as the settings
-    say, which run side by side over the shards of a target, or beside decode steps, each launched while the one before
-    it computes. Before each it is looked whether it was given up, beside decode steps for others as well (`Halt`), and
-    behind each it is told how far it came.
+    """Compute rows `[start, stop)` of the slot's prompt: a chunk of at most C rows, or several chunks.
 
-    checkpoint: the model's positional state at `stop` is copied out to be kept, too. A failure to keep it is none here.
-    held: the state at `start`, which the slot has already, is copied out first, in the same way.
-    place: the device keeps it there. logprobs: alternatives beside each token that follows one of these rows; -1:
-    nobody asked.
+    The settings allow several chunks where they run side by side over the shards of a target, or on the prompt lane. On
+    the prompt lane each chunk is launched while the one before it is computed, and reported when it is done. Before a
+    chunk is launched, the executor looks whether the prefill was abandoned or stopped (`StopLaunch`).
     """
 
     outcomes: ClassVar = (PrefillAdvanced, DeviceFailed)
@@ -67,7 +59,7 @@ class RunPrefill:
     slot: SlotId
     start: int
     stop: int
-    checkpoint: bool = False
-    place: PlaceId | None = None
-    logprobs: int = -1
-    held: bool = False
+    checkpoint: bool = False  # copy the positional state at `stop` out, to be kept; a failure to do so is not reported
+    place: PlaceId | None = None  # where the device keeps the positional state at `stop`
+    logprobs: int = -1  # alternatives to each token that follows one of these rows; -1: no logprobs are asked for
+    held: bool = False  # copy the positional state at `start`, which the slot has already, out first, to be kept

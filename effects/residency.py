@@ -1,4 +1,4 @@
-"""Where models' weights are: bring them in, send them away."""
+"""Residency of models: load their weights to the device, and unload them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ModelLoaded:
     """The model's weights are on its device."""
 
     bytes: int = 0  # that were moved
-    ns: int = 0  # what that took; 0: not measured
+    ns: int = 0  # nanoseconds that the move took; 0: not measured
     name: ModelName = "draft"
 
 
@@ -28,6 +28,8 @@ class ModelUnloaded:
 
 @frozen
 class LoadModel:
+    """Move a model's weights to its device, and lease the model to the request."""
+
     outcomes: ClassVar = (ModelLoaded, DeviceFailed)
     side: ClassVar = Side.DEVICE
     name: ModelName
@@ -35,9 +37,9 @@ class LoadModel:
 
 @frozen
 class UnloadModel:
-    """Nobody needs it now. Its weights go to host memory where they are kept, or else nowhere."""
+    """Move a model's weights off its device, because no request needs them now."""
 
     outcomes: ClassVar = (ModelUnloaded, DeviceFailed)
     side: ClassVar = Side.DEVICE
     name: ModelName
-    keep: bool = True
+    keep: bool = True  # in host memory; otherwise they are released and read again from disk next time

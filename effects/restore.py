@@ -1,4 +1,4 @@
-"""Bring KV rows back into a slot from host memory or disk."""
+"""Restore: load KV rows into a slot from host memory or disk."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from effects.ids import LeaseId, Side, SlotId, StoreFailed
 
 @frozen
 class BlocksRestored:
-    """Rows `[start, stop)` of the slot are on the device; the lease is released.
+    """Rows `[start, stop)` of the slot are on the device, and the lease is released.
 
-    The model's positional state, where it has any, is the one at `stop`, which then is all that was asked for: no rows,
-    if the slot had all of them.
+    Where the model has positional state, the slot has the one at `stop`. If the slot had all rows before, the state is
+    all that was loaded, and there are no rows in the span.
     """
 
     start: int
     stop: int
     bytes: int
-    ns: int = 0  # what that took; 0: not measured
+    ns: int = 0  # nanoseconds that the load took; 0: not measured
 
 
 @frozen
 class RestoreBlocks:
-    """Load rows `[start, stop)` into the slot, and the positional state at `stop` where the model has any: then there
-    may be no rows to load. Whatever comes of it, the lease is released with the outcome.
+    """Load rows `[start, stop)` into the slot, and the positional state at `stop` where the model has any.
 
-    They are written on the device's lane, behind what was asked of it before: another slot may still be copied from
-    this one, and this one not be open yet.
+    The span may be empty where only the state is missing. The lease is released with the outcome, whatever it is. Rows
+    are written on the device's lane, in order with earlier effects: the slot may not be open yet, and another slot may
+    still have to be copied from it.
     """
 
     outcomes: ClassVar = (BlocksRestored, StoreFailed)

@@ -1,4 +1,4 @@
-"""Keep a slot's rows beyond the device: copied out beside the lane, written behind the request's back."""
+"""Snapshots: keep a slot's rows beyond the device, copied while the lane works and written in the background."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from effects.ids import Side, SlotId, StoreFailed, Tokens
 
 @frozen
 class SnapshotSaved:
-    """Rows `[0, length)` are in host memory, to be written in the background; there was no time or room for more."""
+    """Rows `[0, length)` are in host memory, and are written in the background. There was no time or room for more."""
 
     length: int
     bytes: int
@@ -19,13 +19,13 @@ class SnapshotSaved:
 
 @frozen
 class SaveSnapshot:
-    """Keep these rows. checkpoint: and the positional state behind the last of them, which the slot still has.
+    """Keep these rows. The device does other work meanwhile.
 
-    The device does other work meanwhile: the slot is the request's until the outcome, so nobody changes them.
+    The request holds its slot until the outcome comes, so the rows do not change.
     """
 
     outcomes: ClassVar = (SnapshotSaved, StoreFailed)
     side: ClassVar = Side.STORE
     slot: SlotId
-    tokens: Tokens  # what rows [0, len(tokens)) stand for
-    checkpoint: bool = False
+    tokens: Tokens  # that rows [0, len(tokens)) stand for
+    checkpoint: bool = False  # keep the positional state behind the last row as well, which the slot still has

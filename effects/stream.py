@@ -1,4 +1,4 @@
-"""What a client gets to see. Nobody awaits these: they are done at once, in order, and never block."""
+"""Effects that a client sees, and those that stop work in flight. They are done at once, in order, and never block."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from effects.job import Report
 
 # Why a stream ended. `stop`: a stop token, or a stop string (cancelled by the edge); `length`: max_tokens reached;
 # `dead_end`: the request's grammar let no token follow; `too_long`: not enough of its prompt could be left out;
-# `uncompressed`: it would have to be, and the drafter failed; `lost`: the process that has rows of it is gone.
+# `uncompressed`: it would have to be compressed, and the prompt scorer failed;
+# `lost`: the process that has rows of the request is gone.
 Finish: TypeAlias = Literal[
     "stop",
     "length",
@@ -30,7 +31,10 @@ Finish: TypeAlias = Literal[
 
 @frozen
 class ReportProgress:
-    """`done` of `total` prompt tokens are in place, `cached` of them restored. The first one says: accepted."""
+    """Report that `done` of `total` prompt tokens are in place, and `cached` of them restored.
+
+    The first report says that the request is accepted.
+    """
 
     outcomes: ClassVar = ()
     done: int
@@ -40,6 +44,8 @@ class ReportProgress:
 
 @frozen
 class EmitTokens:
+    """Send tokens of the answer."""
+
     outcomes: ClassVar = ()
     tokens: Tokens
     logprobs: tuple[Logprob, ...] = ()
@@ -47,7 +53,7 @@ class EmitTokens:
 
 @frozen
 class CloseStream:
-    """The last thing that a client hears. Snapshotting and parking follow behind its back."""
+    """End the stream. The client gets nothing after this, although rows may still be saved and models unloaded."""
 
     outcomes: ClassVar = ()
     finish: Finish
@@ -57,20 +63,20 @@ class CloseStream:
 
 @frozen
 class Abandon:
-    """Stop what is in flight for this request as soon as may be: a flag is set, and the real outcome still comes.
+    """Stop what is in flight for this request as soon as possible. A flag is set, and the real outcome still comes.
 
-    The flag goes with that outcome: a snapshot or a parking that is asked for later is carried out.
+    The flag is cleared with that outcome, so a snapshot or an unload that is asked for later is carried out.
     """
 
     outcomes: ClassVar = ()
 
 
 @frozen
-class Halt:
-    """Others wait for the lane: what goes on alone there ends with the step that it is at, or with the chunks that have
-    begun, and its outcome says so.
+class StopLaunch:
+    """End a launch that continues alone, because other effects wait for its lane.
 
-    Whose launch has ended meanwhile hears nothing of it.
+    The launch ends with its current step, or with the chunks that have begun, and its outcomes say so. If it has ended
+    already, nothing happens.
     """
 
     outcomes: ClassVar = ()

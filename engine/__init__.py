@@ -2,10 +2,6 @@
 
 import os
 
-from engine.bytecode import OWN
-
-OWN.begin()  # before classes are made
-
 # Before torch is imported: its CPU threads spin for milliseconds at every barrier, and where another process wants the
 # cores a decode step then took 200 ms instead of 5. Spinning briefly costs a little on idle cores (docs/BENCHMARKS.md).
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")

@@ -1,4 +1,4 @@
-"""Where a process begins: what takes longest is on its way before anything else is read."""
+"""The entry of the process: libraries that take long to open are opened while everything else is imported."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import select
 import sys
 from typing import NoReturn
 
-from engine.libraries import leave, opening
+from engine.settings.preload import exit_process, preload_libraries
 
 INTERRUPTED = 130  # as shells tell of SIGINT
 READER_LEFT = 141  # as shells tell of SIGPIPE, which ends other tools there: `rekindle cache ls | head`
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Of the words behind the command's name."""
+    """Run the command that these words name. Returns the exit status."""
     words = sys.argv[1:] if argv is None else argv
     try:
-        with opening(words):
+        with preload_libraries(words):
             from engine.commands import carry_out  # noqa: PLC0415 - meanwhile
 
             status = carry_out(words)
@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def drop_output() -> bool:
-    """Whatever is still written to a pipe that nobody reads goes nowhere. Returns whether there is such a pipe."""
+    """Let output go nowhere if it goes to a pipe that nobody reads. Returns whether there is such a pipe."""
     broken = [descriptor for descriptor in (1, 2) if is_broken(descriptor)]
     if broken:
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -47,14 +47,14 @@ def drop_output() -> bool:
 
 
 def is_broken(descriptor: int) -> bool:
-    """Is that a pipe whose other end is closed?"""
+    """Return whether the descriptor is a pipe whose other end is closed."""
     watched = select.poll()
     watched.register(descriptor, 0)
     return any(event & select.POLLERR for _, event in watched.poll(0))
 
 
 def command() -> NoReturn:
-    leave(main())
+    exit_process(main())
 
 
 if __name__ == "__main__":

@@ -11,20 +11,19 @@ import cyclopts
 from cyclopts import App, Parameter
 
 import engine
-from engine import completion as shells
-from engine import logs
-from engine.accepted import Quiet, Shell, known_device
-from engine.bench.commands import bench
-from engine.bytecode import OWN
-from engine.cache.commands import cache
-from engine.chat.wanted import ChatOptions
-from engine.configuration import configuration
-from engine.fit_options import FitOptions
-from engine.launch import shard
-from engine.options import Device, Options
-from engine.refusal import Refusal, told
-from engine.simulation.wanted import Wanted
-from engine.timeline.commands import trace
+from engine.serving.shard_launch import shard
+from engine.settings import completion as shells
+from engine.settings import log_format as logs
+from engine.settings.config_file import list_config_sources
+from engine.settings.fit_options import FitOptions
+from engine.settings.option_types import Device, Quiet, Shell, check_device
+from engine.settings.options import Options, build_options
+from engine.settings.user_error import UserError, report_error
+from engine.tools.bench.bench_commands import bench
+from engine.tools.cache.cache_commands import cache
+from engine.tools.chat.chat_options import ChatOptions
+from engine.tools.simulation.simulation_options import SimulationOptions
+from engine.tools.timeline.trace_commands import trace
 
 HELP = """A local LLM inference server that starts warm, never changes the answer, and replays everything.
 
@@ -61,26 +60,26 @@ def serve(
         TOML file with the same names: `port = 8080`, `api-key = ["..."]`.
     """
     del config  # read before the command line was
-    from engine import startup  # noqa: PLC0415 - what only a server needs would keep `--help` waiting
-    from engine.ahead import first_gpu, import_beside_torch  # noqa: PLC0415
-    from engine.folders import weight_folders  # noqa: PLC0415
-    from engine.preflight import check_address, prepared  # noqa: PLC0415
+    from engine.settings import start_progress  # noqa: PLC0415 - what only a server needs would keep `--help` waiting
+    from engine.settings.import_order import first_gpu, import_beside_torch  # noqa: PLC0415
+    from engine.settings.paths import list_weight_folders  # noqa: PLC0415
+    from engine.settings.preflight import check_address, prepare_options  # noqa: PLC0415
 
-    logs.configure(options.log_format, options.log_level)
-    options = prepared(options)
-    check_address(options)
-    with startup.Steps(options.log_format == "json") as steps:
-        with startup.importing():
-            steps(startup.IMPORT)
-            import_beside_torch(weight_folders(options), first_gpu(options.devices))
-            from engine.reading import begin_text  # noqa: PLC0415 - what it needs has been imported
+    logs.configure(options.diagnostics.log_format, options.diagnostics.log_level)
+    options = prepare_options(options)
+    check_address(options.http)
+    with start_progress.StartProgress(options.diagnostics.log_format == "json") as steps:
+        with start_progress.pause_collection():
+            steps(start_progress.IMPORT)
+            import_beside_torch(list_weight_folders(options), first_gpu(options.placement.locations))
+            from engine.loading.load_text import begin_text  # noqa: PLC0415 - what it needs has been imported
 
-            reading = begin_text(options)
-            from engine.begin import begin  # noqa: PLC0415 - torch takes seconds to import
+            reading = begin_text(options.model)
+            from engine.loading.background_load import begin_load  # noqa: PLC0415 - torch takes seconds to import
 
-            beginning = begin(options, steps)
-            from engine.serve import run  # noqa: PLC0415 - meanwhile
-        return run(options, steps, beginning, reading)
+            beginning = begin_load(options, steps)
+            from engine.serving.serve import run_server  # noqa: PLC0415 - meanwhile
+        return run_server(options, steps, beginning, reading)
 
 
 @app.command(sort_key=2)
@@ -107,9 +106,9 @@ def chat(
     model
         As `rekindle serve` takes it, or as the server calls it; by default the first one that it has.
     """
-    from engine.chat.run import run  # noqa: PLC0415
+    from engine.tools.chat.chat_loop import run_chat  # noqa: PLC0415
 
-    return run(model, options)
+    return run_chat(model, options)
 
 
 @app.command(sort_key=3)
@@ -134,12 +133,12 @@ def models(
     json_
         Print JSON, and nothing else, on standard output.
     """
-    from engine.progress import told_if_slow  # noqa: PLC0415
+    from engine.settings.progress import announce_if_slow  # noqa: PLC0415
 
-    with told_if_slow("importing libraries"):
-        from engine.inventory import run  # noqa: PLC0415
+    with announce_if_slow("importing libraries"):
+        from engine.tools.list_models import run_models  # noqa: PLC0415
 
-    return run(options.serving, as_json=json_)
+    return run_models(options.serve_options, as_json=json_)
 
 
 @app.command(sort_key=3)
@@ -175,23 +174,24 @@ def replay(
     quiet
         Do not tell how far it has got.
     """
-    from engine.progress import quietly  # noqa: PLC0415
-    from engine.replay import CUT_SHORT, CutShort, Diverged, replay_file, world_json  # noqa: PLC0415
-    from engine.trace import BadTrace  # noqa: PLC0415
+    from engine.core.replay import CUT_SHORT, ReplayDiffers, TraceCutShort, replay_file, world_json  # noqa: PLC0415
+    from engine.core.trace import BadTrace  # noqa: PLC0415
+    from engine.settings.progress import silence_progress  # noqa: PLC0415
 
     try:
-        with quietly(quiet):
+        with silence_progress(quiet):
             if execute:
-                from engine.execute import execute_file  # noqa: PLC0415
+                from engine.serving.re_execute import execute_file  # noqa: PLC0415
 
                 done, tokens = execute_file(file, model, until)
             else:
-                done, tokens = replay_file(file, until), None
+                done = replay_file(file, until)
+                tokens = None
     except BadTrace as error:
-        raise Refusal(str(error)) from error
-    except Diverged as error:
+        raise UserError(str(error)) from error
+    except ReplayDiffers as error:
         print(error, file=sys.stderr)
-        return CUT_SHORT if isinstance(error, CutShort) else 1
+        return CUT_SHORT if isinstance(error, TraceCutShort) else 1
     if until is not None:
         print(json.dumps(world_json(done.world), indent=2))
     else:
@@ -204,7 +204,7 @@ def simulate(
     logs: Annotated[tuple[Path, ...], Parameter(name="LOG", help="Files of requests.")],
     /,
     *,
-    wanted: Annotated[Wanted, Parameter(name="*")] = Wanted(),  # noqa: B008 - a frozen value
+    wanted: Annotated[SimulationOptions, Parameter(name="*")] = SimulationOptions(),  # noqa: B008 - a frozen value
     quiet: Quiet = False,
 ) -> int:
     """Try cache policies on requests that were logged: the real engine and index on a virtual clock, no model.
@@ -222,10 +222,10 @@ def simulate(
     quiet
         Do not tell how far it has got.
     """
-    from engine.progress import quietly  # noqa: PLC0415
-    from engine.simulate import run  # noqa: PLC0415
+    from engine.settings.progress import silence_progress  # noqa: PLC0415
+    from engine.tools.simulate import run  # noqa: PLC0415
 
-    with quietly(quiet):
+    with silence_progress(quiet):
         return run(logs, wanted)
 
 
@@ -237,7 +237,7 @@ app.command(bench)
 @app.command(sort_key=7)
 def doctor(
     *,
-    device: Annotated[Device, Parameter(validator=known_device)] = "auto",
+    device: Annotated[Device, Parameter(validator=check_device)] = "auto",
     kv_cache_dir: Path | None = None,
     json_: Annotated[bool, Parameter(name="--json", negative="", show_default=False)] = False,
 ) -> int:
@@ -258,12 +258,12 @@ def doctor(
     json_
         Print JSON, and nothing else, on standard output.
     """
-    from engine.progress import told_if_slow  # noqa: PLC0415
+    from engine.settings.progress import announce_if_slow  # noqa: PLC0415
 
-    with told_if_slow("importing libraries"):
-        from engine.doctor.run import run  # noqa: PLC0415
+    with announce_if_slow("importing libraries"):
+        from engine.tools.doctor.doctor import run_doctor  # noqa: PLC0415
 
-    return run(Options(device=device, kv_cache_dir=kv_cache_dir), as_json=json_)
+    return run_doctor(build_options(device=device, kv_cache_dir=kv_cache_dir), as_json=json_)
 
 
 @app.command(sort_key=9)
@@ -282,7 +282,7 @@ def diagram(*, markdown: Annotated[bool, Parameter(negative="")] = False) -> int
     from states import diagram as draw  # noqa: PLC0415
     from states.table import TABLE  # noqa: PLC0415
 
-    print(draw.markdown(TABLE) if markdown else draw.mermaid(TABLE), end="")
+    print(draw.render_markdown(TABLE) if markdown else draw.render_mermaid(TABLE), end="")
     return 0
 
 
@@ -305,7 +305,7 @@ def completion(
     show
         Print what it needs, and change no file.
     """
-    return shells.complete(app, shell, show=show)
+    return shells.install_completion(app, shell, show=show)
 
 
 app.command(shard, sort_key=10)
@@ -314,16 +314,14 @@ app.command(shard, sort_key=10)
 def carry_out(words: list[str]) -> int:
     """A command, by its name and what follows it: its exit status."""
     try:
-        app.config = configuration(words)
+        app.config = list_config_sources(words)
         status = app(words, exit_on_error=False, print_error=False, result_action="return_value")
-    except (cyclopts.CycloptsError, Refusal) as error:
-        return told(error)
+    except (cyclopts.CycloptsError, UserError) as error:
+        return report_error(error)
     except OSError as error:
         if error.filename is None:
             raise
         reason = "no such file" if isinstance(error, FileNotFoundError) else str(error.strerror).lower()
         print(f"rekindle: {error.filename}: {reason}", file=sys.stderr)
         return 2
-    finally:
-        OWN.keep()
     return status if isinstance(status, int) else 0

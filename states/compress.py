@@ -1,4 +1,8 @@
-"""Fetching, Compressing, Releasing: the drafter comes, a prompt is scored piece by piece, and the drafter goes."""
+"""Transitions of Fetching, Compressing and Releasing: a prompt is shortened by the prompt scorer (PFlash).
+
+The scorer is loaded, scores the prompt piece by piece, picks the tokens that are kept, and is given back. A failure on
+the way serves the prompt as it is, if it fits the context. In traces and options the scorer is called `drafter`.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,20 @@ from typing import TypeAlias
 
 from attrs import evolve
 
-from effects.compression import Compressed, PromptPart, remaining, taken
+from effects.compression import Compressed, PromptPart, select_remaining_spans, select_tokens
 from effects.ids import DeviceFailed, Span, Tokens
-from effects.job import aged, freezes
+from effects.job import find_aged_messages, freezes_messages
 from effects.pflash import CompressPrompt, KeepFrozen, PromptCompressed, PromptScored
 from effects.residency import ModelLoaded, ModelUnloaded, UnloadModel
 from effects.stream import CloseStream, Finish
 from states import policy
 from states.events import Cancelled, SlotEmptied
-from states.life import (
+from states.kept_rows import continue_lease
+from states.lookup import ReopenAndServe, reopen_and_serve
+from states.machine import Transition, prepend_effect
+from states.phases import forget_all_rows, make_report, unload_model
+from states.recover import LOST_TWICE
+from states.request_states import (
     FINISH,
     Compressing,
     Done,
@@ -23,120 +32,142 @@ from states.life import (
     Parking,
     Prompt,
     Releasing,
-    Remains,
-    Seat,
+    RequestRemainder,
+    SlotLease,
     Yielding,
-    continuing,
 )
-from states.lookup import Served, served
-from states.machine import Then, first
-from states.onward import emptied, park, report
-from states.recover import TWICE
-from states.settings import Known, Settings
+from states.settings import DecisionContext, Settings
 
-Refused: TypeAlias = Then[Done, CloseStream]
-GivenBack: TypeAlias = Then[Releasing, UnloadModel]
-Frozen: TypeAlias = Then[Releasing, KeepFrozen, UnloadModel]
+RefusePrompt: TypeAlias = Transition[Done, CloseStream]
+ReleaseScorer: TypeAlias = Transition[Releasing, UnloadModel]
+FreezeAndRelease: TypeAlias = Transition[Releasing, KeepFrozen, UnloadModel]
 
 FAILED = "the drafter that would shorten it failed, and as it is it does not fit"
 TOO_LONG = "not enough of it could be left out"
 
 
-def fetched(state: Fetching, _: ModelLoaded, known: Known) -> Then[Compressing, CompressPrompt]:
-    prompt, job = state.prompt, state.prompt.job
-    if freezes(job):
-        return Then(Compressing(state.seat, prompt), CompressPrompt(0, job.prompt, parts=aged(job), apart=True))
-    keep, most = policy.kept_tokens(job), known.settings.max_context - job.max_tokens
-    asking = CompressPrompt(0, prompt.tokens, keep, most, job.compression.parts)
-    return Then(Compressing(state.seat, prompt), asking)
+def start_scoring(state: Fetching, _: ModelLoaded, context: DecisionContext) -> Transition[Compressing, CompressPrompt]:
+    """Score the whole prompt, or only the messages that have aged where those are frozen one by one."""
+    prompt = state.prompt
+    job = prompt.job
+    if freezes_messages(job):
+        scoring = CompressPrompt(0, job.prompt, parts=find_aged_messages(job), apart=True)
+    else:
+        most = context.settings.max_context - job.max_tokens
+        scoring = CompressPrompt(0, prompt.tokens, policy.count_kept_tokens(job), most, job.compression.parts)
+    return Transition(Compressing(state.slot_lease, prompt), scoring)
 
 
-def unfetched(state: Fetching, event: DeviceFailed, known: Known) -> Served | Refused:
-    """A drafter that does not come serves the prompt as it is."""
-    return decided(known, state.seat, verbatim(state.prompt, f"drafter_{event.kind}"))
+def serve_without_scorer(
+    state: Fetching, event: DeviceFailed, context: DecisionContext
+) -> ReopenAndServe | RefusePrompt:
+    """Serve the prompt as it is, because the scorer could not be loaded."""
+    return serve_or_refuse(context, state.slot_lease, keep_prompt_whole(state.prompt, f"drafter_{event.kind}"))
 
 
-def scored(state: Compressing, event: PromptScored, _: Known) -> Then[Compressing, CompressPrompt]:
-    return Then(state, CompressPrompt(event.stop))
+def continue_scoring(
+    state: Compressing, event: PromptScored, _: DecisionContext
+) -> Transition[Compressing, CompressPrompt]:
+    return Transition(state, CompressPrompt(event.stop))
 
 
-def compressed(state: Compressing, event: PromptCompressed, known: Known) -> GivenBack | Frozen:
-    seat, prompt = state.seat, state.prompt
-    if freezes(prompt.job):
-        return froze(known, state, event)
+def adopt_compressed_prompt(
+    state: Compressing, event: PromptCompressed, context: DecisionContext
+) -> ReleaseScorer | FreezeAndRelease:
+    """Serve the tokens that were kept from now on, and give the scorer back."""
+    prompt = state.prompt
+    if freezes_messages(prompt.job):
+        return freeze_messages(context, state, event)
     if len(event.prompt) >= len(prompt.tokens):
-        return release(known, seat, verbatim(prompt, "not_shorter", event.ns))
+        whole = keep_prompt_whole(prompt, "not_shorter", event.ns)
+        return release_prompt_scorer(context, state.slot_lease, whole)
     keep = prompt.job.compression.keep
-    told = Compressed(len(prompt.tokens), "", event.kept, event.forced, keep, event.ns)
-    seat, prompt = serve(known.settings, seat, evolve(prompt, compression=told), event.prompt)
-    return release(known, seat, prompt)
+    compression = Compressed(len(prompt.tokens), "", event.kept, event.forced, keep, event.ns)
+    prompt = evolve(prompt, compression=compression)
+    slot_lease, prompt = replace_served_tokens(context.settings, state.slot_lease, prompt, event.prompt)
+    return release_prompt_scorer(context, slot_lease, prompt)
 
 
-def froze(known: Known, state: Compressing, event: PromptCompressed) -> Frozen:
-    """Messages are what they were frozen to from now on, also those of which nothing could be left out."""
-    seat, job = state.seat, state.prompt.job
-    made = {part: within(event.kept, part) for part in aged(job)}
-    parts = [evolve(part, kept=made.get(part, part.kept)) for part in job.compression.parts]
-    spans = remaining(parts, len(job.prompt))
-    tokens, keep = taken(job.prompt, spans), job.compression.keep
-    why = "" if len(tokens) < len(state.prompt.tokens) else "not_shorter"
-    told = Compressed(len(job.prompt), why, spans, event.forced, keep, event.ns)
-    seat, prompt = serve(known.settings, seat, evolve(state.prompt, compression=told), tokens)
-    named = tuple((part.name, kept) for part, kept in made.items())
-    return first(KeepFrozen(named), release(known, seat, prompt))
+def freeze_messages(context: DecisionContext, state: Compressing, event: PromptCompressed) -> FreezeAndRelease:
+    """Serve what is kept of the messages, and have it remembered for later turns of the conversation.
+
+    Messages of which nothing could be left out are remembered as well, so that they are not scored again.
+    """
+    job = state.prompt.job
+    frozen = {part: select_spans_within(event.kept, part) for part in find_aged_messages(job)}
+    parts = [evolve(part, kept=frozen.get(part, part.kept)) for part in job.compression.parts]
+    spans = select_remaining_spans(parts, len(job.prompt))
+    tokens = select_tokens(job.prompt, spans)
+    why_not = "" if len(tokens) < len(state.prompt.tokens) else "not_shorter"
+    compression = Compressed(len(job.prompt), why_not, spans, event.forced, job.compression.keep, event.ns)
+    prompt = evolve(state.prompt, compression=compression)
+    slot_lease, prompt = replace_served_tokens(context.settings, state.slot_lease, prompt, tokens)
+    kept_by_name = tuple((part.name, kept) for part, kept in frozen.items())
+    return prepend_effect(KeepFrozen(kept_by_name), release_prompt_scorer(context, slot_lease, prompt))
 
 
-def serve(settings: Settings, seat: Seat, prompt: Prompt, tokens: Tokens) -> tuple[Seat, Prompt]:
-    """From now on these are what is served; only rows that they share with what was stay valid."""
-    seat = continuing(settings, seat, prompt.tokens[: seat.rows], tokens)
-    return seat, evolve(prompt, tokens=tokens, compressed=True, stored=0)
+def replace_served_tokens(
+    settings: Settings, slot_lease: SlotLease, prompt: Prompt, tokens: Tokens
+) -> tuple[SlotLease, Prompt]:
+    """Serve these tokens from now on. Only rows that they share with the tokens served before stay valid."""
+    slot_lease = continue_lease(settings, slot_lease, prompt.tokens[: slot_lease.rows], tokens)
+    return slot_lease, evolve(prompt, tokens=tokens, compression_tried=True, stored_rows=0)
 
 
-def within(spans: Sequence[Span], part: PromptPart) -> tuple[Span, ...]:
-    """Those of the prompt that are in the part, from its start on."""
+def select_spans_within(spans: Sequence[Span], part: PromptPart) -> tuple[Span, ...]:
+    """Return the spans of the prompt that are inside a part, counted from the start of the part."""
     return tuple(
         (start - part.start, stop - part.start) for start, stop in spans if part.start <= start < stop <= part.stop
     )
 
 
-def failed(state: Compressing, event: DeviceFailed, known: Known) -> GivenBack:
-    return release(known, state.seat, verbatim(state.prompt, f"drafter_{event.kind}"))
+def give_up_compression(state: Compressing, event: DeviceFailed, context: DecisionContext) -> ReleaseScorer:
+    whole = keep_prompt_whole(state.prompt, f"drafter_{event.kind}")
+    return release_prompt_scorer(context, state.slot_lease, whole)
 
 
-def release(known: Known, seat: Seat, prompt: Prompt) -> GivenBack:
-    return Then(Releasing(seat, prompt), park(known.settings, "drafter"))
+def release_prompt_scorer(context: DecisionContext, slot_lease: SlotLease, prompt: Prompt) -> ReleaseScorer:
+    return Transition(Releasing(slot_lease, prompt), unload_model(context.settings, "drafter"))
 
 
-def released(state: Releasing, _: ModelUnloaded | DeviceFailed, known: Known) -> Served | Refused:
-    """Whether or not it could be sent away, the request has nothing to do with it any more."""
-    return decided(known, state.seat, state.prompt)
+def serve_released_prompt(
+    state: Releasing, _: ModelUnloaded | DeviceFailed, context: DecisionContext
+) -> ReopenAndServe | RefusePrompt:
+    """Serve the prompt. Whether the scorer could be unloaded does not matter to this request."""
+    return serve_or_refuse(context, state.slot_lease, state.prompt)
 
 
-def leave(state: Releasing, event: Cancelled, known: Known) -> Then[Parking, CloseStream]:
-    closing = CloseStream(FINISH[event.reason], report(known, state), event.reason)
-    return Then(Parking(Remains(state.seat, state.prompt, leased="drafter")), closing)
+def cancel_while_releasing(
+    state: Releasing, event: Cancelled, context: DecisionContext
+) -> Transition[Parking, CloseStream]:
+    """Close the stream. The effect that gives the scorer back is in flight already."""
+    closing = CloseStream(FINISH[event.reason], make_report(context, state), event.reason)
+    return Transition(Parking(RequestRemainder(state.slot_lease, state.prompt, leased_model="drafter")), closing)
 
 
-def lost(state: Releasing, _: SlotEmptied, known: Known) -> Then[Yielding] | Then[Parking, CloseStream]:
-    """As any loss of its slot's rows, only that what is in flight is the giving back already."""
-    left = emptied(Remains(state.seat, state.prompt, leased="drafter"))
-    if state.prompt.heard is not None:
-        return Then(Parking(left), CloseStream("lost", report(known, state), TWICE))
-    return Then(Yielding(evolve(left, prompt=evolve(left.prompt, heard=()))))
+def recover_while_releasing(
+    state: Releasing, _: SlotEmptied, context: DecisionContext
+) -> Transition[Yielding] | Transition[Parking, CloseStream]:
+    """Wait for a slot again once the scorer is given back, or fail if the rows were lost before."""
+    left = forget_all_rows(RequestRemainder(state.slot_lease, state.prompt, leased_model="drafter"))
+    if state.prompt.heard_tokens is not None:
+        return Transition(Parking(left), CloseStream("lost", make_report(context, state), LOST_TWICE))
+    return Transition(Yielding(evolve(left, prompt=evolve(left.prompt, heard_tokens=()))))
 
 
-def verbatim(prompt: Prompt, why: str, ns: int = 0) -> Prompt:
-    """A failed compression serves the prompt as it is; what is kept of it is looked for again."""
+def keep_prompt_whole(prompt: Prompt, why_not: str, ns: int = 0) -> Prompt:
+    """Return the prompt as it is after a compression that came to nothing. Its stored rows are looked up again."""
     before = prompt.compression or Compressed(len(prompt.job.prompt))
-    return evolve(prompt, compressed=True, compression=evolve(before, why_not=why, ns=ns))
+    return evolve(prompt, compression_tried=True, compression=evolve(before, why_not=why_not, ns=ns))
 
 
-def decided(known: Known, seat: Seat, prompt: Prompt) -> Served | Refused:
-    """What is to be served is certain, if it can be served at all."""
-    if policy.fits(known.settings, prompt):
-        return served(known, seat, prompt)
-    told = prompt.compression
-    short = told is None or told.why_not in {"", "not_shorter"}
-    why: Finish = "too_long" if short else "uncompressed"
-    closing = CloseStream(why, report(known, Releasing(seat, prompt)), TOO_LONG if short else FAILED)
-    return Then(Done(Remains(seat, prompt)), closing)
+def serve_or_refuse(context: DecisionContext, slot_lease: SlotLease, prompt: Prompt) -> ReopenAndServe | RefusePrompt:
+    """Serve the prompt if it fits the context now, and refuse it otherwise."""
+    if policy.fits_context(context.settings, prompt):
+        return reopen_and_serve(context, slot_lease, prompt)
+    compression = prompt.compression
+    scorer_worked = compression is None or compression.why_not in {"", "not_shorter"}
+    why: Finish = "too_long" if scorer_worked else "uncompressed"
+    detail = TOO_LONG if scorer_worked else FAILED
+    closing = CloseStream(why, make_report(context, Releasing(slot_lease, prompt)), detail)
+    return Transition(Done(RequestRemainder(slot_lease, prompt)), closing)

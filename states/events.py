@@ -1,4 +1,7 @@
-"""What can happen: to a request, beside the outcomes of its effects, and to the engine as a whole."""
+"""Events: what can happen to a request, besides the outcomes of its effects, and to the engine as a whole.
+
+External events come from clients. Derived events are made by the world itself while it lets another event play out.
+"""
 
 from __future__ import annotations
 
@@ -14,48 +17,47 @@ from effects.ports import CancelReason
 
 @frozen
 class Submitted:
+    """A client has submitted a job."""
+
     job: Job
 
 
 @frozen
 class Cancelled:
-    """The client left, the deadline passed, a stop string was seen, the server stops: all the same here."""
+    """The client has left, the deadline has passed, a stop string was seen, or the server stops."""
 
     reason: CancelReason
 
 
 @frozen
 class Admitted:
-    """Derived by the world: a slot is free, and these rows of it, or of `source`, can be kept.
-
-    state: where the positional state is, of a model that has any, and `place` which has it, if not `source` itself.
-    """
+    """A waiting request is given a free slot. Derived by the world."""
 
     slot: SlotId
-    source: SlotId
-    keep: int
-    state: int = 0
-    place: PlaceId | None = None
+    source: SlotId  # the slot whose first rows are kept; it may be the same slot
+    keep: int  # rows that are kept
+    state: int = 0  # rows behind which there is positional state to go on from, where the model has any
+    place: PlaceId | None = None  # that has this state; None: the source itself
 
 
 @frozen
 class Rejected:
-    """Derived by the world: the queue is full."""
+    """A submitted job is turned away, because the queue is full. Derived by the world."""
 
-    waiting: int
+    waiting: int  # requests in the queue
 
 
 @frozen
 class SlotEmptied:
-    """Derived by the world: the rows of the slot that it holds are gone."""
+    """The rows of the slot that the request holds are lost. Derived by the world."""
 
 
 @frozen
 class SlotsLost:
-    """The rows of these slots are gone, all at once: what kept them died, or is not to be believed any more.
+    """The rows of these slots are lost, because the process that had them died, or cannot be trusted any more.
 
-    An executor tells so before it answers what was in flight there. The slots can be opened again, with nothing in
-    them.
+    An executor reports this before it answers the effects that were in flight there. The slots can be opened again,
+    with no rows in them.
     """
 
     slots: tuple[SlotId, ...]
@@ -63,25 +65,26 @@ class SlotsLost:
 
 @frozen
 class ExpertsUsed:
-    """Of every expert that host memory keeps, those of all layers counted through: the steps since the last report
-    that needed it. Told after 32 steps at least, so it is 65,536 small numbers at most, about every second.
+    """A report of how often each expert was needed.
+
+    It comes after 32 steps at least, so that is at most 65,536 small numbers about every second.
     """
 
-    counts: tuple[int, ...]
+    counts: tuple[int, ...]  # by expert, numbered through all layers: steps since the last report that needed it
 
 
 @frozen
 class ForModel:
-    """The process that a model is in has gone, or there is one again, with nothing of what the last one knew."""
+    """The process that a model runs in has gone, or is there again with nothing of what the last one knew."""
 
     name: ModelName
-    there: bool
+    there: bool  # False: it has gone
 
 
 External: TypeAlias = Submitted | Cancelled
 Derived: TypeAlias = Admitted | Rejected | SlotEmptied
 Event: TypeAlias = External | Derived | Outcome
-Common: TypeAlias = SlotsLost | ExpertsUsed  # to no request, but to the engine
+Common: TypeAlias = SlotsLost | ExpertsUsed  # they happen to the engine, and to no request
 
 
 @frozen

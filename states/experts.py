@@ -1,8 +1,9 @@
-"""Which experts are on the device: those that steps have needed most of late. Host memory has all of them.
+"""The experts of a model that are on the device: those that recent steps have needed most. Host memory has all of them.
 
-An expert that is needed and not there is brought for that step alone, so a place saves one transfer for every step that
-needs whoever has it: what is counted is steps, not rows. Uses fade, since what people talk about changes. Nobody takes
-a place for being needed a little more often, which would be chance: a move costs a transfer itself.
+An expert that is needed and is not on the device is copied there for that step alone. So a place on the device saves
+one copy for every step that needs its expert. Uses are therefore counted in steps and not in rows. They fade, because
+what people talk about changes. And an expert has to be used clearly more often to take a place, because a move costs a
+copy itself, and a small difference may be chance.
 """
 
 from __future__ import annotations
@@ -12,38 +13,45 @@ from heapq import nsmallest
 
 from attrs import frozen
 
-MOST_MOVES = 64  # of one report: of 9 MiB each, 0.6 GiB, about what 32 steps of one row bring anyway
-UNIT = 16  # of a use, so that what is left of a few fades, too
-FADING = 8  # of what was counted before, one in so many is forgotten at every report
+# Moves after one report. An expert has 9 MiB, so these are 0.6 GiB at most, about what 32 steps of one row copy anyway.
+MAX_MOVES = 64
+USE_UNIT = 16  # a use counts 16, so that the remains of a few uses fade as well
+FADE_DIVISOR = 8  # at every report an eighth of what was counted before is forgotten
 
-Moves = tuple[tuple[int, int], ...]
+Moves = tuple[tuple[int, int], ...]  # each (place, expert)
 
 
 @frozen
 class Residents:
-    """uses: of every expert. places: whose each is."""
+    """The expert at each place of the device, and how much each expert was used. All layers are numbered through."""
 
-    uses: tuple[int, ...] = ()
-    places: tuple[int, ...] = ()
+    uses: tuple[int, ...] = ()  # by expert
+    places: tuple[int, ...] = ()  # by place, the expert that has it
 
 
-def begin(experts: int, places: int) -> Residents:
-    """Before anything is known: as many of every layer."""
+def make_residents(experts: int, places: int) -> Residents:
+    """Return the residents before anything is known: every layer has the same share of the places."""
     return Residents((0,) * experts, tuple(place * experts // places for place in range(places)))
 
 
-def moved(residents: Residents, counts: Sequence[int]) -> tuple[Residents, Moves]:
-    """counts: of every expert, the steps since the last report that needed it. Who gets whose place, and why is above:
-    the most used without one, in the order of their numbers where they are equal, those of the least used.
+def choose_moves(residents: Residents, counts: Sequence[int]) -> tuple[Residents, Moves]:
+    """Return the residents after a report, and the experts that are to be copied to the device.
+
+    counts: by expert, the steps since the last report that needed it. The most used experts without a place take the
+    places of the least used ones. Among equals the smaller number comes first.
     """
-    uses = tuple(before - before // FADING + UNIT * count for before, count in zip(residents.uses, counts, strict=True))
-    places, there = list(residents.places), set(residents.places)
-    coming = nsmallest(MOST_MOVES, (n for n in range(len(uses)) if n not in there), lambda n: (-uses[n], n))
-    leaving = nsmallest(MOST_MOVES, range(len(places)), lambda place: (uses[places[place]], place))
+    uses = tuple(
+        before - before // FADE_DIVISOR + USE_UNIT * count for before, count in zip(residents.uses, counts, strict=True)
+    )
+    places = list(residents.places)
+    resident = set(residents.places)
+    absent = (expert for expert in range(len(uses)) if expert not in resident)
+    coming = nsmallest(MAX_MOVES, absent, lambda expert: (-uses[expert], expert))
+    leaving = nsmallest(MAX_MOVES, range(len(places)), lambda place: (uses[places[place]], place))
     moves = list[tuple[int, int]]()
     for place, expert in zip(leaving, coming, strict=False):
-        held = uses[places[place]]
-        if uses[expert] <= held + held // 4 + UNIT:
+        uses_here = uses[places[place]]
+        if uses[expert] <= uses_here + uses_here // 4 + USE_UNIT:
             break
         places[place] = expert
         moves.append((place, expert))

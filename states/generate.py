@@ -1,4 +1,4 @@
-"""Unparking, Prefilling, Speculating: the work that a client waits for."""
+"""Transitions of Unparking, Prefilling and Speculating: the work that a client waits for."""
 
 from __future__ import annotations
 
@@ -11,89 +11,121 @@ from effects.ids import DeviceFailed
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.residency import ModelLoaded, UnloadModel
 from effects.stream import CloseStream, EmitTokens, ReportProgress
-from states import scope
-from states import speculation_control as control
-from states.life import Done, Drafted, Generated, Parking, Prefilling, Seat, Speculating, Undrafted, Unparking
-from states.machine import Then
-from states.onward import NOTHING, Failing, Finished, Work, chunk, fail, fail_emptied, finish, next_decode, work
-from states.restore import progress
-from states.settings import Known
+from states import scope, speculation_control
+from states.machine import Transition
+from states.phases import (
+    NOTHING,
+    FailRequest,
+    FinishStream,
+    PrefillOrDecode,
+    fail_request,
+    fail_untrusted,
+    finish_stream,
+    make_decode_step,
+    make_prefill_chunk,
+    prefill_or_decode,
+)
+from states.request_states import (
+    Done,
+    Drafted,
+    Generated,
+    Parking,
+    Prefilling,
+    SlotLease,
+    Speculating,
+    Undrafted,
+    Unparking,
+)
+from states.restore import make_progress_report
+from states.settings import DecisionContext
 
 
-def unparked(state: Unparking, _: ModelLoaded, known: Known) -> Work:
-    fresh = control.fresh(known.settings, known.rates)
-    return work(known.settings, state.seat, state.prompt, Drafted(fresh))
+def start_with_draft(state: Unparking, _: ModelLoaded, context: DecisionContext) -> PrefillOrDecode:
+    control = speculation_control.make_control(context.settings, context.rates)
+    return prefill_or_decode(context.settings, state.slot_lease, state.prompt, Drafted(control))
 
 
-def plain(state: Unparking, event: DeviceFailed, known: Known) -> Work:
-    """A failed unpark decodes without a draft: the same answer, token by token."""
-    return work(known.settings, state.seat, state.prompt, Undrafted(f"unpark_{event.kind}"))
+def start_without_draft(state: Unparking, event: DeviceFailed, context: DecisionContext) -> PrefillOrDecode:
+    """Go on without the draft, which could not be loaded. The answer is the same, token by token."""
+    return prefill_or_decode(context.settings, state.slot_lease, state.prompt, Undrafted(f"unpark_{event.kind}"))
 
 
-def prefilled(
-    state: Prefilling, event: PrefillAdvanced, known: Known
+def continue_prefill(
+    state: Prefilling, event: PrefillAdvanced, context: DecisionContext
 ) -> (
-    Then[Prefilling, ReportProgress]
-    | Then[Prefilling, ReportProgress, RunPrefill]
-    | Then[Speculating, ReportProgress, RunDecode]
+    Transition[Prefilling, ReportProgress]
+    | Transition[Prefilling, ReportProgress, RunPrefill]
+    | Transition[Speculating, ReportProgress, RunDecode]
 ):
-    seat, prompt, speculation = state.seat.computed(event.stop), state.prompt, state.speculation
+    """Compute the next rows of the prompt, or begin to decode after the last ones."""
+    slot_lease = state.slot_lease.with_computed_rows(event.stop)
+    prompt = state.prompt
+    speculation = state.speculation
     if event.logprobs:
-        prompt = evolve(prompt, logprobs=prompt.logprobs[: state.seat.valid] + event.logprobs)
+        prompt = evolve(prompt, logprobs=prompt.logprobs[: state.slot_lease.valid_rows] + event.logprobs)
+    progress = make_progress_report(slot_lease, prompt)
     if event.more:
-        return Then(Prefilling(seat, prompt, speculation), progress(seat, prompt))
-    if event.stop < prompt.target:
-        following = chunk(known.settings, seat, prompt, prompt.target)
-        return Then(Prefilling(seat, prompt, speculation), progress(seat, prompt), following)
-    one = next_decode(known.settings, seat, prompt, speculation, NOTHING)
-    return Then(Speculating(seat, prompt, speculation, NOTHING), progress(seat, prompt), one)
+        return Transition(Prefilling(slot_lease, prompt, speculation), progress)
+    if event.stop < prompt.prefill_rows:
+        chunk = make_prefill_chunk(context.settings, slot_lease, prompt, prompt.prefill_rows)
+        return Transition(Prefilling(slot_lease, prompt, speculation), progress, chunk)
+    decode_step = make_decode_step(context.settings, slot_lease, prompt, speculation, NOTHING)
+    return Transition(Speculating(slot_lease, prompt, speculation, NOTHING), progress, decode_step)
 
 
-Accepted: TypeAlias = (
-    Then[Speculating, EmitTokens, RunDecode]
-    | Then[Speculating, RunDecode]
-    | Then[Speculating, EmitTokens]
-    | Finished
-    | Then[Parking, CloseStream, UnloadModel]
-    | Then[Done, CloseStream]
+AcceptTokens: TypeAlias = (
+    Transition[Speculating, EmitTokens, RunDecode]
+    | Transition[Speculating, RunDecode]
+    | Transition[Speculating, EmitTokens]
+    | FinishStream
+    | Transition[Parking, CloseStream, UnloadModel]
+    | Transition[Done, CloseStream]
 )
 
-DIFFERS = "the rows of its slot were lost, and computed again they gave another answer than the client has heard"
+ANSWER_DIFFERS = "the rows of its slot were lost, and computed again they gave another answer than the client has heard"
 
 
-def accept(state: Speculating, event: Decoded, known: Known) -> Accepted:
-    """Take what the target agreed to, up to a stop token or the limit.
+def accept_tokens(state: Speculating, event: Decoded, context: DecisionContext) -> AcceptTokens:
+    """Take the tokens that the target picked, up to a stop token or the limit, and go on or finish.
 
-    The executor is told of both and keeps nothing past them; here it is made sure, for what a client gets. What it has
-    heard before its slot was lost is not said again. Until then, and at its end, no launch goes on with it alone.
+    The executor knows the stop tokens and the limit, and keeps nothing past them. They are applied here once more, so
+    that a client never gets more. Tokens that the client had before the slot's rows were lost are compared and not sent
+    again. While they are compared, and at the end of the answer, no launch may continue alone.
     """
-    seat, prompt, speculation, before = state.seat, state.prompt, state.speculation, state.answer
-    job, said = prompt.job, before.tokens
-    tokens = event.tokens[: job.max_tokens - len(said)]
+    prompt = state.prompt
+    job = prompt.job
+    before = state.answer
+    tokens = event.tokens[: job.max_tokens - len(before.tokens)]
     stops = [at for at, token in enumerate(tokens) if token in job.stop_tokens]
     if stops:
         tokens = tokens[: stops[0] + 1]
-    seat = Seat(seat.slot, seat.valid + len(tokens), seat.restored, seat.tier)
-    accepted = before.accepted + min(event.accepted, len(tokens))
-    decode_steps = before.decode_steps + event.steps
-    answer = Generated(said + tokens, decode_steps, before.proposed + event.proposed, accepted)
+    lease = state.slot_lease
+    slot_lease = SlotLease(lease.slot, lease.valid_rows + len(tokens), lease.restored_rows, lease.tier)
+    answer = Generated(
+        before.tokens + tokens,
+        before.decode_steps + event.steps,
+        before.proposed + event.proposed,
+        before.accepted + min(event.accepted, len(tokens)),
+    )
+    speculation = state.speculation
     if isinstance(speculation, Drafted):
-        speculation = Drafted(control.after(speculation.control, event), speculation.reason)
-    after = Speculating(seat, prompt, speculation, answer)
-    heard = prompt.heard[len(said) : len(said) + len(tokens)] if prompt.heard else ()
+        speculation = Drafted(speculation_control.update_control(speculation.control, event), speculation.reason)
+    after = Speculating(slot_lease, prompt, speculation, answer)
+    said = len(before.tokens)
+    heard = prompt.heard_tokens[said : said + len(tokens)] if prompt.heard_tokens else ()
     if heard and tokens[: len(heard)] != heard:
-        return fail_emptied(known, after, DIFFERS)
+        return fail_untrusted(context, after, ANSWER_DIFFERS)
     emit = EmitTokens(tokens[len(heard) :], event.logprobs[len(heard) : len(tokens)])
     ends = bool(stops) or len(answer.tokens) == job.max_tokens
     assert not (event.more and (ends or heard)), event
     if ends:
-        return finish(known, after, emit, "stop" if stops else "length")
+        return finish_stream(context, after, emit, "stop" if stops else "length")
     if event.more:
-        return Then(after, emit)
-    mark = scope.passed(known.settings, prompt, state.seat.valid, seat.valid)
-    one = next_decode(known.settings, seat, prompt, speculation, answer, checkpoint=mark)
-    return Then(after, emit, one) if emit.tokens else Then(after, one)
+        return Transition(after, emit)
+    keeps_state = scope.has_passed_mark(context.settings, prompt, lease.valid_rows, slot_lease.valid_rows)
+    decode_step = make_decode_step(context.settings, slot_lease, prompt, speculation, answer, checkpoint=keeps_state)
+    return Transition(after, emit, decode_step) if emit.tokens else Transition(after, decode_step)
 
 
-def broken(state: Prefilling | Speculating, event: DeviceFailed, known: Known) -> Failing:
-    return fail(known, state, event)
+def fail_generation(state: Prefilling | Speculating, event: DeviceFailed, context: DecisionContext) -> FailRequest:
+    return fail_request(context, state, event)

@@ -1,76 +1,104 @@
-"""What is true of every world, between any two events. Asserted in simulation, and in production under `--paranoid`."""
+"""Invariants: what is true of every world between two events.
+
+They are asserted in simulation, and in production with `--paranoid`.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from effects.decode import RunDecode
-from states.lane import held_up
-from states.life import (
+from effects.ids import RequestId
+from states.lane import is_blocking
+from states.pages import can_all_finish, compute_claim, count_pages
+from states.request_states import (
     Done,
     Draining,
     Held,
     Leaving,
     New,
     Recovering,
+    RequestRemainder,
     Restoring,
     Snapshotting,
     State,
     Waiting,
     Yielding,
-    remains,
+    get_remainder,
 )
-from states.pages import claim, needed, safe
 from states.residency import PRESENT
-from states.scope import select
+from states.scope import select_rows_to_keep
 from states.settings import Settings
-from states.slots import one_off, running
+from states.slot_admission import is_one_off
+from states.slots import list_running_jobs
 from states.world import World
 
 
-def check(world: World) -> None:
-    """Raises AssertionError naming what does not hold."""
-    holders = [slot.holder for slot in world.slots.slots if slot.holder is not None]
-    assert len(set(holders)) == len(holders), "a request holds two slots"
-    held = {request: remains(state) for request, state in world.requests.items() if isinstance(state, Held)}
-    assert held.keys() == set(holders), "slots and requests disagree about who holds what"
-    for request, left in held.items():
-        seat, prompt, answer = left.seat, left.prompt, left.answer
-        assert world.slots.slots[seat.slot].holder == request, "a request works in a slot that is not its own"
-        assert 0 <= seat.restored <= seat.valid <= len(prompt.tokens) + len(answer), left
-        assert len(answer) <= prompt.job.max_tokens, "more tokens than asked for"
-        assert prompt.shared <= len(prompt.job.prompt), "more is shared than there is"
-        check_cache(world.requests[request], world.settings)
+def check_world(world: World) -> None:
+    """Raise AssertionError, with what does not hold."""
+    held = {request: get_remainder(state) for request, state in world.requests.items() if isinstance(state, Held)}
+    check_slots(world, held)
     check_places(world)
     check_pages(world)
-    placed = world.experts.places
-    assert len(set(placed)) == len(placed) == world.settings.expert_places, "an expert has two places"
+    check_queue(world)
+    check_lanes(world, held)
+    check_models(world, held)
+    experts = world.experts.places
+    assert len(set(experts)) == len(experts) == world.settings.expert_places, "an expert has two places"
+    assert not any(isinstance(state, New | Done) for state in world.requests.values()), "a request outlived its end"
+
+
+def check_slots(world: World, held: Mapping[RequestId, RequestRemainder]) -> None:
+    """Check that slots and requests agree. held: by request that holds a slot, what it would leave behind now."""
+    holders = [slot.holder for slot in world.slots.slots if slot.holder is not None]
+    assert len(set(holders)) == len(holders), "a request holds two slots"
+    assert held.keys() == set(holders), "slots and requests disagree about who holds what"
+    for request, left in held.items():
+        lease = left.slot_lease
+        assert world.slots.slots[lease.slot].holder == request, "a request works in a slot that is not its own"
+        assert 0 <= lease.restored_rows <= lease.valid_rows <= len(left.prompt.tokens) + len(left.answer), left
+        assert len(left.answer) <= left.prompt.job.max_tokens, "more tokens than asked for"
+        assert left.prompt.shared_tokens <= len(left.prompt.job.prompt), "more is shared than there is"
+        check_cache(world.requests[request], world.settings)
+
+
+def check_queue(world: World) -> None:
+    """Check that no request waits while a slot is free for it. One-offs may wait for the slot of another one."""
     waiting = [request for request, state in world.requests.items() if isinstance(state, Waiting)]
     assert sorted(waiting) == sorted(world.slots.waiting), "the queue and the waiting requests disagree"
-    if len(holders) < len(world.slots.slots):
-        another = any(slot.brief for slot in world.slots.slots)
-        spared = another and len(waiting) < world.settings.max_queue
-        for request in waiting if world.slots.short.isdisjoint(waiting) else ():
-            let_pass = spared and one_off(world.requests[request])
-            assert let_pass, "somebody waits although a slot is free"
-    assert not any(isinstance(state, New | Done) for state in world.requests.values()), "a request outlived its end"
-    on_lanes = [ask.request for lane in world.lanes.values() for ask in (*lane.waiting, *lane.running)]
+    if all(slot.holder is not None for slot in world.slots.slots):
+        return
+    brief_runs = any(slot.is_brief for slot in world.slots.slots)
+    one_offs_wait = brief_runs and len(waiting) < world.settings.max_queue
+    for request in waiting if world.slots.short_of_pages.isdisjoint(waiting) else ():
+        may_wait = one_offs_wait and is_one_off(world.requests[request])
+        assert may_wait, "a request waits although a slot is free"
+
+
+def check_lanes(world: World, held: Mapping[RequestId, RequestRemainder]) -> None:
+    on_lanes = [one.request for lane in world.lanes.values() for one in (*lane.waiting, *lane.running)]
     assert len(set(on_lanes)) == len(on_lanes), "a request has two effects on devices"
     assert set(on_lanes) <= held.keys(), "a lane works for a request without a slot"
     for lane in world.lanes.values():
-        stuck = all(isinstance(ask.effect, RunDecode) and ask.request in world.slots.short for ask in lane.waiting)
+        stuck = all(
+            isinstance(one.effect, RunDecode) and one.request in world.slots.short_of_pages for one in lane.waiting
+        )
         assert bool(lane.running) or stuck, "a lane idles although something waits"
-        assert not held_up(lane), "a launch goes on although something waits"
+        assert not is_blocking(lane), "a launch goes on although something waits"
+
+
+def check_models(world: World, held: Mapping[RequestId, RequestRemainder]) -> None:
     for name, model in world.models.items():
         leases = model.leases
         assert len(set(leases)) == len(leases), f"a request leases the {name} twice"
         assert not leases or model.place in PRESENT, f"the {name} is leased and not loaded"
-        leasing = {request for request, left in held.items() if left.leased == name}
+        leasing = {request for request, left in held.items() if left.leased_model == name}
         assert set(leases) == leasing, "leases and states disagree"
 
 
 def check_places(world: World) -> None:
-    """Every checkpoint on the device is behind a row of what its slot keeps."""
+    """Check that every checkpoint on the device belongs to a row that its slot keeps."""
     filled = [(place.slot, place.at) for place in world.slots.places if place.at]
     assert len(set(filled)) == len(filled), "two places have the same state"
     assert len(world.slots.places) == world.settings.state_places, "a place appeared or went"
@@ -79,40 +107,50 @@ def check_places(world: World) -> None:
         assert at % world.settings.block_size == 0, "a checkpoint that is at no cache position"
         assert slot.holder is not None or at <= len(slot.tokens), "a checkpoint of rows that are not there"
     for slot in world.slots.slots:
-        assert 0 <= slot.live <= len(slot.tokens), "a state of rows that are not there"
+        assert 0 <= slot.state_position <= len(slot.tokens), "a state of rows that are not there"
 
 
 def check_pages(world: World) -> None:
-    """Every page is in the pool, who writes one has it alone, and all that run can come to their ends."""
-    settings, slots = world.settings, world.slots.slots
+    """Check that pages are in the pool, that a written page has one owner, and that all running requests can end."""
+    settings = world.settings
+    slots = world.slots.slots
     holders = Counter(page for slot in slots for page in slot.pages)
     assert all(0 <= page < settings.pages for page in holders), "a page that is not in the pool"
     assert settings.shares_pages or all(count == 1 for count in holders.values()), "two slots have one page"
-    jobs = running(world.slots, world.requests)
-    claims = [(slots[number].pages, claim(settings, job)) for number, job in jobs.items()]
-    assert not settings.pages or safe(claims, settings.pages), "somebody may never get the pages that it claims"
+    jobs = list_running_jobs(world.slots, world.requests)
+    claims = [(slots[number].pages, compute_claim(settings, job)) for number, job in jobs.items()]
+    assert not settings.pages or can_all_finish(claims, settings.pages), (
+        "a request may never get the pages that it claims"
+    )
     for number, slot in enumerate(slots) if settings.pages else ():
         assert len(set(slot.pages)) == len(slot.pages), "a slot has a page twice"
-        assert slot.holder is not None or len(slot.pages) == needed(len(slot.tokens), settings.page), "a page leaks"
+        assert slot.holder is not None or len(slot.pages) == count_pages(len(slot.tokens), settings.page), (
+            "a page leaks"
+        )
         state = world.requests.get(slot.holder) if slot.holder is not None else None
         if state is not None and not isinstance(state, Leaving | Waiting):
-            rows = remains(state).seat.rows  # type: ignore[arg-type] # who holds a slot is held
+            rows = get_remainder(state).slot_lease.rows  # type: ignore[arg-type] # it holds a slot
             own = slot.pages[rows // settings.page :]
-            assert all(holders[page] == 1 for page in own), "a page is written that somebody else reads"
-        assert number not in jobs or len(slot.pages) <= claim(settings, jobs[number]), "more pages than it may need"
+            assert all(holders[page] == 1 for page in own), "a page is written that another slot reads"
+        assert number not in jobs or len(slot.pages) <= compute_claim(settings, jobs[number]), (
+            "more pages than it may need"
+        )
 
 
 def check_cache(state: State, settings: Settings) -> None:
-    """What is loaded fits what is computed, and nothing is kept that the scope does not allow."""
+    """Check that loaded rows fit computed ones, and that nothing is kept that the scope does not allow."""
     if isinstance(state, Restoring):
-        inside = state.seat.valid <= state.front <= state.stop <= state.prompt.target
+        inside = state.slot_lease.valid_rows <= state.front <= state.stop <= state.prompt.prefill_rows
         assert inside, "rows are loaded where they do not belong"
-    if isinstance(state, Recovering | Yielding) or (isinstance(state, Draining) and state.lost):
-        assert state.remains.seat.valid == 0, "a slot is trusted that was lost"
+    if isinstance(state, Recovering | Yielding) or (isinstance(state, Draining) and state.rows_lost):
+        assert state.remainder.slot_lease.valid_rows == 0, "a slot is trusted that was lost"
     if isinstance(state, Snapshotting):
-        left, prompt, scope = state.remains, state.remains.prompt, state.remains.prompt.job.scope
-        rows = select(settings, left).rows
-        most = {"full": left.seat.valid, "auto": prompt.shared, "fixed": scope.count, "off": 0}[scope.kind]
-        lost = left.seat.valid == 0
-        assert lost or 0 < rows <= min(most, left.seat.valid), "more is kept than the scope allows"
+        left = state.remainder
+        prompt = left.prompt
+        scope = prompt.job.scope
+        rows = select_rows_to_keep(settings, left).rows
+        limits = {"full": left.slot_lease.valid_rows, "auto": prompt.shared_tokens, "fixed": scope.count, "off": 0}
+        most = limits[scope.kind]
+        lost = left.slot_lease.valid_rows == 0
+        assert lost or 0 < rows <= min(most, left.slot_lease.valid_rows), "more is kept than the scope allows"
         assert scope.kind == "full" or left.rows[:rows] == prompt.job.prompt[:rows], "an answer is kept as a prompt"

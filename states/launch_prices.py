@@ -1,7 +1,14 @@
-"""What launches of decode steps cost: times of each shape, folded from what launches took, and prices made of them.
+"""Prices of launches of decode steps: times of each shape, learned from launches, and prices made from them.
 
-A price is in thousandths of a plain launch: one of the same requests, at the same length of context, in which nobody
-proposes anything.
+A plain launch is one in which no request proposes anything. A price is the time of a launch in thousandths of the time
+of a plain launch, of the same requests at the same length of context. Prices are what `states/speculation_control.py`
+decides with.
+
+The shape of a launch is all that its time is taken to depend on: where its requests are in their contexts, how many
+there are, and how many rows go through the forward. Forwards come in buckets of 4, 8, 16 ... rows.
+
+Times are noisy in one direction only: other work on the machine makes launches slower, never quicker. So a quick time
+is believed at once and a slow one only when it stays slow (`record_launch_time`).
 """
 
 from __future__ import annotations
@@ -14,129 +21,154 @@ from typing import TypeAlias
 from attrs import frozen
 
 UNIT = 1000
-DRAFT, ROW = 200, 40  # where nothing was measured: what a draft costs, and a row of the target beyond the first ones
-DEAREST = 2 * UNIT  # that a launch costs beyond a plain one at most, each time that it fills that one's forward
-BUCKET = 4  # rows of the smallest forward: as many tokens are fed at the price of one
+# Thousandths of a plain launch, where nothing was measured: what a draft costs, and each row beyond the first bucket.
+GUESSED_DRAFT_COST = 200
+GUESSED_ROW_COST = 40
+# What a launch costs beyond a plain one at most, for each time that its rows fill the plain launch's forward.
+MAX_EXTRA_COST = 2 * UNIT
+SMALLEST_BUCKET = 4  # rows of the smallest forward: so many tokens are fed at the price of one
 
-Key: TypeAlias = tuple[int, int, int]
-DecodeTimes: TypeAlias = tuple[tuple[int, int, int, int, int], ...]  # as in Rates
+ShapeKey: TypeAlias = tuple[int, int, int]
+DecodeTimes: TypeAlias = tuple[tuple[int, int, int, int, int], ...]  # as in `Rates.decode`
 
 
 @frozen
 class Shape:
-    """Of a launch, as far as its time depends on it. rows: that it feeds in all; 0: nobody proposes anything."""
+    """The things that the time of a launch depends on."""
 
     span: int  # of positions, as in `Rates.prefill`: where its requests are on average
     members: int
-    rows: int = 0
+    rows: int = 0  # that it feeds in all; 0: no request proposes anything
 
     @property
-    def key(self) -> Key:
-        return self.span, self.members, filled(self.rows) if self.rows else 0
+    def key(self) -> ShapeKey:
+        """The first three numbers of its entry in `Rates.decode`."""
+        return self.span, self.members, round_up_to_bucket(self.rows) if self.rows else 0
 
 
 @frozen
-class Terms:
-    """What launches of the same requests cost."""
+class LaunchPrices:
+    """The prices of launches of the same requests."""
 
     members: int = 1
-    plain: int = 0  # nanoseconds of one in which nobody proposes; 0: not measured
-    prices: tuple[int, ...] = ()  # of up to BUCKET, 2 BUCKET, 4 BUCKET ... rows
-    doubted: frozenset[int] = frozenset()  # forwards whose price is of a time when plain launches were slower
-    measuring: bool = False  # times are measured here, and this one is missing: a plain launch comes first
-    held_up: bool = False  # a plain launch seems to take as long as one with proposals
+    plain_ns: int = 0  # nanoseconds of a plain launch; 0: not measured
+    prices: tuple[int, ...] = ()  # of launches of up to 4, 8, 16 ... rows
+    doubted_buckets: frozenset[int] = frozenset()  # forwards that were timed when plain launches were slower than now
+    needs_plain_launch: bool = False  # times are learned here, and that of a plain launch is missing
+    plain_suspect: bool = False  # a plain launch seems to take as long as one with proposals
 
-    def price(self, rows: int) -> int:
-        """Beyond what a launch may have, in proportion: nobody will ask for that many."""
-        at, last = (filled(rows) // BUCKET).bit_length() - 1, len(self.prices) - 1
+    def price_of(self, rows: int) -> int:
+        """Return the price of a launch of so many rows. Beyond the largest bucket it grows in proportion."""
+        at = (round_up_to_bucket(rows) // SMALLEST_BUCKET).bit_length() - 1
+        last = len(self.prices) - 1
         return self.prices[at] if at <= last else self.prices[last] << at - last
 
 
-def filled(rows: int) -> int:
-    """The smallest forward that holds so many rows."""
-    return BUCKET << max(0, (rows - 1) // BUCKET).bit_length()
+def round_up_to_bucket(rows: int) -> int:
+    """Return the rows of the smallest forward that holds so many."""
+    return SMALLEST_BUCKET << max(0, (rows - 1) // SMALLEST_BUCKET).bit_length()
 
 
-def terms(decode: DecodeTimes, span: int, members: int, most: int) -> Terms:
-    """Of so many requests around there, for launches of up to `most` rows."""
-    known = paced(decode, ((span, members), (span, 1), (0, 1)))
-    plain = known.get((span, members, 0), 0)
-    wider = [ns for (at, company, rows), ns in known.items() if (at, company) == (span, members) and rows]
-    sizes = [BUCKET << step for step in range((filled(most) // BUCKET).bit_length())]
-    prices = accumulate((presumed(known, span, members, rows) for rows in sizes), max)
-    held_up = bool(wider) and plain >= min(wider)
-    old = (rows for *key, rows, _, beside in decode if key == [span, members] and outdated(beside, plain))
-    return Terms(members, plain, tuple(prices), frozenset(old), bool(decode) and not plain, held_up)
+def estimate_prices(decode: DecodeTimes, span: int, members: int, most_rows: int) -> LaunchPrices:
+    """Return the prices of launches of so many requests, up to `most_rows` rows."""
+    times = scale_times_to_now(decode, ((span, members), (span, 1), (0, 1)))
+    plain = times.get((span, members, 0), 0)
+    wider = [ns for (*key, rows), ns in times.items() if key == [span, members] and rows]
+    step_count = (round_up_to_bucket(most_rows) // SMALLEST_BUCKET).bit_length()
+    sizes = [SMALLEST_BUCKET << step for step in range(step_count)]
+    prices = accumulate((bound_price(times, span, members, rows) for rows in sizes), max)
+    old = (rows for *key, rows, _, plain_then in decode if key == [span, members] and is_outdated(plain_then, plain))
+    return LaunchPrices(
+        members,
+        plain,
+        tuple(prices),
+        frozenset(old),
+        needs_plain_launch=bool(decode) and not plain,
+        plain_suspect=bool(wider) and plain >= min(wider),
+    )
 
 
-def paced(decode: DecodeTimes, near: Container[tuple[int, int]]) -> dict[Key, int]:
-    """Times at the machine's pace of now. Plain launches are timed more often than wide ones: where they have become
-    slower or quicker since a wide one was last timed, so has that, as far as anybody knows.
+def scale_times_to_now(decode: DecodeTimes, near: Container[tuple[int, int]]) -> dict[ShapeKey, int]:
+    """Return the times of launches near these (span, members), scaled to the machine's present speed.
+
+    Plain launches are timed more often than wide ones. Where plain launches have become slower or quicker since a wide
+    one was last timed, the wide one is taken to have changed in the same proportion.
     """
-    known: dict[Key, int] = {}
-    for span, members, rows, ns, beside in decode:
+    times: dict[ShapeKey, int] = {}
+    for span, members, rows, ns, plain_then in decode:
         if (span, members) in near:
-            plain = known.get((span, members, 0), 0)
-            known[span, members, rows] = ns * plain // beside if beside and plain else ns
-    return known
+            plain = times.get((span, members, 0), 0)
+            times[span, members, rows] = ns * plain // plain_then if plain_then and plain else ns
+    return times
 
 
-def outdated(beside: int, plain: int) -> bool:
-    """Were plain launches so much slower when a wide one was timed that they may have been held up, and it not?"""
-    return 8 * beside > 9 * plain > 0
+def is_outdated(plain_then: int, plain: int) -> bool:
+    """Were plain launches more than an eighth slower when a wide one was timed?
 
-
-def presumed(known: Mapping[Key, int], span: int, members: int, rows: int) -> int:
-    """What was measured; or what it costs a request that is alone, on top; or a guess. Never less than a plain one, and
-    never so much that nothing could be tried again: a start beside other work would else decide for good.
-
-    A wider launch costs no less, so what was measured of one is a limit: noise only ever adds.
+    Then plain launches may have been held up by other work at that time, and the wide one not.
     """
-    return min(measured(known, span, members, rows), UNIT + DEAREST * rows // filled(members))
+    return 8 * plain_then > 9 * plain > 0
 
 
-def measured(known: Mapping[Key, int], span: int, members: int, rows: int) -> int:
-    plain = known.get((span, members, 0), 0)
-    own = [ns for key, ns in known.items() if key[:2] == (span, members) and key[2] >= rows]
+def bound_price(times: Mapping[ShapeKey, int], span: int, members: int, rows: int) -> int:
+    """Return the estimated price, but never so much that the shape would not be tried again.
+
+    Otherwise one launch at the start that other work slowed down would decide for good.
+    """
+    most = UNIT + MAX_EXTRA_COST * rows // round_up_to_bucket(members)
+    return min(estimate_price(times, span, members, rows), most)
+
+
+def estimate_price(times: Mapping[ShapeKey, int], span: int, members: int, rows: int) -> int:
+    """Return the price of a launch, which is never less than that of a plain one.
+
+    It is what was measured of this shape or of a wider one, since a wider launch costs no less. Or it is what so many
+    rows cost a single request beyond its plain launch. Or it is a guess.
+    """
+    plain = times.get((span, members, 0), 0)
+    own = [ns for key, ns in times.items() if key[:2] == (span, members) and key[2] >= rows]
     if plain and own:
         return max(UNIT, UNIT * min(own) // plain)
-    for at in (span, 0):
-        base, wide = (
-            known.get((at, 1, 0), 0),
-            {key[2]: ns for key, ns in known.items() if key[:2] == (at, 1) and key[2]},
-        )
+    for near_span in (span, 0):
+        base = times.get((near_span, 1, 0), 0)
+        wide = {key[2]: ns for key, ns in times.items() if key[:2] == (near_span, 1) and key[2]}
         if base and wide:
-            return UNIT + UNIT * max(0, of_rows(wide, rows, base) - base) // (plain or base)
-    return UNIT + DRAFT + ROW * (rows - BUCKET)
+            return UNIT + UNIT * max(0, extrapolate_time(wide, rows, base) - base) // (plain or base)
+    return UNIT + GUESSED_DRAFT_COST + GUESSED_ROW_COST * (rows - SMALLEST_BUCKET)
 
 
-def of_rows(wide: Mapping[int, int], rows: int, base: int) -> int:
-    """What a launch of so many rows takes by what others took. Beyond the widest of them, what it takes more than a
-    plain one grows with its rows; or time does as between the last two, if that is less: more rows cost a GPU next to
-    nothing, whatever the first ones cost. base: of a plain one.
+def extrapolate_time(wide: Mapping[int, int], rows: int, base: int) -> int:
+    """Return what a launch of so many rows takes, from what others took. base: the time of a plain one.
+
+    Beyond the widest one that was timed, two estimates are made, and the smaller one holds. Either what a launch takes
+    beyond a plain one grows with its rows. Or time grows as it does between the last two that were timed: more rows
+    cost a GPU next to nothing, whatever the first ones cost.
     """
-    if known := [ns for row, ns in wide.items() if row >= rows]:
-        return min(known)
+    if times := [ns for row_count, ns in wide.items() if row_count >= rows]:
+        return min(times)
     *others, widest = sorted(wide)
     most = base + (wide[widest] - base) * rows // widest
     if not others:
         return most
-    grows = max(0, wide[widest] - wide[others[-1]])
-    return min(most, wide[widest] + grows * (rows - widest) // (widest - others[-1]))
+    growth = max(0, wide[widest] - wide[others[-1]])
+    return min(most, wide[widest] + growth * (rows - widest) // (widest - others[-1]))
 
 
-def timed(decode: DecodeTimes, shape: Shape, took_ns: int) -> DecodeTimes:
-    """`Rates.decode` after one more launch.
+def record_launch_time(decode: DecodeTimes, shape: Shape, took_ns: int) -> DecodeTimes:
+    """Return `Rates.decode` after one more launch.
 
-    Whatever else the machine does makes launches slower, never quicker: so a quick one counts for much, or all, and a
-    slow one for little, and shapes stay comparable. What stays slow is believed in time.
+    A time that is less than half of what is known replaces it. A quicker one counts half. A slower one counts a 32nd,
+    and no more than twice what is known, so what stays slow is believed in time.
     """
     key = shape.key
-    at = bisect_left(decode, key)  # right before it, as the shorter of two tuples that begin alike
-    known = paced(decode, (key[:2],))
-    mean, plain = known.get(key, took_ns), known.get((*key[:2], 0), 0) if shape.rows else 0
-    if 2 * took_ns < mean or (key in known and outdated(decode[at][4], plain)):
+    at = bisect_left(decode, key)  # the entry of this shape, if there is one: `key` is shorter, so it sorts before it
+    times = scale_times_to_now(decode, (key[:2],))
+    mean = times.get(key, took_ns)
+    plain = times.get((*key[:2], 0), 0) if shape.rows else 0
+    if 2 * took_ns < mean or (key in times and is_outdated(decode[at][4], plain)):
         ns = took_ns
+    elif took_ns < mean:
+        ns = (mean + took_ns) // 2
     else:
-        ns = (mean + took_ns) // 2 if took_ns < mean else (31 * mean + min(took_ns, 2 * mean)) // 32
-    return (*decode[:at], (*key, ns, plain), *decode[at + (key in known) :])
+        ns = (31 * mean + min(took_ns, 2 * mean)) // 32
+    return (*decode[:at], (*key, ns, plain), *decode[at + (key in times) :])

@@ -1,4 +1,4 @@
-"""New, Waiting, LookingUp: from a submitted job to what is there of the prompt that will be served."""
+"""Transitions of New, Waiting and LookingUp: from a submitted job to what is found of its prompt."""
 
 from __future__ import annotations
 
@@ -7,16 +7,27 @@ from typing import TypeAlias
 from attrs import evolve
 
 from effects.decode import RunDecode
-from effects.ids import StoreFailed
+from effects.ids import StoreFailed, Tier
 from effects.job import Report
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
 from effects.prefill import OpenSlot, RunPrefill
 from effects.residency import LoadModel
 from effects.restore import RestoreBlocks
 from effects.stream import CloseStream, ReportProgress
-from states import onward, policy
+from states import policy
 from states.events import Admitted, Cancelled, Rejected, Submitted
-from states.life import (
+from states.kept_rows import continue_lease, make_prompt
+from states.machine import Transition, prepend_effect
+from states.phases import (
+    ContinueRequest,
+    continue_request,
+    look_up_prefix,
+    make_open_slot,
+    make_prefill_chunk,
+    make_report_without_slot,
+    serve_prompt,
+)
+from states.request_states import (
     FINISH,
     Done,
     Fetching,
@@ -25,108 +36,116 @@ from states.life import (
     Prefilling,
     Prompt,
     Restoring,
-    Seat,
+    SlotLease,
     Speculating,
     Unparking,
     Waiting,
-    begun,
-    continuing,
 )
-from states.machine import Then, first
-from states.onward import Onward, chunk, find, opening, report_early, settled
-from states.settings import Known, Settings
+from states.settings import DecisionContext, Settings
 
-Verbatim: TypeAlias = (
-    Then[LookingUp, OpenSlot, FindPrefix]
-    | Then[Unparking, OpenSlot, LoadModel]
-    | Then[Prefilling, OpenSlot, RunPrefill]
+ReopenVerbatim: TypeAlias = (
+    Transition[LookingUp, OpenSlot, FindPrefix]
+    | Transition[Unparking, OpenSlot, LoadModel]
+    | Transition[Prefilling, OpenSlot, RunPrefill]
 )
-Served: TypeAlias = Verbatim | Then[Speculating, OpenSlot, RunDecode]
-Opened: TypeAlias = Served | Then[Fetching, OpenSlot, LoadModel]
+ReopenAndServe: TypeAlias = ReopenVerbatim | Transition[Speculating, OpenSlot, RunDecode]
+OpenAndContinue: TypeAlias = ReopenAndServe | Transition[Fetching, OpenSlot, LoadModel]
 
 
-def submit(_: New, event: Submitted, __: Known) -> Then[Waiting, ReportProgress]:
-    prompt = begun(event.job)
-    return Then(Waiting(prompt), ReportProgress(0, len(prompt.tokens), 0))
+def submit_request(_: New, event: Submitted, __: DecisionContext) -> Transition[Waiting, ReportProgress]:
+    prompt = make_prompt(event.job)
+    return Transition(Waiting(prompt), ReportProgress(0, len(prompt.tokens), 0))
 
 
-def refuse(_: New, event: Rejected, __: Known) -> Then[Done, CloseStream]:
-    return Then(Done(), CloseStream("queue_full", Report(0), f"{event.waiting} requests are waiting already"))
+def refuse_request(_: New, event: Rejected, __: DecisionContext) -> Transition[Done, CloseStream]:
+    return Transition(Done(), CloseStream("queue_full", Report(0), f"{event.waiting} requests are waiting already"))
 
 
-def leave_queue(state: Waiting, event: Cancelled, _: Known) -> Then[Done, CloseStream]:
-    return Then(Done(), CloseStream(FINISH[event.reason], report_early(state.prompt), event.reason))
+def cancel_waiting(state: Waiting, event: Cancelled, _: DecisionContext) -> Transition[Done, CloseStream]:
+    report = make_report_without_slot(state.prompt)
+    return Transition(Done(), CloseStream(FINISH[event.reason], report, event.reason))
 
 
-def admit(state: Waiting, event: Admitted, known: Known) -> Opened:
-    valid = event.state if known.settings.stateful else event.keep
-    seat = Seat(event.slot, valid, valid, "device" if valid else "none", event.keep - valid)
-    prompt = evolve(state.prompt, miss="" if valid else "nothing_shared_on_device")
-    return first(opening(known.settings, seat, prompt, event.source, event.place), look(known, seat, prompt))
+def admit_request(state: Waiting, event: Admitted, context: DecisionContext) -> OpenAndContinue:
+    """Open the slot for the request's prompt, and go on with the rows that the slot keeps of it."""
+    valid_rows = event.state if context.settings.stateful else event.keep
+    tier: Tier = "device" if valid_rows else "none"
+    slot_lease = SlotLease(event.slot, valid_rows, valid_rows, tier, event.keep - valid_rows)
+    prompt = evolve(state.prompt, miss_reason="" if valid_rows else "nothing_shared_on_device")
+    opening = make_open_slot(context.settings, slot_lease, prompt, event.source, event.place)
+    return prepend_effect(opening, look_up_or_continue(context, slot_lease, prompt))
 
 
-def look(known: Known, seat: Seat, prompt: Prompt) -> Then[LookingUp, FindPrefix] | Onward:
-    """For more of it elsewhere, where that is worth asking."""
-    if policy.lookup(known.settings, seat, prompt).go:
-        return find(known.settings, seat, prompt)
-    return onward.onward(known, seat, prompt)
+def look_up_or_continue(
+    context: DecisionContext, slot_lease: SlotLease, prompt: Prompt
+) -> Transition[LookingUp, FindPrefix] | ContinueRequest:
+    """Ask the stores for more of the prompt, where that is worth it."""
+    if policy.decide_lookup(context.settings, slot_lease, prompt).go:
+        return look_up_prefix(context.settings, slot_lease, prompt)
+    return continue_request(context, slot_lease, prompt)
 
 
-Found: TypeAlias = (
-    Then[Restoring, OpenSlot, RestoreBlocks]
-    | Then[Restoring, OpenSlot, RestoreBlocks, RunPrefill]
-    | Then[Fetching, ReleasePrefix, OpenSlot, LoadModel]
-    | Then[Unparking, ReleasePrefix, OpenSlot, LoadModel]
-    | Then[Prefilling, ReleasePrefix, OpenSlot, RunPrefill]
-    | Then[Speculating, ReleasePrefix, OpenSlot, RunDecode]
+UseFoundPrefix: TypeAlias = (
+    Transition[Restoring, OpenSlot, RestoreBlocks]
+    | Transition[Restoring, OpenSlot, RestoreBlocks, RunPrefill]
+    | Transition[Fetching, ReleasePrefix, OpenSlot, LoadModel]
+    | Transition[Unparking, ReleasePrefix, OpenSlot, LoadModel]
+    | Transition[Prefilling, ReleasePrefix, OpenSlot, RunPrefill]
+    | Transition[Speculating, ReleasePrefix, OpenSlot, RunDecode]
 )
 
 
-def found(state: LookingUp, event: PrefixFound, known: Known) -> Found:
-    """Load what is there, computing its front meanwhile; or let go of it, where computing is better."""
-    settings = known.settings
-    seat, shared = state.seat, state.prompt.shared or event.shared
-    prompt = evolve(state.prompt, shared=shared, stored=event.length)
-    there = policy.there(settings, seat, prompt, event)
-    best = max(there, default=seat.valid)
-    load = policy.load(known, seat, prompt, there, event.tier)
-    compress = policy.compress(known, prompt, prompt.target - best).go
-    opened = opening(settings, seat, prompt)
-    if compress or load is None:
-        if seat.valid < best:
-            prompt = evolve(prompt, miss="compression_is_quicker" if compress else "recompute_is_quicker")
-        return first(ReleasePrefix(event.lease), first(opened, onward.onward(known, seat, prompt)))
-    front, stop = load
-    restore = RestoreBlocks(event.lease, seat.slot, front, stop)
-    if front <= seat.rows:
-        return Then(Restoring(seat, prompt, front, stop, event.tier), opened, restore)
-    restoring = Restoring(seat, prompt, front, stop, event.tier, computing=True)
-    return Then(restoring, opened, restore, chunk(settings, seat, prompt, front))
+def use_found_prefix(state: LookingUp, event: PrefixFound, context: DecisionContext) -> UseFoundPrefix:
+    """Load what was found, and compute the rows before it meanwhile; or release it, where computing is better."""
+    settings = context.settings
+    slot_lease = state.slot_lease
+    shared_tokens = state.prompt.shared_tokens or event.shared
+    prompt = evolve(state.prompt, shared_tokens=shared_tokens, stored_rows=event.length)
+    restore_ends = policy.list_restore_ends(settings, slot_lease, prompt, event)
+    best = max(restore_ends, default=slot_lease.valid_rows)
+    loaded_rows = policy.choose_rows_to_load(context, slot_lease, prompt, restore_ends, event.tier)
+    compresses = policy.decide_compression(context, prompt, prompt.prefill_rows - best).go
+    opening = make_open_slot(settings, slot_lease, prompt)
+    if compresses or loaded_rows is None:
+        if slot_lease.valid_rows < best:
+            miss_reason = "compression_is_quicker" if compresses else "recompute_is_quicker"
+            prompt = evolve(prompt, miss_reason=miss_reason)
+        onward = prepend_effect(opening, continue_request(context, slot_lease, prompt))
+        return prepend_effect(ReleasePrefix(event.lease), onward)
+    front, stop = loaded_rows
+    restore = RestoreBlocks(event.lease, slot_lease.slot, front, stop)
+    if front <= slot_lease.rows:
+        return Transition(Restoring(slot_lease, prompt, front, stop, event.tier), opening, restore)
+    restoring = Restoring(slot_lease, prompt, front, stop, event.tier, computing=True)
+    return Transition(restoring, opening, restore, make_prefill_chunk(settings, slot_lease, prompt, front))
 
 
-def missed(state: LookingUp, event: PrefixMissed, known: Known) -> Onward:
-    prompt = without(known.settings, state.seat, state.prompt, event.reason)
-    prompt = evolve(prompt, shared=prompt.shared or event.shared, stored=event.length)
-    return onward.onward(known, state.seat, prompt)
+def continue_after_miss(state: LookingUp, event: PrefixMissed, context: DecisionContext) -> ContinueRequest:
+    prompt = note_miss(context.settings, state.slot_lease, state.prompt, event.reason)
+    shared_tokens = prompt.shared_tokens or event.shared
+    prompt = evolve(prompt, shared_tokens=shared_tokens, stored_rows=event.length)
+    return continue_request(context, state.slot_lease, prompt)
 
 
-def served(known: Known, seat: Seat, prompt: Prompt) -> Served:
-    """What stays from here on, another prompt than before or this one after all: it is looked for once more. What was
-    computed while a restore was under way may have ended anywhere.
+def continue_without_store(state: LookingUp, event: StoreFailed, context: DecisionContext) -> ContinueRequest:
+    """Treat a failed lookup as a miss."""
+    prompt = note_miss(context.settings, state.slot_lease, state.prompt, f"lookup_{event.kind}")
+    return continue_request(context, state.slot_lease, prompt)
+
+
+def reopen_and_serve(context: DecisionContext, slot_lease: SlotLease, prompt: Prompt) -> ReopenAndServe:
+    """Open the slot again after compression was decided, and look the prompt up once more.
+
+    The tokens that are served may be others than before. And rows that were computed during a restore may end anywhere,
+    so the lease is cut to whole blocks again.
     """
-    seat = continuing(known.settings, seat, prompt.tokens[: seat.rows], prompt.tokens)
-    opened = opening(known.settings, seat, prompt)
-    if policy.lookup(known.settings, seat, prompt).go:
-        return first(opened, find(known.settings, seat, prompt))
-    return first(opened, settled(known, seat, prompt))
+    slot_lease = continue_lease(context.settings, slot_lease, prompt.tokens[: slot_lease.rows], prompt.tokens)
+    opening = make_open_slot(context.settings, slot_lease, prompt)
+    if policy.decide_lookup(context.settings, slot_lease, prompt).go:
+        return prepend_effect(opening, look_up_prefix(context.settings, slot_lease, prompt))
+    return prepend_effect(opening, serve_prompt(context, slot_lease, prompt))
 
 
-def unanswered(state: LookingUp, event: StoreFailed, known: Known) -> Onward:
-    """A failed lookup is a miss."""
-    prompt = without(known.settings, state.seat, state.prompt, f"lookup_{event.kind}")
-    return onward.onward(known, state.seat, prompt)
-
-
-def without(settings: Settings, seat: Seat, prompt: Prompt, reason: str) -> Prompt:
-    """Nothing came of the lookup; nothing is missed where all was on the device."""
-    return evolve(prompt, miss=reason) if policy.missing(settings, seat, prompt) else prompt
+def note_miss(settings: Settings, slot_lease: SlotLease, prompt: Prompt, reason: str) -> Prompt:
+    """Return the prompt with the reason why nothing was found; unchanged where nothing was missing on the device."""
+    return evolve(prompt, miss_reason=reason) if policy.has_missing_blocks(settings, slot_lease, prompt) else prompt

@@ -1,9 +1,11 @@
-"""A transition table whose rows are ordinary typed functions: the return annotation is the edge.
+"""A transition table whose rows are ordinary typed functions: the return annotation says where a row leads.
 
-An arrow is `(state, event, known) -> Then[NextState, Effect, ...]`, or a union of such; `known` is what decisions rest
-on that is no request's own. Type checkers hold arrows to their
-annotation, `step` asserts it on every transition in production, and the table, the diagram and the exhaustiveness test
-read it. Nothing is declared twice.
+A transition function takes `(state, event, context)` and returns `Transition[NextState, Effect, ...]`, or a union of
+such types. The context is what decisions rest on that does not belong to the request. Nothing is declared twice:
+
+* type checkers hold a function to its annotation;
+* `step` asserts the annotation on every transition, in production as well;
+* the table, the diagram and the test of completeness read it.
 """
 
 from __future__ import annotations
@@ -25,70 +27,77 @@ from typing import (
 
 from attrs import define, frozen
 
-S = TypeVar("S")
-E = TypeVar("E")
-K = TypeVar("K")
-T = TypeVar("T")
-One = TypeVar("One")
-Another = TypeVar("Another")
-Asks = TypeVarTuple("Asks")
+S = TypeVar("S")  # a state
+E = TypeVar("E")  # an event
+C = TypeVar("C")  # the context
+T = TypeVar("T")  # the next state
+First = TypeVar("First")  # an effect
+Second = TypeVar("Second")  # an effect
+Effects = TypeVarTuple("Effects")
 
 
 @define(init=False)
-class Then(Generic[T, *Asks]):
-    """The next state, and what to ask of the world on the way there, in order."""
+class Transition(Generic[T, *Effects]):
+    """The next state, and the effects to carry out on the way there, in order."""
 
     state: T
-    effects: tuple[*Asks]
+    effects: tuple[*Effects]
 
-    def __init__(self, state: T, *effects: *Asks) -> None:
+    def __init__(self, state: T, *effects: *Effects) -> None:
         self.state = state
         self.effects = effects
 
 
-AnyThen: TypeAlias = Then[Any, *tuple[Any, ...]]
+AnyTransition: TypeAlias = Transition[Any, *tuple[Any, ...]]
 
 
 @overload
-def first(effect: One, then: Then[T]) -> Then[T, One]: ...
+def prepend_effect(effect: First, then: Transition[T]) -> Transition[T, First]: ...
 @overload
-def first(effect: One, then: Then[T, Another, *Asks]) -> Then[T, One, Another, *Asks]: ...
-def first(effect: Any, then: AnyThen) -> AnyThen:
-    """Ask for this, then go on as `then` says. Two signatures, since checkers go through a union's arms, one by one,
-    for functions that have several.
+def prepend_effect(effect: First, then: Transition[T, Second, *Effects]) -> Transition[T, First, Second, *Effects]: ...
+def prepend_effect(effect: Any, then: AnyTransition) -> AnyTransition:
+    """Return the transition with one more effect before its others.
+
+    There are two signatures because type checkers go through the members of a union one by one only for functions that
+    have several.
     """
-    return Then(then.state, effect, *then.effects)
+    return Transition(then.state, effect, *then.effects)
 
 
 @frozen
 class Row:
+    """One row of the table."""
+
     state: type
     event: type
-    arrow: Callable[[Any, Any, Any], AnyThen]
-    arms: tuple[tuple[Any, ...], ...]  # each: where it may lead, then what it asks on the way
+    transition: Callable[[Any, Any, Any], AnyTransition]
+    arms: tuple[tuple[Any, ...], ...]  # the alternatives of its annotation: each the next state, then the effects
 
 
 Table: TypeAlias = Mapping[tuple[type, type], Row]
 
 
-def arms_of(annotation: Any) -> Iterator[tuple[Any, ...]]:
+def read_arms(annotation: Any) -> Iterator[tuple[Any, ...]]:
+    """Yield the type arguments of every `Transition` in an annotation, which may be a union of unions."""
     if get_origin(annotation) in (Union, UnionType):
         for member in get_args(annotation):
-            yield from arms_of(member)
+            yield from read_arms(member)
     else:
         yield get_args(annotation)
 
 
-def on(state: type[S], event: type[E], arrow: Callable[[S, E, K], AnyThen]) -> Row:
-    """Tie `arrow` to a (state, event) pair. Its return annotation is read as its arms."""
-    return Row(state, event, arrow, tuple(dict.fromkeys(arms_of(get_type_hints(arrow)["return"]))))
+def on(state: type[S], event: type[E], transition: Callable[[S, E, C], AnyTransition]) -> Row:
+    """Return the row that makes `transition` in this state for this event. Its annotation gives the arms."""
+    arms = dict.fromkeys(read_arms(get_type_hints(transition)["return"]))
+    return Row(state, event, transition, tuple(arms))
 
 
-def ignored(state: type, event: type) -> Row:
-    return Row(state, event, lambda same, _, __: Then(same), ((state,),))
+def ignore(state: type, event: type) -> Row:
+    """Return the row that stays in the state and does nothing."""
+    return Row(state, event, lambda same, _, __: Transition(same), ((state,),))
 
 
-def table(*rows: Row) -> Table:
+def build_table(*rows: Row) -> Table:
     keyed = {(row.state, row.event): row for row in rows}
     assert len(keyed) == len(rows), "a (state, event) pair appears twice"
     return keyed
@@ -98,10 +107,11 @@ class IllegalEvent(Exception):
     """A bug: an event reached a state that can never see it."""
 
 
-def step(rows: Table, state: object, event: object, known: object) -> AnyThen:
+def step(rows: Table, state: object, event: object, context: object) -> AnyTransition:
+    """Make the transition for an event. Raises IllegalEvent if the table has no row for it."""
     row = rows.get((type(state), type(event)))
     if row is None:
         raise IllegalEvent(f"{type(state).__name__} cannot see {type(event).__name__}")
-    then = row.arrow(state, event, known)
-    assert (type(then.state), *map(type, then.effects)) in row.arms, then
-    return then
+    transition = row.transition(state, event, context)
+    assert (type(transition.state), *map(type, transition.effects)) in row.arms, transition
+    return transition

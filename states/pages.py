@@ -1,14 +1,16 @@
-"""Pages of KV memory: which of them a slot holds, who may have more, and why nobody waits for them for ever.
+"""Pages: slots take the memory for their rows from one pool of equal pages, and slots may share a page.
 
-All slots take pages from one pool, as many as the prompt needs when a request is admitted, and more as its answer
-grows. Where the device can read the same page for several slots, a prefix is shared and not copied.
+Problem. If every slot had memory for the longest sequence, most of it would be unused. If pages are given out as
+answers grow, requests may block each other: each has some pages, each waits for more, and none can go on.
 
-A request claims what it may need at most: its prompt and `max_tokens`. Nothing is admitted that claims more than the
-pool has, and pages are given only where, afterwards, some order is left in which everybody who runs can have all that
-they claim, one after the other, each from what is free and what those before have given back (Dijkstra's banker, EWD
-623). So whoever is first in that order can always go on, ends, and gives its pages back; the others wait for that with
-their rows in place. Nobody is preempted, nothing is computed twice, and no cycle of waiting can come about. Sequences
-that nobody holds a slot for are no claim at all: their pages are taken wherever they are needed.
+Idea. A request claims the pages that it may need at most: those of its prompt and of `max_tokens`. No request is
+admitted that claims more than the whole pool. Pages are given only if, afterwards, all running requests can still end
+in some order: each can get all that it claims, from what is free and what the ones before it have given back
+(Dijkstra's banker's algorithm, EWD 623). So the first request in that order can always go on, ends, and gives its pages
+back. The others wait with their rows in place. No request is preempted, nothing is computed twice, and no cycle of
+waiting can arise.
+
+Idle slots have no claim: their pages are taken whenever they are needed.
 """
 
 from __future__ import annotations
@@ -24,33 +26,34 @@ from states.settings import Settings
 Pages: TypeAlias = tuple[PageId, ...]  # of a slot, in the order of its rows
 
 
-def needed(rows: int, page: int) -> int:
-    """Pages of so many rows."""
-    return -(-rows // page)
+def count_pages(rows: int, page_rows: int) -> int:
+    """Count the pages that so many rows take."""
+    return -(-rows // page_rows)
 
 
-def claim(settings: Settings, job: Job) -> int:
-    """What it may come to hold. A prompt that is longer than the context is shortened before it is served."""
-    return needed(min(len(job.prompt) + job.max_tokens, settings.max_context), settings.page)
+def compute_claim(settings: Settings, job: Job) -> int:
+    """Return the number of pages that a job may come to hold. A prompt longer than the context is shortened first."""
+    return count_pages(min(len(job.prompt) + job.max_tokens, settings.max_context), settings.page)
 
 
-def safe(running: Sequence[tuple[Pages, int]], total: int) -> bool:
-    """Can all that run be given what they claim, one after the other? running: what each holds, and claims.
+def can_all_finish(running: Sequence[tuple[Pages, int]], total: int) -> bool:
+    """Can all running requests get what they claim, one after the other? running: what each holds, and its claim.
 
-    Who wants least is first: nobody else could go on if that one cannot. A page comes free with the last that has it.
+    The request that wants fewest more is tried first: if that one cannot go on, no other can. A page comes free with
+    the last request that has it.
     """
     holders = Counter(page for held, _ in running for page in held)
-    left = total - len(holders)
-    for held, most in sorted(running, key=lambda one: one[1] - len(one[0])):
-        if most - len(held) > left:
+    free_count = total - len(holders)
+    for held, claim in sorted(running, key=lambda one: one[1] - len(one[0])):
+        if claim - len(held) > free_count:
             return False
         holders.subtract(held)
-        left += sum(holders[page] == 0 for page in held)
+        free_count += sum(holders[page] == 0 for page in held)
     return True
 
 
-def free(held: Iterable[Pages], total: int, count: int) -> Pages | None:
-    """The first so many that nobody holds."""
+def find_free_pages(held: Iterable[Pages], total: int, count: int) -> Pages | None:
+    """Return the first `count` pages that no slot has; None: there are fewer."""
     taken = {page for pages in held for page in pages}
     if count > total - len(taken):
         return None
@@ -58,19 +61,22 @@ def free(held: Iterable[Pages], total: int, count: int) -> Pages | None:
     return tuple(page for page, _ in zip(spare, range(count), strict=False))
 
 
-def use(busy: Iterable[Pages], idle: Iterable[Pages], total: int) -> dict[str, int]:
-    """How many are held by requests, how many only by prompts that stay warm, and how many by nobody."""
+def count_use(busy: Iterable[Pages], idle: Iterable[Pages], total: int) -> dict[str, int]:
+    """Count the pages that requests hold, those that only idle slots have, and those that are free."""
     running = {page for pages in busy for page in pages}
     warm = {page for pages in idle for page in pages} - running
     return {"busy": len(running), "idle": len(warm), "free": total - len(running) - len(warm)}
 
 
-def kept(source: Pages, keep: int, page: int, others: Collection[PageId], *, shared: bool) -> list[PageId | None]:
-    """Of the pages of the source's first `keep` rows those that may be gone on with; None: its rows have to be copied.
+def select_reusable_pages(
+    source: Pages, keep: int, page_rows: int, others: Collection[PageId], *, shared: bool
+) -> list[PageId | None]:
+    """Return the pages of the source's first `keep` rows that another prompt can go on in; None: to be copied.
 
-    others: what other slots hold. shared: a page whose rows are all kept may be theirs, too: nobody writes it again.
+    others: pages that other slots have. shared: such a page can be used as well, if all of its rows are kept, because
+    it is never written again then.
     """
     return [
-        one if one not in others or (shared and (number + 1) * page <= keep) else None
-        for number, one in enumerate(source[: needed(keep, page)])
+        page if page not in others or (shared and (number + 1) * page_rows <= keep) else None
+        for number, page in enumerate(source[: count_pages(keep, page_rows)])
     ]

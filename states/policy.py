@@ -1,4 +1,4 @@
-"""Decisions that are nobody's state: pure functions, each with a truth table in the tests, each giving its reason."""
+"""Decisions that no state makes alone: pure functions, each with a truth table in the tests, each giving its reason."""
 
 from __future__ import annotations
 
@@ -9,21 +9,17 @@ from attrs import evolve, frozen
 
 from effects.compression import WHOLE
 from effects.ids import Span, Tier
-from effects.job import Job, aged, freezes, uncompressed
+from effects.job import Job, explain_no_compression, find_aged_messages, freezes_messages
 from effects.lookup import PrefixFound
-from states import scope
-from states import speculation_control as control
-from states.life import (
-    Prompt,
-    Remains,
-    Seat,
-    usable,
-)
-from states.rates import ALONE, Rates, faded, load_time, prefill_time
-from states.sequences import whole_blocks
-from states.settings import Known, Settings
+from states import scope, speculation_control
+from states.kept_rows import count_usable_tokens
+from states.rates import ALONE, Rates, estimate_prefill_time, fade, get_load_time
+from states.request_states import Prompt, RequestRemainder, SlotLease
+from states.sequences import round_down_to_block
+from states.settings import DecisionContext, Settings
 
-SHORT = 2048  # tokens of a prompt: what it costs at most to have taken a conversation's first turn for a one-off
+# Tokens of a prompt that may be a one-off: what it costs at most to have taken the first turn of a chat for one.
+SHORT_PROMPT = 2048
 
 
 @frozen
@@ -32,230 +28,279 @@ class Decision:
     reason: str  # machine-readable
 
 
-def one_off(job: Job) -> Decision:
-    """Is it a request of its own, such as a title, that nobody will go on from? Agents bring tools, and a conversation
-    that goes on has answers in it; what is short can be computed again, should it go on after all.
+def decide_one_off(job: Job) -> Decision:
+    """Is the request, such as one for a title, one that no other request will continue?
+
+    Agents bring tools, and a conversation that goes on has answers in its prompt. A short prompt can be computed again,
+    if it is continued after all.
     """
     if job.one_off is not None:
         return Decision(job.one_off, "told")
     if not job.opens:
         return Decision(False, "continues")
-    if len(job.prompt) > SHORT:
+    if len(job.prompt) > SHORT_PROMPT:
         return Decision(False, "long")
     return Decision(True, "short")
 
 
-def shorten(settings: Settings, prompt: Prompt) -> Decision:
+# --- compression ---
+
+
+def decide_shortening(settings: Settings, prompt: Prompt) -> Decision:
     """May anything but the prompt as it came be served?"""
-    never = uncompressed(prompt.job, settings.drafter)
-    if never:
-        return Decision(False, never)
-    if prompt.compressed:
+    obstacle = explain_no_compression(prompt.job, settings.drafter)
+    if obstacle:
+        return Decision(False, obstacle)
+    if prompt.compression_tried:
         return Decision(False, "already_tried")
-    if prompt.heard:
+    if prompt.heard_tokens:
         return Decision(False, "answer_begun")
     return Decision(True, "allowed")
 
 
-def compress(known: Known, prompt: Prompt, missing: int) -> Decision:
-    """The PFlash gate: `auto` looks at the tokens that are still missing, and at what they would cost.
+def decide_compression(context: DecisionContext, prompt: Prompt, missing: int) -> Decision:
+    """Is the prompt to be compressed (PFlash)? missing: rows that would have to be computed without.
 
-    A conversation whose messages can be frozen has a gate of its own. Any other prompt goes through this gate, also
-    where freezing is on: it continues nothing, so there is no prefix that compressing it would lose.
+    `auto` looks at the missing rows and at what they would cost. A conversation whose messages can be frozen has a gate
+    of its own. Any other prompt goes through this gate, also where freezing is on: it continues nothing, so compressing
+    it loses no prefix.
     """
-    if freezes(prompt.job):
-        return freeze(known, prompt, missing)
-    allowed, asked = shorten(known.settings, prompt), prompt.job.compression
-    if not allowed.go or not fits(known.settings, prompt):
+    if freezes_messages(prompt.job):
+        return decide_freezing(context, prompt, missing)
+    allowed = decide_shortening(context.settings, prompt)
+    if not allowed.go or not fits_context(context.settings, prompt):
         return Decision(allowed.go, "does_not_fit" if allowed.go else allowed.reason)
-    if asked.mode == "always":
+    compression = prompt.job.compression
+    if compression.mode == "always":
         return Decision(True, "always")
-    if missing < asked.threshold:
+    if missing < compression.threshold:
         return Decision(False, "below_threshold")
-    pays = quicker(known.rates, prompt, missing)
+    pays = is_compression_quicker(context.rates, prompt, missing)
     return Decision(pays, "long" if pays else "does_not_pay")
 
 
-def freeze(known: Known, prompt: Prompt, missing: int) -> Decision:
-    """The gate of freezing. What fits is frozen seldom: aged messages have to be worth it together, and between two
-    times the prompt only grows, and is found again.
+def decide_freezing(context: DecisionContext, prompt: Prompt, missing: int) -> Decision:
+    """Are messages that have aged to be shortened now?
+
+    A prompt that fits is frozen seldom: only when the aged messages are worth it together. Between two times the prompt
+    only grows, so each turn finds the one before it.
     """
-    asked, messages = prompt.job.compression, aged(prompt.job)
-    never = {
-        "no_drafter": known.settings.drafter == 0,
-        "already_tried": prompt.compressed,
-        "answer_begun": bool(prompt.heard),
+    compression = prompt.job.compression
+    messages = find_aged_messages(prompt.job)
+    obstacles = {
+        "no_drafter": context.settings.drafter == 0,
+        "already_tried": prompt.compression_tried,
+        "answer_begun": bool(prompt.heard_tokens),
         "nothing_aged": not messages,
     }
-    if any(never.values()):
-        return Decision(False, next(reason for reason, holds in never.items() if holds))
-    if not fits(known.settings, prompt):
+    if any(obstacles.values()):
+        return Decision(False, next(reason for reason, holds in obstacles.items() if holds))
+    if not fits_context(context.settings, prompt):
         return Decision(True, "does_not_fit")
-    count = sum(part.length for part in messages)
-    yet = {
-        "too_few_aged": count < asked.least,
-        "below_threshold": asked.mode == "auto" and count < asked.threshold,
-        "does_not_pay": asked.mode == "auto" and not repays(known.rates, prompt, missing),
+    aged_tokens = sum(part.length for part in messages)
+    is_auto = compression.mode == "auto"
+    reasons_to_wait = {
+        "too_few_aged": aged_tokens < compression.least,
+        "below_threshold": is_auto and aged_tokens < compression.threshold,
+        "does_not_pay": is_auto and not does_freezing_repay(context.rates, prompt, missing),
     }
-    not_yet = next((reason for reason, holds in yet.items() if holds), "")
-    return Decision(not not_yet, not_yet or "aged")
+    reason = next((reason for reason, holds in reasons_to_wait.items() if holds), "")
+    return Decision(not reason, reason or "aged")
 
 
-def repays(rates: Rates, prompt: Prompt, missing: int) -> bool:
-    """Is it quicker to score what has aged and to compute all that is served from there on, than to compute what is
-    missing? A drafter that was never heard of is taken to be as slow as the model. What later turns gain is not
-    counted: how many there are, nobody knows.
+def does_freezing_repay(rates: Rates, prompt: Prompt, missing: int) -> bool:
+    """Is scoring the aged messages, and computing what is served from the first one on, quicker than the missing rows?
+
+    A prompt scorer that was never timed is taken to be as slow as the model. What later turns gain is not counted,
+    because their number is unknown.
     """
-    messages, length = aged(prompt.job), len(prompt.tokens)
-    count = sum(part.length for part in messages)
-    shorter = length - sum(part.length * (WHOLE - part.keep) // WHOLE for part in messages)
-    scoring = rates.drafter * count or prefill_time(rates, 0, count)
-    start = min(messages[0].start, shorter, prompt.target - missing)
-    return scoring + prefill_time(rates, start, shorter) <= prefill_time(rates, prompt.target - missing, prompt.target)
+    messages = find_aged_messages(prompt.job)
+    aged_tokens = sum(part.length for part in messages)
+    left_out = sum(part.length * (WHOLE - part.keep) // WHOLE for part in messages)
+    shorter = len(prompt.tokens) - left_out
+    scoring = rates.drafter * aged_tokens or estimate_prefill_time(rates, 0, aged_tokens)
+    valid_rows = prompt.prefill_rows - missing
+    start = min(messages[0].start, shorter, valid_rows)
+    with_freezing = scoring + estimate_prefill_time(rates, start, shorter)
+    return with_freezing <= estimate_prefill_time(rates, valid_rows, prompt.prefill_rows)
 
 
-def fits(settings: Settings, prompt: Prompt) -> bool:
-    """With the answer, in the context?"""
+def fits_context(settings: Settings, prompt: Prompt) -> bool:
+    """Does the prompt fit the context together with the longest answer?"""
     return len(prompt.tokens) + prompt.job.max_tokens <= settings.max_context
 
 
-def kept_tokens(job: Job) -> int:
-    """How many tokens of its prompt a compression is to keep."""
+def count_kept_tokens(job: Job) -> int:
+    """Count the tokens of its prompt that a compression is to keep."""
     return max(1, len(job.prompt) * job.compression.keep // WHOLE)
 
 
-def scored_tokens(prompt: Prompt) -> int:
-    """That a drafter looks at."""
-    return sum(part.length for part in aged(prompt.job)) if freezes(prompt.job) else len(prompt.tokens)
+def count_scored_tokens(prompt: Prompt) -> int:
+    """Count the tokens that the prompt scorer looks at."""
+    if freezes_messages(prompt.job):
+        return sum(part.length for part in find_aged_messages(prompt.job))
+    return len(prompt.tokens)
 
 
-def quicker(rates: Rates, prompt: Prompt, missing: int) -> bool:
-    """To score all of it and compute what is kept, than to compute what is missing? Unmeasured, it is tried."""
+def is_compression_quicker(rates: Rates, prompt: Prompt, missing: int) -> bool:
+    """Is scoring all tokens and computing the kept ones quicker than computing the missing rows?
+
+    True where a time is not known, so that it is tried.
+    """
     scoring = rates.drafter * len(prompt.tokens)
-    whole = prefill_time(rates, prompt.target - missing, prompt.target)
-    return not scoring or not whole or scoring + prefill_time(rates, 0, kept_tokens(prompt.job)) < whole
+    whole = estimate_prefill_time(rates, prompt.prefill_rows - missing, prompt.prefill_rows)
+    if not scoring or not whole:
+        return True
+    return scoring + estimate_prefill_time(rates, 0, count_kept_tokens(prompt.job)) < whole
 
 
-def spared(known: Known, prompt: Prompt) -> Rates:
-    """What speaks against compressing is not measured again while nothing is compressed, so it fades."""
-    rates = known.rates
-    if not rates.drafter or compress(known, prompt, prompt.target).reason != "does_not_pay":
+def fade_scorer_time(context: DecisionContext, prompt: Prompt) -> Rates:
+    """Return the rates after a prompt was admitted, with a faded scoring time if that speaks against compression.
+
+    It is not measured again while nothing is compressed.
+    """
+    rates = context.rates
+    if not rates.drafter or decide_compression(context, prompt, prompt.prefill_rows).reason != "does_not_pay":
         return rates
-    return evolve(rates, drafter=faded(rates.drafter, 1))
+    return evolve(rates, drafter=fade(rates.drafter, 1))
 
 
-def lookup(settings: Settings, seat: Seat, prompt: Prompt) -> Decision:
-    """Is there anything to gain from asking the stores?"""
+# --- lookup, speculation, snapshots ---
+
+
+def decide_lookup(settings: Settings, slot_lease: SlotLease, prompt: Prompt) -> Decision:
+    """Can anything be gained from asking the stores?"""
     if not settings.store:
         return Decision(False, "no_store")
     if prompt.job.scope.kind == "off":
         return Decision(False, "scope_off")
-    if missing(settings, seat, prompt):
+    if has_missing_blocks(settings, slot_lease, prompt):
         return Decision(True, "ask")
-    if window(prompt):
+    if choose_window(prompt):
         return Decision(True, "compare")
     return Decision(False, "on_device")
 
 
-def missing(settings: Settings, seat: Seat, prompt: Prompt) -> bool:
+def has_missing_blocks(settings: Settings, slot_lease: SlotLease, prompt: Prompt) -> bool:
     """Are there rows that could be restored?"""
-    return seat.valid < whole_blocks(settings, prompt.target)
+    return slot_lease.valid_rows < round_down_to_block(settings, prompt.prefill_rows)
 
 
-def window(prompt: Prompt) -> int:
-    """How many recent prompts the job's own is compared with, once, before anything else may be served instead."""
-    asked = prompt.job.scope
-    return asked.count if asked.kind == "auto" and not prompt.compressed and prompt.heard is None else 0
+def choose_window(prompt: Prompt) -> int:
+    """Return how many recent prompts the lookup compares the job's prompt with; 0: none.
+
+    They are compared once, before other tokens than the job's may be served.
+    """
+    job_scope = prompt.job.scope
+    is_first = not prompt.compression_tried and prompt.heard_tokens is None
+    return job_scope.count if job_scope.kind == "auto" and is_first else 0
 
 
-def speculate(known: Known, job: Job) -> Decision:
-    """Is the draft worth being brought in for this request?"""
-    if known.settings.block == 0:
+def decide_speculation(context: DecisionContext, job: Job) -> Decision:
+    """Is the draft worth being loaded for this request?"""
+    if context.settings.block == 0:
         return Decision(False, "no_draft")
     if not job.speculate:
         return Decision(False, "declined")
     if job.max_tokens == 1:
         return Decision(False, "one_token")
-    if not control.widths(known.settings):
+    if not speculation_control.list_widths(context.settings):
         return Decision(False, "never_pays")
     return Decision(True, "draft")
 
 
-def snapshot(settings: Settings, left: Remains) -> Decision:
-    """Are there rows that the stores do not have?"""
-    picked = scope.select(settings, left)
-    if picked.rows == 0:
-        return Decision(False, picked.reason)
-    if picked.rows <= left.prompt.stored:
+def decide_snapshot(settings: Settings, left: RequestRemainder) -> Decision:
+    """Are there rows to keep that the stores do not have?"""
+    selection = scope.select_rows_to_keep(settings, left)
+    if selection.rows == 0:
+        return Decision(False, selection.reason)
+    if selection.rows <= left.prompt.stored_rows:
         return Decision(False, "nothing_new")
     return Decision(True, "new_rows")
 
 
-def there(settings: Settings, seat: Seat, prompt: Prompt, found: PrefixFound) -> list[int]:
-    """What could be gone on from, beyond what the slot can, were it loaded: the longest rows, or any checkpoint."""
-    if settings.stateful:
-        return [at for at in found.checkpoints if seat.valid < at <= prompt.target]
-    best = usable(settings, prompt, found.length)
-    return [best] if seat.valid < best else []
+# --- which rows are loaded, and which are computed ---
 
 
-def load(known: Known, seat: Seat, prompt: Prompt, there: Sequence[int], tier: Tier) -> Span | None:
-    """Which rows are loaded; None: computing is better. All from the last one on, where nothing is computed meanwhile.
+def list_restore_ends(settings: Settings, slot_lease: SlotLease, prompt: Prompt, found: PrefixFound) -> list[int]:
+    """List the rows up to which the found prefix could be restored, beyond those that the slot has.
 
-    Positional state cannot be computed for some rows and loaded for the rest, so there it is one checkpoint or another,
-    with the rows before it that the slot does not have, and everything behind it is computed.
+    That is the longest usable length, or any checkpoint where the model has positional state.
     """
-    settings, rates = known.settings, known.rates
-    if not there:
+    if settings.stateful:
+        return [at for at in found.checkpoints if slot_lease.valid_rows < at <= prompt.prefill_rows]
+    longest = count_usable_tokens(settings, prompt, found.length)
+    return [longest] if slot_lease.valid_rows < longest else []
+
+
+def choose_rows_to_load(
+    context: DecisionContext, slot_lease: SlotLease, prompt: Prompt, restore_ends: Sequence[int], tier: Tier
+) -> Span | None:
+    """Choose the rows that are loaded; None: computing all of them is better.
+
+    Positional state cannot be computed for some rows and loaded for the others. So there it is one checkpoint or
+    another, with the rows before it that the slot does not have, and everything behind it is computed.
+    """
+    settings = context.settings
+    rates = context.rates
+    if not restore_ends:
         return None
     if not settings.stateful:
-        m = front(settings, rates, seat.valid, there[-1], tier)
-        return (m, there[-1]) if m < there[-1] else None
-    at = there[-1]
-    if load_time(rates, tier) and prefill_time(rates, seat.valid, prompt.target):
-        at = min((*reversed(there), seat.valid), key=lambda at: resumed(known, seat, prompt, at, tier))
-    return (min(at, seat.rows), at) if at > seat.valid else None
+        front = choose_front(settings, rates, slot_lease.valid_rows, restore_ends[-1], tier)
+        return (front, restore_ends[-1]) if front < restore_ends[-1] else None
+    at = restore_ends[-1]
+    if get_load_time(rates, tier) and estimate_prefill_time(rates, slot_lease.valid_rows, prompt.prefill_rows):
+        candidates = (*reversed(restore_ends), slot_lease.valid_rows)
+        at = min(candidates, key=lambda at: estimate_resume_time(context, slot_lease, prompt, at, tier))
+    return (min(at, slot_lease.rows), at) if at > slot_lease.valid_rows else None
 
 
-def resumed(known: Known, seat: Seat, prompt: Prompt, at: int, tier: Tier) -> int:
-    """When the whole prompt is there, if it is gone on from a checkpoint at `at`, in nanoseconds."""
-    tokens = known.settings.state_tokens + max(0, at - seat.rows) if at > seat.valid else 0
-    return tokens * load_time(known.rates, tier) + prefill_time(known.rates, at, prompt.target)
+def estimate_resume_time(context: DecisionContext, slot_lease: SlotLease, prompt: Prompt, at: int, tier: Tier) -> int:
+    """Return the nanoseconds until the whole prompt is there, if it goes on from a checkpoint at row `at`."""
+    tokens = 0
+    if at > slot_lease.valid_rows:
+        tokens = context.settings.state_tokens + max(0, at - slot_lease.rows)
+    return tokens * get_load_time(context.rates, tier) + estimate_prefill_time(context.rates, at, prompt.prefill_rows)
 
 
-def front(settings: Settings, rates: Rates, start: int, stop: int, tier: Tier) -> int:
-    """The planner's one number m: compute `[start, m)` while `[m, stop)` is loaded, both to end at once.
+def choose_front(settings: Settings, rates: Rates, start: int, stop: int, tier: Tier) -> int:
+    """Return the row `front` such that `[start, front)` is computed while `[front, stop)` is loaded.
 
-    m = start is pure restore, m = stop pure recompute. A time that was never measured means that restoring is trusted.
-    Both at once have to be a tenth better than either: two sides cost more to set going than these times tell. Whole
-    chunks are computed: part of one takes nearly as long.
+    Both are to end at the same time. front = start loads everything, and front = stop computes everything. If a time
+    was never measured, everything is loaded. Doing both has to be a tenth quicker than the better single one, because
+    two sides cost more to set going than these times say. Whole chunks are computed: part of one takes nearly as long.
     """
-    if start == stop or not load_time(rates, tier) or not prefill_time(rates, start, stop):
+    if start == stop or not get_load_time(rates, tier) or not estimate_prefill_time(rates, start, stop):
         return start
 
-    def when(m: int) -> int:
-        return ready(rates, start, m, stop, tier)
+    def ready_time(front: int) -> int:
+        return estimate_ready_time(rates, start, front, stop, tier)
 
-    pure = min((start, stop), key=when)
+    single = min((start, stop), key=ready_time)
     chunks = range(-(-(stop - start) // settings.chunk))
-    even = bisect_left(chunks, 0, key=lambda m: lead(rates, start, start + m * settings.chunk, stop, tier))
-    mixed = [start + m * settings.chunk for m in (even - 1, even) if 0 < m < len(chunks)]
-    best = min(mixed, key=when, default=pure)
-    return best if when(best) * 10 <= when(pure) * 9 else pure
+    even = bisect_left(
+        chunks, 0, key=lambda count: estimate_lead(rates, start, start + count * settings.chunk, stop, tier)
+    )
+    mixed = [start + count * settings.chunk for count in (even - 1, even) if 0 < count < len(chunks)]
+    best = min(mixed, key=ready_time, default=single)
+    return best if ready_time(best) * 10 <= ready_time(single) * 9 else single
 
 
-def lead(rates: Rates, start: int, m: int, stop: int, tier: Tier) -> int:
-    """How much later the computed rows come than the loaded ones, while both sides hold each other up."""
-    computed = prefill_time(rates, start, m) * (rates.prefill_beside or ALONE)
-    return computed - (stop - m) * load_time(rates, tier) * (rates.load_beside or ALONE)
+def estimate_lead(rates: Rates, start: int, front: int, stop: int, tier: Tier) -> int:
+    """Return how much later the computed rows are there than the loaded ones, in thousandths of nanoseconds.
+
+    Both sides slow each other down.
+    """
+    computing = estimate_prefill_time(rates, start, front) * (rates.prefill_beside or ALONE)
+    return computing - (stop - front) * get_load_time(rates, tier) * (rates.load_beside or ALONE)
 
 
-def ready(rates: Rates, start: int, m: int, stop: int, tier: Tier) -> int:
-    """When all rows are there, by what was measured, in thousandths of nanoseconds."""
-    load = (stop - m) * load_time(rates, tier)
-    if m == start:
-        return load * ALONE
-    computed = prefill_time(rates, start, m)
-    if m == stop:
-        return computed * ALONE
-    return max(computed * (rates.prefill_beside or ALONE), load * (rates.load_beside or ALONE))
+def estimate_ready_time(rates: Rates, start: int, front: int, stop: int, tier: Tier) -> int:
+    """Return when all rows are there, in thousandths of nanoseconds."""
+    loading = (stop - front) * get_load_time(rates, tier)
+    if front == start:
+        return loading * ALONE
+    computing = estimate_prefill_time(rates, start, front)
+    if front == stop:
+        return computing * ALONE
+    return max(computing * (rates.prefill_beside or ALONE), loading * (rates.load_beside or ALONE))

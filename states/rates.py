@@ -1,68 +1,77 @@
-"""How long things take here, in nanoseconds, as far as decisions depend on it. Folded from acknowledgements only."""
+"""Rates: how long things take on this machine, in nanoseconds, as far as decisions depend on it.
+
+Rates are learned from acknowledgements only, so a trace has all that they were learned from.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import chain
 
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from effects.ids import Tier
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored
 
-ALONE = 1000  # thousandths: as long as alone
-SLOWEST = 64 * ALONE  # no measurement counts for more
-FADING = 32  # what is not measured again loses one part in so many each time
-SPARE = 5000  # of `Rates.spare` at most, which it begins with: 1 % of 512 tokens
-FIRST = 1024  # tokens of the first span of positions; every next one ends at twice its start
+ALONE = 1000  # a slowdown in thousandths: something takes as long as it takes alone
+SLOWEST = 64 * ALONE  # no measurement of a slowdown counts for more
+FADE_DIVISOR = 32  # what is not measured again loses a 32nd each time
+INITIAL_SPARE = 5000  # the most that `Rates.spare` is refilled to, and its first value: 1 % of 512 tokens
+FIRST_SPAN = 1024  # tokens of the first span of positions; every next span ends at twice its start
 
 
 @frozen
 class Rates:
-    """0, or nothing, where nothing has been measured.
+    """Times and counts that were measured. 0, or an empty tuple or mapping, where nothing was.
 
-    prefill: to compute one prompt token, by where it stands: [0, 1024), [1024, 2048), [2048, 4096), doubling.
-    host, disk: to load one token's rows. drafter: to score one token of a prompt. decode: (span of positions as in
-    prefill, requests, rows that are fed, a whole launch of such decode steps, what one in which nobody proposes took
-    then), ascending; 0 rows: one in which nobody proposes, and nothing beside it.
-
-    These are times of either side alone. prefill_beside, load_beside: in thousandths of them, what computing and
-    loading take while both go on for one prompt. A mixture of the two conditions in one number would predict neither.
-
-    Of speculation (`speculation_control.py`), gains: proposals of each width that are right, in thousandths; seen:
-    decode steps with any. spare: thousandths of a plain launch that may yet be lost. rest: plain launches until
-    the next try; pause: of the rest after it.
+    A span is a range of positions in a prompt: [0, 1024), [1024, 2048), [2048, 4096), and so on, doubling.
     """
 
-    prefill: tuple[int, ...] = ()
-    host: int = 0
-    disk: int = 0
+    prefill: tuple[int, ...] = ()  # by span, to compute one prompt token
+    # To load one token's rows, by the name of the tier that they come from.
+    loads: Mapping[Tier, int] = field(factory=dict[Tier, int], hash=False)
+    # Ascending, each (span, requests, rows that are fed, time of such a launch of decode steps, time of a plain launch
+    # then). 0 rows: a plain launch, in which no request proposes anything; the last number is 0 there.
     decode: tuple[tuple[int, int, int, int, int], ...] = ()
+    # The times above are of either side alone. These are what computing and loading take while both go on for one
+    # prompt, in thousandths of that. A mixture of the two conditions in one number would predict neither.
     prefill_beside: int = 0
     load_beside: int = 0
-    drafter: int = 0
-    gains: tuple[int, ...] = ()
-    seen: int = 0
-    spare: int = SPARE
-    rest: int = 0
-    pause: int = 1
+    drafter: int = 0  # to score one token of a prompt
+    # What `states/speculation_control.py` has learned of all requests together.
+    gains: tuple[int, ...] = ()  # proposals of each width that are right, in thousandths
+    seen: int = 0  # decode steps with proposals
+    spare: int = INITIAL_SPARE  # thousandths of a plain launch that may still be lost
+    rest: int = 0  # plain launches until the next try
+    pause: int = 1  # plain launches of the rest after that
 
     def __attrs_post_init__(self) -> None:
-        """Rates also come out of traces, which are hostile input."""
+        """Refuse impossible values. Rates also come out of traces, which are hostile input."""
         besides = (self.prefill_beside, self.load_beside)
-        single = (self.host, self.disk, self.drafter, *besides, self.seen, self.rest, self.pause)
-        if min(chain(single, self.prefill, self.gains, *self.decode)) < 0 or len(self.prefill) > 64:
+        single = (self.drafter, *besides, self.seen, self.rest, self.pause)
+        if (
+            min(chain(single, self.loads.values(), self.prefill, self.gains, *self.decode)) < 0
+            or len(self.prefill) > 64
+        ):
             raise ValueError(f"rates that cannot be: {self}")
 
 
-def span_of(position: int) -> int:
-    """Which entry of `Rates.prefill` a token's position belongs to."""
-    return (position // FIRST).bit_length()
+# --- what the rates predict ---
 
 
-def filled(prefill: tuple[int, ...]) -> tuple[int, ...]:
-    """No gaps: what was never measured takes its neighbour's value, and later ones are at least as slow."""
-    times, slowest = list[int](), 0
+def find_span(position: int) -> int:
+    """Return the index in `Rates.prefill` of the span that a token's position is in."""
+    return (position // FIRST_SPAN).bit_length()
+
+
+def fill_gaps(prefill: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a time for every span. One that was not measured takes its neighbour's, or a later one's if it is first.
+
+    Spans that follow are at least as slow as those before them.
+    """
+    times = list[int]()
+    slowest = 0
     first = next((time for time in prefill if time), 0)
     for time in prefill:
         times.append(time or max(slowest, first))
@@ -70,103 +79,119 @@ def filled(prefill: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(times)
 
 
-def prefill_time(rates: Rates, start: int, stop: int) -> int:
-    """To compute rows `[start, stop)`. 0: unknown, for at least one token."""
-    times = filled(rates.prefill)
+def estimate_prefill_time(rates: Rates, start: int, stop: int) -> int:
+    """Return the time to compute rows `[start, stop)`. 0: it is not known, or there are none."""
+    times = fill_gaps(rates.prefill)
     if not any(times):
         return 0
-    total, after = 0, max(times)
+    total = 0
+    beyond_last = max(times)
     while start < stop:
-        span = span_of(start)
-        end = min(stop, FIRST << span)
-        total += (end - start) * (times[span] if span < len(times) else after)
+        span = find_span(start)
+        end = min(stop, FIRST_SPAN << span)
+        total += (end - start) * (times[span] if span < len(times) else beyond_last)
         start = end
     return total
 
 
-def load_time(rates: Rates, tier: Tier) -> int:
-    """To load one token's rows; 0: unknown."""
-    return {"host": rates.host, "disk": rates.disk}.get(tier, 0)
+def get_load_time(rates: Rates, tier: Tier) -> int:
+    """Return the time to load one token's rows from a tier; 0: it is not known."""
+    return rates.loads.get(tier, 0)
 
 
-def computed(rates: Rates, asked: RunPrefill, done: PrefillAdvanced, chunk: int, *, beside: bool) -> Rates:
-    """What an acknowledgement says of the next one: only of whole chunks, and where it was timed."""
+# --- what outcomes teach ---
+
+
+def learn_prefill(rates: Rates, asked: RunPrefill, done: PrefillAdvanced, chunk: int, *, concurrent: bool) -> Rates:
+    """Return the rates after a prefill. Only whole chunks that were timed are learned from.
+
+    concurrent: rows of the same prompt were loaded meanwhile.
+    """
     rows = done.stop - asked.start
     if not done.ns or not rows or rows % chunk:
         return rates
-    return prefilled(rates, asked.start, rows, done.ns, beside=beside)
+    return record_prefill(rates, asked.start, rows, done.ns, concurrent=concurrent)
 
 
-def loaded(rates: Rates, tier: Tier, done: BlocksRestored, chunk: int, state: int, *, beside: bool) -> Rates:
-    """The same. Of a load shorter than a chunk most of the time is waiting, which says nothing about a longer one.
+def learn_load(
+    rates: Rates, tier: Tier, done: BlocksRestored, chunk: int, state_tokens: int, *, concurrent: bool
+) -> Rates:
+    """Return the rates after a load. A load shorter than a chunk is mostly waiting, which predicts no longer one.
 
-    state: positional state that came with it, in tokens whose rows take as long.
+    state_tokens: what positional state that came along takes, in tokens whose rows take as long.
+    concurrent: rows of the same prompt were computed meanwhile.
     """
-    tokens = done.stop - done.start + state
-    return restored(rates, tier, tokens, done.ns, beside=beside) if done.ns and tokens >= chunk else rates
+    tokens = done.stop - done.start + state_tokens
+    return record_load(rates, tier, tokens, done.ns, concurrent=concurrent) if done.ns and tokens >= chunk else rates
 
 
-def prefilled(rates: Rates, start: int, rows: int, took_ns: int, *, beside: bool) -> Rates:
-    """Whole chunks were computed; beside: while rows were loaded for the same prompt. Of chunks in several spans each
-    has taken its share of the time as it was expected to.
+def record_prefill(rates: Rates, start: int, rows: int, took_ns: int, *, concurrent: bool) -> Rates:
+    """Return the rates after whole chunks were computed.
+
+    If they lie in several spans, each span is taken to have its share of the time as it was expected.
     """
-    alone = prefill_time(rates, start, start + rows)
-    if beside:
-        return evolve(rates, prefill_beside=slowed(rates.prefill_beside, took_ns, alone))
-    spans = range(span_of(start), span_of(start + rows - 1) + 1)
+    alone = estimate_prefill_time(rates, start, start + rows)
+    if concurrent:
+        return evolve(rates, prefill_beside=update_slowdown(rates.prefill_beside, took_ns, alone))
+    spans = range(find_span(start), find_span(start + rows - 1) + 1)
     times = [*rates.prefill, *(0,) * (spans.stop - len(rates.prefill))]
-    expected = filled(tuple(times)) if alone else (1,) * spans.stop
+    expected = fill_gaps(tuple(times)) if alone else (1,) * spans.stop
     for span in spans:
-        times[span] = blended(times[span], max(1, expected[span] * took_ns // (alone or rows)))
+        times[span] = blend(times[span], max(1, expected[span] * took_ns // (alone or rows)))
     return evolve(rates, prefill=tuple(times))
 
 
-def restored(rates: Rates, tier: Tier, tokens: int, took_ns: int, *, beside: bool) -> Rates:
-    """Rows were loaded; beside: while others of the same prompt were computed.
+def record_load(rates: Rates, tier: Tier, tokens: int, took_ns: int, *, concurrent: bool) -> Rates:
+    """Return the rates after rows were loaded. concurrent: rows of the same prompt were computed meanwhile.
 
-    What took less even so takes no longer alone: files may be in the page cache this time.
+    A concurrent load that was quicker than a load alone teaches the time alone as well: files may be in the page cache
+    now.
     """
-    alone = tokens * load_time(rates, tier)
-    if beside:
-        rates = evolve(rates, load_beside=slowed(rates.load_beside, took_ns, alone))
-    if beside and took_ns >= alone:
+    alone = tokens * get_load_time(rates, tier)
+    if concurrent:
+        rates = evolve(rates, load_beside=update_slowdown(rates.load_beside, took_ns, alone))
+    if concurrent and took_ns >= alone:
         return rates
-    return with_load(rates, tier, blended(load_time(rates, tier), max(1, took_ns // tokens)))
+    return with_load_time(rates, tier, blend(get_load_time(rates, tier), max(1, took_ns // tokens)))
 
 
-def with_load(rates: Rates, tier: Tier, time: int) -> Rates:
-    return evolve(rates, host=time) if tier == "host" else evolve(rates, disk=time)
+def with_load_time(rates: Rates, tier: Tier, time: int) -> Rates:
+    known = get_load_time(rates, tier)
+    return rates if time == known else evolve(rates, loads={**rates.loads, tier: time})
 
 
-def scored(rates: Rates, tokens: int, took_ns: int) -> Rates:
-    """A whole prompt was."""
-    return evolve(rates, drafter=blended(rates.drafter, max(1, took_ns // tokens)))
+def record_scoring(rates: Rates, tokens: int, took_ns: int) -> Rates:
+    """Return the rates after a whole prompt of so many tokens was scored."""
+    return evolve(rates, drafter=blend(rates.drafter, max(1, took_ns // tokens)))
 
 
-def untried(rates: Rates, tier: Tier, *, loaded: bool) -> Rates:
-    """What was kept is loaded alone, or not at all, and so what speaks against it is not measured again: it fades.
+def fade_untried(rates: Rates, tier: Tier, *, loaded: bool) -> Rates:
+    """Return the rates after a prefix was loaded with nothing computed meanwhile, or was not loaded at all.
 
-    Otherwise one slow read, or one busy minute, would decide for ever.
+    The times that speak against the other way are not measured again then, so they fade. Otherwise one slow read, or
+    one busy minute, would decide for ever.
     """
-    prefill, load = faded(rates.prefill_beside, ALONE), faded(rates.load_beside, ALONE)
-    rates = evolve(rates, prefill_beside=prefill, load_beside=load)
-    return rates if loaded else with_load(rates, tier, faded(load_time(rates, tier), 1))
+    prefill_beside = fade(rates.prefill_beside, ALONE)
+    load_beside = fade(rates.load_beside, ALONE)
+    rates = evolve(rates, prefill_beside=prefill_beside, load_beside=load_beside)
+    return rates if loaded else with_load_time(rates, tier, fade(get_load_time(rates, tier), 1))
 
 
-def faded(value: int, least: int) -> int:
-    return value and max(least, value - value // FADING)
+def fade(value: int, least: int) -> int:
+    """Return the value less a 32nd, but not below `least`. 0 stays 0: it is not known."""
+    return value and max(least, value - value // FADE_DIVISOR)
 
 
-def slowed(known: int, took_ns: int, alone_ns: int) -> int:
-    """A factor after one more measurement."""
-    return blended(known or ALONE, factor(took_ns, alone_ns)) if alone_ns else known
+def update_slowdown(slowdown: int, took_ns: int, alone_ns: int) -> int:
+    """Return a slowdown after one more measurement."""
+    return blend(slowdown or ALONE, compute_slowdown(took_ns, alone_ns)) if alone_ns else slowdown
 
 
-def factor(took_ns: int, alone_ns: int) -> int:
-    """How much longer it takes beside something else than alone; 0: not known."""
+def compute_slowdown(took_ns: int, alone_ns: int) -> int:
+    """Return how much longer something took than alone, in thousandths; 0: the time alone is not known."""
     return min(max(ALONE, took_ns * ALONE // alone_ns), SLOWEST) if alone_ns else 0
 
 
-def blended(mean: int, value: int) -> int:
-    """A moving average that starts at its first value."""
+def blend(mean: int, value: int) -> int:
+    """Return a moving average after one more value. It starts at its first value."""
     return (3 * mean + value) // 4 if mean else value

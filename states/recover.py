@@ -1,7 +1,8 @@
-"""The rows of a slot are gone: its request is looked up again, once, and fails clearly when that happens again.
+"""Transitions after a slot's rows are lost: the request is served again from the start, once.
 
-What the client has heard of the answer is not said twice: the same prompt gets the same answer, so it is computed again
-from the start and compared with what was heard.
+When rows are lost a second time, the request fails. Tokens of the answer that the client has heard are not sent again:
+the same prompt gives the same answer, so it is computed again from its start and compared with what was heard.
+Effects that were in flight when the rows were lost still answer, and their outcomes are dropped here.
 """
 
 from __future__ import annotations
@@ -19,108 +20,136 @@ from effects.residency import ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored
 from effects.stream import Abandon, CloseStream
 from states.events import Cancelled, SlotEmptied
-from states.life import (
+from states.machine import Transition
+from states.phases import forget_all_rows, make_report, make_report_without_slot, unload_model
+from states.request_states import (
     FINISH,
     Draining,
     Open,
     Parking,
     Recovering,
-    Remains,
+    RequestRemainder,
     Restoring,
     Snapshotting,
     Waiting,
     Yielding,
-    remains,
+    get_remainder,
 )
-from states.machine import Then
-from states.onward import emptied, park, report, report_early
-from states.settings import Known
+from states.settings import DecisionContext
 
-Lost: TypeAlias = Then[Recovering, Abandon] | Then[Draining, CloseStream, Abandon]
-Answered: TypeAlias = Then[Recovering] | Then[Waiting]
-Resumed: TypeAlias = Then[Waiting] | Then[Yielding, UnloadModel]
+RecoverOrFail: TypeAlias = Transition[Recovering, Abandon] | Transition[Draining, CloseStream, Abandon]
+KeepRecovering: TypeAlias = Transition[Recovering] | Transition[Waiting]
+RequeueOrYield: TypeAlias = Transition[Waiting] | Transition[Yielding, UnloadModel]
 
-TWICE = "the rows of its slot were lost a second time"
+LOST_TWICE = "the rows of its slot were lost a second time"
 
 
-def lost(state: Open, _: SlotEmptied, known: Known) -> Lost:
-    """What is in flight is of no use any more, and answers all the same."""
-    left = emptied(remains(state))
-    flying = state.loading + state.computing if isinstance(state, Restoring) else 1
-    if left.prompt.heard is None:
-        left = evolve(left, prompt=evolve(left.prompt, heard=left.answer))
-        return Then(Recovering(left, flying), Abandon())
-    return Then(Draining(left, flying, lost=True), CloseStream("lost", report(known, state), TWICE), Abandon())
+# --- the rows are lost ---
 
 
-def lost_behind(state: Draining, _: SlotEmptied, __: Known) -> Then[Draining]:
-    return Then(Draining(emptied(state.remains), state.flying, lost=True))
+def recover_or_fail(state: Open, _: SlotEmptied, context: DecisionContext) -> RecoverOrFail:
+    """Abandon what is in flight, and wait for its outcomes before the request waits for a slot again."""
+    left = forget_all_rows(get_remainder(state))
+    in_flight = state.loading + state.computing if isinstance(state, Restoring) else 1
+    if left.prompt.heard_tokens is None:
+        left = evolve(left, prompt=evolve(left.prompt, heard_tokens=left.answer))
+        return Transition(Recovering(left, in_flight), Abandon())
+    closing = CloseStream("lost", make_report(context, state), LOST_TWICE)
+    return Transition(Draining(left, in_flight, rows_lost=True), closing, Abandon())
 
 
-def lost_saving(state: Snapshotting, _: SlotEmptied, __: Known) -> Then[Snapshotting]:
-    return Then(Snapshotting(emptied(state.remains)))
+def forget_rows_while_draining(state: Draining, _: SlotEmptied, __: DecisionContext) -> Transition[Draining]:
+    return Transition(Draining(forget_all_rows(state.remainder), state.in_flight, rows_lost=True))
 
 
-def lost_parking(state: Parking, _: SlotEmptied, __: Known) -> Then[Parking]:
-    return Then(Parking(emptied(state.remains)))
+def forget_rows_while_snapshotting(
+    state: Snapshotting, _: SlotEmptied, __: DecisionContext
+) -> Transition[Snapshotting]:
+    return Transition(Snapshotting(forget_all_rows(state.remainder)))
 
 
-def found(state: Recovering, event: PrefixFound, _: Known) -> Then[Waiting, ReleasePrefix]:
-    """The lookup was all that was in flight. What was compared is known, and not compared again."""
-    return Then(Waiting(compared(state.remains, event).prompt), ReleasePrefix(event.lease))
+def forget_rows_while_parking(state: Parking, _: SlotEmptied, __: DecisionContext) -> Transition[Parking]:
+    return Transition(Parking(forget_all_rows(state.remainder)))
 
 
-def missed(state: Recovering, event: PrefixMissed, _: Known) -> Then[Waiting]:
-    return Then(Waiting(compared(state.remains, event).prompt))
+# --- outcomes of what was in flight ---
 
 
-def compared(left: Remains, event: PrefixFound | PrefixMissed) -> Remains:
-    return evolve(left, prompt=evolve(left.prompt, shared=left.prompt.shared or event.shared))
+def release_found_prefix(
+    state: Recovering, event: PrefixFound, _: DecisionContext
+) -> Transition[Waiting, ReleasePrefix]:
+    """Give the lease back. The lookup was all that was in flight."""
+    return Transition(Waiting(note_shared_tokens(state.remainder, event).prompt), ReleasePrefix(event.lease))
 
 
-def loaded(state: Recovering, _: BlocksRestored | StoreFailed, __: Known) -> Answered:
-    if state.flying > 1:
-        return Then(Recovering(state.remains, state.flying - 1))
-    return Then(Waiting(state.remains.prompt))
+def requeue_after_miss(state: Recovering, event: PrefixMissed, _: DecisionContext) -> Transition[Waiting]:
+    return Transition(Waiting(note_shared_tokens(state.remainder, event).prompt))
 
 
-def compressed(state: Recovering, _: PromptScored | PromptCompressed, known: Known) -> Then[Yielding, UnloadModel]:
-    """It is scored again, in whatever slot."""
-    return Then(Yielding(state.remains), park(known.settings, "drafter"))
+def note_shared_tokens(left: RequestRemainder, event: PrefixFound | PrefixMissed) -> RequestRemainder:
+    """Keep the result of the comparison with recent prompts: the next lookup does not compare again."""
+    return evolve(left, prompt=evolve(left.prompt, shared_tokens=left.prompt.shared_tokens or event.shared))
 
 
-def fetched(state: Recovering, event: ModelLoaded, known: Known) -> Then[Yielding, UnloadModel]:
-    return Then(Yielding(evolve(state.remains, leased=event.name)), park(known.settings, event.name))
+def drop_restored_rows(state: Recovering, _: BlocksRestored | StoreFailed, __: DecisionContext) -> KeepRecovering:
+    if state.in_flight > 1:
+        return Transition(Recovering(state.remainder, state.in_flight - 1))
+    return Transition(Waiting(state.remainder.prompt))
 
 
-def computed(state: Recovering, event: PrefillAdvanced | DeviceFailed, known: Known) -> Then[Recovering] | Resumed:
+def yield_prompt_scorer(
+    state: Recovering, _: PromptScored | PromptCompressed, context: DecisionContext
+) -> Transition[Yielding, UnloadModel]:
+    """Give the prompt scorer back. The prompt is scored again in the next slot."""
+    return Transition(Yielding(state.remainder), unload_model(context.settings, "drafter"))
+
+
+def yield_loaded_model(
+    state: Recovering, event: ModelLoaded, context: DecisionContext
+) -> Transition[Yielding, UnloadModel]:
+    left = evolve(state.remainder, leased_model=event.name)
+    return Transition(Yielding(left), unload_model(context.settings, event.name))
+
+
+def drop_computed_rows(
+    state: Recovering, event: PrefillAdvanced | DeviceFailed, context: DecisionContext
+) -> Transition[Recovering] | RequeueOrYield:
     if isinstance(event, PrefillAdvanced) and event.more:
-        return Then(state)
-    if state.flying > 1:
-        return Then(Recovering(state.remains, state.flying - 1))
-    return resumed(state, known)
+        return Transition(state)
+    if state.in_flight > 1:
+        return Transition(Recovering(state.remainder, state.in_flight - 1))
+    return requeue_or_yield(state, context)
 
 
-def decoded(state: Recovering, event: Decoded, known: Known) -> Then[Recovering] | Resumed:
-    return Then(state) if event.more else resumed(state, known)
+def drop_decoded_tokens(
+    state: Recovering, event: Decoded, context: DecisionContext
+) -> Transition[Recovering] | RequeueOrYield:
+    return Transition(state) if event.more else requeue_or_yield(state, context)
 
 
-def resumed(state: Recovering, known: Known) -> Resumed:
-    if state.remains.leased:
-        return Then(Yielding(state.remains), park(known.settings, state.remains.leased))
-    return Then(Waiting(state.remains.prompt))
+def requeue_or_yield(state: Recovering, context: DecisionContext) -> RequeueOrYield:
+    """Wait for a slot again, after the leased model is given back if there is one."""
+    leased_model = state.remainder.leased_model
+    if leased_model:
+        return Transition(Yielding(state.remainder), unload_model(context.settings, leased_model))
+    return Transition(Waiting(state.remainder.prompt))
 
 
-def yielded(state: Yielding, _: ModelUnloaded | DeviceFailed, __: Known) -> Then[Waiting]:
-    return Then(Waiting(state.remains.prompt))
+def requeue_request(state: Yielding, _: ModelUnloaded | DeviceFailed, __: DecisionContext) -> Transition[Waiting]:
+    return Transition(Waiting(state.remainder.prompt))
 
 
-def drain(state: Recovering, event: Cancelled, _: Known) -> Then[Draining, CloseStream, Abandon]:
-    closing = CloseStream(FINISH[event.reason], report_early(state.remains.prompt), event.reason)
-    return Then(Draining(state.remains, state.flying, lost=True), closing, Abandon())
+# --- cancelled meanwhile ---
 
 
-def park_on(state: Yielding, event: Cancelled, _: Known) -> Then[Parking, CloseStream]:
-    return Then(
-        Parking(state.remains), CloseStream(FINISH[event.reason], report_early(state.remains.prompt), event.reason)
-    )
+def cancel_recovering(
+    state: Recovering, event: Cancelled, _: DecisionContext
+) -> Transition[Draining, CloseStream, Abandon]:
+    report = make_report_without_slot(state.remainder.prompt)
+    closing = CloseStream(FINISH[event.reason], report, event.reason)
+    return Transition(Draining(state.remainder, state.in_flight, rows_lost=True), closing, Abandon())
+
+
+def cancel_yielding(state: Yielding, event: Cancelled, _: DecisionContext) -> Transition[Parking, CloseStream]:
+    report = make_report_without_slot(state.remainder.prompt)
+    return Transition(Parking(state.remainder), CloseStream(FINISH[event.reason], report, event.reason))

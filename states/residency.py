@@ -1,4 +1,8 @@
-"""Where the models' weights are and which requests need them there. Changed by acknowledgements only."""
+"""Residency: where the models' weights are, and which requests need them. Changed by acknowledgements only.
+
+This is about the draft and the prompt scorer, which may leave the device between requests. The prompt scorer is called
+`drafter` in traces, options and JSON.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +11,26 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from attrs import evolve, frozen
 
-from effects.all import Ask, Outcome
+from effects.all import EffectRequest, Outcome
 from effects.ids import DeviceFailed, ModelName, RequestId
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 
 Policy: TypeAlias = Literal["auto", "persistent", "request-scoped"]
 Use: TypeAlias = Literal["draft", "drafter"]
-After: TypeAlias = Literal["keep", "park", "release"]  # what becomes of a model's weights when nobody needs them
-# lost: it was loaded, and its process is gone; whoever needs it goes on without, and has it again when it is there.
-Place: TypeAlias = Literal["loaded", "parked", "released", "lost"]
-PRESENT: frozenset[Place] = frozenset(("loaded", "lost"))  # nothing has to be moved for whoever needs it
+After: TypeAlias = Literal["keep", "park", "release"]  # what becomes of a model's weights when no request needs them
+# lost: it was loaded, and its process is gone. Requests that need it go on without it, and have it again when its
+# process is there again.
+WeightsPlace: TypeAlias = Literal["loaded", "parked", "released", "lost"]
+PRESENT: frozenset[WeightsPlace] = frozenset(("loaded", "lost"))  # nothing has to be moved for a request
 
-IDLE: Mapping[After, Place] = {"keep": "loaded", "park": "parked", "release": "released"}
+IDLE_PLACE: Mapping[After, WeightsPlace] = {"keep": "loaded", "park": "parked", "release": "released"}
 
 
-def resolve(policy: Policy, use: Use, *, low_memory: bool, has_draft: bool) -> After:
-    """Return what becomes of a model's weights when no request needs them. The one rule for both models.
+def resolve_policy(policy: Policy, use: Use, *, low_memory: bool, has_draft: bool) -> After:
+    """Return what becomes of one model's weights under a policy.
 
-    A draft is parked, since the next request wants it. A drafter is released, since few requests are compressed.
-    `auto` keeps both unless memory is short.
+    A draft is parked in host memory rather than released, since the next request wants it. A prompt scorer is released,
+    since few requests are compressed. `auto` keeps both on the device unless memory is short.
 
     low_memory: memory is short on the device of this model. has_draft: a draft was asked for.
     """
@@ -40,42 +45,44 @@ def resolve(policy: Policy, use: Use, *, low_memory: bool, has_draft: bool) -> A
 
 @frozen
 class Resolved:
-    """The policy, and what it comes to here. A server always resolves it; the defaults are of settings made by hand."""
+    """The policy, and what it means for each model here. A server always resolves it; settings made by hand may not."""
 
     policy: Policy = "auto"
     draft: After = "keep"
     drafter: After = "release"
 
 
-def resolved(
+def resolve_residency(
     policy: Policy,
     *,
     has_draft: bool,
-    has_drafter: bool,
+    has_prompt_scorer: bool,
     low_memory: bool = False,
-    drafter_low_memory: bool = False,
+    scorer_low_memory: bool = False,
 ) -> tuple[Resolved, str]:
-    """Return the outcome for both uses, and a message for the log where the policy had to be given up.
+    """Return what the policy means for both models, and a message for the log if it had to be given up, or "".
 
-    low_memory: memory is short on the draft's device. drafter_low_memory: the drafter's device cannot keep it.
+    low_memory: memory is short on the draft's device. scorer_low_memory: the prompt scorer's device cannot keep it.
     """
     message = ""
-    if policy == "request-scoped" and not (has_draft or has_drafter):
+    if policy == "request-scoped" and not (has_draft or has_prompt_scorer):
         message = "draft residency request-scoped: there is neither a draft nor a drafter; it is auto instead"
-        policy, low_memory, drafter_low_memory = "auto", False, False
-    draft = resolve(policy, "draft", low_memory=low_memory, has_draft=has_draft)
-    drafter = resolve(policy, "drafter", low_memory=drafter_low_memory, has_draft=has_draft)
-    return Resolved(policy, draft, drafter), message
+        policy = "auto"
+        low_memory = False
+        scorer_low_memory = False
+    draft = resolve_policy(policy, "draft", low_memory=low_memory, has_draft=has_draft)
+    prompt_scorer = resolve_policy(policy, "drafter", low_memory=scorer_low_memory, has_draft=has_draft)
+    return Resolved(policy, draft, prompt_scorer), message
 
 
 @frozen
 class Residence:
-    """Where one model's weights are, and who needs them there."""
+    """The place of one model's weights, and the requests that have leased it."""
 
-    place: Place = "loaded"
+    place: WeightsPlace = "loaded"
     leases: tuple[RequestId, ...] = ()  # in order of arrival
-    size: int = 0  # bytes of its weights, as the last move told; 0: never told
-    moved: int = 0  # bytes in all, both ways
+    size_bytes: int = 0  # of its weights, as the last move reported; 0: not known
+    moved_bytes: int = 0  # in all, both ways
     loads: int = 0
     parks: int = 0  # releases included
     failures: int = 0
@@ -85,88 +92,105 @@ class Residence:
 Models: TypeAlias = Mapping[ModelName, Residence]  # those whose place is decided here
 
 
-def boot(settings: Deciding) -> Models:
-    """What the executors start with: a model that nobody needs yet is where it goes when nobody needs it."""
+def make_models(settings: ResidencySettings) -> Models:
+    """Return where the models are at the start: where they go when no request needs them."""
     names: tuple[ModelName, ...] = ("draft", "drafter") if settings.drafter else ("draft",)
-    return {name: Residence(IDLE[after_use(settings.residency, name)]) for name in names}
+    return {name: Residence(IDLE_PLACE[get_action_after_use(settings.residency, name)]) for name in names}
 
 
-def after_use(residency: Resolved, name: ModelName) -> After:
+def get_action_after_use(residency: Resolved, name: ModelName) -> After:
     return {"draft": residency.draft, "drafter": residency.drafter}.get(name, "keep")
 
 
-def unload(residency: Resolved, name: ModelName) -> UnloadModel:
-    return UnloadModel(name, keep=after_use(residency, name) != "release")
+def make_unload(residency: Resolved, name: ModelName) -> UnloadModel:
+    return UnloadModel(name, keep=get_action_after_use(residency, name) != "release")
 
 
-def lease(model: Residence, request: RequestId) -> Residence:
+def add_lease(model: Residence, request: RequestId) -> Residence:
     return evolve(model, leases=(*model.leases, request))
 
 
-def give_back(model: Residence, request: RequestId) -> Residence:
+def remove_lease(model: Residence, request: RequestId) -> Residence:
     return evolve(model, leases=tuple(other for other in model.leases if other != request))
 
 
-def at_once(models: Models, ask: Ask, residency: Resolved) -> tuple[Models, ModelLoaded | ModelUnloaded | None]:
-    """The outcome of what moves no weights: a loaded model is shared, and stays while somebody needs it.
+def answer_without_move(
+    models: Models, effect_request: EffectRequest, residency: Resolved
+) -> tuple[Models, ModelLoaded | ModelUnloaded | None]:
+    """Return the outcome of an effect that moves no weights; None: it has to be launched.
 
-    The last lease sends it away, unless the policy keeps it between requests.
+    A loaded model is shared, and stays while any request has leased it. When the last lease ends it is unloaded, unless
+    the policy keeps it between requests.
     """
-    match ask.effect:
+    match effect_request.effect:
         case LoadModel(name) if models[name].place in PRESENT:
-            return {**models, name: lease(models[name], ask.request)}, ModelLoaded(name=name)
+            return {**models, name: add_lease(models[name], effect_request.request)}, ModelLoaded(name=name)
         case UnloadModel(name):
-            without = give_back(models[name], ask.request)
-            if without.leases or after_use(residency, name) == "keep":
+            without = remove_lease(models[name], effect_request.request)
+            if without.leases or get_action_after_use(residency, name) == "keep":
                 return {**models, name: without}, ModelUnloaded()
         case _:
             pass
     return models, None
 
 
-def acknowledged(models: Models, ask: Ask, outcome: Outcome) -> Models:
-    """What really happened to the weights. A move is a transaction: one that failed leaves them where they were."""
-    match ask.effect, outcome:
+def record_move(models: Models, effect_request: EffectRequest, outcome: Outcome) -> Models:
+    """Return the models after what really happened to their weights. A move that failed leaves them where they were."""
+    match effect_request.effect, outcome:
         case LoadModel(name), ModelLoaded(size):
-            model = lease(arrived(models[name], size), ask.request)
+            model = add_lease(record_load(models[name], size), effect_request.request)
         case LoadModel(name), DeviceFailed():
-            model = failed(models[name], outcome)
+            model = record_failure(models[name], outcome)
         case UnloadModel(name, keep), ModelUnloaded(size):
-            model = give_back(left(models[name], size, "parked" if keep else "released"), ask.request)
+            unloaded = record_unload(models[name], size, "parked" if keep else "released")
+            model = remove_lease(unloaded, effect_request.request)
         case UnloadModel(name), DeviceFailed():
-            model = give_back(failed(models[name], outcome), ask.request)
+            model = remove_lease(record_failure(models[name], outcome), effect_request.request)
         case _:
             return models
     return {**models, name: model}
 
 
-def reached(models: Models, name: ModelName, *, there: bool) -> Models:
-    """The model's process has gone, or there is one again. One that is parked has nothing to lose: what is asked of it
-    next will fail until there is one.
+def record_process_change(models: Models, name: ModelName, *, there: bool) -> Models:
+    """Return the models after the process of one has gone, or is there again.
+
+    A model that is parked has nothing to lose. What it is asked next fails until its process is there again.
     """
     model = models[name]
-    before: Place = "lost" if there else "loaded"
-    after: Place = "loaded" if there else "lost"
+    before: WeightsPlace = "lost" if there else "loaded"
+    after: WeightsPlace = "loaded" if there else "lost"
     return {**models, name: evolve(model, place=after)} if model.place == before else models
 
 
-def arrived(model: Residence, size: int) -> Residence:
-    return evolve(model, place="loaded", loads=model.loads + 1, size=size or model.size, moved=model.moved + size)
+def record_load(model: Residence, size: int) -> Residence:
+    return evolve(
+        model,
+        place="loaded",
+        loads=model.loads + 1,
+        size_bytes=size or model.size_bytes,
+        moved_bytes=model.moved_bytes + size,
+    )
 
 
-def left(model: Residence, size: int, place: Place) -> Residence:
-    return evolve(model, place=place, parks=model.parks + 1, size=size or model.size, moved=model.moved + size)
+def record_unload(model: Residence, size: int, place: WeightsPlace) -> Residence:
+    return evolve(
+        model,
+        place=place,
+        parks=model.parks + 1,
+        size_bytes=size or model.size_bytes,
+        moved_bytes=model.moved_bytes + size,
+    )
 
 
-def failed(model: Residence, why: DeviceFailed) -> Residence:
-    """A request that was abandoned before it got its turn says nothing about the model."""
+def record_failure(model: Residence, why: DeviceFailed) -> Residence:
+    """Return the model after a failed move. A move that was abandoned before its turn says nothing about the model."""
     if why.kind == "abandoned":
         return model
     return evolve(model, failures=model.failures + 1, error=f"{why.kind}: {why.detail}")
 
 
-class Deciding(Protocol):
-    """Settings, as far as residency goes."""
+class ResidencySettings(Protocol):
+    """The settings that residency depends on."""
 
     @property
     def residency(self) -> Resolved: ...
@@ -178,28 +202,33 @@ class Deciding(Protocol):
     def drafter(self) -> int: ...
 
 
-def shown(models: Models, settings: Deciding, held: Mapping[str, tuple[int, int]] | None = None) -> Mapping[str, Any]:
-    """`/props.runtime.draft_residency`: the policy, and where each model really is; None for one that there is not.
+def describe_residency(
+    models: Models, settings: ResidencySettings, held: Mapping[str, tuple[int, int]] | None = None
+) -> Mapping[str, Any]:
+    """Return `/props.runtime.draft_residency`: the policy, and where each model is; None for a model that is not there.
 
-    held: bytes of its weights (on its device, in host memory), as its executor counts them; without, what the
-    acknowledgements told.
+    held: by model, bytes of its weights on its device and in host memory, as its executor counts them. Without it they
+    are what the last moves reported.
     """
-    there: Mapping[ModelName, bool] = {"draft": settings.block > 0, "drafter": settings.drafter > 0}
-    told: dict[str, Any] = {
-        name: shown_model(models[name], after_use(settings.residency, name), (held or {}).get(name)) if one else None
-        for name, one in there.items()
-    }
-    return {"policy": settings.residency.policy, **told}
+    exists: Mapping[ModelName, bool] = {"draft": settings.block > 0, "drafter": settings.drafter > 0}
+    described: dict[str, Any] = {}
+    for name, model_exists in exists.items():
+        after = get_action_after_use(settings.residency, name)
+        described[name] = describe_model(models[name], after, (held or {}).get(name)) if model_exists else None
+    return {"policy": settings.residency.policy, **described}
 
 
-def shown_model(model: Residence, after: After, held: tuple[int, int] | None) -> Mapping[str, Any]:
-    device, host = held or (model.size * (model.place == "loaded"), model.size * (model.place == "parked"))
+def describe_model(model: Residence, after: After, held: tuple[int, int] | None) -> Mapping[str, Any]:
+    device = model.size_bytes * (model.place == "loaded")
+    host = model.size_bytes * (model.place == "parked")
+    if held:
+        device, host = held
     return {
         "state": model.place,
         "after_use": after,
         "device_bytes": device,
         "host_bytes": host,
-        "moved_bytes": model.moved,
+        "moved_bytes": model.moved_bytes,
         "leases": len(model.leases),
         "loads": model.loads,
         "parks": model.parks,

@@ -1,4 +1,9 @@
-"""Restoring: rows come from two sides at once, loaded by the store and computed by the device."""
+"""Transitions of Restoring: the store loads the last rows of a prompt while the device computes the rows before them.
+
+Rows `[front, stop)` are loaded and rows `[valid_rows, front)` are computed, both at once. Either side may end first,
+and either may fail. When both have ended, `join_both_sides` counts the rows that are valid without a gap.
+`states/policy.py` chooses `front` so that both sides are expected to end at the same time.
+"""
 
 from __future__ import annotations
 
@@ -10,71 +15,88 @@ from effects.ids import DeviceFailed, StoreFailed
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored
 from effects.stream import Abandon, CloseStream, ReportProgress
-from states.life import (
-    Draining,
-    Prompt,
-    Restoring,
-    Seat,
-    remains,
+from states.machine import Transition
+from states.phases import (
+    ComputeMissing,
+    ContinueRequest,
+    FailWithoutLease,
+    compute_missing_rows,
+    continue_request,
+    fail_without_lease,
+    keep_rows_after_failed_load,
+    keep_trusted_rows,
+    make_failure_close,
+    make_prefill_chunk,
 )
-from states.machine import Then
-from states.onward import FailEarly, Fill, Onward, chunk, fail_early, failed, fill, onward, trusted, unloaded
-from states.sequences import whole_blocks
-from states.settings import Known
+from states.request_states import Draining, Prompt, Restoring, SlotLease, get_remainder
+from states.sequences import round_down_to_block
+from states.settings import DecisionContext
 
-Restored: TypeAlias = Then[Restoring] | Onward
-Computed: TypeAlias = Then[Restoring, ReportProgress, RunPrefill] | Then[Restoring, ReportProgress] | Onward
+RestoreOrContinue: TypeAlias = Transition[Restoring] | ContinueRequest
+ComputeFrontOrContinue: TypeAlias = (
+    Transition[Restoring, ReportProgress, RunPrefill] | Transition[Restoring, ReportProgress] | ContinueRequest
+)
 
 
-def loaded(state: Restoring, event: BlocksRestored, known: Known) -> Restored:
-    """Trust the rows that were acknowledged, not the ones that were asked for.
+def accept_restored_rows(state: Restoring, event: BlocksRestored, context: DecisionContext) -> RestoreOrContinue:
+    """Trust the rows that the store says it has loaded, which may be fewer than were asked for.
 
-    Rows without the positional state at their end are none.
+    Where the model has positional state, fewer rows come without the state at their end, so none of them counts.
     """
     if event.stop < state.stop:
-        state = evolve(state, prompt=evolve(state.prompt, stored=0))
-        if known.settings.stateful:
-            return fill(known, state.seat, evolve(state.prompt, miss="restore_incomplete"))
-    front, stop = max(state.front, event.start), whole_blocks(known.settings, min(state.stop, event.stop))
+        state = evolve(state, prompt=evolve(state.prompt, stored_rows=0))
+        if context.settings.stateful:
+            prompt = evolve(state.prompt, miss_reason="restore_incomplete")
+            return compute_missing_rows(context, state.slot_lease, prompt)
+    front = max(state.front, event.start)
+    stop = round_down_to_block(context.settings, min(state.stop, event.stop))
     state = evolve(state, front=front, stop=stop, loading=False, loaded=True)
-    return Then(state) if state.computing else joined(known, state)
+    return Transition(state) if state.computing else join_both_sides(context, state)
 
 
-def lost(state: Restoring, event: StoreFailed, known: Known) -> Then[Restoring] | Fill:
-    """A failed restore is a miss: what was computed stays, the rest is prefilled."""
-    seat, prompt = unloaded(state.seat, event), evolve(state.prompt, miss=f"restore_{event.kind}", stored=0)
+def continue_without_restored_rows(
+    state: Restoring, event: StoreFailed, context: DecisionContext
+) -> Transition[Restoring] | ComputeMissing:
+    """Treat a failed load as a miss. Rows that were computed stay, and the others are computed, too."""
+    slot_lease = keep_rows_after_failed_load(state.slot_lease, event)
+    prompt = evolve(state.prompt, miss_reason=f"restore_{event.kind}", stored_rows=0)
     if state.computing:
-        return Then(evolve(state, seat=seat, prompt=prompt, loading=False))
-    return fill(known, seat, prompt)
+        return Transition(evolve(state, slot_lease=slot_lease, prompt=prompt, loading=False))
+    return compute_missing_rows(context, slot_lease, prompt)
 
 
-def advanced(state: Restoring, event: PrefillAdvanced, known: Known) -> Computed:
-    seat = state.seat.computed(event.stop)
+def accept_computed_rows(state: Restoring, event: PrefillAdvanced, context: DecisionContext) -> ComputeFrontOrContinue:
+    """Compute the next rows up to the front. After the last ones, wait for the load or go on."""
+    slot_lease = state.slot_lease.with_computed_rows(event.stop)
+    progress = make_progress_report(slot_lease, state.prompt)
     if event.more:
-        return Then(evolve(state, seat=seat), progress(seat, state.prompt))
+        return Transition(evolve(state, slot_lease=slot_lease), progress)
     if event.stop < state.front and (state.loading or state.loaded):
-        following = chunk(known.settings, seat, state.prompt, state.front)
-        return Then(evolve(state, seat=seat), progress(seat, state.prompt), following)
-    state = evolve(state, seat=seat, computing=False)
+        chunk = make_prefill_chunk(context.settings, slot_lease, state.prompt, state.front)
+        return Transition(evolve(state, slot_lease=slot_lease), progress, chunk)
+    state = evolve(state, slot_lease=slot_lease, computing=False)
+    return Transition(state, progress) if state.loading else join_both_sides(context, state)
+
+
+def fail_front(
+    state: Restoring, event: DeviceFailed, context: DecisionContext
+) -> Transition[Draining, CloseStream, Abandon] | FailWithoutLease:
+    """Fail the request because the front could not be computed. A load that still runs answers first."""
     if state.loading:
-        return Then(state, progress(seat, state.prompt))
-    return joined(known, state)
+        left = keep_trusted_rows(get_remainder(state), event)
+        return Transition(Draining(left, 1), make_failure_close(context, state, event), Abandon())
+    return fail_without_lease(context, state, event)
 
 
-def broken(state: Restoring, event: DeviceFailed, known: Known) -> Then[Draining, CloseStream, Abandon] | FailEarly:
-    """The front could not be computed. The load, if it still runs, answers first."""
-    if state.loading:
-        return Then(Draining(trusted(remains(state), event), 1), failed(known, state, event), Abandon())
-    return fail_early(known, state, event)
+def join_both_sides(context: DecisionContext, state: Restoring) -> ContinueRequest:
+    """Go on after both sides have ended, with the rows that are valid without a gap."""
+    slot_lease = state.slot_lease
+    if state.loaded and state.front <= slot_lease.rows and slot_lease.valid_rows < state.stop:
+        slot_lease = slot_lease.with_loaded_rows(state.front, state.stop, state.tier)
+        return continue_request(context, slot_lease, evolve(state.prompt, miss_reason=""))
+    prompt = evolve(state.prompt, miss_reason="restore_incomplete") if state.loaded else state.prompt
+    return continue_request(context, slot_lease, prompt)
 
 
-def joined(known: Known, state: Restoring) -> Onward:
-    """Both sides are done: the rows that are valid without a gap."""
-    seat, prompt = state.seat, state.prompt
-    if state.loaded and state.front <= seat.rows and seat.valid < state.stop:
-        return onward(known, seat.loaded(state.front, state.stop, state.tier), evolve(prompt, miss=""))
-    return onward(known, seat, evolve(prompt, miss="restore_incomplete") if state.loaded else prompt)
-
-
-def progress(seat: Seat, prompt: Prompt) -> ReportProgress:
-    return ReportProgress(seat.valid, len(prompt.tokens), seat.restored)
+def make_progress_report(slot_lease: SlotLease, prompt: Prompt) -> ReportProgress:
+    return ReportProgress(slot_lease.valid_rows, len(prompt.tokens), slot_lease.restored_rows)

@@ -1,4 +1,8 @@
-"""What is worth keeping beyond the device: how many rows of a sequence, and where checkpoints go. Gives reasons."""
+"""Scope: how much of a sequence is kept beyond the device, and where checkpoints of positional state go.
+
+Every choice comes with a reason. A job's scope (`effects/scope.py`) limits what is written to host memory and disk.
+Positions are whole blocks.
+"""
 
 from __future__ import annotations
 
@@ -8,171 +12,195 @@ from collections.abc import Iterator
 from attrs import frozen
 
 from effects.ids import Tokens
-from effects.job import freezes
+from effects.job import freezes_messages
 from effects.scope import Selection
-from states.life import (
-    Prompt,
-    Remains,
-    Seat,
-    kept,
-)
-from states.sequences import alike, whole_blocks
+from states.kept_rows import count_resumable_rows
+from states.request_states import Prompt, RequestRemainder, SlotLease
+from states.sequences import count_common_tokens, round_down_to_block
 from states.settings import Settings
 
 
-def select(settings: Settings, left: Remains) -> Selection:
-    """How many rows are kept: up to where the scope says, as far as they are valid, in whole blocks.
+def select_rows_to_keep(settings: Settings, left: RequestRemainder) -> Selection:
+    """Select the rows that are kept: up to where the scope says, as far as they are valid, in whole blocks.
 
-    Too few of them are not worth it: 0.
+    Sequences shorter than `min_tokens` are not worth it, so no rows of them are kept.
     """
-    prompt, name = left.prompt, str(left.prompt.job.scope)
+    prompt = left.prompt
+    scope_text = str(prompt.job.scope)
     if not settings.store:
-        return Selection(name, "no_store")
-    boundary, reason = reach(prompt, len(prompt.tokens) + len(left.answer))
-    length = min(boundary, kept(settings, left))
-    rows = whole_blocks(settings, length) if length >= settings.min_tokens else 0
+        return Selection(scope_text, "no_store")
+    boundary, reason = find_scope_boundary(prompt, len(prompt.tokens) + len(left.answer))
+    length = min(boundary, count_resumable_rows(settings, left))
+    rows = round_down_to_block(settings, length) if length >= settings.min_tokens else 0
     if boundary and not rows:
         reason = "too_short" if length else "no_rows"
-    return Selection(name, reason, prompt.shared, boundary, rows)
+    return Selection(scope_text, reason, prompt.shared_tokens, boundary, rows)
 
 
-def reach(prompt: Prompt, whole: int) -> tuple[int, str]:
-    """How many tokens the scope takes, were they all valid and enough; and why so many. whole: the answer included."""
-    job, scope = prompt.job, prompt.job.scope
+def find_scope_boundary(prompt: Prompt, whole: int) -> tuple[int, str]:
+    """Return how many tokens the scope takes, if all of them were valid and enough, and why so many.
+
+    whole: tokens of the prompt and the answer together.
+    """
+    job = prompt.job
+    scope = job.scope
     if scope.kind == "off":
         return 0, "scope_off"
     if scope.kind == "full":
         return whole, "whole"
-    if rewritten(prompt):
-        if not freezes(job):
+    if is_rewritten(prompt):
+        if not freezes_messages(job):
             return 0, "rewritten"
-        limit = prompt.shared if scope.kind == "auto" else scope.count
-        return aligned(job.boundaries, min(limit, alike(job.prompt, prompt.tokens))), "frozen"
+        limit = prompt.shared_tokens if scope.kind == "auto" else scope.count
+        unchanged = count_common_tokens(job.prompt, prompt.tokens)
+        return find_last_boundary(job.boundaries, min(limit, unchanged)), "frozen"
     if scope.kind == "auto":
-        return shared(prompt)
+        return find_shared_boundary(prompt)
     return (scope.count, "fixed") if scope.count <= len(prompt.tokens) else (0, "longer_than_prompt")
 
 
-def shared(prompt: Prompt) -> tuple[int, str]:
-    """`auto`: what the likest recent prompt begins with too, down to where a message opens, if any does."""
-    if prompt.shared == 0:
+def find_shared_boundary(prompt: Prompt) -> tuple[int, str]:
+    """Return where `auto` stops: the last message boundary in what the most similar recent prompt begins with, too."""
+    if prompt.shared_tokens == 0:
         return 0, "nothing_shared"
     if not prompt.job.boundaries:
-        return prompt.shared, "shared"
-    boundary = aligned(prompt.job.boundaries, prompt.shared)
+        return prompt.shared_tokens, "shared"
+    boundary = find_last_boundary(prompt.job.boundaries, prompt.shared_tokens)
     return boundary, "boundary" if boundary else "no_boundary"
 
 
-def rewritten(prompt: Prompt) -> bool:
-    """Is something else served than was sent? Then of what `auto` and `fixed` keep, nobody would find anything again,
-    unless messages were frozen: what both begin with is the system prompt.
+def is_rewritten(prompt: Prompt) -> bool:
+    """Are other tokens served than were sent?
+
+    Then nothing that `auto` and `fixed` keep would be found by a later prompt. The exception is a prompt whose messages
+    were frozen: what was sent and what is served both begin with the system prompt.
     """
     return prompt.tokens is not prompt.job.prompt and prompt.tokens != prompt.job.prompt
 
 
-def aligned(boundaries: Tokens, limit: int) -> int:
-    """The last boundary up to `limit`, or 0."""
+def find_last_boundary(boundaries: Tokens, limit: int) -> int:
+    """Return the last boundary up to `limit`, or 0."""
     before = bisect_right(boundaries, limit)
     return boundaries[before - 1] if before else 0
 
 
 @frozen
-class Mark:
-    """Where prefill stops to keep the positional state: on the device, and, as the scope says, beyond it."""
+class CheckpointMark:
+    """A row at which prefill stops so that the positional state behind it is kept."""
 
     at: int
-    beyond: bool
+    beyond_device: bool  # it is kept in host memory or on disk as well, as the scope says
 
 
-def mark(settings: Settings, seat: Seat, prompt: Prompt) -> Mark | None:
-    """The next one after the valid rows. Nobody goes on from those whose logprobs were asked for."""
+def find_next_mark(settings: Settings, slot_lease: SlotLease, prompt: Prompt) -> CheckpointMark | None:
+    """Return the next mark after the valid rows; None: there is none.
+
+    A prompt whose logprobs are asked for has no marks, because no other request goes on from its rows.
+    """
     if not settings.stateful or prompt.job.prompt_logprobs >= 0:
         return None
-    beyond = {whole_blocks(settings, at) for at in positions(settings, seat, prompt) if at >= settings.min_tokens}
-    here = {whole_blocks(settings, turning(settings, prompt))} if settings.state_places else set[int]()
-    last = whole_blocks(settings, prompt.target)
-    at = min((at for at in beyond | here if seat.valid < at <= last), default=None)
-    return None if at is None else Mark(at, at in beyond)
+    beyond_device = {
+        round_down_to_block(settings, at)
+        for at in list_checkpoint_positions(settings, slot_lease, prompt)
+        if at >= settings.min_tokens
+    }
+    on_device = set[int]()
+    if settings.state_places:
+        on_device = {round_down_to_block(settings, find_return_position(settings, prompt))}
+    last = round_down_to_block(settings, prompt.prefill_rows)
+    at = min((at for at in beyond_device | on_device if slot_lease.valid_rows < at <= last), default=None)
+    return None if at is None else CheckpointMark(at, at in beyond_device)
 
 
-def held(settings: Settings, seat: Seat, prompt: Prompt) -> bool:
+def should_keep_held_state(settings: Settings, slot_lease: SlotLease, prompt: Prompt) -> bool:
     """Should the state that the slot has behind its valid rows be kept beyond the device?
 
     It should where a prefill from nothing would have kept it. The slot may have it from a request whose scope kept
     nothing, or the store may have lost it since. `full` also keeps the state between where the next turn comes back to
-    and the end of the prompt: without it, whoever sends the same prompt again finds no state to go on from.
+    and the end of the prompt: without it, a client that sends the same prompt again finds no state to go on from.
     """
-    before = Seat(seat.slot, seat.valid - settings.block_size)
-    if before.valid < 0 or seat.valid < settings.min_tokens:
+    before = SlotLease(slot_lease.slot, slot_lease.valid_rows - settings.block_size)
+    if before.valid_rows < 0 or slot_lease.valid_rows < settings.min_tokens:
         return False
-    marked = mark(settings, before, prompt)
-    if marked is not None and marked.beyond and marked.at == seat.valid:
+    mark = find_next_mark(settings, before, prompt)
+    if mark is not None and mark.beyond_device and mark.at == slot_lease.valid_rows:
         return True
-    everything = settings.stateful and settings.store and prompt.job.scope.kind == "full"
-    return (
-        everything
-        and prompt.job.prompt_logprobs < 0
-        and seat.valid >= whole_blocks(settings, turning(settings, prompt))
-    )
+    keeps_all = settings.stateful and settings.store and prompt.job.scope.kind == "full"
+    return_position = round_down_to_block(settings, find_return_position(settings, prompt))
+    return keeps_all and prompt.job.prompt_logprobs < 0 and slot_lease.valid_rows >= return_position
 
 
-def passed(settings: Settings, prompt: Prompt, before: int, valid: int) -> bool:
-    """Has decoding just gone past a position where `full` keeps the positional state, which the slot still has?"""
+def has_passed_mark(settings: Settings, prompt: Prompt, before: int, valid_rows: int) -> bool:
+    """Has decoding just passed a row at which `full` keeps the positional state, while the slot still has that state?
+
+    before: valid rows before this step.
+    """
     if not (settings.stateful and settings.store and settings.interval and settings.keep_decoded):
         return False
-    at = whole_blocks(settings, valid)
-    marked = whole_blocks(settings, next_multiple(settings.interval, at)) == at  # one in this block
-    return prompt.job.scope.kind == "full" and before < at and settings.min_tokens <= at and marked
+    at = round_down_to_block(settings, valid_rows)
+    is_marked = round_down_to_block(settings, round_up(settings.interval, at)) == at  # a mark lies in this block
+    return prompt.job.scope.kind == "full" and before < at and settings.min_tokens <= at and is_marked
 
 
-def positions(settings: Settings, seat: Seat, prompt: Prompt) -> Iterator[int]:
-    """Where checkpoints beyond the device pay, in no order and before they are moved down to whole blocks.
+def list_checkpoint_positions(settings: Settings, slot_lease: SlotLease, prompt: Prompt) -> Iterator[int]:
+    """Yield the rows at which checkpoints beyond the device pay, in no order, before they are rounded to whole blocks.
 
-    `full`: where the next turn comes back to; every `interval` tokens; and for new sessions of the same agent
-    at the last boundary up to `cold_max`, unless this one was restored, or the boundary opens the answer. `auto` and
-    `fixed`: where they stop, and there only: with nothing shared, nobody has come back yet.
+    For `auto` and `fixed` that is where they stop, and nowhere else: where nothing is shared, no request has come back
+    yet. For `full` it is where the next turn comes back to, and every `interval` tokens. It is also the last message
+    boundary up to `cold_max`, for new sessions of the same agent, unless this session was restored itself, or the
+    boundary opens the answer.
     """
     job = prompt.job
     if not settings.store or job.scope.kind == "off":
         return
     if job.scope.kind != "full":
-        yield min(reach(prompt, len(prompt.tokens))[0], prompt.target)
+        yield min(find_scope_boundary(prompt, len(prompt.tokens))[0], prompt.prefill_rows)
         return
-    yield turning(settings, prompt)
+    yield find_return_position(settings, prompt)
     if settings.interval:
-        yield next_multiple(
-            settings.interval, max(whole_blocks(settings, seat.valid) + settings.block_size, settings.min_tokens)
-        )
-    if not seat.restored:
-        limit = min(settings.cold_max, alike(job.prompt, prompt.tokens) if rewritten(prompt) else settings.cold_max)
-        yield aligned(job.boundaries[:-1], limit)
+        next_block = round_down_to_block(settings, slot_lease.valid_rows) + settings.block_size
+        yield round_up(settings.interval, max(next_block, settings.min_tokens))
+    if not slot_lease.restored_rows:
+        limit = settings.cold_max
+        if is_rewritten(prompt):
+            limit = min(limit, count_common_tokens(job.prompt, prompt.tokens))
+        yield find_last_boundary(job.boundaries[:-1], limit)
 
 
-def turning(settings: Settings, prompt: Prompt) -> int:
-    """Where the next turn comes back to: the end of prefill, or the boundary right before it that opens the answer.
+def find_return_position(settings: Settings, prompt: Prompt) -> int:
+    """Return where the next turn of the conversation will go on from.
 
-    Templates may write what follows that boundary anew: they leave earlier reasoning out.
+    That is the end of prefill, or the boundary that opens the answer if it lies in the last block. Chat templates may
+    write what follows that boundary differently the next time: they leave earlier reasoning out.
     """
-    opens = aligned(opened(prompt), prompt.target)
-    return opens if opens and prompt.target - opens < settings.block_size else prompt.target
+    opens_answer = find_last_boundary(map_served_boundaries(prompt), prompt.prefill_rows)
+    if opens_answer and prompt.prefill_rows - opens_answer < settings.block_size:
+        return opens_answer
+    return prompt.prefill_rows
 
 
-def opened(prompt: Prompt) -> Tokens:
-    """Boundaries, where they are in what is served; none of a prompt that was compressed as a whole."""
-    if not rewritten(prompt):
+def map_served_boundaries(prompt: Prompt) -> Tokens:
+    """Return the job's message boundaries as positions in the tokens that are served.
+
+    A prompt that was compressed as a whole has none.
+    """
+    if not is_rewritten(prompt):
         return prompt.job.boundaries
-    if not freezes(prompt.job) or prompt.compression is None:
+    if not freezes_messages(prompt.job) or prompt.compression is None:
         return ()
-    shift, found = 0, list[int]()
+    served_before = 0  # tokens that are served before the current span
+    mapped = list[int]()
     spans = iter(prompt.compression.kept)
     start, stop = next(spans, (0, 0))
     for at in prompt.job.boundaries:
         while stop < at and (span := next(spans, None)) is not None:
-            shift, (start, stop) = shift + stop - start, span
+            served_before += stop - start
+            start, stop = span
         if start < at <= stop:
-            found.append(shift + at - start)
-    return tuple(found)
+            mapped.append(served_before + at - start)
+    return tuple(mapped)
 
 
-def next_multiple(step: int, least: int) -> int:
+def round_up(step: int, least: int) -> int:
+    """Return the smallest multiple of `step` that is not below `least`."""
     return -(-least // step) * step

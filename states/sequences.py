@@ -1,4 +1,4 @@
-"""Token sequences: what of them is whole blocks, and what two of them have in common."""
+"""Token sequences: how much of one is whole blocks, and how many tokens two of them have in common."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ from effects.ids import Tokens
 from states.settings import Settings
 
 
-def whole_blocks(settings: Settings, tokens: int) -> int:
-    """The last cache position at or before `tokens`."""
+def round_down_to_block(settings: Settings, tokens: int) -> int:
+    """Return the last multiple of the block size that is not beyond `tokens`."""
     return tokens // settings.block_size * settings.block_size
 
 
-def continued(settings: Settings, rows: Tokens, prompt: Tokens) -> int:
-    """How many of a slot's rows, which stand for these tokens, a prompt can be continued from.
+def count_continuable_rows(settings: Settings, rows: Tokens, prompt: Tokens) -> int:
+    """Count the rows of a slot that a prompt can be continued from. rows: the tokens that they stand for.
 
-    Whole blocks of what both begin with. The last prompt token is always computed.
+    They are whole blocks that both begin with. The last token of a prompt is always computed.
     """
-    return whole_blocks(settings, min(common(settings.block_size, rows, prompt), len(prompt) - 1))
+    shared = count_common_blocks(settings.block_size, rows, prompt)
+    return round_down_to_block(settings, min(shared, len(prompt) - 1))
 
 
-def common(block_size: int, one: Tokens, other: Tokens) -> int:
-    """Tokens that both begin with, in whole blocks."""
+def count_common_blocks(block_size: int, one: Tokens, other: Tokens) -> int:
+    """Count the tokens that both begin with, in whole blocks."""
     limit = min(len(one), len(other)) // block_size * block_size
     for start in range(0, limit, block_size):
         if one[start : start + block_size] != other[start : start + block_size]:
@@ -28,11 +29,11 @@ def common(block_size: int, one: Tokens, other: Tokens) -> int:
     return limit
 
 
-def alike(one: Tokens, other: Tokens) -> int:
-    """Tokens that both begin with, exactly."""
-    start = common(64, one, other)
-    for mine, its in zip(one[start : start + 64], other[start : start + 64], strict=False):
-        if mine != its:
+def count_common_tokens(one: Tokens, other: Tokens) -> int:
+    """Count the tokens that both begin with, exactly."""
+    start = count_common_blocks(64, one, other)
+    for token, other_token in zip(one[start : start + 64], other[start : start + 64], strict=False):
+        if token != other_token:
             break
         start += 1
     return start

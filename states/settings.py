@@ -1,4 +1,4 @@
-"""What the engine was started with, as far as decisions depend on it. Part of the trace's header."""
+"""Settings: what the engine was started with, as far as decisions depend on it. They are part of a trace's header."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ from states.rates import Rates
 from states.residency import Resolved
 
 MOST_SLOTS = 1 << 12
-MOST_EXPERTS = 1 << 16  # as adapters bound those of all layers
+MOST_EXPERTS = 1 << 16  # of all layers together; adapters have the same limit
 
 
 @frozen
 class Settings:
-    slots: int = 2  # sequences that are on the device at once
+    slots: int = 2  # sequences that the device holds at once
     max_context: int = 8192  # rows of a slot: prompt and answer together
-    pages: int = 0  # that all slots take theirs from; 0: each slot has `max_context` rows of its own
-    page: int = PAGE  # rows of one
-    shares_pages: bool = False  # slots may have the same page; not where rows that are there may be computed again
-    max_queue: int = 64  # requests that may wait for a slot; more are refused
-    chunk: int = 256  # C: rows of a prefill chunk, the largest bucket
-    block_size: int = 64  # G: cache positions are its multiples (equals `chunk` where the buckets is not proven)
-    keep_decoded: bool = True  # decoded rows equal prefilled ones (the buckets is proven), so they stay cached
+    pages: int = 0  # of the pool that all slots share; 0: each slot has memory for `max_context` rows of its own
+    page: int = PAGE  # rows of a page
+    shares_pages: bool = False  # two slots may have the same page; off where rows may be computed again in place
+    max_queue: int = 64  # requests that may wait for a slot; further ones are refused
+    chunk: int = 256  # C: rows of a prefill chunk, which is the largest bucket
+    block_size: int = 64  # G: rows are reused in multiples of it; it equals `chunk` where buckets are not proven equal
+    keep_decoded: bool = True  # decoded rows equal prefilled ones (buckets are proven equal), so they are kept
     batch_rows: int = 16  # rows of one batched decode step, proposals included
-    mixed_rows: int = 0  # of a forward that has decode steps and the next rows of a prompt; 0: they take turns
-    beside_rows: int = 0  # prefills of more rows than that have a lane of their own, beside decode steps; 0: none have
-    store: bool = False  # host memory or disk keep blocks
-    min_tokens: int = 0  # sequences shorter than this are not kept beyond the device
-    stateful: bool = False  # the model has positional state that blocks do not hold: a hit needs a checkpoint too
-    state_places: int = 0  # checkpoints that the device keeps, beside the state of each slot
-    state_tokens: int = 0  # a checkpoint takes as many bytes as the rows of so many tokens
-    interval: int = 0  # `full` keeps a checkpoint every so many tokens; 0: only where it ends
-    cold_max: int = 0  # `full` keeps one at the last safe boundary up to here, for what other sessions share; 0: none
-    block: int = 0  # tokens that a draft proposes a decode step at most; 0: there is no draft
-    tree: int = 0  # nodes of a proposed tree; 0: proposals are a chain
-    no_trees: bool = False  # they were asked for, but a state stands behind one row and not behind each node
-    residency: Resolved = field(factory=Resolved)  # what becomes of the draft's weights between requests
-    drafter: int = 0  # tokens of a prompt that can be scored at most; 0: there is no drafter
-    drafter_lane: LaneId = MAIN  # of the device that scores prompts: the target's, or one of its own
-    span: int = 1  # chunks that one prefill may be of: more where shards compute side by side, or beside decode steps
-    experts: int = 0  # of all layers, that host memory keeps; 0: they are where the layers are
-    expert_places: int = 0  # for so many of them on the device
+    mixed_rows: int = 0  # of a forward with decode steps and the next rows of a prompt; 0: the two take turns
+    beside_rows: int = 0  # prefills of more rows run on the prompt lane, beside decode steps; 0: there is no such lane
+    store: bool = False  # blocks are kept in host memory or on disk
+    min_tokens: int = 0  # shorter sequences are not kept beyond the device
+    stateful: bool = False  # the model has positional state, which blocks do not hold: a hit needs a checkpoint as well
+    state_places: int = 0  # checkpoints that the device keeps, besides the state of each slot
+    state_tokens: int = 0  # bytes of a checkpoint, counted in tokens whose rows take as many
+    interval: int = 0  # tokens between two checkpoints that scope `full` keeps; 0: it keeps them only where it ends
+    cold_max: int = 0  # scope `full` keeps a checkpoint for other sessions at the last boundary up to here; 0: none
+    block: int = 0  # tokens that the draft proposes in a decode step at most; 0: there is no draft
+    tree: int = 0  # nodes of a proposed tree; 0: proposals are chains
+    no_trees: bool = False  # trees were asked for, but positional state is kept behind one row, not behind each node
+    residency: Resolved = field(factory=Resolved)  # what becomes of the models' weights between requests
+    drafter: int = 0  # tokens of a prompt that the prompt scorer takes at most; 0: there is no prompt scorer
+    drafter_lane: LaneId = MAIN  # of the device that scores prompts: the target's, or another one
+    span: int = 1  # chunks of one prefill at most: more where shards compute side by side, or on the prompt lane
+    experts: int = 0  # of all layers, that host memory has; 0: all experts are where their layers are
+    expert_places: int = 0  # experts that the device has at once
     rates: Rates = field(factory=Rates)  # as measured at start
 
     def __attrs_post_init__(self) -> None:
-        """Settings also come out of traces, which are hostile input: ValueError for what no engine runs with."""
+        """Raise ValueError for impossible settings. They also come out of traces, which are hostile input."""
         positive = (self.slots, self.max_context, self.chunk, self.span, self.block_size, self.batch_rows, self.page)
         natural = (
             *(self.max_queue, self.min_tokens, self.interval, self.cold_max, self.block, self.tree),
@@ -62,7 +62,7 @@ class Settings:
         )
         limit = MOST_SLOTS - max(self.slots, self.state_places)
         if self.shares_pages and self.stateful:
-            raise ValueError("rows before a state that was lost are computed again: nobody may share them")
+            raise ValueError("rows before a state that was lost are computed again: no two slots may share them")
         if self.beside_rows and (self.stateful or self.block):
             raise ValueError(
                 "what goes with a prompt's rows, a state or a draft's context, is the decode steps' lane's"
@@ -76,8 +76,8 @@ class Settings:
 
 
 @frozen
-class Known:
-    """What decisions rest on that is no request's own: an argument of every arrow."""
+class DecisionContext:
+    """The settings and rates that decisions rest on. Every transition function takes it."""
 
     settings: Settings = field(factory=Settings)
-    rates: Rates = field(factory=Rates)  # as they are now
+    rates: Rates = field(factory=Rates)  # as they have been learned up to now

@@ -1,14 +1,33 @@
-"""When to speculate and how wide: what a launch of decode steps costs against what it is likely to give.
+"""When to speculate and how wide: what a launch of decode steps costs, against the tokens it is likely to give.
 
-Counted in thousandths: of a token, for what decode steps give, and of a plain launch, for what they cost: one of the
-same requests, at the same length of context, in which nobody proposes anything. Three things are known, all folded from
-what launches took and gave: prices (`Rates.decode`); how often proposals are right, of each request, which starts from
-what all of them have taught; and how much may yet be lost, an account of the server's and one of each request.
+Problem. A draft proposes tokens, and the target checks all of them in one forward. Proposals that are right make an
+answer faster. Wrong ones make it slower, because the draft and the wider forward take time. How often proposals are
+right differs from request to request and changes within an answer, and a launch is shared by several requests. And an
+answer must never be much slower than it would be without a draft.
 
-A launch proposes what gives most tokens for its time, if those come sooner than plain ones. Where nothing does, it is
-tried now and then, ever more rarely while tries fail. And no launch begins that costs more than is left on the account
-of the server or of any of its members: what a launch gains is paid in, what it loses is taken out, and REFILL is earned
-with every token. docs/SPECULATION.md derives this, with an example in numbers.
+Idea. Everything is counted in integers, in thousandths (UNIT): of a token, for what decode steps give, and of a plain
+launch, for what they cost. A plain launch is one of the same requests in which no request proposes anything. Three
+things are known, all learned from earlier launches:
+
+* prices: what a launch of a shape costs (`states/launch_prices.py`, from `Rates.decode`);
+* gains: how many proposals of each width are expected to be right. Each request has its own estimate, which starts from
+  that of all requests together (`Rates.gains`);
+* accounts: how much time may still be lost. The server has one account (`Rates.spare`), and every request has one
+  (`SpeculationControl.spare`).
+
+`plan_launch` lists the ways in which a launch could propose, and takes the one that gives most tokens for its time, if
+that is more than a plain launch gives. Where none is, proposals are tried now and then. The rest between tries doubles
+each time, up to LONGEST_REST plain launches, and halves again whenever proposals pay.
+
+Invariants. No launch begins that would cost more than is left on the server's account, or on that of any member, even
+if every proposal were wrong. (One exception: what all members have gained themselves they may lose again, whatever the
+server has.) What a launch gains is paid in, and what it loses is taken out (`update_balance`). Every token also earns
+REFILL, which is one percent of a plain launch. So an answer of N tokens takes at most 5 + 0.01 N plain launches longer
+than without a draft, since no account begins with more than 5.
+
+Example. A plain launch of one request takes 20 ms. With 3 proposals it takes 25 ms, so its price is 1,250. If 1.8 of
+the 3 are expected to be right, it gives 2,800 thousandths of a token for 1,250, or 2,240 in the time of a plain launch.
+That is more than 1,000, so the request proposes 3. docs/SPECULATION.md derives all this.
 """
 
 from __future__ import annotations
@@ -21,229 +40,294 @@ from itertools import accumulate
 from attrs import evolve, frozen
 
 from effects.decode import Decoded
-from states.launch_prices import BUCKET, UNIT, Terms, filled
-from states.rates import SPARE, Rates
+from states.launch_prices import SMALLEST_BUCKET, UNIT, LaunchPrices, round_up_to_bucket
+from states.rates import INITIAL_SPARE, Rates
 from states.settings import Settings
 
-REFILL = 10  # with a token: one percent
-FIRST = 8  # decode steps that the estimate counts for that a request, or the server, starts from
-MEMORY, SHARED = 16, 64  # decode steps that an estimate rests on at most, about: of a request, and of all of them
-LONGEST = 512  # plain launches between tries
-STAKE = 4  # an account has to bear so many launches that bring nothing, or only the cheapest is launched
-SAVED = 64 * UNIT  # of what all answers have gained, at most so much may be lost again
-HOPE = 600  # before anything is known: how likely a draft is right about the next token
+REFILL = 10  # thousandths of a plain launch that every token pays into an account: one percent
+PRIOR_STEPS = 8  # decode steps that the estimate counts for that a request, or the server, starts from
+REQUEST_MEMORY = 16  # decode steps that a request's estimate rests on at most, about
+SERVER_MEMORY = 64  # decode steps that the estimate of all requests rests on at most, about
+LONGEST_REST = 512  # plain launches between two tries at most
+STAKE = 4  # launches that bring nothing which an account has to bear, or only the cheapest way is taken
+MAX_SERVER_SPARE = 64 * UNIT  # of what all answers have gained, at most so much may be lost again
+PRIOR_ACCEPTANCE = 600  # thousandths: how likely the next token is proposed rightly, before anything is known
 
 
 @frozen
 class Plan:
-    """What the members of a launch propose, and what that costs it."""
+    """The proposals of a launch's members, and what they cost the launch."""
 
     proposals: tuple[int, ...] = ()
     price: int = UNIT
-    plain: int = 0  # nanoseconds of a plain launch; 0: not measured
-    trying: bool = False  # it is not expected to pay
-    late: bool = False  # the draft has rows to follow before it proposes, which no price tells of
-    doubted: bool = False  # its price is not known well enough to be charged
-    own: bool = False  # its members can pay for it with what they have gained themselves, so the server does not
-    reason: str = ""  # machine-readable: why some propose nothing; empty: to measure a plain launch, or they want none
-    steps: int = 1  # for so many it holds, whatever they bring
+    plain_ns: int = 0  # nanoseconds of a plain launch; 0: not measured
+    is_trial: bool = False  # it is not expected to pay
+    draft_behind: bool = False  # the draft has to catch up with rows before it proposes, which no price includes
+    price_doubted: bool = False  # the price is too uncertain to be charged; the measured time is charged instead
+    self_funded: bool = False  # its members can pay for it with their own gains, so the server's account does not
+    reason: str = (
+        ""  # machine-readable: why some members propose nothing; empty: a plain launch is due, or none wants to
+    )
+    steps: int = 1  # for which the plan holds, whatever they bring
 
 
-NOBODY = Plan()
+NO_PLAN = Plan()
 
 
 @frozen
 class SpeculationControl:
-    """How often a draft is right: for a request, or for all of them."""
+    """Knowledge of how often a draft is right, and the account of what it may cost: of one request, or of all."""
 
-    widths: tuple[int, ...]  # proposals that are worth considering, ascending
+    widths: tuple[int, ...]  # numbers of proposals that are worth considering, ascending
     gains: tuple[int, ...]  # proposals that are expected to be right, in thousandths, one for each width
     branching: bool = False  # proposals are trees: a smaller one says little about what a larger one would have got
     seen: int = 0  # decode steps with proposals
-    spare: int = 0  # thousandths of a plain launch that it may yet lose
-    plan: Plan = NOBODY  # of the launch that it is in, or was in last
+    spare: int = 0  # thousandths of a plain launch that may still be lost: the account
+    plan: Plan = NO_PLAN  # of the launch that the request is in, or was in last
 
 
-def widths(settings: Settings) -> tuple[int, ...]:
-    """Proposals that fill a forward up to its bucket, and the most that are possible."""
-    return buckets(min(settings.tree or settings.block, settings.batch_rows - 1) if settings.block else 0)
+def list_widths(settings: Settings) -> tuple[int, ...]:
+    """List the numbers of proposals worth considering: those that fill a forward up to its bucket, and the maximum."""
+    most = min(settings.tree or settings.block, settings.batch_rows - 1) if settings.block else 0
+    return list_bucket_widths(most)
 
 
 @cache
-def buckets(most: int) -> tuple[int, ...]:
-    full = [(BUCKET << step) - 1 for step in range(most.bit_length()) if (BUCKET << step) - 1 < most]
+def list_bucket_widths(most: int) -> tuple[int, ...]:
+    all_buckets = ((SMALLEST_BUCKET << step) - 1 for step in range(most.bit_length()))
+    full = [width for width in all_buckets if width < most]
     return (*full, most) if most > 0 else ()
 
 
 # --- how often a draft is right ---
 
 
-def fresh(settings: Settings, rates: Rates) -> SpeculationControl:
-    """Of a request that has proposed nothing: as all others did."""
-    useful = widths(settings)
-    known = len(rates.gains) == len(useful)
-    gains = rates.gains if known else tuple(map(chain, useful))
-    return SpeculationControl(useful, gains, branching=settings.tree > 0, spare=min(rates.spare, SPARE))
+def make_control(settings: Settings, rates: Rates) -> SpeculationControl:
+    """Return the control of a request that has proposed nothing yet: it is expected to do as all others did."""
+    widths = list_widths(settings)
+    is_known = len(rates.gains) == len(widths)
+    gains = rates.gains if is_known else tuple(map(estimate_chain_gain, widths))
+    return SpeculationControl(widths, gains, branching=settings.tree > 0, spare=min(rates.spare, INITIAL_SPARE))
 
 
 @cache
-def chain(width: int, each: int = HOPE) -> int:
-    """What so many get if each is right with that chance, in thousandths: up to the first wrong one."""
-    return sum(UNIT * each**right // UNIT**right for right in range(1, width + 1))
+def estimate_chain_gain(width: int, acceptance: int = PRIOR_ACCEPTANCE) -> int:
+    """Return how many of `width` proposals in a chain are accepted on average, in thousandths.
+
+    acceptance: the probability that a token is right if those before it are, in thousandths. The first wrong token ends
+    the chain.
+    """
+    return sum(UNIT * acceptance**length // UNIT**length for length in range(1, width + 1))
 
 
-def chance(width: int, gain: int) -> int:
-    """Of each of so many that get that much."""
-    return bisect_right(range(UNIT + 1), gain, key=lambda each: chain(width, each)) - 1
+def estimate_acceptance(width: int, gain: int) -> int:
+    """Return the acceptance probability per token, in thousandths, with which a chain of `width` would gain `gain`."""
+    chain_gain = lambda acceptance: estimate_chain_gain(width, acceptance)  # noqa: E731
+    return bisect_right(range(UNIT + 1), gain, key=chain_gain) - 1
 
 
-def after(control: SpeculationControl, done: Decoded) -> SpeculationControl:
-    """One more decode step: what it gave, and what it cost. As `evolve`, which takes four times as long."""
-    gains, seen, spare = control.gains, control.seen, balance(control.spare, control.plan, done)
+def update_control(control: SpeculationControl, done: Decoded) -> SpeculationControl:
+    """Return a request's control after one more outcome: what it gave, and what it cost.
+
+    This runs for every token, and `evolve` would take four times as long.
+    """
+    gains = control.gains
+    seen = control.seen
     if done.proposed:
-        gains, seen = learnt(control, seen, done, MEMORY), seen + 1
+        gains = update_gains(control, seen, done, REQUEST_MEMORY)
+        seen += 1
+    spare = update_balance(control.spare, control.plan, done)
     return SpeculationControl(control.widths, gains, control.branching, seen, spare, control.plan)
 
 
-def learnt(control: SpeculationControl, seen: int, done: Decoded, memory: int) -> tuple[int, ...]:
-    """Its gains, which rest on so many decode steps, after one more with proposals."""
-    weight, told = min(seen + FIRST, memory), sample(control, done.proposed, done.accepted)
-    return tuple((gain * (weight - 1) + right) // weight for gain, right in zip(control.gains, told, strict=True))
+def update_gains(control: SpeculationControl, seen: int, done: Decoded, memory: int) -> tuple[int, ...]:
+    """Return the expected gains after one more decode step with proposals. They rested on `seen` such steps before.
 
-
-def covering(control: SpeculationControl, proposed: int) -> int:
-    """Which width's forward so many proposals go through."""
-    return next((at for at, width in enumerate(control.widths) if width >= proposed), len(control.widths) - 1)
-
-
-def sample(control: SpeculationControl, proposed: int, accepted: int) -> Iterator[int]:
-    """What this decode step says about every width: exactly, up to its own; wider ones would have got the same, or
-    behind a chain that was right to its end more, each with the chance that those before it usually have.
+    They are moving averages, with weights that rest on at most `memory` steps.
     """
-    right = UNIT * accepted
-    at = covering(control, proposed)
-    each = chance(control.widths[at], control.gains[at]) if accepted >= proposed else 0
-    for wider, width in enumerate(control.widths):
+    weight = min(seen + PRIOR_STEPS, memory)
+    samples = sample_gains(control, done.proposed, done.accepted)
+    return tuple((gain * (weight - 1) + sample) // weight for gain, sample in zip(control.gains, samples, strict=True))
+
+
+def find_covering_width(control: SpeculationControl, proposed: int) -> int:
+    """Return the index of the smallest width that holds so many proposals: they go through the same forward."""
+    covering = (index for index, width in enumerate(control.widths) if width >= proposed)
+    return next(covering, len(control.widths) - 1)
+
+
+def sample_gains(control: SpeculationControl, proposed: int, accepted: int) -> Iterator[int]:
+    """Yield what one decode step says about the gain of every width, in thousandths.
+
+    Up to its own width that is exact. A wider chain would have gained the same if a proposal was wrong. If all were
+    right, the tokens behind them are estimated with the acceptance that this width usually has.
+    """
+    gained = UNIT * accepted
+    all_right = accepted >= proposed
+    own = find_covering_width(control, proposed)
+    acceptance = estimate_acceptance(control.widths[own], control.gains[own]) if all_right else 0
+    for index, width in enumerate(control.widths):
         if width <= proposed:
-            yield min(right, UNIT * width)
-        elif accepted >= proposed:
-            yield right + chain(width - proposed, each)
+            yield min(gained, UNIT * width)
+        elif all_right:
+            yield gained + estimate_chain_gain(width - proposed, acceptance)
         elif control.branching:
-            yield right + control.gains[wider] - control.gains[at]
+            yield gained + control.gains[index] - control.gains[own]
         else:
-            yield right
+            yield gained
 
 
-def gain(control: SpeculationControl | None, propose: int) -> int:
-    return min(control.gains[covering(control, propose)], UNIT * propose) if control is not None and propose else 0
+def estimate_gain(control: SpeculationControl | None, propose: int) -> int:
+    """Return how many of a request's proposals are expected to be right, in thousandths."""
+    if control is None or not propose:
+        return 0
+    return min(control.gains[find_covering_width(control, propose)], UNIT * propose)
 
 
-# --- who proposes how much in a launch ---
+# --- which members of a launch propose, and how much ---
 
 
-def share(wanted: Sequence[tuple[int, SpeculationControl | None]], offer: Terms, rates: Rates, limit: int) -> Plan:
-    """In at most `limit` rows; 0: it is time for a plain launch. Where nobody proposes there may be more."""
-    plain = Plan((0,) * len(wanted), plain=offer.plain)
-    if offer.measuring or not limit or not any(most for most, _ in wanted):
+def plan_launch(
+    wanted: Sequence[tuple[int, SpeculationControl | None]], prices: LaunchPrices, rates: Rates, row_limit: int
+) -> Plan:
+    """Choose what each member of a launch proposes.
+
+    wanted: for each member the most that it may propose, and its control. row_limit: rows of the launch with proposals;
+    0: a plain launch is due.
+    """
+    plain = Plan((0,) * len(wanted), plain_ns=prices.plain_ns)
+    if prices.needs_plain_launch or not row_limit or not any(most for most, _ in wanted):
         return plain
-    ways = list(possible(wanted, offer, limit))
-    own = min(control.spare for _, control in wanted if control)
-    gained = own - SPARE  # more than any answer begins with: whoever loses that again is no later than without a draft
-    spare = min(own, max(rates.spare, gained))
-    within = [way for way in ways if way.price - UNIT <= spare]
-    least = min((way.price for way in within), default=UNIT)
-    borne = [way for way in within if way.price == least or STAKE * (way.price - UNIT) <= spare]
-    best = max(borne, key=worth, default=None)
-    pays = worth(best) > UNIT * len(wanted) if best else False
+    options = list(list_options(wanted, prices, row_limit))
+    least_spare = min(control.spare for _, control in wanted if control)
+    # What every member has gained beyond the account that an answer begins with. A member that loses it again is no
+    # later than without a draft, so the server's account need not bear it.
+    gained = least_spare - INITIAL_SPARE
+    spare = min(least_spare, max(rates.spare, gained))
+    affordable = [option for option in options if option.price - UNIT <= spare]
+    cheapest = min((option.price for option in affordable), default=UNIT)
+    bearable = [option for option in affordable if option.price == cheapest or STAKE * (option.price - UNIT) <= spare]
+    best = max(bearable, key=rate_option, default=None)
+    pays = rate_option(best) > UNIT * len(wanted) if best else False
     if best is None or not (pays or rates.rest == 0):
-        hoped = max(map(worth, ways), default=0) > UNIT * len(wanted)
-        return evolve(plain, reason="loss_limit" if hoped else "does_not_pay", steps=quiet(ways, rates.rest, spare))
+        would_pay = max(map(rate_option, options), default=0) > UNIT * len(wanted)
+        reason = "loss_limit" if would_pay else "does_not_pay"
+        return evolve(plain, reason=reason, steps=count_plain_steps(options, rates.rest, spare))
     proposals = [0] * len(wanted)
     for _, propose, member in best.members:
         proposals[member] = propose
-    late = any(control and not control.seen for propose, (_, control) in zip(proposals, wanted, strict=True) if propose)
-    doubted = filled(len(wanted) + sum(proposals)) in offer.doubted
-    steps = bearable(best.price, spare) if pays and not late and not doubted else 1
-    what = {"trying": not pays, "late": late or not pays, "doubted": doubted, "own": gained > rates.spare}
-    return Plan(tuple(proposals), best.price, offer.plain, **what, reason="does_not_pay", steps=steps)
+    draft_behind = any(
+        control and not control.seen for propose, (_, control) in zip(proposals, wanted, strict=True) if propose
+    )
+    price_doubted = round_up_to_bucket(len(wanted) + sum(proposals)) in prices.doubted_buckets
+    is_settled = pays and not draft_behind and not price_doubted
+    return Plan(
+        tuple(proposals),
+        best.price,
+        prices.plain_ns,
+        is_trial=not pays,
+        draft_behind=draft_behind or not pays,
+        price_doubted=price_doubted,
+        self_funded=gained > rates.spare,
+        reason="does_not_pay",
+        steps=count_bearable_steps(best.price, spare) if is_settled else 1,
+    )
 
 
-def quiet(ways: Sequence[Way], rest: int, spare: int) -> int:
-    """Plain steps until something may be proposed: it is time for a try, or one more way can be borne."""
-    earned = [-(-(way.price - UNIT - spare) // REFILL) for way in ways if way.price - UNIT > spare]
-    return min([*earned, rest or LONGEST])
+def count_plain_steps(options: Sequence[ProposalOption], rest: int, spare: int) -> int:
+    """Count the plain steps until something may be proposed: a try is due, or one more option can be afforded."""
+    until_affordable = [
+        -(-(option.price - UNIT - spare) // REFILL) for option in options if option.price - UNIT > spare
+    ]
+    return min([*until_affordable, rest or LONGEST_REST])
 
 
-def bearable(price: int, spare: int) -> int:
-    """Steps of that price which the accounts can bear even if no proposal is right; not more than estimates rest on."""
-    lost = price - UNIT - REFILL
-    return min(MEMORY, 1 + (spare - (price - UNIT)) // lost) if lost > 0 else MEMORY
+def count_bearable_steps(price: int, spare: int) -> int:
+    """Count the steps of that price which the accounts can bear even if no proposal is right.
+
+    They are at most as many as a request's estimate rests on.
+    """
+    loss = price - UNIT - REFILL
+    return min(REQUEST_MEMORY, 1 + (spare - (price - UNIT)) // loss) if loss > 0 else REQUEST_MEMORY
 
 
 @frozen
-class Way:
-    """members: who proposes, as (gain, proposals, place in the launch). tokens: expected of all, in thousandths."""
+class ProposalOption:
+    """One way in which a launch could propose."""
 
-    tokens: int
+    tokens: int  # expected of all members together, in thousandths
     price: int
-    members: Sequence[tuple[int, int, int]]
+    members: Sequence[tuple[int, int, int]]  # that propose, each as (gain, proposals, place in the launch)
 
 
-def possible(wanted: Sequence[tuple[int, SpeculationControl | None]], offer: Terms, limit: int) -> Iterator[Way]:
-    """For each width and each forward: as many members as it holds, those first that gain most by it."""
-    company, bounds = len(wanted), next(control.widths for most, control in wanted if most and control is not None)
-    sizes = [min(BUCKET << step, limit) for step in range((filled(limit) // BUCKET).bit_length())]
-    for bound in bounds:
-        asked = [(min(most, bound), control, at) for at, (most, control) in enumerate(wanted) if most]
-        order = sorted(((gain(control, most), most, at) for most, control, at in asked), key=lambda one: -one[0])
-        rows = list(accumulate((most for _, most, _ in order), initial=company))
-        tokens = list(accumulate((more for more, _, _ in order), initial=UNIT * company))
-        for count in sorted({bisect_right(rows, forward) - 1 for forward in sizes}):
+def list_options(
+    wanted: Sequence[tuple[int, SpeculationControl | None]], prices: LaunchPrices, row_limit: int
+) -> Iterator[ProposalOption]:
+    """Yield, for each width and each size of forward, the option with as many proposing members as the forward holds.
+
+    The members that gain most by proposing come first.
+    """
+    member_count = len(wanted)
+    widths = next(control.widths for most, control in wanted if most and control is not None)
+    bucket_count = (round_up_to_bucket(row_limit) // SMALLEST_BUCKET).bit_length()
+    forward_rows = [min(SMALLEST_BUCKET << step, row_limit) for step in range(bucket_count)]
+    for width in widths:
+        bounded = [(min(most, width), control, place) for place, (most, control) in enumerate(wanted) if most]
+        gains = ((estimate_gain(control, propose), propose, place) for propose, control, place in bounded)
+        members = sorted(gains, key=lambda member: -member[0])
+        rows = list(accumulate((propose for _, propose, _ in members), initial=member_count))
+        tokens = list(accumulate((gain for gain, _, _ in members), initial=UNIT * member_count))
+        for count in sorted({bisect_right(rows, size) - 1 for size in forward_rows}):
             if count > 0:
-                yield Way(tokens[count], offer.price(rows[count]), order[:count])
+                yield ProposalOption(tokens[count], prices.price_of(rows[count]), members[:count])
 
 
-def worth(way: Way) -> int:
-    """Tokens in the time of a plain launch."""
-    return UNIT * way.tokens // way.price
+def rate_option(option: ProposalOption) -> int:
+    """Return the tokens that an option gives in the time of a plain launch, in thousandths."""
+    return UNIT * option.tokens // option.price
 
 
-# --- what a launch teaches all of them ---
+# --- what a launch teaches all requests ---
 
 
-def begun(rates: Rates, plan: Plan) -> Rates:
-    """Tries that follow each other are ever further apart; what pays brings the next ones nearer."""
-    if plan.trying:
-        return evolve(rates, rest=rates.pause, pause=min(2 * rates.pause, LONGEST))
+def record_launch(rates: Rates, plan: Plan) -> Rates:
+    """Return the rates after a launch has begun. Tries move further apart, and nearer when proposals pay."""
+    if plan.is_trial:
+        return evolve(rates, rest=rates.pause, pause=min(2 * rates.pause, LONGEST_REST))
     if any(plan.proposals):
         return evolve(rates, pause=max(1, rates.pause // 2)) if rates.pause > 1 else rates
-    spare, rest = max(rates.spare, min(rates.spare + REFILL, SPARE)), max(0, rates.rest - bool(plan.reason))
+    spare = max(rates.spare, min(rates.spare + REFILL, INITIAL_SPARE))
+    rest = max(0, rates.rest - bool(plan.reason))
     return rates if (spare, rest) == (rates.spare, rates.rest) else evolve(rates, spare=spare, rest=rest)
 
 
-def settled(settings: Settings, rates: Rates, plan: Plan, done: Decoded) -> Rates:
-    """One of a launch's members is back. They share in the server's account; what a plain one earns it has already."""
+def record_outcome(settings: Settings, rates: Rates, plan: Plan, done: Decoded) -> Rates:
+    """Return the rates after the outcome of one member. The members share what a launch costs the server's account.
+
+    What a plain launch earns was paid in when it began.
+    """
     if not any(plan.proposals):
         return rates
-    spare = min(balance(rates.spare, plan, done, len(plan.proposals)), SAVED)
-    spare = max(spare, rates.spare) if plan.own else spare
+    spare = min(update_balance(rates.spare, plan, done, len(plan.proposals)), MAX_SERVER_SPARE)
+    spare = max(spare, rates.spare) if plan.self_funded else spare
     if not done.proposed:
         return evolve(rates, spare=spare)
-    gains = learnt(fresh(settings, rates), rates.seen, done, SHARED)
+    gains = update_gains(make_control(settings, rates), rates.seen, done, SERVER_MEMORY)
     return evolve(rates, gains=gains, seen=rates.seen + 1, spare=spare)
 
 
-def balance(spare: int, plan: Plan, done: Decoded, members: int = 1) -> int:
-    """Of an account: what the tokens would have cost without a draft, less what the launch did."""
-    earned = (UNIT + REFILL) * len(done.tokens) - done.steps * cost(plan, done.ns)
+def update_balance(spare: int, plan: Plan, done: Decoded, members: int = 1) -> int:
+    """Return an account after an outcome: it earns what the tokens would have cost, and pays what the launch cost."""
+    earned = (UNIT + REFILL) * len(done.tokens) - done.steps * charge_launch(plan, done.ns)
     return spare + earned // members
 
 
-def cost(plan: Plan, took_ns: int) -> int:
-    """What such launches usually cost; where the draft had to catch up, or nobody knows, what this one really took.
+def charge_launch(plan: Plan, took_ns: int) -> int:
+    """Return what a step of a launch is charged: its price, or its measured time where the price may be wrong.
 
-    That takes no longer than a plain launch: what did was held up by something else.
+    The price may be wrong where the draft had to catch up, or where it is doubted. No more than a plain launch is
+    charged beyond the price: what took longer was held up by other work.
     """
-    if not (plan.late or plan.doubted) or not took_ns or not plan.plain:
+    if not (plan.draft_behind or plan.price_doubted) or not took_ns or not plan.plain_ns:
         return plan.price
-    return min(max(plan.price, UNIT * took_ns // plan.plain), plan.price + UNIT)
+    return min(max(plan.price, UNIT * took_ns // plan.plain_ns), plan.price + UNIT)

@@ -1,4 +1,30 @@
-"""Every request at once, and what they share. The whole engine is one fold over events: `advance`."""
+"""Every request at once, and what they share. The whole engine is one fold over events: `advance`.
+
+Problem. Requests share slots, lanes, models and what is known of the machine's speed. An event of one request changes
+what others may do: a decode step that ends frees a lane, and a request that ends frees a slot. All of that has to be
+decided in one place, in a fixed order, and without looking at anything but the events. Then a trace of the events is
+enough to make every decision again.
+
+Idea. `World` is an immutable value. `advance(world, event)` returns the next world and the effects that executors carry
+out, in order. Inside, a `Fold` lets one event play out to its end:
+
+1. An outcome is first taken off its lane, and times are learned from it (`acknowledge`).
+2. The request's transition is looked up in `states/table.py` and made (`react`). The effects that it asks for go to the
+   queue of a lane, or directly to the output (`route_effect`).
+3. When no derived event is pending, free lanes launch what waits for them (`launch_lanes`). This may answer an effect
+   at once, which is one more pending event.
+4. When still nothing is pending, the next waiting request is admitted to a free slot (`admit_waiting`). That is an
+   event of its own (`Admitted`).
+5. This repeats until nothing is pending and no request can be admitted.
+
+Invariants. `states/invariants.py` asserts what is true of every world between two events, for instance that slots and
+requests agree about who holds what. Within `advance` they may be broken for a moment.
+
+Example. `Decoded` arrives with the last token of request 1, while request 2 waits for a slot. The outcome leaves lane
+MAIN; request 1 emits its token, closes its stream and is done; its slot is released. Nothing waits for the lane. Then
+request 2 is admitted: `Admitted` makes it open the slot and look up its prompt. The output is `EmitTokens`,
+`CloseStream`, `OpenSlot`, `FindPrefix`.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +34,17 @@ from typing import TypeAlias
 
 from attrs import evolve, field, frozen
 
-from effects.all import Ask, Effect, Launch
-from effects.decode import Decoded, RunDecode
+from effects.all import Effect, EffectRequest, Launch
 from effects.experts import PlaceExperts
 from effects.ids import ENGINE, MAIN, PROMPTS, DeviceFailed, LaneId, ModelName, RequestId, Side, SlotId, StoreFailed
 from effects.lookup import PrefixFound, PrefixMissed
-from effects.pflash import CompressPrompt, PromptCompressed
-from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
+from effects.prefill import OpenSlot, RunPrefill
 from effects.restore import BlocksRestored
 from effects.snapshot import SnapshotSaved
-from effects.stream import Abandon, Halt
-from states import experts as placing
-from states import growth, launch_prices, policy, rates, residency
-from states import lane as lanes
-from states import slots as seats
-from states import speculation_control as control
+from effects.stream import Abandon, StopLaunch
+from states import experts, page_growth, policy, rates, residency, slot_admission, slots, speculation_control
+from states import lane as lane_queue
+from states.checkpoints import EMPTY
 from states.events import (
     Admitted,
     Cancelled,
@@ -40,9 +62,12 @@ from states.events import (
     Submitted,
 )
 from states.experts import Residents
-from states.lane import Answer, Lane
-from states.life import (
-    Compressing,
+from states.lane import EffectOutcome, Lane
+from states.launch_choice import choose_launch, with_launch_plan
+from states.machine import IllegalEvent, step
+from states.measured_rates import learn_from_outcome
+from states.rates import Rates
+from states.request_states import (
     Done,
     Early,
     New,
@@ -54,15 +79,12 @@ from states.life import (
     Waiting,
     Yielding,
 )
-from states.machine import IllegalEvent, step
-from states.places import EMPTY
-from states.rates import Rates
 from states.residency import Models, Residence
-from states.settings import Known, Settings
+from states.settings import DecisionContext, Settings
 from states.slots import Slot, Slots
 from states.table import TABLE
 
-Out: TypeAlias = Ask | Launch
+Output: TypeAlias = EffectRequest | Launch
 
 
 @frozen
@@ -76,54 +98,59 @@ class World:
     experts: Residents = field(factory=Residents)
 
 
-def begin(settings: Settings) -> World:
-    slots = Slots((Slot(),) * settings.slots, places=(EMPTY,) * settings.state_places)
-    models, all_lanes = residency.boot(settings), lanes.lanes_of(settings)
-    residents = placing.begin(settings.experts, settings.expert_places)
-    return World(settings, slots, lanes=all_lanes, models=models, rates=settings.rates, experts=residents)
+def make_world(settings: Settings) -> World:
+    """Return the world before the first event."""
+    return World(
+        settings,
+        Slots((Slot(),) * settings.slots, places=(EMPTY,) * settings.state_places),
+        lanes=lane_queue.make_lanes(settings),
+        models=residency.make_models(settings),
+        rates=settings.rates,
+        experts=experts.make_residents(settings.experts, settings.expert_places),
+    )
 
 
-def advance(world: World, happened: Happened) -> tuple[World, tuple[Out, ...]]:
-    """Let one event play out to the end. What comes back is for the executors, in order.
+def advance(world: World, happened: Happened) -> tuple[World, tuple[Output, ...]]:
+    """Let one event play out to its end. Returns the next world, and what executors carry out, in order.
 
-    A cancellation of a request that has left already changes nothing. Everything else that the table has no row for is
+    A cancellation of a request that has left already changes nothing. Any other event that the table has no row for is
     a bug and raises IllegalEvent.
     """
     fold = Fold(world)
     match happened:
         case ForRequest(request, Cancelled()) if request not in world.requests:
             return world, ()
-        case ForRequest(request, Submitted()) if fold.full():
-            fold.play(request, Rejected(len(fold.slots.waiting)))
+        case ForRequest(request, Submitted()) if fold.is_queue_full():
+            fold.play_event(request, Rejected(len(fold.slots.waiting)))
         case ForRequest(request, event):
             if not isinstance(event, External | Derived):
-                fold.acknowledge(Answer(request, event))
-            fold.play(request, event)
-        case ForEngine(SlotsLost(slots)):
-            fold.lose(slots)
+                fold.acknowledge(EffectOutcome(request, event))
+            fold.play_event(request, event)
+        case ForEngine(SlotsLost(slot_ids)):
+            fold.lose_slots(slot_ids)
         case ForEngine(ExpertsUsed(counts)):
-            fold.used(counts)
+            fold.place_experts(counts)
         case ForModel(name, there):
-            fold.models = residency.reached(fold.models, name, there=there)
+            fold.models = residency.record_process_change(fold.models, name, there=there)
     after = World(world.settings, fold.slots, fold.requests, fold.lanes, fold.models, fold.rates, fold.experts)
-    return after, tuple(fold.out)
+    return after, tuple(fold.outputs)
 
 
-def hurried(world: World) -> bool:
-    """Does anybody wait for a slot, perhaps for one whose rows are still being kept?"""
+def is_slot_requested(world: World) -> bool:
+    """Does any request wait for a slot, perhaps for one whose rows are still being saved?"""
     return bool(world.slots.waiting)
 
 
-def reading(world: World) -> bool:
-    """Does anybody who has a slot wait for a first token?"""
+def is_first_token_pending(world: World) -> bool:
+    """Does any request that holds a slot wait for its first token?"""
     return any(
         isinstance(state, Early | Prefilling) or (isinstance(state, Speculating) and not state.answer.tokens)
         for state in world.requests.values()
     )
 
 
-def crowded(world: World) -> bool:
-    """Do prompts wait for another one to be read, beside decode steps?"""
+def has_prefill_backlog(world: World) -> bool:
+    """Do prompts wait until another one has been prefilled on the prompt lane?"""
     return PROMPTS in world.lanes and bool(world.lanes[PROMPTS].waiting)
 
 
@@ -131,184 +158,184 @@ class Fold:
     """One event and all that follows from it at once. Lives inside `advance` only."""
 
     def __init__(self, world: World) -> None:
-        self.settings, self.slots, self.models = world.settings, world.slots, world.models
-        self.requests, self.lanes, self.rates = dict(world.requests), dict(world.lanes), world.rates
+        self.settings = world.settings
+        self.slots = world.slots
+        self.models = world.models
+        self.requests = dict(world.requests)
+        self.lanes = dict(world.lanes)
+        self.rates = world.rates
         self.experts = world.experts
-        self.out: list[Out] = []
-        self.todo: deque[tuple[RequestId, Event]] = deque()
+        self.outputs: list[Output] = []
+        self.pending: deque[tuple[RequestId, Event]] = deque()
 
-    def full(self) -> bool:
-        """Everybody who waits, waits for a slot, which is never free while the queue is full, or else for pages."""
+    def is_queue_full(self) -> bool:
+        """Is there no room for one more waiting request?
+
+        No slot is ever free while the queue is full, unless the first request that waits is short of pages.
+        """
         free = any(slot.holder is None for slot in self.slots.slots)
-        seated = free and self.slots.short.isdisjoint(self.slots.waiting)
-        return not seated and len(self.slots.waiting) >= self.settings.max_queue
+        admits = free and self.slots.short_of_pages.isdisjoint(self.slots.waiting)
+        return not admits and len(self.slots.waiting) >= self.settings.max_queue
 
-    def acknowledge(self, answer: Answer) -> None:
-        """Take an outcome off its lane, or leave it to the table if it is the store's."""
+    def acknowledge(self, answer: EffectOutcome) -> None:
+        """Take an outcome off its lane and learn from it. Outcomes of the store are on no lane."""
         for number, lane in self.lanes.items():
-            for ask in lane.running:
-                if ask.request == answer.request and type(answer.outcome) in ask.effect.outcomes:
-                    self.models = residency.acknowledged(self.models, ask, answer.outcome)
-                    self.slots = seats.acknowledged(self.slots, ask, answer.outcome, self.requests)
-                    # What a prompt's rows take while the device is at decode steps, too, is not what they take.
-                    self.learn(None if lane.shared else ask.effect, answer, lane)
-                    self.lanes[number] = lanes.answered(lane, answer, together=bool(self.settings.block))
+            for effect_request in lane.running:
+                if effect_request.request == answer.request and type(answer.outcome) in effect_request.effect.outcomes:
+                    self.models = residency.record_move(self.models, effect_request, answer.outcome)
+                    self.slots = slots.record_checkpoint(self.slots, effect_request, answer.outcome, self.requests)
+                    # A prefill that shared the device with decode steps took longer than it would take alone.
+                    self.learn_times(None if lane.shares_device else effect_request.effect, answer, lane)
+                    ends_together = bool(self.settings.block)
+                    self.lanes[number] = lane_queue.record_outcome(lane, answer, ends_together=ends_together)
                     return
         if not isinstance(answer.outcome, PrefixFound | PrefixMissed | BlocksRestored | SnapshotSaved | StoreFailed):
             raise IllegalEvent(f"nothing on a lane for request {answer.request} awaits {answer.outcome}")
-        self.learn(None, answer, Lane())
+        self.learn_times(None, answer, Lane())
 
-    def learn(self, effect: Effect | None, answer: Answer, lane: Lane) -> None:
-        """How long it took, if that says what it would take again."""
+    def learn_times(self, effect: Effect | None, answer: EffectOutcome, lane: Lane) -> None:
         state = self.requests.get(answer.request)
-        match effect, answer.outcome:
-            case RunPrefill(), PrefillAdvanced():
-                beside = isinstance(state, Restoring) and state.loading
-                self.rates = rates.computed(self.rates, effect, answer.outcome, self.settings.chunk, beside=beside)
-            case None, BlocksRestored() if isinstance(state, Restoring):
-                chunk, tokens = self.settings.chunk, self.settings.state_tokens
-                beside = not self.settings.stateful and state.front > state.seat.restored
-                self.rates = rates.loaded(self.rates, state.tier, answer.outcome, chunk, tokens, beside=beside)
-            case CompressPrompt(), PromptCompressed(ns=ns) if ns and isinstance(state, Compressing):
-                self.rates = rates.scored(self.rates, policy.scored_tokens(state.prompt), ns)
-            case RunDecode(propose=propose), Decoded() as done:
-                leads = lanes.leads(lane, answer.request)
-                if done.ns and done.proposed == propose and leads and lanes.tells(lane, done.ns):
-                    known = launch_prices.timed(self.rates.decode, lanes.shape(lane.running), done.ns)
-                    self.rates = evolve(self.rates, decode=known)
-                for _ in range(lanes.further(done) if self.settings.block and leads else 0):
-                    self.rates = control.begun(self.rates, lane.plan)
-                self.rates = control.settled(self.settings, self.rates, lane.plan, done)
-            case _:
-                pass
+        self.rates = learn_from_outcome(self.rates, effect, answer, lane=lane, state=state, settings=self.settings)
 
-    def lose(self, slots: tuple[SlotId, ...]) -> None:
-        for slot in dict.fromkeys(slots):
+    def lose_slots(self, slot_ids: tuple[SlotId, ...]) -> None:
+        """Forget the rows of these slots, and tell the requests that hold them."""
+        for slot in dict.fromkeys(slot_ids):
             if not 0 <= slot < len(self.slots.slots):
                 raise IllegalEvent(f"there is no slot {slot} to be lost")
-            self.slots = seats.forget(self.slots, slot)
+            self.slots = slots.forget_rows(self.slots, slot)
             if (holder := self.slots.slots[slot].holder) is not None:
-                self.todo.append((holder, SlotEmptied()))
-        self.settle()
+                self.pending.append((holder, SlotEmptied()))
+        self.process_pending()
 
-    def used(self, counts: tuple[int, ...]) -> None:
+    def place_experts(self, counts: tuple[int, ...]) -> None:
         if len(counts) != self.settings.experts or min(counts, default=0) < 0:
             raise IllegalEvent(f"{len(counts)} counts of {self.settings.experts} experts, or some below none")
-        self.experts, moves = placing.moved(self.experts, counts)
+        self.experts, moves = experts.choose_moves(self.experts, counts)
         if moves:
-            self.out.append(Ask(ENGINE, PlaceExperts(moves)))
+            self.outputs.append(EffectRequest(ENGINE, PlaceExperts(moves)))
 
-    def play(self, request: RequestId, event: Event) -> None:
-        self.todo.append((request, event))
-        self.settle()
+    def play_event(self, request: RequestId, event: Event) -> None:
+        self.pending.append((request, event))
+        self.process_pending()
 
-    def settle(self) -> None:
-        """React to what follows from it, too, until nothing does."""
-        while self.todo:
-            self.react(*self.todo.popleft())
-            if not self.todo:
-                self.launch()
-            if not self.todo:
-                self.admit()
+    def process_pending(self) -> None:
+        """Process events until none is pending. Lanes launch and slots are given only while none is."""
+        while self.pending:
+            self.react(*self.pending.popleft())
+            if not self.pending:
+                self.launch_lanes()
+            if not self.pending:
+                self.admit_waiting()
 
     def react(self, request: RequestId, event: Event) -> None:
+        """Make the request's transition, update what the requests share, and route the effects."""
         before = self.requests.get(request, New())
-        then = step(TABLE, before, event, Known(self.settings, self.rates))
-        if isinstance(event, PrefixFound) and not getattr(then.state, "computing", False):
-            self.rates = rates.untried(self.rates, event.tier, loaded=isinstance(then.state, Restoring))
+        transition = step(TABLE, before, event, DecisionContext(self.settings, self.rates))
+        if isinstance(event, PrefixFound) and not getattr(transition.state, "computing", False):
+            is_loaded = isinstance(transition.state, Restoring)
+            self.rates = rates.fade_untried(self.rates, event.tier, loaded=is_loaded)
         if isinstance(before, Waiting) and isinstance(event, Admitted):
-            self.rates = policy.spared(Known(self.settings, self.rates), before.prompt)
+            self.rates = policy.fade_scorer_time(DecisionContext(self.settings, self.rates), before.prompt)
         if isinstance(before, New) and isinstance(event, Submitted):
-            self.slots = seats.enqueue(self.slots, request)
-        if isinstance(then.state, Waiting) and isinstance(before, Recovering | Yielding):
-            self.slots = seats.give_up(self.slots, request, before.remains.seat.slot)
-        if isinstance(then.state, Done):
+            self.slots = slots.enqueue(self.slots, request)
+        if isinstance(transition.state, Waiting) and isinstance(before, Recovering | Yielding):
+            self.slots = slots.requeue_holder(self.slots, request, before.remainder.slot_lease.slot)
+        if isinstance(transition.state, Done):
             self.requests.pop(request, None)
-            self.slots = seats.leave_queue(self.slots, request)
-            if then.state.remains is not None:
-                self.slots = seats.release(self.slots, request, then.state.remains, self.settings)
+            self.slots = slots.leave_queue(self.slots, request)
+            if transition.state.remainder is not None:
+                self.slots = slots.release_slot(self.slots, request, transition.state.remainder, self.settings)
         else:
-            self.requests[request] = then.state
-        for effect in then.effects:
-            self.route(Ask(request, effect))
+            self.requests[request] = transition.state
+        for effect in transition.effects:
+            self.route_effect(EffectRequest(request, effect))
 
-    def route(self, ask: Ask) -> None:
-        """Queue it for the lane, or hand it on; a place in the queue is given up on the spot."""
-        if isinstance(ask.effect, OpenSlot):
-            self.slots, opening = seats.opened(self.slots, ask.effect)
-            ask = Ask(ask.request, opening)
-        if ask.effect.outcomes and ask.effect.side is Side.DEVICE:
-            number = lanes.lane_of(self.settings, ask.effect)
-            self.lanes[number] = lanes.join(self.lanes[number], ask)
+    def route_effect(self, effect_request: EffectRequest) -> None:
+        """Queue an effect for its lane, or put it out. `Abandon` also takes the request out of lane queues at once."""
+        if isinstance(effect_request.effect, OpenSlot):
+            self.slots, opening = slots.complete_open_slot(self.slots, effect_request.effect)
+            effect_request = EffectRequest(effect_request.request, opening)
+        if effect_request.effect.outcomes and effect_request.effect.side is Side.DEVICE:
+            number = lane_queue.choose_lane(self.settings, effect_request.effect)
+            self.lanes[number] = lane_queue.enqueue_effect(self.lanes[number], effect_request)
             return
-        for number, lane in self.lanes.items() if isinstance(ask.effect, Abandon) else ():
-            self.lanes[number], left = lanes.leave(lane, ask.request)
-            if left:
-                self.todo.append((ask.request, DeviceFailed("abandoned", "gave up its place in the queue")))
-        self.out.append(ask)
+        for number, lane in self.lanes.items() if isinstance(effect_request.effect, Abandon) else ():
+            self.lanes[number], was_waiting = lane_queue.withdraw_effect(lane, effect_request.request)
+            if was_waiting:
+                failure = DeviceFailed("abandoned", "gave up its place in the queue")
+                self.pending.append((effect_request.request, failure))
+        self.outputs.append(effect_request)
 
-    def launch(self) -> None:
-        """Decided at launch, not when the effect was queued: by then the world may look different."""
+    def launch_lanes(self) -> None:
+        """Launch on free lanes, and let waiting effects join or stop launches that continue alone."""
         for number in self.lanes:
-            while not self.todo and lanes.idle(self.lanes[number]) and self.launch_on(number):
+            while not self.pending and lane_queue.can_launch(self.lanes[number]) and self.launch_on_lane(number):
                 pass
-            if lanes.joinable(self.lanes[number], self.settings):
-                self.join(number)
-            if lanes.held_up(lane := self.lanes[number]):
-                self.lanes[number] = evolve(lane, alone=False)
-                self.out.append(Ask(lane.running[0].request, Halt()))
+            if lane_queue.can_join(self.lanes[number], self.settings):
+                self.join_launch(number)
+            if lane_queue.is_blocking(lane := self.lanes[number]):
+                self.lanes[number] = evolve(lane, continues_alone=False)
+                self.outputs.append(EffectRequest(lane.running[0].request, StopLaunch()))
 
-    def launch_on(self, number: LaneId) -> bool:
-        """False: there is nothing to do on this lane."""
-        ready, held = self.grow(self.lanes[number])
-        lane, self.models, chosen = lanes.choose(ready, self.models, self.settings, self.requests, self.rates)
-        lane = lanes.with_asks(lane, (*held, *lane.waiting), lane.running) if held else lane
+    def launch_on_lane(self, number: LaneId) -> bool:
+        """Choose what a free lane does, and put it out. False: it has nothing to do."""
+        ready, held = self.grow_pages(self.lanes[number])
+        lane, self.models, chosen = choose_launch(ready, self.models, self.settings, self.requests, self.rates)
+        lane = lane_queue.with_effect_requests(lane, (*held, *lane.waiting), lane.running) if held else lane
         match chosen:
-            case Launch(asks):
-                if self.settings.state_places and isinstance(asks[0].effect, RunPrefill):
-                    self.slots, asks = seats.given(self.slots, asks[0], self.requests, self.settings)
-                    lane = evolve(lane, running=asks)
-                if self.settings.block and lane.decode_last:
-                    self.rates = control.begun(self.rates, lane.plan)
-                    self.requests |= lanes.told(lane, self.requests)
-                self.out.append(Launch(asks, number))
-            case Answer(request, outcome):
-                self.todo.append((request, outcome))
+            case Launch(launched):
+                if self.settings.state_places and isinstance(launched[0].effect, RunPrefill):
+                    self.slots, launched = slots.assign_checkpoint_place(
+                        self.slots, launched[0], self.requests, self.settings
+                    )
+                    lane = evolve(lane, running=launched)
+                if self.settings.block and lane.last_was_decode:
+                    self.rates = speculation_control.record_launch(self.rates, lane.plan)
+                    self.requests |= with_launch_plan(lane, self.requests)
+                self.outputs.append(Launch(launched, number))
+            case EffectOutcome(request, outcome):
+                self.pending.append((request, outcome))
             case None:
                 return False
         self.lanes[number] = lane
         if PROMPTS in self.lanes and self.lanes[MAIN].running and self.lanes[PROMPTS].running:
-            self.lanes[PROMPTS] = evolve(self.lanes[PROMPTS], shared=True)
+            self.lanes[PROMPTS] = evolve(self.lanes[PROMPTS], shares_device=True)
         return True
 
-    def join(self, number: LaneId) -> None:
-        """Who waits for pages lets nobody pass."""
-        ready, held = self.grow(self.lanes[number])
+    def join_launch(self, number: LaneId) -> None:
+        """Let waiting decode steps join the running launch. None joins while one of them waits for pages."""
+        ready, held = self.grow_pages(self.lanes[number])
         if held:
-            self.lanes[number] = lanes.with_asks(ready, (*held, *ready.waiting), ready.running)
+            self.lanes[number] = lane_queue.with_effect_requests(ready, (*held, *ready.waiting), ready.running)
             return
-        self.lanes[number] = lanes.joined(ready)
-        self.out.append(Launch(ready.waiting, number, joins=True))
+        self.lanes[number] = lane_queue.join_waiting(ready)
+        self.outputs.append(Launch(ready.waiting, number, joins=True))
 
-    def grow(self, lane: Lane) -> tuple[Lane, tuple[Ask, ...]]:
-        """Pages for the decode steps that wait, and those for which there are none now."""
+    def grow_pages(self, lane: Lane) -> tuple[Lane, tuple[EffectRequest, ...]]:
+        """Give waiting decode steps the pages that they need. Also returns those for which there are none now."""
         if not self.settings.pages:
             return lane, ()
-        ready, held = list[Ask](), list[Ask]()
-        for ask in lane.waiting:
-            self.slots, fitting = growth.grown(self.slots, ask, self.requests, self.settings)
-            if fitting is None:
-                held.append(ask)
+        ready = list[EffectRequest]()
+        held = list[EffectRequest]()
+        for effect_request in lane.waiting:
+            self.slots, grown = page_growth.grow_for_decode_step(
+                self.slots, effect_request, self.requests, self.settings
+            )
+            if grown is None:
+                held.append(effect_request)
             else:
-                ready.append(fitting)
-        if held:  # who waits for pages waits for the end of somebody, which a launch that goes on alone would not see
-            ready = [growth.alone(ask, 1) for ask in ready]
-        return lanes.with_asks(lane, tuple(ready), lane.running), tuple(held)
+                ready.append(grown)
+        if held:
+            # A step that waits for pages waits until another request ends, and a launch that continues alone would not
+            # stop then. So the others take one step each.
+            ready = [page_growth.limit_steps(one, 1) for one in ready]
+        return lane_queue.with_effect_requests(lane, tuple(ready), lane.running), tuple(held)
 
-    def admit(self) -> None:
-        seated = seats.admit(self.slots, self.requests, self.settings)
-        if seated is not None:
-            self.slots, request, admitted = seated
-            self.todo.append((request, admitted))
+    def admit_waiting(self) -> None:
+        """Give the next waiting request a slot, if there is one for it."""
+        admission = slot_admission.admit_next(self.slots, self.requests, self.settings)
+        if admission is not None:
+            self.slots, request, admitted = admission
+            self.pending.append((request, admitted))
         elif self.settings.pages:
-            self.slots = growth.held_back(self.slots, self.requests, self.settings)
+            self.slots = page_growth.mark_short_of_pages(self.slots, self.requests, self.settings)

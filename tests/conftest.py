@@ -13,8 +13,6 @@ import anyio
 import pytest
 
 import engine  # noqa: F401 - before torch: how its threads wait
-from engine.ahead import COMPILER, TRACED
-from engine.later import import_later
 
 # Before torch is imported, here and by what a test starts: threads of several workers that wait for each other on the
 # same cores take longer than one each. Tests of what threads do to numbers say how many they want.
@@ -24,8 +22,6 @@ if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
 # What is imported is compiled once, and not by each process that a test starts, whatever an image's environment says.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-
-import_later(TRACED, COMPILER)  # as a server does: what it never imports is not there for a test, either
 
 MARGIN_S = 10  # by which a test that waits is cancelled before its time limit
 

@@ -9,7 +9,7 @@ from threading import Thread
 import anyio
 
 from benchmarks.trace_view import record
-from engine.timeline.view import written
+from engine.tools.timeline.timeline_page import write_page
 from tests import browser
 from tests.browser import Browser, Page
 from tests.e2e.server import serving
@@ -23,7 +23,7 @@ async def timeline(chromium: Browser, folder: Path) -> None:
     """docs/TRACE.md: one of many requests, what it waited for and who else was there."""
     trace = folder / "agents.jsonl"
     record(trace, AGENTS)
-    written(trace)
+    write_page(trace)
     for scheme in SCHEMES:
         async with chromium.page(
             trace.with_suffix(".html").as_uri(), width=1280, height=800, color_scheme=scheme
@@ -53,7 +53,7 @@ async def story(chromium: Browser, folder: Path) -> None:
     """docs/STORY.md: the same prompt cold and after a restart."""
     for name in ("cold", "warm"):
         trace = await anyio.to_thread.run_sync(asked, folder, name)
-        written(trace)
+        write_page(trace)
         for scheme in SCHEMES:
             async with chromium.page(
                 trace.with_suffix(".html").as_uri(), width=1280, height=560, color_scheme=scheme

@@ -23,8 +23,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from adapters.demo import FOLDER
-from adapters.device.drafting import noise_of
-from adapters.device.noise import gumbel
+from adapters.device.speculation.drafting import noise_shares
+from adapters.models.kernels.noise import gumbel
 from training import tasks
 from training.agents import ToolLoop
 from training.batches import PAD_ID, flatten, row_random
@@ -200,7 +200,7 @@ def coupled_picks(logits: Tensor, said: Continuation, temperature: float) -> Ten
     count, slots, size = logits.shape
     reach = range(said.start + 1, said.start + count + slots)
     noise = gumbel([(said.seed, position) for position in reach], size, logits.device)
-    share = torch.tensor(noise_of(slots), device=logits.device).unsqueeze(1)
+    share = torch.tensor(noise_shares(slots), device=logits.device).unsqueeze(1)
     places = torch.arange(count, device=logits.device).unsqueeze(1) + torch.arange(slots, device=logits.device)
     return torch.stack(
         [

@@ -16,7 +16,7 @@ from attrs import frozen
 from tokenizers import Tokenizer
 
 from adapters.demo import FOLDER
-from adapters.device.selection import Marks, select
+from adapters.device.compression.select_tokens import TokenMarks, select
 from effects.compression import PromptPart
 from training import tasks
 from training.batches import flatten, row_random
@@ -71,17 +71,17 @@ def parts_of(prompt: Sequence[int]) -> list[PromptPart]:
     ]
 
 
-def marks_of(tokenizer: Tokenizer) -> Marks:
+def marks_of(tokenizer: Tokenizer) -> TokenMarks:
     """As the server's, of the demo's tokenizer."""
     texts = [tokenizer.decode([token], skip_special_tokens=False) for token in range(tokenizer.get_vocab_size())]
-    return Marks(
+    return TokenMarks(
         bytes(text.rstrip(" \t\r").endswith("\n") for text in texts),
         bytes(text.rstrip().endswith((".", "!", "?", ";")) for text in texts),
         frozenset(range(len(CONTROLS))),
     )
 
 
-def shortened(question: Question, scores: Sequence[float], marks: Marks, keep: int) -> list[int]:
+def shortened(question: Question, scores: Sequence[float], marks: TokenMarks, keep: int) -> list[int]:
     prompt = question.prompt
     kept = select(prompt, scores, parts_of(prompt), marks, keep=len(prompt) * keep // 1000, most=len(prompt))
     assert kept is not None, "what has to stay is a part of the prompt"

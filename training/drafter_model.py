@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from adapters.models.scorer import POOL, TAIL
+from adapters.models.decoder.scorer import POOL, TAIL
 from training.model import DecoderBlock, Geometry, Qwen3, SelfAttention
 
 GEOMETRY = Geometry(hidden=160, inner=384, layers=4, heads=3, kv_heads=1, context=65536)
@@ -52,8 +52,8 @@ class ScoringModel(Qwen3):
 
     @torch.inference_mode()
     def scores(self, tokens: Tensor) -> Tensor:
-        """Of each of [n] tokens, how much the last ones look at it: as `adapters.models.scorer` has it, but all rows
-        attend to all before them, however many there are.
+        """Of each of [n] tokens, how much the last ones look at it: as `adapters.models.decoder.scorer` has it, but all
+        rows attend to all before them, however many there are.
         """
         x = self.model.embed_tokens(tokens[None])
         angles = self.cos[: len(tokens)], self.sin[: len(tokens)]

@@ -1,4 +1,4 @@
-"""What a checkpoint says about text: tokenizer, chat template, the tokens that end an answer, sampling."""
+"""Reads the text files of a checkpoint: tokenizer, chat template, end tokens and sampling defaults."""
 
 from __future__ import annotations
 
@@ -6,46 +6,37 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from attrs import frozen
-
-from adapters.checkpoint.config import TOKENIZER, open_regular, read_json, read_optional
-from adapters.checkpoint.errors import CheckpointError, shown
+from adapters.checkpoint.checkpoint_error import CheckpointError, describe_value
+from adapters.checkpoint.config_fields import TOKENIZER, open_regular, read_json, read_optional
+from adapters.checkpoint.gguf.gguf_text import read_gguf_text
 from adapters.checkpoint.gguf.header import is_gguf
-from adapters.checkpoint.gguf.text import described
+from adapters.checkpoint.text_content import TextContent
 
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_ENDS = 1 << 10
 
 
-@frozen
-class TextFiles:
-    """tokenizer: tokenizer.json; settings: tokenizer_config.json; generation: generation_config.json, {} without."""
+def read_text_files(folder: Path) -> TextContent:
+    """Read the text files of a folder or of a GGUF file.
 
-    tokenizer: Mapping[str, Any]
-    settings: Mapping[str, Any]
-    generation: Mapping[str, Any]
-    end_tokens: tuple[int, ...]
-    template: str | None
-
-    @classmethod
-    def read(cls, folder: Path) -> TextFiles:
-        """Raises CheckpointError naming the file that is missing or wrong."""
-        if is_gguf(folder):
-            return cls(**described(folder, MAX_TEMPLATE_BYTES))
-        settings = read_optional(folder / "tokenizer_config.json", TOKENIZER)
-        generation = read_optional(folder / "generation_config.json")
-        config = read_optional(folder / "config.json")
-        return cls(
-            tokenizer=read_json(folder / "tokenizer.json", TOKENIZER),
-            settings=settings,
-            generation=generation,
-            end_tokens=find_end_tokens(generation, config),
-            template=find_template(folder, settings),
-        )
+    Raises CheckpointError that names the file that is missing or wrong.
+    """
+    if is_gguf(folder):
+        return read_gguf_text(folder, MAX_TEMPLATE_BYTES)
+    settings = read_optional(folder / "tokenizer_config.json", TOKENIZER)
+    generation = read_optional(folder / "generation_config.json")
+    config = read_optional(folder / "config.json")
+    return TextContent(
+        tokenizer=read_json(folder / "tokenizer.json", TOKENIZER),
+        settings=settings,
+        generation=generation,
+        end_tokens=find_end_tokens(generation, config),
+        template=find_template(folder, settings),
+    )
 
 
 def find_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """chat_template.jinja, or what tokenizer_config.json holds; None without either."""
+    """Return the chat template, from chat_template.jinja or else from tokenizer_config.json. None: there is none."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         with open_regular(file) as opened:
@@ -66,11 +57,11 @@ def find_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
 
 
 def find_end_tokens(generation: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[int, ...]:
-    """eos_token_id from generation_config.json, or else from config.json, whose `text_config` may have it instead."""
+    """Return `eos_token_id` of generation_config.json, or else of config.json or of its `text_config`."""
     inner = config.get("text_config")
     text = inner if isinstance(inner, Mapping) else {}
     levels = (generation.get("eos_token_id"), config.get("eos_token_id"), text.get("eos_token_id"))
-    value = next((told for told in levels if told is not None), None)
+    value = next((level for level in levels if level is not None), None)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if len(ids) > MAX_ENDS:
         raise CheckpointError(f"eos_token_id is a list of {len(ids)}; accepted: up to {MAX_ENDS} token ids")
@@ -78,5 +69,5 @@ def find_end_tokens(generation: Mapping[str, Any], config: Mapping[str, Any]) ->
     stop = vocab if isinstance(vocab, int) else 1 << 31
     for token in ids:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < stop:
-            raise CheckpointError(f"eos_token_id {shown(token)} is not a token id in 0..{stop - 1}")
+            raise CheckpointError(f"eos_token_id {describe_value(token)} is not a token id in 0..{stop - 1}")
     return tuple(ids)

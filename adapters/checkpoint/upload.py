@@ -1,5 +1,7 @@
-"""Tensors from the page cache to a device, ahead of whoever asks for them: several threads read pieces into a few
-buffers, which a GPU copies from while others are read. So no tensor is ever whole in host memory.
+"""Uploads tensors from files to a device before they are asked for.
+
+Several threads read pieces of files into a few host buffers. A GPU copies from one buffer while another one is filled.
+So no tensor is ever whole in host memory. Tensors are started in order, up to a limit of bytes that are pending.
 """
 
 from __future__ import annotations
@@ -17,34 +19,39 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from adapters.checkpoint.errors import CheckpointError
-from adapters.checkpoint.packed import PackedMatrix, PackedSource, StepLayout
-from adapters.checkpoint.weights import FLOATS, Fetch, StoredTensor, TensorEntry, check_finite
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.checkpoint.finite_check import check_finite
+from adapters.checkpoint.packed_matrix import PackedMatrix, PackedSource, StepLayout
+from adapters.checkpoint.safetensors_folder import FLOATS, Fetch, StoredTensor, TensorEntry
 
 T = TypeVar("T")
-Place = tuple[Path, int, int]  # bytes of a file
+FileRange = tuple[Path, int, int]  # a file, and the first and last byte (exclusive) in it
 
-PIECE = 16 << 20  # bytes that are read at once: a copy of less does not reach the bus's speed
-READERS = 8  # threads: one alone reads a third of what the bus carries
-ALIGN = 512  # bytes of the device that torch takes for a tensor are so many times as many
-SMALL = 1 << 20  # bytes of a tensor that torch has memory of another kind for
-AHEAD = 1 << 30  # bytes of tensors that are on their way before they are asked for: two layers of a large model
+PIECE_BYTES = 16 << 20  # read at once; copies of less do not reach the speed of the bus
+READERS = 8  # threads; one alone reads a third of what the bus can carry
+ALIGNMENT = 512  # torch rounds the device memory of a tensor up to a multiple of this, in bytes
+SMALL_BYTES = 1 << 20  # torch takes tensors up to this size from a separate pool
+# Bytes of tensors that are started before they are asked for: two layers of a large model.
+MAX_PENDING_BYTES = 1 << 30
 
 
 @frozen(eq=False)
 class Staging:
-    """What one thread's pieces pass through. stream: of a GPU, and the thread's current one: of its own, so that
-    threads do not wait for each other.
+    """The host buffer and the stream of one reader thread.
+
+    stream: the thread's own and current CUDA stream, so that threads do not wait for each other. None: no GPU.
     """
 
     buffer: Tensor
     stream: torch.cuda.Stream | None
 
-    def pass_on(self, descriptor: int, at: int, target: Tensor, after: torch.cuda.Event | None) -> bool:
-        """So many bytes of a file from `at` on, into all of `target`. after: once it may be written. False if the file
-        has fewer.
+    def copy_piece(self, descriptor: int, at: int, target: Tensor, after: torch.cuda.Event | None) -> bool:
+        """Copy the bytes of a file from `at` on to all of `target`. Return False if the file is too short.
+
+        after: `target` may be written once this event has happened.
         """
-        staged, done = self.buffer[: len(target)], 0
+        staged = self.buffer[: len(target)]
+        done = 0
         view = staged.numpy().data
         while done < len(view):
             count = os.preadv(descriptor, [view[done:]], at + done)
@@ -61,92 +68,98 @@ class Staging:
 
 
 @frozen(eq=False)
-class Landing:
-    """A tensor on the device, and the pieces of it that are still on their way."""
+class PendingTensor:
+    """A tensor on the device, and its pieces, some of which may not have been copied yet."""
 
     tensor: Tensor
     pieces: tuple[Future[bool], ...]
 
 
-def place_of(entry: TensorEntry) -> Place:
+def file_range(entry: TensorEntry) -> FileRange:
     return entry.file, entry.start, entry.stop
 
 
 @define(eq=False)
 class Upload:
-    """The tensors `names` of a checkpoint, in about the order in which they will be asked for; a `PackedSource`.
-    Packed ones are unpacked, or put together anew, on the device. What has to be made on the host, or finds no room
-    there until it is made, is read by `source`.
+    """A `PackedSource` that uploads the tensors `names` in about the order in which they will be asked for.
 
-    buffer: called by each of the threads, which number `readers`, for what its pieces pass through: uint8 `[piece]` on
-    the host, pinned for a GPU. heard: called after each tensor. served: the type that weights are going to have.
+    Packed tensors are unpacked or rearranged on the device. Two kinds of tensors are read by `source` instead: those
+    that must be made on the host, and those for which the device lacks memory while they are made.
+
+    new_buffer: called once by each of the `readers` threads. It returns a host buffer, uint8 `[piece_bytes]`, pinned
+    for a GPU.
+    on_tensor_read: called after each tensor.
+    served_dtype: the dtype that weights will have when they are served.
+    max_pending_bytes: tensors are started ahead up to this many bytes.
     """
 
     source: PackedSource
     tensors: Mapping[str, StoredTensor]
     names: Iterable[str]
     device: torch.device
-    buffer: Callable[[], Tensor]
-    heard: Callable[[], object] = lambda: None
-    served: torch.dtype | None = None
-    ahead: int = AHEAD
-    piece: int = PIECE
+    new_buffer: Callable[[], Tensor]
+    on_tensor_read: Callable[[], object] = lambda: None
+    served_dtype: torch.dtype | None = None
+    max_pending_bytes: int = MAX_PENDING_BYTES
+    piece_bytes: int = PIECE_BYTES
     readers: int = READERS
-    _coming: deque[TensorEntry] = field(init=False)
-    _begun: dict[Place, Landing] = field(factory=dict[Place, Landing])
-    _bytes: int = 0  # of what has begun
-    _own: local = field(factory=local)  # of each thread
+    _queued: deque[TensorEntry] = field(init=False)
+    _pending: dict[FileRange, PendingTensor] = field(factory=dict[FileRange, PendingTensor])
+    _pending_bytes: int = 0
+    _thread_local: local = field(factory=local)
     _files: dict[Path, int] = field(factory=dict[Path, int])
     _pool: ThreadPoolExecutor = field(init=False)
-    _lock: Lock = field(factory=Lock)  # of what has begun and what has not
+    _lock: Lock = field(factory=Lock)  # guards what is queued and what is pending
 
     def __attrs_post_init__(self) -> None:
         known = (self.tensors[name] for name in self.names if name in self.tensors)
-        self._coming = deque(source for one in known for source in one.sources)
+        self._queued = deque(source for one in known for source in one.sources)
         self._pool = ThreadPoolExecutor(self.readers, "weights")
 
-    def begin(self) -> None:
-        """What comes first is on its way before anybody asks for anything. Some hundred tensors take a while to begin,
-        so that is done by one of the threads.
-        """
+    def start(self) -> None:
+        """Start to upload the first tensors. A reader thread does this, since starting some hundred takes a while."""
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
-        self._pool.submit(self._fill_on, stream, torch.is_inference_mode_enabled())
+        self._pool.submit(self._start_first, stream, torch.is_inference_mode_enabled())
 
     def read(self, name: str) -> Tensor:
-        """On the device, if it can be. Raises CheckpointError, torch.OutOfMemoryError, or MemoryError for a buffer."""
+        """Return a tensor, on the device if possible.
+
+        Raises CheckpointError, torch.OutOfMemoryError, or MemoryError where there is no memory for a buffer.
+        """
         entry = self.tensors.get(name)
         if entry is None or not entry.sources:
             return self.source.read(name)
-        return self._made(partial(entry.read, name), partial(self.source.read, name), entry)
+        return self._read_with_fallback(partial(entry.read, name), partial(self.source.read, name), entry)
 
-    def layout(self, name: str) -> StepLayout | None:
+    def find_layout(self, name: str) -> StepLayout | None:
         entry = self.tensors.get(name)
         return None if entry is None else entry.layout
 
-    def packed(self, name: str) -> PackedMatrix:
-        """The same of a tensor that has a layout."""
+    def read_packed(self, name: str) -> PackedMatrix:
+        """Return a tensor that has a layout, packed. Raises the same errors as `read`."""
         entry = self.tensors[name]
         if not entry.sources:
-            return self.source.packed(name)
-        return self._made(partial(entry.packed, name), partial(self.source.packed, name), entry)
+            return self.source.read_packed(name)
+        return self._read_with_fallback(partial(entry.read_packed, name), partial(self.source.read_packed, name), entry)
 
-    def _made(self, here: Callable[[Fetch], T], there: Callable[[], T], entry: StoredTensor) -> T:
-        """there: on the host, where what is in between finds room."""
+    def _read_with_fallback(self, here: Callable[[Fetch], T], there: Callable[[], T], entry: StoredTensor) -> T:
+        """Make a tensor on the device with `here`, or on the host with `there` if the device lacks the memory."""
         try:
-            found = here(self._fetched)
+            found = here(self._fetch)
         except torch.OutOfMemoryError:
             if isinstance(entry, TensorEntry):
                 raise
             return there()
-        self.heard()
+        self.on_tensor_read()
         return found
 
-    def _fetched(self, entry: TensorEntry, name: str) -> Tensor:
+    def _fetch(self, entry: TensorEntry, name: str) -> Tensor:
+        """Return a stored tensor on the device. Waits for its pieces. Raises CheckpointError."""
         with self._lock:
-            self._fill()
-            if place_of(entry) not in self._begun:  # it is not one of those that were named, or it is read once more
-                self._begin(entry)
-            landing = self._begun.pop(place_of(entry))
+            self._start_next()
+            if file_range(entry) not in self._pending:  # it was not named, or it is read a second time
+                self._start_tensor(entry)
+            landing = self._pending.pop(file_range(entry))
         try:
             whole = all(piece.result() for piece in landing.pieces)
         except OSError as error:
@@ -157,61 +170,68 @@ class Upload:
         if entry.dtype in FLOATS.values():
             check_finite(tensor, entry.file, name)
         with self._lock:
-            self._bytes -= entry.nbytes
-            self._fill()
+            self._pending_bytes -= entry.nbytes
+            self._start_next()
         return tensor
 
     def close(self) -> None:
-        """Nobody reads any more."""
+        """End the reader threads and close the files. Nothing may be read afterwards."""
         self._pool.shutdown(cancel_futures=True)
         for descriptor in self._files.values():
             os.close(descriptor)
         self._files.clear()
-        self._begun.clear()
+        self._pending.clear()
 
-    def _fill_on(self, stream: torch.cuda.Stream | None, inference: bool) -> None:
-        """As whoever asked for it would: memory belongs to the stream that it was taken on. Where all of it comes at
-        once, it is asked of the device in one piece, which torch then cuts up: hundreds would keep others waiting. That
-        piece stays as long as anything in it, so not where tensors become others.
+    def _start_first(self, stream: torch.cuda.Stream | None, inference: bool) -> None:
+        """Start the first tensors, on the stream and in the mode of the thread that called `start`.
+
+        Device memory belongs to the stream on which it was taken. If all tensors fit into the limit, their memory is
+        first taken as one block and given back, and torch then divides it. Hundreds of allocations would keep other
+        threads waiting. The block stays until all tensors in it are gone. So this is done only if tensors keep their
+        dtype.
         """
         with self._lock, torch.inference_mode(inference), torch.cuda.stream(stream):
-            whole = sum(-(-entry.nbytes // ALIGN) * ALIGN for entry in self._coming)
-            large = {entry.dtype for entry in self._coming if entry.nbytes > SMALL}
-            if whole <= self.ahead and large == {self.served}:
+            whole = sum(-(-entry.nbytes // ALIGNMENT) * ALIGNMENT for entry in self._queued)
+            large = {entry.dtype for entry in self._queued if entry.nbytes > SMALL_BYTES}
+            if whole <= self.max_pending_bytes and large == {self.served_dtype}:
                 torch.empty(whole, dtype=torch.uint8, device=self.device)
-            self._fill()
+            self._start_next()
 
-    def _fill(self) -> None:
-        """Behind the lock."""
-        while self._coming and self._bytes < self.ahead:
-            self._begin(self._coming.popleft())
+    def _start_next(self) -> None:
+        """Start queued tensors up to the limit. The caller holds the lock."""
+        while self._queued and self._pending_bytes < self.max_pending_bytes:
+            self._start_tensor(self._queued.popleft())
 
-    def _begin(self, entry: TensorEntry) -> None:
+    def _start_tensor(self, entry: TensorEntry) -> None:
+        """Allocate a tensor on the device and submit its pieces to the threads. The caller holds the lock."""
         tensor = torch.empty(entry.nbytes, dtype=torch.uint8, device=self.device)
         after = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
-        descriptor, size = self._opened(entry.file), self.piece
+        descriptor = self._open_file(entry.file)
+        size = self.piece_bytes
         spans = [(entry.start + at, tensor[at : at + size]) for at in range(0, entry.nbytes, size)]
         pieces = [self._pool.submit(self._move, descriptor, at, part, after) for at, part in spans]
-        self._begun[place_of(entry)] = Landing(tensor, tuple(pieces))
-        self._bytes += entry.nbytes
+        self._pending[file_range(entry)] = PendingTensor(tensor, tuple(pieces))
+        self._pending_bytes += entry.nbytes
 
     def _move(self, descriptor: int, at: int, target: Tensor, after: torch.cuda.Event | None) -> bool:
-        return self._staging().pass_on(descriptor, at, target, after)
+        return self._staging().copy_piece(descriptor, at, target, after)
 
     def _staging(self) -> Staging:
-        """This thread's own. Its stream is chosen once: for each of a thousand pieces that takes as long as the rest of
-        what they need of an interpreter which others wait for.
+        """Return the buffer and stream of this thread.
+
+        The stream is set once per thread. To set it for each of a thousand pieces would double the time for which the
+        pieces hold the GIL.
         """
-        found: Staging | None = getattr(self._own, "staging", None)
+        found: Staging | None = getattr(self._thread_local, "staging", None)
         if found is None:
             stream = None
             if self.device.type == "cuda":
                 stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
                 torch.cuda.set_stream(stream)
-            found = self._own.staging = Staging(self.buffer(), stream)
+            found = self._thread_local.staging = Staging(self.new_buffer(), stream)
         return found
 
-    def _opened(self, file: Path) -> int:
+    def _open_file(self, file: Path) -> int:
         if file not in self._files:
             try:
                 self._files[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)

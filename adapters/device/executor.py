@@ -1,11 +1,32 @@
-"""Carries device effects out on a shard: slots are opened, prompts prefilled chunk by chunk, decode steps run as one
-batch.
+"""Carries out device effects on a shard: opens slots, prefills prompts in chunks, and runs decode steps as one batch.
 
-A decode step feeds the last token and, where somebody proposes, what may follow. What the target itself picks after
-each of them decides how much stays, so proposals change how many tokens a decode step gives, never which.
+Theory of operation
+-------------------
 
-Everything happens on the lane, in the order of the calls, but for wide forwards of prompts where these have a lane of
-their own. What cannot be done for one request is its own failure; a launch that makes no sense is a bug and raises.
+The engine calls the executor on the event loop. The executor does no work there: it hands work to a device lane, which
+is one thread per device (`lane/lane.py`), and outcomes come back to the event loop by a callback.
+
+* `open` prepares a slot for a request. It keeps the first rows of the slot or copies them from another one, restores
+  the positional state of a recurrent model, and makes the request's sampler. An opening has no outcome. If it fails,
+  every later effect on the slot fails and says why, and `SlotRowsLost` is reported before that.
+* `submit` carries out a launch. A launch is a batch of decode steps, or one prefill, or decode steps with one piece of
+  a prompt, or one effect that another part handles (`ExecutorParts.handlers`), for instance loading a draft.
+* A decode step feeds the last token of each request, and the proposals of the draft behind it. What the target picks
+  after each of these tokens decides how many stay. So proposals change how many tokens a step gives, never which.
+* A launch may take many decode steps without asking the engine. `lane/running_batch.py` says how requests join such a
+  launch, and `decode/decode_step.py` how its steps follow each other.
+
+Invariants:
+
+* Work runs in the order of the calls. The exception is a launch of lane PROMPTS, if these have a lane of their own
+  (`lane/prompt_lane.py`).
+* Each request of a launch gets outcomes until one that is the last, or the launch as a whole fails.
+* A failure that concerns one request is that request's outcome. An exception is a bug, or a lost process of a shard:
+  the slots of the launch then refuse all work until they are opened again.
+* An event is reported before the outcomes of the step that caused it.
+
+Example: `open(7, OpenSlot(slot=0, ...))`, then `submit(Launch((RunPrefill(0, 0, 40),)))`, then
+`submit(Launch((RunDecode(0, position=40, token=9, steps=16),)))` gives up to 16 tokens of request 7.
 """
 
 from __future__ import annotations
@@ -13,223 +34,194 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import takewhile
-from typing import Any, TypeAlias
 
-from adapters.device.beside import Lanes
-from adapters.device.buckets import row_counts
-from adapters.device.checkpoints import Checkpoints, KeepState
-from adapters.device.constraint import Match, no_grammars
-from adapters.device.decoding import Decoding
-from adapters.device.lane import DeviceLane, waker
-from adapters.device.memory import out_of_memory, ran_out_of_memory
-from adapters.device.prefilling import PromptPiece, misfit, piece_of, prefilled
-from adapters.device.prompt_logprobs import told
-from adapters.device.proposer import Proposer
-from adapters.device.row_watch import RowWatch
-from adapters.device.sampling import Sampler
-from adapters.device.slots import SlotState, abandoned, begun, check, clipped, lost_with, unopened
-from adapters.device.underway import Flights, StepsTaken, performed
-from adapters.models.host_experts import HostExperts
-from adapters.models.shard import Shard
-from adapters.watched import Watched
-from effects.all import Ask, Launch, Outcome
+from adapters.device.decode.decode_step import DecodeRunner
+from adapters.device.decode.prefill import PromptPiece, find_prefill_misfit, find_prompt_piece, run_prefill
+from adapters.device.decode.prompt_logprobs import prefill_with_logprobs
+from adapters.device.device_events import DeviceEventPort, ExpertUseCounted, SlotRowsLost
+from adapters.device.executor_parts import ExecutorParts
+from adapters.device.lane.buckets import row_counts
+from adapters.device.lane.lane import make_loop_caller
+from adapters.device.lane.out_of_memory import is_out_of_memory, out_of_memory_failure
+from adapters.device.lane.prompt_lane import ExecutorLanes
+from adapters.device.lane.running_batch import InFlightRequests, OutcomeQueue, perform_launch
+from adapters.device.sampling.sampler import Sampler
+from adapters.device.slots.checkpoints import StateCheckpoints
+from adapters.device.slots.row_watch import RowWatch
+from adapters.device.slots.slots import (
+    SlotState,
+    abandoned_failure,
+    begin_slot,
+    check_opening,
+    clip_spans,
+    opening_failure,
+    slots_lost_by,
+)
+from adapters.watched_thread import WatchedThread
+from effects.all import EffectRequest, Launch, Outcome
 from effects.decode import RunDecode
 from effects.experts import PlaceExperts
 from effects.ids import DeviceFailed, RequestId, SlotId, Tokens
 from effects.job import Sampling
-from effects.ports import Settle
+from effects.ports import DeliverOutcomes
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
-from effects.stream import Halt
+from effects.stream import StopLaunch
 
 log = logging.getLogger("rekindle.device")
 
-# Carries out one effect on the lane; raises torch.OutOfMemoryError where that is what happened.
-Handler: TypeAlias = Callable[[RequestId, Any], Outcome]
-
 
 class DeviceExecutor:
-    """Opens slots and performs launches on `shard`; it and the lane belong to the executor, which closes them.
+    """Opens slots and carries out launches on the shard of its parts, all of which belong to it until it is closed.
 
-    buckets: the proven row counts, the largest being a prefill's chunk. fast: small batches run at their real row
-    count instead, which may change bits; the shard must accept `row_counts(buckets, fast=fast)`. handlers: what carries
-    out the effects beyond opening, prefill and decode steps, by type. proposer: a draft, where there is one. experts:
-    those that host memory keeps.
+    An executor of the same parts, or of evolved ones, may replace this one while no request is in flight.
     """
 
-    def __init__(
-        self,
-        shard: Shard,
-        buckets: Sequence[int],
-        *,
-        lane: DeviceLane,
-        fast: bool = False,
-        handlers: Mapping[type, Handler] | None = None,
-        proposer: Proposer | None = None,
-        experts: HostExperts | None = None,
-    ) -> None:
-        self._shard, self._lane, self._lanes = shard, lane, Lanes(lane)
-        self._buckets = row_counts(buckets, fast=fast)
-        self._chunk = max(buckets)
-        self._slots: dict[int, SlotState | DeviceFailed] = {}
-        self._checkpoints, self.row_watch = Checkpoints(shard), RowWatch(shard)
-        self.decoding = Decoding(
-            *(shard, self._buckets, lane, self._slots, self._checkpoints, self.serving, self.abandoned),
-            self._report,
-            self.row_watch,
-            proposer,
+    def __init__(self, parts: ExecutorParts) -> None:
+        self.parts = parts
+        self._shard = parts.shard
+        self._lane = parts.lane
+        self._slots = parts.slots
+        self._lanes = ExecutorLanes(parts.lane, parts.prompt_lane)
+        self._buckets = row_counts(parts.buckets, fast=parts.fast)
+        self._chunk = max(parts.buckets)
+        self._checkpoints = StateCheckpoints(parts.shard, parts.keep_state)
+        self.row_watch = RowWatch(parts.shard)
+        self.decoding = DecodeRunner(
+            shard=parts.shard,
+            buckets=self._buckets,
+            lane=parts.lane,
+            slots=parts.slots,
+            checkpoints=self._checkpoints,
+            is_abandoned=self.is_abandoned,
+            row_watch=self.row_watch,
+            before_report=self._report_used_experts,
+            proposer=parts.proposer,
         )
-        self._match: Match = no_grammars
-        self._lost: Callable[[tuple[SlotId, ...]], object] = lambda _: None
-        self._used: Callable[[tuple[int, ...]], object] = lambda _: None
-        self._experts = experts
-        self._reached: Callable[[bool], object] = lambda _: None
-        self._wake: Callable[..., object] = lambda *_: None
-        self._handlers: dict[type, Handler] = dict(handlers or {})
-        self._flights = Flights()
+        self._in_flight = InFlightRequests()
 
     # --- called on the event loop ---
-    def handle(self, effect: type, handler: Handler) -> None:
-        """From now on, this carries out effects of that type; before the first launch."""
-        self._handlers[effect] = handler
-
-    def proposed_to(self, proposer: Proposer) -> None:
-        """From now on, this proposes; before the first launch."""
-        self.decoding.proposer = proposer
-
-    def read_beside(self, lane: DeviceLane) -> None:
-        """From now on, this carries out launches of lane PROMPTS, and is the executor's; before the first one."""
-        self._lanes.prompts = lane
 
     @property
-    def threads(self) -> tuple[Watched, ...]:
+    def threads(self) -> tuple[WatchedThread, ...]:
+        """The threads of its lanes."""
         return self._lanes.threads
 
-    def checkpointed_by(self, keep: KeepState) -> None:
-        """From now on, this keeps positional state beyond the device; before the first launch."""
-        self._checkpoints.beyond = keep
-
-    def matched_by(self, match: Match) -> None:
-        """From now on, this says what grammars let follow; before the first launch."""
-        self._match = match
-
-    def lost_to(
-        self, lost: Callable[[tuple[SlotId, ...]], object], reached: Callable[[bool], object] = lambda _: None
-    ) -> None:
-        """From now on, this hears of slots that do not have the rows they were opened with; and `reached` of a draft's
-        process that is gone, or there again. Before the first launch.
-        """
-        self._lost, self._reached, self._wake = lost, reached, waker()
-
-    def used_to(self, used: Callable[[tuple[int, ...]], object]) -> None:
-        """From now on, this hears which experts steps have needed; before the first launch."""
-        self._used, self._wake = used, waker()
+    @property
+    def events(self) -> DeviceEventPort:
+        """The port by which its events reach the engine."""
+        return self.parts.events
 
     def place(self, _: RequestId, effect: PlaceExperts) -> None:
-        """In its turn. Where it fails, experts are brought as they are needed."""
-        if self._experts is not None and not self._lane.closed:
-            moving = partial(self._experts.place, effect.moves)
+        """Move experts between host and device memory, in turn. If that fails, they are copied when they are needed."""
+        if self.parts.experts is not None and not self._lane.closed:
+            moving = partial(self.parts.experts.place, effect.moves)
             self._lane.post(moving, lambda error: log.error("experts have kept their places", exc_info=error))
 
     def open(self, request: RequestId, effect: OpenSlot) -> None:
-        """Done in its turn. If it cannot be, whatever is asked of the slot for this request fails and says why; and
-        where its rows are not there, those who count on them hear that first.
+        """Open the slot in its turn. If that fails, every later effect on the slot for this request fails and says why.
+
+        If the rows of the slot are not there, `SlotRowsLost` is delivered before any of these failures.
         """
 
-        def opened(_: object, error: BaseException | None) -> None:
-            if gone := lost_with(error, effect.slot):
-                self._lost(gone)
+        def on_done(_: object, error: BaseException | None) -> None:
+            if lost := slots_lost_by(error, effect.slot):
+                self.events.deliver(SlotRowsLost(lost))
 
-        self._lanes.open(effect.slot, partial(self._open, request, effect), opened)
+        self._lanes.open(effect.slot, partial(self._open, request, effect), on_done)
 
-    def submit(self, launch: Launch, done: Settle) -> None:
-        """`done` hears of each ask what comes of it, until that was the last; or the exception that is a bug: an effect
-        without a handler, a batch that there is not.
+    def submit(self, launch: Launch, done: DeliverOutcomes) -> None:
+        """Carry out a launch in its turn.
+
+        `done` is called on the event loop with the outcomes of its requests, until each has had its last one; or with
+        the exception that is a bug: an effect without a handler, or a batch that cannot be.
         """
-        steps, failed = self._flights.begin(launch, self._lanes.of(launch), done, waker())
+        steps, failed = self._in_flight.begin(launch, self._lanes.lane_of(launch), done, make_loop_caller())
         self._lanes.launch(launch, partial(self._carry_out, launch.asks, steps), failed)
 
     async def perform(self, launch: Launch) -> tuple[Outcome, ...]:
-        """`submit`, awaited: what came of all its steps. A cancelled caller waits for it all the same."""
-        return await performed(self.submit, launch)
+        """Submit a launch and return the combined outcome of each request. A cancelled caller waits for it as well."""
+        return await perform_launch(self.submit, launch)
 
     def abandon(self, request: RequestId) -> None:
-        """What is in flight for it and has not started will not start; what has started finishes."""
-        self._flights.abandon(request)
+        """Give the request up: work for it that has not started will not start, and what has started finishes."""
+        self._in_flight.abandon(request)
 
-    def halt(self, request: RequestId, _: Halt) -> None:
-        """Others wait for the lane: what is on it for this request goes on no further."""
-        lane = self._flights.lane_of(request)
+    def halt(self, request: RequestId, _: StopLaunch) -> None:
+        """End the launch that this request is in after its current step, because other requests wait for the lane.
+
+        Work that may not run between two steps ends a running launch (`DeviceLane.post`), so an empty piece is enough.
+        """
+        lane = self._in_flight.lane_of(request)
         if lane is not None and not lane.closed:
-            lane.post(lambda: None, lambda error: log.debug("nobody is to be halted: %s", error), between=False)
+            lane.post(
+                lambda: None, lambda error: log.debug("there is no launch to stop: %s", error), between_steps=False
+            )
 
     def close(self, timeout_s: float = 10) -> bool:
-        """Give the memory back and end the lanes. False if one was still busy after `timeout_s`."""
+        """Give the memory back and end the lanes. Return False if one was still busy after `timeout_s`."""
         return self._lanes.close(self.decoding.close, timeout_s)
 
-    # --- called on the lane ---
+    # --- called on a lane ---
 
-    def abandoned(self, request: RequestId) -> bool:
-        """For handlers that take long: should this one stop?"""
-        return request in self._flights.abandoned
+    def is_abandoned(self, request: RequestId) -> bool:
+        """Should work for this request stop? Handlers that take long ask between two parts of their work."""
+        return request in self._in_flight.abandoned
 
-    def lose(self, why: str) -> None:
-        """All rows and states are gone, those of idle slots, too. What is carried out from now on finds them so, and
-        those whose they were hear it before any outcome of that.
+    def lose_all_slots(self, why: str) -> None:
+        """Make all slots refuse work, idle ones included: a process of the shard is gone, and rows and states with it.
+
+        The engine hears of the lost slots before any outcome of a launch that meets them.
         """
         lost = tuple(map(SlotId, range(self._shard.slots)))
-        self._slots |= {slot: DeviceFailed("lost", why) for slot in lost}
-        with suppress(RuntimeError):  # the event loop has closed, so nobody waits any more
-            self._wake(self._lost, lost)
+        self._slots.fail_all(lost, DeviceFailed("lost", why))
+        self.events.report(SlotRowsLost(lost))
 
-    def reach(self, there: bool) -> None:
-        """By any thread: the draft's process is gone, or there again."""
-        with suppress(RuntimeError):  # the event loop has closed, so nobody waits any more
-            self._wake(self._reached, there)
+    def rehearse(
+        self, opening: OpenSlot, next_ask: Callable[[Sequence[Outcome]], EffectRequest | None]
+    ) -> list[Outcome]:
+        """Open a slot and carry out the effects that `next_ask` chooses, one by one, until it returns None.
 
-    def rehearse(self, opening: OpenSlot, following: Callable[[Sequence[Outcome]], Ask | None]) -> list[Outcome]:
-        """While nobody is served: open a slot, and carry out what follows from what came of it, one by one."""
+        Used for measurements while no request is served. `next_ask` gets all outcomes so far.
+        """
         outcomes = list[Outcome]()
         self._open(RequestId(0), opening)
-        while (ask := following(outcomes)) is not None:
-            self._carry_out((ask,), steps := StepsTaken(lambda _: None, {ask.request: None}))
+        while (ask := next_ask(outcomes)) is not None:
+            steps = OutcomeQueue(lambda _: None, {ask.request: None})
+            self._carry_out((ask,), steps)
             outcomes += [outcome for _, outcome in steps.take()]
-        del self._slots[opening.slot]
+        self._slots.remove(opening.slot)
         return outcomes
 
-    def serving(self, slot: int, request: RequestId) -> SlotState | DeviceFailed:
-        """The slot's state, if it was opened for this request."""
-        state = self._slots.get(slot)
-        if state is None:
-            return DeviceFailed("broken", f"slot {slot} was never opened")
-        if isinstance(state, SlotState) and state.request != request:
-            return DeviceFailed("broken", f"slot {slot} serves request {state.request}, not {request}")
-        return state if isinstance(state, DeviceFailed) else state.refusal or state
+    # --- opening a slot ---
 
     def _open(self, request: RequestId, effect: OpenSlot) -> bool:
-        """Is the device at anything of the slot? Broken whatever the reason: nobody may believe in this slot's rows."""
+        """Open the slot, and return whether the device may still be at work on rows of it."""
         try:
-            self._slots[effect.slot] = self._opened(request, effect)
+            self._slots.put(effect.slot, self._build_slot(request, effect))
         except BaseException as error:
-            self._slots[effect.slot] = unopened(effect, error)
+            # Whatever the reason is, the rows of this slot are not those that it was opened with.
+            self._slots.put(effect.slot, opening_failure(effect, error))
             raise
         copied = bool(effect.pages) or (effect.keep > 0 and effect.source != effect.slot)
-        return copied or not self.decoding.ahead.passed(effect.slot)
+        return copied or not self.decoding.overlapped.is_done_with(effect.slot)
 
-    def _opened(self, request: RequestId, effect: OpenSlot) -> SlotState:
-        slot, source, keep, prompt = effect.slot, effect.source, effect.keep, effect.prompt
-        check(effect, self._shard)
-        state = begun(request, effect, self._sampler)
-        origin = self._slots.get(source)
+    def _build_slot(self, request: RequestId, effect: OpenSlot) -> SlotState:
+        slot = effect.slot
+        source = effect.source
+        keep = effect.keep
+        check_opening(effect, self._shard)
+        state = begin_slot(request, effect, self._build_sampler)
+        origin = self._slots.find_state(source)
+        proposer = self.parts.proposer
         if keep:
-            if not isinstance(origin, SlotState) or not origin.holds(prompt[:keep]):
+            if origin is None or not origin.holds(effect.prompt[:keep]):
                 raise ValueError(f"slot {source} does not hold the first {keep} tokens of the prompt")
-            if self.decoding.proposer is not None:
-                self.decoding.proposer.catch_up(source)
-            state.context = clipped(origin.context, keep)
+            if proposer is not None:
+                proposer.catch_up(source)
+            state.context = clip_spans(origin.context, keep)
         self.row_watch.opening(effect, origin)
         if effect.pages:
             self._shard.seat(slot, source, keep, effect.pages)
@@ -237,104 +229,110 @@ class DeviceExecutor:
             self._shard.copy_rows(source, slot, keep)
         self.row_watch.opened(effect)
         if self._shard.state_specs:
-            self._checkpoints.open(origin if isinstance(origin, SlotState) else None, effect)
-            state.valid, state.ahead = effect.state, keep - effect.state
-        if self.decoding.proposer is not None:
-            self.decoding.proposer.opened(source, slot, state)
+            self._checkpoints.restore_state(origin, effect)
+            state.valid = effect.state
+            state.rows_ahead = keep - effect.state
+        if proposer is not None:
+            proposer.inherit_rows(source, slot, state)
         return state
 
-    def _sampler(self, sampling: Sampling, prompt: Tokens) -> Sampler:
-        matching = None if sampling.grammar is None else self._match(sampling.grammar)
+    def _build_sampler(self, sampling: Sampling, prompt: Tokens) -> Sampler:
+        matching = None if sampling.grammar is None else self.parts.match_grammar(sampling.grammar)
         return Sampler(sampling, prompt, self._shard.vocab_size, self._lane.device, matching)
 
-    def _carry_out(self, asks: tuple[Ask, ...], steps: StepsTaken) -> None:
-        """What raises may have left anything in the slots it was about: they refuse all work until they are opened."""
+    # --- carrying out a launch ---
+
+    def _carry_out(self, asks: tuple[EffectRequest, ...], steps: OutcomeQueue) -> None:
+        """Carry out a launch. An exception makes the slots of its requests refuse all work until they are opened."""
         try:
-            self._carried_out(asks, steps)
+            self._dispatch(asks, steps)
             self.row_watch.behind(self._slots, asks)
         except BaseException as error:
-            for slot, state in self._slots.items():
-                if isinstance(state, SlotState) and state.request in steps.members:
-                    self._slots[slot] = DeviceFailed("broken", f"slot {slot} is not to be believed: {error}")
+            self._slots.break_requests(steps.members, error)
             raise
 
-    def _report(self) -> None:
-        """What steps needed, before the outcomes of the last of them."""
-        if self._experts is not None and (uses := self._experts.report()):
-            with suppress(RuntimeError):  # the event loop has closed, so nobody waits any more
-                self._wake(self._used, uses)
+    def _dispatch(self, asks: tuple[EffectRequest, ...], steps: OutcomeQueue) -> None:
+        """Carry out decode steps, and behind them one other effect.
 
-    def _carried_out(self, asks: tuple[Ask, ...], steps: StepsTaken) -> None:
-        """A piece of a prompt comes with decode steps: in one forward, or behind them where that cannot be."""
+        A piece of a prompt goes into one forward with the decode steps where that is possible, else behind them.
+        """
         decode_steps = tuple(takewhile(lambda ask: isinstance(ask.effect, RunDecode), asks))
-        rest, outcomes = asks[len(decode_steps) :], tuple[Outcome, ...]()
+        rest = asks[len(decode_steps) :]
+        outcomes = tuple[Outcome, ...]()
         if len(rest) > 1 or (decode_steps and not all(isinstance(ask.effect, RunPrefill) for ask in rest)):
             raise ValueError("only decode steps are batched, and a piece of a prompt with them")
         for request, count in Counter(ask.request for ask in asks).items():
             if count > 1:
                 raise ValueError(f"request {request} is in a launch twice")
-        self._grow(decode_steps)
+        self.decoding.add_pages(decode_steps)
         # Behind that: pages that one slot is given may be what another one has lost.
         self.row_watch.before(self._slots, asks)
         if decode_steps:
             if not rest:
                 self.decoding.run(decode_steps, steps)
                 return
-            outcomes = self.decoding.step(decode_steps, next(map(self._piece, rest), None))
-        outcomes = (*outcomes, *(self._one(ask, steps) for ask in asks[len(outcomes) :]))
-        self._report()
+            piece = self._find_piece(rest[0])
+            outcomes = self.decoding.step(decode_steps, piece)
+        # If the piece went with the decode steps, its outcome is there already.
+        outcomes = (*outcomes, *(self._carry_out_one(ask, steps) for ask in asks[len(outcomes) :]))
+        self._report_used_experts()
         steps.put([(ask.request, outcome) for ask, outcome in zip(asks, outcomes, strict=True)])
 
-    def _piece(self, ask: Ask) -> PromptPiece | None:
-        effect: RunPrefill = ask.effect  # type: ignore[assignment] # it is one
-        state = abandoned(ask.request) if self.abandoned(ask.request) else self.serving(effect.slot, ask.request)
-        return piece_of(self._shard, self._chunk, state, effect)
+    def _find_piece(self, ask: EffectRequest) -> PromptPiece | None:
+        effect: RunPrefill = ask.effect  # type: ignore[assignment] # `_dispatch` has checked it
+        if self.is_abandoned(ask.request):
+            return None
+        return find_prompt_piece(self._shard, self._chunk, self._slots.find(effect.slot, ask.request), effect)
 
-    def _grow(self, asks: tuple[Ask, ...]) -> None:
-        """Rows that come have their pages before anything is launched."""
-        for ask in asks:
-            effect = ask.effect
-            if not isinstance(effect, RunDecode) or not effect.pages:
-                continue
-            if isinstance(self.serving(effect.slot, ask.request), SlotState):
-                self._shard.grow(effect.slot, effect.pages)
-
-    def _one(self, ask: Ask, steps: StepsTaken) -> Outcome:
-        handler = self._handlers.get(type(ask.effect))
+    def _carry_out_one(self, ask: EffectRequest, steps: OutcomeQueue) -> Outcome:
+        handler = self.parts.handlers.get(type(ask.effect))
         if isinstance(ask.effect, RunPrefill):
             handler = partial(self._prefill, steps=steps)
         if handler is None:
             raise LookupError(f"{type(ask.effect).__name__} has no handler on the device")
-        if self.abandoned(ask.request):
-            return abandoned(ask.request)
+        if self.is_abandoned(ask.request):
+            return abandoned_failure(ask.request)
         try:
             return handler(ask.request, ask.effect)
         except Exception as error:
-            if ran_out_of_memory(error):
-                return out_of_memory(error)
+            if is_out_of_memory(error):
+                return out_of_memory_failure(error)
             raise
 
-    def _prefill(self, request: RequestId, effect: RunPrefill, *, steps: StepsTaken) -> Outcome:
-        state = self.serving(effect.slot, request)
+    def _prefill(self, request: RequestId, effect: RunPrefill, *, steps: OutcomeQueue) -> Outcome:
+        state = self._slots.find(effect.slot, request)
         if isinstance(state, DeviceFailed):
             return state
-        if (odd := misfit(self._shard, self._chunk, state, effect)) is not None:
-            return odd
-        self._checkpoints.held(request, effect)
-        state.ahead, started, stop = 0, time.perf_counter_ns(), effect.start
+        misfit = find_prefill_misfit(self._shard, self._chunk, state, effect)
+        if misfit is not None:
+            return misfit
+        self._checkpoints.keep_before_prefill(request, effect)
+        state.rows_ahead = 0
         if effect.logprobs >= 0:
-            return told(self._shard, self._buckets, state, effect)
-        how = self._shard, self._buckets, state, effect, lambda: self.abandoned(request) or self._lanes.given_up
+            return prefill_with_logprobs(self._shard, self._buckets, state, effect)
+
+        def is_given_up() -> bool:
+            return self.is_abandoned(request) or self._lanes.has_prompt_lane_waiting_work
+
+        started_ns = time.perf_counter_ns()
+        stop = effect.start
+        chunks = run_prefill(self._shard, self._buckets, state, effect, is_given_up, follow=self.decoding.follow)
         try:
-            for stop in prefilled(*how, follow=self.decoding.follow):
+            for stop in chunks:
                 if stop < effect.stop:
                     steps.put(((request, PrefillAdvanced(stop, more=True)),))
         except Exception as error:
-            if effect.stop - effect.start > self._chunk and self._shard.state_specs and ran_out_of_memory(error):
-                return self.decoding.half_settled(effect.slot, error)
+            if effect.stop - effect.start > self._chunk and self._shard.state_specs and is_out_of_memory(error):
+                return self.decoding.fail_half_settled(effect.slot, error)
             raise
-        self._shard.synchronize()  # or the host would run ahead of what it acknowledges
-        took = time.perf_counter_ns() - started
+        # Without waiting, the host would acknowledge rows that the device has yet to compute.
+        self._shard.synchronize()
+        took_ns = time.perf_counter_ns() - started_ns
         if stop == effect.stop:
-            self._checkpoints.computed(request, effect, state)
-        return PrefillAdvanced(stop, took)
+            self._checkpoints.keep_after_chunk(request, effect, state)
+        return PrefillAdvanced(stop, took_ns)
+
+    def _report_used_experts(self) -> None:
+        """Report which experts the last steps needed. Called before the outcomes of these steps are reported."""
+        if self.parts.experts is not None and (counts := self.parts.experts.report()):
+            self.events.report(ExpertUseCounted(counts))

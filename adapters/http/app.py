@@ -1,4 +1,4 @@
-"""The server's routes."""
+"""The server's routes, and what their handlers share."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
-from attrs import asdict, define, field
-from attrs.filters import exclude
+from attrs import asdict, define, evolve, field
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -18,49 +17,54 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from adapters.http import chat, controls, models
-from adapters.http.api import Api, Asked, Asker, Counter
-from adapters.http.apis import COUNTERS, STATELESS, TEMPLATE, answer_error
-from adapters.http.archive import Archive
-from adapters.http.body import reading
-from adapters.http.compression import Sessions
-from adapters.http.errors import (
+from adapters.http.answer.access_log import CALLER, NOTE, describe_refusal
+from adapters.http.answer.answer_shape import make_id
+from adapters.http.answer.cache_misses import MissLog
+from adapters.http.answer.job_stream import FinishedChoice
+from adapters.http.answer.reply import Reply
+from adapters.http.answer.server_status import collect_props, make_health
+from adapters.http.apis import openai_chat
+from adapters.http.apis.api import Api, TokenCounter
+from adapters.http.apis.openai_stored_responses import StoredResponses
+from adapters.http.apis.registry import COUNTERS, STATELESS, TEMPLATE, make_error_response
+from adapters.http.edge_options import EdgeOptions
+from adapters.http.guard import Guard
+from adapters.http.history.answer_tokens import TurnMemory
+from adapters.http.history.frozen_messages import FrozenMessages
+from adapters.http.history.history_loader import HistoryLoader
+from adapters.http.history.response_store import ResponseStore
+from adapters.http.page import files
+from adapters.http.page.events import Listener, PropsWatch
+from adapters.http.request import controls
+from adapters.http.request import served_models as models
+from adapters.http.request.answer_grammar import compile_answer_grammar
+from adapters.http.request.compression import CompressionSessions
+from adapters.http.request.parsed_request import ApiClient, ParsedRequest
+from adapters.http.request.plan_jobs import JobPlanner
+from adapters.http.request.render_prompt import render_text
+from adapters.http.wire.body_budget import BUDGETED_BODIES, BodyBudget
+from adapters.http.wire.errors import (
     SHUTTING_DOWN,
     ApiError,
+    client_gone,
     invalid,
-    left,
-    no_such_path,
-    out_of_reach,
     queue_full,
     unavailable,
+    unknown_path,
     wrong_method,
 )
-from adapters.http.fields import Fields
-from adapters.http.freezing import FrozenMessages
-from adapters.http.grammar import held
-from adapters.http.guard import CALLER, Guard
-from adapters.http.intake import ROOM, Intake
-from adapters.http.kept_responses import KeptResponses
-from adapters.http.misses import MissLog
-from adapters.http.options import EdgeOptions
-from adapters.http.page import files
-from adapters.http.page.events import Listener, Watch
-from adapters.http.prompts import rendered
-from adapters.http.recollection import Recollection
-from adapters.http.reply import Reply
-from adapters.http.retry import Preparing, Turnover
-from adapters.http.run import Ended
-from adapters.http.sampling import default_settings
-from adapters.http.shape import new_id
-from adapters.http.turn_memory import TurnMemory
+from adapters.http.wire.fields import Fields
+from adapters.http.wire.read_body import read_request_fields
+from adapters.http.wire.retry_after import PreparationLimit, SlotTime
 from adapters.metrics import Metrics
-from adapters.text.template import text_of
-from adapters.text.text import Text
-from adapters.text.tokenizer import GaveUp, TooLong
+from adapters.text.model_text import Text
+from adapters.text.template import join_rendered
+from adapters.text.tokenizer import ClientLeft, TooManyTokens
 from effects.ports import Door
 
+D = TypeVar("D")
 log = logging.getLogger("rekindle.http")
-MOST_TOKENIZED = 1 << 20  # tokens that /tokenize gives: 0.5 s of work, 8 MB of answer
+MAX_TOKENIZED = 1 << 20  # tokens that /tokenize returns: 0.5 s of work, 8 MB of answer
 
 
 def build_app(
@@ -68,43 +72,46 @@ def build_app(
     text: Text,
     options: EdgeOptions,
     metrics: Metrics,
-    archive: Archive | None = None,
+    responses: ResponseStore | None = None,
     *,
-    memory: TurnMemory | None = None,
+    turns: TurnMemory | None = None,
     frozen: FrozenMessages | None = None,
-    recall: Recollection | None = None,
+    loader: HistoryLoader | None = None,
 ) -> Starlette:
-    """The whole server as an ASGI application. Its lifespan ends what `text` started.
+    """Return the whole server as an ASGI application. Its lifespan ends what `text` started.
 
-    archive, memory: of responses, and of the tokens of answers; None: they end with the process.  frozen: what aged
-    messages were frozen to; None: they are not.  recall: what reads these; None: they are as they are.
+    responses, turns: stored responses, and the tokens of answers; None: they end with the process.
+    frozen: what aged messages were frozen to; None: messages are not frozen. loader: reads these at
+    start; None: nothing is read.
     """
-    archive, memory = Archive() if archive is None else archive, TurnMemory() if memory is None else memory
-    edge = Edge(door, text, options, metrics, archive, memory, frozen)
-    metrics.watch_turns(memory.figures)
-    metrics.watch_listeners(lambda: edge.watch.listeners)
+    responses = ResponseStore() if responses is None else responses
+    turns = TurnMemory() if turns is None else turns
+    edge = Edge(door, text, options, metrics, responses, turns, frozen)
+    metrics.watch_turns(turns.count_figures)
+    metrics.watch_listeners(lambda: edge.props_watch.listener_count)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         yield
         await text.aclose()
 
-    routes = edge.routes()
+    routes = edge.make_routes()
     shown = sorted(f"{' or '.join(sorted((route.methods or set()) - {'HEAD'}))} {route.path}" for route in routes)
-    routes += files.routes()
+    routes += files.make_routes()
     paths = frozenset(route.path for route in routes)
 
     async def answer_http_error(request: Request, error: Exception) -> JSONResponse:
-        """Unknown paths and wrong methods."""
+        """Answer a request for an unknown path, or with a wrong method."""
         assert isinstance(error, HTTPException)
-        path, allowed = request.scope["path"], (error.headers or {}).get("Allow", "")
+        path = request.scope["path"]
+        allowed = (error.headers or {}).get("Allow", "")
         if error.status_code == 405:
             return await answer_error(request, wrong_method(request.method, path, allowed))
-        return await answer_error(request, no_such_path(path, shown))
+        return await answer_error(request, unknown_path(path, shown))
 
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Guard, options=options, metrics=metrics, paths=paths, recall=recall)],
+        middleware=[Middleware(Guard, options=options, metrics=metrics, paths=paths, history_loader=loader)],
         exception_handlers={ApiError: answer_error, HTTPException: answer_http_error},
         lifespan=lifespan,
     )
@@ -114,234 +121,213 @@ def build_app(
 
 @define(eq=False)
 class Edge:
-    """The handlers and what they share."""
+    """The handlers of all routes, and the objects that they share."""
 
     door: Door
     text: Text
     options: EdgeOptions
     metrics: Metrics
-    archive: Archive
-    memory: TurnMemory
-    frozen: FrozenMessages | None
-    turnover: Turnover = field(factory=Turnover)
-    missed: MissLog = field(factory=MissLog)
-    sessions: Sessions = field(factory=Sessions)
-    preparing: Preparing = field(init=False)
-    intake: Intake = field(init=False)
-    kept: KeptResponses = field(init=False)
-    watch: Watch = field(init=False)
+    responses: ResponseStore
+    turn_memory: TurnMemory
+    frozen_messages: FrozenMessages | None
+    slot_time: SlotTime = field(factory=SlotTime)
+    miss_log: MissLog = field(factory=MissLog)
+    sessions: CompressionSessions = field(factory=CompressionSessions)
+    preparation_limit: PreparationLimit = field(init=False)
+    body_budget: BodyBudget = field(init=False)
+    stored_responses: StoredResponses = field(init=False)
+    props_watch: PropsWatch = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.preparing = Preparing(self.options.max_jobs)
-        self.kept = KeptResponses(self.archive, self.options)
-        self.watch = Watch(self._told, self.options)
-        self.intake = Intake(ROOM * self.options.max_body, self.options.retry_after_s)
+        self.preparation_limit = PreparationLimit(self.options.max_jobs)
+        self.stored_responses = StoredResponses(self.responses, self.options)
+        self.props_watch = PropsWatch(self._collect_props, self.options)
+        self.body_budget = BodyBudget(BUDGETED_BODIES * self.options.max_body, self.options.retry_after_s)
 
-    def routes(self) -> list[Route]:
-        get, post = ["GET"], ["POST"]
+    def make_routes(self) -> list[Route]:
+        get = ["GET"]
+        post = ["POST"]
         return [
             *(Route(api.path, partial(self.generate, api), methods=post) for api in STATELESS),
-            *(Route(counter.path, partial(self.count, counter), methods=post) for counter in COUNTERS),
-            *self.kept.routes(self.generate, self.count),
+            *(Route(counter.path, partial(self.count_tokens, counter), methods=post) for counter in COUNTERS),
+            *self.stored_responses.make_routes(self.generate, self.count_tokens),
             Route("/tokenize", self.tokenize, methods=post),
             Route("/detokenize", self.detokenize, methods=post),
             Route(TEMPLATE, self.apply_template, methods=post),
-            Route("/v1/models", self.models, methods=get),
-            Route("/v1/models/{model:path}", self.model, methods=get),
-            Route("/health", self.health, methods=get),
-            Route("/props", self.props, methods=get),
-            Route("/slots", self.slots, methods=get),
-            Route("/events", self.events, methods=get),
-            Route("/debug/misses", self.misses, methods=get),
+            Route("/v1/models", self.list_models, methods=get),
+            Route("/v1/models/{model:path}", self.show_model, methods=get),
+            Route("/health", self.show_health, methods=get),
+            Route("/props", self.show_props, methods=get),
+            Route("/slots", self.list_slots, methods=get),
+            Route("/events", self.stream_events, methods=get),
+            Route("/debug/misses", self.list_misses, methods=get),
             Route("/metrics", self.render_metrics, methods=get),
-            Route("/", self.root, methods=get),
+            Route("/", self.show_server, methods=get),
         ]
 
     # -- generating text
 
-    async def generate(self, api: Api, request: Request) -> Reply:
-        async with self._ready(request) as fields:
-            with self.preparing.one(self._retry_after):
-                asked = await api.read(fields, self.options, self.text, self._asker(request))
-        # its body takes no room any more while it waits in another line
-        asked = await self._held(asked, request)
+    async def generate(self, api: Api[Any], request: Request) -> Reply:
+        async with self._read_if_accepting(request) as fields:
+            with self.preparation_limit.admit(self._retry_after):
+                parsed = await api.read(fields, self.options, self.text, self._identify_caller(request))
+        # The body takes no room in the budget any more while the request waits for a grammar.
+        parsed = await self._compile_grammar(parsed, request)
         owner = request.scope.get(CALLER, "")
-        how = controls.kept_apart(asked.controls, owner)
-        tokenizer = self.text.tokenizer
-        planned = controls.plan(
-            asked.prompts,
-            asked.paths,
-            how,
-            self.options,
-            self.text.openings,
-            reader=asked.reader,
-            cuts=asked.cuts,
-            opens=asked.opens,
-            messages=asked.messages,
-            turn=asked.turn,
-            stabilized=asked.stabilized,
-            tail=asked.tail,
-            tools=asked.tools,
-            sessions=self.sessions,
-            frozen=self.frozen,
+        parsed = evolve(parsed, controls=controls.separate_by_owner(parsed.controls, owner))
+        planner = JobPlanner(self.options, self.text.openings, self.sessions, self.frozen_messages)
+        planned_jobs = planner.plan_jobs(parsed)
+        turn = parsed.pending_turn
+        self.turn_memory.count_prompt(0 if turn is None else turn.remembered_tokens)
+        return Reply(
+            door=self.door,
+            planned_jobs=planned_jobs,
+            shape=api.make_shape(make_id(api.id_prefix), parsed, self.options, self.text.tokenizer),
+            error_format=api.error_format,
+            options=self.options,
+            tokenizer=self.text.tokenizer,
+            stream=parsed.controls.stream,
+            shows_progress=parsed.controls.shows_progress,
+            slot_time=self.slot_time,
+            on_choice_end=partial(self._record_choice, owner),
+            headers=parsed.headers,
         )
-        self.memory.count(0 if asked.turn is None else asked.turn.remembered)
-        shape = api.shape(new_id(api.prefix), asked, self.options, tokenizer)
-        told = how.stream, how.progress, self.turnover, partial(self._ended, owner), asked.headers
-        return Reply(self.door, planned, shape, api.dialect, self.options, tokenizer, *told)
 
-    def _ended(self, owner: str, name: str, ended: Ended) -> None:
-        self.missed.note(owner, name, ended)
-        report = ended.closed.report
+    def _record_choice(self, owner: str, name: str, ended: FinishedChoice) -> None:
+        self.miss_log.record(owner, name, ended)
+        report = ended.outcome.report
         if report.compression is not None and not report.compression.why_not:
-            self.sessions.heard(ended.planned.session, report.accepted, report.proposed)
+            self.sessions.record_acceptance(ended.planned_job.session, report.accepted, report.proposed)
 
-    def _asker(self, request: Request) -> Asker:
-        return Asker(request.is_disconnected, self.memory, request.scope.get(CALLER, ""))
+    def _identify_caller(self, request: Request) -> ApiClient:
+        return ApiClient(request.is_disconnected, self.turn_memory, request.scope.get(CALLER, ""))
 
-    async def _held(self, asked: Asked, request: Request) -> Asked:
-        async def gone() -> bool:
-            return self.door.takes() == "draining" or await request.is_disconnected()
+    async def _compile_grammar(self, parsed: ParsedRequest[D], request: Request) -> ParsedRequest[D]:
+        async def has_left() -> bool:
+            return self.door.get_acceptance() == "draining" or await request.is_disconnected()
 
         try:
-            return await held(asked, self.text, self.options, gone, request.scope.get(CALLER, ""))
-        except GaveUp:
-            if self.door.takes() != "draining":
-                raise left() from None
+            return await compile_answer_grammar(
+                parsed, self.text, self.options, has_left, request.scope.get(CALLER, "")
+            )
+        except ClientLeft:
+            if self.door.get_acceptance() != "draining":
+                raise client_gone() from None
             raise unavailable(SHUTTING_DOWN, self.options.retry_after_s) from None
 
     @asynccontextmanager
-    async def _ready(self, request: Request) -> AsyncIterator[Fields]:
-        """The body, unless nothing can be generated now anyway."""
-        takes = self.door.takes()
+    async def _read_if_accepting(self, request: Request) -> AsyncIterator[Fields]:
+        """Read the body, unless nothing can be generated now. Raises ApiError 429 or 503 then."""
+        takes = self.door.get_acceptance()
         if takes == "draining":
             raise unavailable(SHUTTING_DOWN, self.options.retry_after_s)
         if takes == "queue_full":
             raise queue_full(self._retry_after())
-        async with self._reading(request) as fields:
+        async with self._read_fields(request) as fields:
             yield fields
 
     def _retry_after(self) -> int:
-        return self.turnover.retry_after(self.door.status())
+        return self.slot_time.estimate_retry_after(self.door.status())
 
-    def _reading(self, request: Request) -> AbstractAsyncContextManager[Fields]:
-        return reading(request, self.options, self.intake)
+    def _read_fields(self, request: Request) -> AbstractAsyncContextManager[Fields]:
+        return read_request_fields(request, self.options, self.body_budget)
 
     # -- text without a model
 
-    async def count(self, counter: Counter, request: Request) -> JSONResponse:
-        async with self._reading(request) as fields:
-            tokens = await counter.read(fields, self.options, self.text, self._asker(request))
-        return JSONResponse(counter.shape(len(tokens)))
+    async def count_tokens(self, counter: TokenCounter, request: Request) -> JSONResponse:
+        async with self._read_fields(request) as fields:
+            tokens = await counter.read(fields, self.options, self.text, self._identify_caller(request))
+        return JSONResponse(counter.make_body(len(tokens)))
 
     async def tokenize(self, request: Request) -> JSONResponse:
-        async with self._reading(request) as fields:
+        async with self._read_fields(request) as fields:
             content = fields.text("content")
             if content is None:
-                raise fields.wrong("content", "a string")
-            special, start = fields.flag("parse_special"), fields.flag("add_special")
-            most = max(MOST_TOKENIZED, self.options.counted)
+                raise fields.wrong_value("content", "a string")
+            special = fields.flag("parse_special")
+            start = fields.flag("add_special")
+            most = max(MAX_TOKENIZED, self.options.max_counted_tokens)
             try:
                 (tokens,) = await self.text.tokenizer.encode(
-                    [content], controls=special, start=start, most=most, gone=request.is_disconnected
+                    [content], controls=special, start=start, max_tokens=most, is_disconnected=request.is_disconnected
                 )
-            except TooLong:
+            except TooManyTokens:
                 raise invalid("$.content", f"has more than {most} tokens; send it in parts") from None
-            except GaveUp:
-                raise left() from None
+            except ClientLeft:
+                raise client_gone() from None
             if not fields.flag("with_pieces"):
                 return JSONResponse({"tokens": tokens})
-            return JSONResponse({"tokens": [{"id": token, "piece": self._piece(token)} for token in tokens]})
+            return JSONResponse({"tokens": [{"id": token, "piece": self._spell_token(token)} for token in tokens]})
 
-    def _piece(self, token: int) -> str | list[int]:
-        raw = self.text.tokenizer.piece(token)
+    def _spell_token(self, token: int) -> str | list[int]:
+        raw = self.text.tokenizer.token_bytes(token)
         try:
             return raw.decode()
         except UnicodeDecodeError:
             return list(raw)
 
     async def detokenize(self, request: Request) -> JSONResponse:
-        async with self._reading(request) as fields:
+        async with self._read_fields(request) as fields:
             listed = fields.items("tokens", self.options.max_body)
             if listed is None:
-                raise fields.wrong("tokens", "an array of token ids")
-            tokens = controls.check_tokens(listed, fields.at("tokens"), self.options)
+                raise fields.wrong_value("tokens", "an array of token ids")
+            tokens = controls.check_tokens(listed, fields.path_of("tokens"), self.options)
             content = await anyio.to_thread.run_sync(lambda: self.text.tokenizer.decode(tokens, special=True))
             return JSONResponse({"content": content})
 
     async def apply_template(self, request: Request) -> JSONResponse:
-        async with self._reading(request) as fields:
-            conversation = await anyio.to_thread.run_sync(chat.read_conversation, fields, self.text)
-            turns = self._asker(request).turns(controls.read_salt(fields))
+        async with self._read_fields(request) as fields:
+            conversation = await anyio.to_thread.run_sync(openai_chat.read_conversation, fields, self.text)
+            turns = self._identify_caller(request).find_turns(controls.read_salt(fields))
             return JSONResponse(
-                {"prompt": text_of(await rendered(conversation, fields, self.text, self.options, turns))}
+                {"prompt": join_rendered(await render_text(conversation, fields, self.text, self.options, turns))}
             )
 
     # -- about the server
 
-    async def models(self, _: Request) -> JSONResponse:
-        return JSONResponse(models.listed(self.options))
+    async def list_models(self, _: Request) -> JSONResponse:
+        return JSONResponse(models.list_models(self.options))
 
-    async def model(self, request: Request) -> JSONResponse:
+    async def show_model(self, request: Request) -> JSONResponse:
         name = models.check_name(request.path_params["model"], self.options)
-        return JSONResponse(models.described(name, self.options))
+        return JSONResponse(models.describe_model(name, self.options))
 
-    async def health(self, _: Request) -> JSONResponse:
-        status = self.door.status()
-        troubles = dict(status.troubles)
-        retry = {"retry-after": str(self.options.retry_after_s)}
-        described = {"message": SHUTTING_DOWN, "type": "unavailable_error", "param": None, "code": 503}
-        if status.state != "ready":
-            return JSONResponse({"status": status.state, "error": described}, 503, retry)
-        if status.outages:
-            described["message"] = out_of_reach(status.outages, "", self.options.retry_after_s).message
-            return JSONResponse({"status": "unavailable", "troubles": troubles, "error": described}, 503, retry)
-        # Answers are right in spite of any other trouble, so a balancer goes on sending requests.
-        return JSONResponse({"status": "degraded", "troubles": troubles} if troubles else {"status": "ok"})
+    async def show_health(self, _: Request) -> JSONResponse:
+        return make_health(self.door.status(), self.options.retry_after_s)
 
-    async def props(self, _: Request) -> JSONResponse:
-        return JSONResponse(self._told())
+    async def show_props(self, _: Request) -> JSONResponse:
+        return JSONResponse(self._collect_props())
 
-    def _told(self) -> dict[str, Any]:
-        options, status = self.options, self.door.status()
-        template = self.text.template
-        return {
-            "default_generation_settings": default_settings(options),
-            "model_alias": options.model_id,
-            "chat_template": template.source if template is not None else None,
-            "tool_parser": self.text.calls,
-            "reasoning_parser": self.text.reasoning,
-            "reasoning_efforts": dict(self.text.efforts),
-            "eos_tokens": list(self.text.tokenizer.end_tokens),
-            "build_info": f"rekindle {options.version}",
-            "numerics": dict(options.numerics),
-            "total_slots": len(status.slots),
-            **status.props,
-            **asdict(status, filter=exclude("props")),
-            **asdict(self.door.activity()),
-        }
+    def _collect_props(self) -> dict[str, Any]:
+        return collect_props(self.door, self.text, self.options)
 
-    async def events(self, _: Request) -> Listener:
-        """What /props shows, as it changes."""
-        return self.watch.join()
+    async def stream_events(self, _: Request) -> Listener:
+        """Stream what /props shows, as it changes."""
+        return self.props_watch.make_listener()
 
-    async def slots(self, request: Request) -> JSONResponse:
+    async def list_slots(self, request: Request) -> JSONResponse:
         status = self.door.status()
         if request.query_params.get("fail_on_no_slot") == "1" and status.slots_busy == len(status.slots):
-            raise unavailable("No slot is free.", self.turnover.retry_after(status))
+            raise unavailable("No slot is free.", self.slot_time.estimate_retry_after(status))
         return JSONResponse(list(map(asdict, status.slots)))
 
-    async def misses(self, request: Request) -> JSONResponse:
-        """The caller's own."""
-        return JSONResponse({"object": "list", "data": self.missed.of(request.scope.get(CALLER, ""))})
+    async def list_misses(self, request: Request) -> JSONResponse:
+        """List the caller's own cache misses."""
+        return JSONResponse({"object": "list", "data": self.miss_log.list_misses(request.scope.get(CALLER, ""))})
 
     async def render_metrics(self, _: Request) -> Response:
         body, kind = self.metrics.render()
         return Response(body, headers={"content-type": kind})
 
-    async def root(self, _: Request) -> JSONResponse:
-        """For programs: a browser gets the page."""
+    async def show_server(self, _: Request) -> JSONResponse:
+        """Tell a program what this server is. A browser gets the page instead."""
         state = self.door.status().state
         about: dict[str, Any] = {"status": "ok" if state == "ready" else state, "model": self.options.model_id}
-        about |= {"version": self.options.version, "endpoints": sorted(route.path for route in self.routes())}
+        about |= {"version": self.options.version, "endpoints": sorted(route.path for route in self.make_routes())}
         return JSONResponse(about, headers={"vary": "Accept"})
+
+
+async def answer_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, ApiError)
+    request.scope[NOTE] = describe_refusal(error)
+    return make_error_response(request.scope, error)

@@ -1,9 +1,9 @@
-"""Who may call: the outermost layer, before any body is read. Also the last resort for bugs.
+"""Check who may call, before any body is read. This is the outermost layer, and it also answers for bugs.
 
-Everything is decided on `scope["path"]`, and what is not named public needs a key where keys are set.
-* Host: a page that rebinds its DNS name to this address still sends its own name, so only known names are answered,
-  and addresses where every interface is listened on.
-* Origin: a page of another origin is refused, whatever it sends, unless it was allowed by name or all were.
+All checks use `scope["path"]`. A path that is not public needs a key if keys are set.
+* Host: a page that rebinds its DNS name to this address still sends its own name, so only known names are answered.
+  Addresses are answered as well if the server listens on every interface.
+* Origin: a page of another origin is refused, whatever it sends, unless its origin or every origin is allowed.
 """
 
 from __future__ import annotations
@@ -19,46 +19,58 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from adapters.http.access_log import ABOUT, ARRIVED, NOTE, refused
-from adapters.http.apis import error_response, refers
-from adapters.http.errors import ApiError
-from adapters.http.options import EdgeOptions
+from adapters.http.answer.access_log import ARRIVED, CALLER, LOG_IDS, NOTE, describe_refusal
+from adapters.http.apis.registry import make_error_response, needs_history
+from adapters.http.edge_options import EdgeOptions
+from adapters.http.history.history_loader import HistoryLoader
 from adapters.http.page import files
-from adapters.http.paths import canonical
-from adapters.http.recollection import Recollection
+from adapters.http.wire.address import MAX_HEAD_BYTES
+from adapters.http.wire.errors import ApiError
+from adapters.http.wire.paths import canonical_path
 from adapters.metrics import Metrics
 
 log = logging.getLogger("rekindle.http")
-MAX_HEAD_BYTES = 1 << 16
-PUBLIC = frozenset({"/health", *files.files()})  # the page, not what it shows
-CALLER = "rekindle.caller"  # in a scope: a name for who sent the right key, which tells nothing of the key
-EXPOSED = "x-request-id, request-id, retry-after"
+PUBLIC_PATHS = frozenset({"/health", *files.load_files()})  # the page is public, its data is not
+EXPOSED_HEADERS = "x-request-id, request-id, retry-after"
 PREFLIGHT = {"access-control-allow-methods": "GET, POST, DELETE", "access-control-max-age": "600"}
 
 
 class Guard:
+    """An ASGI middleware that refuses requests which may not be made, logs all requests, and counts them."""
+
     def __init__(
-        self, app: ASGIApp, options: EdgeOptions, metrics: Metrics, paths: frozenset[str], recall: Recollection | None
+        self,
+        app: ASGIApp,
+        options: EdgeOptions,
+        metrics: Metrics,
+        paths: frozenset[str],
+        history_loader: HistoryLoader | None,
     ) -> None:
-        self.app, self.options, self.metrics, self.paths, self.recall = app, options, metrics, paths, recall
-        self.keys = tuple(digest(key.encode()) for key in options.api_keys)
-        self.everywhere = any(is_address(host, "is_unspecified") for host in options.allowed_hosts)
+        self.app = app
+        self.options = options
+        self.metrics = metrics
+        self.paths = paths
+        self.history_loader = history_loader
+        self.keys = tuple(digest_key(key.encode()) for key in options.api_keys)
+        self.listens_everywhere = any(is_address(host, "is_unspecified") for host in options.allowed_hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        start, status, asked = time.monotonic(), 0, scope["path"]
-        scope = {**scope, "path": files.meant(scope, canonical(asked, self.paths)), ARRIVED: start}
+        start = time.monotonic()
+        status = 0
+        asked_path = scope["path"]
+        scope = {**scope, "path": files.page_path(scope, canonical_path(asked_path, self.paths)), ARRIVED: start}
         headers = Headers(scope=scope)
         origin = headers.get("origin")
 
-        async def watched(message: Message) -> None:
+        async def send_watched(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 if origin is not None and self.is_allowed(origin):
-                    shared = {"access-control-allow-origin": origin, "access-control-expose-headers": EXPOSED}
+                    shared = {"access-control-allow-origin": origin, "access-control-expose-headers": EXPOSED_HEADERS}
                     answered = MutableHeaders(scope=message)
                     answered.update(shared)
                     answered.add_vary_header("Origin")
@@ -71,38 +83,42 @@ class Guard:
             if scope["method"] == "OPTIONS" and origin is not None:
                 wanted = headers.get("access-control-request-headers", "authorization, content-type")
                 allowed = {**PREFLIGHT, "access-control-allow-headers": wanted[:500]}
-                await Response(status_code=204, headers=allowed)(scope, receive, watched)
+                await Response(status_code=204, headers=allowed)(scope, receive, send_watched)
                 return
             scope[CALLER] = self.check_key(scope["path"], headers)
-            if self.recall is not None and refers(scope["path"]):
-                await self.recall.wait()
-            await self.app(scope, receive, watched)
+            if self.history_loader is not None and needs_history(scope["path"]):
+                await self.history_loader.wait()
+            await self.app(scope, receive, send_watched)
         except ApiError as error:
-            error.headers = {**error.headers, "connection": "close"}  # its body stays unread
-            scope[NOTE] = refused(error)
-            await error_response(scope, error)(scope, receive, watched)
+            # The connection ends, as the request's body stays unread.
+            refusal = error.add_headers({"connection": "close"})
+            scope[NOTE] = describe_refusal(refusal)
+            await make_error_response(scope, refusal)(scope, receive, send_watched)
         except Exception:
             log.exception("a bug in the HTTP edge")
             if status:
                 raise
             failed = ApiError(500, "The server failed. Its log says why.", "server_error", code="internal_error")
-            await error_response(scope, failed)(scope, receive, watched)
+            await make_error_response(scope, failed)(scope, receive, send_watched)
         finally:
-            path = scope["path"] if scope["path"] in self.paths else "other"
-            self.metrics.http(path, status)
-            level = logging.DEBUG if scope["method"] != "POST" and status < 400 else logging.INFO
-            spent, note = time.monotonic() - start, scope.get(NOTE, "")
-            if path == "other":
-                note = f" path={asked[:100]!a}{note}"
-            # what a client chose is in this line as a method, which h11 has checked, or as an unknown path, escaped
-            said = scope["method"], path, status, spent, note
-            log.log(level, "%s %s %d %.3fs%s", *said, extra=scope.get(ABOUT))
+            self._log_request(scope, asked_path, status, time.monotonic() - start)
+
+    def _log_request(self, scope: Scope, asked_path: str, status: int, seconds: float) -> None:
+        """Count a request that has ended, and write its line to the log. asked_path: as the client wrote it."""
+        path = scope["path"] if scope["path"] in self.paths else "other"
+        self.metrics.count_response(path, status)
+        level = logging.DEBUG if scope["method"] != "POST" and status < 400 else logging.INFO
+        note = scope.get(NOTE, "")
+        if path == "other":
+            note = f" path={asked_path[:100]!a}{note}"
+        # What a client chose is in this line as a method, which h11 has checked, or as an unknown path, escaped.
+        log.log(level, "%s %s %d %.3fs%s", scope["method"], path, status, seconds, note, extra=scope.get(LOG_IDS))
 
     def check_host(self, headers: Headers) -> None:
-        host = hostname(headers.get("host", ""))
+        host = parse_hostname(headers.get("host", ""))
         known = host is not None and (is_loopback(host) or {host, "*"} & set(self.options.allowed_hosts))
-        # a page can rebind a name, never an address
-        if not known and not (self.everywhere and host is not None and is_address(host)):
+        # A page can rebind a name, but never an address.
+        if not known and not (self.listens_everywhere and host is not None and is_address(host)):
             message = "This server does not answer to that Host name. Allow it with --allow-host."
             raise ApiError(421, message, code="misdirected_request")
 
@@ -110,7 +126,7 @@ class Guard:
         return bool({origin.lower(), "*"} & set(self.options.allowed_origins))
 
     def check_origin(self, scope: Scope, headers: Headers) -> None:
-        """Its own pages may call: those that this server's name brought, over the same protocol."""
+        """Refuse pages of other origins. Pages that this server's name brought, over the same protocol, may call."""
         origin = headers.get("origin")
         own = f"{scope['scheme']}://{headers.get('host', '')}".lower()
         if origin is not None and origin.lower() != own and not self.is_allowed(origin):
@@ -118,37 +134,40 @@ class Guard:
             raise ApiError(403, message, "permission_error", code="origin")
 
     def check_key(self, path: str, headers: Headers) -> str:
-        """Who it is: nobody in particular, where there are no keys."""
-        if not self.keys or path in PUBLIC:
+        """Return a name for the caller's key; an empty one if there are no keys. Raises ApiError 401."""
+        if not self.keys or path in PUBLIC_PATHS:
             return ""
         scheme, _, token = headers.get("authorization", "").partition(" ")
         given = [headers.get("x-api-key", ""), token.strip() if scheme.lower() == "bearer" else ""]
-        # every pair is compared, so that time tells nothing
-        digests = [digest(key.encode("latin-1", "replace")) for key in given]
+        # Every pair is compared, so the time reveals nothing.
+        digests = [digest_key(key.encode("latin-1", "replace")) for key in given]
         matches = [ours for theirs in digests for ours in self.keys if hmac.compare_digest(theirs, ours)]
         if not matches:
             message = "The API key is missing or wrong. Send it as `Authorization: Bearer KEY` or `X-Api-Key: KEY`."
             raise ApiError(401, message, "authentication_error", code="invalid_api_key")
-        return digest(matches[0]).hex()
+        return digest_key(matches[0]).hex()
 
 
 def check_head(scope: Scope, headers: Headers) -> None:
-    """h11 only bounds a head that comes in several pieces, and takes a body of two lengths."""
+    """Refuse heads that are too large, and bodies of two lengths. h11 only limits a head that comes in several
+    pieces.
+    """
     if "content-length" in headers and "transfer-encoding" in headers:
         message = "Send either Content-Length or Transfer-Encoding, not both."
-        raise ApiError(400, message, code="bad_http")  # who believes the other one sees another next request
+        # A proxy that believes the other one sees a different next request.
+        raise ApiError(400, message, code="bad_http")
     size = len(scope["raw_path"]) + len(scope["query_string"])
     size += sum(len(name) + len(value) + 4 for name, value in scope["headers"])
     if size > MAX_HEAD_BYTES:
         raise ApiError(431, f"The request's head is larger than {MAX_HEAD_BYTES} bytes.", code="head_too_large")
 
 
-def digest(key: bytes) -> bytes:
+def digest_key(key: bytes) -> bytes:
     return hashlib.blake2b(key, digest_size=32).digest()
 
 
-def hostname(host: str) -> str | None:
-    """The name in a Host header, without its port; None if it is no Host."""
+def parse_hostname(host: str) -> str | None:
+    """Return the name in a Host header, without its port; None if it is not a host."""
     try:
         parts = urlsplit(f"//{host}")
         _ = parts.port
@@ -164,7 +183,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_address(host: str, kind: str | None = None) -> bool:
-    """An IP address, of this kind if one is named."""
+    """Return whether a host is an IP address. kind: a property that it must have, such as `is_loopback`."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

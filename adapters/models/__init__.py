@@ -4,15 +4,15 @@ from collections.abc import Mapping
 
 # `model_type` of config.json -> the module with its FAMILY. Names only: who asks what is served need not import torch.
 FAMILIES: Mapping[str, str] = {
-    "llama": "adapters.models.llama",
-    "qwen2": "adapters.models.qwen2",
-    "qwen3": "adapters.models.qwen3",
-    "qwen3_moe": "adapters.models.qwen3_moe",
-    "qwen3_5": "adapters.models.qwen3_5",
-    "qwen3_5_text": "adapters.models.qwen3_5",
-    "qwen3_5_moe": "adapters.models.qwen3_5_moe",
-    "qwen3_5_moe_text": "adapters.models.qwen3_5_moe",
-    "qwen3_next": "adapters.models.qwen3_next",
+    "llama": "adapters.models.families.llama",
+    "qwen2": "adapters.models.families.qwen2",
+    "qwen3": "adapters.models.families.qwen3",
+    "qwen3_moe": "adapters.models.families.qwen3_moe",
+    "qwen3_5": "adapters.models.families.qwen3_5",
+    "qwen3_5_text": "adapters.models.families.qwen3_5",
+    "qwen3_5_moe": "adapters.models.families.qwen3_5_moe",
+    "qwen3_5_moe_text": "adapters.models.families.qwen3_5_moe",
+    "qwen3_next": "adapters.models.families.qwen3_next",
 }
 
 # `general.architecture` of a GGUF file -> the `model_type` that it is served as.

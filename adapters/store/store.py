@@ -1,48 +1,70 @@
-"""Host memory and disk as one store: the longest kept prefix over both, leased until its rows are restored."""
+"""The prefix cache beyond the device: leases kept prefixes and takes in new rows, over an ordered tuple of tiers.
+
+The problem: a prompt often begins as an earlier one did, after its slot was given to another request or the process
+was restarted. Rows that were computed once are kept outside the device, so that they are loaded and not computed.
+
+How it works. Rows are kept in *runs* of consecutive blocks: some MiB, one entry of an index, one file on disk. The
+tiers are a tuple, the quickest first. The first one is host memory; the others are lower tiers (`tier.py`).
+
+* Look-up (`find_prefix`): `prefix_search.py` finds the longest prefix over all tiers. Its entries are *leased*, which
+  means that no tier evicts them, until the caller releases the lease.
+* Keeping (`find_missing_runs`, then `keep_run` for each): a run is taken into host memory and queued for every lower
+  tier that lacks it. Its entry in host memory is leased until each of them has written it or given it up.
+* Promotion (`promote`): rows that were read from a lower tier stay in host memory, if it has room.
+
+Invariants, all of them under `lock`, which the tiers share:
+
+* an entry is evicted only when it is not leased and no kept run continues it;
+* `HostTier.rows` has a buffer for exactly the entries of its index;
+* a run that is queued for a tier is in `_queued_writes` until the tier calls `WriteRun.finish`, once.
+
+Example: prompts ABCD and ABEF, of four blocks each. The first leaves one run ABCD. The second finds AB in it, leases
+the entry, restores two blocks, computes EF, and keeps them as a run whose parent is B.
+"""
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 from attrs import asdict, define, evolve, field, frozen
 
-from adapters.store.blocks import WIDTH, Path, chain, checkpoint_key, pack
-from adapters.store.described import entry_of
-from adapters.store.format import Kind, Layout, Run
-from adapters.store.host import HostTier
-from adapters.store.index import Entry
-from adapters.store.lease import Lease, Miss, Part
-from adapters.store.memory import Buffer, Memory
-from adapters.store.nearest import nearest
-from adapters.store.recent import Recents
-from adapters.store.tier import LowerTier, Note, Place, Tier, Write
-from adapters.watched import Watched
-from effects.ids import LeaseId, Span, Tokens
+from adapters.store.block_index import Entry
+from adapters.store.block_keys import TOKEN_BYTES, SequenceBlocks
+from adapters.store.file_description import make_entry
+from adapters.store.files.file_format import Kind, Layout, Run
+from adapters.store.host_tier import HostTier
+from adapters.store.lease import Lease, Miss
+from adapters.store.prefix_search import PrefixSearch
+from adapters.store.recent_prompts import RecentPrompts
+from adapters.store.slab_memory import Buffer, SlabMemory
+from adapters.store.tier import LowerTier, NotePrompt, StoreTier, WriteRun
+from adapters.watched_thread import WatchedThread
+from effects.ids import LeaseId, Span, Tier, Tokens
 from effects.ports import Divergence
 
 D = TypeVar("D", bound=LowerTier)
-log = logging.getLogger("rekindle.store")
+T = TypeVar("T")
 
-RUN_BYTES = 4 << 20  # of rows that are saved together: one file, one entry
-MOST_STATES = 4  # checkpoints of one lease: more of them differ too little for anybody to choose between
-AHEAD = 6  # runs that are on their way at once: one reader alone leaves a disk idle between its reads
+RUN_BYTES = 4 << 20  # rows that are saved together: one file, one entry
+RUNS_IN_FLIGHT = 6  # runs of one restore that are read at once: a single reader leaves a disk idle between its reads
+NO_FIGURES = {"bytes": 0, "budget": 0, "entries": 0, "evictions": 0, "quarantined": 0}
 
 
 @frozen
-class Restored:
-    """All restores so far."""
+class RestoreTotals:
+    """The sum of all restores so far from one tier."""
 
     count: int = 0
     bytes: int = 0
     seconds: float = 0.0
 
 
-def set_already() -> threading.Event:
+def create_set_event() -> threading.Event:
+    """Return an event that is set already."""
     event = threading.Event()
     event.set()
     return event
@@ -50,301 +72,245 @@ def set_already() -> threading.Event:
 
 @define(eq=False)
 class Store(Generic[D]):
-    """Thread-safe: found on the event loop, saved on the device lane, written by the lower tier's thread.
+    """The kept runs of one layout. Any thread may call it: the event loop finds, savers keep, tiers' threads finish.
 
-    disk: None where nothing may be written. recents: those that survive a restart, where any do.
+    tiers: host memory, then the lower tiers, the quickest first. memory_ready: set when host memory is prepared.
     """
 
     layout: Layout
-    host: HostTier
-    disk: D | None
+    tiers: tuple[HostTier, *tuple[D, ...]]
     lock: threading.RLock
     run_bytes: int = RUN_BYTES
-    recents: Recents = field(init=False)
-    tiers: Mapping[Place, Tier] = field(init=False)  # the quickest first
+    recent_prompts: RecentPrompts = field(init=False)
     hits: Counter[str] = field(factory=Counter[str])
     misses: Counter[str] = field(factory=Counter[str])
-    restores: dict[str, Restored] = field(factory=dict[str, Restored])  # by place
-    ready: threading.Event = field(factory=set_already)  # the memory has been prepared
-    dropped_rows: int = 0  # of snapshots, that there was no memory or no time for
+    restores: dict[str, RestoreTotals] = field(factory=dict[str, RestoreTotals])  # by tier
+    memory_ready: threading.Event = field(factory=create_set_event)
+    dropped_rows: int = 0  # rows of snapshots that there was no memory or no time for
+    _search: PrefixSearch = field(init=False)
+    _by_name: Mapping[Tier, StoreTier] = field(init=False)
     _leases: dict[LeaseId, Lease] = field(factory=dict[LeaseId, Lease])
-    _last: int = 0
-    _waiting: set[int] = field(factory=set[int])  # handles of host entries that are to be written
+    _last_lease: int = 0
+    _queued_writes: set[tuple[Tier, int]] = field(factory=set["tuple[Tier, int]"])  # (tier, handle in host memory)
 
     def __attrs_post_init__(self) -> None:
-        self.recents = Recents() if self.disk is None else self.disk.recents
-        self.tiers = {"host": self.host} if self.disk is None else {"host": self.host, "disk": self.disk}
+        self.recent_prompts = self.lower_tiers[0].recent_prompts if self.lower_tiers else RecentPrompts()
+        self._search = PrefixSearch(self.layout, self.tiers)
+        self._by_name = {tier.name: tier for tier in self.tiers}
+        assert len(self._by_name) == len(self.tiers), "two tiers of one name"
 
     @property
-    def memory(self) -> Memory:
-        """For what is taken in, or read."""
-        return self.host.memory
+    def memory_tier(self) -> HostTier:
+        return self.tiers[0]
 
-    def path(self, tokens: Tokens, kind: Kind = "rows", salt: str = "") -> Path:
-        block_size = self.layout.block_size
-        packed = pack(tokens[: len(tokens) // block_size * block_size])
-        return Path(chain(self.layout.root(kind, salt), packed, block_size), packed, salt)
+    @property
+    def lower_tiers(self) -> tuple[D, ...]:
+        return self.tiers[1:]
+
+    @property
+    def memory(self) -> SlabMemory:
+        """The memory for buffers that runs are copied or read into."""
+        return self.memory_tier.memory
+
+    def get_lower_tier(self, name: Tier) -> D | None:
+        """Return the tier that rows of this one have to be read from; None for host memory, which holds them."""
+        return next((tier for tier in self.lower_tiers if tier.name == name), None)
+
+    def find_tier(self, kind: type[T]) -> T | None:
+        """Return the lower tier of this class, if the store has one: for what only that class can do."""
+        return next((tier for tier in self.lower_tiers if isinstance(tier, kind)), None)
 
     # --- looking up ---
 
-    def find(self, prompt: Tokens, beyond: int, rows: int = 0, salt: str = "") -> tuple[LeaseId, Lease] | Miss:
-        """The longest kept prefix that can be continued, leased, if it is longer than `beyond`; otherwise why not.
+    def find_prefix(self, prompt: Tokens, beyond: int, rows: int = 0, salt: str = "") -> tuple[LeaseId, Lease] | Miss:
+        """Lease the longest kept prefix that can be continued, if it is longer than `beyond`; else say why not.
 
-        rows: that are there, of a target with positional state, so that they need not be kept.
+        rows: rows that the slot has, of a target with positional state, so that they need not be kept.
         """
-        path = self.path(prompt[:-1], salt=salt)
+        path = self._search.hash_blocks(prompt[:-1], salt=salt)
         with self.lock:
-            lease = self._continued(path, beyond, rows)
-            lease = evolve(lease, diverged=self._diverged(path, lease))
+            lease = self._search.find_continuable(path, beyond, rows)
+            lease = evolve(lease, diverged=self._search.find_divergence(path, lease))
             if lease.length <= beyond:
-                reason = self._reason(path, lease)
+                reason = self._search.explain_miss(path, lease)
                 self.misses[reason.partition(":")[0]] += 1
                 return Miss(reason, lease.length, lease.diverged)
-            self._last += 1
-            for part in lease.all:
+            self._last_lease += 1
+            name = LeaseId(self._last_lease)
+            for part in lease.all_parts:
                 part.entry.leases += 1
-                self.tiers[part.place].touch(part.entry)
-            self._leases[LeaseId(self._last)] = lease
-            self.hits[lease.place] += 1
-            return LeaseId(self._last), lease
+                self._by_name[part.tier].touch(part.entry)
+            self._leases[name] = lease
+            self.hits[lease.tier] += 1
+            return name, lease
 
-    def joins(self, prompt: Tokens, window: int, salt: str = "") -> int:
-        """What the prompt shares with the likest of the last `window` prompts, of which it is one from now on."""
-        return self.compare(prompt, window, salt)[0]
+    def count_shared_tokens(self, prompt: Tokens, window: int, salt: str = "") -> int:
+        """Return how many tokens the prompt shares with the most similar of the last `window` prompts, and add it."""
+        return self.compare_recent(prompt, window, salt)[0]
 
-    def compare(self, prompt: Tokens, window: int, salt: str) -> tuple[int, Divergence | None]:
-        """The same, and where it leaves the likest of all that are remembered."""
-        shared, recent, diverged = self.recents.joins(prompt, window, salt)
-        if self.disk is not None:
-            self.disk.submit(Note(recent))
+    def compare_recent(self, prompt: Tokens, window: int, salt: str) -> tuple[int, Divergence | None]:
+        """Do the same; also return where the prompt leaves the most similar of all remembered prompts."""
+        shared, recent, diverged = self.recent_prompts.add_and_compare(prompt, window, salt)
+        for tier in self.lower_tiers[:1]:  # the one whose list of prompts this is
+            tier.submit(NotePrompt(recent))
         return shared, diverged
 
-    def lease(self, name: LeaseId) -> Lease:
+    def get_lease(self, name: LeaseId) -> Lease:
         return self._leases[name]
 
     def release(self, name: LeaseId) -> None:
         with self.lock:
-            for part in self._leases.pop(name).all:
+            for part in self._leases.pop(name).all_parts:
                 part.entry.leases -= 1
-            self.host.make_room(0)
-
-    def _continued(self, path: Path, beyond: int, rows: int) -> Lease:
-        """Not leased yet. Of no tokens, where nothing is kept, or where a checkpoint is missing."""
-        if not self.layout.state:
-            parts = self._parts(path)
-            length = parts[-1].stop if parts else 0
-            return Lease(tuple(parts), length, self._draft(path, length))
-        parts = self._parts(path, rows // self.layout.block_size)
-        found = list[Part]()
-        for state in self._checkpoints(path, parts[-1].stop if parts else rows):
-            found.append(state)
-            if state.stop <= beyond or len(found) == MOST_STATES:
-                break
-        length = found[0].stop if found else 0
-        parts = [evolve(part, stop=min(part.stop, length)) for part in parts if part.start < length]
-        states = tuple(state for state in reversed(found) if state.stop > beyond)
-        return Lease(tuple(parts), length, self._draft(path, length), states)
-
-    def _checkpoints(self, path: Path, length: int) -> Iterator[Part]:
-        """Those within the first `length` tokens, the last one first."""
-        for stop in range(length, 0, -self.layout.block_size):
-            if (found := self._where(*self._state_key(path, stop))) is not None:
-                yield Part(*found, stop - self.layout.block_size, stop)
-
-    def _state_key(self, path: Path, stop: int) -> tuple[bytes, bytes]:
-        """(key, packed tokens of the block) of the checkpoint at `stop`."""
-        block_size = self.layout.block_size
-        return checkpoint_key(path.keys[stop // block_size - 1]), path.packed[
-            (stop - block_size) * WIDTH : stop * WIDTH
-        ]
-
-    def _draft(self, path: Path, length: int) -> tuple[Part, ...]:
-        """The draft's rows up to `length`, without a gap before it."""
-        if self.layout.draft is None or not length:
-            return ()
-        packed, parts = path.packed[: length * WIDTH], list[Part]()
-        keys = chain(self.layout.root("draft", path.salt), packed, self.layout.block_size)
-        for number in reversed(range(len(keys))):
-            part = self._part(Path(keys, packed, path.salt), number)
-            if part is None:
-                break
-            if parts and parts[-1].entry is part.entry:
-                part = Part(part.place, part.entry, part.start, parts.pop().stop)
-            parts.append(part)
-        return tuple(reversed(parts))
-
-    def _parts(self, path: Path, first: int = 0) -> list[Part]:
-        """From this block on, until one is missing; host memory is asked first."""
-        parts = list[Part]()
-        for number in range(first, len(path.keys)):
-            part = self._part(path, number)
-            if part is None:
-                break
-            if parts and parts[-1].entry is part.entry:
-                part = Part(part.place, part.entry, parts.pop().start, part.stop)
-            parts.append(part)
-        return parts
-
-    def _part(self, path: Path, number: int) -> Part | None:
-        """One block."""
-        start, stop = number * self.layout.block_size, (number + 1) * self.layout.block_size
-        found = self._where(path.keys[number], path.packed[start * WIDTH : stop * WIDTH])
-        return None if found is None else Part(*found, start, stop)
-
-    def _where(self, key: bytes, tokens: bytes) -> tuple[Place, Entry] | None:
-        for place, tier in self.tiers.items():
-            if (entry := tier.index.get(key, tokens)) is not None:
-                return place, entry
-        return None
-
-    def _reason(self, path: Path, lease: Lease) -> str:
-        if not path.keys:
-            return "too_short"
-        if not any(tier.index.entries for tier in self.tiers.values()):
-            return "empty_store"
-        kept = self._kept(path, lease)
-        return f"no_checkpoint:{lease.length}" if kept > lease.length else f"diverged_at:{kept}"
-
-    def _diverged(self, path: Path, lease: Lease) -> Divergence | None:
-        """From what is kept; None where all whole blocks are there."""
-        if lease.length * WIDTH >= len(path.packed) or (kept := self._kept(path, lease)) * WIDTH >= len(path.packed):
-            return None
-        key = path.keys[kept // self.layout.block_size - 1] if kept else self.layout.root("rows", path.salt)
-        indices = {place: tier.index for place, tier in self.tiers.items()}
-        return nearest(indices, key, kept, path.packed[kept * WIDTH :])
-
-    def _kept(self, path: Path, lease: Lease) -> int:
-        """Tokens whose rows are there, with a state behind them or without."""
-        rows = self._parts(path) if self.layout.state else lease.parts
-        return rows[-1].stop if rows else 0
+            self.memory_tier.make_room(0)
 
     # --- keeping ---
 
-    def gaps(self, tokens: Tokens, kind: Kind = "rows", start: int = 0, salt: str = "") -> list[Run]:
-        """Which rows of a sequence, from `start` on, no tier has, in runs of a size to be saved; those that only wait
-        to be asked for again, because the queue was full, are queued on the way.
+    def find_missing_runs(self, tokens: Tokens, kind: Kind = "rows", start: int = 0, salt: str = "") -> list[Run]:
+        """Return the runs to save: rows from `start` on that no tier has, of at most `run_bytes` each.
+
+        Blocks that are kept, but were not written because a queue was full, are queued again on the way.
         """
-        path, block_size = self.path(tokens, kind, salt), self.layout.block_size
-        most = max(1, self.run_bytes // self.layout.size(kind, block_size))
+        path = self._search.hash_blocks(tokens, kind, salt)
+        block_size = self.layout.block_size
+        most_blocks = max(1, self.run_bytes // self.layout.compute_size(kind, block_size))
         spans = list[Span]()
         with self.lock:
             for number in range(-(-start // block_size), len(path.keys)):
                 key = path.keys[number]
-                if self._has(key):
-                    self._write_again(key)
-                elif spans and spans[-1][1] == number and number - spans[-1][0] < most:
+                if self._search.has_block(key):
+                    self._retry_write(key)
+                elif spans and spans[-1][1] == number and number - spans[-1][0] < most_blocks:
                     spans[-1] = (spans[-1][0], number + 1)
                 else:
                     spans.append((number, number + 1))
-        return [self._run(path, span, kind) for span in spans]
+        return [self._make_run(path, span, kind) for span in spans]
 
-    def _run(self, path: Path, blocks: Span, kind: Kind) -> Run:
+    def _make_run(self, path: SequenceBlocks, blocks: Span, kind: Kind) -> Run:
         first, stop = blocks
-        block_size, step = self.layout.block_size, self.layout.block_size * WIDTH
-        parent = path.keys[first - 1] if first else self.layout.root(kind, path.salt)
-        return Run(first * block_size, parent, path.keys[first:stop], path.packed[first * step : stop * step], kind)
+        block_size = self.layout.block_size
+        block_bytes = block_size * TOKEN_BYTES
+        parent = path.keys[first - 1] if first else self.layout.compute_root(kind, path.salt)
+        tokens = path.packed[first * block_bytes : stop * block_bytes]
+        return Run(first * block_size, parent, path.keys[first:stop], tokens, kind)
 
-    def keep(self, run: Run, rows: Buffer) -> bool:
-        """Take in one of the `gaps`, or a checkpoint. False if there was room nowhere."""
+    def keep_run(self, run: Run, rows: Buffer) -> bool:
+        """Take in one of the missing runs, or a checkpoint. Return False if no tier had room for it."""
         with self.lock:
-            entry = self._entry(run)
-            entry.leases += 1
-            if not self.host.add(entry, rows):
-                return run.keys[-1] in self.host.index  # somebody else brought it in meanwhile
-            queued = self._write(entry)
+            entry = self._make_entry(run)
+            entry.leases += 1  # so that it is not evicted before it is queued
+            if not self.memory_tier.add_run(entry, rows):
+                return run.keys[-1] in self.memory_tier.index  # another snapshot has brought it in meanwhile
+            is_queued = self._queue_write(entry)
             entry.leases -= 1
-            self.host.make_room(0, run.parent)
-            return queued or entry.handle in self.host.rows
+            self.memory_tier.make_room(0, run.parent)
+            return is_queued or entry.handle in self.memory_tier.rows
 
     def lacks_checkpoint(self, tokens: Tokens, salt: str = "") -> bool:
-        """Has no tier the state behind `tokens` (whole blocks)? One that only waits to be written is queued."""
-        path = self.path(tokens, salt=salt)
+        """Say whether no tier has the state behind `tokens` (whole blocks). An unwritten one is queued again."""
+        path = self._search.hash_blocks(tokens, salt=salt)
         with self.lock:
-            key, _ = self._state_key(path, len(tokens))
-            if not self._has(key):
+            key, _ = self._search.get_checkpoint_key(path, len(tokens))
+            if not self._search.has_block(key):
                 return True
-            self._write_again(key)
+            self._retry_write(key)
             return False
 
     def keep_checkpoint(self, tokens: Tokens, state: Buffer, salt: str = "") -> bool:
-        """Take in the state behind `tokens` (whole blocks). False if there was room nowhere."""
-        path, stop = self.path(tokens, salt=salt), len(tokens)
-        key, packed = self._state_key(path, stop)
+        """Take in the state behind `tokens` (whole blocks). Return False if no tier had room for it."""
+        path = self._search.hash_blocks(tokens, salt=salt)
+        start = len(tokens) - self.layout.block_size
+        key, packed = self._search.get_checkpoint_key(path, len(tokens))
         with self.lock:
-            before = next(self._checkpoints(path, stop - self.layout.block_size), None)
+            before = next(self._search.iterate_checkpoints(path, start), None)
             since = 0 if before is None else before.stop
-            run = Run(stop - self.layout.block_size, path.keys[-1], (key,), packed, "state", since)
-            return self.keep(run, state)
+            return self.keep_run(Run(start, path.keys[-1], (key,), packed, "state", since), state)
 
     def promote(self, source: Entry, rows: Buffer) -> None:
-        """Rows that came from disk stay in host memory too, if they find room."""
+        """Keep rows that were read from a lower tier in host memory too, if they find room there."""
         with self.lock:
-            entry = self._entry(source.run)
-            if entry.size <= self.host.index.budget and self.host.make_room(entry.size, source.parent):
-                self.host.add(entry, rows)
+            entry = self._make_entry(source.run)
+            fits = entry.size <= self.memory_tier.index.budget
+            if fits and self.memory_tier.make_room(entry.size, source.parent):
+                self.memory_tier.add_run(entry, rows)
 
-    def _entry(self, run: Run) -> Entry:
-        size, index = self.layout.size(run.kind, run.length), self.host.index
-        return entry_of(run, index.next_handle(), size, index.origin)
+    def _make_entry(self, run: Run) -> Entry:
+        index = self.memory_tier.index
+        size = self.layout.compute_size(run.kind, run.length)
+        return make_entry(run, index.allocate_handle(), size, index.origin)
 
-    def _has(self, key: bytes) -> bool:
-        return any(key in tier.index for tier in self.tiers.values())
+    def _queue_write(self, entry: Entry) -> bool:
+        """Queue a run for each lower tier that lacks it. Return whether any of them has it or will write it."""
+        is_taken = False
+        for tier in self.lower_tiers:
+            write = (tier.name, entry.handle)
+            if entry.keys[-1] in tier.index or write in self._queued_writes:
+                is_taken = True
+                continue
+            rows = self.memory_tier.rows[entry.handle]
+            if tier.submit(WriteRun(entry.run, rows, partial(self._finish_write, tier.name, entry))):
+                entry.leases += 1
+                self._queued_writes.add(write)
+                is_taken = True
+        return is_taken
 
-    def _write(self, entry: Entry) -> bool:
-        if self.disk is None:
-            return False
-        if not self.disk.submit(Write(entry.run, self.host.rows[entry.handle], partial(self._written, entry))):
-            return False
-        entry.leases += 1
-        self._waiting.add(entry.handle)
-        return True
-
-    def _written(self, entry: Entry) -> None:
+    def _finish_write(self, tier: Tier, entry: Entry) -> None:
+        """Let go of a run that the tier has written or given up. Called on the tier's thread."""
         with self.lock:
-            self._waiting.discard(entry.handle)
+            self._queued_writes.discard((tier, entry.handle))
             entry.leases -= 1
-            self.host.make_room(0)
+            self.memory_tier.make_room(0)
 
-    def _write_again(self, key: bytes) -> None:
-        """If the queue was full when it was kept."""
-        entry = self.host.index.holding(key)
-        if self.disk is None or entry is None or entry.handle in self._waiting or entry.keys[-1] in self.disk.index:
-            return
-        self._write(entry)
+    def _retry_write(self, key: bytes) -> None:
+        """Queue a kept run again, if a lower tier lacks it because its queue was full."""
+        entry = self.memory_tier.index.get_holder(key)
+        if entry is not None:
+            self._queue_write(entry)
 
-    # --- the rest ---
-
-    @property
-    def threads(self) -> tuple[Watched, ...]:
-        """Whose troubles /health tells. What they do not do any more costs hits only."""
-        return () if self.disk is None else self.disk.threads
+    # --- state and figures ---
 
     @property
-    def damaged(self) -> Mapping[str, int]:
-        """Files that were found damaged, by kind."""
-        return {} if self.disk is None else dict(self.disk.damaged)
+    def queued_bytes(self) -> int:
+        """Bytes that lower tiers still have to write."""
+        return sum(tier.queued_bytes for tier in self.lower_tiers)
+
+    @property
+    def threads(self) -> tuple[WatchedThread, ...]:
+        """Threads whose failures /health reports. When one has died, less is found; nothing wrong is served."""
+        return tuple(thread for tier in self.lower_tiers for thread in tier.threads)
+
+    @property
+    def damaged_files(self) -> Mapping[str, int]:
+        """The number of files that were found damaged, by kind."""
+        found = Counter[str]()
+        for tier in self.lower_tiers:
+            found.update(tier.damaged_files)
+        return dict(found)
 
     def close(self) -> bool:
-        return self.disk is None or self.disk.close()
+        """Write what is queued. Return False where a tier needs too long for it."""
+        closed = [tier.close() for tier in self.lower_tiers]  # every one, whatever the others return
+        return all(closed)
 
-    def restored(self, place: Place, size: int, seconds: float) -> None:
-        """A restore brought so many bytes."""
+    def count_restore(self, tier: Tier, size: int, seconds: float) -> None:
+        """Add a restore of `size` bytes, most of which came from this tier, to the totals."""
         with self.lock:
-            before = self.restores.get(place, Restored())
-            self.restores[place] = Restored(before.count + 1, before.bytes + size, before.seconds + seconds)
+            before = self.restores.get(tier, RestoreTotals())
+            self.restores[tier] = RestoreTotals(before.count + 1, before.bytes + size, before.seconds + seconds)
 
-    def figures(self) -> Mapping[str, Any]:
-        """What /props shows as `full_cache`; at its top what is on disk, where there is a disk tier."""
+    def collect_figures(self) -> Mapping[str, Any]:
+        """Return what /props shows as `full_cache`: at its top the figures of the first lower tier."""
         with self.lock:
-            nothing = {"bytes": 0, "budget": 0, "entries": 0, "evictions": 0, "quarantined": 0}
+            lower = [tier.collect_figures() for tier in self.lower_tiers]
             return {
-                "disk_policy": "off" if self.disk is None else "full",
-                **(nothing if self.disk is None else self.disk.figures()),
-                "host": self.host.figures(),
+                "disk_policy": "full" if lower else "off",
+                **(lower[0] if lower else NO_FIGURES),
+                self.memory_tier.name: self.memory_tier.collect_figures(),
+                **{tier.name: tier.collect_figures() for tier in self.lower_tiers[1:]},
                 "hits": dict(self.hits),
                 "misses": dict(self.misses),
-                "restores": {place: asdict(restored) for place, restored in self.restores.items()},
+                "restores": {tier: asdict(totals) for tier, totals in self.restores.items()},
                 "leases": len(self._leases),
                 "dropped_rows": self.dropped_rows,
-                "recent": len(self.recents),  # prompts that scope `auto` compares with
+                "recent": len(self.recent_prompts),  # prompts that scope `auto` compares with
             }

@@ -1,31 +1,35 @@
-"""What the store needs of a tier: an index of what is kept there, and, of a lower one, that it takes what it is given.
+"""Interfaces of the tiers that a `Store` consists of, and of the jobs that it gives to the lower ones.
 
-A tier is added here: host memory (host.py) and the disk (disk.py) are tiers, as is the simulated disk.
+A store has a tuple of tiers, the quickest first. The first one is host memory (`host_tier.py`): snapshots are copied
+into it. Every other one is a *lower tier*: it is given copies to write in the background, and rows are read back from
+it. The disk (`disk_tier.py`) is one, and so is the disk of the simulation. A tier has a name, by which leases, metrics
+and `Rates` refer to it. Another lower tier is one module that implements `ReadableTier`, and one line in
+`open_store.py` that puts it into the tuple.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol, TypeAlias
+from concurrent.futures import Executor
+from typing import Any, Protocol
 
 from attrs import frozen
 
-from adapters.store.format import Run
-from adapters.store.index import Entry, Index
-from adapters.store.memory import Buffer
-from adapters.store.recent import Recent, Recents
-from adapters.watched import Watched
-
-Place: TypeAlias = Literal["host", "disk"]
+from adapters.store.block_index import BlockIndex, Entry
+from adapters.store.files.file_format import Run
+from adapters.store.recent_prompts import RecentPrompt, RecentPrompts
+from adapters.store.slab_memory import Buffer, SlabMemory
+from adapters.watched_thread import WatchedThread
+from effects.ids import Tier
 
 
 @frozen(eq=False)
-class Write:
-    """A run on its way to a lower tier. done: it has been written, or given up."""
+class WriteRun:
+    """A job for a lower tier: write this run. `finish` is called when it has been written or given up."""
 
     run: Run
     rows: Buffer
-    done: Callable[[], None]
+    finish: Callable[[], None]
 
     @property
     def size(self) -> int:
@@ -33,54 +37,77 @@ class Write:
 
 
 @frozen(eq=False)
-class Note:
-    """A recent prompt on its way there."""
+class NotePrompt:
+    """A job for a lower tier: keep this recent prompt, so that it is known after a restart."""
 
-    recent: Recent
+    recent: RecentPrompt
 
     @property
     def size(self) -> int:
         return len(self.recent.rest)
 
-    def done(self) -> None:
-        """Nobody waits."""
+    def finish(self) -> None:
+        """Do nothing: no caller waits for it."""
 
 
-class Tier(Protocol):
-    """Called with the store's lock, which guards the index."""
+class StoreTier(Protocol):
+    """A tier as lookups need it. Every method is called with the store's lock, which also guards the index."""
 
     @property
-    def index(self) -> Index: ...
+    def name(self) -> Tier: ...
+
+    @property
+    def index(self) -> BlockIndex: ...
 
     def touch(self, entry: Entry) -> None:
-        """It was found."""
+        """Count a lookup that found this entry."""
         ...
 
-    def figures(self) -> Mapping[str, Any]:
-        """For /props."""
+    def collect_figures(self) -> Mapping[str, Any]:
+        """Return the figures that /props shows of this tier."""
         ...
 
 
-class LowerTier(Tier, Protocol):
-    """Written behind everybody's back, and there again after a restart."""
+class LowerTier(StoreTier, Protocol):
+    """A tier that is written in the background."""
 
     @property
-    def recents(self) -> Recents: ...
-
-    @property
-    def threads(self) -> tuple[Watched, ...]:
-        """Whose troubles /health tells. What they do not do any more costs hits only."""
+    def recent_prompts(self) -> RecentPrompts:
+        """The prompts that it brought back when it was opened. The store uses those of its first lower tier."""
         ...
 
     @property
-    def damaged(self) -> Mapping[str, int]:
-        """Files that were found damaged, by kind."""
+    def queued_bytes(self) -> int:
+        """Bytes of jobs that are not finished yet."""
+        ...
+
+    @property
+    def threads(self) -> tuple[WatchedThread, ...]:
+        """Threads whose failures /health reports. When one has died, less is found; nothing wrong is served."""
+        ...
+
+    @property
+    def damaged_files(self) -> Mapping[str, int]:
+        """The number of files that were found damaged, by kind."""
         ...
 
     def close(self) -> bool:
-        """Write what is queued. False where that takes too long."""
+        """Write what is queued. Return False where that takes too long."""
         ...
 
-    def submit(self, job: Write | Note) -> bool:
-        """Taken, or dropped and counted: the queue is bounded."""
+    def submit(self, job: WriteRun | NotePrompt) -> bool:
+        """Queue a job. Return False where the queue has no room: the job is dropped and counted."""
+        ...
+
+
+class ReadableTier(LowerTier, Protocol):
+    """A lower tier whose rows can be read back; a simulated one keeps none."""
+
+    async def read(
+        self, entry: Entry, memory: SlabMemory, workers: Executor, then: Callable[[Buffer], object] = ...
+    ) -> Buffer:
+        """Return the tensors of a leased entry, end to end, in a buffer from `memory`.
+
+        then: called with the buffer on the thread of `workers` that has read it. Raises Damaged, OSError, MemoryError.
+        """
         ...

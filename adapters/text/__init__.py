@@ -1,1 +1,4 @@
-"""Text: tokenizer, chat template, and the way back from tokens to text as they come."""
+"""Text: the tokenizer, the chat template, how a conversation becomes a prompt, and how tokens become text again.
+
+Begin with `model_text.py`, which holds all of it for one checkpoint. Imports effects and `adapters.checkpoint`.
+"""

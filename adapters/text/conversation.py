@@ -1,7 +1,7 @@
-"""A conversation, whichever API it came in by, and what a chat template reads of it.
+"""A conversation, independent of the API that it came through, and its form as variables of a chat template.
 
-Each API's reader makes a `Conversation` of its request; `templated` is the one place where it becomes the variables of
-a template. Tools are written the same way whoever sent them, so the same conversation has the same prompt in every API.
+The reader of each API makes a `Conversation` of its request. `build_template_variables` is the only place that turns it
+into the variables of a template. So the same conversation has the same prompt in every API.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any, Literal, TypeAlias
 
 from attrs import evolve, field, frozen
 
-from adapters.bounded_json import TEXTS
+from adapters.bounded_json import STRING_PATTERN
 from effects.grammar import Grammar
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 
 
-DEEPEST = 128  # levels of a call's arguments: twice what a request's body may have
-LEVELS = {"[": 1, "{": 1, "]": -1, "}": -1}
+MAX_ARGUMENT_DEPTH = 128  # nested levels in a call's arguments: twice as many as a request's body may have
+BRACKET_DEPTHS = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
 @frozen
 class ToolCall:
-    """`arguments`: JSON as it was written, so that a conversation's prompt only ever grows."""
+    """A call of a function. `arguments` is JSON as it was written, so that a later prompt begins like this one."""
 
     id: str
     name: str
@@ -35,16 +35,19 @@ class ToolCall:
 
 @frozen
 class ChatMessage:
-    """reasoning, calls: an assistant's.  answers: the id of the call whose result a tool's message is.
+    """One message.
 
-    cuts: places in the content, ascending, up to where other prompts may have the same, as the client says.
+    reasoning, calls: only an assistant's message has them.
+    answered_call_id: the id of the call whose result this is. Only a tool's message has one.
+    cuts: offsets in the content, in characters, ascending. The client says that other prompts may be the same up to
+    each of them.
     """
 
     role: Role
     content: str = ""
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
-    answers: str | None = None
+    answered_call_id: str | None = None
     name: str | None = None
     cuts: tuple[int, ...] = ()
 
@@ -53,20 +56,23 @@ class ChatMessage:
 class FunctionTool:
     """A function that the model may call.
 
-    parameters: the JSON schema of its arguments.  strict: arguments are held to it.  sent_as: the client's name for it,
-    where `name` is another one because no form of calls allows the client's.  input_grammar: of a custom tool, which is
-    called with text: its only argument, `input`, is held to it.  path: of the schema or grammar in the request.
+    parameters: the JSON schema of its arguments.
+    strict: the arguments must keep to the schema.
+    client_name: the name that the client uses, if `name` is another one because no form of calls allows that name.
+    input_grammar: only of a custom tool, which is called with text. Its only argument, `input`, must keep to it.
+    path: the JSON path of the schema or grammar in the request, for error messages.
     """
 
     name: str
     description: str | None = None
     parameters: Mapping[str, Any] | None = None
     strict: bool = False
-    sent_as: str | None = None
+    client_name: str | None = None
     input_grammar: Grammar | None = None
     path: str = field(default="$.tools", eq=False)
 
-    def written(self) -> dict[str, Any]:
+    def to_template(self) -> dict[str, Any]:
+        """Return the tool in the form that chat templates read."""
         function: dict[str, Any] = {"name": self.name}
         if self.description is not None:
             function["description"] = self.description
@@ -77,39 +83,47 @@ class FunctionTool:
 
 @frozen
 class ToolChoice:
-    """`required`: some call, or several; `function`: of the one that is named.
+    """The tools that the answer may or must call.
 
-    allowed: of these functions only, though the template shows all; empty: of any.
+    kind: with `required` the answer is one call or several; with `function` it calls the function `name`.
+    allowed_names: only these functions may be called, although the template shows all. Empty: any function.
     """
 
     kind: Literal["auto", "none", "required", "function"] = "auto"
     name: str | None = None
-    allowed: tuple[str, ...] = ()
+    allowed_names: tuple[str, ...] = ()
 
     def allows(self, name: str) -> bool:
-        return self.name in {None, name} and (not self.allowed or name in self.allowed)
+        return self.name in {None, name} and (not self.allowed_names or name in self.allowed_names)
 
 
 @frozen
 class MovedText:
-    """A text that a rule took out of the system prompt, and the message that it stands behind: its number among those
-    that follow the opening system messages.
+    """A text that a rule moved out of the system prompt, and the message to which it was appended.
+
+    message_index: counts the messages that follow the opening system messages.
     """
 
-    place: int
+    message_index: int
     rule: str
     text: str
 
 
 @frozen
 class Conversation:
-    """parallel: may one answer hold several calls?
-    variables: further ones of the template, `enable_thinking` say (see `thinking`).
+    """A conversation to be answered.
+
+    parallel: one answer may hold several calls.
+    variables: further variables of the template, for example `enable_thinking` (see `build_thinking_variables`).
     generate: the prompt ends with the opening of the assistant's answer.
-    continues: the answer goes on with the last message, which is the assistant's, instead of opening one.
-    stabilized: the rules by which it is another than was sent (`stabilize.py`).  tail: from the last cut on of the
-    last message that is not the assistant's, no later request will have it.  moved: what later requests are to have
-    where it stands now; None: too much to be remembered.  unmoved: its messages, less all that was moved there.
+    continues: the answer continues the last message, which is the assistant's, instead of opening a new one.
+
+    The rest says how `stabilize.py` changed the conversation:
+    applied_rules: the names of the rules that changed it.
+    has_volatile_tail: later requests will not have the text after the last cut of the last message that is not the
+    assistant's.
+    moved_texts: the texts that later requests must have at the same places. None: they are too long to be remembered.
+    messages_without_moved: the messages without the texts that were moved into them. None: nothing was moved.
     """
 
     messages: Sequence[ChatMessage]
@@ -119,41 +133,41 @@ class Conversation:
     variables: Mapping[str, Any] = field(factory=dict)
     generate: bool = True
     continues: bool = False
-    stabilized: tuple[str, ...] = ()
-    tail: bool = False
-    moved: tuple[MovedText, ...] | None = ()
-    unmoved: Sequence[ChatMessage] | None = None
+    applied_rules: tuple[str, ...] = ()
+    has_volatile_tail: bool = False
+    moved_texts: tuple[MovedText, ...] | None = ()
+    messages_without_moved: Sequence[ChatMessage] | None = None
 
     @property
-    def callable(self) -> Mapping[str, FunctionTool]:
-        """What the answer may call, by name."""
+    def callable_tools(self) -> Mapping[str, FunctionTool]:
+        """The functions that the answer may call, by name."""
         return {} if self.choice.kind == "none" else {tool.name: tool for tool in self.tools}
 
     @property
-    def lasting(self) -> Sequence[ChatMessage]:
-        """Its messages as later requests will have them, wherever those say what was moved."""
-        return self.messages if self.unmoved is None else self.unmoved
+    def lasting_messages(self) -> Sequence[ChatMessage]:
+        """The messages that later requests will have as well, wherever they place the moved texts."""
+        return self.messages if self.messages_without_moved is None else self.messages_without_moved
 
     @property
-    def opens(self) -> bool:
-        """Is nothing answered in it yet, and nothing there to call? It may be all that there is: a title, a summary."""
+    def is_opening(self) -> bool:
+        """Does it have neither answers nor tools yet? Such a request may stay the only one, as for a title."""
         said = self.messages[:-1] if self.continues else self.messages
         return not self.tools and not any(message.role in ("assistant", "tool") for message in said)
 
 
-def thinking(effort: str | None = None, enabled: bool | None = None) -> dict[str, Any]:
-    """Variables by which templates are told whether and how much to think; each family reads its own of them."""
+def build_thinking_variables(effort: str | None = None, enabled: bool | None = None) -> dict[str, Any]:
+    """Return the template variables that say whether and how much to think. Each model family reads its own."""
     variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
     if enabled is None and effort is not None:
         enabled = effort != "none"
     return variables if enabled is None else {**variables, "enable_thinking": enabled, "thinking": enabled}
 
 
-def with_one_system(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """For templates that know a system message in the first place only, while agents send them in between.
+def merge_system_messages(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return the messages with one system message at most, for templates that accept one in first place only.
 
-    Those at the start become one. Later ones become the user's, where they are: moved to the front they would change
-    what every prompt of the conversation begins with.
+    The leading system messages are joined. A later one becomes a user's message at its place. If it were moved to the
+    front, it would change the beginning of every later prompt.
     """
     leading = [message.content for message in takewhile(lambda message: message.role == "system", messages)]
     rest = [
@@ -162,70 +176,80 @@ def with_one_system(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     return [ChatMessage("system", "\n\n".join(leading)), *rest] if leading else rest
 
 
-def templated(
+def build_template_variables(
     conversation: Conversation, argument_text: bool, parts: bool = False, one_system: bool = False
 ) -> dict[str, Any]:
-    """All that a template is told. argument_text: it writes the arguments of calls as the text that they were.
+    """Return all variables of a template.
 
-    parts: it reads contents as lists of parts.  one_system: it knows no system message but the first.
+    argument_text: the template takes the arguments of calls as text, instead of as objects.
+    parts: the template reads contents as lists of parts.
+    one_system: the template accepts a system message in first place only.
     """
     names: dict[str, str] = {}
     messages = []
-    for message in with_one_system(conversation.messages) if one_system else conversation.messages:
+    for message in merge_system_messages(conversation.messages) if one_system else conversation.messages:
         names.update((call.id, call.name) for call in message.calls)
-        messages.append(templated_message(message, names, argument_text, parts))
-    told: dict[str, Any] = {"messages": messages, **conversation.variables}
-    if conversation.callable:
-        told["tools"] = [tool.written() for tool in conversation.tools]
-    return told
+        messages.append(build_message_variables(message, names, argument_text, parts))
+    variables: dict[str, Any] = {"messages": messages, **conversation.variables}
+    if conversation.callable_tools:
+        variables["tools"] = [tool.to_template() for tool in conversation.tools]
+    return variables
 
 
 def with_object_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]] | None:
-    """Messages as a template is told of them, with an object for all arguments that are none; None: all are objects.
+    """Return template messages in which the arguments of every call are an object. None: they all are objects already.
 
-    For templates that go through the members of arguments and fail where there are none.
+    Some templates iterate over the members of arguments, and fail where arguments are a text.
     """
-    changed, found = list[Mapping[str, Any]](), False
+    changed = list[Mapping[str, Any]]()
+    found = False
     for message in messages:
         calls = []
         for call in message.get("tool_calls", ()):
             function = call["function"]
-            given = parsed(function["arguments"]) if isinstance(function["arguments"], str) else function["arguments"]
+            given = (
+                parse_arguments(function["arguments"])
+                if isinstance(function["arguments"], str)
+                else function["arguments"]
+            )
             if not isinstance(given, dict):
-                given, found = {"input": given}, True
+                given = {"input": given}
+                found = True
             calls.append({**call, "function": {**function, "arguments": given}})
         changed.append({**message, "tool_calls": calls} if calls else message)
     return changed if found else None
 
 
-def templated_message(
+def build_message_variables(
     message: ChatMessage, names: Mapping[str, str], argument_text: bool, parts: bool
 ) -> dict[str, Any]:
-    """names: of the functions called so far, by the call's id."""
+    """Return one message in the form that templates read. names: the functions called so far, by the call's id."""
     content: Any = [{"type": "text", "text": message.content}] if parts else message.content
-    told: dict[str, Any] = {"role": message.role, "content": content}
+    variables: dict[str, Any] = {"role": message.role, "content": content}
     if message.name is not None:
-        told["name"] = message.name
+        variables["name"] = message.name
     if message.reasoning:
-        told["reasoning_content"] = message.reasoning
+        variables["reasoning_content"] = message.reasoning
     if message.calls:
-        told["tool_calls"] = [
+        variables["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
             for call in message.calls
-            for arguments in (call.arguments if argument_text else parsed(call.arguments),)
+            for arguments in (call.arguments if argument_text else parse_arguments(call.arguments),)
         ]
-    if message.answers is not None:
-        told["tool_call_id"] = message.answers
-        told.setdefault("name", names.get(message.answers, ""))
-    return told
+    if message.answered_call_id is not None:
+        variables["tool_call_id"] = message.answered_call_id
+        variables.setdefault("name", names.get(message.answered_call_id, ""))
+    return variables
 
 
-def parsed(arguments: str) -> Any:
-    """The object that they are; the text where they are none, or one that nobody could write: nested beyond measure, or
-    with half of a surrogate pair.
+def parse_arguments(arguments: str) -> Any:
+    """Return the object that `arguments` are as JSON, or else the text itself.
+
+    The text is also returned for an object that cannot be written: one that is nested more than MAX_ARGUMENT_DEPTH
+    levels, or that holds half of a surrogate pair.
     """
-    levels = (LEVELS[mark] for mark in re.findall(r"[][{}]", TEXTS.sub("", arguments)))
-    if max(accumulate(levels), default=0) > DEEPEST:
+    levels = (BRACKET_DEPTHS[mark] for mark in re.findall(r"[][{}]", STRING_PATTERN.sub("", arguments)))
+    if max(accumulate(levels), default=0) > MAX_ARGUMENT_DEPTH:
         return arguments
     try:
         found = json.loads(arguments)

@@ -1,7 +1,7 @@
-"""Incremental detokenisation: the pieces of a stream join to what one whole decode of its tokens gives.
+"""Incremental detokenisation: the joined pieces of a stream are the same text as one decode of all its tokens.
 
-A byte-level token is a string of bytes and a text is their concatenation, so the state is an incremental UTF-8 decoder
-(invalid bytes become U+FFFD by maximal subparts, as in the Unicode standard and in the `tokenizers` library).
+A byte-level token is a string of bytes, and a text is their concatenation. So the only state is an incremental UTF-8
+decoder. Invalid bytes become U+FFFD by maximal subparts, as in the Unicode standard and in the `tokenizers` library.
 """
 
 from __future__ import annotations
@@ -18,29 +18,33 @@ from adapters.text.tokenizer import Tokenizer
 class TextStream:
     """The text of one answer, token by token.
 
-    hidden: tokens that count but have no text (the ones that ended the answer).
-    shown: special tokens that have one all the same, as whoever reads the text has to see them.
+    hidden_tokens: tokens that count but have no text, namely those that end the answer.
+    shown_special_tokens: special tokens that are written out, because the parser of the answer must see them.
     """
 
     tokenizer: Tokenizer
-    hidden: Collection[int] = ()
-    shown: Collection[int] = ()
+    hidden_tokens: Collection[int] = ()
+    shown_special_tokens: Collection[int] = ()
     _utf8: codecs.IncrementalDecoder = field(init=False)
-    _drops: int = field(init=False)  # spaces that may still be none of the text
+    _spaces_to_drop: int = field(init=False)  # leading spaces that are still to be removed, if they come
 
     def __attrs_post_init__(self) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._drops = self.tokenizer.spelling.drops
+        self._spaces_to_drop = self.tokenizer.spelling.leading_spaces
 
     def push(self, token: int) -> str:
-        """What is certain to follow now."""
-        if token in self.hidden or (token in self.tokenizer.special and token not in self.shown):
+        """Take a token and return the text that is complete now."""
+        if token in self.hidden_tokens or (token in self.tokenizer.special and token not in self.shown_special_tokens):
             return ""
-        text = self._utf8.decode(self.tokenizer.piece(token))
-        while text and self._drops:
-            text, self._drops = (text[1:], self._drops - 1) if text[0] == " " else (text, 0)
+        text = self._utf8.decode(self.tokenizer.token_bytes(token))
+        while text and self._spaces_to_drop:
+            if text[0] == " ":
+                text = text[1:]
+                self._spaces_to_drop -= 1
+            else:
+                self._spaces_to_drop = 0
         return text
 
     def finish(self) -> str:
-        """U+FFFD for a character that was never completed."""
+        """Return the rest of the text: U+FFFD if the last character was not completed, or nothing."""
         return self._utf8.decode(b"", final=True)

@@ -1,9 +1,11 @@
-"""Finds what the compiler of grammars cannot hold of a schema, and leaves just that out. Run in the confined process
-(`confined.py`), which loads it by its path, so it imports nothing of ours.
+"""Finds the keywords of a JSON schema that the grammar compiler refuses, and removes only those.
 
-The compiler stops at its first complaint and says no place. So the schema is looked at from the inside out: a part is
-compiled alone, by a reference into the whole. Where its own parts compile and it does not, one of its keywords is the
-cause: the one without which it compiles. That finds every refusal, whatever the compiler's reason for it.
+`confined_process.py` loads this file by its path, so it imports nothing of ours.
+
+The problem: the compiler stops at its first complaint and does not say where it is. The idea: look at the schema from
+the inside out. Each part is compiled alone, by a reference into the whole schema. If all inner parts of a part compile
+and the part does not, one of its own keywords is the cause: the one without which the part compiles. This finds every
+refusal, whatever the compiler's reason.
 """
 
 from __future__ import annotations
@@ -17,81 +19,89 @@ from urllib.parse import quote, unquote
 BY_NAME = ("$defs", "definitions", "properties", "patternProperties")
 LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 SINGLE = ("items", "additionalProperties", "additionalItems")
-IDENTIFIERS = ("$id", "id", "$schema")  # in a part they would change what references mean
-LAST = ("properties", "type", "$ref", "anyOf", "oneOf", "allOf")  # that most of what is held hangs on
-MOST_LEFT_OUT = 64
-SECONDS = 1.2  # of processor time for all of one request: less than what the process is ended after
+IDENTIFIERS = ("$id", "id", "$schema")  # inside a part they would change what references mean
+LAST = ("properties", "type", "$ref", "anyOf", "oneOf", "allOf")  # removed last, since most constraints depend on them
+MAX_OMISSIONS = 64  # of one schema
+SECONDS = 1.2  # of processor time for all schemas of one request. The process itself is ended after 2 s.
 
 Steps = tuple[Any, ...]
 
 
-class Fitter:
-    """Of one schema. compile: says what is wrong with a document, or nothing."""
+class SchemaFitter:
+    """Removes from one schema what cannot be compiled.
+
+    compile: returns the compiler's complaint about a schema, or the empty text.
+    until: the processor time of this process at which the work is given up.
+    """
 
     def __init__(self, schema: dict[str, Any], compile: Callable[[dict[str, Any]], str], until: float) -> None:  # noqa: A002 - as it is
-        self.root, self.compile, self.until = schema, compile, until
+        self.root = schema
+        self.compile = compile
+        self.until = until
         self.left_out: list[list[str]] = []
-        self.entered = set[Steps]()
+        self.visited = set[Steps]()
 
     def fit(self) -> dict[str, Any]:
-        """The schema as it can be held, and what was left out: paths with reasons. Raises OverflowError."""
-        if self.complaint(()):
-            self.mend(())
+        """Return the schema that compiles, and the paths of what was left out with reasons. Raises OverflowError."""
+        if self.find_complaint(()):
+            self.repair_part(())
         return {"schema": self.root, "left_out": self.left_out}
 
-    def mend(self, steps: Steps) -> None:
-        """Leave out of this part what keeps it from compiling."""
-        if steps in self.entered or not isinstance(self.at(steps), dict):
+    def repair_part(self, steps: Steps) -> None:
+        """Remove from this part what keeps it from compiling."""
+        if steps in self.visited or not isinstance(self.part_at(steps), dict):
             return
-        self.entered.add(steps)
-        for inner in list(self.parts(steps)):
-            if self.complaint(inner):
-                self.mend(inner)
-        if self.complaint(steps):
-            target = self.target(steps)
+        self.visited.add(steps)
+        for inner in list(self.iterate_parts(steps)):
+            if self.find_complaint(inner):
+                self.repair_part(inner)
+        if self.find_complaint(steps):
+            target = self.find_reference_target(steps)
             if target is not None:
-                self.mend(target)
-        while (complaint := self.complaint(steps)) and self.at(steps):
-            self.leave_one_out(steps, complaint)
+                self.repair_part(target)
+        while (complaint := self.find_complaint(steps)) and self.part_at(steps):
+            self.remove_one_keyword(steps, complaint)
 
-    def leave_one_out(self, steps: Steps, complaint: str) -> None:
-        """The keyword without which this part compiles; where there are several, the one that is complained of."""
-        part = self.at(steps)
+    def remove_one_keyword(self, steps: Steps, complaint: str) -> None:
+        """Remove the keyword without which this part compiles. A keyword that the complaint names is tried first."""
+        part = self.part_at(steps)
         named = set(re.findall(r"[A-Za-z$]+", complaint))
         keywords = sorted(part, key=lambda keyword: (keyword not in named, keyword in LAST, keyword))
         keywords = [keyword for keyword in keywords if keyword not in {"$defs", "definitions", *IDENTIFIERS}]
         if not keywords:
-            self.replace(steps, {})
-            self.note(steps, complaint)
+            self.replace_part(steps, {})
+            self.record_omission(steps, complaint)
             return
         for keyword in keywords:
             less = {name: value for name, value in part.items() if name != keyword}
-            if keyword == "oneOf" and "anyOf" not in part:  # most of what it says is left
+            if keyword == "oneOf" and "anyOf" not in part:  # `anyOf` keeps most of the meaning of `oneOf`
                 less["anyOf"] = part["oneOf"]
-            self.replace(steps, less)
-            if not self.complaint(steps):
-                self.note((*steps, keyword), complaint)
+            self.replace_part(steps, less)
+            if not self.find_complaint(steps):
+                self.record_omission((*steps, keyword), complaint)
                 return
-            self.replace(steps, part)
-        self.replace(steps, {name: value for name, value in part.items() if name != keywords[0]})
-        self.note((*steps, keywords[0]), complaint)
+            self.replace_part(steps, part)
+        self.replace_part(steps, {name: value for name, value in part.items() if name != keywords[0]})
+        self.record_omission((*steps, keywords[0]), complaint)
 
-    def note(self, steps: Steps, complaint: str) -> None:
-        if len(self.left_out) >= MOST_LEFT_OUT:
+    def record_omission(self, steps: Steps, complaint: str) -> None:
+        """Note what was left out and why. Raises OverflowError for too many omissions."""
+        if len(self.left_out) >= MAX_OMISSIONS:
             raise OverflowError("too much of it cannot be held")
-        self.left_out.append([path_of(steps), complaint])
+        self.left_out.append([format_path(steps), complaint])
 
-    def complaint(self, steps: Steps) -> str:
-        """What the compiler says against this part, with all that it refers to."""
+    def find_complaint(self, steps: Steps) -> str:
+        """Compile this part with all that it refers to. Return the compiler's complaint, or the empty text."""
         if time.process_time() > self.until:
             raise OverflowError("it takes too long to be looked at")
         if not steps:
             return self.compile(self.root)
-        pointer = "".join("/" + quote(step(name), safe="") for name in ("whole", *steps))
-        return self.compile({"$ref": "#" + pointer, "whole": moved(self.root)})
+        pointer = "".join("/" + quote(escape_step(name), safe="") for name in ("whole", *steps))
+        return self.compile({"$ref": "#" + pointer, "whole": rebase_references(self.root)})
 
-    def parts(self, steps: Steps) -> Iterator[Steps]:
-        part = self.at(steps)
+    def iterate_parts(self, steps: Steps) -> Iterator[Steps]:
+        """Yield the steps to each schema directly inside this part."""
+        part = self.part_at(steps)
         for keyword in (*BY_NAME, *LISTS, *SINGLE):
             held = part.get(keyword)
             if keyword in BY_NAME and isinstance(held, dict):
@@ -101,9 +111,9 @@ class Fitter:
             elif keyword in SINGLE and isinstance(held, dict):
                 yield (*steps, keyword)
 
-    def target(self, steps: Steps) -> Steps | None:
-        """What this part refers to, if it is in the same schema."""
-        reference = self.at(steps).get("$ref")
+    def find_reference_target(self, steps: Steps) -> Steps | None:
+        """Return the steps to the schema that this part's `$ref` names. None: there is none in this document."""
+        reference = self.part_at(steps).get("$ref")
         if not isinstance(reference, str) or not reference.startswith("#/"):
             return None
         found: Any = self.root
@@ -118,51 +128,54 @@ class Fitter:
             found = found[name]
         return tuple(way)
 
-    def at(self, steps: Steps) -> Any:
+    def part_at(self, steps: Steps) -> Any:
         found: Any = self.root
         for name in steps:
             found = found[name]
         return found
 
-    def replace(self, steps: Steps, part: dict[str, Any]) -> None:
+    def replace_part(self, steps: Steps, part: dict[str, Any]) -> None:
         if steps:
-            self.at(steps[:-1])[steps[-1]] = part
+            self.part_at(steps[:-1])[steps[-1]] = part
         else:
             self.root = part
 
 
-def fitted(schemas: list[dict[str, Any]], compile: Callable[[dict[str, Any]], str]) -> list[dict[str, Any]]:  # noqa: A002 - as it is
-    """Each as it can be held; `{"error": why}` in the place of one that costs too much to be looked at."""
-    until, found = time.process_time() + SECONDS, list[dict[str, Any]]()
+def fit_schemas(schemas: list[dict[str, Any]], compile: Callable[[dict[str, Any]], str]) -> list[dict[str, Any]]:  # noqa: A002 - as it is
+    """Fit each schema. A schema that costs too much time gives `{"error": reason}`."""
+    until = time.process_time() + SECONDS
+    found = list[dict[str, Any]]()
     for schema in schemas:
         try:
-            found.append(Fitter(schema, compile, until).fit())
+            found.append(SchemaFitter(schema, compile, until).fit())
         except (OverflowError, RecursionError) as error:
             found.append({"error": str(error)})
     return found
 
 
-def moved(schema: Any) -> Any:
-    """A copy whose references mean the same where it stands under `whole`."""
+def rebase_references(schema: Any) -> Any:
+    """Return a copy for the place `#/whole`: its references mean the same there, and identifiers are removed."""
     if isinstance(schema, list):
-        return [moved(part) for part in schema]
+        return [rebase_references(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {key: moved(value) for key, value in schema.items() if not unread(key, value)}
+    found = {key: rebase_references(value) for key, value in schema.items() if not is_identifier(key, value)}
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#"):
         found["$ref"] = "#/whole" + reference[1:]
     return found
 
 
-def unread(key: str, value: Any) -> bool:
+def is_identifier(key: str, value: Any) -> bool:
+    """Is this the keyword that names a schema? A property may also be called `id`: its value is no text."""
     return key in IDENTIFIERS and isinstance(value, str)
 
 
-def step(name: Any) -> str:
+def escape_step(name: Any) -> str:
+    """Return one step of a JSON pointer (RFC 6901)."""
     return str(name).replace("~", "~0").replace("/", "~1")
 
 
-def path_of(steps: Steps) -> str:
-    """As error messages write it, behind the schema's own path."""
+def format_path(steps: Steps) -> str:
+    """Return the path as error messages write it after the path of the schema, for example `.properties.a[0]`."""
     return "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in steps)

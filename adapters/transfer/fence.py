@@ -1,4 +1,8 @@
-"""Says when a slot may be written beside the lane: behind everything that was asked of it before."""
+"""Says when a slot may be written by other threads: when the lane has passed all work for its earlier request.
+
+The restorer raises a fence when a slot is opened. It is a job on the lane: jobs run in order, so once it runs, all that
+was launched for the slot before is launched, and marks behind that are what copies on a GPU have to wait for.
+"""
 
 from __future__ import annotations
 
@@ -9,70 +13,70 @@ from typing import TypeAlias
 import anyio
 from attrs import define, field
 
-from adapters.device.lane import DeviceLane
-from adapters.device.slots import SlotState
-from adapters.transfer.copy import UNMARKED, Marks, marks
+from adapters.device.lane.lane import DeviceLane
+from adapters.device.slots.slots import SlotState
+from adapters.transfer.copy_rows import NO_MARKS, DeviceMarks, record_marks
 from effects.ids import DeviceFailed, RequestId, SlotId, StoreFailed
 from effects.prefill import OpenSlot
 
-# The state of a slot, if it was opened for this request; asked on the lane.
-Serving: TypeAlias = Callable[[int, RequestId], SlotState | DeviceFailed]
+# Returns the state of a slot, if it was opened for this request; called on the lane.
+SlotFinder: TypeAlias = Callable[[int, RequestId], SlotState | DeviceFailed]
 
 
 @define(eq=False)
 class Fence:
-    """Behind everything that was asked of a slot before it was opened for this request.
+    """A point on the lane behind everything that was launched for the slot before it was opened for this request.
 
-    passed: and nothing failed; any thread may ask. The lane knows it first: what is behind it there need not wait.
-    after: what copies into the slot have to come behind on its device, once it is passed.
+    passed: the lane has reached it and the slot serves this request; read by any thread. marks: what copies into the
+    slot have to wait for on its devices, once it is passed.
     """
 
     request: RequestId
     failure: StoreFailed | None = None
     passed: bool = False
-    after: Marks = UNMARKED
-    _decided: anyio.Event = field(factory=anyio.Event)
+    marks: DeviceMarks = NO_MARKS
+    _is_finished: anyio.Event = field(factory=anyio.Event)
 
     async def wait(self) -> StoreFailed | None:
-        """On the event loop, as `decided`."""
-        await self._decided.wait()
+        """Wait until it is passed or has failed. Called on the event loop, as `finish` is."""
+        await self._is_finished.wait()
         return self.failure
 
-    def reached(self, state: SlotState | DeviceFailed, after: Marks) -> None:
-        """On the lane."""
+    def record_outcome(self, state: SlotState | DeviceFailed, after: DeviceMarks) -> None:
+        """Record what the lane has found. Called on the lane."""
         if isinstance(state, DeviceFailed):
             self.failure = StoreFailed(state.kind, state.detail)
         else:
-            self.after, self.passed = after, True
+            self.marks, self.passed = after, True
 
-    def decided(self, _: None, error: BaseException | None) -> None:
+    def finish(self, _: None, error: BaseException | None) -> None:
         if error is not None:
             self.failure = StoreFailed("broken", str(error))
-        self._decided.set()
+        self._is_finished.set()
 
 
 @define(eq=False)
 class Fences:
-    """The last one of each slot."""
+    """The last fence of each slot."""
 
     lane: DeviceLane
-    serving: Serving
+    find_slot: SlotFinder
     _fences: dict[SlotId, Fence] = field(factory=dict[SlotId, Fence])
 
-    def opened(self, request: RequestId, effect: OpenSlot) -> None:
-        """Right behind the opening itself: what is asked of the lane next must not keep a restore waiting."""
-        self._fences[effect.slot] = self._raised(request, effect.slot)
+    def raise_fence(self, request: RequestId, effect: OpenSlot) -> None:
+        """Raise a fence right behind the opening, before other work that a restore would have to wait for."""
+        self._fences[effect.slot] = self._submit_fence(request, effect.slot)
 
-    def of(self, request: RequestId, slot: SlotId) -> Fence:
+    def get_fence(self, request: RequestId, slot: SlotId) -> Fence:
         fence = self._fences.get(slot)
-        return fence if fence is not None and fence.request == request else self._raised(request, slot)
+        return fence if fence is not None and fence.request == request else self._submit_fence(request, slot)
 
-    def _raised(self, request: RequestId, slot: SlotId) -> Fence:
+    def _submit_fence(self, request: RequestId, slot: SlotId) -> Fence:
         fence = Fence(request)
-        self.lane.submit(partial(self._reached, fence, slot), fence.decided)
+        self.lane.submit(partial(self._pass_fence, fence, slot), fence.finish)
         return fence
 
-    def _reached(self, fence: Fence, slot: SlotId) -> None:
-        """On the lane: its device has been told everything that was asked of it, and is not waited for."""
-        after = marks(self.lane.devices)
-        fence.reached(self.serving(slot, fence.request), after)
+    def _pass_fence(self, fence: Fence, slot: SlotId) -> None:
+        """Pass the fence. Called on the lane, which has launched all earlier work and does not wait for it."""
+        after = record_marks(self.lane.devices)
+        fence.record_outcome(self.find_slot(slot, fence.request), after)

@@ -1,4 +1,4 @@
-"""Everything between slots and the store, for one target and its draft."""
+"""Puts together what moves rows between slots and the store, for one target and its draft."""
 
 from __future__ import annotations
 
@@ -6,47 +6,47 @@ from collections.abc import Callable, Sequence
 
 from attrs import frozen
 
-from adapters.device.lane import DeviceLane
-from adapters.store.disk import Disk
+from adapters.device.lane.lane import DeviceLane
 from adapters.store.lookup import Lookup
 from adapters.store.store import Store
-from adapters.transfer.copy import RowHolder, StateMover, TargetPart, movers
-from adapters.transfer.fence import Fences, Serving
-from adapters.transfer.restore import Restorer
-from adapters.transfer.save import Saver
+from adapters.store.tier import ReadableTier
+from adapters.transfer.copy_rows import RowHolder, StateMover, TargetPart, create_movers
+from adapters.transfer.fence import Fences, SlotFinder
+from adapters.transfer.restorer import Restorer
+from adapters.transfer.saver import Saver
 
 
 @frozen(eq=False)
 class Transfer:
-    """What the engine hands effects to, each to the part that carries it out."""
+    """The parts that carry out the engine's effects on the store."""
 
-    store: Store[Disk]
+    store: Store[ReadableTier]
     lookup: Lookup
     restorer: Restorer
     saver: Saver
 
     def close(self) -> None:
-        """When nothing is restored any more: what was kept is written."""
+        """Write what was kept. Called when no restore is in flight any more."""
         self.saver.close()
         self.restorer.workers.shutdown()
-        self.store.ready.wait()  # or its memory would still be registered
+        self.store.memory_ready.wait()  # memory must not be registered while it is closed
         self.store.memory.close()
         self.store.close()
 
 
-def transfer(
-    store: Store[Disk],
+def create_transfer(
+    store: Store[ReadableTier],
     target: Sequence[TargetPart],
     lane: DeviceLane,
-    serving: Serving,
+    serving: SlotFinder,
     *,
     draft: RowHolder | None = None,
     catch_up: Callable[[int], object] = lambda _: None,
 ) -> Transfer:
-    """target: its parts, in the order of their layers. catch_up: as in `Saver`."""
+    """Create all parts. target: the shards, in the order of their layers. catch_up: as in `Saver`."""
     layout = store.layout
-    rows = movers(target, layout.rows)
-    drafts = () if draft is None or layout.draft is None else movers((draft,), layout.draft.rows)
+    rows = create_movers(target, layout.rows)
+    drafts = () if draft is None or layout.draft is None else create_movers((draft,), layout.draft.rows)
     state = StateMover(target, layout.state)
     restorer = Restorer(store, lane, Fences(lane, serving), rows, drafts, state)
     return Transfer(store, Lookup(store), restorer, Saver(store, lane, serving, rows, drafts, state, catch_up))

@@ -16,9 +16,9 @@ from xml.etree import ElementTree as ET
 import anyio
 import pytest
 
-from engine import picture
 from engine.__main__ import main
-from engine.bench.figures import percentiles
+from engine.settings import plot_style
+from engine.tools.bench.bench_figures import percentiles
 from tests.bench_command.foreign import Foreign, foreign
 from tests.http.conftest import Site, served
 from tests.simulate_command.test_logs import counts, session, write
@@ -243,7 +243,7 @@ def test_a_mistake_is_one_line_and_exit_status_2(
 def test_without_matplotlib_a_plot_is_refused_before_anything_is_sent(
     peer: Foreign, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(picture, "find_spec", lambda _: None)
+    monkeypatch.setattr(plot_style, "find_spec", lambda _: None)
     assert bench("--url", peer.url, "--plot", "p.svg") == 2
     assert peer.bodies == []
 

@@ -9,12 +9,12 @@ import time
 import anyio
 from anyio.abc import TaskStatus
 
-from engine.bench.client import Ear
+from engine.tools.bench.load_client import TimestampSelector
 
 
 def test_what_came_together_came_at_one_time_however_long_each_is_handled() -> None:
     """And what comes later came later."""
-    ear, heard = Ear(), dict[str, list[float]]()
+    ear, heard = TimestampSelector(), dict[str, list[float]]()
     pairs = {name: socket.socketpair() for name in ("one", "other")}
 
     async def listen(name: str, mine: socket.socket, *, task_status: TaskStatus[None]) -> None:

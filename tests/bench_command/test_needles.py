@@ -12,12 +12,12 @@ from xml.etree import ElementTree as ET
 import anyio
 import pytest
 
-from engine import picture
 from engine.__main__ import main
-from engine.bench.haystack import Haystack, Needle, haystack, last, size, some
-from engine.bench.needles import METHODS, read
-from engine.bench.needles import Cell as Question
-from engine.bench.needles_plot import by, draw
+from engine.settings import plot_style
+from engine.tools.bench.haystack import Haystack, Needle, build_haystack, count_words, keep_last, keep_random
+from engine.tools.bench.needles import METHODS, fill_cell
+from engine.tools.bench.needles_cell import Cell as Question
+from engine.tools.bench.needles_plot import draw_needles, group_by
 from tests.http.conftest import Site, served
 from tests.text import small
 
@@ -29,7 +29,7 @@ async def ours(tmp_path: Path) -> AsyncIterator[Site]:
 
 
 def hay(*depths: float, seed: int = 1, words: int = 600) -> Haystack:
-    return haystack(Random(seed), words, depths)
+    return build_haystack(Random(seed), words, depths)
 
 
 @pytest.mark.parametrize("depth", [0, 0.25, 0.5, 1])
@@ -46,8 +46,8 @@ def test_several_are_of_different_people_and_all_asked_for() -> None:
     assert len({needle.who for needle in text.needles}) == 3
     assert all(needle.who in text.question and needle.line in text.lines for needle in text.needles)
     one, other, _ = text.needles
-    assert text.found(f"{one.number} and {other.number}") == pytest.approx(2 / 3)
-    assert text.found("I do not know.") == 0
+    assert text.score_answer(f"{one.number} and {other.number}") == pytest.approx(2 / 3)
+    assert text.score_answer("I do not know.") == 0
 
 
 def test_the_same_seed_is_the_same_text() -> None:
@@ -57,10 +57,10 @@ def test_the_same_seed_is_the_same_text() -> None:
 @pytest.mark.parametrize("share", [0.05, 0.3, 1])
 def test_who_shortens_blindly_gets_as_much_of_the_text(share: float) -> None:
     text = hay(0.5)
-    for kept in (last(text, share), some(text, share, Random(7))):
-        assert size(kept) <= share * size(text.lines) < size(kept) + 120
+    for kept in (keep_last(text, share), keep_random(text, share, Random(7))):
+        assert count_words(kept) <= share * count_words(text.lines) < count_words(kept) + 120
         assert [line for line in text.lines if line in kept] == kept, "in its order"
-    assert last(text, share)[-1] == text.lines[-1]
+    assert keep_last(text, share)[-1] == text.lines[-1]
 
 
 def told(why: str | None = None) -> dict[str, Any]:
@@ -75,12 +75,12 @@ def told(why: str | None = None) -> dict[str, Any]:
 
 def test_an_answer_is_read_and_what_was_not_compressed_is_none() -> None:
     text, question = Haystack(("x",), (Needle("Anna", 1234),)), Question("compressed", 200, 1, 0.5, 0)
-    assert read(question, text, told(), 0.5) == Question("compressed", 200, 1, 0.5, 0, 1.0, 200, 0.1, 7.5)
-    assert read(question, text, told("tools"), 0.5).error == "it was not compressed: tools"
+    assert fill_cell(question, text, told(), 0.5) == Question("compressed", 200, 1, 0.5, 0, 1.0, 200, 0.1, 7.5)
+    assert fill_cell(question, text, told("tools"), 0.5).error == "it was not compressed: tools"
     whole = Question("whole", 200, 1, 0.5, 0)
-    assert read(whole, text, {**told(), "rekindle": {"compression": None}}, 0.5).kept == 1
+    assert fill_cell(whole, text, {**told(), "rekindle": {"compression": None}}, 0.5).kept == 1
     with pytest.raises(LookupError):
-        read(whole, text, {"choices": []}, 0.5)
+        fill_cell(whole, text, {"choices": []}, 0.5)
 
 
 async def test_a_server_that_does_not_compress_is_told_of(ours: Site, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,8 +114,8 @@ def test_a_picture_has_a_line_for_each_method(tmp_path: Path) -> None:
     questions = [Question(method, 100, 1, depth, 0, depth) for method in METHODS for depth in (0.0, 1.0)]
     questions += [Question(method, 100, 4, None, 0, 0.5) for method in METHODS]
     path = tmp_path / "needles.svg"
-    picture.check(path)
-    draw(path, questions, METHODS, "Needles")
+    plot_style.check_plot_path(path)
+    draw_needles(path, questions, METHODS, "Needles")
     texts = {"".join(one.itertext()).strip() for one in ET.parse(path).iter("{http://www.w3.org/2000/svg}text")}  # noqa: S314 - our own
     assert {*METHODS, "Several needles, % of them found", "One needle, 100 tokens, % found"} <= texts
-    assert by("depth", questions[:2]) == [(0.0, 0.0), (1.0, 1.0)]
+    assert group_by("depth", questions[:2]) == [(0.0, 0.0), (1.0, 1.0)]

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from adapters import demo
-from adapters.store import survey
+from adapters.store import survey_folder
 from adapters.store.lease import Miss
 from adapters.text.tokenizer import Tokenizer
 from effects.ids import Tokens
 from engine.__main__ import main
-from engine.cache.gc import Unwanted, gc
+from engine.tools.cache.collect_garbage import RemovalOptions, gc
 from tests.store.kit import LAYOUT, OTHER, disk_store, files, save, settled
 
 HEAD = tuple(range(100, 164))
@@ -34,7 +34,7 @@ def used(path: Path, tokens: Tokens) -> int:
     """A server finds so many of these tokens there."""
     store = disk_store(path)
     try:
-        found = store.find((*tokens, 1), 0)
+        found = store.find_prefix((*tokens, 1), 0)
         if isinstance(found, Miss):
             return 0
         name, lease = found
@@ -116,8 +116,8 @@ def test_ls_says_what_else_lies_there(path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_sequence_whose_front_was_lost_is_told(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = survey.open_to_look(path)
-    found = survey.survey(folder)
+    folder = survey_folder.open_for_survey(path)
+    found = survey_folder.survey(folder)
     folder.close()
     (trunk,) = (one for one in found.kept if one.entry.stop == len(FIRST))
     (path / trunk.name).unlink()
@@ -173,7 +173,7 @@ def test_verify_names_what_is_damaged_and_changes_nothing(
 def test_verify_reads_other_identities_and_recent_prompts_too(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fill(path, FIRST, other=True)
     store = disk_store(path)
-    store.joins(FIRST, 3)
+    store.count_shared_tokens(FIRST, 3)
     settled(store)
     store.close()
     (recents,) = path.glob("recent-*")
@@ -246,7 +246,7 @@ def test_gc_shrinks_to_a_budget_as_the_server_would(path: Path) -> None:
     """What was not used for longest goes first."""
     used(path, SECOND)
     size = sum(file.stat().st_size for file in files(path))
-    gc(path, Unwanted(budget=size - 1), dry_run=False)
+    gc(path, RemovalOptions(budget=size - 1), dry_run=False)
     assert len(files(path)) == 2
     assert used(path, SECOND) == len(SECOND)
     assert used(path, THIRD) == 0

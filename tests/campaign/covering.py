@@ -32,7 +32,7 @@ from attrs import define, field
 
 from adapters import demo
 from benchmarks.report import machine, table
-from engine.secret import VARIABLE
+from engine.settings.shard_secret import VARIABLE
 from tests.campaign.arrangements import Arrangement, arrangements
 from tests.campaign.case import quiet
 from tests.campaign.mixture import PLAIN, MixedRequest, drawn

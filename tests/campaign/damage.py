@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
-from adapters.store import seekable
-from adapters.store.seekable import Damaged
+from adapters.store.files import seekable
+from adapters.store.files.seekable import Damaged
 from tests.store.test_crafted import CRAFTED, joined, parts, sparse
 
 BYTES = ("bits", "cut", "zeros", "hole", "tail twice", "part moved", "another's", "empty", "grown")

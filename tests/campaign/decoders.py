@@ -14,24 +14,25 @@ from typing import Any
 
 from attrs import asdict
 
-from adapters.http import cabinet
-from adapters.http.archive import Archive, Shelf
-from adapters.http.errors import ApiError
-from adapters.http.fields import Fields
-from adapters.http.options import EdgeOptions
-from adapters.http.responses import References, read_conversation
-from adapters.http.tools import Skipped
-from adapters.models.numerics import Numerics
-from adapters.store import journal, recent, seekable, survey
-from adapters.store.described import read_head
-from adapters.store.folder import Folder
-from adapters.store.format import Newer, Outdated
-from adapters.store.index import Entry
-from adapters.store.recent import Recent, Recents
-from adapters.store.records import framed
-from adapters.store.seekable import Damaged
-from engine.kept import UNFIT, Kept, What, small, written
-from engine.loading import Loading
+from adapters.http.apis.openai_responses import ItemReferences, read_conversation
+from adapters.http.edge_options import EdgeOptions
+from adapters.http.history import persistent_lru
+from adapters.http.history.response_store import ResponseFolder, ResponseStore
+from adapters.http.request.tool_definitions import SkippedTools
+from adapters.http.wire.errors import ApiError
+from adapters.http.wire.fields import Fields
+from adapters.models.numerics.probe_result import Numerics
+from adapters.store import index_journal, recent_prompts, survey_folder
+from adapters.store.block_index import Entry
+from adapters.store.file_description import read_head
+from adapters.store.files import seekable
+from adapters.store.files.append_log import frame_record
+from adapters.store.files.file_format import Newer, Outdated
+from adapters.store.files.private_folder import PrivateFolder
+from adapters.store.files.seekable import Damaged
+from adapters.store.recent_prompts import RecentPrompt, RecentPrompts
+from engine.loading.calibrate_restore import RestoreTimes
+from engine.settings.calibration_cache import UNFIT, CalibrationCache, What, read_small_file, replace_file
 from tests.campaign.case import UNCOUNTED, Case
 from tests.campaign.damage import BYTES, harm, spoilt
 from tests.campaign.hostile import spoilt as spoilt_value
@@ -41,7 +42,7 @@ from tests.store.kit import disk_store, files, save, settled
 NUMERICS = Numerics("buckets", (4, 8, 64), 64, 64, "torch-cpu", 2, "x" * 16, 0.5, 10, 3)
 EXAMPLES: tuple[tuple[What, Any, str], ...] = (
     ("numerics", Numerics, NUMERICS.to_json()),
-    ("rates", Loading, Loading(5, 7, 1100, 1500).to_json()),
+    ("rates", RestoreTimes, RestoreTimes(5, 7, 1100, 1500).to_json()),
 )
 OPTIONS = EdgeOptions("small", 4096, 500)
 MESSAGE = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Hello."}]}
@@ -71,20 +72,27 @@ def journals(_: Path) -> Iterator[Case]:
             numbers[0], start, random.randbytes(16), keys, tokens, numbers[1], random.randbytes(16), *numbers[2:]
         )
         entry.since = since
-        raw = random.choice((journal.came, journal.came, journal.left, journal.found))(entry)
+        raw = random.choice(
+            (
+                index_journal.encode_addition,
+                index_journal.encode_addition,
+                index_journal.encode_removal,
+                index_journal.encode_hit,
+            )
+        )(entry)
         if random.random() < 0.2:
-            raw = framed(spoilt_bytes(raw[8:], random))
+            raw = frame_record(spoilt_bytes(raw[8:], random))
         return raw
 
     def case(random: Random) -> None:
-        raw = harmed(journal.MAGIC + b"".join(record(random) for _ in range(random.randrange(8))), random)
-        kept = journal.read(raw)
+        raw = harmed(index_journal.MAGIC + b"".join(record(random) for _ in range(random.randrange(8))), random)
+        kept = index_journal.parse_journal(raw)
         assert kept.records <= len(raw) // 8
         for entry in kept.entries.values():
             assert entry.keys
             assert entry.tokens
-            assert max(entry.handle, entry.used) <= journal.MOST_HANDLE
-        again = journal.read(b"".join(journal.snapshot(kept.entries.values())))
+            assert max(entry.handle, entry.last_turn) <= index_journal.MAX_HANDLE
+        again = index_journal.parse_journal(b"".join(index_journal.encode_snapshot(kept.entries.values())))
         assert list(again.entries) == list(kept.entries)
 
     yield case
@@ -94,17 +102,17 @@ def journals(_: Path) -> Iterator[Case]:
 def recents(_: Path) -> Iterator[Case]:
     def case(random: Random) -> None:
         some = [
-            Recent(number(random), number(random), number(random, 32), random.randbytes(4 * random.randrange(20)))
+            RecentPrompt(number(random), number(random), number(random, 32), random.randbytes(4 * random.randrange(20)))
             for _ in range(random.randrange(8))
         ]
-        held = Recents(most=random.choice((2, 256)), most_bytes=random.choice((40, 1 << 20)))
-        raw = harmed(b"".join(recent.snapshot(some)), random)
-        recent.read(raw, held)
-        assert held.held == sum(len(one.rest) for one in held.all()) <= max(held.most_bytes, 0)
+        held = RecentPrompts(max_prompts=random.choice((2, 256)), max_bytes=random.choice((40, 1 << 20)))
+        raw = harmed(b"".join(recent_prompts.encode_snapshot(some)), random)
+        recent_prompts.restore_prompts(raw, held)
+        assert held.held_bytes == sum(len(one.rest) for one in held.list_prompts()) <= max(held.max_bytes, 0)
         prompt = tuple(random.randrange(100) for _ in range(10))
-        assert 0 <= held.compare(prompt, 5) <= 10
+        assert 0 <= held.longest_match(prompt, 5) <= 10
         held.add(prompt)
-        assert held.compare(prompt, 1) == 10
+        assert held.longest_match(prompt, 1) == 10
 
     yield case
 
@@ -118,19 +126,19 @@ def seek_tables(path: Path) -> Iterator[Case]:
     assert store.close()
     (template,) = files(path / "kv")
     raw = template.read_bytes()
-    count = seekable.frame_count(raw[-seekable.FOOT.size :])
-    table = seekable.parse_table(raw[-seekable.table_size(count) :], len(raw))
+    count = seekable.parse_frame_count(raw[-seekable.FOOT.size :])
+    table = seekable.parse_table(raw[-seekable.compute_table_size(count) :], len(raw))
     first = bytearray(table[0][1])
     seekable.decompress(raw[: table[0][0]], memoryview(first))
     size = int.from_bytes(first[:8], "little")
     header, tokens, rest = json.loads(bytes(first[8 : 8 + size])), bytes(first[8 + size :]), raw[table[0][0] :]
-    rest = rest[: -seekable.table_size(count)]
+    rest = rest[: -seekable.compute_table_size(count)]
 
     def case(random: Random) -> None:
         text = text_of(spoilt_value(header, random)).encode() if random.random() < 0.7 else json.dumps(header).encode()
         length = number(random) if random.random() < 0.1 else len(text)
         content = length.to_bytes(8, "little") + text + harmed(tokens, random)
-        frame = seekable.compressor(1).compress(content)
+        frame = seekable.create_compressor(1).compress(content)
         sizes = [(len(frame), len(content)), *table[1:]]
         if random.random() < 0.3:
             at = random.randrange(len(sizes))
@@ -138,13 +146,13 @@ def seek_tables(path: Path) -> Iterator[Case]:
         if random.random() < 0.2:
             sizes *= random.choice((0, 2, 100))
         file = path / template.name
-        file.write_bytes(harmed(frame + rest + seekable.table(sizes), random))
+        file.write_bytes(harmed(frame + rest + seekable.encode_table(sizes), random))
         with file.open("rb") as opened:
             descriptor, now = opened.fileno(), os.fstat(opened.fileno()).st_size
             with suppress(Damaged, Newer, Outdated):
                 read_head(descriptor, now)
             with suppress(Damaged, Newer, Outdated):
-                survey.check_run(template.name, descriptor)
+                survey_folder.check_run(template.name, descriptor)
 
     yield case
 
@@ -155,19 +163,19 @@ def kept(path: Path) -> Iterator[Case]:
 
     def case(random: Random) -> None:
         what, kind, text = random.choice(EXAMPLES)
-        mine, stranger = Kept(path / "rekindle"), path / "stranger"
+        mine, stranger = CalibrationCache(path / "rekindle"), path / "stranger"
         for key in ("a", "b"):
-            written(mine.file(what, key), text, lambda new: new.replace(mine.file(what, key)))  # noqa: B023 - at once
+            replace_file(mine.locate(what, key), text, lambda new: new.replace(mine.locate(what, key)))  # noqa: B023 - at once
         stranger.write_text("{}")
-        file = mine.file(what, "a")
-        harm(file, [mine.file(what, "b"), stranger], random)
+        file = mine.locate(what, "a")
+        harm(file, [mine.locate(what, "b"), stranger], random)
         there, whole = os.path.lexists(file), None
         with suppress(*UNFIT):
-            whole = kind.from_json(small(file))
+            whole = kind.from_json(read_small_file(file))
         if what == "numerics":
-            assert mine.made("a", lambda: NUMERICS, Numerics.to_json, Numerics.from_json) == (whole or NUMERICS)
+            assert mine.load_or_make("a", lambda: NUMERICS, Numerics.to_json, Numerics.from_json) == (whole or NUMERICS)
         else:
-            assert mine.recalled("a", kind.from_json) == whole
+            assert mine.recall("a", kind.from_json) == whole
         assert mine.damaged[what] == (there and whole is None), UNCOUNTED
         shutil.rmtree(mine.folder)
 
@@ -204,21 +212,23 @@ def responses(path: Path) -> Iterator[Case]:
             before = random.choice(("", f"resp_{0:024x}", f"resp_{1:024x}", "../x"))
             whose = random.choice(OWNERS) + " " + before
             body = b"\n".join(line.encode() for line in (whose, *map(text_of, lines)))
-            digest = cabinet.digest(body if random.random() < 0.8 else body[:-1])
+            digest = persistent_lru.digest_body(body if random.random() < 0.8 else body[:-1])
             found.append(harmed(digest + b"\n" + body, random))
         return found
 
     def case(random: Random) -> None:
         raws = files_of(random)
-        with TemporaryDirectory(dir=path) as name, closing(Folder.open(Path(name))) as folder:
+        with TemporaryDirectory(dir=path) as name, closing(PrivateFolder.open(Path(name))) as folder:
             for number, raw in enumerate(raws):
                 (folder.path / f"resp_{number:024x}").write_bytes(raw)
-            found = Archive(folder)
+            found = ResponseStore(folder)
             found.load()
-        for shelf in (Shelf(found, owner) for owner in OWNERS):
+        for shelf in (ResponseFolder(found, owner) for owner in OWNERS):
             for number in range(3):
-                earlier = shelf.conversation(f"resp_{number:024x}", OPTIONS.max_body) or []
+                earlier = shelf.find_conversation(f"resp_{number:024x}", OPTIONS.max_body) or []
                 with suppress(ApiError):
-                    read_conversation(Fields({"input": "And?"}), earlier, References(shelf, OPTIONS), Skipped())
+                    read_conversation(
+                        Fields({"input": "And?"}), earlier, ItemReferences(shelf, OPTIONS), SkippedTools()
+                    )
 
     yield case

@@ -9,16 +9,18 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from threading import RLock
 from typing import BinaryIO
 
+from aiofiles.threadpool.binary import AsyncBufferedIOBase
 from attrs import define, field, frozen
 
-from adapters.store.folder import Folder
-from adapters.store.names import what
+from adapters.store.file_names import classify_name
+from adapters.store.files.private_folder import PrivateFolder
 
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.EROFS)
 SECTOR = 512
@@ -64,7 +66,7 @@ class Image:
         return path
 
 
-class Unreliable(Folder):
+class Unreliable(PrivateFolder):
     """rate: of calls that fail. cut_at: the call at which the power goes; everything goes on, to be forgotten.
 
     The writer's thread and readers call at once, and the power goes at one instant: `at_once` guards what is noted.
@@ -82,7 +84,7 @@ class Unreliable(Folder):
             assert isinstance(found, Unreliable)
             found.random, found.cut_at, found.at_once = random, cut_at, RLock()
             found.calls, found.failed_runs, found.promised, found.changes, found.writing = 0, 0, set(), [], {}
-            found.now = {name: content_of(path / name) for name, _ in found.names()}
+            found.now = {name: content_of(path / name) for name, _ in found.list_names()}
             found.durable, found.rate = dict(found.now), rate
             return found
 
@@ -128,11 +130,21 @@ class Unreliable(Folder):
 
     # --- as the folder does it ---
 
-    def write(self, name: str, parts: Sequence[bytes]) -> int:
+    def write_file(self, name: str, parts: Sequence[bytes]) -> int:
         try:
-            count = super().write(name, parts)
+            count = super().write_file(name, parts)
         except OSError:
-            self.failed_runs += what(name) == "run"
+            self.failed_runs += classify_name(name) == "run"
+            raise
+        with self.at_once:
+            self.promised.add(name)
+        return count
+
+    async def write_async(self, name: str, parts: Sequence[bytes], executor: Executor) -> int:
+        try:
+            count = await super().write_async(name, parts, executor)
+        except OSError:
+            self.failed_runs += classify_name(name) == "run"
             raise
         with self.at_once:
             self.promised.add(name)
@@ -161,6 +173,18 @@ class Unreliable(Folder):
             content.raw += part[:torn]
             self.may_fail()
             super().append(file, [part[torn:]])
+            content.raw += part[torn:]
+
+    async def append_async(self, file: AsyncBufferedIOBase, parts: Sequence[bytes]) -> None:
+        content = self.writing[file.fileno()]
+        for part in parts:
+            torn = self.random.randrange(len(part) + 1)
+            await super().append_async(file, [part[:torn]])
+            await file.flush()
+            content.raw += part[:torn]
+            self.may_fail()
+            await super().append_async(file, [part[torn:]])
+            await file.flush()
             content.raw += part[torn:]
 
     def sync(self, descriptor: int) -> None:
@@ -199,9 +223,9 @@ class Unreliable(Folder):
             super().remove(name)
             self.change(Change(name, None))
 
-    def opener(self, name: str) -> int:
+    def open_existing(self, name: str) -> int:
         self.may_fail()
-        return super().opener(name)
+        return super().open_existing(name)
 
 
 def content_of(file: Path) -> Content:

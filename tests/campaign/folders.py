@@ -13,15 +13,15 @@ from typing import Any
 import anyio
 
 from adapters import demo
-from adapters.checkpoint.errors import CheckpointError
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.checkpoint.safetensors_folder import read_header
 from adapters.checkpoint.text_files import find_template
-from adapters.checkpoint.weights import read_header
 from adapters.models import FAMILIES
-from adapters.models.dflash.config import parse_draft_config, refuse_other_formats
-from adapters.models.family import family_of
-from adapters.models.qwen3 import parse
+from adapters.models.decoder.family import family_of
+from adapters.models.drafts.dflash.config import parse_draft_config, refuse_other_formats
+from adapters.models.families.qwen3 import parse
+from adapters.text.model_text import Text
 from adapters.text.template import ChatTemplate
-from adapters.text.text import Text
 from adapters.text.tokenizer import Tokenizer
 from tests.campaign.case import Case
 from tests.campaign.hostile import spoilt, spoilt_bytes, text_of
@@ -77,7 +77,7 @@ def configurations(_: Path) -> Iterator[Case]:
             taken(lambda: refuse_other_formats(changed))
             taken(lambda: parse_draft_config(changed, shapes, config))
 
-    from adapters.models.dflash.checkpoint import DraftCheckpoint, _shapes  # noqa: PLC0415
+    from adapters.models.drafts.dflash.checkpoint import DraftCheckpoint, _shapes  # noqa: PLC0415
 
     shapes = _shapes(DraftCheckpoint.open(demo.FOLDER / "draft", config).tensors)
     yield check
@@ -100,7 +100,7 @@ def tokenizers(folder: Path) -> Iterator[Case]:
             (tokens,) = text_.tokenizer.encode_now(["Hello, world <|im_end|>"])
             text_.tokenizer.decode(tokens)
             for token in tokens[:3]:
-                text_.tokenizer.piece(token)
+                text_.tokenizer.token_bytes(token)
 
     yield check
 

@@ -12,14 +12,14 @@ from typing import Any
 import zstandard
 
 from effects.scope import Scope
-from engine.refusal import Refusal
-from engine.replay import Diverged, replay_file
-from engine.simulate import build_setup, simulate
-from engine.simulation.logs.read import Logs, read_logs
-from engine.simulation.run import Setup
-from engine.simulation.wanted import Wanted
-from engine.timeline.view import written
-from engine.trace import BadTrace
+from engine.core.replay import ReplayDiffers, replay_file
+from engine.core.trace import BadTrace
+from engine.settings.user_error import UserError
+from engine.tools.simulate import build_setup, run_scopes
+from engine.tools.simulation.logs.read_log import Logs, read_logs
+from engine.tools.simulation.simulate_scope import Setup
+from engine.tools.simulation.simulation_options import SimulationOptions
+from engine.tools.timeline.timeline_page import write_page
 from tests.campaign.case import Case
 from tests.campaign.damage import BYTES
 from tests.campaign.damage import spoilt as damaged
@@ -47,11 +47,11 @@ TEXTS = [
 
 def simulated(path: Path) -> None:
     """Read, and run as far as it is short."""
-    wanted = Wanted(min_tokens=4)
+    wanted = SimulationOptions(min_tokens=4)
     try:
         logs = read_logs([path])
         setup = build_setup(wanted, logs)
-    except Refusal as refusal:
+    except UserError as refusal:
         said = str(refusal)
     else:
         said = ""
@@ -63,14 +63,14 @@ def simulated(path: Path) -> None:
 def short(setup: Setup, logs: Logs) -> None:
     total = sum(request.length for one in logs.sessions for agent in one.agents for request in agent.requests)
     if total < 20_000 and setup.settings.chunk >= 4:
-        simulate(setup, logs, (Scope("full"), Scope("auto", 3)))
+        run_scopes(setup, logs, (Scope("full"), Scope("auto", 3)))
 
 
 def replayed(path: Path) -> None:
     said = ""
     try:
         replay_file(path)
-    except (BadTrace, Diverged) as error:
+    except (BadTrace, ReplayDiffers) as error:
         said = str(error)
     assert len(said) < 3000
 
@@ -81,8 +81,8 @@ def viewed(path: Path) -> None:
     page.unlink(missing_ok=True)
     refused = ""
     try:
-        trouble = written(path, page).trouble
-    except (BadTrace, Refusal) as error:
+        trouble = write_page(path, page).trouble
+    except (BadTrace, UserError) as error:
         trouble, refused = "", str(error)
     assert "\n" not in refused
     assert len(trouble) < 3000

@@ -16,13 +16,13 @@ from random import Random
 from typing import Any
 
 from adapters.metrics import Metrics
-from adapters.store import journal, recent
-from adapters.store.described import entry_named, read_head
-from adapters.store.folder import FolderUnusable
-from adapters.store.format import Layout, parse_name
-from adapters.store.names import QUARANTINE, what
-from adapters.store.recent import Recents
-from adapters.store.seekable import Damaged
+from adapters.store import index_journal, recent_prompts
+from adapters.store.file_description import make_named_entry, read_head
+from adapters.store.file_names import QUARANTINE, classify_name
+from adapters.store.files.file_format import Layout, parse_name
+from adapters.store.files.private_folder import FolderUnusable
+from adapters.store.files.seekable import Damaged
+from adapters.store.recent_prompts import RecentPrompts
 from adapters.store.store import Store
 from effects.ids import Tokens
 from engine.__main__ import main
@@ -67,8 +67,8 @@ def found(store: Store, tokens: Tokens) -> int:
 def counted(store: Store) -> dict[str, float]:
     """What /metrics says of the cache."""
     metrics = Metrics()
-    metrics.watch_cache(store.figures)
-    metrics.watch_damage(lambda: store.damaged)
+    metrics.watch_cache(store.collect_figures)
+    metrics.watch_damage(lambda: store.damaged_files)
     lines = metrics.render()[0].decode().splitlines()
     named = ("rekindle_cache", "rekindle_damaged")
     return {line.split()[0]: float(line.split()[1]) for line in lines if line.startswith(named)}
@@ -83,19 +83,19 @@ def unfit(file: Path, layout: Layout) -> str | None:
     """What a start with this layout will find damaged, of the files that it reads whole. Other things are no files."""
     if not file.is_file() or file.is_symlink():
         return None
-    readable = file.stat().st_size < recent.MOST_FILE
-    if file.name == journal.NAME:
-        return None if readable and journal.read(file.read_bytes()).whole else "journal"
-    if file.name == recent.PREFIX + layout.root("rows").hex():
-        return None if readable and recent.read(file.read_bytes(), Recents()) else "recent"
+    readable = file.stat().st_size < recent_prompts.MAX_FILE_BYTES
+    if file.name == index_journal.NAME:
+        return None if readable and index_journal.parse_journal(file.read_bytes()).whole else "journal"
+    if file.name == recent_prompts.PREFIX + layout.compute_root("rows").hex():
+        return None if readable and recent_prompts.restore_prompts(file.read_bytes(), RecentPrompts()) else "recent"
     return None
 
 
 def sound(store: Store) -> None:
     """Its thread is alive and had no trouble, and nothing is held."""
-    assert store.disk is not None
-    assert not store.disk.writer.trouble, store.disk.writer.trouble
-    figures = store.figures()
+    assert store.lower_tiers
+    assert not store.lower_tiers[0].writer.trouble, store.lower_tiers[0].writer.trouble
+    figures = store.collect_figures()
     assert (figures["leases"], figures["queued_bytes"]) == (0, 0), figures
 
 
@@ -127,7 +127,7 @@ def emptied(path: Path) -> None:
 def tried(store: Store, tokens: Tokens, random: Random) -> None:
     match random.randrange(4):
         case 0:
-            store.joins(tokens, 30)
+            store.count_shared_tokens(tokens, 30)
         case 1:
             with suppress(Damaged, OSError):
                 kept(store, tokens)
@@ -152,9 +152,9 @@ def faults(path: Path) -> Iterator[Case]:
             for _ in range(8):
                 tried(store, random.choice(some), random)
             settled(store)
-        folder = store.disk.folder  # type: ignore[union-attr]
+        folder = store.lower_tiers[0].folder  # type: ignore[union-attr]
         assert isinstance(folder, Unreliable)
-        assert store.disk is not None
+        assert store.lower_tiers
         assert counted(store)["rekindle_cache_write_errors_total"] >= folder.failed_runs
         sound(store)
         folder.rate = 0
@@ -174,7 +174,7 @@ def with_some(path: Path, layout: Layout, some: Sequence[Tokens]) -> None:
     store = disk_store(path, layout=layout)
     for tokens in some:
         keep(store, tokens)
-        store.joins(tokens, 30)
+        store.count_shared_tokens(tokens, 30)
     settled(store)
     assert store.close()
 
@@ -188,18 +188,18 @@ def reopened(path: Path, layout: Layout, some: Sequence[Tokens], random: Random,
     blocks = blocks_of(path)
     store = disk_store(path, layout=layout)
     settled(store)
-    assert store.disk is not None
+    assert store.lower_tiers
     for name in promised:
-        if (named := parse_name(name)) and named[0] not in store.disk.index:
+        if (named := parse_name(name)) and named[0] not in store.lower_tiers[0].index:
             mine, others = blocks.get(name, set()), (keys for other, keys in blocks.items() if other != name)
             assert any(mine & keys for keys in others), f"written for good, and gone: {name}"
     for tokens in some:
         found(store, tokens)
-        store.recents.compare(tokens, 5)
+        store.recent_prompts.longest_match(tokens, 5)
     assert counted(store)["rekindle_cache_quarantined_total"] == 0
     works(store, random)
     assert store.close()
-    assert not [name for name in os.listdir(path) if what(name) == "temporary"]  # noqa: PTH208
+    assert not [name for name in os.listdir(path) if classify_name(name) == "temporary"]  # noqa: PTH208
     assert told("cache", "verify", str(path)) == 0
 
 
@@ -210,7 +210,7 @@ def blocks_of(path: Path) -> dict[str, frozenset[bytes]]:
         if (named := parse_name(file.name)) is not None:
             with suppress(Damaged), file.open("rb") as opened:
                 size = file.stat().st_size
-                found[file.name] = frozenset(entry_named(named, read_head(opened.fileno(), size), size).keys)
+                found[file.name] = frozenset(make_named_entry(named, read_head(opened.fileno(), size), size).keys)
     return found
 
 
@@ -278,7 +278,7 @@ def damage(path: Path) -> Iterator[Case]:
         layout, whole, some = random.choice(templates)
         kv = Path(shutil.copytree(whole, path / "kv"))
         names = sorted(kv.iterdir())
-        runs = [name for name in names if what(name.name) == "run"]
+        runs = [name for name in names if classify_name(name.name) == "run"]
         harmed = random.sample(names, random.choice((1, 1, 2, 5)))
         early = random.random() < 0.6
         store = None if early else disk_store(kv, layout=layout)

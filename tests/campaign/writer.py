@@ -27,7 +27,7 @@ def live(life: dict[str, Any], told: int) -> None:
     opening.arm(life["at"])
     for tokens in stores.prompts(Random(life["seed"])):
         stores.keep(store, tokens)
-        store.joins(tokens, 30)
+        store.count_shared_tokens(tokens, 30)
         settled(store)
         os.write(told, json.dumps(tokens).encode() + b"\n")
     store.close()

@@ -18,9 +18,9 @@ import pytest
 from rich.console import Console
 
 from engine.__main__ import main
-from engine.chat import peer as peers
-from engine.chat.peer import leaving_cleanly, listed, started
-from engine.refusal import Refusal
+from engine.settings.user_error import UserError
+from engine.tools.chat import find_server as peers
+from engine.tools.chat.find_server import list_served_models, start_server, stop_at_exit
 from tests.bench_command.foreign import Foreign, foreign
 from tests.http.conftest import Site, served
 from tests.text import small
@@ -198,10 +198,10 @@ async def test_ours_is_asked_where_it_runs_and_has_the_model(
 
     def refusing(model: str, _: Console) -> None:
         asked.append(model)
-        raise Refusal("started")
+        raise UserError("started")
 
     monkeypatch.setattr(peers, "OURS", str(site.client.base_url))
-    monkeypatch.setattr(peers, "started", refusing)
+    monkeypatch.setattr(peers, "start_server", refusing)
     for words, status in (([], 0), (["some/folder/small"], 0), (["large"], 2)):
         piping(monkeypatch, "Hi")
         assert await anyio.to_thread.run_sync(main, ["chat", *words]) == status
@@ -211,18 +211,18 @@ async def test_ours_is_asked_where_it_runs_and_has_the_model(
 def test_a_server_is_started_for_the_conversation_and_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REKINDLE_DISK_PREFIX_CACHE", "off")
     console = Console(file=io.StringIO())
-    with started("demo", console) as url:
-        assert listed(url, "") == ["demo"]
+    with start_server("demo", console) as url:
+        assert list_served_models(url, "") == ["demo"]
     with pytest.raises(httpx2.HTTPError):
         httpx2.get(f"{url}/health", trust_env=False)
-    with pytest.raises(Refusal, match="/nowhere: no such folder"), started("/nowhere", console):
+    with pytest.raises(UserError, match="/nowhere: no such folder"), start_server("/nowhere", console):
         pass
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
 def test_a_terminal_that_is_closed_ends_what_was_started(number: signal.Signals) -> None:
     before = signal.getsignal(number)
-    with pytest.raises(SystemExit) as left, leaving_cleanly():
+    with pytest.raises(SystemExit) as left, stop_at_exit():
         signal.raise_signal(number)
     assert left.value.code == 128 + number
     assert signal.getsignal(number) == before

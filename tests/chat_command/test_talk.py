@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.chat.talk import Command, Message, TypedTalk, command_of, read_prompt
-from engine.chat.wanted import ChatOptions
-from engine.refusal import Refusal
+from engine.settings.user_error import UserError
+from engine.tools.chat.chat_options import ChatOptions
+from engine.tools.chat.conversation_file import Command, Message, TypedConversation, parse_command, read_prompt
 
 
 def typed(*lines: str) -> str:
@@ -64,36 +64,36 @@ def test_a_prompt_that_does_not_come_is_the_end(lines: list[str]) -> None:
 )
 def test_commands(line: str, command: Command | str | None) -> None:
     if isinstance(command, str):
-        with pytest.raises(Refusal, match=command):
-            command_of(line)
+        with pytest.raises(UserError, match=command):
+            parse_command(line)
     else:
-        assert command_of(line) == command
+        assert parse_command(line) == command
 
 
 def test_a_conversation_is_sent_whole() -> None:
-    talk = TypedTalk("Be brief.")
-    talk.answered("Hi", "Hello.")
+    talk = TypedConversation("Be brief.")
+    talk.add_answer("Hi", "Hello.")
     system, first = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}
-    assert talk.asked("And?") == [
+    assert talk.add_question("And?") == [
         system,
         first,
         {"role": "assistant", "content": "Hello."},
         {"role": "user", "content": "And?"},
     ]
     talk.clear()
-    assert talk.asked("Hi") == [system, first]
+    assert talk.add_question("Hi") == [system, first]
 
 
 def test_a_conversation_comes_back_from_its_file(tmp_path: Path) -> None:
-    talk, other = TypedTalk("Be brief."), TypedTalk()
-    talk.answered("Hi", "Grüß Gott.")
+    talk, other = TypedConversation("Be brief."), TypedConversation()
+    talk.add_answer("Hi", "Grüß Gott.")
     for _ in range(2):
         talk.save(tmp_path / "talk.json")
     assert [path.name for path in tmp_path.iterdir()] == ["talk.json"]
     other.load(tmp_path / "talk.json")
     assert other == talk
     assert json.loads((tmp_path / "talk.json").read_text())["messages"][2]["content"] == "Grüß Gott."
-    TypedTalk(messages=[Message("user", "a"), Message("assistant", "b")]).save(tmp_path / "plain.json")
+    TypedConversation(messages=[Message("user", "a"), Message("assistant", "b")]).save(tmp_path / "plain.json")
     other.load(tmp_path / "plain.json")
     assert (other.system, len(other.messages)) == ("", 2)
 
@@ -101,10 +101,10 @@ def test_a_conversation_comes_back_from_its_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["my thesis", "{}", '{"messages": []}', '{"messages": [{"role": "user"}]}', "\xff"])
 def test_a_file_of_something_else_is_neither_read_nor_overwritten(text: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text(text, "latin-1")
-    talk = TypedTalk()
-    talk.answered("Hi", "Hello.")
+    talk = TypedConversation()
+    talk.add_answer("Hi", "Hello.")
     for do in (talk.save, talk.load):
-        with pytest.raises(Refusal, match="no conversation"):
+        with pytest.raises(UserError, match="no conversation"):
             do(tmp_path / "file")
     assert (tmp_path / "file").read_text("latin-1") == text
     assert len(talk.messages) == 2

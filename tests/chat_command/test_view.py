@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from engine.chat.view import Plain, Rendered, settled, unechoed, view
+from engine.tools.chat.render_answer import Plain, Rendered, choose_view, split_settled, without_echo
 
 ANSWER = """# Title
 
@@ -55,7 +55,7 @@ The end."""
     ],
 )
 def test_a_block_is_settled_when_nothing_can_change_it(text: str, rest: str) -> None:
-    assert text[settled(text) :] == rest
+    assert text[split_settled(text) :] == rest
 
 
 def terminal() -> Console:
@@ -109,12 +109,12 @@ def test_what_was_thought_stands_above_the_answer() -> None:
 
 def test_a_pipe_gets_the_answer_alone() -> None:
     console = Console(file=io.StringIO())
-    assert isinstance(view(console), Plain)
-    with view(console) as shown:
+    assert isinstance(choose_view(console), Plain)
+    with choose_view(console) as shown:
         for thought, text in (("Hm", ""), ("", "**Yes**"), ("", ", it is")):
             shown.show(thought, text)
     assert console.file.getvalue() == "**Yes**, it is\n"  # type: ignore[attr-defined]
-    assert isinstance(view(terminal()), Rendered)
+    assert isinstance(choose_view(terminal()), Rendered)
 
 
 def test_what_is_typed_beside_an_answer_is_not_shown_and_there_for_the_next_line() -> None:
@@ -122,13 +122,13 @@ def test_what_is_typed_beside_an_answer_is_not_shown_and_there_for_the_next_line
     ours, terminal = pty.openpty()
     try:
         before = termios.tcgetattr(terminal)
-        with unechoed(terminal):
+        with without_echo(terminal):
             os.write(ours, b"typed ahead\n")
             os.write(terminal, b"An answer")
             assert os.read(ours, 100) == b"An answer"
         assert os.read(terminal, 100) == b"typed ahead\n"
         assert termios.tcgetattr(terminal) == before
-        with pytest.raises(KeyboardInterrupt), unechoed(terminal):
+        with pytest.raises(KeyboardInterrupt), without_echo(terminal):
             raise KeyboardInterrupt
         assert termios.tcgetattr(terminal) == before
     finally:
@@ -138,7 +138,7 @@ def test_what_is_typed_beside_an_answer_is_not_shown_and_there_for_the_next_line
 
 def test_what_is_no_terminal_is_left_alone() -> None:
     reading, writing = os.pipe()
-    with unechoed(reading):
+    with without_echo(reading):
         os.write(writing, b"piped")
     assert os.read(reading, 100) == b"piped"
     os.close(reading)

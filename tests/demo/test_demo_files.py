@@ -11,8 +11,8 @@ from safetensors import safe_open
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 import adapters
-from adapters.checkpoint.text_files import TextFiles
-from adapters.models.checkpoint import Checkpoint
+from adapters.checkpoint.text_files import read_text_files
+from adapters.models.open_checkpoint import Checkpoint
 from training.chat_format import TEMPLATE
 from training.export import load
 from training.train import digest
@@ -59,7 +59,7 @@ def test_our_own_reader_takes_it_and_knows_how_an_answer_ends():
     checkpoint = Checkpoint.open(DEMO)
     assert checkpoint.config.num_layers == 10
     assert checkpoint.config.max_positions == 32768
-    assert set(TextFiles.read(DEMO).end_tokens) == {2, 4}
+    assert set(read_text_files(DEMO).end_tokens) == {2, 4}
 
 
 def test_the_shipped_template_is_that_of_the_training():

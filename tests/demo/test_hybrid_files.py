@@ -10,9 +10,9 @@ from safetensors import safe_open
 from transformers import AutoTokenizer, Qwen3_5ForCausalLM
 
 from adapters import demo
-from adapters.checkpoint.text_files import TextFiles
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.mtp.checkpoint import HeadCheckpoint, head_tensors
+from adapters.checkpoint.text_files import read_text_files
+from adapters.models.drafts.mtp.checkpoint import HeadCheckpoint, head_tensors
+from adapters.models.open_checkpoint import Checkpoint
 from training.chat_format import TEMPLATE
 from training.export import load_hybrid
 from training.train import digest
@@ -41,7 +41,7 @@ def test_our_own_reader_takes_model_and_head():
     assert checkpoint.config.layer_types == (("linear_attention",) * 3 + ("full_attention",)) * 2
     assert set(checkpoint.others) == set(head_tensors(checkpoint.config))
     assert HeadCheckpoint.open(checkpoint).config.aux_layers == (7,)
-    assert set(TextFiles.read(FOLDER).end_tokens) == {2, 4}
+    assert set(read_text_files(FOLDER).end_tokens) == {2, 4}
 
 
 def test_template_and_tokenizer_are_those_of_its_training():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from adapters.device.buckets import row_counts
+from adapters.device.lane.buckets import row_counts
 from tests.device.driver import BUCKETS, drive, qwen3
 from tests.device.fake_shard import FakeShard
 

@@ -7,15 +7,16 @@ import random
 import torch
 from attrs import define, evolve, field
 
-from adapters.device.buckets import row_counts
 from adapters.device.executor import DeviceExecutor
-from adapters.device.lane import DeviceLane
-from adapters.device.sampling import Draw, Pick, Sampler, pick
-from adapters.models.dense import DenseShard
-from adapters.models.qwen3 import Qwen3Config
-from adapters.models.shard import Segment, Step
-from adapters.models.synthetic import RandomWeights
-from effects.all import Ask, Launch
+from adapters.device.executor_parts import ExecutorParts
+from adapters.device.lane.buckets import row_counts
+from adapters.device.lane.lane import DeviceLane
+from adapters.device.sampling.sampler import Draw, Pick, Sampler, pick
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.families.qwen3 import Qwen3Config
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.numerics.synthetic import RandomWeights
+from effects.all import EffectRequest, Launch
 from effects.decode import Decoded, RunDecode
 from effects.ids import RequestId, SlotId
 from effects.job import Sampling
@@ -34,9 +35,9 @@ def qwen3(slots: int = 4, device: str = "cpu", aux_layers: tuple[int, ...] = ())
     buckets = row_counts(BUCKETS, fast=True)
     shape = {"device": device, "slots": slots, "capacity": 256, "buckets": buckets, "aux_layers": aux_layers}
     if device == "cpu":
-        kernels = proven(TINY, torch.float32, 256, buckets).fresh()
+        kernels = proven(TINY, torch.float32, 256, buckets).copy_for_shard()
         return DenseShard(TINY, RandomWeights(TINY, scale=0.2), kernels, **shape)
-    from adapters.models.kernels.triton_cuda import TritonKernels  # noqa: PLC0415 - Triton comes with CUDA only
+    from adapters.models.kernels.cuda.kernels import TritonKernels  # noqa: PLC0415 - Triton comes with CUDA only
 
     config = evolve(TINY, hidden_size=128, head_dim=64)
     kernels = TritonKernels(torch.device(device))
@@ -60,7 +61,7 @@ class Driver:
         self.executor.open(client.request, opening)
         return client
 
-    async def perform(self, *asks: Ask):
+    async def perform(self, *asks: EffectRequest):
         """The outcomes, without the time that they took."""
         self.launched.append(Launch(asks))
         outcomes = await self.executor.perform(self.launched[-1])
@@ -95,11 +96,11 @@ class Caller:
     def answer(self) -> list[int]:
         return self.tokens[self.prompt :]
 
-    def chunk(self, stop: int) -> Ask:
-        return Ask(self.request, RunPrefill(self.slot, self.valid, stop))
+    def chunk(self, stop: int) -> EffectRequest:
+        return EffectRequest(self.request, RunPrefill(self.slot, self.valid, stop))
 
-    def round(self, propose: int = 0) -> Ask:
-        return Ask(self.request, RunDecode(self.slot, self.valid, self.tokens[-1], propose))
+    def round(self, propose: int = 0) -> EffectRequest:
+        return EffectRequest(self.request, RunDecode(self.slot, self.valid, self.tokens[-1], propose))
 
     async def prefill(self, chunks=(CHUNK,)) -> None:
         index = 0
@@ -115,7 +116,7 @@ class Caller:
 
 
 def drive(shard, **options) -> Driver:
-    return Driver(DeviceExecutor(shard, BUCKETS, lane=DeviceLane(shard.device), **options))
+    return Driver(DeviceExecutor(ExecutorParts(shard, BUCKETS, lane=DeviceLane(shard.device), **options)))
 
 
 def prompt_of(seed: int, length: int) -> list[int]:

@@ -9,10 +9,11 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from adapters.checkpoint.errors import CheckpointError
-from adapters.models.draft import BlockRequest, Pick
-from adapters.models.seeded import seeded
-from adapters.models.shard import NamedTensors, Step
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.models.decoder.shard import NamedTensors
+from adapters.models.drafts.cached_draft import BlockRequest, Pick
+from adapters.models.kernels.seeded import make_generator
+from adapters.models.kernels.step import Step
 from tests.device.fake_shard import VOCAB, logits_of, mix, row_of
 
 
@@ -44,10 +45,13 @@ class FakeDraft:
             self.cache[segment.slot, at] = rows[first : first + segment.count, 0]
             first += segment.count
 
+    def at_once(self, count: int, target: object) -> None:
+        return None
+
     def propose(self, asks: Sequence[BlockRequest], pick: Pick) -> None:
         self._need("propose")
         self.asked.append(list(asks))
-        vocab, generator = VOCAB, seeded(len(self.asked))
+        vocab, generator = VOCAB, make_generator(len(self.asked))
         found = list[Tensor]()
         for ask in asks:
             assert 0 < ask.count < self.block
@@ -66,11 +70,11 @@ class FakeDraft:
     def export_rows(self, slot: int, start: int, stop: int) -> NamedTensors:
         return {"draft.layers.0.k": self.cache[slot, start:stop].clone()}
 
-    def park(self) -> int:
+    def offload(self) -> int:
         self.state = "parked"
         return 1000
 
-    def unpark(self) -> int:
+    def load_back(self) -> int:
         if "unpark" in self.exhausted:
             raise torch.OutOfMemoryError("no room for the draft")
         if "file" in self.exhausted:

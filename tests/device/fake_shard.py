@@ -13,8 +13,9 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from adapters.layout import RowSpec, TensorSpec
-from adapters.models.shard import Forward, Kept, NamedTensors, Step
+from adapters.models.decoder.shard import Kept, NamedTensors
+from adapters.models.kernels.step import Forward, Step
+from adapters.sequence_layout import RowSpec, TensorSpec
 
 A, B, C = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 

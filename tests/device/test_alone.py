@@ -11,15 +11,16 @@ import anyio
 import pytest
 from attrs import evolve
 
-from adapters.device.metronome import Metronome
-from adapters.device.sampling import Picking
-from adapters.device.underway import StepsTaken, goes_on
-from effects.all import Ask, Launch
+from adapters.device.executor import DeviceExecutor
+from adapters.device.lane.running_batch import OutcomeQueue, has_more_to_come
+from adapters.device.sampling.sampler import Picking
+from adapters.models.kernels.step_pacer import NoStepPacer
+from effects.all import EffectRequest, Launch
 from effects.decode import Decoded
 from effects.grammar import Grammar
 from effects.ids import DeviceFailed, RequestId
-from effects.ports import LaunchFailed, Told
-from effects.stream import Halt
+from effects.ports import LaunchFailed, RequestOutcome
+from effects.stream import StopLaunch
 from tests.device.driver import GREEDY, PENALISED, SAMPLED, VOCAB, Caller, Driver, drive, prompt_of
 from tests.device.fake_shard import FakeShard
 from tests.device.test_constraint import Scripted
@@ -28,21 +29,23 @@ STEPS = 20
 TOLD = evolve(SAMPLED, seed=9, logprobs=3)
 
 
-async def went(driver: Driver, *clients: Caller, steps: int, propose: int = 0, joins: bool = False) -> list[Told]:
+async def went(
+    driver: Driver, *clients: Caller, steps: int, propose: int = 0, joins: bool = False
+) -> list[RequestOutcome]:
     """What came of it, in order."""
-    found, missing, ended = list[Told](), {client.request: client for client in clients}, anyio.Event()
+    found, missing, ended = list[RequestOutcome](), {client.request: client for client in clients}, anyio.Event()
 
     def done(told) -> None:
         for request, outcome in told:
             found.append((request, outcome))
             missing[request].take(outcome)
-            if not goes_on(outcome):
+            if not has_more_to_come(outcome):
                 del missing[request]
         if not missing:
             ended.set()
 
     asks = [client.round(propose) for client in clients]
-    launch = Launch(tuple(Ask(ask.request, evolve(ask.effect, steps=steps)) for ask in asks), joins=joins)
+    launch = Launch(tuple(EffectRequest(ask.request, evolve(ask.effect, steps=steps)) for ask in asks), joins=joins)
     driver.executor.submit(launch, done)
     await ended.wait()
     return found
@@ -104,7 +107,12 @@ async def test_penalties_see_what_was_picked_alone(driver):
 
 async def test_a_grammar_hears_what_was_picked_alone(driver):
     """It lets follow what the sum of all before says, so a pick that was not told of the last one would show."""
-    driver.executor.matched_by(lambda _: Scripted(lambda said: [(sum(said) + more) % VOCAB for more in (1, 5, 9)]))
+    driver.executor = DeviceExecutor(
+        evolve(
+            driver.executor.parts,
+            match_grammar=lambda _: Scripted(lambda said: [(sum(said) + more) % VOCAB for more in (1, 5, 9)]),
+        )
+    )
     held = evolve(SAMPLED, grammar=Grammar("regex", "any"))
     samplings = (evolve(held, temperature=0), PENALISED, held)
     asked = await opened(driver, samplings)
@@ -119,10 +127,12 @@ async def test_a_grammar_hears_what_was_picked_alone(driver):
 
 
 async def test_a_grammar_that_lets_nothing_follow_ends_it_for_nobody_else(driver):
-    driver.executor.matched_by(lambda _: Scripted(lambda said: [7] if len(said) < 5 else []))
+    driver.executor = DeviceExecutor(
+        evolve(driver.executor.parts, match_grammar=lambda _: Scripted(lambda said: [7] if len(said) < 5 else []))
+    )
     clients = await opened(driver, (GREEDY, evolve(SAMPLED, grammar=Grammar("regex", "any"))), ((), ()))
     asks = [client.round() for client in clients]
-    going = [Ask(ask.request, evolve(ask.effect, steps=STEPS)) for ask in asks]
+    going = [EffectRequest(ask.request, evolve(ask.effect, steps=STEPS)) for ask in asks]
     other, ended = await driver.perform(*going)
     assert isinstance(ended, DeviceFailed)
     assert ended.kind == "dead_end"
@@ -153,7 +163,9 @@ async def test_each_has_as_many_steps_as_it_was_given(driver):
     alone, counts = await opened(driver), (1, STEPS, 7)
     asks = [client.round() for client in alone]
     given = zip(asks, counts, strict=True)
-    outcomes = await driver.perform(*(Ask(ask.request, evolve(ask.effect, steps=most)) for ask, most in given))
+    outcomes = await driver.perform(
+        *(EffectRequest(ask.request, evolve(ask.effect, steps=most)) for ask, most in given)
+    )
     assert [outcome.steps for outcome in outcomes] == list(counts)
     assert [list(outcome.tokens) for outcome in outcomes] == [
         client.answer[:most] for client, most in zip(asked, counts, strict=True)
@@ -197,7 +209,7 @@ async def test_who_joins_goes_on_with_the_others_and_every_answer_is_the_one_alo
         type(shard).forward = forward
     assert [client.answer for client in (first, second, third)] == [client.answer for client in asked]
     assert max(rows) == 3, "together"
-    assert not lane.wanted
+    assert not lane.has_waiting_work
     await other.prefill()
 
 
@@ -210,7 +222,7 @@ async def test_it_goes_on_no_further_than_the_step_it_is_at_where_somebody_waits
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(partial(went, driver, *clients, steps=STEPS))
             await anyio.wait_all_tasks_blocked()
-            driver.executor.halt(clients[1].request, Halt())
+            driver.executor.halt(clients[1].request, StopLaunch())
             held.set()
     assert {len(client.answer) for client in clients} == {1}
 
@@ -226,7 +238,7 @@ async def test_who_joins_has_a_step_before_others_have_the_lane(driver):
             await anyio.wait_all_tasks_blocked()
             tasks.start_soon(partial(went, driver, third, steps=STEPS, joins=True))
             await anyio.wait_all_tasks_blocked()
-            driver.executor.halt(first.request, Halt())
+            driver.executor.halt(first.request, StopLaunch())
             held.set()
     assert [len(client.answer) for client in (first, second, third)] == [2, 2, 1]
 
@@ -234,7 +246,7 @@ async def test_who_joins_has_a_step_before_others_have_the_lane(driver):
 async def test_what_a_step_raises_is_told_to_all_who_are_in_it_and_to_nobody_else(on_fake, monkeypatch):
     monkeypatch.setattr(FakeShard, "runs_ahead", True)
     first, second, third = await opened(on_fake)
-    forward, heard, ended, rows = FakeShard.forward, list[Told](), anyio.Event(), list[int]()
+    forward, heard, ended, rows = FakeShard.forward, list[RequestOutcome](), anyio.Event(), list[int]()
 
     def broken(self, step, inputs):
         rows.append(step.rows)
@@ -246,7 +258,7 @@ async def test_what_a_step_raises_is_told_to_all_who_are_in_it_and_to_nobody_els
         if isinstance(told, LaunchFailed):
             heard.extend((request, told.error) for request in told.requests)
         else:
-            heard.extend(one for one in told if not goes_on(one[1]))
+            heard.extend(one for one in told if not has_more_to_come(one[1]))
         if len(heard) == 3:
             ended.set()
 
@@ -255,7 +267,7 @@ async def test_what_a_step_raises_is_told_to_all_who_are_in_it_and_to_nobody_els
     on_fake.executor._lane.post(held.wait, print)  # noqa: SLF001
     for client, steps, joins in ((first, 2, False), (second, STEPS, True), (third, STEPS, True)):
         ask = client.round()
-        launch = Launch((Ask(ask.request, evolve(ask.effect, steps=steps)),), joins=joins)
+        launch = Launch((EffectRequest(ask.request, evolve(ask.effect, steps=steps)),), joins=joins)
         on_fake.executor.submit(launch, done)
     held.set()
     with anyio.fail_after(60):
@@ -266,7 +278,7 @@ async def test_what_a_step_raises_is_told_to_all_who_are_in_it_and_to_nobody_els
     assert [(request, str(error)) for request, error in others] == [
         (client.request, "no such product") for client in (second, third)
     ]
-    states = [on_fake.executor.serving(client.slot, client.request) for client in (first, second, third)]
+    states = [on_fake.executor.parts.slots.find(client.slot, client.request) for client in (first, second, third)]
     assert [isinstance(state, DeviceFailed) for state in states] == [False, True, True]
 
 
@@ -281,9 +293,9 @@ async def test_steps_keep_an_even_pace_while_prompts_wait_for_each_other(on_fake
         return forward(self, step, inputs)
 
     monkeypatch.setattr(FakeShard, "forward", launched)
-    monkeypatch.setattr(Metronome, "beat", lambda _: heard.append("even"))
-    monkeypatch.setattr(Metronome, "stop", lambda _: heard.append("at once"))
-    on_fake.executor.decoding.ahead.crowded = lambda: heard.count("step") in (3, 4)
+    monkeypatch.setattr(NoStepPacer, "beat", lambda _: heard.append("even"))
+    monkeypatch.setattr(NoStepPacer, "stop", lambda _: heard.append("at once"))
+    on_fake.executor.decoding.overlapped.has_prefill_backlog = lambda: heard.count("step") in (3, 4)
     await went(on_fake, *clients, steps=6)
     assert heard == [*["step", "at once"] * 2, *["step", "even"] * 2, *["step", "at once"] * 2]
     assert [client.answer for client in clients] == [client.answer[:6] for client in expected]
@@ -305,18 +317,18 @@ async def test_who_is_given_up_ends_it_for_nobody_else(on_fake, monkeypatch):
 
 async def test_who_has_left_the_lane_is_not_halted(driver):
     (client,) = await opened(driver, samplings=(GREEDY,), stops=((),))
-    driver.executor.halt(client.request, Halt())
+    driver.executor.halt(client.request, StopLaunch())
     await went(driver, client, steps=STEPS)
     assert len(client.answer) == STEPS
 
 
-def of(*tokens: int, proposed: int = 0, more: bool = True) -> tuple[Told, ...]:
+def of(*tokens: int, proposed: int = 0, more: bool = True) -> tuple[RequestOutcome, ...]:
     return ((RequestId(1), Decoded(tokens, proposed, ns=10, more=more)),)
 
 
 def test_who_falls_behind_is_told_once_and_takes_plain_steps_together() -> None:
-    told = list[StepsTaken]()
-    steps = StepsTaken(told.append, {RequestId(1): None, RequestId(2): None})
+    told = list[OutcomeQueue]()
+    steps = OutcomeQueue(told.append, {RequestId(1): None, RequestId(2): None})
     for token in (1, 2, 3):
         steps.put(of(token))
     steps.put(of(4, 5, proposed=2))
@@ -336,7 +348,7 @@ def test_who_falls_behind_is_told_once_and_takes_plain_steps_together() -> None:
 def test_what_came_before_a_failure_is_told_before_it() -> None:
     """However late it is looked at."""
     failed = (RequestId(1), DeviceFailed("dead_end", "nothing follows"))
-    steps = StepsTaken(lambda _: None, {RequestId(1): None})
+    steps = OutcomeQueue(lambda _: None, {RequestId(1): None})
     for step in (of(1), of(2), (failed,)):
         steps.put(step)
     assert steps.take() == ((RequestId(1), Decoded((1, 2), 0, ns=10, accepted=0, steps=2, more=True)), failed)
@@ -345,7 +357,7 @@ def test_what_came_before_a_failure_is_told_before_it() -> None:
 
 def test_members_come_and_go_between_two_steps() -> None:
     one, two = RequestId(1), RequestId(2)
-    steps = StepsTaken(lambda _: None, {one: None})
+    steps = OutcomeQueue(lambda _: None, {one: None})
     steps.put(of(1))
     steps.members[two] = None
     steps.put((*of(2, more=False), (two, Decoded((8,), more=True))))

@@ -10,21 +10,22 @@ import pytest
 import torch
 from attrs import define, evolve, field
 
-from adapters.device import prefilling
+from adapters.device.decode import prefill
 from adapters.device.executor import DeviceExecutor
-from adapters.device.lane import DeviceLane
-from adapters.device.slots import SlotState
-from adapters.device.underway import StepsTaken, goes_on
-from adapters.models.dense import DenseShard
+from adapters.device.executor_parts import ExecutorParts
+from adapters.device.lane.lane import DeviceLane
+from adapters.device.lane.running_batch import OutcomeQueue, has_more_to_come
+from adapters.device.slots.slots import SlotState
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.kernels.interface import NARROW
-from adapters.models.pipeline import Pipeline
-from adapters.models.synthetic import RandomWeights
-from effects.all import Ask, Launch, Outcome
+from adapters.models.numerics.synthetic import RandomWeights
+from effects.all import EffectRequest, Launch, Outcome
 from effects.decode import Decoded, RunDecode
 from effects.ids import MAIN, PROMPTS, DeviceFailed, RequestId
-from effects.ports import LaunchFailed, Told
+from effects.ports import LaunchFailed, RequestOutcome
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
-from effects.stream import Halt
+from effects.stream import StopLaunch
 from tests.device.driver import (
     BUCKETS,
     CHUNK,
@@ -59,7 +60,7 @@ async def prefill_beside(driver: Driver, client: Caller, rows: int = CHUNK, narr
     """narrow: rows of a forward that is on the lane of decode steps. What is of several chunks gives way to others."""
     while client.valid < client.prompt - 1:
         stop = min(client.valid + rows, client.prompt - 1)
-        ask = Ask(client.request, RunPrefill(client.slot, client.valid, stop))
+        ask = EffectRequest(client.request, RunPrefill(client.slot, client.valid, stop))
         lane = PROMPTS if stop - client.valid > narrow else MAIN
         (outcome,) = await driver.executor.perform(Launch((ask,), lane))
         assert isinstance(outcome, PrefillAdvanced), outcome
@@ -75,7 +76,7 @@ def shard():
 @pytest.fixture
 def driver(shard):
     driving = drive(shard)
-    driving.executor.read_beside(DeviceLane(beside="prompts"))
+    driving.executor = DeviceExecutor(evolve(driving.executor.parts, prompt_lane=DeviceLane(purpose="prompts")))
     yield driving
     shard.going.set()
     assert driving.executor.close()
@@ -117,16 +118,16 @@ async def test_a_prefill_waits_until_its_slot_is_open(driver, shard):
 async def test_a_slot_that_could_not_be_opened_refuses_its_prefill(driver, shard):
     shard.going.set()
     newcomer = await driver.open(prompt_of(1, CHUNK + 1), GREEDY, 1, source=0, keep=8)  # slot 0 was never opened
-    ask = Ask(newcomer.request, RunPrefill(newcomer.slot, 8, CHUNK))
+    ask = EffectRequest(newcomer.request, RunPrefill(newcomer.slot, 8, CHUNK))
     (outcome,) = await driver.executor.perform(Launch((ask,), PROMPTS))
     assert "does not hold the first 8 tokens" in outcome.detail
 
 
 async def test_who_hears_that_a_slot_was_lost_hears_it_before_its_prefill_fails(driver):
     heard = list[object]()
-    driver.executor.lost_to(heard.extend)
+    driver.executor.events.connect(lambda event: heard.extend(event.slots))
     newcomer = await driver.open(prompt_of(1, CHUNK + 1), GREEDY, 1, source=0, keep=8)
-    ask = Ask(newcomer.request, RunPrefill(newcomer.slot, 8, CHUNK))
+    ask = EffectRequest(newcomer.request, RunPrefill(newcomer.slot, 8, CHUNK))
     heard += await driver.executor.perform(Launch((ask,), PROMPTS))
     assert heard[0] == newcomer.slot
     assert isinstance(heard[1], DeviceFailed)
@@ -134,8 +135,8 @@ async def test_who_hears_that_a_slot_was_lost_hears_it_before_its_prefill_fails(
 
 async def test_what_is_read_when_all_ends_keeps_its_rows_and_no_lane_takes_more():
     shard = Held()
-    driver, beside = drive(shard), DeviceLane(beside="prompts")
-    driver.executor.read_beside(beside)
+    driver, beside = drive(shard), DeviceLane(purpose="prompts")
+    driver.executor = DeviceExecutor(evolve(driver.executor.parts, prompt_lane=beside))
     newcomer = await driver.open(prompt_of(1, CHUNK + 1), GREEDY, 1)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(prefill_beside, driver, newcomer)
@@ -161,7 +162,7 @@ def test_rows_that_are_loaded_while_those_before_them_are_computed_are_never_los
             super()._advance(valid)
 
     state = Interrupted(RequestId(1), [0] * 200, 0, None)
-    state.load(64, 128)
+    state.add_loaded_rows(64, 128)
     state.others[0].join()
     assert state.valid == 128
 
@@ -186,16 +187,16 @@ class ToldAhead(Held):
 
 @pytest.fixture
 async def ahead():
-    shard, beside = ToldAhead(), DeviceLane(beside="prompts")
+    shard, beside = ToldAhead(), DeviceLane(purpose="prompts")
     driving = drive(Pipeline([shard]))
-    driving.executor.read_beside(beside)
+    driving.executor = DeviceExecutor(evolve(driving.executor.parts, prompt_lane=beside))
     yield driving, shard
     shard.going.set()
     assert driving.executor.close()
 
 
 def launched(client: Caller, stop: int) -> Launch:
-    return Launch((Ask(client.request, RunPrefill(client.slot, client.valid, stop)),), PROMPTS)
+    return Launch((EffectRequest(client.request, RunPrefill(client.slot, client.valid, stop)),), PROMPTS)
 
 
 @pytest.mark.parametrize("how", ["goes on", "halted", "given up"])
@@ -212,7 +213,7 @@ async def test_a_launch_of_several_chunks_goes_on_no_further_once_somebody_wants
             tasks.start_soon(reading)
             await anyio.to_thread.run_sync(shard.begun.wait)
             if how == "halted":
-                driver.executor.halt(client.request, Halt())
+                driver.executor.halt(client.request, StopLaunch())
             elif how == "given up":
                 driver.executor.abandon(client.request)
             shard.going.set()
@@ -226,7 +227,7 @@ async def test_a_launch_of_several_chunks_goes_on_no_further_once_somebody_wants
 
 async def test_a_chunk_is_told_of_when_the_device_has_done_it_and_is_at_the_next_one(ahead, monkeypatch):
     driver, shard = ahead
-    happened, forward, put = list[tuple[str, int]](), ToldAhead.forward, StepsTaken.put
+    happened, forward, put = list[tuple[str, int]](), ToldAhead.forward, OutcomeQueue.put
 
     @define(eq=False)
     class Chunk:
@@ -237,7 +238,7 @@ async def test_a_chunk_is_told_of_when_the_device_has_done_it_and_is_at_the_next
             happened.append(("done", self.number))
 
     def state() -> SlotState:
-        found = driver.executor.serving(client.slot, client.request)
+        found = driver.executor.parts.slots.find(client.slot, client.request)
         assert isinstance(found, SlotState)
         return found
 
@@ -252,9 +253,9 @@ async def test_a_chunk_is_told_of_when_the_device_has_done_it_and_is_at_the_next
         happened.append(("told", members[0][1].stop // CHUNK - 1))
         put(self, members)
 
-    monkeypatch.setattr(prefilling, "mark", marked)
+    monkeypatch.setattr(prefill, "record_event", marked)
     monkeypatch.setattr(ToldAhead, "forward", recorded)
-    monkeypatch.setattr(StepsTaken, "put", told)
+    monkeypatch.setattr(OutcomeQueue, "put", told)
     shard.going.set()
     client = await driver.open(prompt_of(1, 3 * CHUNK + 1), GREEDY, 1)
     (outcome,) = await driver.executor.perform(launched(client, 3 * CHUNK))
@@ -278,10 +279,10 @@ async def test_a_chunk_that_there_is_no_memory_for_ends_it_behind_those_before_i
     client = await driver.open(prompt_of(1, 4 * CHUNK + 1), GREEDY, 1)
     told, ended = list[Outcome](), anyio.Event()
 
-    def heard(some: Sequence[Told] | LaunchFailed) -> None:
+    def heard(some: Sequence[RequestOutcome] | LaunchFailed) -> None:
         assert not isinstance(some, LaunchFailed)
         told.extend(outcome for _, outcome in some)
-        if not goes_on(told[-1]):
+        if not has_more_to_come(told[-1]):
             ended.set()
 
     driver.executor.submit(launched(client, 4 * CHUNK), heard)
@@ -289,22 +290,24 @@ async def test_a_chunk_that_there_is_no_memory_for_ends_it_behind_those_before_i
         await ended.wait()
     advanced, failed = told
     assert (advanced, failed.kind, waited) == (PrefillAdvanced(CHUNK, more=True), "out_of_memory", [1])
-    assert driver.executor.serving(client.slot, client.request).valid == CHUNK, "of the one that was on its way, too"
+    assert driver.executor.parts.slots.find(client.slot, client.request).valid == CHUNK, (
+        "of the one that was on its way, too"
+    )
 
 
 @pytest.mark.cuda
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("pages", "span"), [(0, 1), (60, 1), (0, 8), (60, 8)])
 async def test_a_gpu_is_at_both_and_every_answer_is_the_one_alone(pages, span):
-    from adapters.models.kernels.triton_cuda import TritonKernels  # noqa: PLC0415 - Triton comes with CUDA only
+    from adapters.models.kernels.cuda.kernels import TritonKernels  # noqa: PLC0415 - Triton comes with CUDA only
 
     device, buckets = torch.device("cuda", 0), (*BUCKETS, 64, 128, 256)
     config = evolve(TINY, hidden_size=512, head_dim=64, num_layers=6, intermediate_size=1024, max_positions=4096)
     weights, kernels = RandomWeights(config, 1, device, torch.bfloat16, scale=0.2), TritonKernels(device)
     shape = {"slots": 5, "capacity": 2560, "buckets": buckets, "pages": pages}
     shard = DenseShard(config, weights, kernels, device=device, dtype=torch.bfloat16, **shape)
-    driver = Driver(DeviceExecutor(Pipeline([shard]), buckets, lane=DeviceLane(device)))
-    driver.executor.read_beside(DeviceLane(device, beside="prompts"))
+    driver = Driver(DeviceExecutor(ExecutorParts(Pipeline([shard]), buckets, lane=DeviceLane(device))))
+    driver.executor = DeviceExecutor(evolve(driver.executor.parts, prompt_lane=DeviceLane(device, purpose="prompts")))
     kinds, lengths, taken = (GREEDY, SAMPLED, evolve(SAMPLED, seed=8)), (300, 9, 700), 90
     prompts, readers = [prompt_of(slot, n) for slot, n in enumerate(lengths)], [prompt_of(9, 2300), prompt_of(8, 1025)]
     alone = [
@@ -321,7 +324,9 @@ async def test_a_gpu_is_at_both_and_every_answer_is_the_one_alone(pages, span):
             await prefill_beside(driver, client, 256, NARROW)
         while len(clients[0].answer) < taken:
             await anyio.lowlevel.checkpoint()  # the executor waits whatever becomes of who asks
-            asks = [Ask(one.request, RunDecode(one.slot, one.valid, one.tokens[-1], steps=6)) for one in clients]
+            asks = [
+                EffectRequest(one.request, RunDecode(one.slot, one.valid, one.tokens[-1], steps=6)) for one in clients
+            ]
             for client, outcome in zip(clients, await driver.executor.perform(Launch(tuple(asks))), strict=True):
                 assert isinstance(outcome, Decoded)
                 client.take(outcome)
@@ -341,7 +346,10 @@ async def test_a_gpu_is_at_both_and_every_answer_is_the_one_alone(pages, span):
             times += 1
 
     for gives_way in (False, True, False):
-        done, driver.executor.decoding.ahead.crowded = anyio.Event(), lambda gives_way=gives_way: gives_way
+        done, driver.executor.decoding.overlapped.has_prefill_backlog = (
+            anyio.Event(),
+            lambda gives_way=gives_way: gives_way,
+        )
         with anyio.fail_after(20):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(answering)
@@ -370,7 +378,7 @@ async def test_an_opening_waits_for_the_step_under_way_where_that_is_at_its_slot
         found.append(on_fake.executor._open(RequestId(9), opening))  # noqa: SLF001
 
     monkeypatch.setattr(FakeShard, "forward", watched)
-    asks = [Ask(client.request, evolve(client.round().effect, steps=9)) for client in clients]
+    asks = [EffectRequest(client.request, evolve(client.round().effect, steps=9)) for client in clients]
     outcomes = await on_fake.perform(*asks)
     await on_fake.executor._lane.run(opened)  # noqa: SLF001
     assert found == [True, waits, True], "nor where the lane is at no step"

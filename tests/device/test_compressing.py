@@ -9,20 +9,20 @@ import anyio
 import pytest
 import torch
 
-from adapters.device.compressing import Compressor, DrafterLane, marks_of
-from adapters.device.lane import DeviceLane
-from adapters.device.selection import Marks
-from adapters.models.scorer import TAIL as QUERIES
-from adapters.models.scorer import Scorer
-from adapters.models.synthetic import RandomWeights
-from effects.all import Ask, Launch, Outcome
-from effects.compression import PromptPart, tokens_in
+from adapters.device.compression.score_prompt import Compressor, PromptScorerLane, build_token_marks
+from adapters.device.compression.select_tokens import TokenMarks
+from adapters.device.lane.lane import DeviceLane
+from adapters.models.decoder.scorer import TAIL as QUERIES
+from adapters.models.decoder.scorer import Scorer
+from adapters.models.numerics.synthetic import RandomWeights
+from effects.all import EffectRequest, Launch, Outcome
+from effects.compression import PromptPart, count_tokens
 from effects.decode import Decoded
 from effects.ids import DeviceFailed, RequestId
 from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
 from effects.ports import LaunchFailed
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
-from engine.drafter import Drafter
+from engine.loading.load_scorer import Drafter
 from tests.device.driver import BUCKETS, CHUNK, TINY, VOCAB, Driver, drive
 from tests.device.fake_shard import FakeShard
 from tests.models.checkpoints import proven
@@ -30,12 +30,12 @@ from tests.models.checkpoints import proven
 ONE, TWO = RequestId(101), RequestId(102)
 PROMPT = tuple((7 * at * at + 3 * at) % (VOCAB - 1) + 1 for at in range(300))
 FIRST = CompressPrompt(0, PROMPT, keep=100, most=250)
-MARKS = Marks(b"", b"", frozenset((0,)))
+MARKS = TokenMarks(b"", b"", frozenset((0,)))
 
 
 def compressor() -> Compressor:
     weights, kernels = RandomWeights(TINY, scale=0.2), proven(TINY, torch.float32, 512, BUCKETS)
-    scorer = Scorer(TINY, weights, kernels.fresh(), torch.device("cpu"), torch.float32, BUCKETS, 512)
+    scorer = Scorer(TINY, weights, kernels.copy_for_shard(), torch.device("cpu"), torch.float32, BUCKETS, 512)
     return Compressor(scorer, MARKS)
 
 
@@ -46,10 +46,8 @@ def drafter() -> Compressor:
 
 @pytest.fixture
 def driver(drafter: Compressor) -> Any:
-    driver = drive(FakeShard())
-    driver.executor.handle(CompressPrompt, drafter.compress)
-    driver.executor.handle(LoadModel, drafter.load)
-    driver.executor.handle(UnloadModel, drafter.unload)
+    handlers = {CompressPrompt: drafter.compress, LoadModel: drafter.load, UnloadModel: drafter.unload}
+    driver = drive(FakeShard(), handlers=handlers)
     yield driver
     assert driver.executor.close()
 
@@ -58,7 +56,7 @@ async def compressed(driver: Driver, first: CompressPrompt = FIRST, request: Req
     """Where it stood after each piece, and what it came to."""
     stops, effect = list[int](), first
     while True:
-        (outcome,) = await driver.perform(Ask(request, effect))
+        (outcome,) = await driver.perform(EffectRequest(request, effect))
         if not isinstance(outcome, PromptScored):
             return stops, outcome
         stops.append(outcome.stop)
@@ -66,9 +64,9 @@ async def compressed(driver: Driver, first: CompressPrompt = FIRST, request: Req
 
 
 async def test_a_prompt_is_scored_in_as_many_pieces_as_it_has_chunks(driver: Driver, drafter: Compressor) -> None:
-    (loaded,) = await driver.perform(Ask(ONE, LoadModel("drafter")))
+    (loaded,) = await driver.perform(EffectRequest(ONE, LoadModel("drafter")))
     assert isinstance(loaded, ModelLoaded)
-    assert (loaded.name, loaded.bytes) == ("drafter", drafter.held[0])
+    assert (loaded.name, loaded.bytes) == ("drafter", drafter.weights_bytes[0])
     stops, outcome = await compressed(driver)
     assert stops == list(range(CHUNK, len(PROMPT), CHUNK))
     assert isinstance(outcome, PromptCompressed)
@@ -77,20 +75,20 @@ async def test_a_prompt_is_scored_in_as_many_pieces_as_it_has_chunks(driver: Dri
     assert outcome.kept[-1][1] == len(PROMPT), "the end is always kept"
     assert drafter.buffers == 0, "nothing stays behind"
     assert (await compressed(driver))[1] == outcome
-    (gone,) = await driver.perform(Ask(ONE, UnloadModel("drafter", keep=False)))
+    (gone,) = await driver.perform(EffectRequest(ONE, UnloadModel("drafter", keep=False)))
     assert isinstance(gone, ModelUnloaded)
-    assert drafter.held == (0, 0)
+    assert drafter.weights_bytes == (0, 0)
 
 
 async def test_a_neighbour_decodes_between_the_pieces_and_both_are_as_if_alone(driver: Driver) -> None:
-    await driver.perform(Ask(ONE, LoadModel("drafter")))
+    await driver.perform(EffectRequest(ONE, LoadModel("drafter")))
     _, alone = await compressed(driver)
     quiet = await driver.answer(PROMPT[:40], slot=1)
     neighbour = await driver.open(PROMPT[:40], slot=1)
     await neighbour.prefill((CHUNK,))
     effect, outcome = FIRST, None
     while not isinstance(outcome, PromptCompressed):
-        (outcome,) = await driver.perform(Ask(ONE, effect))
+        (outcome,) = await driver.perform(EffectRequest(ONE, effect))
         (step,) = await driver.decode(neighbour)
         assert isinstance(step, Decoded)
         effect = CompressPrompt(getattr(outcome, "stop", 0))
@@ -99,13 +97,13 @@ async def test_a_neighbour_decodes_between_the_pieces_and_both_are_as_if_alone(d
 
 
 async def test_two_prompts_are_scored_in_turns(driver: Driver) -> None:
-    await driver.perform(Ask(ONE, LoadModel("drafter")))
+    await driver.perform(EffectRequest(ONE, LoadModel("drafter")))
     other = CompressPrompt(0, PROMPT[:200], keep=90, most=90)
     alone = (await compressed(driver))[1], (await compressed(driver, other, TWO))[1]
     asks, found = {ONE: FIRST, TWO: other}, dict[RequestId, Outcome]()
     while asks:
         for request, effect in list(asks.items()):
-            (outcome,) = await driver.perform(Ask(request, effect))
+            (outcome,) = await driver.perform(EffectRequest(request, effect))
             if isinstance(outcome, PromptScored):
                 asks[request] = CompressPrompt(outcome.stop)
             else:
@@ -116,31 +114,31 @@ async def test_two_prompts_are_scored_in_turns(driver: Driver) -> None:
 
 @pytest.mark.parametrize("count", [1, QUERIES - 1])
 async def test_a_prompt_too_short_to_be_scored_stays_as_it_is(driver: Driver, count: int) -> None:
-    await driver.perform(Ask(ONE, LoadModel("drafter")))
+    await driver.perform(EffectRequest(ONE, LoadModel("drafter")))
     _, outcome = await compressed(driver, CompressPrompt(0, PROMPT[:count], keep=1, most=250))
     assert outcome.prompt == PROMPT[:count]
 
 
 async def test_what_may_not_be_dropped_and_does_not_fit_leaves_the_prompt_as_it_is(driver: Driver) -> None:
-    await driver.perform(Ask(ONE, LoadModel("drafter")))
+    await driver.perform(EffectRequest(ONE, LoadModel("drafter")))
     _, outcome = await compressed(driver, CompressPrompt(0, (0,) * 200, keep=20, most=100))
     assert outcome.prompt == (0,) * 200
 
 
 async def test_work_out_of_turn_is_refused_with_a_reason(driver: Driver) -> None:
-    (outcome,) = await driver.perform(Ask(ONE, FIRST))
+    (outcome,) = await driver.perform(EffectRequest(ONE, FIRST))
     assert outcome == DeviceFailed("broken", "the drafter is not loaded")
-    await driver.perform(Ask(ONE, LoadModel("drafter")))
-    (outcome,) = await driver.perform(Ask(ONE, CompressPrompt(64)))
+    await driver.perform(EffectRequest(ONE, LoadModel("drafter")))
+    (outcome,) = await driver.perform(EffectRequest(ONE, CompressPrompt(64)))
     assert outcome == DeviceFailed("broken", f"nothing of request {ONE} was scored before token 64")
 
 
 async def test_who_is_given_up_leaves_nothing_behind(driver: Driver, drafter: Compressor) -> None:
-    await driver.perform(Ask(ONE, LoadModel("drafter")))
-    await driver.perform(Ask(ONE, FIRST))
+    await driver.perform(EffectRequest(ONE, LoadModel("drafter")))
+    await driver.perform(EffectRequest(ONE, FIRST))
     assert drafter.buffers > 0
     Drafter(None, drafter, driver.executor._lane).abandon(ONE)  # noqa: SLF001
-    (outcome,) = await driver.perform(Ask(ONE, CompressPrompt(CHUNK)))
+    (outcome,) = await driver.perform(EffectRequest(ONE, CompressPrompt(CHUNK)))
     assert isinstance(outcome, DeviceFailed)
     assert drafter.buffers == 0
 
@@ -148,7 +146,7 @@ async def test_who_is_given_up_leaves_nothing_behind(driver: Driver, drafter: Co
 async def test_a_drafter_without_memory_fails_one_request_and_serves_the_next(
     driver: Driver, drafter: Compressor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await driver.perform(Ask(ONE, LoadModel("drafter")))
+    await driver.perform(EffectRequest(ONE, LoadModel("drafter")))
     begin: Callable[..., Any] = Scorer.begin
 
     def full(scorer: Scorer, tokens: tuple[int, ...]) -> Any:
@@ -170,28 +168,28 @@ async def test_a_drafter_that_cannot_be_read_fails_and_is_tried_again(
 
     with monkeypatch.context() as patched:
         patched.setattr(RandomWeights, "read", missing)
-        (outcome,) = await driver.perform(Ask(ONE, LoadModel("drafter")))
+        (outcome,) = await driver.perform(EffectRequest(ONE, LoadModel("drafter")))
         assert outcome == DeviceFailed("io", "model.safetensors: gone")
-    (outcome,) = await driver.perform(Ask(ONE, LoadModel("drafter")))
+    (outcome,) = await driver.perform(EffectRequest(ONE, LoadModel("drafter")))
     assert isinstance(outcome, ModelLoaded)
 
 
 @pytest.fixture
-async def beside(drafter: Compressor) -> AsyncIterator[DrafterLane]:
-    lane = DrafterLane(drafter, DeviceLane("cpu"))
+async def beside(drafter: Compressor) -> AsyncIterator[PromptScorerLane]:
+    lane = PromptScorerLane(drafter, DeviceLane("cpu"))
     yield lane
     assert lane.close()
-    assert drafter.held == (0, 0)
+    assert drafter.weights_bytes == (0, 0)
 
 
-async def asked(lane: DrafterLane, effect: Any, request: RequestId = ONE) -> Any:
+async def asked(lane: PromptScorerLane, effect: Any, request: RequestId = ONE) -> Any:
     done, heard = anyio.Event(), list[Any]()
 
     def settle(result: Any) -> None:
         heard.append(result)
         done.set()
 
-    lane.submit(Launch((Ask(request, effect),)), settle)
+    lane.submit(Launch((EffectRequest(request, effect),)), settle)
     await done.wait()
     if isinstance(heard[0], LaunchFailed):
         assert heard[0].requests == (request,)
@@ -201,7 +199,7 @@ async def asked(lane: DrafterLane, effect: Any, request: RequestId = ONE) -> Any
     return outcome
 
 
-async def test_a_lane_of_its_own_answers_the_same(beside: DrafterLane, driver: Driver) -> None:
+async def test_a_lane_of_its_own_answers_the_same(beside: PromptScorerLane, driver: Driver) -> None:
     assert isinstance(await asked(beside, LoadModel("drafter")), ModelLoaded)
     _, wanted = await compressed(driver)
     outcome = await asked(beside, FIRST)
@@ -212,7 +210,7 @@ async def test_a_lane_of_its_own_answers_the_same(beside: DrafterLane, driver: D
 
 
 async def test_a_lane_of_its_own_forgets_and_fails_as_the_other(
-    beside: DrafterLane, drafter: Compressor, monkeypatch: pytest.MonkeyPatch
+    beside: PromptScorerLane, drafter: Compressor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await asked(beside, LoadModel("drafter"))
     await asked(beside, FIRST)
@@ -229,10 +227,10 @@ async def test_a_lane_of_its_own_forgets_and_fails_as_the_other(
 
 
 def test_marks_are_read_off_the_pieces() -> None:
-    marks = marks_of([b"a", b".\n", b" \n\n  ", b"end. ", b"?", b"", "。".encode()], frozenset((5,)))
-    assert [at for at in range(7) if marks.ends(at, marks.lines)] == [1, 2]
-    assert [at for at in range(7) if marks.ends(at, marks.sentences)] == [1, 3, 4, 6]
-    assert not marks.ends(99, marks.lines)
+    marks = build_token_marks([b"a", b".\n", b" \n\n  ", b"end. ", b"?", b"", "。".encode()], frozenset((5,)))
+    assert [at for at in range(7) if marks.has_mark(at, marks.lines)] == [1, 2]
+    assert [at for at in range(7) if marks.has_mark(at, marks.sentences)] == [1, 3, 4, 6]
+    assert not marks.has_mark(99, marks.lines)
 
 
 AGED = (PromptPart("user", 20, 120, keep=200), PromptPart("assistant", 120, 180, keep=500))
@@ -240,7 +238,7 @@ AGED = (PromptPart("user", 20, 120, keep=200), PromptPart("assistant", 120, 180,
 
 async def test_messages_are_shortened_one_by_one_each_to_its_own_ratio(driver: Driver) -> None:
     """Pieces of neighbours' length, one parking window; nothing between the messages is looked at."""
-    await driver.perform(Ask(ONE, LoadModel("drafter")))
+    await driver.perform(EffectRequest(ONE, LoadModel("drafter")))
     stops, made = await compressed(driver, CompressPrompt(0, PROMPT, parts=AGED, apart=True))
     assert isinstance(made, PromptCompressed)
     assert made.prompt == ()
@@ -248,13 +246,13 @@ async def test_messages_are_shortened_one_by_one_each_to_its_own_ratio(driver: D
     for part in AGED:
         mine = [span for span in made.kept if part.start <= span[0] and span[1] <= part.stop]
         length = part.stop - part.start
-        assert 0 < tokens_in(mine) <= length * part.keep // 1000 + 8
+        assert 0 < count_tokens(mine) <= length * part.keep // 1000 + 8
         assert mine[-1][1] == part.stop, "what closes it"
     assert all(any(part.start <= start < stop <= part.stop for part in AGED) for start, stop in made.kept)
 
 
 async def test_what_a_message_is_shortened_to_does_not_depend_on_what_is_around_it(driver: Driver) -> None:
-    await driver.perform(Ask(ONE, LoadModel("drafter")))
+    await driver.perform(EffectRequest(ONE, LoadModel("drafter")))
     _, both = await compressed(driver, CompressPrompt(0, PROMPT, parts=AGED, apart=True))
     text, (_, later) = PROMPT[120:180], AGED
     alone = CompressPrompt(0, text, parts=(PromptPart("assistant", 0, 60, keep=later.keep),), apart=True)

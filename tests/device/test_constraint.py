@@ -13,12 +13,13 @@ import pytest
 import torch
 from attrs import define, evolve, field
 
-from adapters.device.agreement import Member, agree
-from adapters.device.constraint import Mask, forbidden, no_grammars
-from adapters.device.sampling import DeadEnd, Draw, Pick, Sampler, pick
-from adapters.device.slots import SlotState
-from adapters.device.tree import Tree, chain, fitted
-from adapters.text.grammar import Grammars, json_grammar
+from adapters.device.executor import DeviceExecutor
+from adapters.device.sampling.grammar_mask import Mask, build_forbidden_mask, refuse_grammars
+from adapters.device.sampling.sampler import DeadEnd, Draw, Pick, Sampler, pick
+from adapters.device.slots.slots import SlotState
+from adapters.device.speculation.acceptance import StepMember, accept_proposals
+from adapters.device.speculation.proposal_tree import Tree, chain, prune_tree
+from adapters.text.grammars.grammar import Grammars, build_json_grammar
 from adapters.text.tokenizer import Tokenizer
 from effects.decode import Decoded
 from effects.grammar import Grammar
@@ -53,7 +54,7 @@ class Scripted:
         tokens = self.after((*self.said, *path))
         return bits(tokens) if tokens else "the script is over"
 
-    def fitting(self, path):
+    def count_allowed(self, path):
         found = (at for at in range(len(path)) if path[at] not in self.after((*self.said, *path[:at])))
         return next(found, len(path))
 
@@ -69,7 +70,7 @@ def bits(tokens: Sequence[int], size: int = 97) -> Mask:
 
 
 def test_a_bit_a_token_becomes_what_may_not_follow() -> None:
-    out = forbidden([bits([0, 9, 96]), None, bits([3], 8)], 97, CPU)
+    out = build_forbidden_mask([bits([0, 9, 96]), None, bits([3], 8)], 97, CPU)
     assert [row.logical_not().nonzero().flatten().tolist() for row in out] == [[0, 9, 96], list(range(97)), [3]]
     assert out.shape == (3, 97)
 
@@ -110,30 +111,30 @@ def test_where_nothing_may_follow_nothing_is_picked_and_what_was_before_stays() 
     found = pick(logits, rows)
     assert [type(one) for one in found] == [Pick, Pick, DeadEnd]
     assert "position 3: the script is over" in found[2].detail
-    member = Member(0, 0, SlotState(RequestId(1), [9], 0, sampler), chain((9, 5, 5)))
-    agreed = agree(member, found.__getitem__, 0)
+    member = StepMember(0, 0, SlotState(RequestId(1), [9], 0, sampler), chain((9, 5, 5)))
+    agreed = accept_proposals(member, found.__getitem__, 0)
     assert agreed.tokens == (5, 5)
     sampler.append([5, 5])
-    end = agree(evolve(member, tree=chain((5,))), lambda _: pick(logits, [Draw(sampler, 3)])[0], 0)
+    end = accept_proposals(evolve(member, tree=chain((5,))), lambda _: pick(logits, [Draw(sampler, 3)])[0], 0)
     assert isinstance(end, DeviceFailed)
     assert end.kind == "dead_end"
 
 
 def test_what_may_not_follow_is_not_verified() -> None:
     even = Scripted(lambda said: range(0, 97, 2) if len(said) < 3 else [])
-    assert fitted(chain((1, 2, 4, 5, 6)), even.fitting) == chain((1, 2, 4))
-    assert fitted(chain((1,)), even.fitting) == chain((1,))
+    assert prune_tree(chain((1, 2, 4, 5, 6)), even.count_allowed) == chain((1, 2, 4))
+    assert prune_tree(chain((1,)), even.count_allowed) == chain((1,))
     tree = Tree((1, 2, 4, 3, 8, 7, 6, 6), (-1, 0, 1, 1, 0, 4, 4, 6))
-    assert fitted(tree, even.fitting) == Tree((1, 2, 4, 8, 6, 6), (-1, 0, 1, 0, 3, 4))
+    assert prune_tree(tree, even.count_allowed) == Tree((1, 2, 4, 8, 6, 6), (-1, 0, 1, 0, 3, 4))
 
 
 async def test_masks_are_asked_for_only_where_a_token_is_picked() -> None:
     asked = Scripted(lambda _: range(97))
     driver = drive(FakeShard())
-    driver.executor.matched_by(lambda _: asked)
+    driver.executor = DeviceExecutor(evolve(driver.executor.parts, match_grammar=lambda _: asked))
     client = await driver.open([1, 2, 3], Sampling(grammar=SOME))
     await client.prefill()
-    driver.executor.proposed_to(NeverRight())
+    driver.executor = DeviceExecutor(evolve(driver.executor.parts, proposer=NeverRight()))
     await driver.decode(client, propose=5)
     assert asked.asked == [()]
     assert driver.executor.close()
@@ -159,7 +160,7 @@ async def test_a_grammar_that_nobody_can_read_fails_its_own_request_only() -> No
     assert "nothing here reads grammars" in failed.detail
     assert isinstance((await driver.decode(free))[0], Decoded)
     with pytest.raises(ValueError, match="reads grammars"):
-        no_grammars(SOME)
+        refuse_grammars(SOME)
     assert driver.executor.close()
 
 
@@ -184,10 +185,10 @@ async def test_200_schemas_are_kept_to_by_a_random_model_with_and_without_a_draf
     """Proposals come in chains and in trees."""
     size, grammars, errors = tokenizer.size, Grammars(tokenizer), random.Random(first)
     plain = drive(FakeShard(vocab_size=size, capacity=1024))
-    plain.executor.matched_by(grammars.match)
+    plain.executor = DeviceExecutor(evolve(plain.executor.parts, match_grammar=grammars.match))
     for seed in range(first, first + 20):
         schema = schema_of(seed)
-        sampling = Sampling(temperature=errors.choice((0.0, 0.2, 1.0)), seed=seed, grammar=json_grammar(schema))
+        sampling = Sampling(temperature=errors.choice((0.0, 0.2, 1.0)), seed=seed, grammar=build_json_grammar(schema))
         prompt = errors.choices(range(size), k=5)
         client = await plain.open(prompt, sampling, stops=ENDS)
         answer = await answered(plain, client)
@@ -195,24 +196,25 @@ async def test_200_schemas_are_kept_to_by_a_random_model_with_and_without_a_draf
         jsonschema.validate(json.loads(text), schema)
         drafted = Driver(plain.executor, requests=plain.requests)
         oracle = Oracle({plain.requests + 1: client.tokens}, errors, branches=seed % 2 == 1)
-        plain.executor.decoding.proposer = oracle  # the same shard, now with somebody who proposes
+        # The same shard, now with somebody who proposes.
+        drafted.executor = DeviceExecutor(evolve(plain.executor.parts, proposer=oracle))
         again = await drafted.open(prompt, sampling, 1, stops=ENDS)
         assert await answered(drafted, again, propose=7) == answer
-        plain.requests, plain.executor.decoding.proposer = drafted.requests, None
+        plain.requests = drafted.requests
     assert plain.executor.close()
 
 
 async def test_answers_that_decode_together_each_keep_to_their_own(tokenizer: Tokenizer) -> None:
     driver = drive(FakeShard(vocab_size=tokenizer.size, capacity=1024))
-    driver.executor.matched_by(Grammars(tokenizer).match)
+    driver.executor = DeviceExecutor(evolve(driver.executor.parts, match_grammar=Grammars(tokenizer).match))
     schemas = [schema_of(seed) for seed in (7, 8, 9)]
     clients = [
-        await driver.open([slot + 1, 5], Sampling(grammar=json_grammar(schema)), slot, stops=ENDS)
+        await driver.open([slot + 1, 5], Sampling(grammar=build_json_grammar(schema)), slot, stops=ENDS)
         for slot, schema in enumerate(schemas)
     ]
     free = await driver.open([9, 9], Sampling(), 3)
     alone = drive(FakeShard(vocab_size=tokenizer.size, capacity=1024))
-    alone.executor.matched_by(Grammars(tokenizer).match)
+    alone.executor = DeviceExecutor(evolve(alone.executor.parts, match_grammar=Grammars(tokenizer).match))
     for client in (*clients, free):
         await client.prefill()
     open_ = list(clients)
@@ -221,7 +223,7 @@ async def test_answers_that_decode_together_each_keep_to_their_own(tokenizer: To
         open_ = [client for client in open_ if client.tokens[-1] not in ENDS]
     for slot, (client, schema) in enumerate(zip(clients, schemas, strict=True)):
         jsonschema.validate(json.loads(tokenizer.decode(client.answer[:-1])), schema)
-        single = await alone.open([slot + 1, 5], Sampling(grammar=json_grammar(schema)), stops=ENDS)
+        single = await alone.open([slot + 1, 5], Sampling(grammar=build_json_grammar(schema)), stops=ENDS)
         assert await answered(alone, single) == client.answer
     assert driver.executor.close()
     assert alone.executor.close()

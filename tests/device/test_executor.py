@@ -8,9 +8,9 @@ import pytest
 import torch
 from attrs import evolve
 
-from adapters.device.buckets import row_counts
-from adapters.models.shard import Segment, Step
-from effects.all import Ask
+from adapters.device.lane.buckets import row_counts
+from adapters.models.kernels.step import Segment, Step
+from effects.all import EffectRequest
 from effects.ids import DeviceFailed, RequestId, SlotId
 from effects.prefill import OpenSlot, PrefillAdvanced
 from effects.residency import LoadModel, UnloadModel
@@ -154,18 +154,20 @@ async def test_logprobs_come_with_every_token_when_asked_for(driver):
 async def test_effects_of_later_parts_are_carried_out_by_the_handlers_that_they_bring():
     seen = []
 
-    def park(request, effect):
+    def offload(request, effect):
         seen.append((request, effect, torch.is_inference_mode_enabled()))
         return DeviceFailed("broken", "no draft") if request == 2 else effect.outcomes[0]()
 
     def exhausted(request, effect):
         torch.empty(1 << 60, dtype=torch.uint8)
 
-    driver = drive(FakeShard(), handlers={UnloadModel: park, LoadModel: exhausted})
-    (parked,) = await driver.perform(Ask(RequestId(1), UnloadModel("draft")))
+    driver = drive(FakeShard(), handlers={UnloadModel: offload, LoadModel: exhausted})
+    (parked,) = await driver.perform(EffectRequest(RequestId(1), UnloadModel("draft")))
     assert isinstance(parked, UnloadModel.outcomes[0])
-    assert await driver.perform(Ask(RequestId(2), UnloadModel("draft"))) == (DeviceFailed("broken", "no draft"),)
-    (failed,) = await driver.perform(Ask(RequestId(3), LoadModel("draft")))
+    assert await driver.perform(EffectRequest(RequestId(2), UnloadModel("draft"))) == (
+        DeviceFailed("broken", "no draft"),
+    )
+    (failed,) = await driver.perform(EffectRequest(RequestId(3), LoadModel("draft")))
     assert (failed.kind, "allocate" in failed.detail) == ("out_of_memory", True)
     assert seen == [(1, UnloadModel("draft"), True), (2, UnloadModel("draft"), True)]
     assert driver.executor.close()
@@ -174,9 +176,9 @@ async def test_effects_of_later_parts_are_carried_out_by_the_handlers_that_they_
 async def test_an_effect_without_a_handler_and_an_odd_batch_are_bugs(on_fake):
     (client,) = await ready(on_fake, 1)
     with pytest.raises(LookupError, match="UnloadModel has no handler"):
-        await on_fake.perform(Ask(client.request, UnloadModel("draft")))
+        await on_fake.perform(EffectRequest(client.request, UnloadModel("draft")))
     with pytest.raises(ValueError, match="only decode steps are batched"):
-        await on_fake.perform(client.round(), Ask(client.request, UnloadModel("draft")))
+        await on_fake.perform(client.round(), EffectRequest(client.request, UnloadModel("draft")))
     assert (await on_fake.decode(client))[0].kind == "broken", "nobody knows what a bug has left in a slot"
 
 

@@ -8,10 +8,10 @@ from decimal import Decimal, localcontext
 import pytest
 import torch
 
-from adapters.device import exponent
-from adapters.device.exponent import rounded_exp, steady_weights
-from adapters.device.sampling import logprobs_of
-from adapters.models.seeded import seeded
+from adapters.device.sampling.sampler import logprobs_of
+from adapters.models.kernels import exact_exp
+from adapters.models.kernels.exact_exp import exact_weights, rounded_exp
+from adapters.models.kernels.seeded import make_generator
 
 BITS = 42
 LEAST = -700.0  # whose exp is not 0 yet
@@ -19,11 +19,11 @@ LEAST = -700.0  # whose exp is not 0 yet
 
 def by_hand(value: float) -> int:
     """In this interpreter's floats: the same operations, one after the other."""
-    value = max(value, exponent.LOWEST)
-    steps = float(round(value * exponent.INVERSE))
-    rest = value - steps * exponent.STEP - steps * exponent.REST
-    series = rest * exponent.SERIES[0]
-    for factor in exponent.SERIES[1:]:
+    value = max(value, exact_exp.LOWEST)
+    steps = float(round(value * exact_exp.INVERSE))
+    rest = value - steps * exact_exp.STEP - steps * exact_exp.REST
+    series = rest * exact_exp.SERIES[0]
+    for factor in exact_exp.SERIES[1:]:
         series = (series + factor) * rest
     with localcontext() as context:
         context.prec = 40
@@ -32,7 +32,7 @@ def by_hand(value: float) -> int:
 
 
 def values_of(count: int, lowest: float = 45.0) -> torch.Tensor:
-    drawn = -lowest * torch.rand(count, dtype=torch.float64, generator=seeded(5)) ** 3
+    drawn = -lowest * torch.rand(count, dtype=torch.float64, generator=make_generator(5)) ** 3
     drawn[:4] = torch.tensor([0.0, -1e-300, -math.inf, -0.6931471805599453])
     return drawn
 
@@ -53,14 +53,14 @@ def test_weights_are_those_of_exact_arithmetic_but_for_halves() -> None:
 def test_a_library_that_is_off_in_its_last_bits_changes_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     values, exp = values_of(20_000).view(4, 5000), torch.Tensor.exp
     right = rounded_exp(values, BITS)
-    off = torch.randint(-2, 3, values.shape, generator=seeded(6)) * (values > LEAST)
+    off = torch.randint(-2, 3, values.shape, generator=make_generator(6)) * (values > LEAST)
     monkeypatch.setattr(torch.Tensor, "exp", lambda self: (exp(self).view(torch.int64) + off).view(torch.float64))
     assert (values.exp() != exp(values)).any()
-    assert torch.equal(steady_weights(values, BITS), right)
+    assert torch.equal(exact_weights(values, BITS), right)
 
 
 def test_log_probabilities_of_a_row_do_not_depend_on_where_it_lies_nor_on_its_neighbours() -> None:
-    logits = 6 * torch.randn(7, 1001, generator=seeded(7))
+    logits = 6 * torch.randn(7, 1001, generator=make_generator(7))
     tokens = [3, 4, 5, 6, 7, 8, 9]
     every = logprobs_of(logits, tokens, 4)
     apart = torch.full((7, 1005), math.nan)[:, 2:-2]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from effects.all import Ask, Launch
+from effects.all import EffectRequest, Launch
 from effects.decode import Decoded
 from effects.ids import DeviceFailed, RequestId, SlotId
 from effects.job import Sampling
@@ -66,11 +66,11 @@ async def test_a_chunk_out_of_step_with_its_slot_fails(on_fake, fake):
         (0, 33, "slot 0: rows 0..33 are not at most 32 of the prompt's 80"),
         (0, 0, "slot 0: rows 0..0 are not at most 32"),
     ):
-        (failed,) = await on_fake.perform(Ask(client.request, RunPrefill(client.slot, start, stop)))
+        (failed,) = await on_fake.perform(EffectRequest(client.request, RunPrefill(client.slot, start, stop)))
         assert isinstance(failed, DeviceFailed)
         assert message in failed.detail
     await client.prefill()
-    (failed,) = await on_fake.perform(Ask(client.request, RunPrefill(client.slot, 79, 81)))
+    (failed,) = await on_fake.perform(EffectRequest(client.request, RunPrefill(client.slot, 79, 81)))
     assert failed.kind == "broken"
     assert len(fake.steps) == 3
 
@@ -114,7 +114,7 @@ async def test_a_slot_that_cannot_be_opened_says_why_when_it_is_used_and_can_be_
     opening = {"slot": 0, "source": changes.get("slot", 0), "keep": 0, "prompt": tuple(prompt), "sampling": GREEDY}
     opening |= changes
     on_fake.executor.open(RequestId(77), OpenSlot(**opening))
-    (failed,) = await on_fake.perform(Ask(RequestId(77), RunPrefill(SlotId(opening["slot"]), 0, 4)))
+    (failed,) = await on_fake.perform(EffectRequest(RequestId(77), RunPrefill(SlotId(opening["slot"]), 0, 4)))
     assert isinstance(failed, DeviceFailed)
     assert failed.kind == "broken"
     assert message in failed.detail
@@ -126,7 +126,7 @@ async def test_a_slot_that_cannot_be_opened_says_why_when_it_is_used_and_can_be_
 async def test_a_request_that_cannot_be_served_leaves_the_rows_that_others_count_on(on_fake, fake):
     """It was cancelled before its first chunk, so nobody heard that it could not be."""
     prompt, lost = prompt_of(24, 40), []
-    on_fake.executor.lost_to(lost.extend)
+    on_fake.executor.events.connect(lambda event: lost.extend(event.slots))
     client = await on_fake.open(prompt)
     await client.prefill()
     refused = await on_fake.open(prompt, Sampling(logit_bias=((VOCAB, 1.0),)), slot=1, source=0, keep=32)
@@ -142,7 +142,7 @@ async def test_a_request_that_cannot_be_served_leaves_the_rows_that_others_count
 
 async def test_a_slot_without_the_rows_it_was_opened_with_is_told_of_before_anybody_is_answered(on_fake):
     heard = []
-    on_fake.executor.lost_to(heard.append)
+    on_fake.executor.events.connect(lambda event: heard.append(event.slots))
     other = await on_fake.open(prompt_of(24, 40), slot=2, source=1, keep=32)
     heard += await on_fake.perform(other.chunk(39))
     assert [heard[0], heard[1].kind] == [(2,), "broken"]
@@ -309,7 +309,7 @@ async def test_whoever_submits_hears_the_outcomes_or_the_bug_once(on_fake):
             all_heard.set()
 
     on_fake.executor.submit(Launch(tuple(client.round() for client in clients)), done)
-    on_fake.executor.submit(Launch((Ask(other.request, UnloadModel("draft")),)), done)
+    on_fake.executor.submit(Launch((EffectRequest(other.request, UnloadModel("draft")),)), done)
     with anyio.fail_after(60):
         await all_heard.wait()
     assert [(whose, type(outcome)) for whose, outcome in heard[0]] == [(one.request, Decoded) for one in clients]

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,15 +15,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapters.device.extremes import extremes
-from adapters.device.gpu_draw import BLOCK, draw_into, told_of
-from adapters.device.host_draw import drawn
-from adapters.device.penalties import PENDING, GpuPenalties, HostPenalties, changed
-from adapters.device.sampling import _logprobs
+from adapters.models.kernels.cpu.host_draw import draw_rows
+from adapters.models.kernels.cpu.penalties import HostPenalties
+from adapters.models.kernels.cpu.sampling import HostSampling
+from adapters.models.kernels.factory import build_sampling
+from adapters.models.kernels.sampling_interface import PENDING, Penalties
 from effects.job import Sampling
 
 ROOT = Path(__file__).parents[2]
 INTERPRETED = 24
+BLOCK = 1024  # of `cuda/draw.py`, which needs Triton
+HOST = HostSampling(torch.device("cpu"))
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -53,14 +56,16 @@ def case(seed: int, vocabularies: tuple[int, ...]) -> tuple[Tensor, list[Samplin
 def agrees(seed: int, device: str, vocabularies: tuple[int, ...]) -> None:
     host, samplings, positions = case(seed, vocabularies)
     logits, rows = host.to(device), range(len(samplings))
-    tokens, found = extremes(logits)
-    draw_into(logits, found, rows, samplings, positions, tokens=tokens, found=found)
-    expected = drawn(host, samplings, positions)
+    launches = import_module("adapters.models.kernels.cuda.draw")  # needs Triton
+    find_extremes = build_sampling(logits.device).find_extremes
+    tokens, found = find_extremes(logits)
+    launches.draw_tokens(logits, found, rows, samplings, positions, tokens=tokens, found=found)
+    expected = draw_rows(host, samplings, positions)
     assert torch.equal(tokens.cpu(), expected), (seed, samplings)
     assert torch.equal(found[:, 0].cpu(), expected.double())
     most, backwards = min(seed % 7, host.shape[-1]), [*reversed(rows)]
-    told = told_of(logits, extremes(logits)[1], backwards, tokens, most)
-    assert torch.equal(told.cpu(), _logprobs(host, backwards, expected, most)), seed
+    told = launches.weigh_tokens(logits, find_extremes(logits)[1], backwards, tokens, most)
+    assert torch.equal(told.cpu(), HOST.weigh_tokens(host, backwards, expected, most)), seed
 
 
 @pytest.mark.cuda
@@ -72,10 +77,11 @@ def test_a_gpu_draws_and_tells_what_a_host_does(vocabulary: int) -> None:
 
 def changes(seed: int, device: str, vocab: int) -> None:
     """Rows of requests with penalties and without, before and behind proposals, and behind more than are pending."""
+    gpu = import_module("adapters.models.kernels.cuda.sampling").CudaSampling(torch.device(device))
     chance, host = random.Random(seed), torch.randn(4, vocab, generator=torch.Generator().manual_seed(seed)) * 3
     prompt = tuple(chance.choices(range(vocab), k=20))
     answer = chance.choices(range(vocab), k=chance.choice([0, 3, PENDING, PENDING + 2]))
-    rows = list[tuple[HostPenalties | None, GpuPenalties | None, list[int]]]()
+    rows = list[tuple[HostPenalties | None, Penalties | None, list[int]]]()
     for _ in range(len(host)):
         biases = (
             {token: chance.uniform(-5, 5) for token in chance.sample(range(vocab), 4)} if chance.random() < 0.5 else {}
@@ -90,18 +96,16 @@ def changes(seed: int, device: str, vocab: int) -> None:
             continue
         both = (
             HostPenalties(sampling, prompt, vocab, biases, torch.device("cpu")),
-            GpuPenalties(
-                sampling, prompt if sampling.repetition_penalty != 1 else (), vocab, biases, torch.device(device)
-            ),
+            gpu.make_penalties(sampling, prompt if sampling.repetition_penalty != 1 else (), vocab, biases),
         )
         assert both[0].remembers == both[1].remembers
         for one in both:
             for start in range(0, len(answer), 50):
                 one.append(answer[start : start + 50])
         rows.append((*both, chance.choices(range(vocab), k=chance.choice([0, 0, 5]))))
-    found = changed(host.to(device), [(there, drafted) for _, there, drafted in rows]).cpu()
+    found = gpu.apply_penalties(host.to(device), [(there, drafted) for _, there, drafted in rows]).cpu()
     for row, (here, _, drafted) in enumerate(rows):
-        assert torch.equal(found[row], host[row] if here is None else here.adjusted(host[row], drafted)), (seed, row)
+        assert torch.equal(found[row], host[row] if here is None else here.adjust(host[row], drafted)), (seed, row)
 
 
 @pytest.mark.cuda
@@ -113,14 +117,15 @@ def test_a_gpu_changes_logits_as_a_host_does(vocabulary: int) -> None:
 
 def draws_some_token(value: float, device: str) -> None:
     """Where a row is not finite, and what is meant to be drawn from the one beside it."""
+    launches = import_module("adapters.models.kernels.cuda.draw")
     for how in ({}, {"top_k": 20}, {"top_p": 0.5}, {"top_k": 20, "top_p": 0.5, "min_p": 0.1}):
         logits = torch.zeros(2, 3000, device=device)
         logits[0] = value
-        tokens, found = extremes(logits)
+        tokens, found = build_sampling(logits.device).find_extremes(logits)
         sampling = Sampling(temperature=1.0, seed=3, **how)
-        draw_into(logits, found, range(2), [sampling] * 2, [5, 5], tokens=tokens, found=found)
+        launches.draw_tokens(logits, found, range(2), [sampling] * 2, [5, 5], tokens=tokens, found=found)
         assert 0 <= int(tokens[0]) < 3000
-        assert int(tokens[1]) == int(drawn(torch.zeros(1, 3000), [sampling], [5]))
+        assert int(tokens[1]) == int(draw_rows(torch.zeros(1, 3000), [sampling], [5]))
 
 
 @pytest.mark.cuda

@@ -9,7 +9,7 @@ import anyio
 import pytest
 import torch
 
-from adapters.device.lane import DeviceLane, LaneClosed
+from adapters.device.lane.lane import DeviceLane, LaneClosed
 
 
 @pytest.fixture

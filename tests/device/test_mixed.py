@@ -10,7 +10,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from effects.all import Ask
+from effects.all import EffectRequest
 from effects.decode import Decoded
 from effects.ids import DeviceFailed, SlotId
 from effects.prefill import PrefillAdvanced, RunPrefill
@@ -96,7 +96,7 @@ async def test_where_nobody_is_left_who_decodes_the_prompt_gets_on_alone(driver)
 async def test_rows_that_are_not_the_prompts_next_fail_and_nobody_else_does(driver):
     clients = await ready(driver, 2)
     newcomer = await driver.open(prompt_of(80, 40), slot=2)
-    wrong = Ask(newcomer.request, RunPrefill(newcomer.slot, 5, 9))
+    wrong = EffectRequest(newcomer.request, RunPrefill(newcomer.slot, 5, 9))
     *decoded, failed = await driver.perform(*[client.round() for client in clients], wrong)
     assert failed == DeviceFailed("broken", "slot 2 has 0 rows; a chunk cannot start at 5")
     assert [type(one) for one in decoded] == [Decoded, Decoded]
@@ -105,7 +105,7 @@ async def test_rows_that_are_not_the_prompts_next_fail_and_nobody_else_does(driv
 async def test_a_prompt_whose_rows_are_to_be_told_of_follows_behind_the_decode_steps(driver):
     clients = await ready(driver, 2)
     newcomer = await driver.open(prompt_of(80, 40), evolve(GREEDY, logprobs=2), 2)
-    asked = Ask(newcomer.request, RunPrefill(newcomer.slot, 0, 9, logprobs=2))
+    asked = EffectRequest(newcomer.request, RunPrefill(newcomer.slot, 0, 9, logprobs=2))
     *decoded, advanced = await driver.perform(*[client.round() for client in clients], asked)
     assert [type(one) for one in decoded] == [Decoded, Decoded]
     assert isinstance(advanced, PrefillAdvanced)
@@ -136,7 +136,7 @@ async def test_what_is_no_batch_is_a_bug(on_fake):
     for asks in (
         (first.chunk(1), second.round()),
         (first.chunk(1), second.chunk(1)),
-        (first.round(), second.chunk(1), Ask(second.request, RunPrefill(SlotId(3), 0, 1))),
+        (first.round(), second.chunk(1), EffectRequest(second.request, RunPrefill(SlotId(3), 0, 1))),
     ):
         with pytest.raises(ValueError, match="only decode steps are batched"):
             await on_fake.perform(*asks)

@@ -12,18 +12,19 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from adapters.device import exponent, host_draw
-from adapters.device.constraint import Mask
-from adapters.device.exponent import steady_log
-from adapters.device.native_draw import found_at_once
-from adapters.device.noise import gumbel_at, key_of, steady_gumbel_at
-from adapters.device.sampling import Draw, NotFinite, Sampler, adjusted, pick, picking
-from adapters.models.kernels.native.compiled import SWITCH, compiled
-from adapters.models.seeded import seeded
+from adapters.device.sampling.grammar_mask import Mask
+from adapters.device.sampling.sampler import Draw, NotFinite, Sampler, adjust_logits, pick, start_picking
+from adapters.models.kernels import exact_exp
+from adapters.models.kernels.cpu import host_draw
+from adapters.models.kernels.cpu.native.draw import pick_rows
+from adapters.models.kernels.cpu.native.library import SWITCH, find_library
+from adapters.models.kernels.exact_exp import exact_log
+from adapters.models.kernels.noise import exact_gumbel_at, gumbel_at, noise_key
+from adapters.models.kernels.seeded import make_generator
 from effects.ids import Tokens
 from effects.job import Sampling
 
-in_c = pytest.mark.skipif(compiled() is None, reason="no products in C here")
+in_c = pytest.mark.skipif(find_library() is None, reason="no products in C here")
 
 
 @frozen(eq=False)
@@ -35,7 +36,7 @@ class Masked:
     def mask(self, path: Tokens) -> Mask | str:
         return self.bits
 
-    def fitting(self, path: Tokens) -> int:
+    def count_allowed(self, path: Tokens) -> int:
         return len(path)
 
     def append(self, tokens: object) -> None:
@@ -44,7 +45,7 @@ class Masked:
 
 def odd_logits(chance: random.Random, vocab: int) -> Tensor:
     """With ties, zeros of both signs, numbers as large as they come, and what is no number."""
-    noise = torch.randn(vocab, generator=seeded(chance.randrange(1 << 30)))
+    noise = torch.randn(vocab, generator=make_generator(chance.randrange(1 << 30)))
     logits = noise * chance.choice([0.01, 0.5, 3, 10, 100])
     match chance.randrange(8):
         case 0:
@@ -108,7 +109,7 @@ def test_what_is_picked_is_what_torch_picks_to_the_bit(seed: int, monkeypatch: p
     for case in range(40):
         logits, rows = odd_rows(1000 * seed + case)
         before = logits.clone()
-        expected = picking(logits, rows).read()
+        expected = start_picking(logits, rows).read()
         assert pick(logits, rows) == expected, (seed, case)
         alone = [pick(logits[at : at + 1], rows[at : at + 1])[0] for at in range(len(rows))]
         assert alone == expected, (seed, case)
@@ -123,23 +124,23 @@ def test_what_is_picked_is_what_torch_picks_to_the_bit(seed: int, monkeypatch: p
 def test_what_a_librarys_logarithms_leave_open_is_decided_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_draw, "CLOSE", math.inf)
     asked = list[int]()
-    steady = host_draw.steady_gumbel_at
-    monkeypatch.setattr(host_draw, "steady_gumbel_at", lambda *given: asked.append(1) or steady(*given))
+    steady = host_draw.exact_gumbel_at
+    monkeypatch.setattr(host_draw, "exact_gumbel_at", lambda *given: asked.append(1) or steady(*given))
     for seed in range(40):
         logits, rows = odd_rows(seed)
-        assert pick(logits, rows) == picking(logits, rows).read()
+        assert pick(logits, rows) == start_picking(logits, rows).read()
     assert asked
 
 
 @in_c
 def test_every_level_of_instructions_finds_the_same() -> None:
-    native = compiled()
+    native = find_library()
     assert native is not None
     for seed in range(60):
         logits, rows = odd_rows(seed)
-        used, finite = adjusted(logits, rows), logits.isfinite().all(-1).tolist()
+        used, finite = adjust_logits(logits, rows), logits.isfinite().all(-1).tolist()
         wanted = [(row.sampler.sampling, row.position, None) for row in rows]
-        first, *others = (found_at_once(native, level, logits, used, wanted) for level in range(native.level + 1))
+        first, *others = (pick_rows(native, level, logits, used, wanted) for level in range(native.level + 1))
         for found in others:
             assert [one for one, whole in zip(found, finite, strict=True) if whole] == [
                 one for one, whole in zip(first, finite, strict=True) if whole
@@ -151,46 +152,46 @@ def test_every_level_of_instructions_finds_the_same() -> None:
     "change", [{}, {"top_p": 0.95}, {"top_k": 50}, {"top_k": 50, "top_p": 0.5, "logprobs": 3}, {"min_p": 0.05}], ids=str
 )
 def test_a_vocabulary_of_152_thousand_is_drawn_from_alike(change: dict[str, float]) -> None:
-    logits = 3 * torch.randn(3, 151_936, generator=seeded(1))
+    logits = 3 * torch.randn(3, 151_936, generator=make_generator(1))
     logits[1] = logits[1].mul(4).round()  # thousands of ties
     sampling = Sampling(temperature=1.1, seed=9, **change)  # type: ignore[arg-type]
     rows = [Draw(Sampler(sampling, (), 151_936), position) for position in range(3)]
-    assert pick(logits, rows) == picking(logits, rows).read()
+    assert pick(logits, rows) == start_picking(logits, rows).read()
 
 
 @in_c
 @pytest.mark.parametrize("bits", [0, 3])
 def test_where_no_token_may_follow_the_first_one_is_named_and_nothing_told(bits: int) -> None:
-    native, vocab = compiled(), 20
+    native, vocab = find_library(), 20
     assert native is not None
     logits, mask = torch.randn(1, vocab), np.zeros(bits, np.uint8)
     for level in range(native.level + 1):
         for change in ({}, {"top_k": 3}, {"top_p": 0.5}, {"temperature": 0}):
             sampling = Sampling(**{"temperature": 1, "logprobs": 2, "seed": 1} | change)  # type: ignore[arg-type]
-            [((token, lowest, highest), told)] = found_at_once(native, level, logits, logits, [(sampling, 7, mask)])
+            [((token, lowest, highest), told)] = pick_rows(native, level, logits, logits, [(sampling, 7, mask)])
             assert (token, lowest, highest) == (0, logits.amin().item(), logits.amax().item())
             assert told == [0.0] * 6
 
 
 @in_c
 def test_logits_that_lie_otherwise_are_read_all_the_same_and_others_refused() -> None:
-    native = compiled()
+    native = find_library()
     assert native is not None
-    logits = torch.randn(2, 300, generator=seeded(2))
+    logits = torch.randn(2, 300, generator=make_generator(2))
     rows = [Draw(Sampler(Sampling(temperature=1, seed=at, logprobs=2), (), 300), at) for at in range(2)]
     assert pick(logits.t().contiguous().t(), rows) == pick(logits, rows)
     assert pick(torch.cat((logits, logits)), rows) == pick(logits, rows)
     for bad in (logits.double(), logits[:1], torch.empty(2, 0)):
         with pytest.raises(ValueError, match="logits"):
-            found_at_once(native, 0, bad, bad, [(row.sampler.sampling, row.position, None) for row in rows])
+            pick_rows(native, 0, bad, bad, [(row.sampler.sampling, row.position, None) for row in rows])
     with pytest.raises(ValueError, match="beside"):
-        found_at_once(native, 0, logits, logits[:, :5], [(row.sampler.sampling, row.position, None) for row in rows])
+        pick_rows(native, 0, logits, logits[:, :5], [(row.sampler.sampling, row.position, None) for row in rows])
 
 
 @pytest.mark.parametrize("switch", ["on", "off"])
 def test_a_row_that_is_no_number_is_told_of_however_it_is_drawn(switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, switch)
-    logits = torch.randn(3, 300, generator=seeded(3))
+    logits = torch.randn(3, 300, generator=make_generator(3))
     logits[1, 200] = math.nan
     rows = [Draw(Sampler(Sampling(temperature=1, seed=at), (), 300), at) for at in range(3)]
     first, broken, last = pick(logits, rows)
@@ -204,19 +205,19 @@ def test_the_logarithm_is_the_same_operations_in_this_interpreters_floats_and_ri
     values = [chance.random() for _ in range(300)] + [2**-53, 1 - 2**-53, 0.5, 1.0, math.sqrt(0.5), 36.7, 1e300]
     with localcontext() as context:
         context.prec = 40
-        for value, found in zip(values, steady_log(torch.tensor(values, dtype=torch.float64)).tolist(), strict=True):
+        for value, found in zip(values, exact_log(torch.tensor(values, dtype=torch.float64)).tolist(), strict=True):
             mantissa, power = math.frexp(value)
             mantissa, power = (2 * mantissa, power - 1) if mantissa < math.sqrt(0.5) else (mantissa, power)
             part = (mantissa - 1) / ((mantissa - 1) + 2)
             series = part * part * (2 / 23)
             for odd in range(21, 1, -2):
                 series = (series + 2 / odd) * (part * part)
-            assert found == ((series * part + power * (256 * exponent.REST)) + (part + part)) + power * (
-                256 * exponent.STEP
+            assert found == ((series * part + power * (256 * exact_exp.REST)) + (part + part)) + power * (
+                256 * exact_exp.STEP
             )
             assert abs(Decimal(value).ln() - Decimal(found)) <= Decimal(2.5 * math.ulp(found))
 
 
 def test_steady_noise_is_the_noise_but_for_its_last_bits() -> None:
-    keys, tokens = torch.tensor([[key_of(1, 2)], [key_of(3, 4)]]), torch.arange(5000)
-    torch.testing.assert_close(steady_gumbel_at(keys, tokens), gumbel_at(keys, tokens), rtol=1e-14, atol=1e-14)
+    keys, tokens = torch.tensor([[noise_key(1, 2)], [noise_key(3, 4)]]), torch.arange(5000)
+    torch.testing.assert_close(exact_gumbel_at(keys, tokens), gumbel_at(keys, tokens), rtol=1e-14, atol=1e-14)

@@ -7,14 +7,15 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from attrs import define
+from attrs import define, evolve
 
-from adapters.device import drafting
-from adapters.device.draft_context import LateRows
-from adapters.device.drafting import Drafting
-from adapters.device.proposer import DraftRequest
-from adapters.device.tree import Tree, chain, ordered
-from effects.all import Ask
+from adapters.device.executor import DeviceExecutor
+from adapters.device.speculation import drafting
+from adapters.device.speculation.draft_context import DeferredRowBuffer
+from adapters.device.speculation.drafting import Drafting
+from adapters.device.speculation.proposal_tree import Tree, chain, to_depth_first
+from adapters.device.speculation.proposer import DraftRequest, Proposer
+from effects.all import EffectRequest
 from effects.decode import Decoded
 from effects.ids import DeviceFailed, RequestId
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
@@ -36,7 +37,7 @@ KINDS = pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALISED], ids=["
 
 
 @define
-class Oracle:
+class Oracle(Proposer):
     """Proposes what will come, spoilt here and there; with branches, among wrong ones."""
 
     answers: dict[int, list[int]]
@@ -69,7 +70,7 @@ class Oracle:
             depths.append(depths[parent] + 1)
             if parent in right and right[parent] < len(coming) and token == coming[right[parent]]:
                 right[len(grown)] = right[parent] + 1
-        return ordered(request.state.tokens[-1], grown)
+        return to_depth_first(request.state.tokens[-1], grown)
 
     def follow(self, step, aux_hidden_states, kept, states):
         """It knows everything already."""
@@ -77,7 +78,7 @@ class Oracle:
     def catch_up(self, slot):
         """The same."""
 
-    def opened(self, source, target, state):
+    def inherit_rows(self, source, target, state):
         """The same."""
 
 
@@ -96,7 +97,8 @@ async def test_proposals_never_change_the_answer(shard, sampling, branches):
         logprobs.append([value for done in client.done for value in done.logprobs])
     driver = Driver(plain.executor)
     oracle = Oracle(dict(enumerate(expected, 101)), random.Random(1), branches)
-    driver.executor.decoding.proposer = oracle  # the same shard, lane and slots, now with somebody who proposes
+    # The same shard, lane and slots, now with somebody who proposes.
+    driver.executor = DeviceExecutor(evolve(driver.executor.parts, proposer=oracle))
     driver.requests = 100
     clients = [await driver.open(prompt, sampling, slot) for slot, prompt in enumerate(prompts)]
     for client in clients:
@@ -157,7 +159,7 @@ async def test_no_more_is_proposed_than_a_slot_has_room_for():
 def drafted(nodes: int = 0, **options) -> tuple[Driver, FakeDraft, FakeShard]:
     fake, draft = FakeShard(), FakeDraft(**options)
     drafting = Drafting(draft, BUCKETS, nodes)
-    handlers = {LoadModel: drafting.unpark, UnloadModel: drafting.park}
+    handlers = {LoadModel: drafting.load_back, UnloadModel: drafting.offload}
     return drive(fake, proposer=drafting, handlers=handlers), draft, fake
 
 
@@ -216,8 +218,8 @@ async def test_proposals_are_picked_with_the_settings_and_the_noise_of_the_reque
     """The fake draft knows no noise beyond the first row, where its logits are the target's: with all of the noise and
     all of what may be drawn it must be right there.
     """
-    monkeypatch.setattr(drafting, "FIRST", 1.0)
-    monkeypatch.setattr(drafting, "MASS", 1.0)
+    monkeypatch.setattr(drafting, "FIRST_NOISE_SHARE", 1.0)
+    monkeypatch.setattr(drafting, "TOP_P_SHARE", 1.0)
     driver, draft, _ = drafted()
     decode = await agreed(driver, prompt_of(45, 20), sampling=sampling)
     assert min(decode) >= 2
@@ -255,19 +257,19 @@ async def test_rows_that_were_computed_while_the_draft_was_away_are_a_gap_in_its
     client = await driver.open(prompt_of(48, 70))
     await driver.perform(client.chunk(32))
     client.valid = 32
-    (parked,) = await driver.perform(Ask(request, UnloadModel("draft")))
+    (parked,) = await driver.perform(EffectRequest(request, UnloadModel("draft")))
     assert parked == ModelUnloaded(1000)
     await driver.perform(client.chunk(40))
     client.valid = 40
-    (back,) = await driver.perform(Ask(request, LoadModel("draft")))
+    (back,) = await driver.perform(EffectRequest(request, LoadModel("draft")))
     assert back == ModelLoaded(1000)
     await client.prefill()
     await driver.decode(client, propose=7)
     assert [(ask.first, ask.position) for ask in draft.asked[0]] == [(40, 69)]
-    await driver.perform(Ask(request, UnloadModel("draft", keep=False)))
+    await driver.perform(EffectRequest(request, UnloadModel("draft", keep=False)))
     assert draft.state == "released"
     assert (await driver.decode(client, propose=7))[0].proposed == 0
-    await driver.perform(Ask(request, LoadModel("draft")))
+    await driver.perform(EffectRequest(request, LoadModel("draft")))
     assert (await driver.decode(client, propose=7))[0].proposed == 0, "the last row is missing"
     assert (await driver.decode(client, propose=7))[0].proposed == 7
     assert client.answer == straightforward(FakeShard(), prompt_of(48, 70), GREEDY, len(client.answer))
@@ -285,8 +287,8 @@ async def test_rows_that_were_decoded_one_by_one_are_followed_when_somebody_prop
         for one in (client, other) if number % 3 else (client,):
             await driver.decode(one, propose=0)
     assert draft.asked == []
-    await driver.perform(Ask(RequestId(99), UnloadModel("draft")))
-    await driver.perform(Ask(RequestId(99), LoadModel("draft")))
+    await driver.perform(EffectRequest(RequestId(99), UnloadModel("draft")))
+    await driver.perform(EffectRequest(RequestId(99), LoadModel("draft")))
     assert len((await driver.decode(client, propose=7))[0].tokens) == 8
     await driver.perform(client.round(0), other.round(3))
     assert [(ask.first, ask.position) for asks in draft.asked for ask in asks] == [
@@ -367,13 +369,13 @@ async def test_a_draft_that_finds_no_memory_proposes_nothing_and_costs_nothing_e
 )
 async def test_an_unpark_that_fails_leaves_the_draft_parked_and_the_next_one_works(what, failure):
     driver, draft, _ = drafted()
-    await driver.perform(Ask(RequestId(1), UnloadModel("draft")))
+    await driver.perform(EffectRequest(RequestId(1), UnloadModel("draft")))
     draft.exhausted = {what}
-    assert await driver.perform(Ask(RequestId(2), LoadModel("draft"))) == (failure,)
+    assert await driver.perform(EffectRequest(RequestId(2), LoadModel("draft"))) == (failure,)
     assert draft.state == "parked"
     assert await agreed(driver, prompt_of(50, 40), count=4) == [1] * 4
     draft.exhausted = set()
-    assert isinstance((await driver.perform(Ask(RequestId(3), LoadModel("draft"))))[0], ModelLoaded)
+    assert isinstance((await driver.perform(EffectRequest(RequestId(3), LoadModel("draft"))))[0], ModelLoaded)
     assert await agreed(driver, prompt_of(50, 40)) == [8, 8, 8]
     assert driver.executor.close()
 
@@ -404,7 +406,7 @@ async def test_a_tree_has_as_many_nodes_as_were_asked_for_and_a_narrow_decode_st
 
 
 def test_what_is_kept_of_late_rows_is_what_the_target_left_of_them_even_behind_one_that_found_no_memory(monkeypatch):
-    room, kept = LateRows((1, 3)), []
+    room, kept = DeferredRowBuffer((1, 3)), []
     for rows in (1, 2, 60, 5, 200, 1, 64, 1):
         hidden = {
             layer: torch.randn(8, max(rows, 4)).t() if rows == 2 else torch.randn(max(rows, 4), 8) for layer in (1, 3)

@@ -10,18 +10,19 @@ import pytest
 import torch
 from attrs import define, evolve
 
-from adapters.device.buckets import row_counts
-from adapters.device.drafting import Drafting
 from adapters.device.executor import DeviceExecutor
-from adapters.device.lane import DeviceLane
-from adapters.models.dense import DenseShard
-from adapters.models.dflash.draft import DFlashDraft
-from adapters.models.kernels.native.compiled import compiled
-from adapters.models.kernels.native.rounds import NativeRound
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.pipeline import Pipeline
-from adapters.models.shard import TargetHead
-from adapters.models.synthetic import RandomWeights
+from adapters.device.executor_parts import ExecutorParts
+from adapters.device.lane.buckets import row_counts
+from adapters.device.lane.lane import DeviceLane
+from adapters.device.speculation.drafting import Drafting
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.shard import TargetHead
+from adapters.models.drafts.dflash.draft import DFlashDraft
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.cpu.native.decode_round import NativeRound
+from adapters.models.kernels.cpu.native.library import find_library
+from adapters.models.numerics.synthetic import RandomWeights
 from effects.ids import DeviceFailed, RequestId
 from effects.job import Sampling
 from effects.residency import LoadModel, UnloadModel
@@ -29,7 +30,7 @@ from tests.device.driver import Driver
 from tests.models.checkpoints import same_bits
 from tests.models.drafts import GEOMETRIES, TARGET, random_tensors
 
-pytestmark = pytest.mark.skipif(compiled() is None, reason="no products in C here")
+pytestmark = pytest.mark.skipif(find_library() is None, reason="no products in C here")
 BUCKETS, CAPACITY, SLOTS, VOCAB = (4, 8, 16, 32), 256, 3, 7  # so few tokens that a random draft is often right
 KINDS = {
     "greedy": Sampling(),
@@ -51,7 +52,7 @@ class RoundSetup:
 
     def left(self, slot: int, valid: int) -> list[torch.Tensor]:
         """The rows of a slot, and the draft's where it has them."""
-        state = self.driver.executor.decoding.slots[slot]
+        state = self.driver.executor.parts.slots.find_state(slot)
         found = list(self.target.export_rows(slot, 0, valid).values())
         for start, stop in state.context:
             found += self.draft.export_rows(slot, start, stop).values()
@@ -72,9 +73,11 @@ def setup_of(geometry: str, dtype: torch.dtype, *, at_once: bool, fast: bool = F
         room = {"dtype": dtype, "slots": SLOTS, "capacity": CAPACITY, "buckets": buckets}
         draft = DFlashDraft(own, random_tensors(own), CpuKernels(dtype), head, **room)
         proposer = Drafting(draft, buckets, **options)
-    executor = DeviceExecutor(Pipeline([target]), BUCKETS, lane=DeviceLane("cpu"), fast=fast, proposer=proposer)
+    executor = DeviceExecutor(
+        ExecutorParts(Pipeline([target]), BUCKETS, lane=DeviceLane("cpu"), fast=fast, proposer=proposer)
+    )
     if not at_once:
-        executor.decoding.rounds = None
+        executor.decoding.native = None
     return RoundSetup(Driver(executor), target, draft)
 
 
@@ -104,7 +107,7 @@ async def played(setup: RoundSetup, sampling: Sampling, seed: int, steps: int = 
     for _ in range(steps):
         client = chance.choice(clients)
         found += await setup.driver.decode(client, propose=chance.choice([0, 0, 1, 2, 3, 3, 5, 7, 7, 9, 12]))
-    states = [setup.driver.executor.decoding.slots[slot] for slot in range(SLOTS)]
+    states = [setup.driver.executor.parts.slots.find_state(slot) for slot in range(SLOTS)]
     kept = [(state.tokens, state.valid, state.context) for state in states]
     return found, kept, [setup.left(client.slot, client.valid) for client in clients]
 
@@ -191,7 +194,7 @@ async def test_logits_that_are_not_finite_fail_the_request_alone(at_once, counte
     assert failed == DeviceFailed("broken", "slot 0: the logits for position 4 are not finite")
     (fine,) = await setup.driver.decode(well, propose=3)
     assert fine.tokens
-    assert setup.driver.executor.decoding.slots[0].valid == 3
+    assert setup.driver.executor.parts.slots.find_state(0).valid == 3
     assert bool(counted) is at_once
 
 
@@ -203,9 +206,9 @@ async def test_weights_that_went_and_came_back_are_found_again(counted):
         client = await setup.driver.open([1, 2, 3, 4, 5], KINDS["drawn"])
         await client.prefill()
         some = []
-        for moved in (None, proposer.park, proposer.unpark):
+        for moved in (None, proposer.offload, proposer.load_back):
             if moved is not None:
-                effect = UnloadModel if moved == proposer.park else LoadModel
+                effect = UnloadModel if moved == proposer.offload else LoadModel
                 await lane.run(lambda moved=moved, effect=effect: moved(RequestId(0), effect("draft")))
             for _ in range(3):
                 some += await setup.driver.decode(client, propose=3)
@@ -221,11 +224,11 @@ async def test_nothing_is_kept_of_weights_that_went(counted):
     client = await setup.driver.open([1, 2, 3, 4, 5], KINDS["drawn"])
     await client.prefill()
     await setup.driver.decode(client, propose=3)
-    stale = setup.driver.executor.decoding.rounds.of(setup.draft, 3).native
+    stale = setup.driver.executor.decoding.native.find_fused_step(setup.draft, 3).native
     block = stale.draft().block
     held = [weakref.ref(one) for one in (block.layers, block.layers.layers[0], block.head, block.logits)]
     del block
-    await lane.run(lambda: proposer.park(RequestId(0), UnloadModel("draft")))
+    await lane.run(lambda: proposer.offload(RequestId(0), UnloadModel("draft")))
     gc.collect()
     assert counted == [3]
     assert [one() for one in held] == [None] * 4
@@ -238,7 +241,7 @@ async def test_nothing_is_kept_of_a_target_that_was_closed(counted):
     client = await setup.driver.open([1, 2, 3, 4, 5], KINDS["drawn"])
     await client.prefill()
     await setup.driver.decode(client)
-    took = setup.driver.executor.decoding.rounds.of(None, 0).native.target
+    took = setup.driver.executor.decoding.native.find_fused_step(None, 0).native.target
     held = [weakref.ref(one) for one in (setup.target.embedding, took.logits, took.layers)]
     del took
     setup.driver.executor.close()
@@ -283,8 +286,8 @@ async def test_neither_are_trees_or_batches(counted):
 )
 def test_the_library_is_told_of_nothing_beyond_the_caches(asked):
     setup = setup_of(DRAFTS[0], torch.float32, at_once=True)
-    rounds = setup.driver.executor.decoding.rounds
-    native = rounds.of(setup.draft, 3).native
+    rounds = setup.driver.executor.decoding.native
+    native = rounds.find_fused_step(setup.draft, 3).native
     with pytest.raises(IndexError, match="slots of"):
         native.run(*asked)
 
@@ -292,4 +295,4 @@ def test_the_library_is_told_of_nothing_beyond_the_caches(asked):
 def test_a_token_that_the_embedding_lacks_is_an_error():
     setup = setup_of(DRAFTS[0], torch.float32, at_once=True)
     with pytest.raises(IndexError, match=f"token {VOCAB}"):
-        setup.driver.executor.decoding.rounds.of(None, 0).native.run(0, 0, 0, VOCAB, 0)
+        setup.driver.executor.decoding.native.find_fused_step(None, 0).native.run(0, 0, 0, VOCAB, 0)

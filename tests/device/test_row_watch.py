@@ -11,18 +11,18 @@ import anyio
 import pytest
 import torch
 
-from adapters.device.decoding import Decoding
-from adapters.device.row_watch import checksums
-from adapters.models.kv_cache import KvCache
+from adapters.device.decode.decode_step import DecodeRunner
+from adapters.device.slots.row_watch import checksums
+from adapters.models.decoder.kv_cache import KvCache
 from effects.all import Outcome
 from effects.ids import PAGE, Tokens
 from effects.job import Job
 from effects.ports import Closed
 from effects.stream import EmitTokens
-from engine.assemble import Engine, engine
-from engine.begin import load_target
-from engine.options import Options
-from engine.target import Target
+from engine.loading.background_load import load_target
+from engine.loading.load_target import Target
+from engine.serving.wiring import Engine, run_engine
+from engine.settings.options import Options
 from tests.models.checkpoints import save_qwen3
 
 PROMPT = tuple(10 + 7 * at % 140 for at in range(300))
@@ -69,7 +69,7 @@ async def test_rows_that_change_between_two_requests_are_noticed_and_computed_ag
     target: Target, change: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = Job(PROMPT, 20)
-    async with engine(target.settings, target.executor, facts={}, paranoid=True) as running:
+    async with run_engine(target.settings, target.executor, paranoid=True) as running:
         right = await answer(running, job)
         assert await answer(running, job) == right
         assert not noticed(caplog)
@@ -82,7 +82,7 @@ async def test_rows_that_change_between_two_requests_are_noticed_and_computed_ag
 
 async def test_without_the_option_nobody_looks(target: Target, caplog: pytest.LogCaptureFixture) -> None:
     job = Job(PROMPT, 20)
-    async with engine(target.settings, target.executor, facts={}) as running:
+    async with run_engine(target.settings, target.executor) as running:
         right = await answer(running, job)
         spoil(target, 0, "zeros")
         assert await answer(running, job) != right
@@ -92,9 +92,9 @@ async def test_without_the_option_nobody_looks(target: Target, caplog: pytest.Lo
 async def test_rows_that_vanish_while_an_answer_is_generated_are_noticed_before_they_are_read(
     target: Target, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, steps, step = Job(PROMPT, 60), 0, Decoding.step
+    job, steps, step = Job(PROMPT, 60), 0, DecodeRunner.step
 
-    def spoiling(decoding: Decoding, *asked: Any) -> tuple[Outcome, ...]:
+    def spoiling(decoding: DecodeRunner, *asked: Any) -> tuple[Outcome, ...]:
         nonlocal steps
         outcomes, steps = step(decoding, *asked), steps + 1
         if steps == 10:
@@ -102,10 +102,10 @@ async def test_rows_that_vanish_while_an_answer_is_generated_are_noticed_before_
                 spoil(target, slot, "zeros")
         return outcomes
 
-    async with engine(target.settings, target.executor, facts={}) as running:
+    async with run_engine(target.settings, target.executor) as running:
         right = await answer(running, job)
-    monkeypatch.setattr(Decoding, "step", spoiling)
-    async with engine(target.settings, target.executor, facts={}, paranoid=True) as running:
+    monkeypatch.setattr(DecodeRunner, "step", spoiling)
+    async with run_engine(target.settings, target.executor, paranoid=True) as running:
         assert await answer(running, job) == right
     assert steps > 10
     assert len(noticed(caplog)) == 1
@@ -130,7 +130,7 @@ async def test_memory_that_a_pool_gives_back_too_early_is_noticed_and_no_token_i
     random, heads = Random(4), [tuple(10 + (7 + at) * n % 140 for n in range(3 * PAGE)) for at in range(4)]
     jobs = [Job((*random.choice(heads)[: random.choice((200, 300, 520))], 11 + number % 3), 12) for number in range(60)]
     right = dict[Tokens, tuple[Tokens, str]]()
-    async with engine(target.settings, target.executor, facts={}) as running:
+    async with run_engine(target.settings, target.executor) as running:
         for job in jobs:
             right[job.prompt] = await answer(running, job)
     monkeypatch.setattr(KvCache, "_permit", Forgetful._permit)  # noqa: SLF001 - the fault is put back
@@ -144,7 +144,7 @@ async def test_memory_that_a_pool_gives_back_too_early_is_noticed_and_no_token_i
             finishes.append(finish)
 
     async with (
-        engine(target.settings, target.executor, facts={}, paranoid=True) as running,
+        run_engine(target.settings, target.executor, paranoid=True) as running,
         anyio.create_task_group() as tasks,
     ):
         for at in range(3):

@@ -20,9 +20,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from adapters.device.noise import gumbel
-from adapters.device.sampling import Draw, NotFinite, Pick, Sampler, pick
-from adapters.models.seeded import seeded
+from adapters.device.sampling.sampler import Draw, NotFinite, Pick, Sampler, pick
+from adapters.models.kernels.noise import gumbel
+from adapters.models.kernels.seeded import make_generator
 from effects.job import Sampling
 
 VOCAB = 300
@@ -30,7 +30,7 @@ PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 
 
 def logits_of(seed: int, vocab: int = VOCAB, rows: int = 1, scale: float = 3.0) -> Tensor:
-    return torch.randn(rows, vocab, generator=seeded(seed)) * scale
+    return torch.randn(rows, vocab, generator=make_generator(seed)) * scale
 
 
 def sampler_of(sampling: Sampling, answer: tuple[int, ...] = (), vocab: int = VOCAB) -> Sampler:
@@ -176,7 +176,7 @@ def test_the_repetition_penalty_is_that_of_transformers_over_prompt_and_answer()
         logits = logits_of(5)
         expected = RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone())[0]
         sampler = sampler_of(Sampling(repetition_penalty=penalty), answer)
-        torch.testing.assert_close(sampler.penalties.adjusted(logits[0]), expected, rtol=1e-6, atol=0)
+        torch.testing.assert_close(sampler.penalties.adjust(logits[0]), expected, rtol=1e-6, atol=0)
 
 
 def test_presence_and_frequency_penalties_follow_openai_over_the_answer_only():
@@ -186,15 +186,15 @@ def test_presence_and_frequency_penalties_follow_openai_over_the_answer_only():
     for token in set(answer):
         expected[token] -= answer.count(token) * 0.7 + 1.3
     sampler = sampler_of(Sampling(presence_penalty=1.3, frequency_penalty=0.7), answer)
-    np.testing.assert_allclose(sampler.penalties.adjusted(logits).numpy(), expected, rtol=1e-5, atol=1e-5)
-    negative = sampler_of(Sampling(frequency_penalty=-2.0), answer).penalties.adjusted(logits)
+    np.testing.assert_allclose(sampler.penalties.adjust(logits).numpy(), expected, rtol=1e-5, atol=1e-5)
+    negative = sampler_of(Sampling(frequency_penalty=-2.0), answer).penalties.adjust(logits)
     assert negative[7] == logits[7] + 6
 
 
 def test_bias_comes_before_the_repetition_penalty_and_that_before_the_others():
     logits = torch.full((VOCAB,), -1.0)
     sampling = Sampling(logit_bias=((9, 3.0),), repetition_penalty=2.0, presence_penalty=0.25, frequency_penalty=0.5)
-    adjusted = sampler_of(sampling, (9, 9, 100)).penalties.adjusted(logits)
+    adjusted = sampler_of(sampling, (9, 9, 100)).penalties.adjust(logits)
     assert adjusted[9] == (-1 + 3) / 2 - 2 * 0.5 - 0.25
     assert adjusted[100] == -1 * 2 - 0.5 - 0.25
     assert adjusted[PROMPT[0]] == -2
@@ -206,8 +206,8 @@ def test_drafted_tokens_count_as_if_they_had_been_answered_and_are_forgotten_aft
     sampling = Sampling(repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.25)
     logits = logits_of(7)[0]
     before, after = sampler_of(sampling, (20, 30)), sampler_of(sampling, (20, 30, 40, 20))
-    assert torch.equal(before.penalties.adjusted(logits, (40, 20)), after.penalties.adjusted(logits))
-    assert torch.equal(before.penalties.adjusted(logits), sampler_of(sampling, (20, 30)).penalties.adjusted(logits))
+    assert torch.equal(before.penalties.adjust(logits, (40, 20)), after.penalties.adjust(logits))
+    assert torch.equal(before.penalties.adjust(logits), sampler_of(sampling, (20, 30)).penalties.adjust(logits))
 
 
 def test_one_row_of_a_block_is_picked_like_the_same_position_alone():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters.device.selection import (
+from adapters.device.compression.select_tokens import (
     ANCHORS,
     GRAM,
     HEAD,
@@ -16,18 +16,18 @@ from adapters.device.selection import (
     MOST,
     PIECE,
     TAIL,
-    Marks,
-    Survivors,
-    merged,
-    must,
-    pieces,
+    SelectedTokens,
+    TokenMarks,
+    cut_into_pieces,
+    forced_spans,
+    merge_spans,
     select,
 )
 from effects.compression import PromptPart
 from effects.ids import Tokens
 
 LINE, SENTENCE, CONTROL = 1, 2, 0
-MARKS = Marks(bytes((0, 1)), bytes((0, 0, 1)), frozenset((CONTROL,)))
+MARKS = TokenMarks(bytes((0, 1)), bytes((0, 0, 1)), frozenset((CONTROL,)))
 WORDS = st.sampled_from((CONTROL, LINE, SENTENCE, *range(3, 40)))
 
 
@@ -44,7 +44,7 @@ def tokens_of(spans: tuple[tuple[int, int], ...]) -> set[int]:
     return {token for start, stop in spans for token in range(start, stop)}
 
 
-def chosen(prompt: Tokens, keep: int, **how: object) -> Survivors:
+def chosen(prompt: Tokens, keep: int, **how: object) -> SelectedTokens:
     found = select(prompt, how.pop("scores", [0.0] * len(prompt)), how.pop("parts", ()), MARKS, keep=keep, most=10**6)
     assert found is not None
     return found
@@ -56,7 +56,7 @@ def test_whatever_the_scores_the_promises_hold(
     case: tuple[Tokens, list[float], list[PromptPart]], keep: int, most: int
 ) -> None:
     prompt, scores, parts = case
-    held = tokens_of(merged([*must(prompt, parts, MARKS), (len(prompt) - 1, len(prompt))]))
+    held = tokens_of(merge_spans([*forced_spans(prompt, parts, MARKS), (len(prompt) - 1, len(prompt))]))
     found = select(prompt, scores, parts, MARKS, keep=keep, most=most)
     if found is None:
         assert len(held) > most
@@ -78,7 +78,7 @@ def test_pieces_end_with_lines_and_messages(
     case: tuple[Tokens, list[float], list[PromptPart]],
 ) -> None:
     prompt, _, parts = case
-    cuts = list(pieces(prompt, parts, MARKS))
+    cuts = list(cut_into_pieces(prompt, parts, MARKS))
     assert [at for cut in cuts for at in range(*cut)] == list(range(len(prompt)))
     assert all(stop - start <= MOST for start, stop in cuts)
     stops = {stop for _, stop in cuts}
@@ -92,11 +92,11 @@ def test_pieces_end_with_lines_and_messages(
 def test_a_line_comes_before_a_sentence_and_the_closest_to_a_piece_before_others() -> None:
     prompt = [9] * 200
     prompt[19], prompt[30], prompt[35] = LINE, SENTENCE, LINE
-    assert next(pieces(tuple(prompt), (), MARKS)) == (0, 36)
+    assert next(cut_into_pieces(tuple(prompt), (), MARKS)) == (0, 36)
     prompt[19] = prompt[35] = 9
-    assert next(pieces(tuple(prompt), (), MARKS)) == (0, 31)
+    assert next(cut_into_pieces(tuple(prompt), (), MARKS)) == (0, 31)
     prompt[30] = 9
-    assert next(pieces(tuple(prompt), (), MARKS)) == (0, PIECE)
+    assert next(cut_into_pieces(tuple(prompt), (), MARKS)) == (0, PIECE)
 
 
 def test_the_best_pieces_are_kept_and_of_equal_ones_the_first() -> None:
@@ -117,7 +117,7 @@ def test_head_and_tail_share_a_small_budget_one_to_three() -> None:
 def test_what_opens_a_message_and_control_tokens_are_kept_to_the_token() -> None:
     prompt = (CONTROL, 7, LINE, *range(50, 750), CONTROL, LINE, CONTROL, 8, LINE, *range(750, 1450))
     parts = (PromptPart("system", 1, 705), PromptPart("user", 706, len(prompt)))
-    held = merged(list(must(prompt, parts, MARKS)))
+    held = merge_spans(list(forced_spans(prompt, parts, MARKS)))
     assert held == ((0, 3), (703, 704), (705, 708))
     assert tokens_of(held) <= tokens_of(chosen(prompt, 1, parts=parts).spans)
 

@@ -13,17 +13,18 @@ import anyio
 from prometheus_client import Metric
 from starlette.routing import Route
 
-from adapters.http import chat, completions, llamacpp, messages, responses
-from adapters.http.api import Api, Asker
+from adapters.http.apis import anthropic_messages, llamacpp, openai_chat, openai_completions, openai_responses
+from adapters.http.apis.api import Api
 from adapters.http.app import build_app
-from adapters.http.archive import Archive, Shelf
-from adapters.http.controls import Words
-from adapters.http.fields import Fields
-from adapters.http.options import EdgeOptions
+from adapters.http.edge_options import EdgeOptions
+from adapters.http.history.answer_tokens import TurnMemory
+from adapters.http.history.response_store import ResponseFolder, ResponseStore
 from adapters.http.page import files
-from adapters.http.turn_memory import TurnMemory
+from adapters.http.request.controls import ApiFieldNames
+from adapters.http.request.parsed_request import ApiClient
+from adapters.http.wire.fields import Fields
 from adapters.metrics import DISK_COUNTERS, Metrics
-from adapters.text.text import Text
+from adapters.text.model_text import Text
 from effects.job import Report
 from effects.ports import Closed
 from engine.commands import app
@@ -69,15 +70,15 @@ ENDPOINTS = {  # a line for each path
 MESSAGE = [{"role": "user", "content": "Hello"}]
 NESTED: dict[str, Any] = {"stream_options": {}, "prefix_cache": {}, "compression": {}, "chat_template_kwargs": {}}
 """A small request of each API, in which what has parts is there, since only then its parts are asked for."""
-REQUESTS: tuple[tuple[Api, dict[str, Any], Words], ...] = (
-    (chat.CHAT, {"messages": MESSAGE, **NESTED}, chat.WORDS),
-    (completions.COMPLETIONS, {"prompt": "Hello", **NESTED}, completions.WORDS),
-    (llamacpp.LLAMACPP, {"prompt": "Hello", **NESTED}, llamacpp.WORDS),
-    (messages.MESSAGES, {"messages": MESSAGE, "output_config": {}, **NESTED}, messages.WORDS),
+REQUESTS: tuple[tuple[Api, dict[str, Any], ApiFieldNames], ...] = (
+    (openai_chat.CHAT, {"messages": MESSAGE, **NESTED}, openai_chat.FIELD_NAMES),
+    (openai_completions.COMPLETIONS, {"prompt": "Hello", **NESTED}, openai_completions.FIELD_NAMES),
+    (llamacpp.LLAMACPP, {"prompt": "Hello", **NESTED}, llamacpp.FIELD_NAMES),
+    (anthropic_messages.MESSAGES, {"messages": MESSAGE, "output_config": {}, **NESTED}, anthropic_messages.FIELD_NAMES),
     (
-        responses.responses(Shelf(Archive(), "")),
+        openai_responses.make_responses_api(ResponseFolder(ResponseStore(), "")),
         {"input": "Hello", "reasoning": {}, "text": {}, **NESTED},
-        responses.WORDS,
+        openai_responses.FIELD_NAMES,
     ),
 )
 
@@ -104,8 +105,8 @@ class HeardFields(Fields):
             self.data.seen[f"{self.data.at}{name}"] = accepted
         return value
 
-    def within(self, name: str, keys: Collection[str] = ()) -> Fields | None:
-        found = super().within(name, keys)
+    def read_object(self, name: str, keys: Collection[str] = ()) -> Fields | None:
+        found = super().read_object(name, keys)
         if isinstance(self.data, HeardObject):
             self.data.seen[f"{self.data.at}{name}"] = "an object"
         return found and HeardFields(found.data, found.path)
@@ -139,15 +140,15 @@ async def requests(text: Text) -> AsyncIterator[str]:
     yield "## Fields of requests\n"
     yield "What is accepted, in the words of the error that says so. Where there are none, [APIS.md](APIS.md) has them;"
     yield "`null` is as good as absent, and what stands nowhere here is ignored.\n"
-    options, asker = EdgeOptions("small", 4096, text.tokenizer.size), Asker(stays, TurnMemory())
+    options, asker = EdgeOptions("small", 4096, text.tokenizer.size), ApiClient(stays, TurnMemory())
     for api, body, words in REQUESTS:
         seen = dict[str, str]()
         await api.read(HeardFields(HeardObject(body, "", seen)), options, text, asker)
         yield f"### POST {api.path}\n"
         yield "| field | accepted |\n|---|---|"
-        for name in sorted(seen.keys() - words.missing.keys()):
+        for name in sorted(seen.keys() - words.unsupported.keys()):
             yield f"| `{name}` | {seen[name]} |"
-        refused = ", ".join(f"`{name}`" for name in sorted(words.missing))
+        refused = ", ".join(f"`{name}`" for name in sorted(words.unsupported))
         yield f"\nRefused by name, since they would change the answer: {refused}.\n"
 
 
@@ -163,10 +164,10 @@ def every_metric() -> Metrics:
     metrics.watch_listeners(lambda: 0)
     metrics.watch_shards(lambda: {"0-1": defaultdict(int)})
     report = Report(prompt_tokens=2, completion_tokens=1, restored_tokens=1, tier="disk", miss="cold")
-    metrics.closed(Closed("stop", report, "", {}))
-    metrics.stage("prefill", 0.1)
-    metrics.gauges(0, 0, 1)
-    metrics.http("/v1/models", 200)
+    metrics.count_closed(Closed("stop", report, "", {}))
+    metrics.observe_stage("prefill", 0.1)
+    metrics.set_gauges(0, 0, 1)
+    metrics.count_response("/v1/models", 200)
     return metrics
 
 
@@ -191,7 +192,7 @@ async def page() -> str:
         fields = [line async for line in requests(text)]
         served = build_app(None, text, EdgeOptions("small", 4096, 512), Metrics())
         await text.aclose()
-    own = {route.path for route in files.routes()}  # of the page
+    own = {route.path for route in files.make_routes()}  # of the page
     routes = [route for route in served.routes if isinstance(route, Route) and route.path not in own]
     return "\n".join([HEAD, commands(), *endpoints(routes), "", *fields, *metrics(), ""])
 

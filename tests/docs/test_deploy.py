@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from engine.configuration import checked
+from engine.settings.config_file import parse_values
 from tests.docs.reference import every_metric
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -83,20 +83,20 @@ def test_panels_are_told_apart_and_do_not_overlap() -> None:
 def test_the_service_and_its_options_belong_together() -> None:
     unit = (DEPLOY / "rekindle.service").read_text()
     options = tomllib.loads((DEPLOY / "rekindle.toml").read_text())
-    found = checked({name.replace("-", "_"): value for name, value in options.items()})
-    assert str(found.api_key_file) == "/run/credentials/rekindle.service/keys"
+    found = parse_values({name.replace("-", "_"): value for name, value in options.items()})
+    assert str(found.http.api_key_file) == "/run/credentials/rekindle.service/keys"
     assert "LoadCredential=keys:" in unit
     stop = re.search(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
     assert stop is not None
-    assert int(stop[1]) > found.grace + 1, "systemd would kill what still drains"
-    assert str(found.kv_cache_dir).startswith("/var/cache/rekindle/")
+    assert int(stop[1]) > found.http.grace + 1, "systemd would kill what still drains"
+    assert str(found.cache.kv_cache_dir).startswith("/var/cache/rekindle/")
     assert re.search(r"^CacheDirectory=rekindle$", unit, re.MULTILINE)
 
 
 def test_a_proxy_waits_as_long_and_takes_as_much_as_the_server() -> None:
-    text, defaults = (DEPLOY / "nginx.conf").read_text(), checked({})
-    assert f"client_max_body_size {defaults.max_body}m;" in text
-    assert f"proxy_read_timeout {defaults.request_timeout:.0f}s;" in text
+    text, defaults = (DEPLOY / "nginx.conf").read_text(), parse_values({})
+    assert f"client_max_body_size {defaults.http.max_body}m;" in text
+    assert f"proxy_read_timeout {defaults.http.request_timeout:.0f}s;" in text
 
 
 def test_the_image_is_built_of_what_a_wheel_is_made_of() -> None:

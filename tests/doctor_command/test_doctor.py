@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from adapters.store.folder import LOCK
+from adapters.store.files.private_folder import LOCK
 from engine.__main__ import main
-from engine.doctor import examine, findings
-from engine.doctor.examine import answers, container_limit, disk_facts, taken
-from engine.doctor.findings import DiskFacts, Finding
+from engine.tools.doctor import examine_machine, findings
+from engine.tools.doctor.examine_machine import does_server_answer, find_container_limit, is_port_taken, measure_disk
+from engine.tools.doctor.findings import DiskFacts, Finding
 from tests.bench_command.foreign import foreign
 
 GIB = 1 << 30
@@ -66,11 +66,11 @@ def test_what_is_not_well_comes_with_its_remedy(found: Finding, verdict: str, sa
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(examine, "PROBED", examine.PIECE)
+    monkeypatch.setattr(examine_machine, "PROBED", examine_machine.PIECE)
 
 
 def test_a_disk_is_timed_and_nothing_is_left_on_it(tmp_path: Path, small: None) -> None:
-    facts = disk_facts(tmp_path / "new" / "kv")
+    facts = measure_disk(tmp_path / "new" / "kv")
     assert not facts.trouble
     assert min(facts.free, facts.write, facts.read) > 0
     assert facts.kept == 0
@@ -78,7 +78,7 @@ def test_a_disk_is_timed_and_nothing_is_left_on_it(tmp_path: Path, small: None) 
     folder = tmp_path / "kv"
     folder.mkdir(mode=0o700)
     (folder / "run").write_bytes(bytes(1000))
-    assert disk_facts(folder).kept == 1000
+    assert measure_disk(folder).kept == 1000
     assert [path.name for path in folder.iterdir()] == ["run"]
 
 
@@ -87,10 +87,10 @@ def test_a_folder_that_cannot_be_used_is_a_fault_and_one_that_is_in_use_is_none(
     for folder, mode in ((shared, 0o777), (own, 0o700)):
         folder.mkdir()
         folder.chmod(mode)
-    assert "others may write there" in disk_facts(shared).trouble
+    assert "others may write there" in measure_disk(shared).trouble
     with (own / LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        facts = disk_facts(own)
+        facts = measure_disk(own)
     assert (facts.in_use, facts.trouble) == (True, "")
 
 
@@ -101,19 +101,19 @@ def test_the_limit_of_a_container_is_read(
     file = tmp_path / "memory.max"
     if text is not None:
         file.write_text(text)
-    monkeypatch.setattr(examine, "LIMITS", (str(tmp_path / "none"), str(file)))
-    assert container_limit() == limit
+    monkeypatch.setattr(examine_machine, "LIMITS", (str(tmp_path / "none"), str(file)))
+    assert find_container_limit() == limit
 
 
 def test_who_has_a_port_is_seen() -> None:
     with foreign() as server:
-        assert taken(server.server_port)
-        assert not answers(server.server_port), "its answers are no JSON by their type"
+        assert is_port_taken(server.server_port)
+        assert not does_server_answer(server.server_port), "its answers are no JSON by their type"
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
-        assert not taken(held.getsockname()[1])
+        assert not is_port_taken(held.getsockname()[1])
         held.listen()
-        assert taken(held.getsockname()[1])
+        assert is_port_taken(held.getsockname()[1])
 
 
 def told(capsys: pytest.CaptureFixture[str], status: int, *words: str) -> dict[str, Any]:

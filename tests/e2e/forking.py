@@ -50,8 +50,8 @@ def fork(asking: socket.socket, asked: dict[str, Any], out: int, err: int, told:
 
 
 def main(descriptor: int) -> None:
-    import engine.begin  # noqa: PLC0415 - this is what takes its time
-    import engine.serve  # noqa: F401, PLC0415
+    import engine.loading.background_load  # noqa: PLC0415 - this is what takes its time
+    import engine.serving.serve  # noqa: F401, PLC0415
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of whoever runs the tests
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

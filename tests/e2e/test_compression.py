@@ -16,7 +16,7 @@ import pytest
 
 from adapters import demo
 from engine.__main__ import main
-from engine.replay import replay_file
+from engine.core.replay import replay_file
 from tests.e2e.prepared import refused, serving
 from tests.e2e.server import Running
 
@@ -130,7 +130,7 @@ def test_needles_are_looked_for_in_texts_whole_compressed_and_shortened_blindly(
 def test_all_of_it_replays(server: Running, recorded: Path) -> None:
     asked(server)
     assert server.stop() == 0
-    assert replay_file(recorded).ended
+    assert replay_file(recorded).is_complete
 
 
 def test_a_drafter_with_another_tokenizer_is_refused_by_name(tmp_path: Path) -> None:

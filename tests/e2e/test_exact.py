@@ -8,16 +8,17 @@ import pytest
 from attrs import evolve
 
 from adapters.device.executor import DeviceExecutor
-from adapters.text.text import Text
+from adapters.device.executor_parts import ExecutorParts
+from adapters.text.model_text import Text
 from benchmarks.exactness import answered, each_batched, each_cold, each_continued, prompts
 from effects.decode import Logprob
 from effects.ids import Tokens
 from effects.job import Job, Sampling
 from effects.stream import EmitTokens
-from engine.assemble import Engine, engine
-from engine.begin import load_target
-from engine.options import Options
-from engine.target import Target
+from engine.loading.background_load import load_target
+from engine.loading.load_target import Target
+from engine.serving.wiring import Engine, run_engine
+from engine.settings.options import build_options
 
 SAMPLINGS = [
     Sampling(),
@@ -39,7 +40,7 @@ every_way = pytest.mark.parametrize(
 @pytest.fixture(scope="module")
 async def target(request: pytest.FixtureRequest) -> AsyncIterator[Target]:
     loaded = await load_target(
-        Options(dtype=request.param, max_ctx=2048, device="cpu", disk_prefix_cache="off", host_cache_budget=0)
+        build_options(dtype=request.param, max_ctx=2048, device="cpu", disk_prefix_cache="off", host_cache_budget=0)
     )
     yield loaded
     await loaded.close()
@@ -56,7 +57,9 @@ def gridded(target: Target) -> Target:
     """As if the probe had found that buckets differ: whole chunks from position 0, one width for decoding."""
     settings = evolve(target.settings, block_size=target.settings.chunk, keep_decoded=False, batch_rows=8, block=0)
     return evolve(
-        target, settings=settings, executor=DeviceExecutor(target.shard, (8, settings.chunk), lane=target.lane)
+        target,
+        settings=settings,
+        executor=DeviceExecutor(ExecutorParts(target.shard, (8, settings.chunk), lane=target.lane)),
     )
 
 
@@ -82,7 +85,7 @@ async def test_a_prompts_logprobs_are_those_that_its_tokens_were_generated_with(
     if shapes == "grid":
         target = gridded(target)
     for job in [evolve(job, sampling=Sampling(logprobs=2), max_tokens=90) for job in (await jobs(target))[:2]]:
-        async with engine(target.settings, target.executor, facts={}) as running:
+        async with run_engine(target.settings, target.executor) as running:
             said, told = await heard(running, job)
             whole = (*job.prompt, *said)
             again, _ = await heard(running, evolve(job, prompt=whole, max_tokens=1, prompt_logprobs=2))
@@ -93,7 +96,7 @@ async def test_a_prompts_logprobs_are_those_that_its_tokens_were_generated_with(
             assert report.prompt_logprobs[-len(said) :] == told
             assert all(len(alternatives) == 2 for _, alternatives in report.prompt_logprobs)
             assert (await answered(running, evolve(job, prompt=whole, max_tokens=1))).tokens == again
-        async with engine(target.settings, target.executor, facts={}) as running:
+        async with run_engine(target.settings, target.executor) as running:
             await answered(running, evolve(job, prompt=whole, max_tokens=1, prompt_logprobs=0))
             after = (await answered(running, evolve(job, prompt=whole, max_tokens=1))).report
             assert after is not None
@@ -102,7 +105,7 @@ async def test_a_prompts_logprobs_are_those_that_its_tokens_were_generated_with(
 
 async def heard(running: Engine, job: Job) -> tuple[Tokens, tuple[Logprob, ...]]:
     tokens, logprobs = Tokens(), tuple[Logprob, ...]()
-    async for message in running.door.submit(job):
+    async for message in running.submissions.submit(job):
         if isinstance(message, EmitTokens):
             tokens, logprobs = tokens + message.tokens, logprobs + message.logprobs
     return tokens, logprobs

@@ -16,7 +16,7 @@ import pytest
 import zstandard
 from attrs import evolve
 
-from effects.all import Ask, Launch
+from effects.all import EffectRequest, Launch
 from effects.ids import LeaseId, RequestId
 from effects.job import Job
 from effects.lookup import FindPrefix, PrefixFound
@@ -24,20 +24,20 @@ from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from engine.__main__ import main
-from engine.begin import load_target
-from engine.configuration import checked
-from engine.execute import execute, options_of
-from engine.replay import Diverged
-from engine.runner import Envelope
-from engine.target import Target
-from engine.trace import VERSION, Header, Recorder, converter, encode
+from engine.core.event_loop import Envelope
+from engine.core.replay import ReplayDiffers
+from engine.core.trace import VERSION, Header, Recorder, converter, encode
+from engine.loading.background_load import load_target
+from engine.loading.load_target import Target
+from engine.serving.re_execute import execute, read_options
+from engine.settings.config_file import parse_values
 from states.events import Event, ForRequest, Submitted
 from states.rates import Rates
 from states.settings import Settings
-from states.world import advance, begin
+from states.world import advance, make_world
 
 SHAPE = {"device": "cpu", "max_ctx": 2048, "slots": 1, "threads": 1}
-EVEN = Rates(prefill=(1000,), disk=1000)  # half of what was found is computed while the rest is loaded
+EVEN = Rates(prefill=(1000,), loads={"disk": 1000})  # half of what was found is computed while the rest is loaded
 PROMPT = tuple(10 + 37 * n % 4000 for n in range(1500))
 FOUND = 1472
 ONE = RequestId(1)
@@ -45,7 +45,9 @@ ONE = RequestId(1)
 
 @asynccontextmanager
 async def loaded() -> AsyncIterator[Target]:
-    target = await load_target(checked({**SHAPE, "disk_prefix_cache": "off", "host_cache_budget": 0, "draft": "none"}))
+    target = await load_target(
+        parse_values({**SHAPE, "disk_prefix_cache": "off", "host_cache_budget": 0, "draft": "none"})
+    )
     try:
         yield target
     finally:
@@ -70,7 +72,7 @@ class Recording:
             self.recorder.close()
 
     async def fold(self) -> None:
-        world, seq = begin(self.settings), 0
+        world, seq = make_world(self.settings), 0
         self.events.append(Submitted(Job(PROMPT, max_tokens=4)))
         while self.events:
             self.order.append(event := self.events.popleft())
@@ -82,16 +84,16 @@ class Recording:
 
     async def carry_out(self, out: object) -> None:
         match out:
-            case Ask(request, OpenSlot() as opening):
+            case EffectRequest(request, OpenSlot() as opening):
                 self.target.executor.open(request, opening)
-            case Ask(_, FindPrefix()):
+            case EffectRequest(_, FindPrefix()):
                 self.events.append(PrefixFound(LeaseId(1), FOUND, "disk"))
-            case Ask(_, RestoreBlocks(start=start, stop=stop)):
+            case EffectRequest(_, RestoreBlocks(start=start, stop=stop)):
                 self.loaded = BlocksRestored(start, stop, 1)
                 self.events.appendleft(self.loaded)
-            case Ask(_, SaveSnapshot(tokens=tokens)):
+            case EffectRequest(_, SaveSnapshot(tokens=tokens)):
                 self.events.append(SnapshotSaved(len(tokens), 0))
-            case Launch((Ask(_, RunPrefill(stop=stop)),)):
+            case Launch((EffectRequest(_, RunPrefill(stop=stop)),)):
                 self.events += await self.target.executor.perform(out)
                 if self.loaded is not None and stop == self.loaded.start:
                     await self.load(self.loaded.start, self.loaded.stop)
@@ -102,7 +104,7 @@ class Recording:
         """The rows that a store would have brought."""
         chunk = self.settings.chunk
         for at in range(start, stop, chunk):
-            await self.target.executor.perform(Launch((Ask(ONE, RunPrefill(0, at, min(at + chunk, stop))),)))  # type: ignore[arg-type]
+            await self.target.executor.perform(Launch((EffectRequest(ONE, RunPrefill(0, at, min(at + chunk, stop))),)))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +122,7 @@ async def test_a_load_that_was_done_before_the_front_is_no_divergence(session: R
     assert session.loaded.start > session.settings.chunk, "the front has several chunks"
     assert at[BlocksRestored] < at[PrefillAdvanced], "and none of them was done when the load was"
     run, tokens = await execute(session.file, None)
-    assert run.ended
+    assert run.is_complete
     assert tokens == 4
 
 
@@ -128,13 +130,13 @@ async def test_a_load_that_was_done_before_the_front_is_no_divergence(session: R
 async def test_a_chunk_that_the_device_does_not_compute_is_a_difference(session: Recording, tmp_path: Path) -> None:
     raw = json.loads(session.file.read_text().partition("\n")[0])
     raw["settings"] |= {"chunk": 2 * raw["settings"]["chunk"], "store": False}
-    file, world = tmp_path / "odd.jsonl", begin(converter().structure(raw, Header).settings)
+    file, world = tmp_path / "odd.jsonl", make_world(converter().structure(raw, Header).settings)
     lines = [json.dumps(raw)]
     for seq, event in enumerate((session.order[0], PrefillAdvanced(raw["settings"]["chunk"]))):
         world, outs = advance(world, ForRequest(ONE, event))
         lines += [encode(Envelope(seq, 0, ForRequest(ONE, event))), *map(encode, outs)]
     file.write_text("\n".join(lines) + "\n")
-    with pytest.raises(Diverged, match="executed: DeviceFailed"):
+    with pytest.raises(ReplayDiffers, match="executed: DeviceFailed"):
         await execute(file, None)
 
 
@@ -142,15 +144,20 @@ def test_a_trace_is_executed_with_the_places_for_states_that_it_was_recorded_wit
     """It names them, and the device refuses one that it does not have."""
     settings = Settings(slots=1, max_context=2048, chunk=256)
     header = Header(VERSION, "test", settings, "the demo's", {**SHAPE, "state_checkpoints": 20})
-    assert options_of(header, None).state_checkpoints == 20
-    assert options_of(evolve(header, config=SHAPE), None).state_checkpoints == checked(SHAPE).state_checkpoints
+    assert read_options(header, None).cache.state_checkpoints == 20
+    assert (
+        read_options(evolve(header, config=SHAPE), None).cache.state_checkpoints
+        == parse_values(SHAPE).cache.state_checkpoints
+    )
 
 
 def test_a_header_of_another_identity_is_refused_before_memory_is_taken(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = list[str]()
-    monkeypatch.setattr("engine.target.provable", lambda *_: made.append("a draft"))  # the next thing that is done
+    monkeypatch.setattr(
+        "engine.loading.load_target.check_provable", lambda *_: made.append("a draft")
+    )  # the next thing that is done
     file = tmp_path / "other.jsonl"
     golden = Path(__file__).parents[1] / "golden" / "a_full_house.jsonl"
     header, *records = golden.read_text().splitlines(keepends=True)
@@ -172,6 +179,6 @@ async def test_a_bomb_is_refused_where_it_goes_off_and_not_read_whole(session: R
         for _ in range(200):
             writer.write(line.encode() * 10_000)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(Diverged, match="line 2"):
+    with pytest.raises(ReplayDiffers, match="line 2"):
         await execute(file, None)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10, "KiB"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from adapters import demo
-from adapters.models.dflash.config import DFlashConfig
-from adapters.models.rope import Rotary
+from adapters.models.decoder.rope import Rotary
+from adapters.models.drafts.dflash.config import DFlashConfig
 from tests.e2e.prepared import serving
 from tests.e2e.server import Running
 from tests.e2e.test_restart import kill, written

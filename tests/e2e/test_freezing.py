@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine.replay import replay_file
+from engine.core.replay import replay_file
 from tests.e2e.prepared import serving
 from tests.e2e.server import Running
 
@@ -76,4 +76,4 @@ def test_a_conversation_goes_on_beyond_the_context_and_is_found_again(server: Ru
     assert 4 <= figures["frozen"]["messages"] <= figures["frozen"]["found"]
     assert (figures["frozen"]["damaged"], figures["pflash"]["freeze"], figures["pflash"]["hot_window"]) == (0, True, 2)
     assert server.stop() == 0
-    assert replay_file(recorded).ended
+    assert replay_file(recorded).is_complete

@@ -8,7 +8,7 @@ from typing import Any
 
 import jsonschema
 
-from adapters.text.closed_schema import closed_schema
+from adapters.text.grammars.closed_schema import close_schema
 from engine.__main__ import main
 from tests.e2e.prepared import serving
 from tests.schemas import schema_of
@@ -66,7 +66,7 @@ def test_what_instructor_asks_for_is_held_in_both_of_its_modes() -> None:
             said = server.chat("Tom is three.", response_format=form, **how).json()["choices"][0]["message"]["content"]
             for written in (call["function"]["arguments"], said):
                 found = json.loads(written, object_pairs_hook=no_key_twice)
-                jsonschema.validate(found, closed_schema(PET))
+                jsonschema.validate(found, close_schema(PET))
         assert server.stop() == 0
 
 

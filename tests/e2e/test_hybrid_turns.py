@@ -18,10 +18,10 @@ from benchmarks.exactness import answered
 from effects.ids import Tokens
 from effects.job import Job
 from effects.scope import Scope
-from engine.assemble import Engine, engine
-from engine.begin import load_target
-from engine.options import Options
-from engine.target import Target
+from engine.loading.background_load import load_target
+from engine.loading.load_target import Target
+from engine.serving.wiring import Engine, run_engine
+from engine.settings.options import build_options
 from tests.e2e.prepared import serving
 from tests.e2e.server import Running
 from tests.e2e.test_restart import kill, written
@@ -50,19 +50,19 @@ class Talk:
 
 async def alone(target: Target, job: Job) -> Tokens:
     """With nothing kept of anybody."""
-    async with engine(evolve(target.settings, store=False), target.executor, facts={}) as running:
+    async with run_engine(evolve(target.settings, store=False), target.executor) as running:
         return (await answered(running, evolve(job, scope=Scope("off"), speculate=False))).tokens
 
 
 async def gone(running: Engine) -> None:
-    while running.runner.world.requests:  # noqa: ASYNC110 - nobody else is told
+    while running.event_loop.world.requests:  # noqa: ASYNC110 - nobody else is told
         await anyio.sleep(0.001)
 
 
 @pytest.mark.timeout(300)
 async def test_a_turn_computes_what_is_new_and_less_than_a_block(tmp_path: Path) -> None:
     talk, before, tiers = Talk(), 0, list[str]()
-    options = Options(
+    options = build_options(
         model="demo-hybrid",
         device="cpu",
         max_ctx=4096,
@@ -75,8 +75,8 @@ async def test_a_turn_computes_what_is_new_and_less_than_a_block(tmp_path: Path)
         target = await load_target(options)
         assert target.transfer is not None
         jobs = list[tuple[Job, Tokens]]()
-        settings = evolve(target.settings, rates=evolve(target.settings.rates, host=0, disk=0))  # restoring is trusted
-        async with engine(settings, target.executor, transfer=target.transfer, facts={}) as running:
+        settings = evolve(target.settings, rates=evolve(target.settings.rates, loads={}))  # restoring is trusted
+        async with run_engine(settings, target.executor, transfer=target.transfer) as running:
             for _ in range(5):
                 job = talk.asks()
                 found = await answered(running, job)

@@ -11,7 +11,7 @@ import pytest
 
 from effects.all import Launch
 from engine.__main__ import main
-from engine.trace import read
+from engine.core.trace import read_trace
 from tests.e2e.server import Running, serving
 
 
@@ -50,7 +50,7 @@ def test_who_comes_beside_others_gets_the_answer_alone_and_the_trace_says_how(tm
             together = list(clients.map(late, range(len(bodies))))
         assert together == [answer(running, body) for body in bodies]
         assert running.stop() == 0
-    launches = [record for _, record in read(trace)[1] if isinstance(record, Launch)]
+    launches = [record for _, record in read_trace(trace)[1] if isinstance(record, Launch)]
     assert any(launch.joins for launch in launches)
     assert main(["replay", str(trace)]) == 0
     assert main(["replay", str(trace), "--execute"]) == 0

@@ -21,13 +21,13 @@ import anyio
 import httpx
 import pytest
 
-from adapters.http import misses
-from engine.begin import begin
-from engine.options import Options
-from engine.reading import begin_text
-from engine.serve import Gate, listen, serve_model
-from engine.startup import Steps
-from states.speculation_control import UNIT, chain
+from adapters.http.answer import cache_misses
+from engine.loading.background_load import begin_load
+from engine.loading.load_text import begin_text
+from engine.serving.serve import LoadingGate, listen, serve_model
+from engine.settings.options import Options, build_options
+from engine.settings.start_progress import StartProgress
+from states.speculation_control import UNIT, estimate_chain_gain
 from tests.importing import importing
 
 CONTAINERS = (dict, set, list, deque)
@@ -57,11 +57,11 @@ def left() -> str:
 @asynccontextmanager
 async def served(options: Options) -> AsyncIterator[httpx.AsyncClient]:
     """All that `rekindle serve` runs, in this process."""
-    gate, stop = Gate(), anyio.Event()
+    gate, stop = LoadingGate(), anyio.Event()
     async with anyio.create_task_group() as tasks:
         serving = await tasks.start(listen, options, gate)
-        with Steps() as steps:
-            begun = {"steps": steps, "beginning": begin(options, steps), "reading": begin_text(options)}
+        with StartProgress() as steps:
+            begun = {"steps": steps, "beginning": begin_load(options, steps), "reading": begin_text(options.model)}
             tasks.start_soon(partial(serve_model, options, gate, serving, stop, **begun))
             while gate.app is None:  # noqa: ASYNC110 - it is not told
                 await anyio.sleep(0.1)
@@ -93,13 +93,15 @@ async def ask(client: httpx.AsyncClient) -> None:
 
 @pytest.mark.timeout(300)
 async def test_requests_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(misses, "MOST", WARM)  # the last ones that are shown: as many as there are before it is counted
+    monkeypatch.setattr(
+        cache_misses, "MOST", WARM
+    )  # the last ones that are shown: as many as there are before it is counted
     for width in range(PROPOSALS + 1):  # a table that fills as chances come up, by where the request that is left stops
         for each in range(UNIT + 1):
-            chain(width, each)
+            estimate_chain_gain(width, each)
     logging.disable()  # what pytest keeps of each line is not ours
     try:
-        options = Options(port=0, kv_cache_dir=tmp_path / "kv", trace=tmp_path / "trace.jsonl.zst", slots=2)
+        options = build_options(port=0, kv_cache_dir=tmp_path / "kv", trace=tmp_path / "trace.jsonl.zst", slots=2)
         async with served(options) as client:
             for _ in range(WARM):
                 await ask(client)
@@ -122,7 +124,7 @@ def test_what_the_cpu_kernels_prepare_for_shapes_is_bounded() -> None:
     capacity = 128
     script = f"""
 import engine, torch
-from adapters.models.kernels.onednn import product
+from adapters.models.kernels.cpu.onednn import product
 weight = torch.zeros(64, 64)
 with torch.inference_mode():
     for rows in (*range(1, {capacity} + 2), {capacity} + 1, 1):
@@ -143,7 +145,7 @@ def test_threads_share_what_was_freed() -> None:
     """Counted as glibc tells it: arenas, of which each thread would have its own."""
     script = """
 import ctypes, os, re, tempfile, threading
-from adapters.heap import share
+from adapters.process_memory import share
 share()
 met = threading.Barrier(17)
 libc = ctypes.CDLL(None)

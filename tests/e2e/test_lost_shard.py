@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from engine.secret import VARIABLE
+from engine.settings.shard_secret import VARIABLE
 from tests.e2e.prepared import serving
 from tests.e2e.server import Running
 from tests.importing import importing

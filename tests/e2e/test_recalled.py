@@ -8,8 +8,8 @@ from pathlib import Path
 import anyio
 import pytest
 
-from adapters.http.turn_memory import TurnMemory
-from engine.options import Options
+from adapters.http.history.answer_tokens import TurnMemory
+from engine.settings.options import build_options
 from tests.e2e.test_leaks import TALK, served
 
 
@@ -25,7 +25,7 @@ async def test_a_chat_waits_for_what_was_said_before_and_text_alone_does_not(
         order.append("read")
 
     monkeypatch.setattr(TurnMemory, "load", slow)
-    async with served(Options(port=0, kv_cache_dir=tmp_path / "kv")) as client:
+    async with served(build_options(port=0, kv_cache_dir=tmp_path / "kv")) as client:
 
         async def chat() -> None:
             body = {"messages": TALK, "max_tokens": 2, "temperature": 0}

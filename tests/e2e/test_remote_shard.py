@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from effects.job import Job
-from engine.begin import load_target
-from engine.options import Options
-from engine.refusal import Refusal
-from engine.secret import VARIABLE
+from engine.loading.background_load import load_target
+from engine.settings.options import build_options
+from engine.settings.shard_secret import VARIABLE
+from engine.settings.user_error import UserError
 from tests.e2e.prepared import refused, serving
 from tests.e2e.test_restart import kill, written
 from tests.e2e.test_speculation import answers, words
@@ -151,28 +151,28 @@ async def test_a_daemon_that_runs_already_serves_who_knows_the_secret(
 ) -> None:
     shape = {"max_ctx": 512, "draft": "none", "disk_prefix_cache": "off", "slots": 1, "quantize": "int8"}
     jobs = [Job(tuple(range(300, 420)), 6)]
-    whole = await load_target(Options(**ONE, **shape))
+    whole = await load_target(build_options(**ONE, **shape))
     plain = words(await answers(whole, jobs))
     await whole.close()
     file = tmp_path / "secret"
     with listening("demo", "--device", "cpu") as address:
         plan = {"target_devices": f"cpu:0,{address}", "shard_secret_file": file}
         file.write_text("something else, just as long", encoding="utf-8")
-        with pytest.raises(Refusal, match="the secret is another one"):
-            await load_target(Options(**plan, **shape))
+        with pytest.raises(UserError, match="the secret is another one"):
+            await load_target(build_options(**plan, **shape))
         file.write_text(f"{WORDS}\n", encoding="utf-8")
-        with pytest.raises(Refusal, match="another model: its weights"):
-            await load_target(Options(model="demo-hybrid", **plan, **shape))
+        with pytest.raises(UserError, match="another model: its weights"):
+            await load_target(build_options(model="demo-hybrid", **plan, **shape))
         for _ in range(2):  # one server after the other
-            target = await load_target(Options(**plan, **shape))
+            target = await load_target(build_options(**plan, **shape))
             assert target.shard.parts[1].peer.dial.name == address
             assert words(await answers(target, jobs)) == plain
             await target.close()
     monkeypatch.delenv(VARIABLE, raising=False)
-    with pytest.raises(Refusal, match=f"set {VARIABLE} or --shard-secret-file"):
-        await load_target(Options(target_devices=f"cpu:0,{address}", **shape))
-    with pytest.raises(Refusal, match="Connection refused"):
-        await load_target(Options(**plan, **shape))
+    with pytest.raises(UserError, match=f"set {VARIABLE} or --shard-secret-file"):
+        await load_target(build_options(target_devices=f"cpu:0,{address}", **shape))
+    with pytest.raises(UserError, match="Connection refused"):
+        await load_target(build_options(**plan, **shape))
 
 
 def test_a_shard_that_cannot_be_had_is_refused_in_a_line(tmp_path: Path) -> None:

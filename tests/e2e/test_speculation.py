@@ -19,13 +19,15 @@ import torch
 from attrs import define, evolve, field
 
 from adapters import demo
-from adapters.device import decoding, executor
-from adapters.device.proposer import DraftRequest, Proposer
-from adapters.device.tree import Tree, chain, ordered
-from adapters.models.dflash.config import DFlashConfig
-from adapters.models.rope import Rotary
-from adapters.text.text import Text
-from adapters.transfer import restore
+from adapters.device import executor
+from adapters.device.decode import decode_step
+from adapters.device.executor import DeviceExecutor
+from adapters.device.speculation.proposal_tree import Tree, chain, to_depth_first
+from adapters.device.speculation.proposer import DraftRequest, Proposer
+from adapters.models.decoder.rope import Rotary
+from adapters.models.drafts.dflash.config import DFlashConfig
+from adapters.text.model_text import Text
+from adapters.transfer import restorer
 from benchmarks.exactness import prompts
 from effects.decode import Logprob
 from effects.ids import Tokens
@@ -34,14 +36,14 @@ from effects.ports import Closed
 from effects.scope import Scope
 from effects.stream import EmitTokens
 from engine import __version__
-from engine.assemble import Engine, engine
-from engine.begin import load_target
-from engine.execute import execute
-from engine.options import Options
-from engine.target import Target
-from engine.trace import VERSION, Header, Recorder
+from engine.core.trace import VERSION, Header, Recorder
+from engine.loading.background_load import load_target
+from engine.loading.load_target import Target
+from engine.serving.re_execute import execute
+from engine.serving.wiring import Engine, run_engine
+from engine.settings.options import build_options
 from states.rates import Rates
-from states.residency import resolved
+from states.residency import resolve_residency
 from tests.e2e.prepared import refused, serving
 from tests.e2e.test_restart import kill, written
 from tests.models.drafts import FULL, random_tensors, save_draft
@@ -58,7 +60,7 @@ DRAFT = DFlashConfig(320, 832, 2, 5, 1, 64, Rotary(64, 1e6), (FULL,) * 2, (1, 4,
 
 
 @define(eq=False)
-class Guided:
+class Guided(Proposer):
     """Proposes what is known to come, spoilt here and there, while the real draft follows."""
 
     target: Target
@@ -84,7 +86,7 @@ class Guided:
         for node, token in enumerate(coming[: max(0, request.most - len(grown))]):
             if node <= len(guess) and node < request.depth and (node, token) not in grown:
                 grown.append((node, token))  # where the guess was wrong, the right token hangs beside it
-        return ordered(so_far[-1], grown)
+        return to_depth_first(so_far[-1], grown)
 
     def follow(self, *how) -> None:
         self.drafting.follow(*how)
@@ -92,8 +94,8 @@ class Guided:
     def catch_up(self, slot) -> None:
         self.drafting.catch_up(slot)
 
-    def opened(self, *how) -> None:
-        self.drafting.opened(*how)
+    def inherit_rows(self, *how) -> None:
+        self.drafting.inherit_rows(*how)
 
 
 @define(eq=False)
@@ -135,7 +137,9 @@ def drafted(model, draft_folder) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 async def target(drafted, tmp_path_factory) -> AsyncIterator[Target]:
-    loaded = await load_target(Options(kv_cache_dir=tmp_path_factory.mktemp("kv"), host_cache_budget=64, **drafted))
+    loaded = await load_target(
+        build_options(kv_cache_dir=tmp_path_factory.mktemp("kv"), host_cache_budget=64, **drafted)
+    )
     yield loaded
     await loaded.close()
 
@@ -158,7 +162,7 @@ class Heard:
 
 async def told(running: Engine, job: Job) -> Heard:
     heard = Heard()
-    async for message in running.door.submit(job):
+    async for message in running.submissions.submit(job):
         match message:
             case EmitTokens(tokens, logprobs):
                 heard.tokens += tokens
@@ -174,7 +178,7 @@ async def told(running: Engine, job: Job) -> Heard:
 def timeless() -> Iterator[None]:
     """What anything takes decides nothing: the same is proposed and restored, whatever else the machine does."""
     with pytest.MonkeyPatch.context() as patch:
-        for measuring in (decoding, executor, restore):
+        for measuring in (decode_step, executor, restorer):
             patch.setattr(measuring, "time", SimpleNamespace(perf_counter_ns=lambda: 0))
         yield
 
@@ -188,7 +192,7 @@ async def answers(target: Target, jobs: Sequence[Job], *, at_once: int = 1, **se
     how = {"facts": {}, "transfer": target.transfer, "drafter": target.drafter, "paranoid": True}
     changed = evolve(target.settings, **({"rates": FLAT} | settings))
     with timeless():
-        async with engine(changed, target.executor, **how) as running:
+        async with run_engine(changed, target.executor, **how) as running:
             for start in range(0, len(jobs), at_once):
                 async with anyio.create_task_group() as tasks:
                     for number in range(start, min(start + at_once, len(jobs))):
@@ -216,9 +220,9 @@ def guided(target, jobs, plain):
     drafting = target.executor.decoding.proposer  # the wiring of the real thing, but for who proposes
     known = [job.prompt + one.tokens for job, one in zip(jobs, plain, strict=True)]
     guide = Guided(target, drafting, known, random.Random(0))
-    target.executor.proposed_to(guide)
+    target.executor = DeviceExecutor(evolve(target.executor.parts, proposer=guide))
     yield guide
-    target.executor.proposed_to(drafting)
+    target.executor = DeviceExecutor(evolve(target.executor.parts, proposer=drafting))
 
 
 def words(found: Sequence[Heard]) -> list[tuple]:
@@ -299,20 +303,20 @@ def moves(target: Target) -> dict[str, int]:
 async def test_a_request_scoped_draft_comes_and_goes_and_one_that_finds_no_room_is_done_without(
     target, jobs, plain, monkeypatch
 ):
-    draft, scoped = target.draft, resolved("request-scoped", has_draft=True, has_drafter=False)[0]
+    draft, scoped = target.draft, resolve_residency("request-scoped", has_draft=True, has_prompt_scorer=False)[0]
     weights = moves(target)["device"]
-    await target.lane.run(draft.park)
+    await target.lane.run(draft.offload)
     assert moves(target) == {"device": 0, "host": weights if target.shard.device.type == "cuda" else 0}
     how = {"facts": {}, "live": target.live, "paranoid": True}
-    async with engine(evolve(target.settings, residency=scoped, rates=FLAT), target.executor, **how) as running:
+    async with run_engine(evolve(target.settings, residency=scoped, rates=FLAT), target.executor, **how) as running:
 
         def shown() -> dict:
-            return running.door.status().props["runtime"]["draft_residency"]
+            return running.submissions.status().props["runtime"]["draft_residency"]
 
         async def asked() -> Heard:
             heard = await told(running, jobs[0])
             with anyio.fail_after(20):
-                await running.door.empty()
+                await running.submissions.wait_until_empty()
             return heard
 
         assert (shown()["policy"], shown()["draft"]["state"]) == ("request-scoped", "parked")
@@ -327,7 +331,7 @@ async def test_a_request_scoped_draft_comes_and_goes_and_one_that_finds_no_room_
             raise torch.OutOfMemoryError("no room")
 
         with monkeypatch.context() as patch:
-            patch.setattr(draft, "unpark", exhausted)
+            patch.setattr(draft, "load_back", exhausted)
             one = await asked()
         assert one.tokens == plain[0].tokens
         assert one.closed.report.proposed == 0
@@ -336,7 +340,7 @@ async def test_a_request_scoped_draft_comes_and_goes_and_one_that_finds_no_room_
         one = await asked()
         assert one.tokens == plain[0].tokens
         assert one.closed.report.proposed > 0
-    await target.lane.run(draft.unpark)
+    await target.lane.run(draft.load_back)
     assert moves(target)["device"] == weights
 
 
@@ -351,19 +355,19 @@ async def test_a_trace_with_speculation_is_executed_again_without_a_draft(target
     )
     recorder = Recorder(trace, header)
     recorder.start()
-    async with engine(settings, target.executor, facts={}, recorder=recorder) as running:
+    async with run_engine(settings, target.executor, recorder=recorder) as running:
         found = list[Heard]()
         async with anyio.create_task_group() as tasks:
             for job in jobs:
                 tasks.start_soon(keep, found, running, job)
         for job in jobs:  # left while their next decode step is on the device
-            leaving = running.door.submit(evolve(job, max_tokens=60, stop_tokens=()))
+            leaving = running.submissions.submit(evolve(job, max_tokens=60, stop_tokens=()))
             async for message in leaving:
                 if isinstance(message, EmitTokens):
                     leaving.cancel("stop_string")
     assert sum(one.closed.report.accepted for one in found) > len(jobs)
     run, tokens = await execute(trace, "demo")
-    assert run.ended
+    assert run.is_complete
     assert tokens >= sum(len(one.tokens) for one in found)
 
 
@@ -377,12 +381,12 @@ async def test_a_restored_prefix_is_proposed_the_same_tokens_as_a_cold_one(draft
     asked = [evolve(job, scope=Scope("full")) for job in jobs[:4]]
     seen, tiers = {}, {}
     for names, budget in ((("cold", "host"), 64), (("disk",), 0)):
-        other = await load_target(Options(kv_cache_dir=tmp_path, host_cache_budget=budget, **drafted))
+        other = await load_target(build_options(kv_cache_dir=tmp_path, host_cache_budget=budget, **drafted))
         for name in names:
             watched = WatchedDraft(other, other.executor.decoding.proposer, (), random.Random())  # as in `guided`
-            other.executor.proposed_to(watched)
+            other.executor = DeviceExecutor(evolve(other.executor.parts, proposer=watched))
             rows = await answers(other, asked)
-            other.executor.proposed_to(watched.drafting)
+            other.executor = DeviceExecutor(evolve(other.executor.parts, proposer=watched.drafting))
             assert words(rows) == words(plain[:4])
             seen[name], tiers[name] = watched.seen, {one.closed.report.tier for one in rows}
         await other.close()

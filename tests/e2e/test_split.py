@@ -15,16 +15,17 @@ import pytest
 import torch
 from attrs import define, evolve
 
-from adapters.text.text import Text
+from adapters.device.executor import DeviceExecutor
+from adapters.text.model_text import Text
 from benchmarks.exactness import prompts
 from benchmarks.listening import Listening
 from effects.decode import Logprob
 from effects.job import Job
 from effects.scope import Scope
-from engine.begin import load_target
-from engine.folders import model_folder
-from engine.options import Options
-from engine.target import Target
+from engine.loading.background_load import load_target
+from engine.loading.load_target import Target
+from engine.settings.options import build_options
+from engine.settings.paths import find_model_folder
 from tests.e2e.prepared import refused, serving
 from tests.e2e.test_restart import kill, written
 from tests.e2e.test_speculation import FLAT, SAMPLINGS, Heard, WatchedDraft, answers, words
@@ -62,9 +63,9 @@ class Rounds:
 
 async def told(target: Target, listening: Listening, jobs: Sequence[Job]) -> Rounds:
     watched = WatchedDraft(target, target.executor.decoding.proposer, (), random.Random())  # its wiring
-    target.executor.proposed_to(watched)
+    target.executor = DeviceExecutor(evolve(target.executor.parts, proposer=watched))
     heard: list[Heard] = await answers(target, jobs, rates=FLAT)
-    target.executor.proposed_to(watched.drafting)
+    target.executor = DeviceExecutor(evolve(target.executor.parts, proposer=watched.drafting))
     tiers = {one.closed.report.tier for one in heard if one.closed is not None}
     return Rounds(words(heard), listening.taken(), watched.seen, tiers)
 
@@ -85,7 +86,7 @@ async def compare(
 
     steady: what a step takes decides nothing, so the same is proposed again. skip: prompts that others had.
     """
-    text = Text.load(model_folder(Options(model=model)))
+    text = Text.load(find_model_folder(build_options(model=model).model))
     made = [prompt[-300:] for prompt in (await prompts(text, skip + 8 + count * len(plans)))[skip + 8 :]]
     await text.aclose()
     how = [{"sampling": SAMPLINGS[n % 4], "speculate": (n + n // 4) % 2 == 0} for n in range(len(made))]
@@ -95,9 +96,9 @@ async def compare(
     pairs = set[tuple[str, str]]()
     for plan in starts:
         shape = {"max_ctx": 1024, "kv_cache_dir": folder, "kv_cache_min_tokens": 64, "host_cache_budget": 0}
-        options = Options(model=model, **plans[plan], **shape)
+        options = build_options(model=model, **plans[plan], **shape)
         target = await load_target(options)
-        assert len(target.shard.parts) == len(options.devices)
+        assert len(target.shard.parts) == len(options.placement.locations)
         assert target.transfer is not None
         target.transfer.saver.clock_ns = lambda: 0  # what takes longer than 2 s to be kept is kept without draft's rows
         listening = Listening(target)

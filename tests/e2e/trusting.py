@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import sys
 
-import engine.target
+import engine.loading.open_store
 from engine.__main__ import main
 
-engine.target.with_loading = lambda rates, *_, **__: rates
+engine.loading.open_store.add_restore_times = lambda rates, *_, **__: rates
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

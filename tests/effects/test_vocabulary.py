@@ -11,7 +11,7 @@ import attrs
 import pytest
 
 import effects
-from effects.all import Ask, Effect, Launch, Outcome
+from effects.all import Effect, EffectRequest, Launch, Outcome
 from effects.decode import RunDecode
 from effects.ids import DeviceFailed, RequestId, Side, SlotId, StoreFailed
 from effects.lookup import FindPrefix
@@ -19,7 +19,7 @@ from effects.residency import LoadModel
 
 EFFECTS, OUTCOMES = get_args(Effect), get_args(Outcome)
 NOT_SPOKEN = {
-    "Ask",
+    "EffectRequest",
     "Launch",
     "Job",
     "Sampling",
@@ -88,9 +88,9 @@ def test_effects_are_imperative_and_outcomes_past_tense(word: type) -> None:
 
 
 def test_two_asks_that_say_the_same_are_the_same() -> None:
-    one = Launch((Ask(RequestId(1), RunDecode(SlotId(0), 4, 7)),))
-    assert one == Launch((Ask(RequestId(1), RunDecode(SlotId(0), 4, 7, propose=0)),))
-    assert hash(one) == hash(Launch((Ask(RequestId(1), RunDecode(SlotId(0), 4, 7)),)))
-    assert one != Launch((Ask(RequestId(2), RunDecode(SlotId(0), 4, 7)),))
+    one = Launch((EffectRequest(RequestId(1), RunDecode(SlotId(0), 4, 7)),))
+    assert one == Launch((EffectRequest(RequestId(1), RunDecode(SlotId(0), 4, 7, propose=0)),))
+    assert hash(one) == hash(Launch((EffectRequest(RequestId(1), RunDecode(SlotId(0), 4, 7)),)))
+    assert one != Launch((EffectRequest(RequestId(2), RunDecode(SlotId(0), 4, 7)),))
     assert LoadModel("draft") == LoadModel("draft")
     assert FindPrefix((1, 2), 0) != FindPrefix((1, 2), 0, window=1)

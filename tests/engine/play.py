@@ -13,21 +13,21 @@ import anyio
 from anyio.lowlevel import checkpoint
 from attrs import define, field
 
-from effects.all import Ask, Launch, Outcome
+from effects.all import EffectRequest, Launch, Outcome
 from effects.decode import Decoded, RunDecode
 from effects.ids import MAIN, DeviceFailed, RequestId
 from effects.job import Job
-from effects.ports import Closed, LaunchFailed, Perform, Settle
+from effects.ports import Closed, DeliverOutcomes, LaunchFailed, PerformEffect
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
-from effects.stream import Abandon, CloseStream, EmitTokens, Halt, ReportProgress
-from engine.door import EngineDoor, EngineTicket
-from engine.meter import Meter
-from engine.misses import Misses
-from engine.runner import Executors, Runner
-from engine.trace import VERSION, Header, Recorder
+from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress, StopLaunch
+from engine.core.cache_misses import CacheMisses
+from engine.core.event_loop import EventLoop, Executors
+from engine.core.request_meter import RequestMeter
+from engine.core.submission import EngineTicket, Submissions
+from engine.core.trace import VERSION, Header, Recorder
 from states import invariants
 from states.settings import Settings
-from states.world import begin
+from states.world import make_world
 
 SETTINGS = Settings(slots=2, max_context=1024, max_queue=2, chunk=64, block_size=16, batch_rows=8)
 
@@ -45,7 +45,7 @@ class ScriptedDevice:
     prompts: dict[int, tuple[int, ...]] = field(factory=dict[int, "tuple[int, ...]"])
     flying: set[RequestId] = field(factory=set[RequestId])
     abandoned: set[RequestId] = field(factory=set[RequestId])  # flags on what is in flight; gone with its outcome
-    fails: Callable[[Ask], Exception | None] = lambda _: None
+    fails: Callable[[EffectRequest], Exception | None] = lambda _: None
     before: Callable[[Launch], Any] | None = None
     launches: list[Launch] = field(factory=list[Launch])
 
@@ -69,7 +69,7 @@ class ScriptedDevice:
         finally:
             self.flying, self.abandoned = set(), set()
 
-    def answer(self, ask: Ask) -> Outcome:
+    def answer(self, ask: EffectRequest) -> Outcome:
         if error := self.fails(ask):
             raise error
         if ask.request in self.abandoned:
@@ -88,8 +88,8 @@ class ScriptedDevice:
 
 @define
 class PlayedEngine:
-    runner: Runner
-    door: EngineDoor
+    runner: EventLoop
+    door: Submissions
     device: ScriptedDevice
     clock: list[int]
     closed: list[Closed]
@@ -106,14 +106,14 @@ async def engine(
     trace: Path | None = None,
     *,
     redacted: bool = False,
-    perform: Mapping[type, Perform] = MappingProxyType({}),
+    perform: Mapping[type, PerformEffect] = MappingProxyType({}),
 ) -> AsyncIterator[PlayedEngine]:
     """Running inside the block; drained and closed at its end, the trace complete."""
     device = device or ScriptedDevice()
     recorder = None if trace is None else Recorder(trace, header(settings, redacted=redacted))
     if recorder is not None:
         recorder.start()
-    meter, clock, closed = Meter(), [0], list[Closed]()
+    meter, clock, closed = RequestMeter(), [0], list[Closed]()
 
     def tick() -> int:
         clock[0] += 1_000_000
@@ -122,10 +122,10 @@ async def engine(
     notify: dict[type, tuple[Any, ...]] = {
         OpenSlot: (device.open,),
         Abandon: (device.abandon,),
-        Halt: (lambda *_: None,),
+        StopLaunch: (lambda *_: None,),
     }
 
-    def submit(launch: Launch, settle: Settle) -> None:
+    def submit(launch: Launch, settle: DeliverOutcomes) -> None:
         async def carry_out() -> None:
             requests = tuple(ask.request for ask in launch.asks)
             try:
@@ -137,12 +137,12 @@ async def engine(
 
         tasks.start_soon(carry_out)
 
-    runner = Runner(begin(settings), Executors({MAIN: submit}, perform, notify), tick, 64)
-    door = EngineDoor(runner, meter, {}, dict, closed.append, Misses({}, settings).told)
+    runner = EventLoop(make_world(settings), Executors({MAIN: submit}, perform, notify), tick, 64)
+    door = Submissions(runner, meter, {}, dict, closed.append, CacheMisses({}, settings).find_divergence)
     notify |= {EmitTokens: (door.emit,), ReportProgress: (door.emit,), CloseStream: (door.close_stream,)}
 
     def watch(envelope: Any, outs: Any, before: Any, after: Any) -> None:
-        invariants.check(after)
+        invariants.check_world(after)
         meter.observe(envelope, outs, before, after)
 
     runner.observe = watch

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from attrs import define, evolve, field
 
-from effects.all import Ask, Launch
+from effects.all import EffectRequest, Launch
 from effects.compression import Compression, PromptPart
 from effects.decode import Decoded
 from effects.ids import PROMPTS, DeviceFailed, LeaseId, RequestId, SlotId, StoreFailed
@@ -21,14 +21,14 @@ from effects.residency import ModelLoaded, ModelUnloaded
 from effects.restore import BlocksRestored
 from effects.scope import Scope
 from effects.snapshot import SnapshotSaved
-from effects.stream import Halt
-from engine.runner import Envelope
-from engine.trace import DIGEST_EVERY, VERSION, Digest, Header, converter, digest, encode
+from effects.stream import StopLaunch
+from engine.core.event_loop import Envelope
+from engine.core.trace import DIGEST_EVERY, VERSION, Digest, Header, converter, digest, encode
 from states.events import Cancelled, Event, ForEngine, ForRequest, Happened, SlotsLost, Submitted
 from states.rates import Rates
 from states.residency import Resolved
 from states.settings import Settings
-from states.world import Out, World, advance, begin
+from states.world import Output, World, advance, make_world
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 PLAIN = Settings(slots=2, max_context=256, max_queue=1, chunk=32, block_size=16, batch_rows=8)
@@ -38,7 +38,7 @@ RICH = evolve(
     block=4,
     residency=Resolved("request-scoped", "park"),
     drafter=4096,
-    rates=Rates(prefill=(100,), host=100, disk=100),
+    rates=Rates(prefill=(100,), loads={"host": 100, "disk": 100}),
 )
 AGENT = evolve(PLAIN, store=True, stateful=True, min_tokens=40)
 HYBRID = evolve(AGENT, state_places=2, state_tokens=10, slots=1)
@@ -55,17 +55,17 @@ class Teller:
     seq: int = 0
 
     def __attrs_post_init__(self) -> None:
-        self.world = begin(self.settings)
+        self.world = make_world(self.settings)
         first = Header(VERSION, "golden", self.settings, "scripted", {})
         self.lines.append(json.dumps(converter().unstructure(first), separators=(",", ":")))
 
-    def tell(self, request: RequestId, *events: Event) -> tuple[Out, ...]:
-        outs: tuple[Out, ...] = ()
+    def tell(self, request: RequestId, *events: Event) -> tuple[Output, ...]:
+        outs: tuple[Output, ...] = ()
         for event in events:
             outs = self.happen(ForRequest(request, event))
         return outs
 
-    def happen(self, happened: Happened) -> tuple[Out, ...]:
+    def happen(self, happened: Happened) -> tuple[Output, ...]:
         self.world, outs = advance(self.world, happened)
         self.lines += [encode(Envelope(self.seq, self.seq * 1000, happened)), *map(encode, outs)]
         if self.seq % DIGEST_EVERY == DIGEST_EVERY - 1:
@@ -78,7 +78,7 @@ class Teller:
         return "\n".join(self.lines) + "\n"
 
 
-def launched(outs: tuple[Out, ...]) -> list[Ask]:
+def launched(outs: tuple[Output, ...]) -> list[EffectRequest]:
     return [ask for out in outs if isinstance(out, Launch) for ask in out.asks]
 
 
@@ -97,7 +97,7 @@ def a_disconnect_while_a_neighbour_decodes() -> str:
     story.tell(A, Submitted(Job((1, 2), 4)), PrefillAdvanced(1))
     story.tell(B, Submitted(Job(tuple(range(90)), 4)))
     outs = story.tell(A, Decoded((50,)))
-    assert launched(outs) == [Ask(B, RunPrefill(launched(outs)[0].effect.slot, 0, 32))]  # type: ignore[union-attr]
+    assert launched(outs) == [EffectRequest(B, RunPrefill(launched(outs)[0].effect.slot, 0, 32))]  # type: ignore[union-attr]
     story.tell(B, Cancelled("client_gone"))
     story.tell(B, PrefillAdvanced(32))
     story.tell(A, Decoded((51,)), Decoded((52,)), Decoded((53,)))
@@ -111,16 +111,16 @@ def a_prompt_in_pieces_beside_its_neighbours() -> str:
     story.tell(A, Submitted(Job((1, 2), 6)), PrefillAdvanced(1))
     story.tell(B, Submitted(Job(tuple(range(90)), 2)))
     outs = story.tell(A, Decoded((50,)))
-    assert launched(outs)[1] == Ask(B, RunPrefill(SlotId(1), 0, 15))
+    assert launched(outs)[1] == EffectRequest(B, RunPrefill(SlotId(1), 0, 15))
     story.tell(C, Submitted(Job(tuple(range(100, 120)), 1)))
     story.tell(A, Decoded((51,)))
     outs = story.tell(B, PrefillAdvanced(15))
-    assert launched(outs)[1] == Ask(C, RunPrefill(SlotId(2), 0, 15))
+    assert launched(outs)[1] == EffectRequest(C, RunPrefill(SlotId(2), 0, 15))
     story.tell(A, Decoded((52,)))
     story.tell(C, PrefillAdvanced(15))
     story.tell(A, Decoded((53,)))
     outs = story.tell(C, PrefillAdvanced(19))
-    assert launched(outs)[2] == Ask(B, RunPrefill(SlotId(1), 15, 29))
+    assert launched(outs)[2] == EffectRequest(B, RunPrefill(SlotId(1), 15, 29))
     story.tell(A, Decoded((54,)))
     story.tell(C, Decoded((70,)))
     story.tell(B, PrefillAdvanced(29))
@@ -140,9 +140,9 @@ def a_prompt_beside_its_neighbour() -> str:
     outs = story.tell(A, Decoded((52,), more=True))
     assert not launched(outs)
     outs = story.tell(B, PrefillAdvanced(64))
-    assert Ask(A, Halt()) in outs
+    assert EffectRequest(A, StopLaunch()) in outs
     outs = story.tell(A, Decoded((53,)))
-    assert launched(outs) == [Ask(B, RunPrefill(SlotId(1), 64, 89))]
+    assert launched(outs) == [EffectRequest(B, RunPrefill(SlotId(1), 64, 89))]
     outs = story.tell(B, PrefillAdvanced(89))
     assert [ask.request for ask in launched(outs)] == [A, B]
     story.tell(A, Decoded((54,)))
@@ -157,18 +157,18 @@ def a_long_prompt_that_gives_way() -> str:
     """A has the lane of prompts to itself, and is halted for B, which comes first; last rows are on the other lane."""
     story = Teller(evolve(PLAIN, beside_rows=30, span=4))
     outs = story.tell(A, Submitted(Job(tuple(range(200)), 1)))
-    assert launched(outs) == [Ask(A, RunPrefill(SlotId(0), 0, 128))]
+    assert launched(outs) == [EffectRequest(A, RunPrefill(SlotId(0), 0, 128))]
     story.tell(A, PrefillAdvanced(32, more=True))
     outs = story.tell(B, Submitted(Job((*range(9), *range(60)), 1)))
-    assert Ask(A, Halt()) in outs
+    assert EffectRequest(A, StopLaunch()) in outs
     story.tell(A, PrefillAdvanced(96, more=True))
     outs = story.tell(A, PrefillAdvanced(96))
-    assert launched(outs) == [Ask(B, RunPrefill(SlotId(1), 0, 32))]
+    assert launched(outs) == [EffectRequest(B, RunPrefill(SlotId(1), 0, 32))]
     outs = story.tell(B, PrefillAdvanced(32))
-    assert launched(outs) == [Ask(B, RunPrefill(SlotId(1), 32, 64))]
+    assert launched(outs) == [EffectRequest(B, RunPrefill(SlotId(1), 32, 64))]
     story.tell(B, PrefillAdvanced(64), PrefillAdvanced(68), Decoded((60,)))
     outs = story.tell(A, PrefillAdvanced(128))
-    assert launched(outs) == [Ask(A, RunPrefill(SlotId(0), 128, 192))]
+    assert launched(outs) == [EffectRequest(A, RunPrefill(SlotId(0), 128, 192))]
     story.tell(A, PrefillAdvanced(192), PrefillAdvanced(199), Decoded((61,)))
     return story.end()
 

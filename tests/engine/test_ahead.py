@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.ahead import TRACED, first_gpu, kernels
-from engine.plan import Where, read_devices
+from adapters.models.kernels.factory import list_triton_modules
+from engine.settings.import_order import first_gpu
+from engine.settings.placement import DeviceLocation, read_devices
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "adapters" / "models" / "kernels" / "triton"
@@ -23,7 +24,7 @@ def said(code: str) -> list[str]:
 
 def test_what_is_imported_beside_torch_does_not_wait_for_it() -> None:
     code = (
-        "import sys; from importlib import import_module; from engine.ahead import OURS, TEXT;"
+        "import sys; from importlib import import_module; from engine.settings.import_order import OURS, TEXT;"
         "[import_module(name) for name in (TEXT, *OURS)]; print('torch' in sys.modules)"
     )
     assert said(code) == ["False"]
@@ -32,9 +33,10 @@ def test_what_is_imported_beside_torch_does_not_wait_for_it() -> None:
 @pytest.mark.parametrize(("opening", "gpu", "before"), [(True, True, True), (False, True, False), (False, False, True)])
 def test_beside_a_gpu_what_is_needed_later_does_not_keep_torch_waiting(opening: bool, gpu: bool, before: bool) -> None:
     code = (
-        "import sys, threading; from engine import ahead; from engine.libraries import OPENING;"
+        "import sys, threading; from engine.settings import import_order as ahead;"
+        "from engine.settings.preload import OPENING;"
         "over = threading.Event(); thread = threading.Thread(target=over.wait, name=OPENING);"
-        f"thread.start() if {opening} else None; ahead.open_gpu = ahead.importlib.util.find_spec = lambda *_: None;"
+        f"thread.start() if {opening} else None; ahead.open_gpu = ahead.has_triton = lambda *_: None;"
         f"ahead.gpu_driver = lambda: 'driver' if {gpu} else None; ahead.import_beside_torch([], 3); over.set();"
         "print(ahead.TEXT in sys.modules, *{name in sys.modules for name in ahead.OURS})"
     )
@@ -42,13 +44,13 @@ def test_beside_a_gpu_what_is_needed_later_does_not_keep_torch_waiting(opening: 
 
 
 def test_what_is_written_in_triton_is_imported_without_torch() -> None:
-    names = [*kernels()]
+    names = [*list_triton_modules()]
     assert "adapters.models.kernels.triton.hopper" in names
     assert {f"adapters.models.kernels.triton.{path.stem}" for path in KERNELS.glob("[a-z]*.py")} == {*names}
     pytest.importorskip("triton", reason="comes with CUDA builds of torch")
     code = (
-        "import sys; from importlib import import_module; from engine.ahead import kernels;"
-        "[import_module(name) for name in kernels()]; print('torch' in sys.modules)"
+        "import sys; from importlib import import_module; from engine.settings.import_order import list_triton_modules;"
+        "[import_module(name) for name in list_triton_modules()]; print('torch' in sys.modules)"
     )
     assert said(code) == ["False"]
 
@@ -56,14 +58,15 @@ def test_what_is_written_in_triton_is_imported_without_torch() -> None:
 def test_until_torch_is_imported_no_library_is_left_to_open_and_nothing_to_look_up() -> None:
     """The linker does one at a time: either would wait for torch's, and keep the interpreter from others."""
     code = (
-        "import sys; from importlib import import_module; from engine.libraries import SMALL;"
+        "import sys; from importlib import import_module; from engine.settings.preload import SMALL;"
         "import engine.__main__; [import_module(name) for name in SMALL]; before = set(sys.modules);"
         "sys.addaudithook(lambda event, told: event.startswith('ctypes.dl') and print(event, *told));"
-        "import engine.commands, engine.preflight, engine.startup, engine.folders; from engine.options import Options;"
-        "options = engine.preflight.prepared(Options(port=0)); engine.preflight.check_address(options);"
-        "import engine.ahead; engine.ahead.import_beside_torch(engine.folders.weight_folders(options), 0);"
-        "[import_module(name) for name in engine.ahead.OURS];"
-        "from engine.reading import begin_text; begin_text(options).result();"
+        "import engine.commands; from engine.settings import preflight, start_progress, paths;"
+        "from engine.settings.options import build_options; options = preflight.prepare_options(build_options(port=0));"
+        "preflight.check_address(options.http); import engine.settings.import_order;"
+        "engine.settings.import_order.import_beside_torch(paths.list_weight_folders(options), 0);"
+        "[import_module(name) for name in engine.settings.import_order.OURS];"
+        "from engine.loading.load_text import begin_text; begin_text(options.model).result();"
         "print(*(name for name in sys.modules if name not in before"
         " and str(getattr(sys.modules[name], '__file__', None)).endswith('.so')))"
     )
@@ -73,7 +76,7 @@ def test_until_torch_is_imported_no_library_is_left_to_open_and_nothing_to_look_
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux which libraries a process has")
 def test_torchs_libraries_are_opened_without_it_and_it_works_with_them() -> None:
     code = (
-        "import sys; from pathlib import Path; from engine.libraries import open_torch; open_torch();"
+        "import sys; from pathlib import Path; from engine.settings.preload import open_torch; open_torch();"
         "print('libtorch_cpu.so' in Path('/proc/self/maps').read_text(), 'torch' in sys.modules);"
         "import torch; print(int(torch.ones(3, 3).matmul(torch.ones(3, 3)).sum()))"
     )
@@ -84,8 +87,9 @@ def test_torchs_libraries_are_opened_without_it_and_it_works_with_them() -> None
 @pytest.mark.parametrize("words", ["serve", "serve --port none", "serve --help", "chat", ""])
 def test_a_server_has_them_opened_beside_all_else(words: str) -> None:
     code = (
-        "import gc, threading; from pathlib import Path; from engine.libraries import OPENING, opening\n"
-        f"with opening({words.split()}): print(gc.isenabled())\n"
+        "import gc, threading; from pathlib import Path\n"
+        "from engine.settings.preload import OPENING, preload_libraries\n"
+        f"with preload_libraries({words.split()}): print(gc.isenabled())\n"
         "[one.join() for one in threading.enumerate() if one.name == OPENING]\n"
         "print('libtorch_cpu.so' in Path('/proc/self/maps').read_text(), gc.isenabled())"
     )
@@ -103,25 +107,13 @@ def test_who_is_refused_a_server_leaves_with_the_status_that_says_so(words: str,
 
 def test_the_first_gpu_is_known_without_asking_for_it() -> None:
     asked = {"auto": 0, "cuda": 0, "cuda:2": 2, "cpu": None}
-    assert {name: first_gpu([Where(name, name)]) for name in asked} == asked
+    assert {name: first_gpu([DeviceLocation(name, name)]) for name in asked} == asked
     assert first_gpu(read_devices("cpu:0,ipc+cuda:1,cuda:3,cuda:0")) == 3
 
 
 def test_neither_weights_nor_a_gpu_have_to_be_there() -> None:
     code = (
-        "from pathlib import Path; from engine.ahead import import_beside_torch;"
+        "from pathlib import Path; from engine.settings.import_order import import_beside_torch;"
         "import_beside_torch([Path('none')], 99); import torch; print(int(torch.ones(3).sum()))"
     )
     assert said(code) == ["3"]
-
-
-def test_what_torch_has_for_its_compiler_is_left_until_it_is_asked_for() -> None:
-    code = (
-        "import sys; from pathlib import Path; from engine.ahead import TRACED, import_beside_torch;"
-        "import_beside_torch([Path('none')]);"
-        "import torch; print(len(vars(sys.modules[TRACED])) < 20, int(torch.ones(3).sum()));"
-        "import torch._dynamo; print(len(vars(sys.modules[TRACED])) > 100);"
-        "print(callable(torch._meta_registrations.register_meta), torch.broadcast_shapes((2, 1), (1, 3)) == (2, 3))"
-    )
-    assert TRACED == "torch._meta_registrations"
-    assert said(code) == ["True", "3", "True", "True", "True"]

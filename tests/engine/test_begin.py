@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.begin import GivenUp, begin
-from engine.options import Options
-from engine.refusal import Refusal
-from engine.startup import MEASURE, PROBE, WARM_UP, WEIGHTS
+from engine.loading.background_load import LoadCancelled, begin_load
+from engine.settings.options import Options, build_options
+from engine.settings.start_progress import MEASURE, PROBE, WARM_UP, WEIGHTS
+from engine.settings.user_error import UserError
 from tests.models.checkpoints import save_qwen3
 
 
@@ -20,7 +20,7 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Options:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     save_qwen3(tmp_path / "model")
     limits = {"max_ctx": 256, "slots": 1, "chunk": 64, "host_cache_budget": 0}
-    return Options(model=str(tmp_path / "model"), device="cpu", disk_prefix_cache="off", **limits)
+    return build_options(model=str(tmp_path / "model"), device="cpu", disk_prefix_cache="off", **limits)
 
 
 class Told:
@@ -41,14 +41,14 @@ class Told:
 
 async def test_what_is_timed_waits_for_whoever_began(options: Options) -> None:
     first, second = Told(), Told()
-    beginning = begin(options, first)
+    beginning = begin_load(options, first)
     assert not first.steps, "the first thing to do is to probe, which is timed"
-    await (await beginning.target()).close()
+    await (await beginning.wait_for_target()).close()
     assert first.steps[:2] == [PROBE, WEIGHTS]
-    beginning = begin(options, second)
+    beginning = begin_load(options, second)
     second.until(WARM_UP)
     assert MEASURE not in second.steps
-    await (await beginning.target()).close()
+    await (await beginning.wait_for_target()).close()
     assert PROBE not in second.steps, "it was kept"
     assert MEASURE in second.steps
 
@@ -56,22 +56,22 @@ async def test_what_is_timed_waits_for_whoever_began(options: Options) -> None:
 @pytest.mark.parametrize("at", [None, WEIGHTS], ids=["before its first step", "at a later one"])
 async def test_a_target_that_nobody_waits_for_ends_with_its_step(options: Options, at: str | None) -> None:
     if at is not None:
-        await (await begin(options).target()).close()
+        await (await begin_load(options).wait_for_target()).close()
     told = Told()
-    beginning = begin(options, told)
+    beginning = begin_load(options, told)
     if at is not None:
         told.until(at)
-    assert beginning.give_up()
-    assert isinstance(beginning.done.exception(0), GivenUp)
+    assert beginning.cancel()
+    assert isinstance(beginning.result.exception(0), LoadCancelled)
     assert MEASURE not in told.steps
     assert beginning.lane.closed
 
 
 async def test_what_keeps_a_model_from_being_served_is_told_when_it_is_waited_for(options: Options) -> None:
-    (Path(options.model) / "config.json").write_text("{}")
-    beginning = begin(options)
-    with pytest.raises(Refusal, match="model_type"):
-        await beginning.target()
+    (Path(options.model.model) / "config.json").write_text("{}")
+    beginning = begin_load(options)
+    with pytest.raises(UserError, match="model_type"):
+        await beginning.wait_for_target()
     assert beginning.lane.closed
 
 
@@ -82,5 +82,5 @@ async def test_who_finds_no_room_is_told_what_was_wanted(options: Options) -> No
                 "Tried to allocate 3.00 GiB, 1.00 GiB is free. If reserved memory is large try"
             )
 
-    with pytest.raises(Refusal, match=r"does not fit cpu: fewer --slots .* help \(Tried .* 1\.00 GiB is free\.\)$"):
-        await begin(options, full).target()
+    with pytest.raises(UserError, match=r"does not fit cpu: fewer --slots .* help \(Tried .* 1\.00 GiB is free\.\)$"):
+        await begin_load(options, full).wait_for_target()

@@ -11,10 +11,16 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 
 from engine.__main__ import main
-from engine.catalog import find, hub_folder, local_models, located, served_name
-from engine.options import Options
-from engine.preflight import prepared
-from engine.refusal import Refusal
+from engine.settings.model_catalog import (
+    choose_served_name,
+    find_hub_folder,
+    find_model,
+    list_local_models,
+    locate_model,
+)
+from engine.settings.options import build_options
+from engine.settings.preflight import prepare_options
+from engine.settings.user_error import UserError
 from tests.models.checkpoints import EXPERTS, save_model, save_qwen3
 from tests.models.ggufs import write_gguf
 
@@ -60,7 +66,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_models_are_found_where_people_have_them(home: Path) -> None:
     hub = home / ".cache" / "huggingface" / "hub"
     files = hub / "models--some--Llama-GGUF" / "snapshots" / OLDER
-    assert {one.name: one.path for one in local_models({})} == {
+    assert {one.name: one.path for one in list_local_models({})} == {
         "Qwen/Qwen3-4B": hub / "models--Qwen--Qwen3-4B" / "snapshots" / COMMIT,
         "some/Llama-GGUF/Llama-Q4_K_M.gguf": files / "Llama-Q4_K_M.gguf",
         "some/Llama-GGUF/Llama-Q8_0-00001-of-00002.gguf": files / "Llama-Q8_0-00001-of-00002.gguf",
@@ -79,7 +85,7 @@ def test_models_are_found_where_people_have_them(home: Path) -> None:
     ],
 )
 def test_the_hubs_folder_is_where_its_own_library_has_it(environment: dict[str, str], folder: str) -> None:
-    assert hub_folder(environment) == Path(folder)
+    assert find_hub_folder(environment) == Path(folder)
 
 
 @pytest.mark.parametrize(
@@ -96,13 +102,13 @@ def test_the_hubs_folder_is_where_its_own_library_has_it(environment: dict[str, 
     ],
 )
 def test_a_model_is_served_by_its_name(name: str, end: str, home: Path) -> None:
-    assert located(name, {}).endswith(end)
+    assert locate_model(name, {}).endswith(end)
 
 
 @pytest.mark.parametrize("name", ["/nowhere/model", "./here", "../there", "~someone/else"])
 def test_a_path_stays_a_path(name: str, home: Path) -> None:
-    assert located(name, {}) == name
-    assert located("~/models/x", {}) == str(home / "models" / "x")
+    assert locate_model(name, {}) == name
+    assert locate_model("~/models/x", {}) == str(home / "models" / "x")
 
 
 @pytest.mark.parametrize(
@@ -116,15 +122,15 @@ def test_a_path_stays_a_path(name: str, home: Path) -> None:
     ],
 )
 def test_a_model_that_is_not_here_is_told_with_what_is(name: str, told: list[str], home: Path) -> None:
-    with pytest.raises(Refusal) as refused:
-        prepared(Options(model=name))
+    with pytest.raises(UserError) as refused:
+        prepare_options(build_options(model=name))
     assert all(part in str(refused.value) for part in told), refused.value
     assert "\n" not in str(refused.value)
 
 
 def test_what_is_served_from_the_hub_is_called_by_its_repository(home: Path) -> None:
-    models = local_models({})
-    assert {served_name(one.path) for one in models} == {
+    models = list_local_models({})
+    assert {choose_served_name(one.path) for one in models} == {
         "Qwen/Qwen3-4B",
         "Llama-Q4_K_M",
         "Llama-Q8_0",
@@ -132,7 +138,7 @@ def test_what_is_served_from_the_hub_is_called_by_its_repository(home: Path) -> 
         "Qwen3-4B",
         "small.Q4_0",
     }
-    assert find("nothing", models) is None
+    assert find_model("nothing", models) is None
 
 
 def test_a_shell_completes_the_names_of_models(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,7 +154,7 @@ def test_a_shell_completes_the_names_of_models(home: Path, capsys: pytest.Captur
 
 def test_a_home_without_any_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert local_models({}) == []
+    assert list_local_models({}) == []
 
 
 @pytest.fixture
@@ -156,7 +162,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     """What `rekindle models` tells in a home with one model that is served, and one that is not."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("engine.needs.there", lambda _: 18 << 30)
+    monkeypatch.setattr("engine.loading.memory_estimate.measure_available", lambda _: 18 << 30)
     save_qwen3(tmp_path / "models" / "mine", max_position_embeddings=16384)
     touched(tmp_path / "models" / "other" / "config.json", '{"model_type": "gpt2"}')
 
@@ -213,13 +219,13 @@ def test_what_does_not_fit_is_told_with_what_would_help(
     told: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (taken, _) = told("--json", "--max-ctx", "8192", "--slots", "2")["mine"]["devices"]["cpu"]
-    monkeypatch.setattr("engine.needs.there", lambda _: taken * 5 // 4)
+    monkeypatch.setattr("engine.loading.memory_estimate.measure_available", lambda _: taken * 5 // 4)
     mine = told("--json", "--slots", "4")["mine"]
     assert (mine["fits"], mine["context"]) == (True, 4096)
     mine = told("--json", "--max-ctx", "16384", "--slots", "4")["mine"]
     assert (mine["fits"], mine["advice"]) == (False, [])
     mine = told("--json", "--max-ctx", "16384")["mine"]
     assert mine["fits"], "in one slot"
-    monkeypatch.setattr("engine.needs.there", lambda _: 1)
+    monkeypatch.setattr("engine.loading.memory_estimate.measure_available", lambda _: 1)
     text = told()
     assert "mine: does not fit; what would help: a smaller model" in text

@@ -115,7 +115,7 @@ def test_bash_completes_commands_options_and_values(home: Path) -> None:
 def test_a_shell_that_is_none_of_these_is_told(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("engine.completion.detect_shell", lambda: "powershell")
+    monkeypatch.setattr("engine.settings.completion.detect_shell", lambda: "powershell")
     assert main(["completion"]) == 2
     assert "accepted: bash, zsh, fish" in capsys.readouterr().err
     assert main(["completion", "tcsh"]) == 2

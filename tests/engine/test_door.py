@@ -17,9 +17,9 @@ from effects.job import Job, Report
 from effects.ports import ANSWER_STAGES, PROMPT_STAGES, QUEUE_STAGES, Closed, Door, Message, Stage, Status, Ticket
 from effects.scope import Selection
 from effects.stream import EmitTokens, ReportProgress
-from engine.door import described
-from engine.meter import STAGES
-from states.life import Done, New, State
+from engine.core.request_meter import STAGES
+from engine.core.submission import describe_cache_use
+from states.request_states import Done, New, State
 from tests.engine.play import SETTINGS, ScriptedDevice, engine
 from tests.http.fake_door import FakeDoor, digest_script
 
@@ -94,13 +94,13 @@ async def test_a_stream_begins_with_accepted_and_ends_once(opened: Open) -> None
 async def test_status_is_whole_and_of_the_same_kinds_whatever_goes_on(opened: Open) -> None:
     go = anyio.Event()
     async with opened(go) as (door, _):
-        states, takes = [door.status()], [door.takes()]
+        states, takes = [door.status()], [door.get_acceptance()]
         one = door.submit(JOB)
         states.append(await until(door, lambda status: status.slots_busy == 1))
-        takes.append(door.takes())
+        takes.append(door.get_acceptance())
         two = door.submit(JOB)
         states.append(await until(door, lambda status: status.queue == 1))
-        takes.append(door.takes())
+        takes.append(door.get_acceptance())
         turned_away = await heard(door.submit(JOB))
         go.set()
         await heard(one)
@@ -146,7 +146,7 @@ async def test_a_door_that_shuts_ends_what_waits_and_takes_no_more(opened: Open)
         await heard(door.submit(JOB))
         assert door.status().state == "ready"
         await shut()
-        assert door.status().state == door.takes() == "draining"
+        assert door.status().state == door.get_acceptance() == "draining"
         (closed,) = await heard(door.submit(JOB))
     assert isinstance(closed, Closed)
     assert (closed.finish, closed.report.prompt_tokens, closed.stages_ms) == ("shutdown", 100, {})
@@ -160,8 +160,8 @@ def test_every_state_that_a_request_can_be_seen_in_has_its_own_stage() -> None:
 
 def test_the_log_names_what_each_shard_has_adopted_and_what_was_selected() -> None:
     report = Report(200, 128, "disk", cache=Selection("full", "end", 0, 192, 128))
-    assert described(report, SHARDS) == (
+    assert describe_cache_use(report, SHARDS) == (
         "full shared=0 selected=192 kept=128 (end); 128 of 200 prompt tokens restored (disk); "
         "adopted by 0-2@cpu local=128, 3-9@tcp://10.0.0.2:7461 remote=128"
     )
-    assert "adopted" not in described(evolve(report, restored_tokens=0), SHARDS)
+    assert "adopted" not in describe_cache_use(evolve(report, restored_tokens=0), SHARDS)

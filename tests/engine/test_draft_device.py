@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapters.models.draft import BlockRequest, CachedDraft
-from adapters.models.seeded import seeded
-from adapters.models.shard import Segment, Step
-from engine.begin import load_target
-from engine.draft import built, find_draft, kernels_apart
-from engine.options import Options
+from adapters.models.drafts.cached_draft import BlockRequest, CachedDraft
+from adapters.models.kernels.seeded import make_generator
+from adapters.models.kernels.step import Segment, Step
+from engine.loading.background_load import load_target
+from engine.loading.load_draft import build_draft, build_own_kernels, find_draft
+from engine.settings.options import build_options
 
 APART = torch.device("cpu", 0)  # not what a target on the processor calls it, so that everything is as on another one
 
@@ -26,7 +26,7 @@ def a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def proposed(draft: CachedDraft, width: int) -> list[int]:
     """To a slot whose 24 rows of context are random."""
-    drawn, said = seeded(5), list[int]()
+    drawn, said = make_generator(5), list[int]()
     aux = {layer: torch.randn(32, width, generator=drawn).to(torch.bfloat16) for layer in draft.aux_layers}
     draft.extend(Step((Segment(0, 0, 24),), 32), torch.arange(24), aux)
 
@@ -41,7 +41,7 @@ def proposed(draft: CachedDraft, width: int) -> list[int]:
 
 @pytest.mark.parametrize("model", ["demo", "demo-hybrid"])
 async def test_it_proposes_what_one_beside_its_target_does_and_its_copies_come_and_go(model: str) -> None:
-    options = Options(model=model, device="cpu", max_ctx=512, disk_prefix_cache="off", host_cache_budget=0)
+    options = build_options(model=model, device="cpu", max_ctx=512, disk_prefix_cache="off", host_cache_budget=0)
     target = await load_target(options)
     try:
         found, beside = find_draft(options, target.checkpoint), target.draft
@@ -50,15 +50,17 @@ async def test_it_proposes_what_one_beside_its_target_does_and_its_copies_come_a
         width = found.shape.hidden_size
 
         def tried() -> None:
-            kernels = kernels_apart(found, target.checkpoint.config, target.shard, APART, kept=target.kept, fast=False)
-            apart = built(found, target.shard, kernels, APART, target.checkpoint)
+            kernels = build_own_kernels(
+                found, target.checkpoint.config, target.shard, APART, kept=target.kept, fast=False
+            )
+            apart = build_draft(found, target.shard, kernels, APART, target.checkpoint)
             expected, head = proposed(beside, width), target.shard.head
             assert proposed(apart, width) == expected
             copied = apart.memory()["weights"] - beside.memory()["weights"]
             assert copied >= head.embedding.nbytes
-            assert apart.park() > copied
+            assert apart.offload() > copied
             assert apart.memory()["weights"] == 0
-            apart.unpark()
+            apart.load_back()
             assert apart.memory()["weights"] - beside.memory()["weights"] == copied
             assert proposed(apart, width) == expected
             apart.close()

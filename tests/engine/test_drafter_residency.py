@@ -9,11 +9,11 @@ import pytest
 import torch
 from attrs import define, evolve
 
-from adapters.device.compressing import Compressor
-from engine.begin import load_target
-from engine.draft import short_of_memory
-from engine.drafter import load_if_kept
-from engine.options import Options
+from adapters.device.compression.score_prompt import Compressor
+from engine.loading.background_load import load_target
+from engine.loading.load_draft import is_short_of_memory
+from engine.loading.load_scorer import load_if_kept
+from engine.settings.options import build_options
 from states.residency import After, Policy, Resolved
 from states.settings import Settings
 
@@ -31,7 +31,7 @@ def a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 async def test_a_started_server_has_the_drafter_where_the_policy_says(policy: Any, after: str, loaded: bool) -> None:
     how: dict[str, Any] = {"disk_prefix_cache": "off", "host_cache_budget": 0, "prefill_drafter": "demo"}
-    options = Options(model="demo", device="cpu", max_ctx=512, draft="none", draft_residency=policy, **how)
+    options = build_options(model="demo", device="cpu", max_ctx=512, draft="none", draft_residency=policy, **how)
     target = await load_target(options)
     try:
         assert target.drafter is not None
@@ -56,7 +56,7 @@ def test_a_gpu_is_short_of_memory_once_less_than_a_twentieth_is_left_beside_what
     device: str, free: int, coming: int, short: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 80 * GIB))
-    assert short_of_memory(torch.device(device), coming) == short
+    assert is_short_of_memory(torch.device(device), coming) == short
 
 
 @define

@@ -10,24 +10,24 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from adapters.models.qwen3 import Qwen3Config
-from adapters.models.qwen3_moe import Qwen3MoeConfig, parse
-from adapters.models.synthetic import RandomWeights
+from adapters.models.families.qwen3 import Qwen3Config
+from adapters.models.families.qwen3_moe import Qwen3MoeConfig, parse
+from adapters.models.numerics.synthetic import RandomWeights
 from effects.ids import Tokens
 from effects.job import Job
 from effects.stream import EmitTokens
-from engine import needs as module
-from engine.assemble import engine
-from engine.begin import load_target
-from engine.configuration import checked
-from engine.experts import expert_weights, room
-from engine.fit import PAGE, pooled
-from engine.inventory import may_be_hosted
-from engine.machine import Placement
-from engine.needs import needs
-from engine.options import Options
-from engine.refusal import Refusal
-from engine.serve import costs
+from engine.loading import memory_estimate as module
+from engine.loading.background_load import load_target
+from engine.loading.device_survey import Placement
+from engine.loading.expert_placement import choose_expert_bytes, count_expert_weights
+from engine.loading.memory_estimate import estimate_needs
+from engine.loading.memory_fit import PAGE, fit_page_pool
+from engine.serving.serve import describe_costs
+from engine.serving.wiring import run_engine
+from engine.settings.config_file import parse_values
+from engine.settings.options import build_options
+from engine.settings.user_error import UserError
+from engine.tools.list_models import can_host_experts
 from tests.models.test_host_experts import CONFIG
 
 DTYPE, GIB = torch.bfloat16, 1 << 30
@@ -38,11 +38,13 @@ CUDA = [Placement(range(CONFIG.num_layers), torch.device("cuda"))]
 @pytest.mark.parametrize("text", ["gpu", "host:", "host:0", "host:-1", "host:1e3", "host:12345", "Host", ""])
 def test_what_is_no_place_for_experts_is_told(text: str) -> None:
     with pytest.raises(cyclopts.CycloptsError, match="Must be device, host, or host:N with N GiB on the device"):
-        checked({"experts": text})
+        parse_values({"experts": text})
 
 
 def test_places_are_read_in_gib() -> None:
-    rooms = [Options(experts=text).experts_room for text in ("device", "host", "host:8", "host:0.5")]
+    rooms = [
+        build_options(experts=text).weights.device_expert_bytes for text in ("device", "host", "host:8", "host:0.5")
+    ]
     assert rooms == [None, 0, 8 * GIB, GIB // 2]
 
 
@@ -55,48 +57,50 @@ def test_places_are_read_in_gib() -> None:
     ],
 )
 def test_where_they_cannot_be_is_refused(config: Qwen3Config, plan: list[Placement], said: str) -> None:
-    with pytest.raises(Refusal, match=f"--experts host: {said}"):
-        room(Options(experts="host"), config, DTYPE, plan, GIB)
+    with pytest.raises(UserError, match=f"--experts host: {said}"):
+        choose_expert_bytes(build_options(experts="host").weights, config, DTYPE, plan, GIB)
 
 
 def test_too_little_room_for_one_is_refused() -> None:
     with pytest.raises(
-        Refusal, match=r"--experts host: one expert takes 9\.0 KiB, and there would be 8\.8 KiB for them"
+        UserError, match=r"--experts host: one expert takes 9\.0 KiB, and there would be 8\.8 KiB for them"
     ):
-        room(Options(experts="host"), CONFIG, DTYPE, CUDA, 2 * ONE - 500)
+        choose_expert_bytes(build_options(experts="host").weights, CONFIG, DTYPE, CUDA, 2 * ONE - 500)
 
 
 def test_the_room_is_what_was_asked_for_or_half_of_what_is_left_and_no_more_than_all_take() -> None:
-    whole = expert_weights(CONFIG) * DTYPE.itemsize
+    whole = count_expert_weights(CONFIG) * DTYPE.itemsize
     assert whole == 22 * ONE
-    assert room(Options(experts="host"), CONFIG, DTYPE, CUDA, 20 * ONE) == 10 * ONE
-    assert room(Options(experts="host:0.001"), CONFIG, DTYPE, CUDA, 0) == min(GIB // 1000, whole + 8 * ONE)
-    assert room(Options(experts="host:4"), CONFIG, DTYPE, CUDA, 0) == whole + 8 * ONE
+    assert choose_expert_bytes(build_options(experts="host").weights, CONFIG, DTYPE, CUDA, 20 * ONE) == 10 * ONE
+    assert choose_expert_bytes(build_options(experts="host:0.001").weights, CONFIG, DTYPE, CUDA, 0) == min(
+        GIB // 1000, whole + 8 * ONE
+    )
+    assert choose_expert_bytes(build_options(experts="host:4").weights, CONFIG, DTYPE, CUDA, 0) == whole + 8 * ONE
 
 
 def test_both_memories_are_charged(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = Qwen3MoeConfig(160, 64, 96, 3, 4, 2, 16, 512, 1e6, experts=CONFIG.experts, dense_layers=(0,))
-    monkeypatch.setattr(module, "there", lambda device: 10_000_000 if device.type == "cuda" else 1_000_000)
-    monkeypatch.setattr(module, "allowed", lambda _: 1 << 40)
-    [whole] = needs(Options(chunk=64), shape, DTYPE, CUDA, None)
-    device, host = needs(Options(chunk=64, experts="host:0.001"), shape, DTYPE, CUDA, None)
+    monkeypatch.setattr(module, "measure_available", lambda device: 10_000_000 if device.type == "cuda" else 1_000_000)
+    monkeypatch.setattr(module, "measure_allowed", lambda _: 1 << 40)
+    [whole] = estimate_needs(build_options(chunk=64), shape, DTYPE, CUDA, None)
+    device, host = estimate_needs(build_options(chunk=64, experts="host:0.001"), shape, DTYPE, CUDA, None)
     assert (host.name, host.fixed, host.row) == ("cpu", 22 * ONE, 0)
     assert device.fixed == whole.fixed - 22 * ONE + 30 * ONE, "all of them, and as many again as are on their way"
     assert device.row == whole.row
-    fit = pooled([device, host], 512, context=512, memory=PAGE * 4 * device.row)
+    fit = fit_page_pool([device, host], 512, context=512, memory=PAGE * 4 * device.row)
     assert (fit.pages, fit.fits) == (4, True), "host memory with experts alone bounds no pages"
 
 
 def test_models_without_experts_and_on_a_cpu_are_listed_as_they_are() -> None:
-    assert not may_be_hosted(Options(device="cpu", experts="host"), CONFIG)
+    assert not can_host_experts(build_options(device="cpu", experts="host"), CONFIG)
 
 
 async def answers(target) -> list[Tokens]:
     told = list[Tokens]()
-    async with engine(target.settings, target.executor, facts={}, paranoid=True) as running:
+    async with run_engine(target.settings, target.executor, paranoid=True) as running:
         for seed in range(3):
             tokens: Tokens = ()
-            async for message in running.door.submit(Job(tuple(range(7 + seed, 60 + seed)), 60)):
+            async for message in running.submissions.submit(Job(tuple(range(7 + seed, 60 + seed)), 60)):
                 tokens += message.tokens if isinstance(message, EmitTokens) else ()
             told.append(tokens)
     return told
@@ -140,16 +144,16 @@ async def test_on_a_gpu_answers_are_those_of_experts_on_the_device(
     how = {"disk_prefix_cache": "off", "host_cache_budget": 0, "chunk": 64, "device": "cuda", "slots": 2}
     found = dict[str, list[Tokens]]()
     for place in ("device", "host:0.001"):
-        target = await load_target(Options(model=str(folder), experts=place, **how))
+        target = await load_target(build_options(model=str(folder), experts=place, **how))
         try:
             found[place] = await answers(target)
-            if target.hosted is not None:
+            if target.offloaded is not None:
                 shown = target.memory(0)["experts"]
                 assert 0 < shown["on_device"] < shown["count"] == 48
                 assert 0 < shown["brought"] < shown["needed"]
                 assert shown["moved"] > shown["on_device"], "some have moved since the first"
                 assert target.memory(0)["models"]["target"]["host"] == shown["host_bytes"] == 48 * 3 * 64 * 128 * 2
-                assert "experts=host (" in costs(target)
+                assert "experts=host (" in describe_costs(target)
         finally:
             await target.close()
     assert found["host:0.001"] == found["device"]

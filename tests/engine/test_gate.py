@@ -5,14 +5,14 @@ from __future__ import annotations
 import httpx
 
 from adapters.http.page import files
-from engine.serve import Gate
+from engine.serving.serve import LoadingGate
 
 
 async def test_the_page_is_there_before_the_model_and_nothing_else_is() -> None:
-    transport = httpx.ASGITransport(Gate())
+    transport = httpx.ASGITransport(LoadingGate())
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         page = await client.get("/", headers={"accept": "text/html"})
-        assert (page.status_code, page.content) == (200, files.files()[files.PAGE].body)
+        assert (page.status_code, page.content) == (200, files.load_files()[files.PAGE].body)
         assert page.headers["content-security-policy"] == files.POLICY
         assert (await client.get("/page/app.js")).status_code == 200
         for method, path in (

@@ -9,9 +9,9 @@ import torch
 from attrs import evolve
 
 from adapters import demo
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.numerics import Numerics
-from engine.identity import identity
+from adapters.models.numerics.probe_result import Numerics
+from adapters.models.open_checkpoint import Checkpoint
+from engine.loading.identity import compute_identity
 from tests.store.kit import LAYOUT, disk_store, kept, save, settled
 
 FOUND = Numerics("buckets", (4, 8, 64, 256), 64, 256, "cpu", 2, "class one", 0.5, 100, 7)
@@ -27,7 +27,7 @@ def named(
 ) -> str:
     """bits: that weights are rounded to."""
     checkpoint = Checkpoint.open(demo.FOLDER)
-    return identity(checkpoint if bits is None else checkpoint.quantised(bits), dtype, numerics, mode, rows)
+    return compute_identity(checkpoint if bits is None else checkpoint.quantised(bits), dtype, numerics, mode, rows)
 
 
 OTHERS = {
@@ -51,13 +51,13 @@ def test_what_is_computed_otherwise_shares_nothing(tmp_path: Path, other) -> Non
         folder = tmp_path / mine
         first = disk_store(folder, layout=evolve(LAYOUT, identity=mine))
         save(first, TOKENS)
-        first.joins(TOKENS, 5)
+        first.count_shared_tokens(TOKENS, 5)
         settled(first)
         assert first.close()
         second = disk_store(folder, layout=evolve(LAYOUT, identity=theirs))
         settled(second)
         assert kept(second, TOKENS) == 0
-        assert second.joins(TOKENS, 5) == 0
+        assert second.count_shared_tokens(TOKENS, 5) == 0
         assert second.close()
 
 

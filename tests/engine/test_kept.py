@@ -16,35 +16,35 @@ from threading import Barrier
 import pytest
 
 from adapters.metrics import Metrics
-from adapters.models.numerics import Numerics
-from engine.kept import LARGEST, Kept
+from adapters.models.numerics.probe_result import Numerics
+from engine.settings.calibration_cache import LARGEST, CalibrationCache
 
 KEY = "0123"
 FOUND = Numerics("buckets", (4, 8, 64), 64, 64, "torch-cpu", 2, "x" * 16, 0.5, 10, 3)
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> Kept:
-    return Kept(tmp_path / "rekindle")
+def kept(tmp_path: Path) -> CalibrationCache:
+    return CalibrationCache(tmp_path / "rekindle")
 
 
-def start(kept: Kept, make: Callable[[], int]) -> int:
-    return Kept(kept.folder).made(KEY, make, str, int)
+def start(kept: CalibrationCache, make: Callable[[], int]) -> int:
+    return CalibrationCache(kept.folder).load_or_make(KEY, make, str, int)
 
 
 def never() -> int:
     raise AssertionError("it was kept")
 
 
-def left(kept: Kept) -> list[str]:
+def left(kept: CalibrationCache) -> list[str]:
     return [file.name for file in (kept.folder / "numerics").iterdir()]
 
 
-def test_made_once(kept: Kept) -> None:
-    assert not kept.proven(KEY)
+def test_made_once(kept: CalibrationCache) -> None:
+    assert not kept.has_proof(KEY)
     assert start(kept, lambda: 7) == 7
     assert start(kept, never) == 7
-    assert kept.proven(KEY)
+    assert kept.has_proof(KEY)
     assert left(kept) == [f"{KEY}.json"]
 
 
@@ -72,22 +72,22 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("harm", DAMAGE.values(), ids=DAMAGE)
 def test_damage_is_counted_told_once_and_made_up_for(
-    kept: Kept, harm: Callable[[Path], object], caplog: pytest.LogCaptureFixture
+    kept: CalibrationCache, harm: Callable[[Path], object], caplog: pytest.LogCaptureFixture
 ) -> None:
     made = list[int]()
 
-    def begun() -> Kept:
-        mine = Kept(kept.folder)
+    def begun() -> CalibrationCache:
+        mine = CalibrationCache(kept.folder)
 
         def probe() -> Numerics:
             made.append(1)
             return FOUND
 
-        assert mine.made(KEY, probe, Numerics.to_json, Numerics.from_json) == FOUND
+        assert mine.load_or_make(KEY, probe, Numerics.to_json, Numerics.from_json) == FOUND
         return mine
 
     assert begun().damaged == {"numerics": 0, "rates": 0}
-    file = kept.file("numerics", KEY)
+    file = kept.locate("numerics", KEY)
     harm(file)
     with caplog.at_level(logging.WARNING):
         mine = begun()
@@ -106,7 +106,7 @@ def test_damage_is_counted_told_once_and_made_up_for(
     assert len(left(kept)) == 1
 
 
-def test_the_start_that_is_done_first_decides_for_those_beside_it(kept: Kept) -> None:
+def test_the_start_that_is_done_first_decides_for_those_beside_it(kept: CalibrationCache) -> None:
     """Processes that started at once served one set of products each; the next start knew only the last one's."""
 
     def slow() -> int:
@@ -117,7 +117,7 @@ def test_the_start_that_is_done_first_decides_for_those_beside_it(kept: Kept) ->
     assert start(kept, never) == 1
 
 
-def test_many_at_once_agree(kept: Kept) -> None:
+def test_many_at_once_agree(kept: CalibrationCache) -> None:
     count = 8
     made = Barrier(count)
 
@@ -135,16 +135,16 @@ def test_many_at_once_agree(kept: Kept) -> None:
     assert len(left(kept)) == 1
 
 
-def test_a_home_that_cannot_be_written(kept: Kept) -> None:
+def test_a_home_that_cannot_be_written(kept: CalibrationCache) -> None:
     kept.folder.parent.mkdir(parents=True, exist_ok=True)
     kept.folder.write_text("a file where the folder should be")
     assert start(kept, lambda: 1) == 1
     assert start(kept, lambda: 2) == 2
 
 
-def test_who_waits_is_told_before_something_is_proven_and_only_then(kept: Kept) -> None:
+def test_who_waits_is_told_before_something_is_proven_and_only_then(kept: CalibrationCache) -> None:
     told = list[str]()
-    mine = Kept(kept.folder, proving=lambda: told.append("proving"))
-    assert mine.made(KEY, lambda: len(told), str, int) == 1
-    assert mine.made(KEY, never, str, int) == 1
+    mine = CalibrationCache(kept.folder, proving=lambda: told.append("proving"))
+    assert mine.load_or_make(KEY, lambda: len(told), str, int) == 1
+    assert mine.load_or_make(KEY, never, str, int) == 1
     assert told == ["proving"]

@@ -9,21 +9,21 @@ import anyio
 import pytest
 import torch
 
-from adapters.remote.peer import Peer
+from adapters.remote.client.peer import Peer
 from effects.ids import PAGE, Tokens
 from effects.job import Job
 from effects.ports import Closed
 from effects.stream import EmitTokens
-from engine.assemble import engine
-from engine.begin import load_target
-from engine.fit import DeviceNeed, Fit, pooled
-from engine.human import size
-from engine.machine import Placement
-from engine.needs import fit_of
-from engine.options import Options
-from engine.refusal import Refusal
-from engine.serve import costs
-from engine.target import Target
+from engine.loading.background_load import load_target
+from engine.loading.device_survey import Placement
+from engine.loading.load_target import Target
+from engine.loading.memory_estimate import compute_fit
+from engine.loading.memory_fit import DeviceNeed, Fit, fit_page_pool
+from engine.serving.serve import describe_costs
+from engine.serving.wiring import run_engine
+from engine.settings.formatting import format_bytes
+from engine.settings.options import build_options
+from engine.settings.user_error import UserError
 from tests.models.checkpoints import save_qwen3
 
 GIB, KIB = 1 << 30, 1 << 10
@@ -51,14 +51,14 @@ def a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_pool_is_what_is_left_or_what_was_asked_for(gib: float, asked: dict[str, int], fit: Fit) -> None:
-    assert pooled([DeviceNeed("cuda:0", int(gib * GIB), FIXED, ROW)], LIMIT, **asked) == fit
+    assert fit_page_pool([DeviceNeed("cuda:0", int(gib * GIB), FIXED, ROW)], LIMIT, **asked) == fit
 
 
 def test_what_a_draft_keeps_is_charged_for_every_slot() -> None:
     need = DeviceNeed("cuda:0", 40 * GIB, FIXED, ROW + 20 * KIB, own=20 * KIB)
-    fit = pooled([need], LIMIT)
+    fit = fit_page_pool([need], LIMIT)
     assert (fit.slots, fit.context) == (16, LIMIT)
-    assert need.taken(fit) == FIXED + 16 * LIMIT * 20 * KIB + fit.pages * PAGE * ROW <= need.there
+    assert need.compute_taken(fit) == FIXED + 16 * LIMIT * 20 * KIB + fit.pages * PAGE * ROW <= need.available
 
 
 async def answers(target: Target, jobs: list[Job], *, together: bool) -> list[tuple[Tokens, str]]:
@@ -66,13 +66,13 @@ async def answers(target: Target, jobs: list[Job], *, together: bool) -> list[tu
 
     async def one(number: int) -> None:
         tokens: Tokens = ()
-        async for message in running.door.submit(jobs[number]):
+        async for message in running.submissions.submit(jobs[number]):
             if isinstance(message, EmitTokens):
                 tokens += message.tokens
             elif isinstance(message, Closed):
                 told[number] = tokens, message.finish
 
-    async with engine(target.settings, target.executor, facts={}, paranoid=True) as running:
+    async with run_engine(target.settings, target.executor, paranoid=True) as running:
         if together:
             async with anyio.create_task_group() as tasks:
                 for number in range(len(jobs)):
@@ -86,12 +86,13 @@ async def answers(target: Target, jobs: list[Job], *, together: bool) -> list[tu
 async def test_more_sessions_than_the_pool_holds_are_all_answered_as_if_each_was_alone(tmp_path: Path) -> None:
     save_qwen3(tmp_path / "model", max_position_embeddings=1024)
     how = {"disk_prefix_cache": "off", "host_cache_budget": 0, "chunk": 64, "device": "cpu"}
-    options = Options(model=str(tmp_path / "model"), slots=4, max_ctx=1024, kv_memory=1, **how)
+    options = build_options(model=str(tmp_path / "model"), slots=4, max_ctx=1024, kv_memory=1, **how)
     target = await load_target(options)
     try:
         settings, token = target.settings, target.shard.row_spec.token_bytes
-        cost = f"weights=float32 (32.0 bits, {size(target.shard.memory()['weights'])})  context={size(token)} a token"
-        assert costs(target) == f"  {cost}"
+        weights = format_bytes(target.shard.memory()["weights"])
+        cost = f"weights=float32 (32.0 bits, {weights})  context={format_bytes(token)} a token"
+        assert describe_costs(target) == f"  {cost}"
         assert settings.pages == min((1 << 20) // (PAGE * token), 16)
         assert settings.max_context == min(1024, settings.pages * PAGE)
         assert target.memory(0)["slots"]["target"] == settings.pages * PAGE * token <= 1 << 20
@@ -106,5 +107,5 @@ async def test_more_sessions_than_the_pool_holds_are_all_answered_as_if_each_was
 
 def test_slots_of_other_processes_have_no_pool() -> None:
     elsewhere = Placement(range(3), torch.device("cpu"), peer=cast(Peer, object()))
-    with pytest.raises(Refusal, match="--kv-memory: shards in other processes keep whole slots"):
-        fit_of(Options(kv_memory=100), [], 512, [elsewhere])
+    with pytest.raises(UserError, match="--kv-memory: shards in other processes keep whole slots"):
+        compute_fit(build_options(kv_memory=100).runtime, [], 512, [elsewhere])

@@ -13,35 +13,35 @@ import pytest
 import torch
 from attrs import evolve
 
-from adapters.layout import RowSpec
-from adapters.models.dense import DenseShard
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.pipeline import Pipeline
-from adapters.models.qwen3 import Qwen3Config
-from adapters.models.shard import BUCKETS
-from adapters.models.synthetic import RandomWeights
-from adapters.store.format import Layout
-from adapters.store.opening import open_store
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.shard import BUCKETS
+from adapters.models.families.qwen3 import Qwen3Config
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.numerics.synthetic import RandomWeights
+from adapters.sequence_layout import RowSpec
+from adapters.store.files.file_format import Layout
+from adapters.store.open_store import open_store
 from adapters.store.store import Store
-from adapters.transfer.rehearsal import Rehearsal
-from engine import measure
-from engine.kept import LARGEST, Kept
-from engine.loading import Loading, key, known, with_loading
+from adapters.transfer.measure_copies import CopyMeasurement
+from engine.loading import calibrate_compute
+from engine.loading.calibrate_restore import RestoreTimes, add_restore_times, build_restore_key, load_or_measure_times
+from engine.settings.calibration_cache import LARGEST, CalibrationCache
 from states import policy
 from states import rates as world_rates
-from states.rates import Rates, prefilled, restored
+from states.rates import Rates, record_load, record_prefill
 from states.settings import Settings
 
-FOUND = Loading(host=900, disk=2_000, prefill_beside=1100, load_beside=1500, single=4_000, zstd=800)
+FOUND = RestoreTimes(from_memory=900, from_files=2_000, prefill_beside=1100, load_beside=1500, single=4_000, zstd=800)
 CHUNK = 64
 
 
-def kept(folder: Path) -> Loading | None:
-    return Kept(folder).recalled("a", Loading.from_json)
+def kept(folder: Path) -> RestoreTimes | None:
+    return CalibrationCache(folder).recall("a", RestoreTimes.from_json)
 
 
-def keep(folder: Path, loading: Loading) -> None:
-    Kept(folder).remember("a", loading.to_json())
+def keep(folder: Path, loading: RestoreTimes) -> None:
+    CalibrationCache(folder).remember("a", loading.to_json())
 
 
 def test_what_was_kept_comes_back(tmp_path: Path) -> None:
@@ -60,15 +60,15 @@ HOSTILE = {
     "another version": json.dumps({**GOOD, "version": 2}).encode(),
     "no version": json.dumps({name: value for name, value in GOOD.items() if name != "version"}).encode(),
     "a field too many": json.dumps({**GOOD, "path": "/etc/passwd"}).encode(),
-    "a field too few": json.dumps({name: value for name, value in GOOD.items() if name != "disk"}).encode(),
-    "negative": json.dumps({**GOOD, "disk": -1}).encode(),
+    "a field too few": json.dumps({name: value for name, value in GOOD.items() if name != "from_files"}).encode(),
+    "negative": json.dumps({**GOOD, "from_files": -1}).encode(),
     "a single one that is negative": json.dumps({**GOOD, "single": -1}).encode(),
-    "a single one and no disk": json.dumps({**GOOD, "disk": 0}).encode(),
-    "too much": json.dumps({**GOOD, "disk": 10**12}).encode(),
-    "a fraction": json.dumps({**GOOD, "disk": 1.5}).encode(),
-    "not finite": json.dumps({**GOOD, "disk": float("inf")}).encode(),
-    "true": json.dumps({**GOOD, "disk": True}).encode(),
-    "words": json.dumps({**GOOD, "host": "7"}).encode(),
+    "a single one and no disk": json.dumps({**GOOD, "from_files": 0}).encode(),
+    "too much": json.dumps({**GOOD, "from_files": 10**12}).encode(),
+    "a fraction": json.dumps({**GOOD, "from_files": 1.5}).encode(),
+    "not finite": json.dumps({**GOOD, "from_files": float("inf")}).encode(),
+    "true": json.dumps({**GOOD, "from_files": True}).encode(),
+    "words": json.dumps({**GOOD, "from_memory": "7"}).encode(),
     "a list of ratios": json.dumps({**GOOD, "zstd": [800]}).encode(),
     "an endless ratio": json.dumps({**GOOD, "zstd": 10**12}).encode(),
     "quicker beside than alone": json.dumps({**GOOD, "load_beside": 999}).encode(),
@@ -81,18 +81,18 @@ HOSTILE = {
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
 def test_what_is_no_time_is_none_and_counted(tmp_path: Path, content: bytes) -> None:
     keep(tmp_path, FOUND)
-    mine = Kept(tmp_path)
-    mine.file("rates", "a").write_bytes(content)
-    assert mine.recalled("a", Loading.from_json) is None
+    mine = CalibrationCache(tmp_path)
+    mine.locate("rates", "a").write_bytes(content)
+    assert mine.recall("a", RestoreTimes.from_json) is None
     assert mine.damaged["rates"] == 1
 
 
 @pytest.mark.parametrize("days", [-1, 8])
 def test_an_old_one_is_none_and_no_damage(tmp_path: Path, days: int) -> None:
     keep(tmp_path, FOUND)
-    mine, then = Kept(tmp_path), time.time() - days * 86400
-    os.utime(mine.file("rates", "a"), (then, then))
-    assert mine.recalled("a", Loading.from_json) is None
+    mine, then = CalibrationCache(tmp_path), time.time() - days * 86400
+    os.utime(mine.locate("rates", "a"), (then, then))
+    assert mine.recall("a", RestoreTimes.from_json) is None
     assert mine.damaged["rates"] == 0
 
 
@@ -133,9 +133,10 @@ def test_a_folder_without_files_is_measured_once_and_then_remembered(
     tmp_path: Path, shard: Pipeline, opened: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = opened()
-    first = with_loading(Rates(prefill=(1000,)), store, shard, chunk=CHUNK, kept=Kept(tmp_path))
+    first = add_restore_times(Rates(prefill=(1000,)), store, shard, chunk=CHUNK, kept=CalibrationCache(tmp_path))
     assert store.close()
-    assert min(first.host, first.disk) > 0
+    assert first.loads.keys() == {"host", "disk"}
+    assert min(first.loads.values()) > 0
     assert min(first.prefill_beside, first.load_beside) >= 1000
     assert first.prefill == (1000,)
     assert {file.name for file in (tmp_path / "kv").iterdir()} <= {"LOCK", "journal", "auto-codec"}, (
@@ -145,14 +146,14 @@ def test_a_folder_without_files_is_measured_once_and_then_remembered(
     (file,) = (tmp_path / "rates").iterdir()
     file.write_text(FOUND.to_json())
     store = opened()
-    monkeypatch.setattr(Rehearsal, "copies", never)
-    again = with_loading(Rates(prefill=(1000,)), store, shard, chunk=CHUNK, kept=Kept(tmp_path))
-    assert again == FOUND.added(Rates(prefill=(1000,)))
-    assert store.disk is not None
-    assert store.disk.chooser.chosen == "zstd"
+    monkeypatch.setattr(CopyMeasurement, "create_copies", never)
+    again = add_restore_times(Rates(prefill=(1000,)), store, shard, chunk=CHUNK, kept=CalibrationCache(tmp_path))
+    assert again == FOUND.add_to(Rates(prefill=(1000,)), {"host": FOUND.from_memory, "disk": FOUND.from_files})
+    assert store.lower_tiers
+    assert store.lower_tiers[0].chooser.choice == "zstd"
     assert store.close()
     other = opened("another model")
-    assert key(other, shard, CHUNK) != file.stem, "what another model's rows take says nothing"
+    assert build_restore_key(other, shard, CHUNK) != file.stem, "what another model's rows take says nothing"
     assert other.close()
 
 
@@ -162,7 +163,7 @@ def test_a_folder_without_files_is_measured_once_and_then_remembered(
         pytest.param(FOUND, 4_000, never, 2_000, id="as before"),
         pytest.param(FOUND, 2_000, never, 1_000, id="a quicker disk"),
         pytest.param(FOUND, 8_000, never, 4_000, id="a slower disk"),
-        pytest.param(evolve(FOUND, disk=1), 3_000, never, 1, id="never nothing"),
+        pytest.param(evolve(FOUND, from_files=1), 3_000, never, 1, id="never nothing"),
         pytest.param(FOUND, 1_999, lambda *_: 900, 900, id="a much quicker disk"),
         pytest.param(FOUND, 8_001, lambda *_: 2_100, 2_100, id="much slower once"),
         pytest.param(evolve(FOUND, single=0), 4_000, lambda *_: 1_000, 1_000, id="samples alone have told so far"),
@@ -176,22 +177,24 @@ def test_of_what_was_kept_the_disk_is_as_a_few_of_its_own_files_say(
     opened: Callable[..., Store],
     monkeypatch: pytest.MonkeyPatch,
     *,
-    before: Loading,
+    before: RestoreTimes,
     single: int,
     several: Callable[..., int],
     disk: int,
 ) -> None:
-    store, mine = opened(codec="store"), Kept(tmp_path)
-    rehearsal = Rehearsal(store, shard.parts, shard.capacity, CHUNK)
-    monkeypatch.setattr(Rehearsal, "files", lambda _, __: Given([lambda: 1]))
-    monkeypatch.setattr(Rehearsal, "single", lambda *_: single)
-    monkeypatch.setattr(Rehearsal, "alone", several)
-    monkeypatch.setattr(Rehearsal, "copies", never)
-    monkeypatch.setattr(Rehearsal, "samples", never)
+    store, mine = opened(codec="store"), CalibrationCache(tmp_path)
+    rehearsal = CopyMeasurement(store, shard.parts, shard.capacity, CHUNK)
+    monkeypatch.setattr(CopyMeasurement, "lease_files", lambda _, __: Given([lambda: 1]))
+    monkeypatch.setattr(CopyMeasurement, "measure_single", lambda *_: single)
+    monkeypatch.setattr(CopyMeasurement, "measure_alone", several)
+    monkeypatch.setattr(CopyMeasurement, "create_copies", never)
+    monkeypatch.setattr(CopyMeasurement, "write_samples", never)
     keep(tmp_path, before)
-    assert known(mine, "a", rehearsal, never) == evolve(before, disk=disk, single=single or before.single)
+    assert load_or_measure_times(mine, "a", rehearsal, never) == evolve(
+        before, from_files=disk, single=single or before.single
+    )
     told = several is not never and single
-    assert kept(tmp_path) == (evolve(before, disk=disk, single=single) if told else before)
+    assert kept(tmp_path) == (evolve(before, from_files=disk, single=single) if told else before)
     assert store.close()
 
 
@@ -199,18 +202,18 @@ def test_files_of_its_own_are_measured_where_nothing_was_kept(
     tmp_path: Path, shard: Pipeline, opened: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And then a start reads a few of them, one after the other."""
-    store, mine = opened(codec="store"), Kept(tmp_path)
-    rehearsal = Rehearsal(store, shard.parts, shard.capacity, CHUNK)
-    assert store.disk is not None
-    with rehearsal.samples(store.disk, "store") as loads:
-        monkeypatch.setattr(Rehearsal, "files", lambda _, __: Given(loads))
-        first = known(mine, "a", rehearsal, None)
-        assert min(first.host, first.disk, first.single) > 0
+    store, mine = opened(codec="store"), CalibrationCache(tmp_path)
+    rehearsal = CopyMeasurement(store, shard.parts, shard.capacity, CHUNK)
+    assert store.lower_tiers
+    with rehearsal.write_samples(store.lower_tiers[0], "store") as loads:
+        monkeypatch.setattr(CopyMeasurement, "lease_files", lambda _, __: Given(loads))
+        first = load_or_measure_times(mine, "a", rehearsal, None)
+        assert min(first.from_memory, first.from_files, first.single) > 0
         assert kept(tmp_path) == first
-        read = Rehearsal.single  # whose time is the machine's, and may be another one by now
-        monkeypatch.setattr(Rehearsal, "single", lambda *these: read(*these) and first.single)
-        monkeypatch.setattr(Rehearsal, "alone", never)
-        assert known(mine, "a", rehearsal, None) == first.today(first.single)
+        read = CopyMeasurement.measure_single  # whose time is the machine's, and may be another one by now
+        monkeypatch.setattr(CopyMeasurement, "measure_single", lambda *these: read(*these) and first.single)
+        monkeypatch.setattr(CopyMeasurement, "measure_alone", never)
+        assert load_or_measure_times(mine, "a", rehearsal, None) == first.scale_to(first.single)
     assert store.close()
 
 
@@ -221,11 +224,11 @@ def test_auto_writes_what_it_chose_at_its_first_start_whatever_is_measured_later
     chosen = []
     for number, ratio in enumerate((800, 1100, 950)):
         store = opened(codec="auto")
-        mine = Kept(tmp_path / str(number))
-        mine.remember(key(store, shard, CHUNK), evolve(FOUND, zstd=ratio).to_json())
-        with_loading(Rates(prefill=(1000,)), store, shard, chunk=CHUNK, kept=mine)
-        assert store.disk is not None
-        chosen.append(store.disk.chooser.chosen)
+        mine = CalibrationCache(tmp_path / str(number))
+        mine.remember(build_restore_key(store, shard, CHUNK), evolve(FOUND, zstd=ratio).to_json())
+        add_restore_times(Rates(prefill=(1000,)), store, shard, chunk=CHUNK, kept=mine)
+        assert store.lower_tiers
+        chosen.append(store.lower_tiers[0].chooser.choice)
         assert store.close()
     assert chosen == ["zstd", "zstd", "zstd"]
     assert (tmp_path / "kv" / "auto-codec").read_text() == "zstd\n"
@@ -245,24 +248,24 @@ def test_a_slow_zstd_is_told_with_the_option_that_helps(
     ratio: int,
     said: bool,
 ) -> None:
-    store, mine = opened(codec=codec), Kept(tmp_path)
-    mine.remember(key(store, shard, CHUNK), evolve(FOUND, zstd=ratio).to_json())
+    store, mine = opened(codec=codec), CalibrationCache(tmp_path)
+    mine.remember(build_restore_key(store, shard, CHUNK), evolve(FOUND, zstd=ratio).to_json())
     with caplog.at_level("INFO", logger="rekindle"):
-        with_loading(Rates(prefill=(1000,)), store, shard, chunk=CHUNK, kept=mine)
+        add_restore_times(Rates(prefill=(1000,)), store, shard, chunk=CHUNK, kept=mine)
     lines = [one.getMessage() for one in caplog.records if "--kv-cache-codec" in one.getMessage()]
     assert bool(lines) == said
     assert not said or "1.20 times" in lines[0]
-    assert store.disk is not None
-    assert store.disk.chooser.chosen == ("store" if codec == "auto" else codec)
+    assert store.lower_tiers
+    assert store.lower_tiers[0].chooser.choice == ("store" if codec == "auto" else codec)
     assert store.close()
 
 
 def test_zstd_is_compared_with_plain_files_at_the_first_start(
     tmp_path: Path, shard: Pipeline, opened: Callable[..., Store]
 ) -> None:
-    store, mine = opened(codec="zstd"), Kept(tmp_path)
-    with_loading(Rates(prefill=(1000,)), store, shard, chunk=CHUNK, kept=mine)
-    found = mine.recalled(key(store, shard, CHUNK), Loading.from_json)
+    store, mine = opened(codec="zstd"), CalibrationCache(tmp_path)
+    add_restore_times(Rates(prefill=(1000,)), store, shard, chunk=CHUNK, kept=mine)
+    found = mine.recall(build_restore_key(store, shard, CHUNK), RestoreTimes.from_json)
     assert found is not None
     assert found.zstd > 0
     assert not (tmp_path / "kv" / "auto-codec").exists(), "nothing was chosen"
@@ -289,9 +292,9 @@ def test_what_cannot_be_measured_is_not_known_and_nothing_fails(
         raise OSError(28, "No space left on device")
 
     store, rates = opened(), Rates(prefill=(1000,))
-    assert store.disk is not None
-    monkeypatch.setattr(store.disk.folder, "create", full)
-    assert with_loading(rates, store, shard, chunk=CHUNK, kept=Kept(tmp_path)) == rates
+    assert store.lower_tiers
+    monkeypatch.setattr(store.lower_tiers[0].folder, "create", full)
+    assert add_restore_times(rates, store, shard, chunk=CHUNK, kept=CalibrationCache(tmp_path)) == rates
     assert store.close()
 
 
@@ -299,34 +302,38 @@ def test_what_cannot_be_measured_is_not_known_and_nothing_fails(
 @pytest.mark.parametrize("load_ns", [10, 900, 1100, 100_000])
 def test_the_first_decision_is_the_hundredth(length: int, load_ns: int) -> None:
     """Times that are known from the start decide as the same times do after a hundred requests taught them."""
-    first = Loading(host=load_ns, disk=load_ns, prefill_beside=1200, load_beside=1100).added(Rates(prefill=(1000,)))
+    first = RestoreTimes(from_memory=load_ns, from_files=load_ns, prefill_beside=1200, load_beside=1100).add_to(
+        Rates(prefill=(1000,)), {"host": load_ns, "disk": load_ns}
+    )
     taught = Rates()
     for _ in range(100):
         taught = loading_taught(taught, load_ns)
     for tier in ("host", "disk"):
-        fronts = {policy.front(settings(rates), rates, 0, length, tier) for rates in (first, taught)}
+        fronts = {policy.choose_front(settings(rates), rates, 0, length, tier) for rates in (first, taught)}
         assert len(fronts) == 1
-    unknown = policy.front(settings(first), evolve(first, disk=0), 0, length, "disk")
+    unknown = policy.choose_front(settings(first), evolve(first, loads={"host": load_ns}), 0, length, "disk")
     assert unknown == 0, "only what is not known is trusted"
 
 
 def loading_taught(rates: Rates, load_ns: int) -> Rates:
-    rates = prefilled(rates, 0, 100, 100_000, beside=False)
+    rates = record_prefill(rates, 0, 100, 100_000, concurrent=False)
     for tier in ("host", "disk"):
-        rates = restored(rates, tier, 100, 100 * load_ns, beside=False)
-        rates = restored(rates, tier, 100, 110 * load_ns, beside=True)
-    return prefilled(rates, 0, 100, 120_000, beside=True)
+        rates = record_load(rates, tier, 100, 100 * load_ns, concurrent=False)
+        rates = record_load(rates, tier, 100, 110 * load_ns, concurrent=True)
+    return record_prefill(rates, 0, 100, 120_000, concurrent=True)
 
 
 def test_a_slow_disk_is_not_trusted_by_the_first_request() -> None:
     """The fault: a new process knew nothing of its disk, and restored in 250 ms what it computes in 55."""
-    known_at_start = Loading(disk=61_000, host=3_000).added(Rates(prefill=(25_000, 26_000)))
+    known_at_start = RestoreTimes(from_files=61_000, from_memory=3_000).add_to(
+        Rates(prefill=(25_000, 26_000)), {"disk": 61_000, "host": 3_000}
+    )
     house = evolve(settings(known_at_start), chunk=1024)
-    assert policy.front(house, known_at_start, 0, 1984, "disk") == 1984
-    assert policy.front(house, known_at_start, 0, 1984, "host") == 0
-    assert policy.front(house, Rates(prefill=(25_000, 26_000)), 0, 1984, "disk") == 0
+    assert policy.choose_front(house, known_at_start, 0, 1984, "disk") == 1984
+    assert policy.choose_front(house, known_at_start, 0, 1984, "host") == 0
+    assert policy.choose_front(house, Rates(prefill=(25_000, 26_000)), 0, 1984, "disk") == 0
 
 
 def test_the_first_span_is_one_constant() -> None:
-    assert not hasattr(measure, "BAND")
-    assert measure.FIRST is world_rates.FIRST
+    assert not hasattr(calibrate_compute, "BAND")
+    assert calibrate_compute.FIRST_SPAN is world_rates.FIRST_SPAN

@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from engine import logs
-from engine.startup import PROBE, Steps
+from engine.settings import log_format
+from engine.settings.start_progress import PROBE, StartProgress
 
 
 @pytest.fixture(autouse=True)
@@ -24,10 +24,10 @@ def as_it_was() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def configure(form: logs.LogFormat, level: logs.LogLevel) -> None:
+def configure(form: log_format.LogFormat, level: log_format.LogLevel) -> None:
     """As in a process that has no log yet: pytest puts handlers of its own there."""
     logging.getLogger().handlers.clear()
-    logs.configure(form, level)
+    log_format.configure(form, level)
 
 
 def test_lines_are_text_for_people(capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,7 +73,7 @@ def test_a_start_that_logs_objects_shows_no_bar_on_a_terminal(
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     configure("json", "info")
-    with Steps(lines=True, every_s=3600) as steps:
+    with StartProgress(lines=True, every_s=3600) as steps:
         steps(PROBE)
     (line,) = capsys.readouterr().err.splitlines()
     assert json.loads(line)["message"].startswith(f"starting: {PROBE}")

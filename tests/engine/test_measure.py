@@ -11,15 +11,23 @@ import pytest
 import torch
 from attrs import evolve
 
-from adapters.models.pipeline import Pipeline
-from adapters.models.waves import SPAN
-from effects.all import Ask
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.pipelined_chunks import SPAN
+from effects.all import EffectRequest
 from effects.decode import Decoded, RunDecode
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
-from engine import measure
-from engine.kept import Kept
-from engine.machine import Placement
-from engine.measure import agree, beside_rows, from_json, kept_or_measured, key, span, to_json
+from engine.loading import calibrate_compute
+from engine.loading.calibrate_compute import (
+    build_rates_key,
+    choose_concurrent_rows,
+    choose_prefill_span,
+    do_rates_agree,
+    from_json,
+    load_or_measure_rates,
+    to_json,
+)
+from engine.loading.device_survey import Placement
+from engine.settings.calibration_cache import CalibrationCache
 from states.rates import Rates
 from tests.device.fake_shard import FakeShard
 from tests.models.recurrent_shard import RecurrentShard
@@ -67,25 +75,25 @@ def test_anything_else_is_refused(text: str) -> None:
     ],
 )
 def test_a_few_of_them_have_to_agree(now: Rates, believed: bool) -> None:
-    assert agree(TIMES, now) is believed
-    assert not agree(Rates(), now)
+    assert do_rates_agree(TIMES, now) is believed
+    assert not do_rates_agree(Rates(), now)
 
 
 def test_what_does_not_agree_is_measured_again_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock's part is played: what a chunk, a decode step and everything take is said here."""
-    kept, asked = Kept(tmp_path), list[str]()
-    monkeypatch.setattr(measure, "timed", lambda _: 64 * 1000)
-    monkeypatch.setattr(measure, "decode", lambda *_, **__: TIMES.decode[::2])
-    monkeypatch.setattr(measure, "measured", lambda *_, **__: asked.append("all") or TIMES)
+    kept, asked = CalibrationCache(tmp_path), list[str]()
+    monkeypatch.setattr(calibrate_compute, "time_call", lambda _: 64 * 1000)
+    monkeypatch.setattr(calibrate_compute, "measure_decode", lambda *_, **__: TIMES.decode[::2])
+    monkeypatch.setattr(calibrate_compute, "measure_rates", lambda *_, **__: asked.append("all") or TIMES)
 
     def start() -> Rates:
-        return kept_or_measured(kept, "a", None, None, chunk=64, context=512, widths=[0, 3, 15])  # type: ignore[arg-type]
+        return load_or_measure_rates(kept, "a", None, None, chunk=64, context=512, widths=[0, 3, 15])  # type: ignore[arg-type]
 
     assert start() == TIMES
     assert start() == TIMES
     assert asked == ["all"]
     late = [64 * 9000]  # something was in the way, once
-    monkeypatch.setattr(measure, "timed", lambda _: late.pop() if late else 64 * 1000)
+    monkeypatch.setattr(calibrate_compute, "time_call", lambda _: late.pop() if late else 64 * 1000)
     assert start() == TIMES
     assert asked == ["all"]
     assert not late
@@ -94,53 +102,53 @@ def test_what_does_not_agree_is_measured_again_and_kept(tmp_path: Path, monkeypa
         assert start() == TIMES
     assert asked == ["all"] * 3
     assert kept.damaged["rates"] == 1
-    assert from_json(kept.file("rates", "a").read_text(encoding="utf-8")) == TIMES
+    assert from_json(kept.locate("rates", "a").read_text(encoding="utf-8")) == TIMES
 
 
 def test_what_is_quicker_than_what_was_kept_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A first start beside other work has told of steps that seemed dear."""
-    kept, asked = Kept(tmp_path), list[Sequence[int]]()
+    kept, asked = CalibrationCache(tmp_path), list[Sequence[int]]()
     dear = ((0, 1, 0, 8_000, 0), (0, 1, 4, 16_000, 8_000), (0, 1, 16, 30_000, 8_000))
     kept.remember("a", to_json(Rates(prefill=(1000,), decode=dear)))
-    monkeypatch.setattr(measure, "timed", lambda _: 64 * 1000)
+    monkeypatch.setattr(calibrate_compute, "time_call", lambda _: 64 * 1000)
 
     def start(*now: tuple[int, int, int, int, int]) -> tuple[tuple[int, int, int, int, int], ...]:
         def decode(*given: Any, **_: Any) -> Any:
             asked.append(given[-1])
             return now
 
-        monkeypatch.setattr(measure, "decode", decode)
+        monkeypatch.setattr(calibrate_compute, "measure_decode", decode)
         widths = [0, 3, 15]
-        return kept_or_measured(kept, "a", None, None, chunk=64, context=512, widths=widths).decode  # type: ignore[arg-type]
+        return load_or_measure_rates(kept, "a", None, None, chunk=64, context=512, widths=widths).decode  # type: ignore[arg-type]
 
     better = start((0, 1, 0, 7_000, 0), (0, 1, 4, 11_000, 7_000))
     assert better == ((0, 1, 0, 7_000, 0), (0, 1, 4, 11_000, 7_000), (0, 1, 16, 30_000, 8_000))
     assert start((0, 1, 0, 9_000, 0), (0, 1, 4, 10_000, 9_000))[1] == (0, 1, 4, 10_000, 7_000), "of the quickest each"
     assert start((0, 1, 0, 9_000, 0), (0, 1, 4, 12_000, 9_000))[1] == (0, 1, 4, 10_000, 7_000)
     assert asked == [[0, 3]] * 3
-    assert from_json(kept.file("rates", "a").read_text(encoding="utf-8")).decode[1] == (0, 1, 4, 10_000, 7_000)
+    assert from_json(kept.locate("rates", "a").read_text(encoding="utf-8")).decode[1] == (0, 1, 4, 10_000, 7_000)
 
 
 def test_they_are_kept_under_what_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = {"chunk": 256, "context": 8192, "widths": [0, 3]}
     keys = {
-        key("a", None, shape),
-        key("b", None, shape),
-        key("a", "draft", shape),
-        key("a", None, {**shape, "chunk": 64}),
+        build_rates_key("a", None, shape),
+        build_rates_key("b", None, shape),
+        build_rates_key("a", "draft", shape),
+        build_rates_key("a", None, {**shape, "chunk": 64}),
     }
-    monkeypatch.setattr(measure.torch, "get_num_threads", lambda: 7)
-    assert len(keys | {key("a", None, shape)}) == 5
+    monkeypatch.setattr(calibrate_compute.torch, "get_num_threads", lambda: 7)
+    assert len(keys | {build_rates_key("a", None, shape)}) == 5
 
 
 @pytest.mark.parametrize("context", [32, 100, 101])
 def test_prefill_is_measured_in_any_context_of_a_model_with_recurrent_layers(context: int) -> None:
     """Its state stands at some multiples only, wherever the last chunk of the context begins."""
     shard = RecurrentShard(capacity=context, buckets=(4, 8, 16, 32), state_block=16)
-    assert min(measure.prefill(shard, 32, context)) > 0
+    assert min(calibrate_compute.measure_prefill(shard, 32, context)) > 0
 
 
-ROUND = 3 * measure.IN_A_ROW  # steps of three widths
+ROUND = 3 * calibrate_compute.IN_A_ROW  # steps of three widths
 
 
 class HeldUp:
@@ -149,7 +157,7 @@ class HeldUp:
     def __init__(self, slower: int) -> None:
         self.slower, self.outcomes = slower, list[Any]()
 
-    def rehearse(self, _: OpenSlot, following: Callable[[Sequence[Any]], Ask | None]) -> list[Any]:
+    def rehearse(self, _: OpenSlot, following: Callable[[Sequence[Any]], EffectRequest | None]) -> list[Any]:
         while (ask := following(self.outcomes)) is not None:
             if isinstance(ask.effect, RunPrefill):
                 self.outcomes.append(PrefillAdvanced(ask.effect.stop))
@@ -164,7 +172,7 @@ class HeldUp:
 @pytest.mark.parametrize(("slower", "rounds"), [(1, 2), (20, 3)])
 def test_decode_steps_are_measured_again_while_they_get_quicker(slower: int, rounds: int) -> None:
     shard, executor = RecurrentShard(capacity=100, buckets=(4, 8), state_block=16), HeldUp(slower)
-    found = measure.decode(executor, shard, 100, (0, 3, 7))  # type: ignore[arg-type]
+    found = calibrate_compute.measure_decode(executor, shard, 100, (0, 3, 7))  # type: ignore[arg-type]
     assert found == ((0, 1, 0, 10, 0), (0, 1, 4, 40, 10), (0, 1, 8, 80, 10))
     assert len(executor.outcomes) == 1 + rounds * ROUND
 
@@ -173,17 +181,17 @@ def test_decode_steps_are_measured_again_while_they_get_quicker(slower: int, rou
     ("rounds", "spent", "ends"),
     [
         ([{0: 100}], 1, False),
-        ([{0: 100}], 2 * measure.BUDGET_NS, True),
+        ([{0: 100}], 2 * calibrate_compute.BUDGET_NS, True),
         ([{0: 100, 3: 200}, {0: 95, 3: 190}], 1, True),
         ([{0: 100, 3: 200}, {0: 95, 3: 150}], 1, False),
         ([{0: 100, 3: 200}, {0: 95, 3: 150}, {0: 96, 3: 149}], 1, True),
-        ([{0: 100}, {0: 50}], 2 * measure.BUDGET_NS, True),
+        ([{0: 100}, {0: 50}], 2 * calibrate_compute.BUDGET_NS, True),
     ],
 )
 def test_it_ends_when_nothing_gets_quicker_or_too_much_is_spent(
     rounds: list[dict[int, int]], spent: int, ends: bool
 ) -> None:
-    assert measure.enough(rounds, spent, 2) is ends
+    assert calibrate_compute.enough(rounds, spent, 2) is ends
 
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -204,7 +212,7 @@ WHOLE, PROVEN = (Placement(range(1), GPU),), (4, 64, 128, 256, 1024)
     ids=["a GPU", "a draft", "a bucket that is not proven", "no wider chunk", "experts", "two parts", "a CPU"],
 )
 def test_where_prompts_have_a_lane_of_their_own(plan, shard, buckets, drafted, rows) -> None:  # type: ignore[no-untyped-def]
-    assert beside_rows(plan, shard, buckets, drafted=drafted) == rows
+    assert choose_concurrent_rows(plan, shard, buckets, drafted=drafted) == rows
 
 
 @pytest.mark.parametrize(
@@ -218,4 +226,4 @@ def test_where_prompts_have_a_lane_of_their_own(plan, shard, buckets, drafted, r
     ids=["a GPU", "a GPU with a draft", "a CPU", "two that compute elsewhere"],
 )
 def test_how_many_chunks_a_launch_may_be_of(parts: tuple[FakeShard, ...], beside: bool, chunks: int) -> None:
-    assert span(Pipeline(parts), beside=beside) == chunks
+    assert choose_prefill_span(Pipeline(parts), concurrent=beside) == chunks

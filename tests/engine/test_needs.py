@@ -11,15 +11,21 @@ import pytest
 import torch
 
 from adapters import demo
-from adapters.checkpoint.packed import StepLayout
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.qwen3 import Qwen3Config
-from engine.begin import load_target
-from engine.draft import find_draft
-from engine.fit import Fit
-from engine.machine import Placement, planned
-from engine.needs import chosen, hosts_table, needs, there, weights
-from engine.options import Options
+from adapters.checkpoint.packed_matrix import StepLayout
+from adapters.models.families.qwen3 import Qwen3Config
+from adapters.models.open_checkpoint import Checkpoint
+from engine.loading.background_load import load_target
+from engine.loading.device_survey import Placement, plan_placement
+from engine.loading.load_draft import find_draft
+from engine.loading.memory_estimate import (
+    choose_fit,
+    estimate_needs,
+    estimate_weights,
+    hosts_embedding,
+    measure_available,
+)
+from engine.loading.memory_fit import Fit
+from engine.settings.options import Options, build_options
 from tests.models.checkpoints import save_qwen3
 
 CONFIG = Checkpoint.open(demo.FOLDER).config
@@ -34,16 +40,18 @@ def a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_the_ledger_charges_what_was_reckoned(tmp_path: Path) -> None:
     save_qwen3(tmp_path / "model", max_position_embeddings=512)
     how = {"disk_prefix_cache": "off", "host_cache_budget": 0, "chunk": 64}
-    options = Options(model=str(tmp_path / "model"), device="cpu", **how)
+    options = build_options(model=str(tmp_path / "model"), device="cpu", **how)
     target = await load_target(options)
     try:
         ledger = target.memory(0)
-        (need,) = needs(options, target.checkpoint.config, F32, planned(options, target.checkpoint.config), None)
+        (need,) = estimate_needs(
+            options, target.checkpoint.config, F32, plan_placement(options.placement, target.checkpoint.config), None
+        )
         assert (target.settings.slots, target.settings.max_context) == (16, 512)
         assert ledger["slots"]["target"] == 16 * (512 * need.row + need.state)
         weights, buffers = ledger["models"]["target"]["device"], ledger["buffers"]["target"]
         assert weights <= need.fixed <= weights + 4 * buffers
-        assert need.taken(Fit(16, 512)) >= ledger["slots"]["target"] + weights
+        assert need.compute_taken(Fit(16, 512)) >= ledger["slots"]["target"] + weights
     finally:
         await target.close()
 
@@ -67,24 +75,26 @@ def test_what_nobody_chose_is_what_there_is_room_for(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("engine.needs.there", lambda _: there)
-    options = Options(device="cpu", **asked)
+    monkeypatch.setattr("engine.loading.memory_estimate.measure_available", lambda _: there)
+    options = build_options(device="cpu", **asked)
     with caplog.at_level(logging.WARNING, "rekindle"):
-        found = chosen(options, CONFIG, F32, planned(options, CONFIG), None)
+        found = choose_fit(options, CONFIG, F32, plan_placement(options.placement, CONFIG), None)
     assert (found.slots, found.context) == served
     assert ("--max-ctx: 4096 of the model's 32768 tokens" in caplog.text) == (asked == {"slots": 4})
     assert ("can be had" in caplog.text) == (there == 1 << 20)
 
 
 def test_each_device_is_charged_for_its_own_layers_and_the_last_one_for_the_draft() -> None:
-    options = Options(target_devices="cpu,cpu", target_layer_split="1,1")
-    plan = planned(options, CONFIG)
-    (both,) = needs(options, CONFIG, F32, plan, None)
-    (one,) = needs(Options(device="cpu"), CONFIG, F32, planned(Options(device="cpu"), CONFIG), None)
+    options = build_options(target_devices="cpu,cpu", target_layer_split="1,1")
+    plan = plan_placement(options.placement, CONFIG)
+    (both,) = estimate_needs(options, CONFIG, F32, plan, None)
+    (one,) = estimate_needs(
+        build_options(device="cpu"), CONFIG, F32, plan_placement(build_options(device="cpu").placement, CONFIG), None
+    )
     assert (both.row, both.state) == (one.row, one.state)
-    draft = find_draft(Options(device="cpu"), Checkpoint.open(demo.FOLDER))
+    draft = find_draft(build_options(device="cpu"), Checkpoint.open(demo.FOLDER))
     assert draft is not None
-    (drafted,) = needs(options, CONFIG, F32, plan, draft)
+    (drafted,) = estimate_needs(options, CONFIG, F32, plan, draft)
     assert drafted.row == both.row + draft.shape.kv_bytes_per_token(F32)
     assert drafted.fixed > both.fixed + 4 * draft.weights
 
@@ -92,13 +102,13 @@ def test_each_device_is_charged_for_its_own_layers_and_the_last_one_for_the_draf
 def test_a_draft_apart_is_charged_where_it_is_with_copies_of_the_embedding_and_the_head(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("engine.needs.there", lambda _: 1 << 40)
-    monkeypatch.setattr("engine.needs.multiplied_in", lambda *_: 4)
+    monkeypatch.setattr("engine.loading.memory_estimate.measure_available", lambda _: 1 << 40)
+    monkeypatch.setattr("engine.loading.memory_estimate.choose_itemsize", lambda *_: 4)
     draft = find_draft(Options(), Checkpoint.open(demo.FOLDER))
     assert draft is not None
     plan = (Placement(range(CONFIG.num_layers), torch.device("cuda:0")),)
-    together = needs(Options(), CONFIG, F32, plan, draft)
-    own, apart = needs(Options(draft_device="cpu"), CONFIG, F32, plan, draft)
+    together = estimate_needs(Options(), CONFIG, F32, plan, draft)
+    own, apart = estimate_needs(build_options(draft_device="cpu"), CONFIG, F32, plan, draft)
     assert [one.name for one in together] == ["cuda:0"]
     assert (own.name, apart.name) == ("cuda:0", "cpu")
     copied = 2 * CONFIG.vocab_size * CONFIG.hidden_size * 4
@@ -113,24 +123,24 @@ def test_where_weights_leave_less_than_half_of_a_gpu_the_embedding_stays_on_the_
 ) -> None:
     config = Qwen3Config(1000, 64, 128, 2, 4, 2, 16, 512, 1e6, tie_word_embeddings=tied)
     plan = (Placement(range(2), torch.device("cuda:0")),)
-    whole = weights(config, F32, torch.device("cuda:0"), range(2))
-    monkeypatch.setattr("engine.needs.allowed", lambda _: share * whole)
-    monkeypatch.setattr("engine.needs.there", lambda _: share * whole)
+    whole = estimate_weights(config, F32, torch.device("cuda:0"), range(2))
+    monkeypatch.setattr("engine.loading.memory_estimate.measure_allowed", lambda _: share * whole)
+    monkeypatch.setattr("engine.loading.memory_estimate.measure_available", lambda _: share * whole)
     table = 1000 * 64 * 4 if away else 0
-    assert hosts_table(config, F32, plan, {}) == away
-    gpu, *host = needs(Options(max_ctx=512, slots=1), config, F32, plan, None)
+    assert hosts_embedding(config, F32, plan, {}) == away
+    gpu, *host = estimate_needs(build_options(max_ctx=512, slots=1), config, F32, plan, None)
     assert [(one.name, one.fixed, one.row) for one in host] == ([("cpu", table, 0)] if away else [])
-    monkeypatch.setattr("engine.needs.hosts_table", lambda *_: False)
-    assert gpu.fixed == needs(Options(max_ctx=512, slots=1), config, F32, plan, None)[0].fixed - table
+    monkeypatch.setattr("engine.loading.memory_estimate.hosts_embedding", lambda *_: False)
+    assert gpu.fixed == estimate_needs(build_options(max_ctx=512, slots=1), config, F32, plan, None)[0].fixed - table
 
 
 def test_what_torch_may_take_of_a_gpu_is_all_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda:0")
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=100 << 30))
-    monkeypatch.setattr("engine.needs.free_memory", lambda _: 90 << 30)
+    monkeypatch.setattr("engine.loading.memory_estimate.free_memory", lambda _: 90 << 30)
     for share, left in ((1.0, 80), (0.5, 45), (0.05, 4)):
         monkeypatch.setattr("torch.cuda.get_per_process_memory_fraction", lambda _, share=share: share)
-        assert there(gpu) == left << 30
+        assert measure_available(gpu) == left << 30
 
 
 def test_packed_weights_take_their_own_room_of_a_gpu() -> None:
@@ -138,7 +148,7 @@ def test_packed_weights_take_their_own_room_of_a_gpu() -> None:
     four, eight = StepLayout("uint4", 128, least="scale"), StepLayout("int8", 32)
     other = StepLayout("e4m3", 32, scale="float32")  # which no kernel is for
     shapes, bf16, gpu, whole = config.tensors(), torch.bfloat16, torch.device("cuda"), range(2)
-    plain = weights(config, bf16, gpu, whole)
+    plain = estimate_weights(config, bf16, gpu, whole)
     assert plain == sum(2 * math.prod(shape) for shape in shapes.values())
     layouts = {name: four for name in shapes if name.endswith("_proj.weight")}
     layouts["model.layers.1.mlp.up_proj.weight"] = eight  # so neither it nor what it gates stays packed
@@ -146,10 +156,10 @@ def test_packed_weights_take_their_own_room_of_a_gpu() -> None:
     kept = [name for name in layouts if not ("1.mlp" in name and "down" not in name) and layouts[name] != other]
     counts = {name: math.prod(shapes[name]) for name in kept}
     expected = plain - sum(count * (2 - four.bits / 8) for count in counts.values())
-    assert weights(config, bf16, gpu, whole, layouts) == pytest.approx(expected)
-    assert weights(config, F32, gpu, whole, layouts) == 2 * plain
+    assert estimate_weights(config, bf16, gpu, whole, layouts) == pytest.approx(expected)
+    assert estimate_weights(config, F32, gpu, whole, layouts) == 2 * plain
     layouts["model.embed_tokens.weight"] = eight  # whose head is packed, beside the table
     head = 1000 * 512 * 8.5 / 8
-    assert weights(config, bf16, gpu, range(1, 2), layouts) == pytest.approx(
-        weights(config, bf16, gpu, range(1, 2), {**layouts, "model.embed_tokens.weight": other}) + head
+    assert estimate_weights(config, bf16, gpu, range(1, 2), layouts) == pytest.approx(
+        estimate_weights(config, bf16, gpu, range(1, 2), {**layouts, "model.embed_tokens.weight": other}) + head
     )

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import get_args
 
-import attrs
 import pytest
 
 import engine.__main__ as command
 from adapters import demo
-from adapters.text.answer.reader import REASONING_PARSERS, TOOL_PARSERS
+from adapters.text.answer.answer_parser import REASONING_PARSERS, TOOL_PARSERS
 from effects.scope import Scope
-from engine.options import Options, ReasoningParser, ToolParser
+from engine.settings.option_types import ReasoningParser, ToolParser
+from engine.settings.options import Options, build_options, flat_values
 
 
 @pytest.fixture
@@ -24,15 +24,15 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
         seen.append(options)
         return 0
 
-    monkeypatch.setattr("engine.begin.begin", lambda *_: None)
-    monkeypatch.setattr("engine.serve.run", run)
+    monkeypatch.setattr("engine.loading.background_load.begin_load", lambda *_: None)
+    monkeypatch.setattr("engine.serving.serve.run_server", run)
     return seen
 
 
 def test_without_arguments_the_demo_is_served_on_loopback(served: list[Options]) -> None:
     assert command.main(["serve"]) == 0
     assert served == [Options()]
-    assert (served[0].model, served[0].host, served[0].port) == ("demo", "127.0.0.1", 8000)
+    assert (served[0].model.model, served[0].http.host, served[0].http.port) == ("demo", "127.0.0.1", 8000)
 
 
 def test_flags_win_over_environment_and_that_over_the_file(
@@ -43,7 +43,12 @@ def test_flags_win_over_environment_and_that_over_the_file(
     monkeypatch.setenv("REKINDLE_PORT", "2")
     monkeypatch.setenv("REKINDLE_SLOTS", "5")
     assert command.main(["serve", "--port", "9", "--config", str(file)]) == 0
-    assert (served[0].port, served[0].slots, served[0].max_queue, served[0].api_key) == (9, 5, 7, ("one", "two"))
+    assert (served[0].http.port, served[0].runtime.slots, served[0].http.max_queue, served[0].http.api_key) == (
+        9,
+        5,
+        7,
+        ("one", "two"),
+    )
 
 
 FREEZING = ("--disk-prefix-cache-compress", "--prefill-compression", "auto", "--prefill-drafter", "demo")
@@ -181,29 +186,29 @@ def test_mistakes_name_the_flag_and_what_is_accepted(
 )
 def test_a_draft_stays_or_goes_as_the_flags_say(words: list[str], policy: str, served: list[Options]) -> None:
     assert command.main(["serve", *words]) == 0
-    assert served[0].residency == policy
+    assert served[0].speculation.residency_policy == policy
 
 
 def test_every_parser_that_there_is_can_be_chosen(served: list[Options]) -> None:
     assert get_args(ToolParser) == ("auto", *TOOL_PARSERS)
     assert get_args(ReasoningParser) == ("auto", *REASONING_PARSERS)
     assert command.main(["serve", "--tool-parser", "qwen-xml", "--reasoning-parser", "none"]) == 0
-    assert (served[0].tool_parser, served[0].reasoning_parser) == ("qwen-xml", "none")
+    assert (served[0].model.tool_parser, served[0].model.reasoning_parser) == ("qwen-xml", "none")
     assert command.main(["serve", "--tool-parser", "qwen_xml"]) == 2
 
 
 def test_prompts_may_be_left_alone(served: list[Options]) -> None:
     assert command.main(["serve"]) == 0
     assert command.main(["serve", "--stabilize", "off"]) == 0
-    assert [options.stabilize for options in served] == ["known", "off"]
+    assert [options.http.stabilize for options in served] == ["known", "off"]
     assert command.main(["serve", "--stabilize", "all"]) == 2
 
 
 def test_names_and_origins_may_be_given_several_times(served: list[Options]) -> None:
     words = ["--alias", "gpt-4o", "--alias", "a/b", "--any-model", "--allow-origin", "https://Page.example:8443"]
     assert command.main(["serve", *words, "--allow-origin", "*", "--allow-origin", "http://[::1]:3000"]) == 0
-    assert (served[0].alias, served[0].any_model) == (("gpt-4o", "a/b"), True)
-    assert served[0].allow_origin == ("https://Page.example:8443", "*", "http://[::1]:3000")
+    assert (served[0].model.alias, served[0].model.any_model) == (("gpt-4o", "a/b"), True)
+    assert served[0].http.allow_origin == ("https://Page.example:8443", "*", "http://[::1]:3000")
 
 
 def test_a_mistake_in_the_environment_names_the_variable(
@@ -227,18 +232,18 @@ def test_a_mistake_in_the_file_is_told(
 
 
 def test_keys_are_never_shown() -> None:
-    shown = Options(api_key=("kept-quiet",)).shown()
+    shown = build_options(api_key=("kept-quiet",)).redacted_values()
     assert "kept-quiet" not in repr(shown)
-    assert shown.keys() == {field.name for field in attrs.fields(Options)}
+    assert shown.keys() == flat_values(Options()).keys()
 
 
 def test_help_tells_every_flag_its_default_and_its_variable(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["serve", "--help"]) == 0
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    for field in attrs.fields(Options):
-        flag = field.name.replace("_", "-")
+    for name in flat_values(Options()):
+        flag = name.replace("_", "-")
         assert f"--{flag}" in shown
-        assert f"REKINDLE_{field.name.upper()}" in shown
+        assert f"REKINDLE_{name.upper()}" in shown
 
 
 def test_the_diagram_is_mermaid(capsys: pytest.CaptureFixture[str]) -> None:
@@ -262,20 +267,24 @@ def test_the_diagram_is_mermaid(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_how_much_is_kept_can_be_said_in_words_and_numbers(word: str, scope: Scope, served: list[Options]) -> None:
     assert command.main(["serve", "--disk-prefix-cache", word]) == 0
-    assert (served[0].scope, served[0].disk_prefix_cache) == (scope, word)
+    assert (served[0].cache.default_scope, served[0].cache.disk_prefix_cache) == (scope, word)
 
 
 def test_a_file_may_give_a_scope_as_a_number(served: list[Options], tmp_path: Path) -> None:
     file = tmp_path / "rekindle.toml"
     file.write_text("disk-prefix-cache = 1000\nkv-cache-cold-max = 0\nkv-cache-interval = 0\n")
     assert command.main(["serve", "--config", str(file)]) == 0
-    assert served[0].scope == Scope("fixed", 1000)
-    assert (served[0].kv_cache_cold_max, served[0].kv_cache_interval) == (0, 0)
+    assert served[0].cache.default_scope == Scope("fixed", 1000)
+    assert (served[0].cache.kv_cache_cold_max, served[0].cache.kv_cache_interval) == (0, 0)
 
 
 def test_the_defaults_of_what_is_worth_keeping(served: list[Options]) -> None:
     assert command.main(["serve"]) == 0
-    assert (served[0].kv_cache_cold_max, served[0].kv_cache_interval, served[0].kv_cache_min_tokens) == (
+    assert (
+        served[0].cache.kv_cache_cold_max,
+        served[0].cache.kv_cache_interval,
+        served[0].cache.kv_cache_min_tokens,
+    ) == (
         10240,
         10240,
         512,
@@ -291,12 +300,12 @@ def test_the_defaults_of_what_is_worth_keeping(served: list[Options]) -> None:
     ],
 )
 def test_a_curve_of_ratios_is_read_in_thousandths(curve: str, points: tuple[tuple[int, int], ...]) -> None:
-    assert Options(prefill_curve=curve).curve == points
+    assert build_options(prefill_curve=curve).compression.keep_ratio_curve == points
 
 
 def test_a_demo_scores_with_the_drafter_that_it_comes_with_unless_nothing_is_to_be_left_out() -> None:
-    assert Options().drafter == ""
-    assert Options(prefill_compression="auto").drafter == str(demo.DRAFTER)
-    assert Options(model="demo-hybrid", prefill_compression="always").drafter == str(demo.DRAFTER)
-    assert Options(prefill_drafter="elsewhere").drafter == "elsewhere"
+    assert Options().scorer_name == ""
+    assert build_options(prefill_compression="auto").scorer_name == str(demo.DRAFTER)
+    assert build_options(model="demo-hybrid", prefill_compression="always").scorer_name == str(demo.DRAFTER)
+    assert build_options(prefill_drafter="elsewhere").scorer_name == "elsewhere"
     assert (demo.DRAFTER / "config.json").is_file()

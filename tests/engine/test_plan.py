@@ -12,17 +12,24 @@ import torch
 from attrs import evolve
 
 from adapters import demo
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.kernels.products import ProductPlan
-from adapters.models.numerics import Numerics, joined
-from engine.begin import load_target
-from engine.folders import model_folder
-from engine.machine import Placement, choose_device, choose_devices, free_memory, host_rows, planned
-from engine.options import Options
-from engine.plan import Where, layer_ranges, read_devices, read_listen, read_weights
-from engine.refusal import Refusal
-from engine.storing import disk_folder
-from engine.target import Target
+from adapters.models.kernels.product_list import ProductPlan
+from adapters.models.numerics.probe_result import Numerics, joined
+from adapters.models.open_checkpoint import Checkpoint
+from engine.loading.background_load import load_target
+from engine.loading.device_survey import (
+    Placement,
+    choose_device,
+    choose_devices,
+    free_memory,
+    measure_host_slots,
+    plan_placement,
+)
+from engine.loading.load_target import Target
+from engine.loading.open_store import disk_folder
+from engine.settings.options import Options, build_options, flat_values
+from engine.settings.paths import find_model_folder
+from engine.settings.placement import DeviceLocation, layer_ranges, read_devices, read_listen, read_weights
+from engine.settings.user_error import UserError
 from states.rates import Rates
 
 CONFIG = Checkpoint.open(demo.FOLDER).config  # ten layers
@@ -63,30 +70,35 @@ def test_every_layer_is_somewhere_and_nobody_goes_without(layers: int) -> None:
 
 
 def test_devices_and_weights_are_lists() -> None:
-    assert read_devices("cpu") == (Where("cpu", "cpu"),)
+    assert read_devices("cpu") == (DeviceLocation("cpu", "cpu"),)
     local = ("cpu:0", "cpu"), ("cuda:1", "cuda:1"), ("cuda", "cuda"), ("auto:2", "auto:2")
-    assert read_devices("cpu:0, cuda:1,cuda,auto:2") == tuple(Where(*one) for one in local)
+    assert read_devices("cpu:0, cuda:1,cuda,auto:2") == tuple(DeviceLocation(*one) for one in local)
     launched = ("ipc+cpu:0", "cpu"), ("ipc+cuda:3", "cuda:3"), ("hip:1", "cuda:1"), ("hip", "cuda:0")
-    assert read_devices("ipc+cpu:0,ipc+cuda:3,hip:1,hip") == tuple(Where(*one, launched=True) for one in launched)
+    assert read_devices("ipc+cpu:0,ipc+cuda:3,hip:1,hip") == tuple(
+        DeviceLocation(*one, is_launched=True) for one in launched
+    )
     running = {
         "tcp://127.0.0.1:7461": ("127.0.0.1", 7461),
         "tcp://[::1]:1": ("::1", 1),
         "tcp://a.b:9": ("a.b", 9),
     }
-    assert read_devices(",".join(running)) == tuple(Where(name, address=one) for name, one in running.items())
+    assert read_devices(",".join(running)) == tuple(DeviceLocation(name, address=one) for name, one in running.items())
     assert read_weights("0.08,.5, 1e2") == (0.08, 0.5, 100.0)
-    assert Options().devices == (Where("auto", "auto"),)
-    assert Options(device="cuda:1").devices == (Where("cuda:1", "cuda:1"),)
-    both = Options(target_devices="cpu:0,cpu:0", target_layer_split="1,3")
-    assert (both.devices, both.layer_weights) == ((Where("cpu:0", "cpu"),) * 2, (1.0, 3.0))
+    assert Options().placement.locations == (DeviceLocation("auto", "auto"),)
+    assert build_options(device="cuda:1").placement.locations == (DeviceLocation("cuda:1", "cuda:1"),)
+    both = build_options(target_devices="cpu:0,cpu:0", target_layer_split="1,3")
+    assert (both.placement.locations, both.placement.layer_weights) == (
+        (DeviceLocation("cpu:0", "cpu"),) * 2,
+        (1.0, 3.0),
+    )
 
 
 def test_a_plan_is_of_layers_and_devices() -> None:
-    two = planned(Options(target_devices="cpu:0,cpu", target_layer_split="1,4"), CONFIG)
+    two = plan_placement(build_options(target_devices="cpu:0,cpu", target_layer_split="1,4").placement, CONFIG)
     assert two == (Placement(range(2), CPU), Placement(range(2, 10), CPU))
-    assert planned(Options(device="cpu"), CONFIG) == (Placement(range(10), CPU),)
-    assert planned(Options(target_devices="cpu:0"), CONFIG) == (Placement(range(10), CPU),)
-    shared = planned(Options(target_devices="cpu,cpu,cpu,cpu"), CONFIG)
+    assert plan_placement(build_options(device="cpu").placement, CONFIG) == (Placement(range(10), CPU),)
+    assert plan_placement(build_options(target_devices="cpu:0").placement, CONFIG) == (Placement(range(10), CPU),)
+    shared = plan_placement(build_options(target_devices="cpu,cpu,cpu,cpu").placement, CONFIG)
     assert [one.layers.stop for one in shared] == [3, 5, 8, 10], "free memory, of which each has a quarter"
     assert free_memory(CPU) > 0
 
@@ -103,8 +115,8 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_this_model_or_machine_cannot_do_is_refused_in_a_line(case: str) -> None:
     given, said = REFUSED[case]
-    with pytest.raises(Refusal) as told:
-        planned(Options(**given), CONFIG)
+    with pytest.raises(UserError) as told:
+        plan_placement(build_options(**given).placement, CONFIG)
     assert said in str(told.value)
     assert str(told.value).startswith("--target-devices")
     assert "\n" not in str(told.value)
@@ -132,8 +144,8 @@ CONTRADICTIONS = {
 @pytest.mark.parametrize("case", CONTRADICTIONS)
 def test_options_that_contradict_each_other_are_refused(case: str) -> None:
     given, said = CONTRADICTIONS[case]
-    with pytest.raises(Refusal, match=r"^--target") as told:
-        Options(**given)
+    with pytest.raises(UserError, match=r"^--target") as told:
+        build_options(**given)
     assert said in str(told.value)
 
 
@@ -144,17 +156,20 @@ def test_a_gpu_has_its_number(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     number = int(name[-1]) if ":" in name else 0
     assert choose_device(name, "--device") == torch.device("cuda", number)
-    for options in (Options(device=name), Options(target_devices=name)):
-        assert choose_devices(options) == (torch.device("cuda", number),)
-    with pytest.raises(Refusal, match="there are 2 CUDA devices"):
+    for options in (build_options(device=name), build_options(target_devices=name)):
+        assert choose_devices(options.placement) == (torch.device("cuda", number),)
+    with pytest.raises(UserError, match="there are 2 CUDA devices"):
         choose_device("cuda:2", "--device")
 
 
 def test_host_memory_is_asked_for_the_layers_that_are_there() -> None:
     gpu = torch.device("cuda", 0)
-    whole, dtype = host_rows(CONFIG, None, torch.bfloat16, torch.bfloat16, [Placement(range(10), CPU)]), torch.bfloat16
-    split = host_rows(CONFIG, None, dtype, dtype, [Placement(range(4), CPU), Placement(range(4, 10), CPU)])
-    mixed = host_rows(CONFIG, None, dtype, dtype, [Placement(range(4), CPU), Placement(range(4, 10), gpu)])
+    whole, dtype = (
+        measure_host_slots(CONFIG, None, torch.bfloat16, torch.bfloat16, [Placement(range(10), CPU)]),
+        torch.bfloat16,
+    )
+    split = measure_host_slots(CONFIG, None, dtype, dtype, [Placement(range(4), CPU), Placement(range(4, 10), CPU)])
+    mixed = measure_host_slots(CONFIG, None, dtype, dtype, [Placement(range(4), CPU), Placement(range(4, 10), gpu)])
     assert whole == split
     assert mixed.token * 10 == whole.token * 4
 
@@ -256,7 +271,7 @@ def outcome(target: Target) -> dict[str, Any]:
     """But for measured times: all that a server and its clients can tell of a target, but where its layers are."""
     assert target.transfer is not None
     shard, store, draft = target.shard, target.transfer.store, target.draft
-    assert store.disk is not None
+    assert store.lower_tiers
     assert draft is not None
     ledger = target.memory(0)
     return {
@@ -265,7 +280,12 @@ def outcome(target: Target) -> dict[str, Any]:
         "numerics": attrs.evolve(target.numerics, seconds=0.0),
         "model": (target.model_id, target.mode, target.scope, target.model_info["dtype"]),
         "shard": (shard.slots, shard.capacity, shard.buckets, shard.dtype, shard.state_places, shard.row_spec),
-        "store": (store.layout, store.host.index.budget, store.disk.index.budget, store.disk.chooser.codec),
+        "store": (
+            store.layout,
+            store.memory_tier.index.budget,
+            store.lower_tiers[0].index.budget,
+            store.lower_tiers[0].chooser.codec,
+        ),
         "draft": (draft.identity, draft.state, draft.capacity, draft.block),
         "memory": (ledger["models"], ledger["slots"]),
         "pflash": target.pflash,
@@ -273,35 +293,38 @@ def outcome(target: Target) -> dict[str, Any]:
     }
 
 
-def watched(seen: set[str]) -> type[Options]:
-    class Watched(Options):
-        """Options that write down what of them is read."""
+def watched(options: Options, seen: set[str]) -> Options:
+    """Options whose groups write down what of them is read."""
 
-        def __getattribute__(self, name: str) -> Any:
-            seen.add(name)
-            return super().__getattribute__(name)
+    def watched_group(group: Any) -> Any:
+        class Watched(type(group)):  # type: ignore[misc] # whichever group it is
+            def __getattribute__(self, name: str) -> Any:
+                seen.add(name)
+                return super().__getattribute__(name)
 
-    return Watched
+        return Watched(**attrs.asdict(group, recurse=False))
+
+    return Options(**{name: watched_group(group) for name, group in attrs.asdict(options, recurse=False).items()})
 
 
 @pytest.mark.timeout(120)
 async def test_split_and_single_honour_every_field_of_the_options(tmp_path: Path) -> None:
-    fields, threads = {field.name for field in attrs.fields(Options)}, torch.get_num_threads()
+    fields, threads = set(flat_values(Options())), torch.get_num_threads()
     read: dict[str, set[str]] = {"single": set(), "split": set()}
     for model, given in CHANGED.items():
         found = {}
         for name, devices in PLANS.items():
-            options = watched(read[name])(**given, **devices, kv_cache_dir=tmp_path / model / name)
+            options = watched(build_options(**given, **devices, kv_cache_dir=tmp_path / model / name), read[name])
             target = await load_target(options)
             found[name] = outcome(target)
             assert len(target.shard.parts) == (1 if name == "single" else 3)
-            assert disk_folder(options) == tmp_path / model / name
-            assert model_folder(options).name in str(target.folder)
+            assert disk_folder(options.cache) == tmp_path / model / name
+            assert find_model_folder(options.model).name in str(target.folder)
             await target.close()
         torch.set_num_threads(threads)
         assert found["split"] == found["single"]
-        default = Options()
-        assert all(value != getattr(default, name) for name, value in given.items() if name not in ("model", "draft"))
+        default = flat_values(Options())
+        assert all(value != default[name] for name, value in given.items() if name not in ("model", "draft"))
     changed = {name for given in CHANGED.values() for name in given}
     placed = {"device", "target_devices", "target_layer_split", "target_shard_ipc_python", "shard_secret_file"}
     placed |= {"experts"}  # refused on a CPU

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 import engine.__main__ as command
-from engine.options import Options
-from engine.preflight import prepared
-from engine.refusal import Refusal
+from engine.settings.options import build_options
+from engine.settings.preflight import prepare_options
+from engine.settings.user_error import UserError
 
 CHECKPOINT = "accepted: a folder with a Hugging Face checkpoint"
 
@@ -31,8 +31,8 @@ def a_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
 
 
 def said(**options: object) -> str:
-    with pytest.raises(Refusal) as refused:
-        prepared(Options(**options))
+    with pytest.raises(UserError) as refused:
+        prepare_options(build_options(**options))
     return str(refused.value)
 
 
@@ -118,9 +118,9 @@ def test_a_trace_that_cannot_be_written_is_told_and_one_that_is_there_stays(tmp_
     assert "too long" in said(trace=tmp_path / ("x" * 300))
     kept = tmp_path / "kept.jsonl"
     kept.write_text("yesterday's")
-    prepared(Options(trace=kept))
+    prepare_options(build_options(trace=kept))
     assert kept.read_text() == "yesterday's"
-    prepared(Options(trace=tmp_path / "new.jsonl"))
+    prepare_options(build_options(trace=tmp_path / "new.jsonl"))
     assert [path.name for path in tmp_path.iterdir()] == ["kept.jsonl"]
 
 
@@ -143,22 +143,22 @@ def test_a_cache_folder_that_cannot_be_used_is_told_and_none_is_made(tmp_path: P
     shared.mkdir()
     shared.chmod(0o777)
     assert "others may write there" in said(kv_cache_dir=shared)
-    prepared(Options(kv_cache_dir=tmp_path / "new" / "kv"))
+    prepare_options(build_options(kv_cache_dir=tmp_path / "new" / "kv"))
     assert not (tmp_path / "new").exists(), "what was made to try it is gone again"
     shared.chmod(0o700)
-    prepared(Options(kv_cache_dir=shared))
+    prepare_options(build_options(kv_cache_dir=shared))
     assert not (tmp_path / "new").exists()
     assert not list(shared.iterdir())
 
 
 def test_a_cache_folder_that_another_process_uses_is_told(tmp_path: Path) -> None:
-    from adapters.store.folder import LOCK  # noqa: PLC0415
+    from adapters.store.files.private_folder import LOCK  # noqa: PLC0415
 
     tmp_path.chmod(0o700)
     with (tmp_path / LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert "another process" in said(kv_cache_dir=tmp_path)
-    prepared(Options(kv_cache_dir=tmp_path))
+    prepare_options(build_options(kv_cache_dir=tmp_path))
 
 
 def test_a_draft_that_is_not_there_is_told() -> None:
@@ -169,13 +169,13 @@ def test_keys_come_from_a_file_and_are_never_shown(tmp_path: Path, caplog: pytes
     file = tmp_path / "keys"
     file.write_text("first\n\n  second \r\n")
     file.chmod(0o600)
-    options = prepared(Options(api_key=("flag",), api_key_file=file))
-    assert options.api_key == ("flag", "first", "second")
-    assert "second" not in repr(options.shown())
+    options = prepare_options(build_options(api_key=("flag",), api_key_file=file))
+    assert options.http.api_key == ("flag", "first", "second")
+    assert "second" not in repr(options.redacted_values())
     assert not caplog.records
     file.chmod(0o644)
     with caplog.at_level(logging.WARNING, "rekindle"):
-        assert prepared(options).api_key
+        assert prepare_options(options).http.api_key
     assert "chmod 600" in caplog.text
     assert "second" not in caplog.text
 

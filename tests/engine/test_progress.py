@@ -11,15 +11,15 @@ import pytest
 from effects.ids import RequestId
 from effects.stream import ReportProgress
 from engine.__main__ import main
-from engine.prefill_log import PrefillLog
-from engine.progress import progress, quietly, told_if_slow
+from engine.core.prefill_log import PrefillLog
+from engine.settings.progress import announce_if_slow, count_progress, silence_progress
 from tests.cache_command.test_cache import FIRST, fill
 from tests.engine.stories import GOLDEN
 
 
 def test_lines_come_seconds_apart_and_short_work_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
     now = [0.0]
-    with progress("things", 1000, clock=lambda: now[0]) as step:
+    with count_progress("things", 1000, clock=lambda: now[0]) as step:
         for _ in range(15):
             now[0] += 1 / 16
             step()
@@ -33,13 +33,13 @@ def test_lines_come_seconds_apart_and_short_work_is_silent(capsys: pytest.Captur
 
 
 def test_what_has_no_steps_is_told_when_it_takes_long(capsys: pytest.CaptureFixture[str]) -> None:
-    with told_if_slow("importing", 0.05):
+    with announce_if_slow("importing", 0.05):
         time.sleep(0.3)
     shown = capsys.readouterr()
     assert (shown.out, shown.err) == ("", "importing (0 s)\n")
-    with told_if_slow("importing"):
+    with announce_if_slow("importing"):
         pass
-    with quietly(True), told_if_slow("importing", 0.0):
+    with silence_progress(True), announce_if_slow("importing", 0.0):
         time.sleep(0.05)
     assert capsys.readouterr().err == ""
 
@@ -48,7 +48,7 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     now = [0.0]
-    with progress("things", clock=lambda: now[0]) as step:
+    with count_progress("things", clock=lambda: now[0]) as step:
         now[0] = 2
         step(5)
     shown = capsys.readouterr().err
@@ -60,11 +60,11 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 def test_who_wants_no_news_gets_none(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     now = [0.0]
-    with quietly(True), progress("things", 10, clock=lambda: now[0]) as step:
+    with silence_progress(True), count_progress("things", 10, clock=lambda: now[0]) as step:
         now[0] = 100
         step(5, name="more")
     assert capsys.readouterr().err == ""
-    with quietly(False), progress("things", 10, clock=lambda: now[0]) as step:
+    with silence_progress(False), count_progress("things", 10, clock=lambda: now[0]) as step:
         now[0] = 200
         step(5)
     assert "things" in capsys.readouterr().err
@@ -91,7 +91,7 @@ def test_commands_tell_how_far_they_are_unless_they_are_to_be_quiet(
     """Everything is told at once."""
     kept = tmp_path / "kept"
     fill(kept, FIRST)
-    monkeypatch.setattr("engine.progress.FIRST_S", -1.0)
+    monkeypatch.setattr("engine.settings.progress.FIRST_S", -1.0)
     named = {"TRACE": str(GOLDEN / "a_full_house.jsonl"), "OUT": str(tmp_path / "out.html"), "FOLDER": str(kept)}
     assert main([*(named.get(word, word) for word in words), *quiet]) == 0
     shown = capsys.readouterr()
@@ -104,18 +104,18 @@ def test_a_prompt_that_takes_long_is_told_of_and_others_are_not(caplog: pytest.L
     log = PrefillLog(clock=lambda: now[0])
     with caplog.at_level(logging.INFO, "rekindle"):
         for done in range(0, 10_000, 100):
-            log.told(long, ReportProgress(1000 + done, 11_000, 1000))
+            log.log_progress(long, ReportProgress(1000 + done, 11_000, 1000))
             if done < 500:
-                log.told(short, ReportProgress(done, 500, 0))
+                log.log_progress(short, ReportProgress(done, 500, 0))
             now[0] += 1 / 8
-        log.told(long, ReportProgress(10_999, 11_000, 1000))
-        log.ended(long)
-        log.ended(short)
-        log.ended(RequestId(3))
+        log.log_progress(long, ReportProgress(10_999, 11_000, 1000))
+        log.forget(long)
+        log.forget(short)
+        log.forget(RequestId(3))
     assert [record.getMessage() for record in caplog.records] == [
         "request 1: 1,800 of 11,000 prompt tokens (1,000 of them restored) after 1.0 s",
         "request 1: 5,800 of 11,000 prompt tokens (1,000 of them restored) after 6.0 s",
         "request 1: 9,800 of 11,000 prompt tokens (1,000 of them restored) after 11.0 s",
     ]
     assert {record.__dict__["request"] for record in caplog.records} == {1}
-    assert not log._known  # noqa: SLF001
+    assert not log._started_and_due  # noqa: SLF001

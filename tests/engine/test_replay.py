@@ -19,13 +19,13 @@ from effects.grammar import Grammar
 from effects.ids import RequestId
 from effects.job import Job, Sampling
 from engine.__main__ import main
-from engine.redact import Redactor
-from engine.replay import CutShort, Diverged, replay_file, world_json
-from engine.runner import Envelope
-from engine.trace import BadTrace, Digest, Recorder, converter, digest, encode, read
+from engine.core.event_loop import Envelope
+from engine.core.redact import Redactor
+from engine.core.replay import ReplayDiffers, TraceCutShort, replay_file, world_json
+from engine.core.trace import BadTrace, Digest, Recorder, converter, digest, encode, read_trace
 from states.events import Cancelled, ForRequest, Submitted
 from states.settings import Settings
-from states.world import advance, begin
+from states.world import advance, make_world
 from tests.engine.play import collect, engine, header
 from tests.engine.stories import GOLDEN, STORIES, files
 
@@ -65,7 +65,7 @@ async def test_a_redacted_trace_replays_and_has_none_of_the_tokens(tmp_path: Pat
     await record(tmp_path / "shut.jsonl.zst", redacted=True)
     run = replay_file(tmp_path / "shut.jsonl.zst")
     assert run.events > 64
-    _, records = read(tmp_path / "shut.jsonl.zst")
+    _, records = read_trace(tmp_path / "shut.jsonl.zst")
     shown = {token for _, record in records if isinstance(record, Envelope) for token in tokens_of(record)}
     assert len(shown) > 100
     assert shown & set(range(256)) <= {17}, "only the stop token keeps its name"
@@ -85,9 +85,9 @@ def tokens_of(envelope: Envelope) -> tuple[int, ...]:
 
 
 def test_redaction_keeps_equal_prefixes_equal_and_nothing_else() -> None:
-    redactor = Redactor(begin(Settings()))
-    one = redactor.prompt(RequestId(1), (1, 2, 3, 4))
-    other = redactor.prompt(RequestId(2), (1, 2, 9, 4))
+    redactor = Redactor(make_world(Settings()))
+    one = redactor.redact_prompt(RequestId(1), (1, 2, 3, 4))
+    other = redactor.redact_prompt(RequestId(2), (1, 2, 9, 4))
     assert one[:2] == other[:2]
     assert one[2] != other[2]
     assert one[3] != other[3], "the same token after another prefix must not show"
@@ -99,7 +99,7 @@ async def test_the_last_part_of_a_trace_cannot_go_unnoticed(tmp_path: Path) -> N
     lines = path.read_text().splitlines(keepends=True)
     for kept in (len(lines) - 1, len(lines) - 3, 2):
         path.write_text("".join(lines[:kept]))
-        with pytest.raises(Diverged, match="cut short"):
+        with pytest.raises(ReplayDiffers, match="cut short"):
             replay_file(path)
 
 
@@ -113,7 +113,7 @@ async def test_a_killed_servers_trace_agrees_as_far_as_it_goes(
     whole = path.read_bytes()
     for share in (0.5, 0.8, 0.99):
         path.write_bytes(whole[: int(share * len(whole))])
-        with pytest.raises(CutShort) as cut:
+        with pytest.raises(TraceCutShort) as cut:
             replay_file(path)
         assert main(["replay", str(path)]) == 3
         told = capsys.readouterr().err
@@ -147,7 +147,7 @@ async def test_every_missing_or_doubled_line_is_noticed(tmp_path: Path) -> None:
             continue
         for changed in (lines[:at] + lines[at + 1 :], [*lines[:at], lines[at], *lines[at:]]):
             path.write_text("".join(changed))
-            with pytest.raises(Diverged):
+            with pytest.raises(ReplayDiffers):
                 replay_file(path)
 
 
@@ -171,7 +171,7 @@ def test_a_changed_world_is_found_by_its_digest(tmp_path: Path) -> None:
     path = tmp_path / "changed.jsonl"
     text = STORIES["everything_goes_wrong_and_the_answer_comes"]()
     path.write_text(text.replace('"world":"', '"world":"0', 1))
-    with pytest.raises(Diverged, match="Digest"):
+    with pytest.raises(ReplayDiffers, match="Digest"):
         replay_file(path)
 
 
@@ -180,7 +180,7 @@ def test_an_impossible_event_is_a_difference(tmp_path: Path) -> None:
     first, second, *_ = STORIES["a_full_house"]().splitlines(keepends=True)
     odd = encode(Envelope(0, 0, ForRequest(RequestId(9), Decoded((1,)))))
     path.write_text(first + odd + "\n")
-    with pytest.raises(Diverged, match="cannot happen here"):
+    with pytest.raises(ReplayDiffers, match="cannot happen here"):
         replay_file(path)
     assert second
 
@@ -234,15 +234,15 @@ def test_a_bad_header_is_named(tmp_path: Path, first: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(first + "\n")
     with pytest.raises(BadTrace, match="line 1"):
-        read(path)
+        read_trace(path)
 
 
 def test_a_line_that_never_ends_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.trace.LINE_LIMIT", 1000)
+    monkeypatch.setattr("engine.core.trace.LINE_LIMIT", 1000)
     path = tmp_path / "long.jsonl.zst"
     path.write_bytes(zstandard.compress(b"x" * 10_000_000))
     with pytest.raises(BadTrace, match="longer"):
-        read(path)
+        read_trace(path)
 
 
 def test_a_million_wrong_tokens_are_one_mistake(tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ def test_damaged_zstd_is_refused(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4
     path.write_bytes(data)
-    with pytest.raises((BadTrace, Diverged)):
+    with pytest.raises((BadTrace, ReplayDiffers)):
         replay_file(path)
 
 
@@ -289,13 +289,13 @@ def test_a_disk_that_is_full_ends_the_trace_and_nothing_else(tmp_path: Path) -> 
     recorder.start()
     recorder._file.close()  # noqa: SLF001
     recorder._file = full.open("w")  # noqa: SLF001
-    world = begin(Settings())
+    world = make_world(Settings())
     for seq in range(100):
         event = Submitted(Job(prompt=(seq,) * 500, max_tokens=1))
         world, outs = advance(world, ForRequest(RequestId(seq), event))
         recorder.record(Envelope(seq, 0, ForRequest(RequestId(seq), event)), outs, world)
     recorder.close()
-    assert "space" in recorder.lost
+    assert "space" in recorder.failure
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -318,11 +318,11 @@ def test_events_survive_the_file(job: Job) -> None:
 
 
 def test_the_digest_sees_every_value() -> None:
-    world = begin(Settings())
+    world = make_world(Settings())
     seen = {digest(world)}
     for event in (Submitted(Job((1, 2, 3), 4)), Submitted(Job((1, 2, 4), 4)), Submitted(Job((1, 2, 3), 5))):
         seen.add(digest(advance(world, ForRequest(RequestId(1), event))[0]))
     seen.add(digest(advance(world, ForRequest(RequestId(2), Submitted(Job((1, 2, 3), 4))))[0]))
     assert len(seen) == 5
     assert digest(advance(world, ForRequest(RequestId(1), Cancelled("deadline")))[0]) == digest(world)
-    assert Digest(0, digest(world)) == Digest(0, digest(begin(Settings())))
+    assert Digest(0, digest(world)) == Digest(0, digest(make_world(Settings())))

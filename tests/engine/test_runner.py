@@ -11,19 +11,19 @@ import pytest
 from anyio.lowlevel import checkpoint
 from attrs import evolve
 
-from effects.all import Ask, Launch
+from effects.all import EffectRequest, Launch
 from effects.decode import Decoded, RunDecode
 from effects.ids import RequestId, SlotId
 from effects.job import Job
 from effects.lookup import FindPrefix, PrefixMissed
-from effects.ports import MOST_RECENT, Perform, RowsLost
+from effects.ports import MAX_RECENT_SHOWN, PerformEffect, RowsLost
 from effects.prefill import RunPrefill
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from effects.stream import EmitTokens, ReportProgress
-from engine.runner import Envelope
+from engine.core.event_loop import Envelope
 from states.events import ForRequest
-from states.life import LookingUp, Prefilling
 from states.machine import IllegalEvent
+from states.request_states import LookingUp, Prefilling
 from states.residency import Resolved
 from states.settings import Settings
 from tests.engine.play import SETTINGS, ScriptedDevice, collect, engine, expected
@@ -97,7 +97,7 @@ class Dying(ScriptedDevice):
         super().__init__(fails=self.die)
         self.dying = dying
 
-    def die(self, _: Ask) -> Exception | None:
+    def die(self, _: EffectRequest) -> Exception | None:
         if len(self.launches) not in self.dying:
             return None
         self.rows.clear()
@@ -216,7 +216,7 @@ async def test_a_cancelled_request_stops_within_a_chunk_and_its_slot_stays_warm(
     assert not any(isinstance(ask.effect, RunPrefill) and ask.effect.start == 192 for ask in asks_of(device, closed=1))
 
 
-def asks_of(device: ScriptedDevice, *, closed: int) -> list[Ask]:
+def asks_of(device: ScriptedDevice, *, closed: int) -> list[EffectRequest]:
     return [ask for launch in device.launches for ask in launch.asks if ask.request == closed]
 
 
@@ -230,7 +230,7 @@ async def test_what_is_posted_while_an_event_is_folded_comes_behind_it() -> None
             observe(envelope, *more)
 
         running.runner.observe = noted
-        ticket.hear(lambda: ticket.cancel("client_gone"))
+        ticket.set_listener(lambda: ticket.cancel("client_gone"))
         await anyio.sleep(0.01)
         _, closed = await collect(ticket)
     assert closed.finish == "cancelled"
@@ -329,7 +329,9 @@ async def failing_later(*_: Any) -> PrefixMissed:
     ("find", "stage"),
     [(missed, Prefilling), (failing, Prefilling), (missed_later, LookingUp), (failing_later, LookingUp)],
 )
-async def test_what_the_store_knows_is_answered_before_anybody_else_has_a_turn(find: Perform, stage: type) -> None:
+async def test_what_the_store_knows_is_answered_before_anybody_else_has_a_turn(
+    find: PerformEffect, stage: type
+) -> None:
     """What fails is a miss either way."""
     async with engine(evolve(SETTINGS, store=True), perform={FindPrefix: find}) as running:
         await anyio.wait_all_tasks_blocked()  # it has begun
@@ -370,8 +372,8 @@ async def test_nothing_is_left_behind() -> None:
         await anyio.sleep(0.01)
         assert not running.runner.world.requests
         assert not running.door._tickets  # noqa: SLF001
-        assert len(running.door.meter._spent) == MOST_RECENT  # noqa: SLF001 - the last ones are shown
-        assert not running.door.meter._since  # noqa: SLF001
+        assert len(running.door.meter._spent) == MAX_RECENT_SHOWN  # noqa: SLF001 - the last ones are shown
+        assert not running.door.meter._current_stage  # noqa: SLF001
 
 
 def test_the_settings_of_these_tests_are_small() -> None:

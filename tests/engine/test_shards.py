@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from adapters import demo
-from adapters.checkpoint.errors import CheckpointError
-from adapters.checkpoint.weights import check_finite
-from adapters.models.checkpoint import Checkpoint
-from adapters.store.memory import Memory
-from engine.shards import uploading
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.checkpoint.finite_check import check_finite
+from adapters.models.open_checkpoint import Checkpoint
+from adapters.store.slab_memory import SlabMemory
+from engine.loading.load_shards import stage_weights
 
 
 def test_weights_that_are_not_finite_are_told_of_when_all_have_been_read() -> None:
@@ -18,7 +18,7 @@ def test_weights_that_are_not_finite_are_told_of_when_all_have_been_read() -> No
     checkpoint, read = Checkpoint.open(demo.FOLDERS["demo"]), list[str]()
 
     def load() -> None:
-        with uploading(checkpoint, [], Memory(), torch.bfloat16):
+        with stage_weights(checkpoint, [], SlabMemory(), torch.bfloat16):
             for name, value in (("one", float("nan")), ("other", 1.0)):
                 check_finite(torch.tensor([value]), "file", name)
                 read.append(name)

@@ -11,17 +11,17 @@ from effects.all import Launch
 from effects.decode import RunDecode
 from effects.ids import RequestId
 from effects.job import Job
-from effects.ports import MOST_RECENT, MOST_RUNNING, Activity
+from effects.ports import MAX_RECENT_SHOWN, MAX_RUNNING_SHOWN, Activity
 from effects.residency import ModelLoaded
-from engine.door import EngineDoor
-from engine.meter import STAGES, Meter, stage_of
-from engine.runner import Envelope
-from engine.showing import running as named
-from engine.showing import slot_status
+from engine.core.event_loop import Envelope
+from engine.core.request_meter import STAGES, RequestMeter, stage_of
+from engine.core.status import list_running as named
+from engine.core.status import slot_status
+from engine.core.submission import Submissions
 from states.events import ForRequest, Submitted
-from states.life import Waiting
+from states.request_states import Waiting
 from states.residency import Resolved
-from states.world import advance, begin
+from states.world import advance, make_world
 from tests.engine.play import SETTINGS, PlayedEngine, ScriptedDevice, collect, engine
 
 PROMPT = tuple(range(10, 110))
@@ -84,7 +84,7 @@ async def test_a_request_is_told_of_while_it_runs_and_when_it_has_ended() -> Non
 
 async def until_empty(playing: PlayedEngine) -> None:
     with anyio.fail_after(60):
-        await playing.door.empty()
+        await playing.door.wait_until_empty()
 
 
 async def test_a_hit_is_counted_by_tier_and_a_prefill_tells_how_far_it_is() -> None:
@@ -112,14 +112,14 @@ async def test_who_waits_is_told_last_and_so_many_are_told_and_no_more() -> None
         waiting = next(state for state in world.requests.values() if isinstance(state, Waiting))
         crowd = evolve(world, requests={**{1000 + n: waiting for n in range(90)}, **world.requests})
         crowded = named(crowd, playing.door.meter, 0)
-        assert len(crowded) == MOST_RUNNING
+        assert len(crowded) == MAX_RUNNING_SHOWN
         assert [one.id for one in crowded[:2]] == [one.id for one in told[:2]]
         halting.go.set()
         for ticket in tickets:
             await collect(ticket)
         await until_empty(playing)
         recent = playing.door.activity().recent
-        assert [one.id for one in recent] == [ticket.request for ticket in reversed(tickets)][:MOST_RECENT]
+        assert [one.id for one in recent] == [ticket.request for ticket in reversed(tickets)][:MAX_RECENT_SHOWN]
         assert playing.door.activity().totals.finished == {"length": 40}
 
 
@@ -145,7 +145,7 @@ async def test_a_request_that_drains_is_told_of_until_it_has(reason: str) -> Non
 
 async def test_what_was_turned_away_is_counted_and_spent_no_time() -> None:
     async with engine() as playing:
-        door: EngineDoor = playing.door
+        door: Submissions = playing.door
         await door.drain(0)
         await collect(door.submit(Job(prompt=PROMPT, max_tokens=1)))
         assert door.activity().recent == ()  # it never came in
@@ -153,7 +153,7 @@ async def test_what_was_turned_away_is_counted_and_spent_no_time() -> None:
 
 def test_time_is_spent_where_a_request_is_also_when_anothers_event_took_it_there() -> None:
     """Two wait for one model: the event that it is there names one of them, and both go on to prefill."""
-    world, meter = begin(evolve(SETTINGS, block=4, residency=Resolved("request-scoped", "park"))), Meter()
+    world, meter = make_world(evolve(SETTINGS, block=4, residency=Resolved("request-scoped", "park"))), RequestMeter()
     one, other = RequestId(1), RequestId(2)
     job = Job(prompt=PROMPT, max_tokens=5)
     stages = []
@@ -170,7 +170,7 @@ def test_time_is_spent_where_a_request_is_also_when_anothers_event_took_it_there
 
 def test_a_request_that_waits_for_the_lane_moves_no_weights() -> None:
     """One prefills, another has asked for a draft that is there already: what it waits for is the lane."""
-    world, meter = begin(evolve(SETTINGS, block=4)), Meter()
+    world, meter = make_world(evolve(SETTINGS, block=4)), RequestMeter()
     one, other = RequestId(1), RequestId(2)
     job = Job(prompt=PROMPT, max_tokens=5)
     for seq, event in enumerate([ForRequest(one, Submitted(job)), ForRequest(other, Submitted(job))]):

@@ -16,31 +16,35 @@ import torch
 from attrs import define, evolve, field
 from torch import Tensor
 
-from adapters.device.drafting import Drafting
 from adapters.device.executor import DeviceExecutor
-from adapters.device.lane import DeviceLane
-from adapters.device.proposer import DraftRequest
-from adapters.device.slots import SlotState
-from adapters.device.tree import Tree, chain
-from adapters.models.dflash.draft import DFlashDraft
-from adapters.models.numerics import Numerics
-from adapters.models.pipeline import Pipeline
-from adapters.models.shard import Forward, NamedTensors, Step
-from adapters.store.format import Layout
-from adapters.store.opening import open_store
+from adapters.device.executor_parts import ExecutorParts
+from adapters.device.lane.lane import DeviceLane
+from adapters.device.slots.slot_table import SlotTable
+from adapters.device.slots.slots import SlotState
+from adapters.device.speculation.drafting import Drafting
+from adapters.device.speculation.proposal_tree import Tree, chain
+from adapters.device.speculation.proposer import DraftRequest, Proposer
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.shard import NamedTensors
+from adapters.models.drafts.dflash.draft import DFlashDraft
+from adapters.models.kernels.step import Forward, Step
+from adapters.models.numerics.probe_result import Numerics
+from adapters.store.files.file_format import Layout
+from adapters.store.open_store import open_store
 from adapters.store.store import Store
-from adapters.transfer.transfer import transfer
+from adapters.transfer.transfer import create_transfer
 from benchmarks.exactness import Answered, answered
 from effects.ids import Tokens
 from effects.job import Job, Sampling
 from effects.residency import LoadModel, ModelLoaded
 from effects.scope import Scope
-from engine.assemble import Engine, engine
-from engine.fit import Fit
-from engine.kept import Kept
-from engine.options import Options
-from engine.storing import layout
-from engine.target import decide
+from engine.loading.choose_settings import choose_settings
+from engine.loading.memory_fit import Fit
+from engine.loading.open_store import build_layout
+from engine.loading.plan_load import ProvenPlan
+from engine.serving.wiring import Engine, run_engine
+from engine.settings.calibration_cache import CalibrationCache
+from engine.settings.options import Options
 from states.settings import Settings
 from tests.models.drafts import FULL, config_of, head_of, proven_draft, random_tensors
 from tests.models.recurrent_shard import VOCAB, WIDTH, RecurrentShard
@@ -64,13 +68,13 @@ SAMPLED = Sampling(temperature=0.9, seed=5)
 @pytest.fixture(autouse=True)
 def clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every launch takes as long as any other, and every restore: so restoring pays, as proposing does."""
-    for module in ("adapters.device.executor", "adapters.transfer.restore"):
+    for module in ("adapters.device.executor", "adapters.transfer.restorer"):
         ticks = count(0, 1000)
         monkeypatch.setattr(f"{module}.time", SimpleNamespace(perf_counter_ns=partial(next, ticks)))
 
 
 @define(eq=False)
-class Guesses:
+class Guesses(Proposer):
     """Proposes what is known to come, one token in four of it wrong."""
 
     known: Sequence[Tokens]
@@ -89,7 +93,7 @@ class Guesses:
 
     def catch_up(self, slot: int) -> None: ...
 
-    def opened(self, source: int, target: int, state: SlotState) -> None: ...
+    def inherit_rows(self, source: int, target: int, state: SlotState) -> None: ...
 
 
 class ReadBack(RecurrentShard):
@@ -111,7 +115,7 @@ class OneStart:
     async def told(self, job: Job) -> tuple[Tokens, tuple[str, int]]:
         """And gone, and written: while a slot is busy, nobody continues from a state that may move on."""
         found = await answered(self.engine, job)
-        while self.engine.runner.world.requests:  # noqa: ASYNC110 - nobody else is told
+        while self.engine.event_loop.world.requests:  # noqa: ASYNC110 - nobody else is told
             await anyio.sleep(0.001)
         await anyio.to_thread.run_sync(settled, self.store)
         assert found.report is not None
@@ -126,8 +130,6 @@ async def process(
     settings = evolve(SETTINGS, block=7 if known else 0, **changes)
     places = {"state_block": settings.block_size, "state_places": settings.state_places}
     lane, shard = DeviceLane(), ReadBack(settings.slots, settings.max_context, BUCKETS, **places)
-    executor = DeviceExecutor(shard, BUCKETS, lane=lane, proposer=Guesses(known) if known else None)
-    executor.handle(LoadModel, lambda *_: ModelLoaded())
     store = open_store(
         Layout("34" * 16, SETTINGS.block_size, shard.row_spec, state=shard.state_specs),
         folder,
@@ -135,12 +137,22 @@ async def process(
         disk_bytes=1 << 30,
     )
     assert store is not None
-    moving = transfer(store, (shard,), lane, executor.serving)
-    executor.checkpointed_by(moving.saver.checkpoint)
-    async with engine(settings, executor, transfer=moving, facts={}, paranoid=True) as running:
+    slots = SlotTable()
+    moving = create_transfer(store, (shard,), lane, slots.find)
+    parts = ExecutorParts(
+        shard,
+        BUCKETS,
+        lane,
+        handlers={LoadModel: lambda *_: ModelLoaded()},
+        proposer=Guesses(known) if known else None,
+        keep_state=moving.saver.save_checkpoint,
+        slots=slots,
+    )
+    executor = DeviceExecutor(parts)
+    async with run_engine(settings, executor, transfer=moving, paranoid=True) as running:
         yield OneStart(running, store, shard)
         await anyio.to_thread.run_sync(settled, store)
-    assert store.figures()["leases"] == 0
+    assert store.collect_figures()["leases"] == 0
     assert executor.close()
     moving.close()
 
@@ -279,7 +291,7 @@ async def test_an_append_only_turn_after_a_restart_goes_on_in_the_last_block_of_
 
 async def test_proposals_change_nothing_of_what_is_kept_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = count(0, 1000)  # every launch takes as long, whatever it proposes, so proposing pays
-    monkeypatch.setattr("adapters.device.decoding.time", SimpleNamespace(perf_counter_ns=lambda: next(clock)))
+    monkeypatch.setattr("adapters.device.decode.decode_step.time", SimpleNamespace(perf_counter_ns=lambda: next(clock)))
     job = Job(prompt(1, 70), 60)
     plain = await cold(tmp_path, job)
     known = (*job.prompt, *plain)
@@ -312,13 +324,13 @@ async def test_streams_side_by_side_each_have_their_own_state(tmp_path: Path) ->
 
 async def test_the_engine_learns_from_the_shard_that_it_has_state(tmp_path: Path) -> None:
     lane, shard = DeviceLane(), Pipeline((RecurrentShard(2, 256, BUCKETS),))
-    executor = DeviceExecutor(shard, BUCKETS, lane=lane)
+    executor = DeviceExecutor(ExecutorParts(shard, BUCKETS, lane=lane))
     numerics = Numerics("buckets", BUCKETS, 16, CHUNK, "torch", 1, "one", 0.0, 0, 0)
-    how = {"numerics": numerics, "named": "a", "kept": Kept(tmp_path), "plan": (), "fit": Fit(4, 256)}
-    settings = await lane.run(partial(decide, Options(), executor, shard, None, **how))
+    how = {"proven": ProvenPlan(Fit(4, 256), numerics, (), "a"), "kept": CalibrationCache(tmp_path), "plan": ()}
+    settings = await lane.run(partial(choose_settings, Options(), executor, shard, None, **how))
     assert settings.stateful
     assert all(settings.rates.prefill), "chunks are timed wherever they stand, whatever state was there"
-    assert layout(shard, None, "a", 16) == Layout("a", 16, shard.row_spec, None, shard.state_specs)
+    assert build_layout(shard, None, "a", 16) == Layout("a", 16, shard.row_spec, None, shard.state_specs)
     assert not settings.no_trees
     assert executor.close()
 
@@ -338,13 +350,13 @@ async def test_a_draft_of_large_blocks_is_asked_for_what_can_be_rolled_back(
     lane, shard = DeviceLane(), Pipeline((Strict(2, 256, BUCKETS, state_block=16),))
     like = {"hidden_size": WIDTH, "num_layers": 1, "masks": (FULL,), "aux_layers": (0,)}
     config = config_of(**like, block=32, mask_token_id=VOCAB - 1)
-    kernels = proven_draft(config, torch.float32, 256, VOCAB).fresh()
+    kernels = proven_draft(config, torch.float32, 256, VOCAB).copy_for_shard()
     head = head_of(config, kernels, vocab=VOCAB)
     draft = DFlashDraft(config, random_tensors(config), kernels, head, slots=2, capacity=256, buckets=BUCKETS)
-    executor = DeviceExecutor(shard, BUCKETS, lane=lane, proposer=Drafting(draft, BUCKETS))
+    executor = DeviceExecutor(ExecutorParts(shard, BUCKETS, lane=lane, proposer=Drafting(draft, BUCKETS)))
     numerics = Numerics("buckets", BUCKETS, 16, CHUNK, "torch", 1, "one", 0.0, 0, 0)
-    how = {"numerics": numerics, "named": "a", "kept": Kept(tmp_path), "plan": (), "fit": Fit(4, 48)}
-    settings = await lane.run(partial(decide, Options(), executor, shard, draft, **how))
+    how = {"proven": ProvenPlan(Fit(4, 48), numerics, (), "a"), "kept": CalibrationCache(tmp_path), "plan": ()}
+    settings = await lane.run(partial(choose_settings, Options(), executor, shard, draft, **how))
     assert settings.block == 15
     assert max(rows for _, _, rows, *_ in settings.rates.decode) == 16
     assert "proposes 31 tokens at once; 15 can be taken back" in caplog.text

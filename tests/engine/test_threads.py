@@ -9,18 +9,18 @@ from typing import Any, cast
 import anyio
 import pytest
 
-from adapters.device.lane import DeviceLane, LaneClosed
-from adapters.watched import Watched
+from adapters.device.lane.lane import DeviceLane, LaneClosed
+from adapters.watched_thread import WatchedThread
 from effects.ids import RequestId
 from effects.job import Job
-from engine import trace
-from engine.refusal import Refusal
-from engine.runner import Envelope
-from engine.serve import stopped
-from engine.trace import DIGEST_EVERY, Recorder
+from engine.core import trace
+from engine.core.event_loop import Envelope
+from engine.core.trace import DIGEST_EVERY, Recorder
+from engine.serving.serve import wait_for_stop
+from engine.settings.user_error import UserError
 from states.events import Event, ForRequest, Submitted
 from states.settings import Settings
-from states.world import advance, begin
+from states.world import advance, make_world
 from tests.engine.play import header
 
 
@@ -35,10 +35,10 @@ def fail(error: BaseException) -> None:
 @pytest.mark.parametrize("error", [ValueError("no\nroom"), Odd("no room")])
 def test_what_a_thread_dies_of_is_logged_kept_and_told(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
     told = list[str]()
-    thread = Watched("worker", lambda: fail(error), died=lambda: told.append(threading.current_thread().name))
+    thread = WatchedThread("worker", lambda: fail(error), died=lambda: told.append(threading.current_thread().name))
     thread.start()
     thread.join(10)
-    assert (thread.dead, thread.trouble, told) == (True, f"{type(error).__name__}: no room", ["worker"])
+    assert (thread.is_dead, thread.trouble, told) == (True, f"{type(error).__name__}: no room", ["worker"])
     assert "the thread worker has died" in caplog.text
     assert "Traceback" in caplog.text, "it is a bug: the log says where"
 
@@ -51,10 +51,10 @@ def test_a_thread_that_may_starts_again_and_the_trouble_stays() -> None:
         if len(runs) < 3:
             raise ValueError(str(len(runs)))
 
-    thread = Watched("worker", work, restarts=2)
+    thread = WatchedThread("worker", work, restarts=2)
     thread.start()
     thread.join(10)
-    assert (len(runs), thread.dead, thread.trouble) == (3, False, "ValueError: 2")
+    assert (len(runs), thread.is_dead, thread.trouble) == (3, False, "ValueError: 2")
 
 
 async def test_nobody_waits_for_a_lane_that_has_died_and_the_server_stops(caplog: pytest.LogCaptureFixture) -> None:
@@ -76,12 +76,12 @@ async def test_nobody_waits_for_a_lane_that_has_died_and_the_server_stops(caplog
     assert outcomes == ["the lane of cpu has died"]
     with pytest.raises(LaneClosed):
         lane.post(lambda: None, fail)
-    with pytest.raises(Refusal, match="the thread lane-cpu has died"):
-        await stopped(anyio.Event(), (lane.thread,))
+    with pytest.raises(UserError, match="the thread lane-cpu has died"):
+        await wait_for_stop(anyio.Event(), (lane.thread,))
 
 
 def fed(recorder: Recorder, count: int) -> None:
-    world = begin(Settings())
+    world = make_world(Settings())
     for seq in range(count):
         event = Submitted(Job(prompt=(seq,) * 5, max_tokens=1))
         world, outs = advance(world, ForRequest(RequestId(seq), event))
@@ -93,10 +93,10 @@ def test_a_trace_writer_that_dies_of_anything_ends_the_trace_and_lets_go(
 ) -> None:
     recorder = Recorder(tmp_path / "x.jsonl", header(Settings()))
     recorder.start()
-    recorder.record(Envelope(0, 0, ForRequest(RequestId(0), cast("Event", object()))), (), begin(Settings()))
+    recorder.record(Envelope(0, 0, ForRequest(RequestId(0), cast("Event", object()))), (), make_world(Settings()))
     recorder._thread.join(10)  # noqa: SLF001
     fed(recorder, 1000)
-    assert recorder.lost
+    assert recorder.failure
     assert recorder._backlog.empty(), "nothing queues behind a writer that is gone"  # noqa: SLF001
     assert "ends early" in caplog.text
     recorder.close()
@@ -111,7 +111,7 @@ def test_what_waits_for_a_slow_disk_is_bounded(tmp_path: Path, monkeypatch: pyte
     recorder.start()
     try:
         fed(recorder, 1000)
-        assert recorder.lost == "the disk is too slow for it"
+        assert recorder.failure == "the disk is too slow for it"
         worlds += [item[2] for item in recorder._backlog.queue if item is not None]  # noqa: SLF001
         assert len(worlds) in {199, 200}, "the writer may hold one of them"
         assert sum(world is not None for world in worlds) <= 200 // DIGEST_EVERY + 1

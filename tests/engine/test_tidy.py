@@ -8,10 +8,10 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from adapters.device.lane import DeviceLane
+from adapters.device.lane.lane import DeviceLane
 from effects.all import Launch
 from effects.job import Job
-from engine.tidy import tidied
+from engine.serving.memory_trim import tidied
 from tests.engine.play import ScriptedDevice, collect, engine
 
 

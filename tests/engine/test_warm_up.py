@@ -13,16 +13,17 @@ import pytest
 import torch
 
 from adapters import demo
-from adapters.device.buckets import bucket_of
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.kernels.triton_tiles import planned_rows
-from adapters.models.pipeline import Pipeline
-from adapters.models.probe import buckets_of, probe_key
-from adapters.models.shard import BUCKETS, Segment, Step
-from engine.fit import Fit
-from engine.kept import Kept
-from engine.machine import Placement, build_kernels, nothing_compiled, probing
-from engine.warm_up import compile_first, compile_kernels, warm_up
+from adapters.device.lane.buckets import bucket_of
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.shard import BUCKETS
+from adapters.models.kernels.cuda.tiles import rows_to_plan
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.numerics.probe import buckets_of, probe_key
+from adapters.models.open_checkpoint import Checkpoint
+from engine.loading.device_survey import Placement, build_kernels, build_probe_inputs, is_compile_cache_empty
+from engine.loading.memory_fit import Fit
+from engine.loading.warm_up import compile_first, compile_kernels, warm_up
+from engine.settings.calibration_cache import CalibrationCache
 
 CHUNK, FIT = 1024, Fit(5, 2048, pages=12)
 
@@ -31,11 +32,11 @@ def compiled(device: torch.device, folder: Path, *, probed: bool = False) -> Seq
     """What was heard. probed: an earlier start has left what the probe found."""
     checkpoint, heard = Checkpoint.open(demo.FOLDER), list[str]()
     plan = (Placement(range(checkpoint.config.num_layers), device),)
-    dtype, kept = torch.bfloat16, Kept(folder)
+    dtype, kept = torch.bfloat16, CalibrationCache(folder)
     if probed:
-        how = probing(checkpoint, device, (dtype, dtype), CHUNK, FIT.context)
+        how = build_probe_inputs(checkpoint, device, (dtype, dtype), CHUNK, FIT.context)
         key = probe_key(checkpoint.family, checkpoint.config, build_kernels(device, dtype), **how)
-        assert kept.made(key, lambda: "found", str, str) == "found"
+        assert kept.load_or_make(key, lambda: "found", str, str) == "found"
     how = {"rows": dtype, "fit": FIT, "chunk": CHUNK, "kept": kept}
     compile_kernels(checkpoint, plan, dtype, **how, step=lambda step, *_: heard.append(step))
     return heard
@@ -59,18 +60,18 @@ def test_what_cannot_be_compiled_before_is_told_and_no_reason_not_to_start(caplo
 
 def test_only_an_empty_folder_says_that_nothing_was_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-    assert not nothing_compiled()
+    assert not is_compile_cache_empty()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    assert nothing_compiled()
+    assert is_compile_cache_empty()
     (tmp_path / "kernel").mkdir()
-    assert not nothing_compiled()
+    assert not is_compile_cache_empty()
 
 
 @pytest.mark.parametrize(
     ("bucket", "rows"), [(1, 128), (100, 128), (128, 128), (129, 1024), (1024, 1024), (1025, 2048), (4096, 4096)]
 )
 def test_tiles_of_all_usual_buckets_are_planned_by_two_kernels(bucket: int, rows: int) -> None:
-    assert planned_rows(bucket) == rows
+    assert rows_to_plan(bucket) == rows
 
 
 @pytest.mark.cuda

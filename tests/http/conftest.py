@@ -13,15 +13,15 @@ import pytest
 from attrs import define, evolve
 
 from adapters.http.app import build_app
-from adapters.http.archive import Archive
-from adapters.http.freezing import FrozenMessages
-from adapters.http.options import EdgeOptions
-from adapters.http.recollection import Recollection
-from adapters.http.server import Serving, serve
-from adapters.http.turn_memory import TurnMemory
+from adapters.http.edge_options import EdgeOptions
+from adapters.http.history.answer_tokens import TurnMemory
+from adapters.http.history.frozen_messages import FrozenMessages
+from adapters.http.history.history_loader import HistoryLoader
+from adapters.http.history.response_store import ResponseStore
+from adapters.http.wire.server import RunningServer, ServerLimits, serve_app
 from adapters.metrics import Metrics
-from adapters.store.folder import Folder
-from adapters.text.text import Text
+from adapters.store.files.private_folder import PrivateFolder
+from adapters.text.model_text import Text
 from effects.job import Job
 from tests.http.fake_door import FakeDoor, digest_script
 from tests.text import small
@@ -35,7 +35,7 @@ class Site:
     door: FakeDoor
     text: Text
     options: EdgeOptions
-    serving: Serving
+    serving: RunningServer
     metrics: Metrics
     memory: TurnMemory
     frozen: FrozenMessages | None = None
@@ -75,7 +75,7 @@ async def served(
     kept: Path | None = None,
     turns: Path | None = None,
     frozen: FrozenMessages | None = None,
-    recall: Recollection | None = None,
+    recall: HistoryLoader | None = None,
     **options: Any,
 ) -> AsyncIterator[Site]:
     """kept: where responses are.  turns: where the tokens of answers are.  recall: who may mean these waits for it."""
@@ -83,33 +83,35 @@ async def served(
     await text.check()
     edge = evolve(EdgeOptions("small", 4096, text.tokenizer.size), **options)
     metrics = Metrics()
-    archive = Archive(None if kept is None else Folder.open(kept))
+    archive = ResponseStore(None if kept is None else PrivateFolder.open(kept))
     archive.load()
-    memory = TurnMemory(None if turns is None else Folder.open(turns))
+    memory = TurnMemory(None if turns is None else PrivateFolder.open(turns))
     memory.load()
-    listening: list[Serving] = []
+    listening: list[RunningServer] = []
     ready = anyio.Event()
 
-    def on_listening(serving: Serving) -> None:
+    def on_listening(serving: RunningServer) -> None:
         listening.append(serving)
         ready.set()
 
     async with FakeDoor.opened(digest_script(20, 300), **door or {}) as fake, anyio.create_task_group() as tasks:
-        app = build_app(fake, text, edge, metrics, archive, memory=memory, frozen=frozen, recall=recall)
+        app = build_app(fake, text, edge, metrics, archive, turns=memory, frozen=frozen, loader=recall)
+
+        limits = ServerLimits(**{"grace_s": 2} | (server or {}))
 
         async def run() -> None:
-            await serve(app, "127.0.0.1", 0, on_listening=on_listening, **{"grace_s": 2} | (server or {}))
+            await serve_app(app, "127.0.0.1", 0, on_listening=on_listening, limits=limits)
 
         tasks.start_soon(run)
         tasks.start_soon(archive.run)
         tasks.start_soon(memory.run)
         await ready.wait()
         address = f"http://127.0.0.1:{listening[0].port}"
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=address, timeout=20, limits=limits, trust_env=False) as client:
+        pool = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=address, timeout=20, limits=pool, trust_env=False) as client:
             yield Site(client, fake, text, edge, listening[0], metrics, memory, frozen)
         listening[0].stop(now=True)
-        await listening[0].ended.wait()
+        await listening[0].end_event.wait()
         await archive.close()
         await memory.close()
         tasks.cancel_scope.cancel()

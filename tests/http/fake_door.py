@@ -21,10 +21,21 @@ from attrs import define, evolve, field
 from effects.decode import Logprob
 from effects.ids import RequestId, Tier, Tokens
 from effects.job import Job, Report
-from effects.ports import Activity, CancelReason, Closed, Divergence, Message, SlotStatus, Stage, Status, Takes, Totals
+from effects.ports import (
+    Activity,
+    CancelReason,
+    Closed,
+    Divergence,
+    JobAcceptance,
+    Message,
+    SlotStatus,
+    Stage,
+    Status,
+    Totals,
+)
 from effects.scope import Selection
 from effects.stream import EmitTokens, Finish, ReportProgress
-from engine.misses import diverged
+from engine.core.cache_misses import find_longest_divergence
 
 FINISHES: Mapping[CancelReason, Finish] = {
     "client_gone": "cancelled",
@@ -53,20 +64,20 @@ class FakeTicket:
     def make(request: int, job: Job) -> FakeTicket:
         return FakeTicket(RequestId(request), job, report=Report(len(job.prompt)))
 
-    def take(self) -> Message | None:
+    def next_message(self) -> Message | None:
         return self.messages.popleft() if self.messages else None
 
-    def hear(self, told: Callable[[], object]) -> None:
-        self.told = told
+    def set_listener(self, listener: Callable[[], object]) -> None:
+        self.told = listener
 
     async def __aiter__(self) -> AsyncIterator[Message]:
         while True:
-            while (message := self.take()) is not None:
+            while (message := self.next_message()) is not None:
                 yield message
                 if isinstance(message, Closed):
                     return
             news = anyio.Event()
-            self.hear(news.set)
+            self.set_listener(news.set)
             await news.wait()
 
     def cancel(self, reason: CancelReason) -> None:
@@ -167,7 +178,7 @@ class FakeDoor:
                 self.tasks.start_soon(self._queue, ticket)
         return ticket
 
-    def takes(self) -> Takes:
+    def get_acceptance(self) -> JobAcceptance:
         return "draining" if self.state != "ready" else "queue_full" if self._full else "ready"
 
     @property
@@ -217,7 +228,7 @@ class FakeDoor:
             await self.go.wait()
         job, total = ticket.job, len(ticket.job.prompt)
         cached = self.common(job)
-        found = [diverged([kept], job.prompt) for salt, kept in self.kept if salt == job.salt]
+        found = [find_longest_divergence([kept], job.prompt) for salt, kept in self.kept if salt == job.salt]
         ticket.diverged = max((one for one in found if one and one.at >= cached), key=lambda one: one.at, default=None)
         missed = "" if cached else "empty_store"
         told = tuple((-0.25, ((token, -0.25),) * job.prompt_logprobs) for token in job.prompt[1:])

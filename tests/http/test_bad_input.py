@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from adapters.http.prompts import MOST_VALUES
+from adapters.http.request.render_prompt import MAX_ARGUMENT_VALUES
 from effects.scope import Scope
 from tests.http.conftest import Site, chat, served
 
@@ -311,7 +311,7 @@ async def test_arguments_of_calls_are_read_as_json_within_bounds(shared: Site) -
         for path in (PATH, "/apply-template"):
             assert (await shared.client.post(path, json=body)).status_code in {200, 400}
     for part in ("1,", "[],", "{},"):
-        body = {"messages": with_arguments('{"a":[' + part * MOST_VALUES + "1]}"), "max_tokens": 1}
+        body = {"messages": with_arguments('{"a":[' + part * MAX_ARGUMENT_VALUES + "1]}"), "max_tokens": 1}
         for path in (PATH, "/apply-template"):
             response = await shared.client.post(path, json=body)
             assert response.status_code == 400

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from adapters.http.errors import ApiError
+from adapters.http.wire.errors import ApiError
 from effects.job import Sampling
 from effects.scope import Scope, Selection
 from tests.http.conftest import Site, chat, served
@@ -394,9 +394,9 @@ async def test_an_error_in_the_middle_is_the_last_event_and_there_is_no_done(sit
 
 
 def test_errors_have_all_four_keys() -> None:
-    from adapters.http.dialect import openai_error  # noqa: PLC0415
+    from adapters.http.wire.error_format import make_openai_error  # noqa: PLC0415
 
-    assert openai_error(ApiError(400, "no"))["error"].keys() == {"message", "type", "param", "code"}
+    assert make_openai_error(ApiError(400, "no"))["error"].keys() == {"message", "type", "param", "code"}
 
 
 async def test_a_job_knows_where_its_messages_open(site: Site) -> None:

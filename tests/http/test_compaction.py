@@ -8,8 +8,8 @@ from typing import Any
 import openai
 import pytest
 
-from adapters.http.compaction import INSTRUCTION, retained
-from adapters.http.told_items import SUMMARY, opened_summary
+from adapters.http.apis.openai_compaction import INSTRUCTION, retain_user_messages
+from adapters.http.apis.openai_items_as_text import SUMMARY, open_summary
 from tests.http.conftest import Site
 from tests.http.test_responses import ADD, client_of, frames, prompt_of
 
@@ -36,7 +36,7 @@ async def test_a_conversation_is_compacted_and_goes_on(site: Site, client: opena
     user, summary = [item.to_dict(warnings=False) for item in found.output]  # its type is an answer's
     assert (user["role"], user["content"]) == ("user", [{"type": "input_text", "text": "Add one and two."}])
     assert summary["type"] == "compaction"
-    assert opened_summary(summary["encrypted_content"]) == "They added numbers."
+    assert open_summary(summary["encrypted_content"]) == "They added numbers."
     assert INSTRUCTION in prompt_of(site)
     assert "Be brief." in prompt_of(site)
     site.say("Four.")
@@ -52,7 +52,7 @@ async def test_a_summary_goes_on_from_what_the_cache_has(site: Site) -> None:
     site.say('<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>')
     answer = await site.post(f"{PATH}/compact", {"input": HISTORY, "tools": [ADD], "tool_choice": "required"})
     assert prompt_of(site).startswith(asked.removesuffix("<|im_start|>assistant\n"))
-    text = opened_summary(answer.json()["output"][-1]["encrypted_content"])
+    text = open_summary(answer.json()["output"][-1]["encrypted_content"])
     assert text is not None
     assert text.startswith("<tool_call>"), "nothing is called"
 
@@ -75,7 +75,7 @@ async def test_a_trigger_streams_one_summary(site: Site, said: str) -> None:
     events = await frames(site, {"input": [*HISTORY, TRIGGER], "tools": [ADD]})
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     (summary,) = [item for item in done if item["type"] == "compaction"]
-    assert opened_summary(summary["encrypted_content"]) == "They added."
+    assert open_summary(summary["encrypted_content"]) == "They added."
     assert summary["id"].startswith("cmp_")
     assert events[-1]["type"] == "response.completed"
     assert events[-1]["response"]["output"][-1] == summary
@@ -128,7 +128,7 @@ async def test_what_cannot_be_compacted_is_told(
 
 def test_the_newest_messages_of_the_user_are_retained() -> None:
     listed = [{"role": "user", "content": str(number)} for number in range(100)]
-    found = retained([*listed, SAID, {"role": "user"}, 5], 1000)
+    found = retain_user_messages([*listed, SAID, {"role": "user"}, 5], 1000)
     texts = [item["content"][0]["text"] for item in found if item["content"]]
     assert texts == [str(number) for number in range(100 - len(texts), 100)]
     assert 3 < len(texts) < 10

@@ -9,25 +9,25 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from adapters.http.compression import (
-    FIRST,
-    LEAST,
-    MOST,
-    SESSIONS,
-    CompressionDefaults,
-    Learned,
-    Sessions,
-    adapted,
-    kept,
-    parts_of,
+from adapters.http.answer.usage import describe_compression
+from adapters.http.edge_options import CompressionDefaults
+from adapters.http.request.compression import (
+    FIRST_KEEP,
+    LEAST_KEEP,
+    MAX_SESSIONS,
+    MOST_KEEP,
+    CompressionSessions,
+    SessionRatio,
+    adapt_ratio,
+    interpolate_keep,
+    split_prompt,
 )
-from adapters.http.figures import compressed
 from adapters.text.conversation import ChatMessage
 from effects.compression import Compressed, Compression
 from effects.job import Report
 from tests.http.conftest import Site, chat, served
 
-DEFAULTS = CompressionDefaults("auto", 300, 100, drafter=8000)
+DEFAULTS = CompressionDefaults("auto", 300, 100, max_scored_tokens=8000)
 TOOL = {"type": "function", "function": {"name": "f"}}
 LONG = "\n".join(f"Line {at} says that {at * 37 % 101} is a number." for at in range(200))
 
@@ -120,15 +120,15 @@ async def test_a_job_says_who_speaks_where_and_keeps_the_question(drafting: Site
 
 def test_messages_that_cannot_be_told_apart_have_no_names() -> None:
     message = ChatMessage("user", "x")
-    roles = [part.role for part in parts_of((1,) * 90, (5, 20, 40, 60), [message])]
+    roles = [part.role for part in split_prompt((1,) * 90, (5, 20, 40, 60), [message])]
     assert roles == ["?", "?", "?", "?"]
-    roles = [part.role for part in parts_of((1,) * 90, (5, 20, 40), [message])]
+    roles = [part.role for part in split_prompt((1,) * 90, (5, 20, 40), [message])]
     assert roles == ["system", "user", "assistant"], "a template's own"
-    whole = parts_of((1,) * 90, (5, 85), [message])
+    whole = split_prompt((1,) * 90, (5, 85), [message])
     assert not whole[0].protected, "a question that is the whole prompt"
-    assert parts_of((1,) * 90, (5, 60), [message])[0].protected is False
-    assert parts_of((1,) * 200, (150, 190), [message])[0].protected
-    assert parts_of((1,) * 90, (), []) == []
+    assert split_prompt((1,) * 90, (5, 60), [message])[0].protected is False
+    assert split_prompt((1,) * 200, (150, 190), [message])[0].protected
+    assert split_prompt((1,) * 90, (), []) == []
 
 
 async def test_a_prompt_longer_than_the_context_is_taken_where_what_is_kept_fits(drafting: Site) -> None:
@@ -172,41 +172,41 @@ async def test_tokens_that_nobody_could_score_are_refused_unseen(drafting: Site)
     ("tokens", "keep"), [(0, 500), (999, 500), (1000, 500), (2000, 300), (3000, 100), (5000, 100), (10**7, 100)]
 )
 def test_a_curve_is_straight_between_its_points(tokens: int, keep: int) -> None:
-    assert kept(((1000, 500), (3000, 100)), tokens) == keep
+    assert interpolate_keep(((1000, 500), (3000, 100)), tokens) == keep
 
 
 @pytest.mark.parametrize(
     ("rate", "step"), [(0.95, -10), (0.9, -5), (0.86, -5), (0.85, 0), (0.75, 0), (0.74, 5), (0.7, 5), (0.69, 10)]
 )
 def test_a_session_keeps_less_where_more_is_guessed(rate: float, step: int) -> None:
-    assert adapted(Learned(), rate) == Learned(rate, FIRST + step)
+    assert adapt_ratio(SessionRatio(), rate) == SessionRatio(rate, FIRST_KEEP + step)
 
 
 def test_a_session_stays_within_its_limits_and_remembers_a_mean() -> None:
-    low = high = Learned()
+    low = high = SessionRatio()
     for _ in range(50):
-        low, high = adapted(low, 1.0), adapted(high, 0.0)
-    assert (low.keep, high.keep) == (LEAST, MOST)
-    assert adapted(Learned(0.5, 100), 1.0).rate == pytest.approx(0.65)
+        low, high = adapt_ratio(low, 1.0), adapt_ratio(high, 0.0)
+    assert (low.keep, high.keep) == (LEAST_KEEP, MOST_KEEP)
+    assert adapt_ratio(SessionRatio(0.5, 100), 1.0).acceptance_rate == pytest.approx(0.65)
 
 
 def test_the_last_sessions_are_remembered() -> None:
-    sessions = Sessions()
-    sessions.heard("old", 10, 10)
-    sessions.heard("nothing proposed", 0, 0)
-    assert sessions.keep("old") == FIRST - 10
-    for number in range(SESSIONS - 1):
-        assert sessions.keep(str(number)) == FIRST
-    assert sessions.keep("old") == FIRST - 10, "asked for in time"
-    for number in range(SESSIONS):
-        sessions.keep(f"more {number}")
-    assert sessions.keep("old") == FIRST
-    assert sessions.keep("") is None
+    sessions = CompressionSessions()
+    sessions.record_acceptance("old", 10, 10)
+    sessions.record_acceptance("nothing proposed", 0, 0)
+    assert sessions.find_keep("old") == FIRST_KEEP - 10
+    for number in range(MAX_SESSIONS - 1):
+        assert sessions.find_keep(str(number)) == FIRST_KEEP
+    assert sessions.find_keep("old") == FIRST_KEEP - 10, "asked for in time"
+    for number in range(MAX_SESSIONS):
+        sessions.find_keep(f"more {number}")
+    assert sessions.find_keep("old") == FIRST_KEEP
+    assert sessions.find_keep("") is None
 
 
 async def test_a_session_comes_before_the_server_and_the_request_before_it(drafting: Site) -> None:
     asked = {"session": "s", "threshold": 0}
-    assert (await compression(drafting, compression=asked)).keep == FIRST
+    assert (await compression(drafting, compression=asked)).keep == FIRST_KEEP
     assert (await compression(drafting, compression={**asked, "keep_ratio": 0.5})).keep == 500
 
 
@@ -225,7 +225,7 @@ async def test_what_the_engine_refuses_has_its_own_status(drafting: Site, finish
 
 def test_the_response_tells_what_was_left_out() -> None:
     told = Compressed(100, "", ((0, 10), (90, 100)), ((90, 100),), 200, 1_500_000)
-    assert compressed(Report(20, compression=told)) == {
+    assert describe_compression(Report(20, compression=told)) == {
         "original_tokens": 100,
         "kept_tokens": 20,
         "keep_ratio": 0.2,

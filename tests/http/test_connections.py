@@ -73,10 +73,9 @@ async def test_a_body_that_nobody_wants_and_that_trickles_has_the_same_time(impa
             assert await pushed(stream, b"x", pause=0.02) > 1
 
 
-async def test_only_so_much_of_a_body_is_thrown_away(impatient: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("adapters.http.connection.DRAIN_BYTES", 1 << 20)
-    monkeypatch.setattr("adapters.http.connection.Protocol.drain_s", 60)
-    async with await connect(impatient) as stream:
+async def test_only_so_much_of_a_body_is_thrown_away(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("adapters.http.wire.connection.DRAIN_BYTES", 1 << 20)
+    async with served(folder, server={"drain_s": 60}) as site, await connect(site) as stream:
         await stream.send(head("Host: localhost", f"Content-Length: {1 << 40}", target="/health", method="GET"))
         with anyio.fail_after(60):
             sent = await pushed(stream, b" " * (1 << 16))
@@ -169,7 +168,7 @@ async def test_an_answer_that_is_not_taken_does_not_keep_its_connection(
     folder: Path, monkeypatch: pytest.MonkeyPatch, closing: bool
 ) -> None:
     """All of it is in the server's buffer, whether or not the client asked to be closed after it."""
-    monkeypatch.setattr("adapters.http.connection.CLOSE_S", 0.3)
+    monkeypatch.setattr("adapters.http.wire.connection.CLOSE_S", 0.3)
     async with served(folder, max_ctx=1 << 20, door={"per_step": 1000}) as site, await connect(site) as stream:
         request = raw_post(chat(logprobs=True, top_logprobs=20, max_tokens=4000))
         await stream.send(request.replace(b"Host:", b"Connection: close\r\nHost:") if closing else request)
@@ -182,7 +181,7 @@ async def test_an_answer_that_is_not_taken_does_not_keep_its_connection(
 async def test_an_answer_that_is_taken_slowly_keeps_its_connection(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("adapters.http.connection.CLOSE_S", 1.5)
+    monkeypatch.setattr("adapters.http.wire.connection.CLOSE_S", 1.5)
     async with served(folder, max_ctx=1 << 20, door={"per_step": 1000}) as site, await connect(site) as stream:
         await stream.send(raw_post(chat(logprobs=True, top_logprobs=20, max_tokens=12_000)))
         received = bytearray()
@@ -208,4 +207,4 @@ async def test_a_stop_does_not_wait_for_bodies_that_nobody_wants(folder: Path) -
         assert status(await answer(stream)) == 200
         site.serving.stop()
         with anyio.fail_after(30):  # and not what is left of the minute
-            await site.serving.ended.wait()
+            await site.serving.end_event.wait()

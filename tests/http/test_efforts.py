@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from adapters.text.efforts import EFFORTS
+from adapters.text.reasoning_efforts import EFFORTS
 from tests.http.conftest import Site, served
 from tests.text import small
 

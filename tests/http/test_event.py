@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from adapters.http.shape import event
+from adapters.http.answer.answer_shape import encode_event
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,7 @@ from adapters.http.shape import event
 @pytest.mark.parametrize("name", [None, "delta"])
 def test_an_event_is_a_line_whoever_reads_it(text: str, name: str | None) -> None:
     """Many readers of lines, httpx's among them, end one wherever Unicode does."""
-    told = event({"text": text, "more": [text]}, name).decode()
+    told = encode_event({"text": text, "more": [text]}, name).decode()
     *named, data, end = told.splitlines()
     assert named == ([] if name is None else [f"event: {name}"])
     assert end == ""

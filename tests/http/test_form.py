@@ -8,14 +8,14 @@ from typing import Any
 import anyio
 import pytest
 
-from adapters.http.form import MOST_TEXT
-from adapters.text.closed_schema import closed_schema
+from adapters.http.request.response_format import MOST_TEXT
+from adapters.text.grammars.closed_schema import close_schema
 from effects.grammar import Grammar
 from tests.http.conftest import Site, chat
 from tests.http.sse import stream
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-CLOSED = closed_schema(SCHEMA)
+CLOSED = close_schema(SCHEMA)
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": SCHEMA, "strict": True}}
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -93,19 +93,19 @@ async def test_who_waits_for_a_grammar_is_told_what_has_happened_meanwhile(
     site: Site, monkeypatch: pytest.MonkeyPatch, meanwhile: dict[str, Any], takes: str, status: int
 ) -> None:
     """And not that it had left."""
-    line = site.text.grammars.line  # for as long as a grammar of two seconds would hold it
+    line = site.text.grammars.queue  # for as long as a grammar of two seconds would hold it
     answers: list[int] = []
 
     async def ask() -> None:
         answers.append((await site.complete(max_tokens=2, guided_regex="ab")).status_code)
 
-    async with anyio.create_task_group() as tasks, line.turn(""):
+    async with anyio.create_task_group() as tasks, line.wait_turn(""):
         tasks.start_soon(ask)
-        while not line.waiting:  # noqa: ASYNC110 - a line tells nobody
+        while not line.waiting_count:  # noqa: ASYNC110 - a line tells nobody
             await anyio.sleep(0.01)
         for name, value in meanwhile.items():
             monkeypatch.setattr(site.door, name, value)
-        assert site.door.takes() == takes
+        assert site.door.get_acceptance() == takes
     assert answers == [status]
 
 

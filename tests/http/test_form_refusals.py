@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from adapters.text.answer.reader import TOOL_PARSERS
+from adapters.text.answer.answer_parser import TOOL_PARSERS
 from tests.http.conftest import Site, chat, served
 
 HEADER = "x-rekindle-not-held"
@@ -103,8 +103,8 @@ def response_tool(schema: Any, strict: bool) -> tuple[str, dict[str, Any]]:
     return "/v1/responses", {"input": "x", "max_output_tokens": 16, "tools": [tool], "tool_choice": "required"}
 
 
-Ask = Callable[[Any, bool], tuple[str, dict[str, Any]]]
-FORMS: Mapping[str, tuple[Ask, str]] = {
+EffectRequest = Callable[[Any, bool], tuple[str, dict[str, Any]]]
+FORMS: Mapping[str, tuple[EffectRequest, str]] = {
     "chat, response_format": (chat_form, "$.response_format.json_schema.schema"),
     "messages, output_format": (
         lambda schema, strict: ("/v1/messages", {**TALK, "output_format": form(schema, strict)}),
@@ -116,13 +116,13 @@ FORMS: Mapping[str, tuple[Ask, str]] = {
     ),
     "responses, text.format": (response_form, "$.text.format.schema"),
 }
-TOOLS: Mapping[str, tuple[Ask, str]] = {
+TOOLS: Mapping[str, tuple[EffectRequest, str]] = {
     "chat, a tool": (chat_tool, "$.tools[0].function.parameters"),
     "messages, a tool": (message_tool, "$.tools[0].input_schema"),
     "responses, a tool": (response_tool, "$.tools[0].parameters"),
 }
 # These have no word for `strict`.
-LENIENT: Mapping[str, tuple[Ask, str]] = {
+LENIENT: Mapping[str, tuple[EffectRequest, str]] = {
     "llama.cpp, json_schema": (
         lambda schema, _: ("/completion", {"prompt": "x", "n_predict": 2, "json_schema": schema}),
         "$.json_schema",
@@ -138,7 +138,7 @@ def whole(said: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "properties": {"b": {"type": "boolean"}, "a": said}, "required": ["b", "a"]}
 
 
-async def ask(site: Site, how: Ask, said: dict[str, Any], *, strict: bool) -> httpx.Response:
+async def ask(site: Site, how: EffectRequest, said: dict[str, Any], *, strict: bool) -> httpx.Response:
     path, body = how(whole(said), strict)
     return await site.post(path, body)
 
@@ -295,7 +295,7 @@ async def test_what_became_of_tools_is_remembered_for_the_next_turn(site: Site) 
     tools = [tool(0, whole({"type": "string", "format": "zork"}), strict=False)]
     asked = chat(tools=tools, tool_choice="required", max_tokens=2)
     first = await site.post("/v1/chat/completions", asked)
-    async with site.text.grammars.line.turn(""):  # whoever had to try it would wait here
+    async with site.text.grammars.queue.wait_turn(""):  # whoever had to try it would wait here
         second = await site.post("/v1/chat/completions", asked)
     assert first.headers[HEADER] == second.headers[HEADER]
     assert site.door.tickets[0].job.sampling.grammar == site.door.tickets[1].job.sampling.grammar

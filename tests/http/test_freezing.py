@@ -9,17 +9,23 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from adapters.http.compression import CompressionDefaults
-from adapters.http.freezing import HOT, LEAST, SHORTEST, FrozenMessages, band_of
-from adapters.store.folder import Folder
-from effects.compression import Compression, PromptPart, tokens_in
+from adapters.http.edge_options import CompressionDefaults
+from adapters.http.history.frozen_messages import (
+    FRESH_MESSAGES,
+    MIN_AGED_TOKENS,
+    MIN_MESSAGE_TOKENS,
+    FrozenMessages,
+    find_aged_range,
+)
+from adapters.store.files.private_folder import PrivateFolder
+from effects.compression import Compression, PromptPart, count_tokens
 from effects.ids import RequestId
-from effects.job import Job, aged, freezes
+from effects.job import Job, find_aged_messages, freezes_messages
 from effects.pflash import KeepFrozen
-from states.life import begun
+from states.kept_rows import make_prompt
 from tests.http.conftest import Site, served
 
-DEFAULTS = CompressionDefaults("auto", 1000, 100, drafter=8000, freeze=True)
+DEFAULTS = CompressionDefaults("auto", 1000, 100, max_scored_tokens=8000, freeze=True)
 LINES = "\n".join(f"Line {at} says that {at * 37 % 101} is a number." for at in range(40))
 MESSAGE, SPANS = tuple(range(300)), ((0, 40), (290, 300))
 SOMEBODY = RequestId(1)
@@ -28,7 +34,7 @@ SOMEBODY = RequestId(1)
 @pytest.fixture(scope="module")
 async def freezing(folder: Path) -> AsyncIterator[Site]:
     """A server that freezes, as far as it knows: its context holds 4,096 tokens."""
-    async with served(folder, compression=DEFAULTS, frozen=FrozenMessages(drafter="some")) as site:
+    async with served(folder, compression=DEFAULTS, frozen=FrozenMessages(scorer_identity="some")) as site:
         yield site
 
 
@@ -52,8 +58,10 @@ async def asked(site: Site, messages: list[dict[str, Any]], **fields: Any) -> Jo
 
 def freeze(memory: FrozenMessages, job: Job) -> None:
     """As the engine says it, of all that has aged."""
-    kept = {part.name: ((0, 10), (part.stop - part.start - 10, part.stop - part.start)) for part in aged(job)}
-    memory.keep(SOMEBODY, KeepFrozen(tuple(kept.items())))
+    kept = {
+        part.name: ((0, 10), (part.stop - part.start - 10, part.stop - part.start)) for part in find_aged_messages(job)
+    }
+    memory.store(SOMEBODY, KeepFrozen(tuple(kept.items())))
 
 
 async def test_a_job_says_which_of_its_messages_have_aged(freezing: Site) -> None:
@@ -61,8 +69,8 @@ async def test_a_job_says_which_of_its_messages_have_aged(freezing: Site) -> Non
     told = [(part.role, part.keep) for part in job.compression.parts]
     first = [("system", 0), ("user", 100), ("assistant", 0), ("user", 100), ("assistant", 0)]
     assert told == [*first, ("user", 100), ("assistant", 0), ("user", 0), ("assistant", 0)], "short ones stay"
-    assert freezes(job)
-    assert aged(job) == tuple(part for part in job.compression.parts if part.keep)
+    assert freezes_messages(job)
+    assert find_aged_messages(job) == tuple(part for part in job.compression.parts if part.keep)
 
 
 async def test_the_next_turn_finds_what_they_were_frozen_to_and_nothing_else_is_new(freezing: Site) -> None:
@@ -70,9 +78,9 @@ async def test_the_next_turn_finds_what_they_were_frozen_to_and_nothing_else_is_
     freeze(freezing.frozen, before := await asked(freezing, talk(3, "next ")))
     job = await asked(freezing, talk(4, "next "))
     known = [part for part in job.compression.parts if part.kept is not None]
-    assert [part.name for part in known] == [part.name for part in aged(before)]
+    assert [part.name for part in known] == [part.name for part in find_aged_messages(before)]
     assert len([part for part in job.compression.parts if part.keep]) == len(known) + 1
-    assert len(begun(job).tokens) == len(job.prompt) - sum(part.stop - part.start - 20 for part in known)
+    assert len(make_prompt(job).tokens) == len(job.prompt) - sum(part.stop - part.start - 20 for part in known)
 
 
 @pytest.mark.parametrize(
@@ -84,17 +92,17 @@ async def test_the_next_turn_finds_what_they_were_frozen_to_and_nothing_else_is_
     ],
 )
 async def test_a_request_may_decline(freezing: Site, fields: dict[str, Any]) -> None:
-    assert not freezes(await asked(freezing, talk(3), **fields))
+    assert not freezes_messages(await asked(freezing, talk(3), **fields))
 
 
 async def test_another_ratio_and_another_salt_find_nothing(freezing: Site) -> None:
     assert freezing.frozen is not None
     messages = talk(3, "other ")
     freeze(freezing.frozen, await asked(freezing, messages))
-    assert len(aged(await asked(freezing, messages))) == 0
-    assert len(aged(await asked(freezing, messages, compression={"keep_ratio": 0.2}))) == 3
-    assert len(aged(await asked(freezing, messages, cache_salt="mine"))) == 3
-    assert len(aged(await asked(freezing, messages, compression={"keep_ratio": 1}))) == 0
+    assert len(find_aged_messages(await asked(freezing, messages))) == 0
+    assert len(find_aged_messages(await asked(freezing, messages, compression={"keep_ratio": 0.2}))) == 3
+    assert len(find_aged_messages(await asked(freezing, messages, cache_salt="mine"))) == 3
+    assert len(find_aged_messages(await asked(freezing, messages, compression={"keep_ratio": 1}))) == 0
 
 
 async def test_what_fits_the_context_once_it_is_frozen_is_taken_and_what_does_not_is_told(freezing: Site) -> None:
@@ -137,42 +145,42 @@ def parts(*roles: str) -> list[PromptPart]:
     ],
 )
 def test_the_band_of_aged_messages(roles: tuple[str, ...], messages: int, expected: list[int]) -> None:
-    assert list(band_of(parts(*roles), messages)) == expected
+    assert list(find_aged_range(parts(*roles), messages)) == expected
 
 
 def test_names_say_who_scored_and_how_much_was_kept() -> None:
-    one, other = FrozenMessages(drafter="one"), FrozenMessages(drafter="other")
-    names = {one.name(MESSAGE, 100, ""), one.name(MESSAGE, 50, ""), one.name(MESSAGE, 100, "salt")}
-    names |= {other.name(MESSAGE, 100, ""), one.name(MESSAGE[1:], 100, "")}
+    one, other = FrozenMessages(scorer_identity="one"), FrozenMessages(scorer_identity="other")
+    names = {one.make_name(MESSAGE, 100, ""), one.make_name(MESSAGE, 50, ""), one.make_name(MESSAGE, 100, "salt")}
+    names |= {other.make_name(MESSAGE, 100, ""), one.make_name(MESSAGE[1:], 100, "")}
     assert len(names) == 5
 
 
 async def put_away(folder: Path, *names: str) -> None:
-    memory = FrozenMessages(Folder.open(folder), drafter="one")
-    memory.keep(SOMEBODY, KeepFrozen(tuple((name, SPANS) for name in names)))
+    memory = FrozenMessages(PrivateFolder.open(folder), scorer_identity="one")
+    memory.store(SOMEBODY, KeepFrozen(tuple((name, SPANS) for name in names)))
     await memory.close()
 
 
 async def test_it_survives_a_restart(tmp_path: Path) -> None:
-    name = FrozenMessages(drafter="one").name(MESSAGE, 100, "")
+    name = FrozenMessages(scorer_identity="one").make_name(MESSAGE, 100, "")
     await put_away(tmp_path / "frozen", name)
-    again = FrozenMessages(Folder.open(tmp_path / "frozen"), drafter="one")
+    again = FrozenMessages(PrivateFolder.open(tmp_path / "frozen"), scorer_identity="one")
     again.load()
-    assert again.kept(name, 300) == SPANS
-    assert again.kept(name, 299) is None, "of another message"
-    assert again.figures() == {"messages": 1, "bytes": again.size, "found": 1, "missed": 1, "damaged": 0}
+    assert again.find_spans(name, 300) == SPANS
+    assert again.find_spans(name, 299) is None, "of another message"
+    assert again.count_figures() == {"messages": 1, "bytes": again.size, "found": 1, "missed": 1, "damaged": 0}
     await again.close()
 
 
 @pytest.mark.parametrize("damage", [b"", b"[[9,3]]", b"[[0,40],[290,301]]", b"nothing of ours"])
 async def test_damage_is_a_miss_and_counted(tmp_path: Path, damage: bytes) -> None:
-    whole, torn = (FrozenMessages(drafter="one").name(MESSAGE, keep, "") for keep in (100, 50))
+    whole, torn = (FrozenMessages(scorer_identity="one").make_name(MESSAGE, keep, "") for keep in (100, 50))
     await put_away(tmp_path / "frozen", whole, torn)
     file = tmp_path / "frozen" / torn
     file.write_bytes(file.read_bytes()[:65] + damage if damage else b"")
-    again = FrozenMessages(Folder.open(tmp_path / "frozen"), drafter="one")
+    again = FrozenMessages(PrivateFolder.open(tmp_path / "frozen"), scorer_identity="one")
     again.load()
-    assert (again.kept(torn, 300), again.kept(whole, 300), again.damaged) == (None, SPANS, 1)
+    assert (again.find_spans(torn, 300), again.find_spans(whole, 300), again.damaged_count) == (None, SPANS, 1)
     assert not file.exists()
     await again.close()
 
@@ -184,6 +192,6 @@ def test_spans_that_no_message_has_do_not_get_into_a_job() -> None:
     with pytest.raises(ValueError, match="cannot be"):
         Compression("auto", least=-1)
     part = PromptPart("user", 0, 10, keep=100, kept=((0, 4), (6, 10)))
-    assert tokens_in(part.kept or ()) == 8
-    assert (HOT, SHORTEST, LEAST) == (2, 64, 512)
+    assert count_tokens(part.kept or ()) == 8
+    assert (FRESH_MESSAGES, MIN_MESSAGE_TOKENS, MIN_AGED_TOKENS) == (2, 64, 512)
     assert evolve(part, kept=()).kept == ()

@@ -11,19 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.http.archive import Archive, Shelf
-from adapters.http.chat import read_chat_controls
-from adapters.http.chat import read_conversation as read_conversation_of_chat
-from adapters.http.controls import read_controls
-from adapters.http.errors import ApiError
-from adapters.http.fields import Fields
-from adapters.http.messages import read_message_controls, read_messages
-from adapters.http.options import EdgeOptions
-from adapters.http.responses import WORDS, References, read_conversation, shown
-from adapters.http.told_items import sealed_summary
-from adapters.http.tools import Skipped
-from adapters.text.conversation import Conversation, templated
-from adapters.text.text import Text
+from adapters.http.apis.anthropic_messages import read_message_controls, read_messages
+from adapters.http.apis.openai_chat import read_chat_controls
+from adapters.http.apis.openai_chat import read_conversation as read_conversation_of_chat
+from adapters.http.apis.openai_items_as_text import seal_summary
+from adapters.http.apis.openai_responses import FIELD_NAMES, ItemReferences, make_echo, read_conversation
+from adapters.http.edge_options import EdgeOptions
+from adapters.http.history.response_store import ResponseFolder, ResponseStore
+from adapters.http.request.controls import read_controls
+from adapters.http.request.tool_definitions import SkippedTools
+from adapters.http.wire.errors import ApiError
+from adapters.http.wire.fields import Fields
+from adapters.text.conversation import Conversation, build_template_variables
+from adapters.text.model_text import Text
 
 OPTIONS = EdgeOptions("small", 4096, 500)
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -65,7 +65,7 @@ RESPONSES = {
         {"type": "shell_call_output", "call_id": "2", "output": [{"stdout": "a", "outcome": {"exit_code": 1}}]},
         {"type": "apply_patch_call", "call_id": "3", "operation": {"type": "update_file", "path": "a", "diff": "+"}},
         {"type": "apply_patch_call_output", "call_id": "3", "status": "failed", "output": "no"},
-        {"type": "compaction", "encrypted_content": sealed_summary("They said hi.")},
+        {"type": "compaction", "encrypted_content": seal_summary("They said hi.")},
     ],
     "tools": [
         {"type": "function", "name": "add", "parameters": SCHEMA, "strict": True},
@@ -151,12 +151,12 @@ def changed(body: dict[str, Any], path: tuple[Any, ...], junk: Any) -> dict[str,
 
 def read_message_request(fields: Fields, text: Text) -> Conversation:
     read_message_controls(fields, OPTIONS, text)
-    return read_messages(fields, Skipped())
+    return read_messages(fields, SkippedTools())
 
 
 def read_response_request(fields: Fields, text: Text) -> Conversation:
-    shown(fields, read_controls(fields, WORDS, OPTIONS, text.tokenizer))
-    return read_conversation(fields, [], References(Shelf(Archive()), OPTIONS), Skipped())[0]
+    make_echo(fields, read_controls(fields, FIELD_NAMES, OPTIONS, text.tokenizer))
+    return read_conversation(fields, [], ItemReferences(ResponseFolder(ResponseStore()), OPTIONS), SkippedTools())[0]
 
 
 @pytest.fixture(scope="session")
@@ -186,7 +186,7 @@ def test_a_field_with_anything_in_it_is_read_or_named(
     fields = Fields(changed(body, path, data.draw(JUNK | WORDS_OF_OTHERS)))
     refused: ApiError | None = None
     try:
-        json.dumps(templated(read(fields, text), argument_text=False))
+        json.dumps(build_template_variables(read(fields, text), argument_text=False))
     except ApiError as error:
         refused = error
     if refused is not None:

@@ -15,18 +15,18 @@ from attrs import frozen
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.http import chat
-from adapters.http import messages as messages_api
-from adapters.http.archive import Archive, Shelf
-from adapters.http.fields import Fields
-from adapters.http.history import LOST_RESULT, Speaker, newest_user_turn
-from adapters.http.mending import without_depth, without_halves
-from adapters.http.options import EdgeOptions
-from adapters.http.responses import References
-from adapters.http.responses import read_conversation as read_response
-from adapters.http.tools import Skipped, tool_name
-from adapters.text.conversation import Conversation, templated
-from adapters.text.text import Text
+from adapters.http.apis import anthropic_messages as messages_api
+from adapters.http.apis import openai_chat as chat
+from adapters.http.apis.openai_responses import ItemReferences
+from adapters.http.apis.openai_responses import read_conversation as read_response
+from adapters.http.edge_options import EdgeOptions
+from adapters.http.history.response_store import ResponseFolder, ResponseStore
+from adapters.http.request.resent_history import LOST_RESULT, Speaker, find_newest_user_turn
+from adapters.http.request.tool_definitions import SkippedTools, map_tool_name
+from adapters.http.wire.fields import Fields
+from adapters.http.wire.repair_json import flatten_deep_values, replace_surrogate_halves
+from adapters.text.conversation import Conversation, build_template_variables
+from adapters.text.model_text import Text
 from tests.http.conftest import Site, served
 from tests.http.sse import chunks
 from tests.http.test_fuzzed_requests import JUNK, WORDS_OF_OTHERS, changed, places
@@ -172,7 +172,7 @@ LOST = f"{LOST_RESULT}\nIt rains."
 DEEP: Any = {}
 for _ in range(80):
     DEEP = {"a": DEEP}
-MANGLED = tool_name("fs/read file")
+MANGLED = map_tool_name("fs/read file")
 
 CASES = {
     "an image in a result": HistoryCase(in_results(*IMAGES), (f"a.png:\n{NOTE}",), "image"),
@@ -550,7 +550,7 @@ NEWEST_TURNS: list[tuple[list[Speaker], bool, int | None]] = [
 
 @pytest.mark.parametrize(("speakers", "prefilled", "place"), NEWEST_TURNS)
 def test_which_turn_is_the_users_newest(speakers: list[Speaker], prefilled: bool, place: int | None) -> None:
-    assert newest_user_turn(speakers, prefilled=prefilled) == place
+    assert find_newest_user_turn(speakers, prefilled=prefilled) == place
 
 
 WHOLE: dict[str, list[Any]] = {
@@ -595,12 +595,12 @@ def read_chat(messages: list[Any], text: Text) -> Conversation:
 
 
 def read_messages(messages: list[Any], _: Text) -> Conversation:
-    return messages_api.read_messages(Fields({"messages": messages}), Skipped())
+    return messages_api.read_messages(Fields({"messages": messages}), SkippedTools())
 
 
 def read_items(messages: list[Any], _: Text) -> Conversation:
-    find = References(Shelf(Archive()), EdgeOptions("small", 4096, 500))
-    return read_response(Fields({"input": messages}), [], find, Skipped())[0]
+    find = ItemReferences(ResponseFolder(ResponseStore()), EdgeOptions("small", 4096, 500))
+    return read_response(Fields({"input": messages}), [], find, SkippedTools())[0]
 
 
 READERS = {CHAT: read_chat, MESSAGES: read_messages, RESPONSES: read_items}
@@ -620,7 +620,7 @@ def test_nothing_inside_of_earlier_messages_is_refused(text: Text, api: str, dat
     junk = data.draw(JUNK | WORDS_OF_OTHERS)
     conversation = READERS[api](changed({"all": WHOLE[api]}, ("all", *path), junk)["all"], text)
     assert conversation.messages[-1].content == "And?"
-    json.dumps(templated(conversation, argument_text=False))
+    json.dumps(build_template_variables(conversation, argument_text=False))
 
 
 # -- names of tools
@@ -691,11 +691,11 @@ async def test_allowed_tools_and_namespaces_have_the_clients_names(site: Site) -
     inner = {"type": "function", "name": "read/all", "parameters": SCHEMA}
     custom = {"type": "custom", "name": "sh/run"}
     tools = [{"type": "namespace", "name": "my fs", "tools": [inner]}, custom]
-    name = tool_name(f"{tool_name('my fs')}__{tool_name('read/all')}")
+    name = map_tool_name(f"{map_tool_name('my fs')}__{map_tool_name('read/all')}")
     site.say(f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>')
     (item,) = (await site.post(RESPONSES, {"input": "Hi", "tools": tools})).json()["output"]
     assert (item["namespace"], item["name"]) == ("my fs", "read/all")
-    site.say(f'<tool_call>\n{{"name": "{tool_name("sh/run")}", "arguments": {{"input": "ls"}}}}\n</tool_call>')
+    site.say(f'<tool_call>\n{{"name": "{map_tool_name("sh/run")}", "arguments": {{"input": "ls"}}}}\n</tool_call>')
     (item,) = (await site.post(RESPONSES, {"input": "Hi", "tools": tools})).json()["output"]
     assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", "sh/run", "ls")
 
@@ -716,9 +716,9 @@ NAMES = ["a/b", "a_b", "a b", "x" * 129, "é", "a\nb", "/", "a/" + "b" * 1000]
 
 
 def test_mapped_names_are_allowed_and_differ() -> None:
-    mapped = [tool_name(name) for name in NAMES]
+    mapped = [map_tool_name(name) for name in NAMES]
     assert len(set(mapped)) == len(NAMES)
-    assert all(0 < len(name) <= 128 and tool_name(name) == name for name in mapped)
+    assert all(0 < len(name) <= 128 and map_tool_name(name) == name for name in mapped)
 
 
 # -- templates
@@ -757,7 +757,7 @@ HALVES = {
 
 @pytest.mark.parametrize("raw", HALVES, ids=repr)
 def test_halves_of_surrogate_pairs_are_replaced_and_nothing_else(raw: bytes) -> None:
-    assert without_halves(raw) == HALVES[raw]
+    assert replace_surrogate_halves(raw) == HALVES[raw]
 
 
 def nested(depth: int, value: str = "1") -> str:
@@ -766,12 +766,12 @@ def nested(depth: int, value: str = "1") -> str:
 
 def test_only_a_history_is_made_flat_and_only_where_it_is_too_deep() -> None:
     shallow = {"messages": [{"content": [{"input": json.loads(nested(50))}]}]}
-    assert without_depth(json.dumps(shallow).encode(), 64) is None
+    assert flatten_deep_values(json.dumps(shallow).encode(), 64) is None
     tools = '{"tools": [{"a": [{"b": ' + nested(90) + "}]}]}"
-    assert without_depth(tools.encode(), 64) is None
+    assert flatten_deep_values(tools.encode(), 64) is None
     deep = nested(90, '"}]\\" ä"')
     raw = '{"x": {"messages": 1}, "messages": [{"content": [{"input": ' + deep + ', "b": {}}]}], "tools": []}'
-    flat = without_depth(raw.encode(), 64)
+    flat = flatten_deep_values(raw.encode(), 64)
     assert flat is not None
     assert json.loads(flat) == {
         "x": {"messages": 1},

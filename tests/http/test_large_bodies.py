@@ -13,17 +13,18 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from adapters.http import body, census
-from adapters.http.body import MAX_CONTAINERS, check, parse
-from adapters.http.census import Census, censuses
-from adapters.http.errors import ApiError
+from adapters.http.wire import json_cost
+from adapters.http.wire import read_body as body
+from adapters.http.wire.errors import ApiError
+from adapters.http.wire.json_cost import JsonCost, measure_json
+from adapters.http.wire.read_body import MAX_CONTAINERS, check_values, parse_json
 from tests.http.conftest import Site, chat, served
 
 JSON = {"content-type": "application/json"}
 MIB = 1 << 20
 
 
-def counted(raw: bytes) -> Census:
+def counted(raw: bytes) -> JsonCost:
     """The same, byte by byte. A backslash takes the meaning of a quote or another backslash only."""
     inside = escaped = False
     containers = commas = deepest = level = 0
@@ -37,7 +38,7 @@ def counted(raw: bytes) -> Census:
         if not inside and byte in b"]}":
             level -= 1
         commas += byte == ord(",") and not inside
-    return Census(containers, commas, deepest)
+    return JsonCost(containers, commas, deepest)
 
 
 @pytest.mark.parametrize("piece", [1, 2, 7, 1 << 18])
@@ -45,8 +46,8 @@ def counted(raw: bytes) -> Census:
 @example(raw=b'["\\\\\\",","\\\\"]')
 def test_a_census_is_that_of_a_byte_by_byte_count_wherever_it_is_cut(piece: int, raw: bytes) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(census, "PIECE", piece)
-        *_, last = censuses(raw)
+        patch.setattr(json_cost, "PIECE", piece)
+        *_, last = measure_json(raw)
     assert last == counted(raw)
 
 
@@ -61,9 +62,9 @@ def test_a_census_counts_what_the_parser_makes(value: Any) -> None:
         return 0 if inner is None else 1 + sum(map(containers, inner))
 
     raw = json.dumps(value).encode()
-    *_, last = censuses(raw)
+    *_, last = measure_json(raw)
     assert last.containers == containers(value)
-    assert parse(raw) == value
+    assert parse_json(raw) == value
 
 
 PATHS = [
@@ -78,7 +79,7 @@ PATHS = [
 @pytest.mark.parametrize(("value", "path"), PATHS)
 def test_a_path_is_made_for_what_is_wrong_only(value: Any, path: str) -> None:
     with pytest.raises(ApiError) as error:
-        check(value)
+        check_values(value)
     assert error.value.param == path
 
 
@@ -109,11 +110,11 @@ def test_of_a_very_large_body_the_place_is_told_where_it_ends_being_json(
     """Nothing that is valid: the parser that says more refuses each of them, too."""
     raw = b'{"prompt": "' + b"x" * 5000 + b'", "more": ' + end + b"}"
     with pytest.raises(ApiError):
-        parse(raw)
-    monkeypatch.setattr(body, "EXPLAINED", 4000)
-    monkeypatch.setattr(body, "parse_again", None)
+        parse_json(raw)
+    monkeypatch.setattr(body, "MAX_EXPLAINED_BYTES", 4000)
+    monkeypatch.setattr(body, "parse_for_error", None)
     with pytest.raises(ApiError, match="not JSON that can be read") as error:
-        parse(raw)
+        parse_json(raw)
     assert error.value.status == 400
 
 
@@ -131,7 +132,7 @@ def test_what_the_quick_parser_refuses_the_other_one_does_too(raw: bytes, cuts: 
         body.DECODER.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError):
         with pytest.raises(ApiError):
-            check(body.parse_again(raw))
+            check_values(body.parse_for_error(raw))
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize"])

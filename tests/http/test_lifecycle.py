@@ -19,10 +19,17 @@ import pytest
 from attrs import evolve
 from starlette.types import Message, Send
 
-from adapters.http.controls import Planned
-from adapters.http.reply import Alarm, Reply
-from adapters.http.run import ENGINE_GRACE_S, Ended, Jobs, Progress, Said, running
-from adapters.http.shape import COMMENT
+from adapters.http.answer.answer_shape import COMMENT
+from adapters.http.answer.job_stream import (
+    ENGINE_GRACE_S,
+    AnswerDelta,
+    FinishedChoice,
+    PromptProgress,
+    RunningJobs,
+    run_jobs,
+)
+from adapters.http.answer.reply import Alarm, Reply
+from adapters.http.request.plan_jobs import PlannedJob
 from effects.job import Job
 from tests.http.conftest import Site, chat, served
 from tests.http.sse import chunks, events, stream, text_of
@@ -164,7 +171,7 @@ async def test_a_deadline_holds_even_if_the_engine_says_nothing_any_more(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert ENGINE_GRACE_S > 1
-    monkeypatch.setattr("adapters.http.run.ENGINE_GRACE_S", 0.2)
+    monkeypatch.setattr("adapters.http.answer.job_stream.ENGINE_GRACE_S", 0.2)
     async with served(folder, door={"hang_after": 2}, request_timeout_s=0.2) as site:
         assert (await site.chat()).status_code == 504
 
@@ -224,7 +231,7 @@ async def test_a_long_prefill_is_kept_alive_by_comments_and_by_events(folder: Pa
 async def test_no_sign_of_life_follows_what_was_sent_since_it_was_rung_for(since: float | None, beats: int) -> None:
     """The end, for one, behind which nothing may come. None: something is being sent."""
     reply, sent = object.__new__(Reply), list[Message]()
-    reply.shape = SimpleNamespace(heartbeat=lambda: (COMMENT,))  # type: ignore[assignment]
+    reply.shape = SimpleNamespace(stream_heartbeat=lambda: (COMMENT,))  # type: ignore[assignment]
 
     async def send(message: Message) -> None:
         sent.append(message)
@@ -252,31 +259,31 @@ async def test_progress_comes_while_the_prompt_is_computed(folder: Path) -> None
 async def test_what_has_come_meanwhile_is_one_event_and_an_end_comes_alone(site: Site) -> None:
     job = Job((1, 2, 3), 50, stop_tokens=tuple(site.text.tokenizer.end_tokens))
     site.say("Hello there")
-    with running(site.door, (Planned(0, 0, job, ()),), site.text.tokenizer, site.options) as jobs:
+    with run_jobs(site.door, (PlannedJob(0, 0, job, ()),), site.text.tokenizer, site.options) as jobs:
         await until(lambda: site.door.tickets[0].closed)
-        *before, said = await jobs.next()
-        (ended,) = await jobs.next()
-        assert await jobs.next() == ()
-    assert all(isinstance(event, Progress) for event in before)
-    assert isinstance(said, Said)
-    assert (said.text, isinstance(ended, Ended) and ended.closed.finish) == ("Hello there", "stop")
+        *before, said = await jobs.next_events()
+        (ended,) = await jobs.next_events()
+        assert await jobs.next_events() == ()
+    assert all(isinstance(event, PromptProgress) for event in before)
+    assert isinstance(said, AnswerDelta)
+    assert (said.text, isinstance(ended, FinishedChoice) and ended.outcome.finish) == ("Hello there", "stop")
 
 
 async def test_what_the_engine_has_said_in_time_is_told_however_late_it_is_read(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a client takes nothing until the deadline is over."""
-    monkeypatch.setattr("adapters.http.run.ENGINE_GRACE_S", 0.0)
+    monkeypatch.setattr("adapters.http.answer.job_stream.ENGINE_GRACE_S", 0.0)
     job = Job((1, 2, 3), 50, stop_tokens=tuple(site.text.tokenizer.end_tokens))
     options = evolve(site.options, request_timeout_s=0.2)
     site.say("Hello there")
-    with running(site.door, (Planned(0, 0, job, ()),), site.text.tokenizer, options) as jobs:
+    with run_jobs(site.door, (PlannedJob(0, 0, job, ()),), site.text.tokenizer, options) as jobs:
         await until(lambda: site.door.tickets[0].closed)
         await anyio.sleep(0.4)
-        *_, said = await jobs.next()
-        (ended,) = await jobs.next()
-    assert isinstance(said, Said)
-    assert (said.text, isinstance(ended, Ended) and ended.closed.finish) == ("Hello there", "stop")
+        *_, said = await jobs.next_events()
+        (ended,) = await jobs.next_events()
+    assert isinstance(said, AnswerDelta)
+    assert (said.text, isinstance(ended, FinishedChoice) and ended.outcome.finish) == ("Hello there", "stop")
 
 
 @pytest.mark.parametrize("streamed", [True, False])
@@ -287,7 +294,7 @@ async def test_an_answer_leaves_nothing_to_the_collector(site: Site, streamed: b
         assert (await site.client.post(PATH, json=body)).status_code == 200
 
     await ask(chat(stream=streamed))  # what is made once is there
-    ours = {Alarm, Job, Jobs, Planned, Reply}
+    ours = {Alarm, Job, RunningJobs, PlannedJob, Reply}
     gc.collect()
     gc.disable()
     try:
@@ -306,7 +313,7 @@ async def test_an_answer_leaves_nothing_to_the_collector(site: Site, streamed: b
 class SaidLater(Reply):
     """Something at once, and something a second later."""
 
-    async def _answer(self, run: Jobs, scope: Any, receive: Any, send: Send) -> None:
+    async def _answer(self, run: RunningJobs, scope: Any, receive: Any, send: Send) -> None:
         await send({"type": "http.response.start"})
         await anyio.sleep(1)
         await send({"type": "http.response.body"})
@@ -315,8 +322,8 @@ class SaidLater(Reply):
 async def test_a_client_is_given_up_by_the_first_thing_that_it_does_not_take(site: Site) -> None:
     """A sign of life waits for it, and then what is said: a second later, but that is no second chance."""
     reply, waiting = object.__new__(SaidLater), list[float]()
-    reply.door, reply.planned, reply.tokenizer, reply.finish = site.door, (), site.text.tokenizer, ""
-    reply.shape = SimpleNamespace(heartbeat=lambda: (COMMENT,))  # type: ignore[assignment]
+    reply.door, reply.planned_jobs, reply.tokenizer, reply.finish_reason = site.door, (), site.text.tokenizer, ""
+    reply.shape = SimpleNamespace(stream_heartbeat=lambda: (COMMENT,))  # type: ignore[assignment]
     reply.options = evolve(site.options, keepalive_s=0.1, write_timeout_s=1.5)
 
     async def send(message: Message) -> None:
@@ -325,7 +332,7 @@ async def test_a_client_is_given_up_by_the_first_thing_that_it_does_not_take(sit
             await anyio.sleep(60)
 
     await reply._run({}, partial(anyio.sleep, 60), send)
-    assert reply.finish == "client_stalled"
+    assert reply.finish_reason == "client_stalled"
     assert len(waiting) == 2
     assert 1.5 <= time.monotonic() - waiting[0] < 2.2
 
@@ -412,11 +419,11 @@ async def test_a_server_told_to_stop_now_drops_its_streams(folder: Path) -> None
 
 
 async def test_a_port_that_is_taken_is_an_os_error(folder: Path) -> None:
-    from adapters.http.server import serve  # noqa: PLC0415
+    from adapters.http.wire.server import serve_app  # noqa: PLC0415
 
     async with served(folder) as site:
         with pytest.raises(OSError, match="in use"):
-            await serve(lambda *_: None, "127.0.0.1", site.serving.port, on_listening=lambda _: None)
+            await serve_app(lambda *_: None, "127.0.0.1", site.serving.port, on_listening=lambda _: None)
 
 
 async def test_every_request_is_one_line_in_the_log_without_its_texts(

@@ -11,9 +11,9 @@ import anyio
 import pytest
 from anthropic.types import Message
 
-from adapters.http.fields import Fields
-from adapters.http.messages import read_messages
-from adapters.http.tools import Skipped
+from adapters.http.apis.anthropic_messages import read_messages
+from adapters.http.request.tool_definitions import SkippedTools
+from adapters.http.wire.fields import Fields
 from adapters.text.conversation import ChatMessage, ToolCall, ToolChoice
 from tests.http.conftest import Site, served
 
@@ -208,7 +208,7 @@ async def test_where_cache_control_stands_is_a_safe_boundary(site: Site, client:
     for day in ("Monday", "Tuesday"):
         await client.messages.create(**asked(system=[marked, {"type": "text", "text": day}]))
         jobs.append(site.door.tickets[-1].job)
-    openings = site.text.openings.boundaries(jobs[0].prompt)
+    openings = site.text.openings.find_boundaries(jobs[0].prompt)
     (cut,) = set(jobs[0].boundaries) - set(openings)
     assert cut in jobs[1].boundaries
     assert jobs[0].prompt[:cut] == jobs[1].prompt[:cut]
@@ -467,12 +467,12 @@ def test_a_conversation_is_read_whole() -> None:
         "thinking": {"type": "enabled", "budget_tokens": 2000},
         "max_tokens": 4000,
     }
-    found = read_messages(Fields(body), Skipped())
+    found = read_messages(Fields(body), SkippedTools())
     assert found.messages == [
         ChatMessage("system", "Be\nbrief."),
         ChatMessage("user", "Hi"),
         ChatMessage("assistant", "Well.", "Hm.", (ToolCall("1", "add", '{"b": "ä", "a": 1.5}'),)),
-        ChatMessage("tool", "error", answers="1"),
+        ChatMessage("tool", "error", answered_call_id="1"),
         ChatMessage("user", "What\nnow?"),
     ]
     assert (found.choice, found.parallel) == (ToolChoice("function", "add"), False)

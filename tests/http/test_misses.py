@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from adapters.http.misses import MOST
+from adapters.http.answer.cache_misses import MAX_MISSES
 from tests.http.conftest import Site, served
 
 SYSTEM = "It is Monday, and you help with words. Be brief."
@@ -36,12 +36,12 @@ async def test_an_answer_says_where_its_prompt_left_the_likest_one(site: Site) -
 
 
 async def test_misses_are_listed_the_newest_first_and_a_few_only(site: Site) -> None:
-    for number in range(MOST + 3):
+    for number in range(MAX_MISSES + 3):
         await miss(site, [{"role": "user", "content": f"{number} and more of that"}])
     found = await kept(site)
-    assert len(found) == MOST
+    assert len(found) == MAX_MISSES
     assert {"id", "at", "prompt_tokens", "restored_tokens", "reason", "sent", "kept"} <= found[0].keys()
-    assert f"{MOST + 2} and more" in found[0]["sent"]
+    assert f"{MAX_MISSES + 2} and more" in found[0]["sent"]
     assert found[0]["at"] >= found[1]["at"]
 
 

@@ -34,7 +34,7 @@ async def test_a_browser_gets_the_page_and_a_program_json_at_the_same_path(share
 
 
 async def test_every_file_comes_with_its_type_and_may_load_nothing_from_elsewhere(shared: Site) -> None:
-    for path, file in files.files().items():
+    for path, file in files.load_files().items():
         answer = await shared.client.get(path)
         assert answer.content == file.body
         assert answer.headers["content-type"] == files.TYPES[Path(path).suffix or ".html"]
@@ -46,15 +46,15 @@ async def test_every_file_comes_with_its_type_and_may_load_nothing_from_elsewher
 
 
 def test_the_files_name_nothing_elsewhere_and_have_nothing_inline() -> None:
-    for path, file in files.files().items():
+    for path, file in files.load_files().items():
         text = file.body.decode()
         assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)\w", text), path
         assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(", text), path
-    page = files.files()[files.PAGE].body.decode()
+    page = files.load_files()[files.PAGE].body.decode()
     assert not re.findall(r"<style|\sstyle=|\son\w+=", page)
     assert not re.findall(r"<script(?! (type=\"module\" )?src=)", page)
     named = {f"/{one}" for one in re.findall(r'(?:src|href)="(page/[^"]+)"', page)}
-    assert named <= files.files().keys()
+    assert named <= files.load_files().keys()
 
 
 async def test_a_file_that_is_known_is_not_sent_again(shared: Site) -> None:
@@ -69,7 +69,7 @@ async def test_a_file_that_is_known_is_not_sent_again(shared: Site) -> None:
     assert (await shared.client.get("/page/api.js")).headers["etag"] != etag
     head = await shared.client.head("/", headers=HTML)
     assert (head.status_code, head.content) == (200, b"")
-    assert int(head.headers["content-length"]) == len(files.files()[files.PAGE].body)
+    assert int(head.headers["content-length"]) == len(files.load_files()[files.PAGE].body)
 
 
 @pytest.mark.parametrize("path", ["/page/nothing.js", "/page/../app.py", "/page/%2e%2e/files.py", "/page/app.js/x"])
@@ -83,7 +83,7 @@ async def test_there_is_nothing_else_below_the_page(shared: Site, path: str) -> 
 async def test_where_there_are_keys_the_page_is_for_everybody_and_what_it_shows_is_not(folder: Path) -> None:
     async with served(folder, api_keys=("right",)) as site:
         assert (await site.client.get("/", headers=HTML)).status_code == 200
-        assert {(await site.client.get(path)).status_code for path in files.files()} == {200}
+        assert {(await site.client.get(path)).status_code for path in files.load_files()} == {200}
         for headers in ({}, {"authorization": "Bearer wrong"}):
             refused = await site.client.get("/events", headers=headers)
             assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
@@ -160,7 +160,7 @@ async def test_nothing_looks_while_nobody_listens(site: Site) -> None:
             while listeners(site):  # noqa: ASYNC110 - the server tells nobody that it saw a connection end
                 await anyio.sleep(0.01)
         seen = looked
-        await anyio.sleep(3 * events.EVERY_S)
+        await anyio.sleep(3 * events.CHECK_INTERVAL_S)
         assert looked == seen
     finally:
         del site.door.status  # type: ignore[method-assign]
@@ -182,13 +182,13 @@ async def test_so_many_listen_and_no_more_until_one_leaves(site: Site) -> None:
                     task_status.started(scope)
                     await anyio.sleep_forever()
 
-        scopes = [await tasks.start(listen) for _ in range(events.MOST_LISTENERS)]
+        scopes = [await tasks.start(listen) for _ in range(events.MAX_LISTENERS)]
         refused = await site.client.get("/events")
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_listeners")
         assert int(refused.headers["retry-after"]) > 0
         scopes[0].cancel()
         with anyio.fail_after(60):
-            while listeners(site) == events.MOST_LISTENERS:  # noqa: ASYNC110 - as above
+            while listeners(site) == events.MAX_LISTENERS:  # noqa: ASYNC110 - as above
                 await anyio.sleep(0.01)
         async with listening(site) as heard:
             assert (await heard())["state"] == "ready"
@@ -202,7 +202,7 @@ async def test_a_stream_ends_at_once_when_the_server_stops(folder: Path) -> None
         with pytest.raises(EOFError):
             await heard()
         with anyio.fail_after(60):
-            await site.serving.ended.wait()
+            await site.serving.end_event.wait()
 
 
 async def test_who_does_not_read_is_dropped_and_nothing_is_kept_for_him(folder: Path) -> None:

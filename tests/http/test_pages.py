@@ -64,10 +64,10 @@ async def test_metrics_are_prometheus_text(folder: Path) -> None:
 
 
 async def check_metrics(site: Site) -> None:
-    site.metrics.stage("Prefilling", 0.2)
+    site.metrics.observe_stage("Prefilling", 0.2)
     report = Report(10, 4, "host", "diverged_at:4", 3, decode_steps=2, proposed=4, accepted=1)
-    site.metrics.closed(Closed("stop", report, "", {}))
-    site.metrics.gauges(queue=2, slots_busy=1, slots=4)
+    site.metrics.count_closed(Closed("stop", report, "", {}))
+    site.metrics.set_gauges(queue=2, slots_busy=1, slots=4)
     await site.client.get("/nothing%0a/such")
     response = await site.client.get("/metrics")
     lines = response.text.splitlines()

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from adapters.http.apis import error_response
-from adapters.http.dialect import anthropic_error
-from adapters.http.errors import context_exceeded, unavailable
-from adapters.http.paths import canonical
-from adapters.http.retry import Turnover, retry_after
+from adapters.http.apis.registry import make_error_response
+from adapters.http.wire.error_format import make_anthropic_error
+from adapters.http.wire.errors import context_exceeded, unavailable
+from adapters.http.wire.paths import canonical_path
+from adapters.http.wire.retry_after import SlotTime, compute_retry_after
 from effects.job import Report
 from effects.ports import Closed
 from tests.http.conftest import Site, chat, served
@@ -43,8 +43,8 @@ KNOWN = {"/", "/v1/chat/completions", "/v1/models", "/health"}
     ],
 )
 def test_a_path_is_meant_with_or_without_its_version_and_slashes(path: str, meant: str) -> None:
-    assert canonical(path, KNOWN) == meant
-    assert canonical(meant, KNOWN) == meant
+    assert canonical_path(path, KNOWN) == meant
+    assert canonical_path(meant, KNOWN) == meant
 
 
 @pytest.mark.parametrize("path", ["/chat/completions", "/v1/chat/completions/", "/chat/completions/"])
@@ -92,7 +92,7 @@ async def test_anthropics_clients_are_known_by_their_header_and_get_errors_of_th
     ("path", "status"), [("/v1/messages", 529), ("/messages/", 529), ("/v1/messages/x", 529), ("/v1/responses", 503)]
 )
 def test_a_server_that_loads_says_so_in_the_dialect_of_the_path(path: str, status: int) -> None:
-    response = error_response({"type": "http", "path": path, "headers": []}, unavailable("Loading model", 1))
+    response = make_error_response({"type": "http", "path": path, "headers": []}, unavailable("Loading model", 1))
     assert (response.status_code, response.headers["retry-after"]) == (status, "1")
     assert (json.loads(bytes(response.body)).get("type") == "error") == (status == 529)
 
@@ -106,7 +106,7 @@ async def test_below_anthropics_path_errors_are_anthropics(shared: Site, path: s
 
 def test_anthropics_words_for_a_prompt_that_is_too_long_have_both_counts() -> None:
     for tokens, said in ((5000, 5000), (4096, 4097), (0, 4097)):
-        error = anthropic_error(context_exceeded(tokens, 4096, "$.messages"))["error"]
+        error = make_anthropic_error(context_exceeded(tokens, 4096, "$.messages"))["error"]
         assert error == {
             "type": "invalid_request_error",
             "message": f"prompt is too long: {said} tokens > 4096 maximum",
@@ -187,16 +187,16 @@ async def test_the_log_tells_why_and_how_fast(site: Site, caplog: pytest.LogCapt
     ],
 )
 def test_when_to_come_again_follows_the_queue(waiting: int, slots: int, seconds: float, expected: int) -> None:
-    assert retry_after(waiting, slots, seconds) == expected
+    assert compute_retry_after(waiting, slots, seconds) == expected
 
 
 def test_how_long_requests_take_is_a_mean_that_forgets_and_waiting_does_not_count() -> None:
-    pace = Turnover()
-    pace.served(Closed("stop", Report(1), "", {"Waiting": 60_000, "Prefilling": 1000, "Speculating": 3000}))
-    assert pace.seconds == 4
+    pace = SlotTime()
+    pace.add(Closed("stop", Report(1), "", {"Waiting": 60_000, "Prefilling": 1000, "Speculating": 3000}))
+    assert pace.mean_s == 4
     for _ in range(30):
-        pace.served(Closed("stop", Report(1), "", {"Speculating": 1000}))
-    assert pace.seconds == pytest.approx(1, rel=0.01)
+        pace.add(Closed("stop", Report(1), "", {"Speculating": 1000}))
+    assert pace.mean_s == pytest.approx(1, rel=0.01)
 
 
 async def test_a_full_queue_says_when_to_come_again(folder: Path) -> None:

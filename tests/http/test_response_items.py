@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from adapters.http.archive import Archive, Shelf
-from adapters.http.fields import Fields
-from adapters.http.options import EdgeOptions
-from adapters.http.responses import References, read_conversation
-from adapters.http.told_items import SUMMARY, opened_summary, sealed_summary
-from adapters.http.tools import Skipped
+from adapters.http.apis.openai_items_as_text import SUMMARY, open_summary, seal_summary
+from adapters.http.apis.openai_responses import ItemReferences, read_conversation
+from adapters.http.edge_options import EdgeOptions
+from adapters.http.history.response_store import ResponseFolder, ResponseStore
+from adapters.http.request.tool_definitions import SkippedTools
+from adapters.http.wire.fields import Fields
 from adapters.text.conversation import ChatMessage, ToolCall
 from tests.http.conftest import Site
 
@@ -32,9 +32,9 @@ PATCH = {
 }
 
 
-def messages_of(*items: dict[str, Any]) -> tuple[list[ChatMessage], Skipped]:
-    skipped = Skipped()
-    find = References(Shelf(Archive()), EdgeOptions("small", 4096, 500))
+def messages_of(*items: dict[str, Any]) -> tuple[list[ChatMessage], SkippedTools]:
+    skipped = SkippedTools()
+    find = ItemReferences(ResponseFolder(ResponseStore()), EdgeOptions("small", 4096, 500))
     found, _ = read_conversation(Fields({"input": [HELLO, *items]}), [], find, skipped)
     return list(found.messages)[1:], skipped
 
@@ -69,11 +69,11 @@ TOLD: list[tuple[dict[str, Any], ChatMessage]] = [
         ChatMessage("user", "[output of the apply_patch call, completed]"),
     ),
     (
-        {"type": "compaction", "encrypted_content": sealed_summary("They said hello.")},
+        {"type": "compaction", "encrypted_content": seal_summary("They said hello.")},
         ChatMessage("user", f"{SUMMARY}They said hello."),
     ),
     (
-        {"type": "compaction_summary", "encrypted_content": sealed_summary("ä")},
+        {"type": "compaction_summary", "encrypted_content": seal_summary("ä")},
         ChatMessage("user", f"{SUMMARY}ä"),
     ),
 ]
@@ -135,13 +135,13 @@ def test_calls_of_every_kind_stand_in_one_answer() -> None:
             "",
             (ToolCall("9", "add", "{}"),),
         ),
-        ChatMessage("tool", "3", answers="9"),
+        ChatMessage("tool", "3", answered_call_id="9"),
     ]
 
 
 def test_only_a_summary_of_this_server_is_opened() -> None:
-    assert opened_summary(sealed_summary("ä\nb")) == "ä\nb"
-    assert opened_summary("") is None
+    assert open_summary(seal_summary("ä\nb")) == "ä\nb"
+    assert open_summary("") is None
 
 
 CHOICES: list[tuple[list[dict[str, Any]], Any, str]] = [

@@ -12,15 +12,16 @@ import anyio
 import openai
 import pytest
 
-from adapters.http import archive, responses
-from adapters.http.archive import Archive, ArchivedResponse, Shelf
-from adapters.http.custom_tools import custom_arguments, custom_input
-from adapters.http.errors import ApiError
-from adapters.http.fields import Fields
-from adapters.http.options import EdgeOptions
-from adapters.http.response_items import opened, sealed
-from adapters.http.responses import References, read_conversation
-from adapters.http.tools import Skipped
+from adapters.http.apis import openai_responses
+from adapters.http.apis.openai_response_items import open_sealed_text, seal_text
+from adapters.http.apis.openai_responses import ItemReferences, read_conversation
+from adapters.http.edge_options import EdgeOptions
+from adapters.http.history import response_store as archive
+from adapters.http.history.response_store import ResponseFolder, ResponseStore, StoredResponse
+from adapters.http.request.custom_tools import encode_custom_arguments, extract_custom_input
+from adapters.http.request.tool_definitions import SkippedTools
+from adapters.http.wire.errors import ApiError
+from adapters.http.wire.fields import Fields
 from adapters.text.conversation import ChatMessage, ToolCall, ToolChoice
 from tests.http.conftest import Site, served
 
@@ -227,7 +228,7 @@ async def test_what_codex_sends_is_taken(site: Site) -> None:
     events = await frames(site, body)
     reasoning, call = events[-1]["response"]["output"]
     assert (call["namespace"], call["name"]) == ("mcp__files", "open")
-    assert opened(reasoning["encrypted_content"]) == "Hm."
+    assert open_sealed_text(reasoning["encrypted_content"]) == "Hm."
     assert "Rules." in prompt_of(site)
     assert "mcp__files__open" in prompt_of(site)
     assert "web_search" not in prompt_of(site)
@@ -261,8 +262,8 @@ async def test_a_custom_tool_is_called_with_text(site: Site, client: openai.Asyn
 
 @pytest.mark.parametrize("arguments", ['{"input": 5}', "[1]", '{"inp', ""])
 def test_what_a_custom_tool_is_called_with_is_never_lost(arguments: str) -> None:
-    assert custom_input(arguments) == arguments
-    assert custom_input(custom_arguments(arguments)) == arguments
+    assert extract_custom_input(arguments) == arguments
+    assert extract_custom_input(encode_custom_arguments(arguments)) == arguments
 
 
 async def test_tokens_are_counted_exactly(site: Site, client: openai.AsyncOpenAI) -> None:
@@ -354,7 +355,7 @@ async def test_what_was_asked_is_written_out_beside_the_event_loop(
             written.append((isinstance(value, list), threading.get_ident()))
             return encode(value)
 
-    for module in (archive, responses):
+    for module in (archive, openai_responses):
         monkeypatch.setattr(module, "ENCODER", Noted)
     made = await client.responses.create(**asked(input=[{"role": "user", "content": "x" * 100}], max_output_tokens=4))
     lists = [thread for is_list, thread in written if is_list]
@@ -543,17 +544,17 @@ def test_items_are_read_into_messages() -> None:
         "parallel_tool_calls": False,
         "reasoning": {"effort": "none"},
     }
-    find = References(Shelf(Archive()), EdgeOptions("small", 4096, 500))
-    found, offered = read_conversation(Fields(body), [], find, Skipped())
+    find = ItemReferences(ResponseFolder(ResponseStore()), EdgeOptions("small", 4096, 500))
+    found, offered = read_conversation(Fields(body), [], find, SkippedTools())
     calls = (ToolCall("1", "add", "{}"), ToolCall("2", "n__add", '{"b":1}'), ToolCall("3", "patch", '{"input": "x"}'))
     assert found.messages == [
         ChatMessage("system", "Be brief."),
         ChatMessage("system", "Rules."),
         ChatMessage("user", "a\nb"),
         ChatMessage("assistant", "Well.", "Hm.", calls),
-        ChatMessage("tool", "one", answers="1"),
-        ChatMessage("tool", "two", answers="2"),
-        ChatMessage("tool", "three", answers="3"),
+        ChatMessage("tool", "one", answered_call_id="1"),
+        ChatMessage("tool", "two", answered_call_id="2"),
+        ChatMessage("tool", "three", answered_call_id="3"),
         ChatMessage("assistant", "No.", "So."),
         ChatMessage("user", "Go on."),
     ]
@@ -580,18 +581,18 @@ async def test_what_every_response_says_again_is_bounded(site: Site) -> None:
 
 def test_an_item_counts_each_time_that_it_is_named() -> None:
     """65,536 ids of one answer with 128 KiB would be a message of 8 GiB."""
-    name, archive = "resp_" + 24 * "0", Archive()
+    name, archive = "resp_" + 24 * "0", ResponseStore()
     said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "x" * 1000}]}
-    archive.keep(name, "", ArchivedResponse({"output": [said]}, []))
-    find = References(Shelf(archive), EdgeOptions("small", 4096, 500, max_body=10_000))
+    archive.store(name, "", StoredResponse({"output": [said]}, []))
+    find = ItemReferences(ResponseFolder(archive), EdgeOptions("small", 4096, 500, max_body=10_000))
     found = [find(f"msg_{24 * '0'}0000") for _ in range(20)]
     assert found[:5] == [said] * 5
     assert found[-1] is None
     named = {"type": "item_reference", "id": f"msg_{24 * '0'}0000"}
     with pytest.raises(ApiError, match="send the item itself"):
-        read_conversation(Fields({"input": [named] * 20}), [], find, Skipped())
+        read_conversation(Fields({"input": [named] * 20}), [], find, SkippedTools())
 
 
 @pytest.mark.parametrize("text", ["", "Hm.", "größer 😀\n"])
 def test_what_is_sealed_is_opened_again(text: str) -> None:
-    assert opened(sealed(text)) == text
+    assert open_sealed_text(seal_text(text)) == text

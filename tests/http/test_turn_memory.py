@@ -15,11 +15,11 @@ from attrs import define, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.http import turn_memory as limits
-from adapters.http.cabinet import digest, signed
-from adapters.http.turn_memory import ENCODER, OwnTurns, TurnMemory, TurnRecord, name_of
-from adapters.store.folder import Folder
-from adapters.text.reading import Reading, Utterance
+from adapters.http.history import answer_tokens as limits
+from adapters.http.history.answer_tokens import ENCODER, CallerTurns, TurnMemory, TurnRecord, make_turn_name
+from adapters.http.history.persistent_lru import add_digest, digest_body
+from adapters.store.files.private_folder import PrivateFolder
+from adapters.text.read_text import AssistantTurn, Reading
 from effects.ids import Tokens
 from tests.http.conftest import Site, served
 from tests.http.test_lifecycle import until
@@ -294,74 +294,74 @@ def key(number: int) -> str:
     return f"{number:032x}"
 
 
-def said(number: int, *calls: str) -> Utterance:
-    return Utterance(0, key(number), calls, Reading())
+def said(number: int, *calls: str) -> AssistantTurn:
+    return AssistantTurn(0, key(number), calls, Reading())
 
 
-def first(memory: TurnMemory, one: Utterance, owner: str = "") -> int | None:
-    turn = OwnTurns(memory, owner).find(one)
+def first(memory: TurnMemory, one: AssistantTurn, owner: str = "") -> int | None:
+    turn = CallerTurns(memory, owner).find(one)
     return None if turn is None else turn.tokens[0]
 
 
 def test_turns_are_found_by_their_calls_and_by_what_they_say() -> None:
     memory = TurnMemory()
-    memory.put(name_of(key(1)), record(1, calls=("call_a", "call_b")))
-    memory.put(name_of(key(2)), record(2, "else", ("call_c",)))
+    memory.put(make_turn_name(key(1)), record(1, calls=("call_a", "call_b")))
+    memory.put(make_turn_name(key(2)), record(2, "else", ("call_c",)))
     assert [first(memory, one) for one in (said(1), said(9, "call_b"), said(9, "call_x", "call_a"))] == [1, 1, 1]
     assert [first(memory, one) for one in (said(9), said(9, "call_c"), said(2))] == [None] * 3
     assert first(memory, said(2), "else") == first(memory, said(9, "call_c"), "else") == 2
-    memory.put(name_of(key(1)), record(3, calls=("call_d",)))
+    memory.put(make_turn_name(key(1)), record(3, calls=("call_d",)))
     assert [first(memory, one) for one in (said(1), said(9, "call_a"), said(9, "call_d"))] == [3, None, 3]
 
 
 def test_those_that_were_used_longest_ago_go_first_and_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "MOST", 3)
+    monkeypatch.setattr(limits, "MAX_TURNS", 3)
     memory = TurnMemory()
     for number in range(3):
-        memory.put(name_of(key(number)), record(number, calls=(f"call_{number}",)))
+        memory.put(make_turn_name(key(number)), record(number, calls=(f"call_{number}",)))
     assert first(memory, said(0)) == 0
-    memory.put(name_of(key(3)), record(3))
+    memory.put(make_turn_name(key(3)), record(3))
     assert [first(memory, said(9, f"call_{number}")) for number in range(3)] == [0, None, 2]
     for number in range(100):
-        memory.put(name_of(key(5)), record(number, calls=(f"again_{number}",)))
-    assert len(memory._named) <= 3  # noqa: SLF001 - calls of turns that are gone are gone
+        memory.put(make_turn_name(key(5)), record(number, calls=(f"again_{number}",)))
+    assert len(memory._turn_names) <= 3  # noqa: SLF001 - calls of turns that are gone are gone
 
 
 def test_bytes_of_turns_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "MOST_BYTES", 3000)
-    monkeypatch.setattr(limits, "LARGEST", 1000)
+    monkeypatch.setattr(limits, "MAX_BYTES", 3000)
+    monkeypatch.setattr(limits, "MAX_TURN_BYTES", 1000)
     memory = TurnMemory()
-    assert not memory.put(name_of(key(0)), record(0, size=600))
+    assert not memory.put(make_turn_name(key(0)), record(0, size=600))
     for number in range(1, 9):
-        assert memory.put(name_of(key(number)), record(number, size=300))
+        assert memory.put(make_turn_name(key(number)), record(number, size=300))
     assert 3 <= len(memory) < 8
     assert memory.size <= 3000
 
 
 async def test_damaged_and_foreign_files_are_no_turns(tmp_path: Path) -> None:
-    memory = TurnMemory(Folder.open(tmp_path))
+    memory = TurnMemory(PrivateFolder.open(tmp_path))
     memory.load()
-    memory.put(name_of(key(1)), record(1, calls=("call_a",)))
+    memory.put(make_turn_name(key(1)), record(1, calls=("call_a",)))
     await memory.close()
-    good = (tmp_path / name_of(key(1))).read_bytes()
+    good = (tmp_path / make_turn_name(key(1))).read_bytes()
     for number, raw in enumerate((good[:-1], b"", good + b" ", good.replace(b"call_a", b"call_b")), 2):
-        (tmp_path / name_of(key(number))).write_bytes(raw)
+        (tmp_path / make_turn_name(key(number))).write_bytes(raw)
     lies = [b"{}", b"[]", b'{"owner":"","calls":[],"lead":-1,"tokens":[]}', b"null", b"[" * 100_000]
     lies += [b'{"owner":"","calls":[],"lead":0,"tokens":[],"more":' + b"[" * 3000]
     lies += [b'{"owner":"","calls":[],"lead":0,"tokens":[%s]}' % one for one in (b"-1", b"1.5", b"1e99", b'"1"')]
     for number, body in enumerate(lies, 10):
-        (tmp_path / name_of(key(number))).write_bytes(signed(body))
-    (tmp_path / name_of(key(40))).symlink_to(tmp_path / name_of(key(1)))
-    os.mkfifo(tmp_path / name_of(key(41)))
+        (tmp_path / make_turn_name(key(number))).write_bytes(add_digest(body))
+    (tmp_path / make_turn_name(key(40))).symlink_to(tmp_path / make_turn_name(key(1)))
+    os.mkfifo(tmp_path / make_turn_name(key(41)))
     (tmp_path / "notes").write_bytes(b"somebody's")
-    memory = TurnMemory(Folder.open(tmp_path))
+    memory = TurnMemory(PrivateFolder.open(tmp_path))
     memory.load()
     assert (len(memory), first(memory, said(9, "call_a"))) == (1, 1)
     await memory.close()
-    assert files(tmp_path) == {"LOCK", "notes", name_of(key(1))}
+    assert files(tmp_path) == {"LOCK", "notes", make_turn_name(key(1))}
 
 
 @given(st.binary(max_size=200), st.booleans())
 def test_no_bytes_do_harm(tail: bytes, right: bool) -> None:
-    raw = (digest(tail) if right else b"0" * 64) + b"\n" + tail
+    raw = (digest_body(tail) if right else b"0" * 64) + b"\n" + tail
     assert not TurnMemory().is_whole(raw)

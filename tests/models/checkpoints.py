@@ -10,14 +10,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.dense import DenseShard
-from adapters.models.dense_config import DenseConfig
+from adapters.models.decoder.dense_config import DenseConfig
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.shard import BUCKETS
+from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.interface import Kernels
-from adapters.models.kernels.products import Products
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.seeded import seeded
-from adapters.models.shard import BUCKETS, Segment, Step
+from adapters.models.kernels.product_list import Products
+from adapters.models.kernels.seeded import make_generator
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.open_checkpoint import Checkpoint
 
 GEOMETRIES = {
     "mqa": {"hidden_size": 80, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 16},
@@ -119,11 +120,11 @@ def kernels_for(listed: Products, dtype: torch.dtype, capacity: int, *, own: boo
     kernels = CpuKernels(dtype, own=own)
     proof = kernels.prove(listed)
     assert proof.holds, (capacity, proof.failures)
-    return kernels.using(proof.plan)
+    return kernels.with_plan(proof.plan)
 
 
 def tokens_of(count: int, vocab: int = 160, seed: int = 7) -> Tensor:
-    return torch.randint(0, vocab, (count,), generator=seeded(seed))
+    return torch.randint(0, vocab, (count,), generator=make_generator(seed))
 
 
 def run(shard: DenseShard, bucket: int, *parts: tuple[int, int, Tensor]) -> Tensor:

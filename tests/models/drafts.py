@@ -11,18 +11,19 @@ from attrs import evolve
 from safetensors.torch import save_file
 from torch import Tensor
 
-from adapters.models.dense_config import HEAD_ROWS
-from adapters.models.dflash.checkpoint import draft_tensors
-from adapters.models.dflash.config import DFlashConfig
-from adapters.models.dflash.draft import DFlashDraft
-from adapters.models.dflash.weights import products as draft_products
+from adapters.models.decoder.dense_config import HEAD_ROWS
+from adapters.models.decoder.rope import Rotary, Yarn
+from adapters.models.decoder.shard import BUCKETS, TargetHead
+from adapters.models.drafts.dflash.checkpoint import draft_tensors
+from adapters.models.drafts.dflash.config import DFlashConfig
+from adapters.models.drafts.dflash.draft import DFlashDraft
+from adapters.models.drafts.dflash.weights import products as draft_products
+from adapters.models.families.qwen3 import Qwen3Config
+from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.interface import AttentionMask
-from adapters.models.kernels.products import Weight
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.qwen3 import Qwen3Config
-from adapters.models.rope import Rotary, Yarn
-from adapters.models.seeded import seeded
-from adapters.models.shard import BUCKETS, Segment, Step, TargetHead
+from adapters.models.kernels.product_list import Weight
+from adapters.models.kernels.seeded import make_generator
+from adapters.models.kernels.step import Segment, Step
 from tests.models.checkpoints import kernels_for
 
 FULL, CAUSAL = AttentionMask(), AttentionMask(causal=True)
@@ -71,7 +72,7 @@ class Tensors(dict[str, Tensor]):
 
 
 def random_tensors(config: DFlashConfig, seed: int = 0) -> Tensors:
-    generator = seeded(seed)
+    generator = make_generator(seed)
     made = Tensors()
     for name, shape in draft_tensors(config).items():
         tensor = torch.randn(shape, generator=generator)
@@ -108,7 +109,7 @@ def save_draft(folder: Path, config: DFlashConfig, tensors: dict[str, Tensor], *
 
 
 def head_of(config: DFlashConfig, kernels, dtype: torch.dtype = torch.float32, vocab: int = 211) -> TargetHead:
-    generator = seeded(99)
+    generator = make_generator(99)
     table = torch.randn(vocab, config.hidden_size, generator=generator).to(dtype)
     return TargetHead(table, kernels.pack(table.clone()), torch.ones(config.hidden_size, dtype=dtype))
 
@@ -123,14 +124,14 @@ def proven_draft(config: DFlashConfig, dtype: torch.dtype, capacity: int, vocab:
 
 def draft_of(config: DFlashConfig, tensors: Tensors | None = None, dtype: torch.dtype = torch.float32, **options):
     shape = {"slots": 4, "capacity": 1200} | options
-    kernels = shape.pop("kernels", None) or proven_draft(config, dtype, shape["capacity"]).fresh()
+    kernels = shape.pop("kernels", None) or proven_draft(config, dtype, shape["capacity"]).copy_for_shard()
     weights = tensors or random_tensors(config)
-    return DFlashDraft(config, weights, kernels, head_of(config, kernels.fresh(), dtype), dtype=dtype, **shape)
+    return DFlashDraft(config, weights, kernels, head_of(config, kernels.copy_for_shard(), dtype), dtype=dtype, **shape)
 
 
 def aux_hidden_states_of(config: DFlashConfig, count: int, dtype: torch.dtype = torch.float32, seed: int = 5) -> Tensor:
     """What the target left for `count` rows: `[K, count, D]`."""
-    generator = seeded(seed)
+    generator = make_generator(seed)
     return torch.randn(len(config.aux_layers), count, config.hidden_size, generator=generator).to(dtype)
 
 

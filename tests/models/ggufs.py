@@ -18,8 +18,8 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.rope import Llama3, Yarn
+from adapters.models.decoder.rope import Llama3, Yarn
+from adapters.models.open_checkpoint import Checkpoint
 
 NAMES = {
     "llama": "llama",
@@ -177,7 +177,7 @@ def settings(config: Any, name: str) -> dict[str, Any]:
     if getattr(config, "experts", None) is not None:
         found |= {
             "ARCH.expert_count": config.experts.count,
-            "ARCH.expert_used_count": config.experts.active,
+            "ARCH.expert_used_count": config.experts.chosen,
             "ARCH.expert_feed_forward_length": config.experts.inner,
         }
         if config.experts.shared:

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from adapters.models.dense import DenseShard
-from adapters.models.kernels.delta import DeltaShape
-from adapters.models.qwen3_5 import FULL, LINEAR, Qwen35Config
-from adapters.models.seeded import seeded
-from adapters.models.shard import Segment, Step
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.families.qwen3_5 import FULL, LINEAR, Qwen35Config
+from adapters.models.kernels.delta_interface import DeltaShape
+from adapters.models.kernels.seeded import make_generator
+from adapters.models.kernels.step import Segment, Step
 from tests.models.checkpoints import EXPERTS, same_bits, same_rows, save_model, tokens_of
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
@@ -70,7 +70,7 @@ def save_with_head(folder: Path, family: str = "qwen3_next", **more: object) -> 
     with TemporaryDirectory() as beside:
         head = save_model(Path(beside), family, seed=1, **own | {"num_hidden_layers": 1, "layer_types": [FULL]})
         found = load_file(Path(beside) / "model.safetensors")
-    tensors, generator = load_file(folder / "model.safetensors"), seeded(2)
+    tensors, generator = load_file(folder / "model.safetensors"), make_generator(2)
     for name, tensor in found.items():
         if name.startswith(("model.layers.0.", "model.norm.")):
             tensors[name.replace("model.", "mtp.", 1)] = tensor

@@ -20,20 +20,20 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from adapters.device.constraint import Mask
-from adapters.device.native_draw import found_at_once
-from adapters.models.kernels.batch import StateBatch
-from adapters.models.kernels.delta import CHUNK, UNSETTLED, DeltaShape, DeltaWeights
+from adapters.device.sampling.grammar_mask import Mask
+from adapters.models.kernels.cpu.native import library
+from adapters.models.kernels.cpu.native.attention import NativeAttention
+from adapters.models.kernels.cpu.native.delta import NativeDelta
+from adapters.models.kernels.cpu.native.draw import pick_rows
+from adapters.models.kernels.cpu.native.library import NativeLibrary
+from adapters.models.kernels.cpu.native.products import NativeProducts
+from adapters.models.kernels.cpu.native.rows import NativeRows, PreparedHeads
+from adapters.models.kernels.delta_interface import CHUNK, UNSETTLED, DeltaShape, DeltaWeights
 from adapters.models.kernels.interface import Rope
-from adapters.models.kernels.native import compiled
-from adapters.models.kernels.native.attention import NativeAttention
-from adapters.models.kernels.native.compiled import NativeCode
-from adapters.models.kernels.native.delta import NativeDelta
-from adapters.models.kernels.native.products import NativeProducts
-from adapters.models.kernels.native.rows import NativeRows, PreparedHeads
-from adapters.models.kernels.row_form import RowForm
-from adapters.models.seeded import seeded
-from adapters.models.shard import Segment, Step
+from adapters.models.kernels.row_format import RowFormat
+from adapters.models.kernels.seeded import make_generator
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.kernels.step_batch import StateBatch
 from effects.job import Sampling
 from tests.models.test_packed import LAYOUTS, random_matrix
 
@@ -50,7 +50,7 @@ Finds = Callable[[int], "list[Tensor]"]
 
 
 def numbers(chance: random.Random, *shape: int, dtype: torch.dtype = FLOAT, finite: bool = False) -> Tensor:
-    generator = seeded(chance.randrange(1 << 30))
+    generator = make_generator(chance.randrange(1 << 30))
     found = torch.randn(shape, generator=generator) * chance.choice([1e-3, 1, 1, 30])
     if not finite and found.numel() and chance.random() < 0.2:
         for _ in range(chance.randrange(1, 4)):
@@ -74,7 +74,7 @@ def laid(chance: random.Random, rows: Tensor) -> Tensor:
             return rows
 
 
-def products(chance: random.Random, native: NativeCode) -> Finds:
+def products(chance: random.Random, native: NativeLibrary) -> Finds:
     rows, outputs, terms = chance.choice(ROWS), chance.choice(OUTPUTS), chance.choice(TERMS)
     own = NativeProducts(native, 0, chance.choice([None, BRAIN]))
     dtype = chance.choice([FLOAT, BRAIN])
@@ -84,7 +84,7 @@ def products(chance: random.Random, native: NativeCode) -> Finds:
     return lambda level: [evolve(own, level=level).multiply(x, weights[0], up)]
 
 
-def packed(chance: random.Random, native: NativeCode) -> Finds:
+def packed(chance: random.Random, native: NativeLibrary) -> Finds:
     layout = chance.choice(LAYOUTS)
     rows, outputs, terms = chance.choice(ROWS), chance.choice(OUTPUTS), layout.span * chance.choice([1, 2, 3, 5])
     own = NativeProducts(native, 0, chance.choice([None, BRAIN]))
@@ -100,7 +100,7 @@ def packed(chance: random.Random, native: NativeCode) -> Finds:
     return found
 
 
-def norms(chance: random.Random, native: NativeCode) -> Finds:
+def norms(chance: random.Random, native: NativeLibrary) -> Finds:
     rows, width, dtype = chance.choice(ROWS), chance.choice(HEADS), chance.choice([FLOAT, BRAIN])
     residual, delta = (numbers(chance, rows, width, dtype=dtype) for _ in range(2))
     weight = numbers(chance, width, dtype=chance.choice([dtype, FLOAT]))
@@ -121,7 +121,7 @@ def places(chance: random.Random, rows: int, slots: int, capacity: int) -> tuple
     return torch.tensor([slot for slot, _ in at]), torch.tensor([position for _, position in at])
 
 
-def heads(chance: random.Random, native: NativeCode) -> Finds:
+def heads(chance: random.Random, native: NativeLibrary) -> Finds:
     rows, kv, queries, head = chance.choice(ROWS), chance.choice([1, 2]), chance.choice([0, 1, 5]), chance.choice(HEADS)
     rows, dtype, kept = min(rows, 40), chance.choice([FLOAT, BRAIN]), chance.choice(ROW_FORMS)
     slots, capacity, turned = chance.choice([1, 3]), chance.choice([1, 5, 128, 129]), chance.randrange(head // 2 + 1)
@@ -138,20 +138,20 @@ def heads(chance: random.Random, native: NativeCode) -> Finds:
     at = places(chance, rows, slots, capacity)
 
     def found(level: int) -> list[Tensor]:
-        caches = [torch.zeros(slots, kv, capacity, RowForm(kept).width(head), dtype=kept) for _ in "kv"]
+        caches = [torch.zeros(slots, kv, capacity, RowFormat(kept).row_width(head), dtype=kept) for _ in "kv"]
         rope = Rope(angles.cos(), angles.sin())
-        return [NativeRows(native, level).prepare(projected, how, rope, at, *caches), *caches]
+        return [NativeRows(native, level).prepare_heads(projected, how, rope, at, *caches), *caches]
 
     return found
 
 
-def attention(chance: random.Random, native: NativeCode) -> Finds:
+def attention(chance: random.Random, native: NativeLibrary) -> Finds:
     rows, kv, group = chance.choice(ROWS[:12]), chance.choice([1, 2]), chance.choice([1, 2, 5, 95, 96, 97])
     head, kept, slots = chance.choice(HEADS[:-2]), chance.choice(ROW_FORMS), chance.choice([1, 3])
     capacity = chance.choice([1, 31, 32, 33, 127, 128, 129, 256, 300])
     rows = min(rows, 17) if group > 5 else rows
     q = numbers(chance, rows, kv, group, head)
-    caches = [RowForm(kept).encode(numbers(chance, slots, kv, capacity, head)) for _ in "kv"]
+    caches = [RowFormat(kept).encode(numbers(chance, slots, kv, capacity, head)) for _ in "kv"]
     bounds = (0, 1, 31, 32, 33, 127, 128, 129, capacity - 1, capacity)
     high = torch.tensor([min(chance.choice(bounds), capacity) for _ in range(rows)])
     low = chance.choice([None, torch.tensor([min(chance.choice(bounds), capacity) for _ in range(rows)])])
@@ -188,7 +188,7 @@ def mask(chance: random.Random, vocab: int) -> Mask | None:
     return found
 
 
-def draws(chance: random.Random, native: NativeCode) -> Finds:
+def draws(chance: random.Random, native: NativeLibrary) -> Finds:
     rows, vocab = chance.choice([1, 2, 5]), chance.choice(VOCABULARIES)
     raw = numbers(chance, rows, vocab, finite=chance.random() < 0.8)
     match chance.randrange(4):
@@ -205,13 +205,13 @@ def draws(chance: random.Random, native: NativeCode) -> Finds:
     usual = [one and bool(row.isfinite().all()) for one, row in zip(usual, used, strict=True)]
 
     def found(level: int) -> list[Tensor]:
-        told = found_at_once(native, level, raw, used, wanted)  # of other rows nobody asks for more
+        told = pick_rows(native, level, raw, used, wanted)  # of other rows nobody asks for more
         return [torch.tensor([*first, *more]) for (first, more), one in zip(told, usual, strict=True) if one]
 
     return found
 
 
-def recurrent(chance: random.Random, native: NativeCode) -> Finds:
+def recurrent(chance: random.Random, native: NativeLibrary) -> Finds:
     keys = chance.choice([1, 2])
     sizes = chance.choice([1, 3, 4, 5, 16, 33, 128, 1024]), chance.choice([1, 7, 8, 9, 15, 16, 17, 33])
     shape, slots, dtype = DeltaShape(keys, keys * chance.choice([1, 2]), *sizes), 2, chance.choice([FLOAT, BRAIN])
@@ -239,14 +239,14 @@ def recurrent(chance: random.Random, native: NativeCode) -> Finds:
 
     def found(level: int) -> list[Tensor]:
         own, out = NativeDelta(native, level), list[Tensor]()
-        state = own.state(shape, slots, 0, dtype, CPU)
+        state = own.make_state(shape, slots, 0, dtype, CPU)
         for batch, wide, folds in steps:
             convolved = own.convolve(wide[:, : shape.channels], weights, state, batch)
             out += [convolved, own.delta_rule(convolved, wide[:, shape.channels :], weights, state, batch)]
             for slot, base in folds:
-                own.fold([state], slot, base)
+                own.advance_state([state], slot, base)
         normed = own.gated_norm(out[-1], gate, weight, 1e-6)
-        return [*out, normed, own.gate(normed, gate), state.memory, state.conv]
+        return [*out, normed, own.apply_gate(normed, gate), state.memory, state.conv]
 
     return found
 
@@ -265,7 +265,7 @@ def same(found: Tensor, expected: Tensor) -> bool:
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-def run(native: NativeCode, seed: int) -> None:
+def run(native: NativeLibrary, seed: int) -> None:
     """One case. Raises AssertionError where levels disagree."""
     chance = random.Random(seed)
     kind = chance.choice(KINDS)
@@ -278,7 +278,7 @@ def run(native: NativeCode, seed: int) -> None:
 
 
 def main(folder: str, seconds: str, first: str = "0") -> None:
-    native, why = compiled.opened(Path(folder))
+    native, why = library.open_library(Path(folder))
     if native is None:
         sys.exit(why)
     until = time.monotonic() + float(seconds)

@@ -14,9 +14,10 @@ from attrs import define, frozen
 from torch import Tensor
 from torch.nn.functional import normalize, rms_norm, silu, softplus
 
-from adapters.layout import RowSpec, TensorSpec
-from adapters.models.seeded import seeded
-from adapters.models.shard import Forward, Kept, NamedTensors, Segment, Step
+from adapters.models.decoder.shard import Kept, NamedTensors
+from adapters.models.kernels.seeded import make_generator
+from adapters.models.kernels.step import Forward, Segment, Step
+from adapters.sequence_layout import RowSpec, TensorSpec
 
 VOCAB, WIDTH, HEADS, HEAD, TAPS = 97, 32, 2, 8, 4
 MIXED = 3 * HEADS * HEAD  # queries, keys and values of the recurrent layer, convolved together
@@ -83,7 +84,7 @@ class RecurrentShard:
     ) -> None:
         self.slots, self.capacity, self.buckets = slots, capacity, tuple(buckets)
         self.state_block, self.state_places = state_block, state_places
-        draw = seeded(11)
+        draw = make_generator(11)
 
         def weight(outputs: int, inputs: int) -> Tensor:
             return torch.randn(outputs, inputs, generator=draw) / inputs**0.5

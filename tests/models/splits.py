@@ -9,21 +9,21 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from adapters.models.dense import DenseShard
-from adapters.models.dense_config import DenseConfig
-from adapters.models.kernels.experts import ExpertsShape
-from adapters.models.pipeline import Pipeline
-from adapters.models.qwen3 import Qwen3Config
-from adapters.models.qwen3_moe import Qwen3MoeConfig
-from adapters.models.shard import Segment, Step
-from adapters.models.synthetic import RandomWeights
+from adapters.models.decoder.dense_config import DenseConfig
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.families.qwen3 import Qwen3Config
+from adapters.models.families.qwen3_moe import Qwen3MoeConfig
+from adapters.models.kernels.experts_interface import ExpertsShape
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.numerics.synthetic import RandomWeights
 from tests.models.checkpoints import proven, tokens_of
 from tests.models.test_hybrid_exact import config as hybrid
 
 CONFIGS: dict[str, DenseConfig] = {
     "dense": Qwen3Config(512, 96, 160, 5, 4, 2, 24, 2048, 1e6, tie_word_embeddings=True),
     "experts": Qwen3MoeConfig(
-        512, 96, 160, 5, 4, 2, 24, 2048, 1e6, experts=ExpertsShape(7, 2, 48, normed=True), dense_layers=(1,)
+        512, 96, 160, 5, 4, 2, 24, 2048, 1e6, experts=ExpertsShape(7, 2, 48, is_normalized=True), dense_layers=(1,)
     ),
     "hybrid": hybrid((2, 4, 32, 32), 512, 96, 160, 5, 3, 1, 32, 2048, 1e6, rotated=8, kinds="llflf"),
 }
@@ -38,7 +38,7 @@ def pipeline(kind: str, cuts: Sequence[int], dtype: torch.dtype = torch.bfloat16
     for end in cuts:
         weights = RandomWeights(own, scale=own.hidden_size**-0.5)
         how = {"slots": 3, "capacity": 512, "aux_layers": AUX, "state_places": 2, "layers": range(begin, end)}
-        parts.append(DenseShard(own, weights, kernels.fresh(), dtype=dtype, **how))
+        parts.append(DenseShard(own, weights, kernels.copy_for_shard(), dtype=dtype, **how))
         begin = end
     return Pipeline(parts)
 

@@ -6,23 +6,23 @@ import pytest
 import torch
 from attrs import evolve
 
-from adapters.checkpoint.packed import StepLayout
-from adapters.models.dense import DenseShard
-from adapters.models.dflash.checkpoint import MASK_EMBEDDING
-from adapters.models.draft import BlockRequest
-from adapters.models.kernels.native.compiled import compiled
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.llama import LlamaConfig
-from adapters.models.qwen2 import Qwen2Config
-from adapters.models.qwen3 import Qwen3Config
-from adapters.models.rope import Llama3
-from adapters.models.seeded import seeded
-from adapters.models.shard import Segment, Step
-from adapters.models.synthetic import RandomWeights
+from adapters.checkpoint.packed_matrix import StepLayout
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.rope import Llama3
+from adapters.models.drafts.cached_draft import BlockRequest
+from adapters.models.drafts.dflash.checkpoint import MASK_EMBEDDING
+from adapters.models.families.llama import LlamaConfig
+from adapters.models.families.qwen2 import Qwen2Config
+from adapters.models.families.qwen3 import Qwen3Config
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.cpu.native.library import find_library
+from adapters.models.kernels.seeded import make_generator
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.numerics.synthetic import RandomWeights
 from tests.models.checkpoints import same_bits, tokens_of
 from tests.models.drafts import GEOMETRIES, aux_hidden_states_of, draft_of, extend, random_tensors
 
-pytestmark = pytest.mark.skipif(compiled() is None, reason="no products in C here")
+pytestmark = pytest.mark.skipif(find_library() is None, reason="no products in C here")
 BUCKETS, CAPACITY = (4, 16, 64, 256), 512
 CONFIGS = {
     "qwen3": Qwen3Config(203, 100, 212, 3, 8, 2, 24, 2048, 1e4, tie_word_embeddings=True),
@@ -43,13 +43,13 @@ STEPS = (
 class OneByOne(CpuKernels):
     """Operation by operation, as wherever the library does not serve all of a layer."""
 
-    def at_once(self, *_):
+    def fuse_layers(self, *_):
         return None
 
-    def context_at_once(self, *_):
+    def fuse_context(self, *_):
         return None
 
-    def logits(self, hidden, norm, eps, packed, out):
+    def write_logits(self, hidden, norm, eps, packed, out):
         out.copy_(self.linear(self.add_norm(hidden, None, norm, eps), packed))
 
 
@@ -60,14 +60,14 @@ class Noting(CpuKernels):
         super().__init__(*how)
         self.noted, self.contexts = {}, set()
 
-    def at_once(self, layers, rope, rows, embedding):
-        found = super().at_once(layers, rope, rows, embedding)
+    def fuse_layers(self, layers, rope, rows, embedding):
+        found = super().fuse_layers(layers, rope, rows, embedding)
         if found is not None:
             self.noted[rows] = len(layers)
         return found
 
-    def context_at_once(self, *given):
-        found = super().context_at_once(*given)
+    def fuse_context(self, *given):
+        found = super().fuse_context(*given)
         if found is not None:
             self.contexts.add(given[-1])
         return found
@@ -79,7 +79,7 @@ def left_by(config, kernels, dtype, rows, *, layers=None, aux=(), weights=None):
     weights = RandomWeights(config, scale=config.hidden_size**-0.5) if weights is None else weights
     how = {"dtype": dtype, "rows": rows, "slots": 3, "capacity": CAPACITY, "buckets": BUCKETS, "aux_layers": aux}
     shard, found = DenseShard(config, weights, kernels, layers=layers, **how), []
-    generator = seeded(3)
+    generator = make_generator(3)
     for segments in STEPS:
         count = sum(rows for _, _, rows in segments)
         bucket = next(bucket for bucket in BUCKETS if bucket >= count)
@@ -127,7 +127,7 @@ def test_padded_rows_cost_nothing():
     config, dtype = CONFIGS["qwen3"], torch.bfloat16
     weights, how = RandomWeights(config, scale=config.hidden_size**-0.5), {"slots": 1, "capacity": CAPACITY}
     shard = DenseShard(config, weights, CpuKernels(dtype), dtype=dtype, layers=range(1, 2), buckets=BUCKETS, **how)
-    hidden = torch.randn(16, config.hidden_size, generator=seeded(3)).to(dtype)
+    hidden = torch.randn(16, config.hidden_size, generator=make_generator(3)).to(dtype)
     left = shard.forward(Step((Segment(0, 0, 5),), 16), hidden).hidden
     assert same_bits(left[5:], hidden[5:]), "as they came"
     assert not (left[:5] == hidden[:5]).all(1).any()
@@ -172,13 +172,13 @@ def test_tensors_that_were_not_the_last_ones_are_checked_and_taken_anew():
     given = [torch.randn(4, width).to(dtype) for _ in range(2)]
     for hidden in (given[0], given[0], given[1], given[0]):
         expected, logits = torch.empty(4, 40), torch.empty(4, 40)
-        OneByOne(dtype).logits(hidden, norm, 1e-6, packed, expected)
-        kernels.logits(hidden, norm, 1e-6, packed, logits)
+        OneByOne(dtype).write_logits(hidden, norm, 1e-6, packed, expected)
+        kernels.write_logits(hidden, norm, 1e-6, packed, logits)
         assert same_bits(logits, expected)
     with pytest.raises(ValueError, match="for a norm of"):
-        kernels.logits(given[0].float(), norm, 1e-6, packed, logits)
+        kernels.write_logits(given[0].float(), norm, 1e-6, packed, logits)
     with pytest.raises(ValueError, match="outputs into"):
-        kernels.logits(given[0], norm, 1e-6, packed, logits[:, 1:])
+        kernels.write_logits(given[0], norm, 1e-6, packed, logits[:, 1:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from adapters.models.kernels.batch import LISTED, Batch, BlockBatch, StateBatch
-from adapters.models.mtp.draft import HeadBatch
-from adapters.models.shard import Segment, Step
+from adapters.models.drafts.mtp.draft import HeadBatch
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.kernels.step_batch import LISTED, Batch, BlockBatch, StateBatch
 
 CPU = torch.device("cpu")
 BUCKET = 2 * LISTED

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from adapters.models.host_experts import HostExperts
-from adapters.models.kernels.delta import CHUNK, DeltaShape
-from adapters.models.kernels.experts import GatedWeights
-from adapters.models.kernels.reference_delta import ReferenceDelta
-from adapters.models.kv_cache import KvCache, PagedKvCache
-from adapters.models.parking import tensors_of
-from adapters.models.recurrent_cache import RecurrentCache
-from adapters.models.shard import Segment, Step
+from adapters.models.decoder.host_experts import HostExperts
+from adapters.models.decoder.kv_cache import KvCache, PagedKvCache
+from adapters.models.decoder.recurrent_cache import RecurrentCache
+from adapters.models.kernels.delta_interface import CHUNK, DeltaShape
+from adapters.models.kernels.experts_interface import GatedWeights
+from adapters.models.kernels.offload import list_tensors
+from adapters.models.kernels.reference.delta import ReferenceDelta
+from adapters.models.kernels.step import Segment, Step
 from effects.ids import PAGE
 
 CPU = torch.device("cpu")
@@ -268,8 +268,8 @@ class ExpertsAgainstADictionary(RuleBasedStateMachine):
         return GatedWeights(*(torch.full((8, 8), float(100 * layer + 10 * at + part)) for part in range(2)))
 
     def right(self, layer: int, at: int, found: GatedWeights) -> None:
-        ours: list[Tensor] = list(tensors_of(found))
-        theirs: list[Tensor] = list(tensors_of(self.weights(layer, at)))
+        ours: list[Tensor] = list(list_tensors(found))
+        theirs: list[Tensor] = list(list_tensors(self.weights(layer, at)))
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
     @precondition(lambda self: self.hosted.places)
@@ -285,13 +285,13 @@ class ExpertsAgainstADictionary(RuleBasedStateMachine):
     @rule(layer=st.integers(0, LAYERS - 1), numbers=st.sets(st.integers(0, COUNT - 1), min_size=1))
     def choose(self, layer: int, numbers: set[int]) -> None:
         wanted = sorted(numbers)
-        for number, found in zip(wanted, self.layers[layer].chosen(wanted), strict=True):
+        for number, found in zip(wanted, self.layers[layer].fetch(wanted), strict=True):
             self.right(layer, number, found)
 
     @rule(layer=st.integers(0, LAYERS - 1), numbers=st.sets(st.integers(0, COUNT - 1), min_size=1))
     def choose_in_turns(self, layer: int, numbers: set[int]) -> None:
         seen = set[int]()
-        for turn in self.layers[layer].turns(sorted(numbers)):
+        for turn in self.layers[layer].fetch_in_turns(sorted(numbers)):
             for number, spot in turn.items():
                 self.right(layer, number, self.layers[layer].places[spot])
                 seen.add(number)

@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from adapters.checkpoint import digest
-from adapters.checkpoint.errors import CheckpointError
-from adapters.models.checkpoint import Checkpoint, resolve_dtype
-from adapters.models.dense import DenseShard
-from adapters.models.family import family_of
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.qwen3 import parse
+from adapters.checkpoint import weights_digest
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.family import family_of
+from adapters.models.families.qwen3 import parse
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.open_checkpoint import Checkpoint, resolve_dtype
 from tests.models.checkpoints import LLAMA3, run_in_pieces, same_bits, save_model, save_qwen3, shard_of, tokens_of
 
 
@@ -317,9 +317,9 @@ def test_the_digest_tells_weights_apart_and_nothing_else(folder):
 
 
 def test_a_digest_that_was_begun_is_the_one_that_is_taken_once(folder, monkeypatch):
-    plain, hashed, taken = Checkpoint.open(folder).digest(), digest.hashed, []
-    monkeypatch.setattr(digest, "hashed", lambda *what: taken.append(1) or hashed(*what))
-    digest.begin(folder)
+    plain, hashed, taken = Checkpoint.open(folder).digest(), weights_digest.hash_files, []
+    monkeypatch.setattr(weights_digest, "hash_files", lambda *what: taken.append(1) or hashed(*what))
+    weights_digest.start_digest(folder)
     assert Checkpoint.open(folder).digest() == plain
     assert len(taken) == 1
     assert Checkpoint.open(folder).digest() == plain
@@ -327,7 +327,7 @@ def test_a_digest_that_was_begun_is_the_one_that_is_taken_once(folder, monkeypat
 
 
 def test_a_digest_that_was_begun_is_of_no_other_weights(folder):
-    digest.begin(folder)
+    weights_digest.start_digest(folder)
     weights = next(folder.glob("*.safetensors"))
     data, changed = weights.read_bytes(), weights.stat().st_mtime_ns + 10**9
     weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
@@ -339,11 +339,11 @@ def test_a_digest_that_was_begun_is_of_no_other_weights(folder):
 
 
 def test_to_begin_a_digest_of_what_is_no_checkpoint_is_left_to_whoever_opens_it(tmp_path):
-    digest.begin(tmp_path)
+    weights_digest.start_digest(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}')
-    digest.begin(tmp_path)
+    weights_digest.start_digest(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": [["b"]]}')
-    digest.begin(tmp_path)
+    weights_digest.start_digest(tmp_path)
     with pytest.raises(CheckpointError):
         Checkpoint.open(tmp_path)
 

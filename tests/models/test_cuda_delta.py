@@ -9,14 +9,14 @@ import torch
 from attrs import astuple
 from torch import Tensor
 
-from adapters.models.kernels.batch import StateBatch
-from adapters.models.kernels.delta import DeltaShape, DeltaState, DeltaWeights, row_state
-from adapters.models.kernels.reference_delta import ReferenceDelta
-from adapters.models.seeded import seeded
-from adapters.models.shard import Segment, Step
+from adapters.models.kernels.delta_interface import DeltaShape, DeltaState, DeltaWeights, make_row_state
+from adapters.models.kernels.reference.delta import ReferenceDelta
+from adapters.models.kernels.seeded import make_generator
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.kernels.step_batch import StateBatch
 
 triton_delta = pytest.importorskip(
-    "adapters.models.kernels.triton_delta", reason="Triton comes with CUDA builds of torch"
+    "adapters.models.kernels.cuda.delta", reason="Triton comes with CUDA builds of torch"
 )
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]
@@ -44,7 +44,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    generator = seeded(seed, DEVICE)
+    generator = make_generator(seed, DEVICE)
     return torch.randn(*shape, generator=generator, device=DEVICE).to(dtype)
 
 
@@ -100,7 +100,7 @@ def in_pieces(
         if not keep:
             base = at // 64 * 64
         elif at // 64 * 64 > base:
-            kernels.fold([state], slot, base)
+            kernels.advance_state([state], slot, base)
             base += 64
     return torch.cat(found)
 
@@ -112,7 +112,7 @@ def kernels():
 
 def poisoned(kernels, sequence: Rows) -> DeltaState:
     """A state in which whatever no row has written is no number."""
-    state = kernels.state(sequence.shape, SLOTS, 1, sequence.dtype, DEVICE)
+    state = kernels.make_state(sequence.shape, SLOTS, 1, sequence.dtype, DEVICE)
     for tensor in astuple(state, recurse=False):
         tensor.fill_(torch.nan)
     return state
@@ -126,7 +126,7 @@ def test_rows_and_states_are_those_of_the_rule_and_the_same_bits_in_any_pieces(k
     whole = in_pieces(kernels, sequence, state, [(512, LENGTH, 0)])
     wide = Rows(shape, torch.float32)
     wide.mixed, wide.gates = sequence.mixed.float(), sequence.gates.float()
-    plain = row_state(shape, SLOTS, 1, torch.float32, DEVICE)
+    plain = make_row_state(shape, SLOTS, 1, torch.float32, DEVICE)
     batch = loaded(512, [Segment(0, 0, LENGTH)], [0], settles=True)
     expected = wide.step(ReferenceDelta(), plain, batch, torch.arange(LENGTH, device=DEVICE))
     assert distance(whole, expected) < TOLERANCE[dtype]
@@ -203,7 +203,7 @@ def test_keys_that_repeat_and_hardly_decay_stay_exact_enough(kernels):
     )
     whole = in_pieces(kernels, sequence, poisoned(kernels, sequence), [(512, LENGTH, 0)])
     batch = loaded(512, [Segment(0, 0, LENGTH)], [0], settles=True)
-    plain = row_state(sequence.shape, SLOTS, 1, torch.float32, DEVICE)
+    plain = make_row_state(sequence.shape, SLOTS, 1, torch.float32, DEVICE)
     sequence.mixed, sequence.gates, sequence.dtype = sequence.mixed.float(), sequence.gates.float(), torch.float32
     expected = sequence.step(ReferenceDelta(), plain, batch, torch.arange(LENGTH, device=DEVICE))
     assert distance(whole, expected) < 2 * TOLERANCE[torch.bfloat16]
@@ -211,4 +211,4 @@ def test_keys_that_repeat_and_hardly_decay_stay_exact_enough(kernels):
 
 def test_heads_without_a_kernel_are_refused(kernels):
     with pytest.raises(ValueError, match="recurrent heads of 24 are not supported on CUDA; accepted: 16, 32, 64, 128"):
-        kernels.state(DeltaShape(1, 1, 24, 32), 1, 0, torch.bfloat16, DEVICE)
+        kernels.make_state(DeltaShape(1, 1, 24, 32), 1, 0, torch.bfloat16, DEVICE)

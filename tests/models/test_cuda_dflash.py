@@ -7,21 +7,22 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from adapters.models.dflash.config import DFlashConfig
-from adapters.models.dflash.draft import DFlashDraft
-from adapters.models.draft import BlockRequest, NotLoaded
-from adapters.models.embedding import host_table
-from adapters.models.kernels.batch import BlockBatch
+from adapters.models.decoder.embedding import host_table
+from adapters.models.decoder.rope import Rotary
+from adapters.models.decoder.shard import TargetHead
+from adapters.models.drafts.cached_draft import BlockRequest, NotLoaded
+from adapters.models.drafts.dflash.config import DFlashConfig
+from adapters.models.drafts.dflash.draft import DFlashDraft
 from adapters.models.kernels.interface import AttentionMask, HeadPrep, Rope
-from adapters.models.kernels.reference import ReferenceKernels
-from adapters.models.rope import Rotary
-from adapters.models.seeded import seeded
-from adapters.models.shard import Segment, Step, TargetHead
-from adapters.models.synthetic import RandomDraft
+from adapters.models.kernels.reference.kernels import ReferenceKernels
+from adapters.models.kernels.seeded import make_generator
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.kernels.step_batch import BlockBatch
+from adapters.models.numerics.synthetic import RandomDraft
 from tests.models.checkpoints import same_bits
 
 triton_cuda = pytest.importorskip(
-    "adapters.models.kernels.triton_cuda", reason="Triton comes with CUDA builds of torch"
+    "adapters.models.kernels.cuda.kernels", reason="Triton comes with CUDA builds of torch"
 )
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]
@@ -38,7 +39,7 @@ TOLERANCE = {torch.bfloat16: 4e-2, torch.float16: 8e-3, torch.float32: 1e-4}
 
 
 def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    generator = seeded(seed, DEVICE)
+    generator = make_generator(seed, DEVICE)
     return torch.randn(*shape, generator=generator, device=DEVICE).to(dtype)
 
 
@@ -115,7 +116,7 @@ def test_attention_of_blocks_agrees_with_the_reference_and_sees_nothing_else(geo
             batch = BlockBatch(32, DEVICE)
             batch.before = firsts
             batch.load(Step(segments, 32), torch.zeros(28, dtype=torch.int64))
-            own.prepare(batch)
+            own.prepare_step(batch)
             q = own.rotate_store(qkv, HeadPrep(None, norms[0], norms[1], 1e-6), rope, batch, k_cache, v_cache)
             found.append(own.attend_block(q, k_cache, v_cache, batch, mask))
         assert distance(found[0][:28], found[1][:28]) < TOLERANCE[dtype]
@@ -234,7 +235,7 @@ def test_a_forward_never_waits_for_the_device():
     torch.cuda.set_sync_debug_mode("error")
     try:
         for name, buffers in (("extend", context), ("propose", block)):
-            kernels.prepare(buffers.batch)
+            kernels.prepare_step(buffers.batch)
             kernels.launch(name, buffers.batch, lambda: pytest.fail("no graph was recorded"))
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -256,19 +257,19 @@ def test_parking_gives_device_memory_back_and_unparking_the_same_bits(large):
     assert loaded["host"] == 0
     for _ in range(2):
         before = torch.cuda.memory_allocated()
-        assert large.park() >= loaded["weights"]
+        assert large.offload() >= loaded["weights"]
         assert before - torch.cuda.memory_allocated() >= loaded["weights"]
         held = large.memory()
         assert (large.state, held["weights"], held["kv"]) == ("parked", 0, loaded["kv"])
         assert loaded["weights"] <= held["host"] < loaded["weights"] * 1.01
         with pytest.raises(NotLoaded):
             large.logits([ask])
-        assert large.unpark() >= loaded["weights"]
+        assert large.load_back() >= loaded["weights"]
         for _ in range(3):
             assert same_bits(proposed(large, ask)[0], expected)
     large.release()
     assert (large.state, large.memory()["host"], large.memory()["weights"]) == ("released", 0, 0)
-    large.unpark()
+    large.load_back()
     assert same_bits(proposed(large, ask)[0], expected)
 
 
@@ -279,15 +280,15 @@ def test_an_unparking_without_room_leaves_the_draft_as_it_was(large, released):
     if released:
         large.release()
     else:
-        large.park()
+        large.offload()
     state, held = large.state, large.memory()
     _, total = torch.cuda.mem_get_info()
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (16 << 20)) / total)
     try:
         with pytest.raises(torch.OutOfMemoryError):
-            large.unpark()
+            large.load_back()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert (large.state, large.memory()) == (state, held)
-    large.unpark()
+    large.load_back()
     assert same_bits(proposed(large, ask)[0], expected)

@@ -9,15 +9,15 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from adapters.models.host_experts import HostExperts
-from adapters.models.kernels.batch import Batch
-from adapters.models.kernels.experts import Experts, ExpertsShape, GatedWeights, choose
-from adapters.models.seeded import seeded
-from adapters.models.shard import Segment, Step
+from adapters.models.decoder.host_experts import HostExperts
+from adapters.models.kernels.experts_interface import Experts, ExpertsShape, GatedWeights, choose_experts
+from adapters.models.kernels.seeded import make_generator
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.kernels.step_batch import Batch
 from tests.models.checkpoints import same_bits
 
 triton_cuda = pytest.importorskip(
-    "adapters.models.kernels.triton_cuda", reason="Triton comes with CUDA builds of torch"
+    "adapters.models.kernels.cuda.kernels", reason="Triton comes with CUDA builds of torch"
 )
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]
@@ -25,9 +25,9 @@ pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]
 DEVICE = torch.device("cuda")
 ROWS = 700
 SHAPES = {
-    "a shared one": (ExpertsShape(24, 4, 256, normed=True, shared=128), 512),
-    "odd sizes": (ExpertsShape(11, 3, 72, normed=False), 104),
-    "all for every row": (ExpertsShape(5, 5, 64, normed=True), 128),
+    "a shared one": (ExpertsShape(24, 4, 256, is_normalized=True, shared=128), 512),
+    "odd sizes": (ExpertsShape(11, 3, 72, is_normalized=False), 104),
+    "all for every row": (ExpertsShape(5, 5, 64, is_normalized=True), 128),
 }
 
 
@@ -36,12 +36,12 @@ class Layer:
 
     def __init__(self, shape: ExpertsShape, hidden: int, dtype: torch.dtype) -> None:
         self.kernels, self.shape = triton_cuda.TritonKernels(DEVICE), shape
-        self.generator = seeded(3, DEVICE)
+        self.generator = make_generator(3, DEVICE)
         self.x = torch.randn(ROWS, hidden, generator=self.generator, device=DEVICE).to(dtype)
         self.each = tuple(self._gated(shape.inner) for _ in range(shape.count))
-        router = self.kernels.pack(self._weight(shape.routed, hidden))
+        router = self.kernels.pack(self._weight(shape.router_outputs, hidden))
         shared = self._gated(shape.shared) if shape.shared else None
-        self.experts = Experts(shape, router, self.kernels.stacked(iter(self.each), shape.count), shared)
+        self.experts = Experts(shape, router, self.kernels.stack_experts(iter(self.each), shape.count), shared)
 
     def _weight(self, outputs: int, inputs: int) -> Tensor:
         drawn = torch.randn(outputs, inputs, generator=self.generator, device=DEVICE)
@@ -92,12 +92,12 @@ def test_it_is_what_experts_make_one_by_one(shape, hidden, dtype):
 
 @pytest.mark.parametrize("count", [11, 128])
 def test_rows_choose_as_they_do_on_a_cpu(count):
-    shape = ExpertsShape(count, 8, 8, normed=True, shared=1)
-    logits = torch.randn(64, count + 1, generator=seeded(1)).bfloat16().float()
+    shape = ExpertsShape(count, 8, 8, is_normalized=True, shared=1)
+    logits = torch.randn(64, count + 1, generator=make_generator(1)).bfloat16().float()
     logits[3, :9], logits[4, ::2], logits[4, 1::2], logits[5] = 2.0, 0.0, -0.0, torch.nan
-    chosen, weights = choose(logits[:, :count].contiguous(), shape)
+    chosen, weights = choose_experts(logits[:, :count].contiguous(), shape)
     kernels, batch = triton_cuda.TritonKernels(DEVICE), batch_of(64, 60)
-    found, shares = kernels.grouped.choose(logits.to(DEVICE), shape, batch.positions)
+    found, shares = kernels.grouped_experts.choose_experts(logits.to(DEVICE), shape, batch.positions)
     assert torch.equal(found[:60].cpu().long(), chosen[:60])
     assert (found[60:] == count).all(), "padded rows choose nobody"
     torch.testing.assert_close(shares[:60, :8].cpu(), weights[:60], equal_nan=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from adapters.models.dense import DenseShard
-from adapters.models.kernels.experts import ExpertsShape
-from adapters.models.kernels.reference import ReferenceKernels
-from adapters.models.probe import probe
-from adapters.models.qwen3_5 import FAMILY, Qwen35Config
-from adapters.models.qwen3_next import Qwen3NextConfig
-from adapters.models.synthetic import RandomWeights
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.families.qwen3_5 import FAMILY, Qwen35Config
+from adapters.models.families.qwen3_next import Qwen3NextConfig
+from adapters.models.kernels.experts_interface import ExpertsShape
+from adapters.models.kernels.reference.kernels import ReferenceKernels
+from adapters.models.numerics.probe import probe
+from adapters.models.numerics.synthetic import RandomWeights
 from tests.models.checkpoints import same_bits
 from tests.models.hybrids import (
     CHUNKS,
@@ -27,7 +27,7 @@ from tests.models.hybrids import (
 )
 
 triton_cuda = pytest.importorskip(
-    "adapters.models.kernels.triton_cuda", reason="Triton comes with CUDA builds of torch"
+    "adapters.models.kernels.cuda.kernels", reason="Triton comes with CUDA builds of torch"
 )
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]
@@ -43,7 +43,7 @@ SPARSE = config(
     *((2, 4, 32, 32), 512, 96, 160, 3, 3, 1, 32, 2048, 1e6),
     rotated=8,
     family=Qwen3NextConfig,
-    experts=ExpertsShape(16, 3, 64, normed=True, shared=32),
+    experts=ExpertsShape(16, 3, 64, is_normalized=True, shared=32),
     dense_layers=(1,),
 )
 CONFIGS = {"small": SMALL, "27B's heads": WIDE, "every key head its own": ODD, "experts": SPARSE}

@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapters.device.extremes import extremes
-from adapters.models.kernels.batch import Batch, BlockBatch, StateBatch
+from adapters.models.kernels.factory import build_sampling
 from adapters.models.kernels.interface import HeadPrep, Rope
-from adapters.models.kernels.reference import ReferenceKernels
-from adapters.models.seeded import seeded
-from adapters.models.shard import Segment, Step
+from adapters.models.kernels.reference.kernels import ReferenceKernels
+from adapters.models.kernels.seeded import make_generator
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.kernels.step_batch import Batch, BlockBatch, StateBatch
 from effects.ids import PAGE
 
 triton_cuda = pytest.importorskip(
-    "adapters.models.kernels.triton_cuda", reason="Triton comes with CUDA builds of torch"
+    "adapters.models.kernels.cuda.kernels", reason="Triton comes with CUDA builds of torch"
 )
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]
@@ -44,17 +44,17 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def normal(*shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -> Tensor:
-    generator = seeded(seed, DEVICE)
+    generator = make_generator(seed, DEVICE)
     return (torch.randn(*shape, generator=generator, device=DEVICE) * scale).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("columns", "depth"), [(448, 320), (320, 832), (4096, 320), (1000, 4096), (512, 12288)])
 @pytest.mark.parametrize("gated", [False, True])
-def test_a_product_has_the_same_bits_at_every_rung_and_row(kernels, columns, depth, gated, dtype):
+def test_a_product_has_the_same_bits_at_every_bucket_and_row(kernels, columns, depth, gated, dtype):
     weight = normal(columns, depth, dtype=dtype, scale=depth**-0.5)
     packed = kernels.pack_gated(weight) if gated else kernels.pack(weight)
-    run = kernels.gated if gated else kernels.linear
+    run = kernels.gated_linear if gated else kernels.linear
     x = normal(max(BUCKETS), depth, dtype=dtype, seed=1)
     full = run(x, packed)
     exact = x.double() @ weight.double().T
@@ -112,7 +112,7 @@ def test_a_head_size_without_a_kernel_is_refused(kernels):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [320, 4096, 5120])
-def test_norms_agree_with_plain_torch_and_do_not_see_the_rung(kernels, width, dtype):
+def test_norms_agree_with_plain_torch_and_do_not_see_the_bucket(kernels, width, dtype):
     residual, delta = normal(2048, width, dtype=dtype), normal(2048, width, dtype=dtype, seed=1)
     weight = normal(width, dtype=dtype, seed=2) + 1
     full, ours = residual.clone(), residual.clone()
@@ -159,7 +159,7 @@ class CachedSequence:
         kernels = kernels or self.kernels
         batch = Batch(bucket, DEVICE, pages=self.pages)
         batch.load(Step(segments, bucket), torch.zeros(len(rows), dtype=torch.int64))
-        kernels.prepare(batch)
+        kernels.prepare_step(batch)
         qkv = normal(bucket, self.qkv.shape[1], dtype=self.dtype, seed=bucket, scale=9.0)
         qkv[: len(rows)] = self.qkv[rows]
         caches = self.k_cache, self.v_cache
@@ -209,7 +209,7 @@ def test_rows_in_pages_have_the_bits_of_rows_in_one_piece(kernels, geometry, dty
     sequence = CachedSequence(kernels, geometry, dtype, 1300)
     whole = sequence.in_pieces([(2048, 1300)], slot=1)
     rows = sequence.k_cache[1, :, :1300].clone(), sequence.v_cache[1, :, :1300].clone()
-    table = torch.randperm(27, generator=seeded(1)).view(3, 9)
+    table = torch.randperm(27, generator=make_generator(1)).view(3, 9)
     sequence.shape, sequence.pages = (27, geometry[1], PAGE, geometry[2]), table.to(torch.int32).to(DEVICE)
     for pieces in ([(2048, 1300)], [(256, 256)], [(2048, 1275), (4, 1)], [(64, 50)]):
         assert same_bits(sequence.in_pieces(pieces, slot=1), whole)
@@ -254,7 +254,7 @@ def test_padded_rows_write_nothing_and_stay_finite(kernels):
     sequence = CachedSequence(kernels, (5, 1, 64), torch.bfloat16, 10)
     batch = Batch(64, DEVICE)
     batch.load(Step((Segment(1, 0, 3),), 64), torch.zeros(3, dtype=torch.int64))
-    kernels.prepare(batch)
+    kernels.prepare_step(batch)
     qkv = normal(64, sequence.qkv.shape[1], dtype=torch.bfloat16)
     caches = sequence.k_cache, sequence.v_cache
     q = kernels.rotate_store(qkv, sequence.prep, sequence.rope, batch, *caches)
@@ -276,7 +276,7 @@ def test_keys_that_come_ahead_are_attended_as_those_that_do_not(dtype, head, gro
     plain._attention.hopper = False  # noqa: SLF001 - as on every other GPU
     few = triton_cuda.TritonKernels(DEVICE)
     few._attention.processors = 4  # noqa: SLF001 - so that a program has many splits, of several tiles
-    table = torch.randperm(slots * capacity // PAGE, generator=seeded(3, DEVICE), device=DEVICE).to(torch.int32)
+    table = torch.randperm(slots * capacity // PAGE, generator=make_generator(3, DEVICE), device=DEVICE).to(torch.int32)
     table = table.view(slots, capacity // PAGE) if pages else None
     shape = (len(table.flatten()), kv, PAGE, head) if pages else (slots, kv, capacity, head)
     for spans in (
@@ -307,7 +307,7 @@ def test_keys_that_come_ahead_are_attended_as_those_that_do_not(dtype, head, gro
         for kernels in (plain, ahead, few):
             batch = Batch(bucket, DEVICE, pages=table)
             batch.load(Step(segments, bucket), [0] * rows)
-            kernels.prepare(batch)
+            kernels.prepare_step(batch)
             attended = kernels.attend(q, k_cache, v_cache, batch)
             assert not attended[rows:].any()
             found.append(attended[:rows])
@@ -335,11 +335,12 @@ def test_a_step_is_brought_to_the_device_as_it_is_on_the_host(kind):
 @pytest.mark.parametrize("vocabulary", [5, 4096, 4097, 151936])
 @pytest.mark.parametrize("rows", [1, 3, 33])
 def test_the_extremes_of_logits_are_those_that_torch_finds(vocabulary, rows):
+    extremes = build_sampling(DEVICE).find_extremes
     logits = normal(rows + 1, vocabulary, dtype=torch.float32)[1:]
     logits[0, [1, vocabulary - 1]] = logits.max() + 1  # the first of two
     logits[rows // 2, 3] = float("-inf")
     tokens, told = extremes(logits)
-    expected, expected_told = extremes(logits.cpu())
+    expected, expected_told = build_sampling(torch.device("cpu")).find_extremes(logits.cpu())
     assert tokens.tolist() == expected.tolist()
     assert tokens[0] == 1
     assert same_bits(told, expected_told.to(DEVICE))

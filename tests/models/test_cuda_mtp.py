@@ -7,18 +7,19 @@ import torch
 from torch import Tensor
 
 from adapters import demo
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.draft import BlockRequest
-from adapters.models.embedding import host_table
-from adapters.models.kernels.reference import ReferenceKernels
-from adapters.models.mtp.checkpoint import HeadCheckpoint
-from adapters.models.mtp.draft import MtpDraft
-from adapters.models.seeded import seeded
-from adapters.models.shard import Segment, Step, TargetHead
+from adapters.models.decoder.embedding import host_table
+from adapters.models.decoder.shard import TargetHead
+from adapters.models.drafts.cached_draft import BlockRequest
+from adapters.models.drafts.mtp.checkpoint import HeadCheckpoint
+from adapters.models.drafts.mtp.draft import MtpDraft
+from adapters.models.kernels.reference.kernels import ReferenceKernels
+from adapters.models.kernels.seeded import make_generator
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.open_checkpoint import Checkpoint
 from tests.models.checkpoints import same_bits
 
 triton_cuda = pytest.importorskip(
-    "adapters.models.kernels.triton_cuda", reason="Triton comes with CUDA builds of torch"
+    "adapters.models.kernels.cuda.kernels", reason="Triton comes with CUDA builds of torch"
 )
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]
@@ -50,7 +51,7 @@ def dtype(request):
 @pytest.fixture
 def rows(dtype) -> tuple[Tensor, Tensor]:
     """Tokens, and what the target's last layer left for each."""
-    generator = seeded(3)
+    generator = make_generator(3)
     tokens = torch.randint(16, 4096, (LENGTH + 1,), generator=generator)
     return tokens, torch.randn(LENGTH, 160, generator=generator).to(DEVICE, dtype)
 

@@ -10,23 +10,23 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from adapters.checkpoint.packed import PackedMatrix, Stack, StepLayout
-from adapters.models.checkpoint import DECIDING
-from adapters.models.dense import DenseShard
-from adapters.models.family import ModelConfig
-from adapters.models.parking import size_of
-from adapters.models.pipeline import Pipeline
-from adapters.models.probe import probe
-from adapters.models.qwen3 import FAMILY, Qwen3Config
-from adapters.models.seeded import seeded
-from adapters.models.shard import Segment, Step
-from adapters.models.synthetic import RandomWeights, random_matrix
+from adapters.checkpoint.packed_matrix import PackedMatrix, StackedWeight, StepLayout
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.family import ModelConfig
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.families.qwen3 import FAMILY, Qwen3Config
+from adapters.models.kernels.offload import count_bytes
+from adapters.models.kernels.seeded import make_generator
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.numerics.probe import probe
+from adapters.models.numerics.synthetic import RandomWeights, random_matrix
+from adapters.models.open_checkpoint import DECIDING
 from tests.models import hybrids
 
 triton_cuda = pytest.importorskip(
-    "adapters.models.kernels.triton_cuda", reason="Triton comes with CUDA builds of torch"
+    "adapters.models.kernels.cuda.kernels", reason="Triton comes with CUDA builds of torch"
 )
-triton_packed = pytest.importorskip("adapters.models.kernels.triton_packed")
+triton_packed = pytest.importorskip("adapters.models.kernels.cuda.packed")
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]
 
@@ -65,11 +65,11 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def inputs(count: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(count, columns, device=DEVICE, generator=seeded(1, DEVICE)).to(dtype)
+    return torch.randn(count, columns, device=DEVICE, generator=make_generator(1, DEVICE)).to(dtype)
 
 
-def stack_of(*parts: PackedMatrix | Tensor, dtype: torch.dtype = torch.bfloat16) -> Stack:
-    return Stack(parts, dtype, DEVICE)
+def stack_of(*parts: PackedMatrix | Tensor, dtype: torch.dtype = torch.bfloat16) -> StackedWeight:
+    return StackedWeight(parts, dtype, DEVICE)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -81,23 +81,23 @@ def test_a_packed_product_has_the_bits_of_the_unpacked_one_at_every_row_count(ke
     both = kernels.pack_gated(stack_of(*matrices, dtype=dtype))
     assert isinstance(one, triton_packed.CudaStack)
     assert isinstance(both, triton_packed.CudaStack)
-    plain = [matrix.unpacked(dtype).to(DEVICE) for matrix in matrices]
+    plain = [matrix.unpack(dtype).to(DEVICE) for matrix in matrices]
     x = inputs(max(ROWS), columns, dtype)
     expected = kernels.linear(x, kernels.pack(plain[0]))
-    gated = kernels.gated(x, kernels.pack_gated(torch.cat(plain)))
+    gated = kernels.gated_linear(x, kernels.pack_gated(torch.cat(plain)))
     for count in ROWS:
         for first in {0, min(37, max(ROWS) - count)}:
             rows = slice(first, first + count)
             assert same_bits(kernels.linear(x[rows].contiguous(), one), expected[rows])
-            assert same_bits(kernels.gated(x[rows].contiguous(), both), gated[rows])
-    assert size_of(one) < 1.1 * layout.bits / 8 * 72 * columns + 72 * 64
+            assert same_bits(kernels.gated_linear(x[rows].contiguous(), both), gated[rows])
+    assert count_bytes(one) < 1.1 * layout.bits / 8 * 72 * columns + 72 * 64
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_program_with_more_rows_of_a_weight_has_the_same_bits(kernels, layout):
     matrix, x = random_matrix((200, 1280), layout, "q"), inputs(256, 1280)
     (part,) = kernels.pack(stack_of(matrix)).parts
-    expected = kernels.linear(x, kernels.pack(matrix.unpacked(torch.bfloat16).to(DEVICE)))
+    expected = kernels.linear(x, kernels.pack(matrix.unpack(torch.bfloat16).to(DEVICE)))
     rooms = (99 << 10, kernels._shared)  # noqa: SLF001 - the smallest GPUs', and this one's
     for count, shared in itertools.product((1, 16, 32, 50, 128), rooms):
         tile = triton_packed.choose_packed_tile(count, part.outputs, processors=1, shared=shared)
@@ -114,7 +114,7 @@ def test_parts_that_are_packed_otherwise_or_not_at_all_stand_one_below_the_other
     stack, x = stack_of(*parts), inputs(300, 512)
     weight = kernels.pack(stack)
     assert [type(part).__name__ for part in weight.parts] == ["CudaSteps", "CudaWeight", "CudaWeight", "CudaSteps"]
-    expected = kernels.linear(x, kernels.pack(stack.unpacked()))
+    expected = kernels.linear(x, kernels.pack(stack.unpack()))
     for count in (1, 64, 300):
         assert same_bits(kernels.linear(x[:count].contiguous(), weight), expected[:count])
 
@@ -135,9 +135,11 @@ def test_many_rows_go_through_a_large_weight_piece_by_piece(kernels):
     matrix = random_matrix((40_040, 2048), Q4_K, "head", DEVICE)
     assert triton_packed.SCRATCH_BYTES < 40_040 * 2048 * 2
     one, two = kernels.pack(stack_of(matrix)), kernels.pack_gated(stack_of(matrix, matrix))
-    plain, x = matrix.unpacked(torch.bfloat16), inputs(300, 2048)
+    plain, x = matrix.unpack(torch.bfloat16), inputs(300, 2048)
     assert same_bits(kernels.linear(x, one), kernels.linear(x, kernels.pack(plain)))
-    assert same_bits(kernels.gated(x, two), kernels.gated(x, kernels.pack_gated(torch.cat((plain, plain)))))
+    assert same_bits(
+        kernels.gated_linear(x, two), kernels.gated_linear(x, kernels.pack_gated(torch.cat((plain, plain))))
+    )
 
 
 CONFIG = Qwen3Config(4096, 512, 1280, 3, 8, 2, 64, 2048, 1e6, tie_word_embeddings=True)
@@ -161,8 +163,8 @@ class Unpacked:
         self.weights = weights
 
     def read(self, name: str) -> Tensor:
-        packed = self.weights.layout(name) is not None and "embed" not in name
-        return self.weights.packed(name).unpacked(torch.bfloat16) if packed else self.weights.read(name)
+        packed = self.weights.find_layout(name) is not None and "embed" not in name
+        return self.weights.read_packed(name).unpack(torch.bfloat16) if packed else self.weights.read(name)
 
 
 def shard_of(weights: Any, config: ModelConfig = CONFIG) -> DenseShard:
@@ -188,7 +190,7 @@ def test_a_shard_of_packed_weights_has_the_bits_of_the_unpacked_one_however_rows
     weights = RandomWeights(CONFIG, 1, DEVICE, torch.bfloat16, layouts=mixed(CONFIG))
     weights = evolve(weights, layouts={name: one for name, one in weights.layouts.items() if "embed" not in name})
     ours, theirs = shard_of(weights), shard_of(Unpacked(weights))
-    tokens = torch.randint(0, CONFIG.vocab_size, (LENGTH,), generator=seeded(2))
+    tokens = torch.randint(0, CONFIG.vocab_size, (LENGTH,), generator=make_generator(2))
     whole, _ = in_pieces(theirs, tokens, 512, LENGTH)
     _, last = in_pieces(theirs, tokens, 16, 16)
     for bucket, count in ((512, LENGTH), (512, 333), (64, 64), (64, 37), (16, 16)):
@@ -204,7 +206,7 @@ def test_a_hybrid_of_packed_weights_has_the_bits_of_the_unpacked_one_however_row
     layouts = {name: one for name, one in mixed(HYBRID).items() if "embed" not in name}
     weights = RandomWeights(HYBRID, 1, DEVICE, torch.bfloat16, layouts=layouts)
     ours, theirs = shard_of(weights, HYBRID), shard_of(Unpacked(weights), HYBRID)
-    tokens = torch.randint(0, HYBRID.vocab_size, (LENGTH,), generator=seeded(2))
+    tokens = torch.randint(0, HYBRID.vocab_size, (LENGTH,), generator=make_generator(2))
     expected = hybrids.computed(theirs, tokens, hybrids.CHUNKS)
     for pieces in (hybrids.CHUNKS, [(64, 64)], [(64, 37), (16, 16), (4, 1)]):
         assert same_bits(hybrids.computed(ours, tokens, pieces), expected)

@@ -5,20 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from adapters.models import llama, qwen2, qwen3
-from adapters.models.dense import DenseShard
-from adapters.models.kernels.batch import Batch
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.families import llama, qwen2, qwen3
 from adapters.models.kernels.interface import HeadPrep, Rope
-from adapters.models.kernels.reference import ReferenceKernels
-from adapters.models.kernels.row_form import LIMITS, RowForm
-from adapters.models.probe import probe
-from adapters.models.seeded import seeded
-from adapters.models.shard import Segment, Step
-from adapters.models.synthetic import RandomWeights
+from adapters.models.kernels.reference.kernels import ReferenceKernels
+from adapters.models.kernels.row_format import LIMITS, RowFormat
+from adapters.models.kernels.seeded import make_generator
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.kernels.step_batch import Batch
+from adapters.models.numerics.probe import probe
+from adapters.models.numerics.synthetic import RandomWeights
 from tests.models.checkpoints import run, run_in_pieces, same_bits, same_rows, tokens_of
 
 triton_cuda = pytest.importorskip(
-    "adapters.models.kernels.triton_cuda", reason="Triton comes with CUDA builds of torch"
+    "adapters.models.kernels.cuda.kernels", reason="Triton comes with CUDA builds of torch"
 )
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]
@@ -45,14 +45,14 @@ def shard_of(config, rows, kernels=None, dtype=torch.bfloat16, **how):
 @pytest.mark.parametrize("turned", [64, 16], ids=["whole heads turned", "parts of heads turned"])
 def test_codes_are_those_that_torch_makes(dtype, turned):
     """turned: numbers of a head, by nothing, so that rotating changes none."""
-    form, kernels = RowForm(dtype), triton_cuda.TritonKernels(DEVICE)
-    heads = torch.randn(40, 4, 64, generator=seeded(1)).bfloat16() + 0.0
+    form, kernels = RowFormat(dtype), triton_cuda.TritonKernels(DEVICE)
+    heads = torch.randn(40, 4, 64, generator=make_generator(1)).bfloat16() + 0.0
     heads[0], heads[1, :, 1:], heads[2], heads[3] = 0, 0, heads[2] * 1e-36, heads[3] * 1e30
     angles = torch.ones(64, turned // 2, device=DEVICE)
-    caches = [torch.zeros(2, 1, 64, form.width(64), dtype=torch.uint8, device=DEVICE).view(dtype) for _ in "kv"]
+    caches = [torch.zeros(2, 1, 64, form.row_width(64), dtype=torch.uint8, device=DEVICE).view(dtype) for _ in "kv"]
     batch = Batch(64, DEVICE)
     batch.load(Step((Segment(1, 5, 40),), 64), None)
-    kernels.prepare(batch)
+    kernels.prepare_step(batch)
     qkv = torch.zeros(64, 4, 64, dtype=torch.bfloat16)
     qkv[:40] = heads
     kernels.rotate_store(qkv.flatten(1).to(DEVICE), HeadPrep(), Rope(angles, angles * 0), batch, *caches)

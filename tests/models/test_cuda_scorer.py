@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-import adapters.models.scorer as scorer_module
+import adapters.models.decoder.scorer as scorer_module
+from adapters.models.decoder.scorer import Scorer
+from adapters.models.families.qwen3 import Qwen3Config
+from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.interface import Kernels
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.qwen3 import Qwen3Config
-from adapters.models.scorer import Scorer
-from adapters.models.seeded import seeded
-from adapters.models.synthetic import RandomWeights
+from adapters.models.kernels.seeded import make_generator
+from adapters.models.numerics.synthetic import RandomWeights
 
 triton_cuda = pytest.importorskip(
-    "adapters.models.kernels.triton_cuda", reason="Triton comes with CUDA builds of torch"
+    "adapters.models.kernels.cuda.kernels", reason="Triton comes with CUDA builds of torch"
 )
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]
@@ -25,8 +25,8 @@ CONFIG = Qwen3Config(4096, 256, 512, 3, 8, 2, 64, 4096, 1e6)
 def scored(kernels: Kernels, device: str, dtype: torch.dtype, buckets: tuple[int, ...], count: int) -> list[float]:
     """Weights and tokens are the same on every device."""
     scorer = Scorer(CONFIG, RandomWeights(CONFIG, 1), kernels, torch.device(device), dtype, buckets, 4096)
-    scorer.weights.unpark()
-    tokens = torch.randint(0, CONFIG.vocab_size, (count,), generator=seeded(count))
+    scorer.weights.load_back()
+    tokens = torch.randint(0, CONFIG.vocab_size, (count,), generator=make_generator(count))
     work = scorer.begin(tuple(tokens.tolist()))
     while not work.complete:
         work.advance()

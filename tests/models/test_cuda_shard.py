@@ -6,23 +6,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapters.models import llama, qwen2, qwen3, qwen3_moe
-from adapters.models.dense import DenseShard
-from adapters.models.dense_config import DenseConfig
-from adapters.models.kernels.experts import ExpertsShape
-from adapters.models.kernels.reference import ReferenceKernels
-from adapters.models.llama import LlamaConfig
-from adapters.models.probe import probe
-from adapters.models.qwen2 import Qwen2Config
-from adapters.models.qwen3 import Qwen3Config
-from adapters.models.qwen3_moe import Qwen3MoeConfig
-from adapters.models.rope import Llama3
-from adapters.models.seeded import seeded
-from adapters.models.shard import Segment, Step
-from adapters.models.synthetic import RandomWeights
+from adapters.models.decoder.dense_config import DenseConfig
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.rope import Llama3
+from adapters.models.families import llama, qwen2, qwen3, qwen3_moe
+from adapters.models.families.llama import LlamaConfig
+from adapters.models.families.qwen2 import Qwen2Config
+from adapters.models.families.qwen3 import Qwen3Config
+from adapters.models.families.qwen3_moe import Qwen3MoeConfig
+from adapters.models.kernels.experts_interface import ExpertsShape
+from adapters.models.kernels.reference.kernels import ReferenceKernels
+from adapters.models.kernels.seeded import make_generator
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.numerics.probe import probe
+from adapters.models.numerics.synthetic import RandomWeights
 
 triton_cuda = pytest.importorskip(
-    "adapters.models.kernels.triton_cuda", reason="Triton comes with CUDA builds of torch"
+    "adapters.models.kernels.cuda.kernels", reason="Triton comes with CUDA builds of torch"
 )
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]
@@ -43,7 +43,7 @@ EXPERTS = Qwen3MoeConfig(
     64,
     2048,
     1e6,
-    experts=ExpertsShape(24, 4, 256, normed=True, shared=128),
+    experts=ExpertsShape(24, 4, 256, is_normalized=True, shared=128),
     dense_layers=(1,),
 )
 LENGTH = 700
@@ -57,7 +57,7 @@ def shard_of(config: DenseConfig, dtype: torch.dtype, kernels=None, **options) -
 
 
 def tokens_of(config: DenseConfig, length: int = LENGTH, seed: int = 0) -> Tensor:
-    return torch.randint(0, config.vocab_size, (length,), generator=seeded(seed))
+    return torch.randint(0, config.vocab_size, (length,), generator=make_generator(seed))
 
 
 def rows_in_pieces(shard: DenseShard, tokens: Tensor, pieces: list[tuple[int, int]], slot: int = 0) -> Tensor:
@@ -100,7 +100,7 @@ def test_logits_and_rows_are_the_same_bits_however_they_were_computed(config, dt
 
 
 def test_an_embedding_in_host_memory_gives_the_same_bits_and_takes_none_of_the_device():
-    shard, away = shard_of(WIDE, torch.bfloat16), shard_of(WIDE, torch.bfloat16, hosts_table=True)
+    shard, away = shard_of(WIDE, torch.bfloat16), shard_of(WIDE, torch.bfloat16, offload_embedding=True)
     tokens, table = tokens_of(WIDE), WIDE.vocab_size * WIDE.hidden_size * 2
     held, beside = shard.memory(), away.memory()
     assert (held["host"], beside["host"]) == (0, table)
@@ -108,7 +108,7 @@ def test_an_embedding_in_host_memory_gives_the_same_bits_and_takes_none_of_the_d
     assert away.embedding.device.type == "cpu"
     for pieces in ([(512, 512)], [(512, 300), (4, 1)]):  # recorded after the first of them, and replayed
         assert same_bits(rows_in_pieces(away, tokens, pieces), rows_in_pieces(shard, tokens, pieces))
-    tied = shard_of(DEMO, torch.bfloat16, hosts_table=True)
+    tied = shard_of(DEMO, torch.bfloat16, offload_embedding=True)
     assert tied.memory()["host"] == 0
     assert tied.embedding.device.type == "cuda"
 
@@ -179,7 +179,7 @@ def test_a_decoding_step_never_waits_for_the_device():
     kernels, batch = shard._kernels, shard._buffers[4].batch  # noqa: SLF001 - the step without its one host copy
     torch.cuda.set_sync_debug_mode("error")
     try:
-        kernels.prepare(batch)
+        kernels.prepare_step(batch)
         for name in ("layers", "logits"):
             kernels.launch(name, batch, lambda: pytest.fail("no graph was recorded"))
     finally:

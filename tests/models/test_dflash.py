@@ -8,18 +8,18 @@ import pytest
 import torch
 from attrs import evolve
 
-from adapters.checkpoint.errors import CheckpointError
-from adapters.models.dense import DenseShard
-from adapters.models.dflash.checkpoint import DraftCheckpoint
-from adapters.models.dflash.draft import DFlashDraft
-from adapters.models.draft import BlockRequest, NotLoaded
-from adapters.models.kernels.reference import ReferenceKernels
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.parking import ParkedWeights, kept_on_host, relocated, size_of
-from adapters.models.pipeline import Pipeline
-from adapters.models.rope import Rotary
-from adapters.models.shard import Segment, Step
-from adapters.models.synthetic import RandomDraft, RandomWeights
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.rope import Rotary
+from adapters.models.drafts.cached_draft import BlockRequest, NotLoaded
+from adapters.models.drafts.dflash.checkpoint import DraftCheckpoint
+from adapters.models.drafts.dflash.draft import DFlashDraft
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.offload import OffloadableWeights, copy_to_host, copy_tree, count_bytes
+from adapters.models.kernels.reference.kernels import ReferenceKernels
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.numerics.synthetic import RandomDraft, RandomWeights
 from tests.models.checkpoints import proven, same_bits, tokens_of
 from tests.models.drafts import (
     GEOMETRIES,
@@ -211,7 +211,10 @@ def test_a_drafts_rows_follow_the_targets_hidden_states_bit_for_bit():
     config = config_of()
     found = []
     for cuts in ([256, 44], [64] * 4 + [32, 12], [256, 16, 16, 4, 4, 4]):
-        kernels, beside = proven(TARGET, torch.float32, 400).fresh(), proven_draft(config, torch.float32, 400).fresh()
+        kernels, beside = (
+            proven(TARGET, torch.float32, 400).copy_for_shard(),
+            proven_draft(config, torch.float32, 400).copy_for_shard(),
+        )
         shard = DenseShard(
             TARGET, RandomWeights(TARGET, scale=0.1), kernels, slots=2, capacity=400, aux_layers=(6, 1, 4)
         )
@@ -276,7 +279,7 @@ def test_what_cannot_be_is_refused_by_name():
 def test_the_identity_is_of_what_rows_depend_on():
     config = config_of()
     kernels, ours = proven_draft(config, torch.float32, 1200), draft_of(config).identity
-    assert draft_of(config, slots=2, capacity=64, buckets=(16, 64), kernels=kernels.fresh()).identity == ours
+    assert draft_of(config, slots=2, capacity=64, buckets=(16, 64), kernels=kernels.copy_for_shard()).identity == ours
     assert draft_of(evolve(config, block=8)).identity == ours
     other = [
         draft_of(config, dtype=torch.bfloat16),
@@ -285,7 +288,7 @@ def test_the_identity_is_of_what_rows_depend_on():
         draft_of(evolve(config, rms_norm_eps=1e-5)),
         draft_of(config, RandomDraft(config, seed=1)),
         draft_of(config, RandomDraft(config, seed=2)),
-        draft_of(config, kernels=kernels.using(evolve(kernels._plan, steps=()))),  # noqa: SLF001 - other products
+        draft_of(config, kernels=kernels.with_plan(evolve(kernels._plan, steps=()))),  # noqa: SLF001 - other products
     ]
     assert len({ours, *(draft.identity for draft in other)}) == 1 + len(other)
 
@@ -313,11 +316,11 @@ def test_parking_gives_memory_back_and_unparking_the_same_bits(large):
     loaded, before = large.memory(), resident()
     assert loaded["weights"] > 50 << 20
     assert large.state == "loaded"
-    assert large.park() == loaded["weights"]
+    assert large.offload() == loaded["weights"]
     assert before - resident() > 0.8 * loaded["weights"]
     assert large.state == "parked"
     assert large.memory() == {**large.memory(), "weights": 0, "host": 0, "kv": loaded["kv"]}
-    assert large.park() == 0
+    assert large.offload() == 0
     for forward in (
         lambda: large.logits(asks),
         lambda: extend(large, 4, (1, 0, aux_hidden_states_of(large.config, 1))),
@@ -325,25 +328,25 @@ def test_parking_gives_memory_back_and_unparking_the_same_bits(large):
         with pytest.raises(NotLoaded, match="the draft is parked"):
             forward()
     rows = large.export_rows(0, 0, 50)
-    assert large.unpark() == loaded["weights"]
-    assert large.unpark() == 0
+    assert large.load_back() == loaded["weights"]
+    assert large.load_back() == 0
     assert large.memory()["weights"] == loaded["weights"]
     assert same_bits(large.logits(asks), expected)
     large.release()
     assert (large.state, large.memory()["weights"]) == ("released", 0)
-    large.unpark()
+    large.load_back()
     large.import_rows(1, 0, rows)
     assert same_bits(large.logits([BlockRequest(1, 0, 50, 9, 15)]), expected)
 
 
 def test_files_that_have_gone_leave_a_parked_draft(large, tmp_path):
-    large.park()
+    large.offload()
     (tmp_path / "model.safetensors").rename(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read: No such file"):
-        large.unpark()
+        large.load_back()
     assert large.state == "parked"
     (tmp_path / "elsewhere").rename(tmp_path / "model.safetensors")
-    large.unpark()
+    large.load_back()
     assert large.state == "loaded"
 
 
@@ -373,14 +376,14 @@ def test_an_unparking_that_fails_leaves_a_parked_draft_that_can_be_unparked(erro
     draft = draft_of(config, weights)
     extend(draft, 32, (0, 0, aux_hidden_states_of(config, 20)))
     expected = draft.logits([BlockRequest(0, 0, 20, 9, 15)]).clone()
-    draft.park()
+    draft.offload()
     weights.error = error
     with pytest.raises(raised):
-        draft.unpark()
+        draft.load_back()
     assert draft.state == "parked"
     assert draft.memory()["weights"] == 0
     weights.error = None
-    draft.unpark()
+    draft.load_back()
     assert same_bits(draft.logits([BlockRequest(0, 0, 20, 9, 15)]), expected)
 
 
@@ -403,20 +406,20 @@ def test_weights_that_share_memory_share_it_in_the_copy_too():
     """What parks on CUDA, on what any device has."""
     whole = torch.randn(10, 8)
     tree = (whole, [whole[4:], torch.arange(5, dtype=torch.bfloat16)], None)
-    size, host = kept_on_host(tree)
+    size, host = copy_to_host(tree)
     assert size == 512 + 256
-    back = relocated(host, lambda count: torch.empty(count, dtype=torch.uint8))
+    back = copy_tree(host, lambda count: torch.empty(count, dtype=torch.uint8))
     for copy in (host, back):
         assert same_bits(copy[0], whole)
         assert same_bits(copy[1][1], tree[1][1])
         assert copy[1][0].data_ptr() - copy[0].data_ptr() == 4 * 8 * 4
         assert copy[2] is None
-    assert size_of(tree) == 10 * 8 * 4 + 5 * 2
-    assert size_of(host) == size_of(back) == size
+    assert count_bytes(tree) == 10 * 8 * 4 + 5 * 2
+    assert count_bytes(host) == count_bytes(back) == size
 
 
 def test_weights_that_were_never_loaded_are_released():
-    parking = ParkedWeights(lambda: (torch.zeros(4),), torch.device("cpu"))
-    assert (parking.state, parking.park(), parking.weights_bytes) == ("released", 0, 0)
-    assert parking.unpark() == 16
+    parking = OffloadableWeights(lambda: (torch.zeros(4),), torch.device("cpu"))
+    assert (parking.state, parking.offload(), parking.weights_bytes) == ("released", 0, 0)
+    assert parking.load_back() == 16
     assert parking.state == "loaded"

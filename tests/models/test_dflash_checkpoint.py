@@ -10,14 +10,14 @@ import torch
 from attrs import evolve
 from safetensors.torch import load_file, save_file
 
-from adapters.checkpoint.errors import CheckpointError
-from adapters.models.dflash.checkpoint import DraftCheckpoint
-from adapters.models.dflash.config import formula_aux_layers
-from adapters.models.dflash.draft import DFlashDraft
-from adapters.models.draft import BlockRequest
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.models.decoder.rope import Yarn
+from adapters.models.drafts.cached_draft import BlockRequest
+from adapters.models.drafts.dflash.checkpoint import DraftCheckpoint
+from adapters.models.drafts.dflash.config import formula_aux_layers
+from adapters.models.drafts.dflash.draft import DFlashDraft
+from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.interface import AttentionMask
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.rope import Yarn
 from tests.models.checkpoints import same_bits
 from tests.models.drafts import (
     CAUSAL,

@@ -12,18 +12,18 @@ from attrs import evolve
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from adapters.checkpoint.errors import CheckpointError
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.dense import DenseShard
-from adapters.models.kernels import experts as module
-from adapters.models.kernels.batch import Batch
-from adapters.models.kernels.experts import Experts, ExpertsShape, GatedWeights, choose
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.probe import probe
-from adapters.models.qwen3_moe import FAMILY, Qwen3MoeConfig, parse
-from adapters.models.seeded import seeded
-from adapters.models.shard import Segment, Step
-from adapters.models.synthetic import RandomWeights
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.families.qwen3_moe import FAMILY, Qwen3MoeConfig, parse
+from adapters.models.kernels import experts_interface as module
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.experts_interface import Experts, ExpertsShape, GatedWeights, choose_experts
+from adapters.models.kernels.seeded import make_generator
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.kernels.step_batch import Batch
+from adapters.models.numerics.probe import probe
+from adapters.models.numerics.synthetic import RandomWeights
+from adapters.models.open_checkpoint import Checkpoint
 from tests.models.checkpoints import (
     EXPERTS,
     proven,
@@ -35,7 +35,7 @@ from tests.models.checkpoints import (
     tokens_of,
 )
 
-SHAPE = ExpertsShape(11, 3, 72, normed=True)
+SHAPE = ExpertsShape(11, 3, 72, is_normalized=True)
 CONFIG = Qwen3MoeConfig(203, 100, 212, 2, 6, 2, 24, 2048, 1e6, experts=SHAPE, dense_layers=(0,))
 CPU = torch.device("cpu")
 
@@ -45,28 +45,28 @@ CPU = torch.device("cpu")
 
 def test_the_most_wanted_come_first_and_of_equals_the_lower_number():
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0, -0.0, 0.0], [0.0, -0.0, -5.0, 0.0, -torch.inf, -7.0]])
-    chosen, weights = choose(logits, ExpertsShape(6, 4, 8, normed=False))
+    chosen, weights = choose_experts(logits, ExpertsShape(6, 4, 8, is_normalized=False))
     assert chosen.tolist() == [[1, 2, 3, 0], [0, 1, 3, 2]]
     torch.testing.assert_close(weights, logits.softmax(1).gather(1, chosen))
 
 
 def test_weights_add_up_to_one_only_where_the_family_says_so():
-    logits = torch.randn(5, 70, generator=seeded(1))
-    shape = ExpertsShape(70, 8, 8, normed=True)
-    chosen, weights = choose(logits, shape)
+    logits = torch.randn(5, 70, generator=make_generator(1))
+    shape = ExpertsShape(70, 8, 8, is_normalized=True)
+    chosen, weights = choose_experts(logits, shape)
     assert torch.equal(chosen, logits.topk(8).indices)
     torch.testing.assert_close(weights, logits.topk(8).values.softmax(1))
-    _, bare = choose(logits, evolve(shape, normed=False))
+    _, bare = choose_experts(logits, evolve(shape, is_normalized=False))
     assert bare.sum(1).max() < 0.9
 
 
 def test_a_row_chooses_the_same_in_any_company():
-    logits = torch.randn(64, 130, generator=seeded(2)).bfloat16().float()
+    logits = torch.randn(64, 130, generator=make_generator(2)).bfloat16().float()
     logits[7], logits[9, 3] = torch.nan, torch.nan
-    shape = ExpertsShape(130, 8, 8, normed=True)
-    chosen, weights = choose(logits, shape)
+    shape = ExpertsShape(130, 8, 8, is_normalized=True)
+    chosen, weights = choose_experts(logits, shape)
     for row in range(64):
-        alone, own = choose(logits[row : row + 1], shape)
+        alone, own = choose_experts(logits[row : row + 1], shape)
         assert torch.equal(alone[0], chosen[row])
         assert same_bits(own[0], weights[row])
     assert all(len(set(one)) == 8 for one in chosen.tolist())
@@ -93,8 +93,8 @@ class AskedExperts(Sequence[GatedWeights]):
 def layer(request) -> tuple[CpuKernels, Experts, Tensor]:
     """Kernels, a feed-forward with a shared expert, and 256 rows for it."""
     dtype, shape = request.param, evolve(SHAPE, shared=40)
-    config, generator = evolve(CONFIG, experts=shape), seeded(3)
-    kernels = proven(config, dtype, 256).fresh()
+    config, generator = evolve(CONFIG, experts=shape), make_generator(3)
+    kernels = proven(config, dtype, 256).copy_for_shard()
 
     def weight(outputs: int, inputs: int) -> Tensor:
         return torch.randn(outputs, inputs, generator=generator).to(dtype) * inputs**-0.5
@@ -103,7 +103,7 @@ def layer(request) -> tuple[CpuKernels, Experts, Tensor]:
         return GatedWeights(kernels.pack_gated(weight(2 * inner, 100)), kernels.pack(weight(100, inner)))
 
     each = tuple(gated(shape.inner) for _ in range(shape.count))
-    experts = Experts(shape, kernels.pack(weight(shape.routed, 100)), each, gated(shape.shared))
+    experts = Experts(shape, kernels.pack(weight(shape.router_outputs, 100)), each, gated(shape.shared))
     return kernels, experts, torch.randn(256, 100, generator=generator).to(dtype)
 
 
@@ -132,7 +132,7 @@ def test_only_experts_of_real_rows_are_asked_for_once_and_in_order(layer):
     asked = AskedExperts(experts.each)
     seen = evolve(experts, each=asked)
     fed(kernels, seen, x[:1], 64)
-    assert len(asked.numbers) == SHAPE.active, "and none for the 63 rows that are not there"
+    assert len(asked.numbers) == SHAPE.chosen, "and none for the 63 rows that are not there"
     asked.numbers.clear()
     fed(kernels, seen, x, 256)
     assert asked.numbers == [*range(SHAPE.count)]
@@ -142,18 +142,18 @@ def test_it_is_the_sum_of_what_each_expert_makes(layer):
     kernels, experts, x = layer
     logits = kernels.linear(x, experts.router).float()
     expected = torch.zeros(x.shape)
-    chosen, weights = choose(logits[:, : SHAPE.count].contiguous(), SHAPE)
+    chosen, weights = choose_experts(logits[:, : SHAPE.count].contiguous(), SHAPE)
     for number, one in enumerate(experts.each):
-        made = kernels.linear(kernels.gated(x, one.gate_up), one.down)
+        made = kernels.linear(kernels.gated_linear(x, one.gate_up), one.down)
         expected += made * (weights * (chosen == number)).sum(1, keepdim=True)
-    shared = kernels.linear(kernels.gated(x, experts.shared.gate_up), experts.shared.down)
+    shared = kernels.linear(kernels.gated_linear(x, experts.shared.gate_up), experts.shared.down)
     expected += shared * logits[:, SHAPE.count :].sigmoid()
     error = (fed(kernels, experts, x, 256).float() - expected).abs().max()
     assert error <= 4 * torch.finfo(x.dtype).eps * expected.abs().max()
 
 
 def test_rows_that_are_no_numbers_stay_in_their_slot():
-    kernels = proven(CONFIG, torch.float32, 256).fresh()
+    kernels = proven(CONFIG, torch.float32, 256).copy_for_shard()
     weights = RandomWeights(CONFIG, scale=0.1)
     shard, tokens = DenseShard(CONFIG, weights, kernels, slots=2, capacity=256), tokens_of(200, 203)
     expected = run_in_pieces(shard, tokens, [(256, 200)])
@@ -177,7 +177,7 @@ def test_both_kinds_of_layers_are_probed_and_every_product_of_experts_is_listed(
     assert found.numerics_class.count("-") >= 1, "of a layer of experts and a dense one"
     assert [config.experts.count for config, _ in CONFIG.probed()] == [6, 6]
     assert [config.dense_layers for config, _ in CONFIG.probed()] == [(0,), ()]
-    shown = " ".join(found.plan.shown())
+    shown = " ".join(found.plan.describe_lines())
     for product in ("100 to 11:", "100 to 6:", "100 to 72, gated:", "72 to 100:", "100 to 212, gated:"):
         assert product in shown
 
@@ -187,10 +187,10 @@ def test_the_probe_notices_sums_that_depend_on_how_many_rows_there_are(monkeypat
         turned = parts.flip(1) if len(parts) > 16 else parts
         return added(turned)
 
-    added = module.added
-    monkeypatch.setattr(module, "added", careless)
-    three = evolve(CONFIG, experts=evolve(SHAPE, count=3, active=3), dense_layers=())
-    monkeypatch.setattr(ExpertsShape, "small", lambda self: self)  # two of them add up alike in either order
+    added = module.add_in_order
+    monkeypatch.setattr(module, "add_in_order", careless)
+    three = evolve(CONFIG, experts=evolve(SHAPE, count=3, chosen=3), dense_layers=())
+    monkeypatch.setattr(ExpertsShape, "shrink_for_probe", lambda self: self)  # two of them add up alike in either order
     assert probed(three).mode == "grid"
 
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from adapters.models.dense import DenseShard
-from adapters.models.dense_config import DenseConfig
-from adapters.models.kernels.batch import Batch
-from adapters.models.kernels.experts import ExpertsShape
-from adapters.models.kernels.products import Unproven
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.llama import LlamaConfig
-from adapters.models.probe import probe
-from adapters.models.qwen2 import Qwen2Config
-from adapters.models.qwen3 import FAMILY, Qwen3Config
-from adapters.models.qwen3_moe import Qwen3MoeConfig
-from adapters.models.rope import Llama3
-from adapters.models.seeded import seeded
-from adapters.models.shard import Segment, Step
-from adapters.models.synthetic import RandomWeights
+from adapters.models.decoder.dense_config import DenseConfig
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.rope import Llama3
+from adapters.models.families.llama import LlamaConfig
+from adapters.models.families.qwen2 import Qwen2Config
+from adapters.models.families.qwen3 import FAMILY, Qwen3Config
+from adapters.models.families.qwen3_moe import Qwen3MoeConfig
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.experts_interface import ExpertsShape
+from adapters.models.kernels.product_list import UnprovenProductError
+from adapters.models.kernels.seeded import make_generator
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.kernels.step_batch import Batch
+from adapters.models.numerics.probe import probe
+from adapters.models.numerics.synthetic import RandomWeights
 from tests.models.checkpoints import proven, run, run_in_pieces, same_bits, same_rows, tokens_of
 
 CONFIGS: dict[str, DenseConfig] = {
@@ -28,7 +28,7 @@ CONFIGS: dict[str, DenseConfig] = {
     "gqa 2 to 1": Qwen3Config(300, 96, 130, 2, 4, 2, 32, 2048, 1e4),
     "llama": LlamaConfig(203, 100, 212, 2, 8, 2, 24, 2048, 5e5, rope_scaling=Llama3(8.0, 1.0, 4.0, 256.0)),
     "qwen3_moe": Qwen3MoeConfig(
-        203, 100, 212, 2, 6, 2, 24, 2048, 1e6, experts=ExpertsShape(11, 3, 72, normed=True), dense_layers=(0,)
+        203, 100, 212, 2, 6, 2, 24, 2048, 1e6, experts=ExpertsShape(11, 3, 72, is_normalized=True), dense_layers=(0,)
     ),
     "qwen2": Qwen2Config(203, 100, 212, 2, 6, 2, 24, 2048, 1e6, tie_word_embeddings=True),
 }
@@ -46,7 +46,9 @@ def whole(request, dtype):
     """A shard whose slot 0 holds a sequence computed in chunks of C, with its logits."""
     config = CONFIGS[request.param]
     weights = RandomWeights(config, scale=config.hidden_size**-0.5)
-    shard = DenseShard(config, weights, proven(config, dtype, 1024).fresh(), dtype=dtype, slots=4, capacity=1024)
+    shard = DenseShard(
+        config, weights, proven(config, dtype, 1024).copy_for_shard(), dtype=dtype, slots=4, capacity=1024
+    )
     tokens = tokens_of(LENGTH, config.vocab_size)
     return shard, tokens, run_in_pieces(shard, tokens, [(256, 256)])
 
@@ -136,7 +138,7 @@ def test_thread_counts_of_one_numerics_class_have_the_same_bits(dtype):
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             numerics = probe(FAMILY, config, CpuKernels(dtype), device=CPU, dtype=dtype, chunk=256, capacity=512)
-            kernels = CpuKernels(dtype).using(numerics.plan)
+            kernels = CpuKernels(dtype).with_plan(numerics.plan)
             shard = DenseShard(config, RandomWeights(config), kernels, dtype=dtype, slots=1, capacity=512)
             logits = run_in_pieces(shard, tokens, [(256, 256), (4, 4)])
             assert same_bits(found.setdefault(numerics.numerics_class, logits), logits)
@@ -148,17 +150,17 @@ def test_a_product_that_was_never_proven_is_refused(whole):
     shard, tokens, _ = whole
     listed = shard.config.products((4, 256), capacity=256, dtype=shard.dtype, threads=torch.get_num_threads())
     plan = CpuKernels(shard.dtype).prove(listed).plan
-    kernels = CpuKernels(shard.dtype).using(plan)
-    with pytest.raises(Unproven, match="7 x 11 were never proven"):
+    kernels = CpuKernels(shard.dtype).with_plan(plan)
+    with pytest.raises(UnprovenProductError, match="7 x 11 were never proven"):
         kernels.pack(torch.zeros(7, 11))
-    with pytest.raises(Unproven, match="of 3 query heads of 8"):
+    with pytest.raises(UnprovenProductError, match="of 3 query heads of 8"):
         kernels.attend(torch.zeros(4, 1, 3, 8), torch.zeros(1, 1, 256, 8), torch.zeros(1, 1, 256, 8), Batch(4, CPU))
     other = DenseShard(shard.config, RandomWeights(shard.config), kernels, dtype=shard.dtype, capacity=256)
-    with pytest.raises(Unproven, match=r"a product of 8 rows; proven: steps of \[4, 256\]"):
+    with pytest.raises(UnprovenProductError, match=r"a product of 8 rows; proven: steps of \[4, 256\]"):
         run(other, 8, (0, 0, tokens[:5]))
     torch.set_num_threads(before := torch.get_num_threads() + 1)
     try:
-        with pytest.raises(Unproven, match=f"and there are {before} now"):
+        with pytest.raises(UnprovenProductError, match=f"and there are {before} now"):
             run(other, 4, (0, 0, tokens[:1]))
     finally:
         torch.set_num_threads(before - 1)
@@ -170,9 +172,9 @@ LONG = 2600
 @pytest.mark.parametrize("shape", [(1, 5, 64), (2, 3, 24), (3, 1, 32)], ids=str)
 def test_attention_over_long_spans_gives_a_row_the_same_bits_in_any_company(shape, dtype):
     """Keys come in pairs whose values nearly cancel, so that every change in the order of a sum shows."""
-    (kv, group, head), generator = shape, seeded(4)
+    (kv, group, head), generator = shape, make_generator(4)
     own = Qwen3Config(8, 32, 32, 1, kv * group, kv, head, 3072, 1e6)
-    kernels = proven(own, dtype, 3072).fresh()
+    kernels = proven(own, dtype, 3072).copy_for_shard()
     k = torch.randn(2, kv, 3072, head, generator=generator).to(dtype)
     v = torch.randn(2, kv, 3072, head, generator=generator).to(dtype)
     k[:, :, 1::2], v[:, :, 1::2] = k[:, :, 0::2], -v[:, :, 0::2] * 1.01
@@ -181,7 +183,7 @@ def test_attention_over_long_spans_gives_a_row_the_same_bits_in_any_company(shap
     def attended(bucket, *segments):
         batch = Batch(bucket, torch.device("cpu"))
         batch.load(Step(segments, bucket), None)
-        kernels.prepare(batch)
+        kernels.prepare_step(batch)
         q = torch.zeros(bucket, kv, group, head)
         q[: sum(one.count for one in segments)] = torch.cat(
             [queries[one.start : one.start + one.count] for one in segments]

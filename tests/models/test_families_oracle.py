@@ -7,8 +7,8 @@ import copy
 import pytest
 import torch
 
-from adapters.models.kernels.reference import ReferenceKernels
-from adapters.models.shard import Segment, Step
+from adapters.models.kernels.reference.kernels import ReferenceKernels
+from adapters.models.kernels.step import Segment, Step
 from tests.models.checkpoints import VARIANTS, run, run_in_pieces, save_model, save_qwen3, shard_of, tokens_of
 
 

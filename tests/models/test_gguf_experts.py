@@ -9,9 +9,9 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
-from adapters.checkpoint.errors import CheckpointError
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.mtp.checkpoint import HeadCheckpoint
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.models.drafts.mtp.checkpoint import HeadCheckpoint
+from adapters.models.open_checkpoint import Checkpoint
 from tests.models.checkpoints import EXPERTS, save_model
 from tests.models.ggufs import packed, write_gguf
 from tests.models.hybrids import SPARSE, save_with_head
@@ -77,8 +77,8 @@ def test_what_is_projected_is_one_tensor_of_two_types(following: Path, tmp_path:
 
     file = Checkpoint.open(write_gguf(tmp_path / "m.gguf", following, Kind.BF16, pack=gates))
     stored = file.tensors["model.layers.0.linear_attn.in_proj_qkvz.weight"]
-    assert stored.form == "Q8_0"
-    read = stored.rounded(torch.bfloat16).read("projected")
+    assert stored.packing_name == "Q8_0"
+    read = stored.with_dtype(torch.bfloat16).read("projected")
     published = Checkpoint.open(following).read("model.layers.0.linear_attn.in_proj_qkvz.weight")
     assert read.dtype == torch.bfloat16
     torch.testing.assert_close(read.float(), published, rtol=0.02, atol=0.01)

@@ -16,15 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adapters import demo
-from adapters.checkpoint.errors import CheckpointError
-from adapters.checkpoint.gguf.metadata import model_name, shortest
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.checkpoint.gguf.metadata import derive_model_name, shorten_float
 from adapters.checkpoint.gguf.types import PACKINGS
-from adapters.checkpoint.text_files import TextFiles
+from adapters.checkpoint.text_files import read_text_files
 from adapters.models import ARCHITECTURES
-from adapters.models.checkpoint import Checkpoint, resolve_dtype
-from adapters.models.mtp.checkpoint import HeadCheckpoint
-from adapters.models.rope import Divided
-from adapters.models.shard import Segment, Step
+from adapters.models.decoder.rope import Divided
+from adapters.models.drafts.mtp.checkpoint import HeadCheckpoint
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.open_checkpoint import Checkpoint, resolve_dtype
 from tests.models.checkpoints import EXPERTS, LLAMA3, VARIANTS, rope, save_model, shard_of, tokens_of
 from tests.models.ggufs import packed, random_blocks, write_gguf
 from tests.models.hybrids import HYBRIDS, SPARSE, sizes
@@ -195,8 +195,8 @@ def test_a_model_in_several_files_is_one(small: Path, parts: list[Path], tmp_pat
     assert split.tensors.keys() == whole.tensors.keys()
     assert all(torch.equal(split.read(name), whole.read(name)) for name in whole.tensors)
     assert {entry.file for entry in split.tensors.values()} == {*parts}
-    assert model_name(parts[0]) == "m"
-    assert model_name(tmp_path / "a.b.gguf") == "a.b"
+    assert derive_model_name(parts[0]) == "m"
+    assert derive_model_name(tmp_path / "a.b.gguf") == "a.b"
 
 
 def test_parts_that_do_not_belong_together_are_refused(parts: list[Path]) -> None:
@@ -348,11 +348,11 @@ def test_whatever_metadata_say_they_are_refused_in_one_line(
     path.write_bytes(made(fields, [tensor(b"token_embd.weight", (32, 160))], room=1 << 18))
     refusal(path)
     with pytest.raises(CheckpointError):
-        TextFiles.read(path)
+        read_text_files(path)
 
 
 @pytest.mark.parametrize("value", [1e-6, 1e-5, 0.7, 0.95, 10000.0, 1e6, 5e6, 8.0, 1 / 3])
 def test_decimals_are_found_again(value: float) -> None:
     stored = struct.unpack("<f", struct.pack("<f", value))[0]
-    assert struct.pack("<f", shortest(stored)) == struct.pack("<f", value)
-    assert shortest(stored) == value or value == 1 / 3
+    assert struct.pack("<f", shorten_float(stored)) == struct.pack("<f", value)
+    assert shorten_float(stored) == value or value == 1 / 3

@@ -14,11 +14,11 @@ from gguf import GGMLQuantizationType as Kind
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters.checkpoint.errors import CheckpointError
-from adapters.checkpoint.gguf import header, tensors
-from adapters.checkpoint.gguf.header import Items, read_header
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.checkpoint.gguf import gguf_tensor, header
+from adapters.checkpoint.gguf.header import ListField, read_header
 from adapters.checkpoint.gguf.types import PACKINGS, REFUSED
-from adapters.checkpoint.gguf.unpack import FLOATS, UNPACK
+from adapters.checkpoint.gguf.unpack_blocks import FLOATS, UNPACK
 
 ROWS = 37
 
@@ -64,19 +64,19 @@ def test_types_are_those_of_the_package() -> None:
 
 @pytest.mark.parametrize("piece", [1 << 18, 5000])  # of all at once, and in pieces that end within rows
 def test_every_type_has_the_package_s_values(everything: Path, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensors, "piece_of", lambda _: piece)
+    monkeypatch.setattr(gguf_tensor, "choose_piece_size", lambda _: piece)
     stored = read_header(everything).tensors
     theirs = {tensor.name: tensor for tensor in gguf.GGUFReader(everything).tensors}
     assert stored.keys() == theirs.keys()
     for name, tensor in theirs.items():
         wanted = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
-        ours = tensors.entry(stored[name])
+        ours = gguf_tensor.make_tensor(stored[name])
         assert ours.shape == wanted.shape == (ROWS, 512)
         found = ours.read(name)
         assert found.dtype == ours.dtype == FLOATS.get(name, torch.float32)
         assert torch.equal(found.float().view(torch.int32), wanted.view(torch.int32)), name
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            rounded = ours.rounded(dtype).read(name).to(dtype)
+            rounded = ours.with_dtype(dtype).read(name).to(dtype)
             assert torch.equal(rounded.view(torch.uint8), wanted.to(dtype).view(torch.uint8)), (name, dtype)
 
 
@@ -100,7 +100,7 @@ def test_values_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     block = np.frombuffer(np.float16(np.inf).tobytes() + bytes([1] * 32), np.uint8).reshape(1, 34)
     found = read_header(write(tmp_path / "a.gguf", {"w": (block, Kind.Q8_0)}))
     with pytest.raises(CheckpointError, match=r"a\.gguf: w has values that are no numbers, or infinite"):
-        tensors.entry(found.tensors["w"]).read("w")
+        gguf_tensor.make_tensor(found.tensors["w"]).read("w")
 
 
 def test_a_file_that_shrinks_is_an_error(everything: Path, tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_file_that_shrinks_is_an_error(everything: Path, tmp_path: Path) -> No
     found = read_header(path)
     path.write_bytes(everything.read_bytes()[:-600])
     with pytest.raises(CheckpointError, match="truncated: IQ4_XS ends past the end"):
-        tensors.entry(found.tensors["IQ4_XS"]).read("IQ4_XS")
+        gguf_tensor.make_tensor(found.tensors["IQ4_XS"]).read("IQ4_XS")
 
 
 # Headers by hand
@@ -202,7 +202,7 @@ def test_hostile_headers_are_refused_in_one_line_and_cost_no_more_than_they_are_
 
 
 def test_a_header_is_no_longer_than_it_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(header, "MOST_BYTES", 1000)
+    monkeypatch.setattr(header, "MAX_HEADER_BYTES", 1000)
     path = tmp_path / "a.gguf"
     path.write_bytes(made([text(b"a") + listed(0, 2000, bytes(2000))]))
     with pytest.raises(CheckpointError, match="a header of more than"):
@@ -241,7 +241,7 @@ def test_whatever_is_in_a_header_it_is_read_or_refused(
     try:
         found = read_header(path)
         for name, value in found.fields.items():
-            if isinstance(value, Items):
+            if isinstance(value, ListField):
                 found.texts(name) if value.kind == 8 else found.integers(name)
     except CheckpointError as error:
         assert str(error).startswith(str(path))  # noqa: PT017

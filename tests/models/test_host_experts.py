@@ -11,32 +11,42 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from adapters.checkpoint.packed import Stack
+from adapters.checkpoint.packed_matrix import StackedWeight
 from adapters.device.executor import DeviceExecutor
-from adapters.device.lane import DeviceLane
-from adapters.models.dense import DenseShard
-from adapters.models.host_experts import EVERY, HostExperts
-from adapters.models.kernels.batch import Batch
-from adapters.models.kernels.experts import ChosenExperts, Experts, ExpertsShape, GatedWeights
-from adapters.models.kernels.reference import ReferenceKernels
-from adapters.models.parking import rebuilt
-from adapters.models.pipeline import Pipeline
-from adapters.models.qwen3_moe import Qwen3MoeConfig
-from adapters.models.synthetic import RandomWeights
+from adapters.device.lane.lane import DeviceLane
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.host_experts import EVERY, HostExperts
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.families.qwen3_moe import Qwen3MoeConfig
+from adapters.models.kernels.experts_interface import ChosenExperts, Experts, ExpertsShape, GatedWeights
+from adapters.models.kernels.offload import map_tensors
+from adapters.models.kernels.reference.kernels import ReferenceKernels
+from adapters.models.kernels.step_batch import Batch
+from adapters.models.numerics.synthetic import RandomWeights
 from effects.ids import Tokens
 from effects.job import Job
 from effects.ports import Closed
 from effects.stream import EmitTokens
-from engine.assemble import engine
-from engine.experts import counted, first_places
-from engine.replay import replay_file
-from engine.trace import VERSION, Header, Recorder
+from engine.core.replay import replay_file
+from engine.core.trace import VERSION, Header, Recorder
+from engine.loading.expert_placement import place_first_experts, with_expert_counts
+from engine.serving.wiring import run_engine
 from states.settings import Settings
 from tests.models.checkpoints import run, run_in_pieces, same_bits, tokens_of
 
 COUNT, ACTIVE, LAYERS = 11, 3, 2  # and one dense layer
 CONFIG = Qwen3MoeConfig(
-    160, 64, 96, 1 + LAYERS, 4, 2, 16, 512, 1e6, experts=ExpertsShape(COUNT, ACTIVE, 24, normed=True), dense_layers=(0,)
+    160,
+    64,
+    96,
+    1 + LAYERS,
+    4,
+    2,
+    16,
+    512,
+    1e6,
+    experts=ExpertsShape(COUNT, ACTIVE, 24, is_normalized=True),
+    dense_layers=(0,),
 )
 SIZE = 3 * 24 * 64 * 4  # of one in float32, whole runs of 256 bytes
 CPU = torch.device("cpu")
@@ -49,13 +59,13 @@ class AllTurns(ChosenExperts):
     def __init__(self, each: ChosenExperts) -> None:
         self.each, self.places = each, each.places
 
-    def turns(self, numbers: Sequence[int]) -> Iterable[Mapping[int, int]]:
-        return self.each.turns(numbers)
+    def fetch_in_turns(self, numbers: Sequence[int]) -> Iterable[Mapping[int, int]]:
+        return self.each.fetch_in_turns(numbers)
 
-    def chosen(self, numbers: Sequence[int]) -> list[GatedWeights]:
+    def fetch(self, numbers: Sequence[int]) -> list[GatedWeights]:
         found = {
-            number: rebuilt(self.places[place], Tensor.clone)
-            for turn in self.turns(numbers)
+            number: map_tensors(self.places[place], Tensor.clone)
+            for turn in self.fetch_in_turns(numbers)
             for number, place in turn.items()
         }
         assert sorted(found) == sorted(numbers)
@@ -69,8 +79,8 @@ class KernelsInTurns(ReferenceKernels):
         return super().experts(x, evolve(experts, each=AllTurns(experts.each)), batch)
 
 
-def shard_with(hosted: HostExperts | None, kernels: ReferenceKernels | None = None) -> DenseShard:
-    how = {"slots": 2, "capacity": 256, "buckets": (4, 8, 16, CHUNK), "hosted": hosted}
+def shard_with(offloaded: HostExperts | None, kernels: ReferenceKernels | None = None) -> DenseShard:
+    how = {"slots": 2, "capacity": 256, "buckets": (4, 8, 16, CHUNK), "offloaded": offloaded}
     return DenseShard(CONFIG, RandomWeights(CONFIG, scale=0.2), kernels or ReferenceKernels(), **how)
 
 
@@ -78,66 +88,66 @@ def shard_with(hosted: HostExperts | None, kernels: ReferenceKernels | None = No
 @pytest.mark.parametrize("room", [1, 5, 11, 40])
 def test_wherever_an_expert_lies_the_rows_are_the_same(room: int, kernels: type[ReferenceKernels]) -> None:
     """From one at a time on its way and no places to places for all of them."""
-    hosted, tokens = HostExperts(CPU, COUNT, room * SIZE), tokens_of(60)
-    shard, plain = shard_with(hosted, kernels()), shard_with(None)
+    offloaded, tokens = HostExperts(CPU, COUNT, room * SIZE), tokens_of(60)
+    shard, plain = shard_with(offloaded, kernels()), shard_with(None)
     pieces = [(CHUNK, CHUNK), (16, 9), (4, 1), (4, 3), (8, 8)]
     expected = run_in_pieces(plain, tokens, pieces)
     assert same_bits(run_in_pieces(shard, tokens, pieces), expected)
     chance, where = Random(room), list[int]()
     for _ in range(2):  # everybody moves, and steps go on
-        where = chance.sample(range(LAYERS * COUNT), hosted.places)
-        hosted.place((place, expert) for place, expert in enumerate(where) if expert not in hosted.where)
+        where = chance.sample(range(LAYERS * COUNT), offloaded.places)
+        offloaded.place((place, expert) for place, expert in enumerate(where) if expert not in offloaded.where)
         assert same_bits(run_in_pieces(shard, tokens, pieces, slot=1), expected)
-    assert hosted.host_bytes == LAYERS * COUNT * SIZE
-    assert hosted.device_bytes == room * SIZE
+    assert offloaded.host_bytes == LAYERS * COUNT * SIZE
+    assert offloaded.device_bytes == room * SIZE
     assert shard.memory()["weights"] == plain.memory()["weights"] - LAYERS * COUNT * SIZE + room * SIZE
 
 
 def test_who_is_there_is_not_brought_and_who_leaves_is_again() -> None:
-    hosted = HostExperts(CPU, COUNT, (8 + 3) * SIZE)
-    shard = shard_with(hosted)
-    hosted.place([(0, 4), (1, 5), (2, COUNT + 1)])
+    offloaded = HostExperts(CPU, COUNT, (8 + 3) * SIZE)
+    shard = shard_with(offloaded)
+    offloaded.place([(0, 4), (1, 5), (2, COUNT + 1)])
     row = tokens_of(1)
     run(shard, 4, (0, 0, row))
-    before = hosted.shown()
+    before = offloaded.shown()
     assert before["needed"] == LAYERS * ACTIVE
-    needed = [expert for expert, uses in enumerate(hosted._uses) if uses]  # noqa: SLF001 - they are not told before 32 steps
+    needed = [expert for expert, uses in enumerate(offloaded._uses) if uses]  # noqa: SLF001 - they are not told before 32 steps
     assert before["brought"] == len([expert for expert in needed if expert not in {4, 5, COUNT + 1}])
-    hosted.place([(place, expert) for place, expert in enumerate(needed[:3]) if expert not in hosted.where])
+    offloaded.place([(place, expert) for place, expert in enumerate(needed[:3]) if expert not in offloaded.where])
     run(shard, 4, (1, 0, row))
-    brought = hosted.shown()["brought"] - before["brought"]
-    assert brought == len([expert for expert in needed if expert not in hosted.where]) < before["needed"]
+    brought = offloaded.shown()["brought"] - before["brought"]
+    assert brought == len([expert for expert in needed if expert not in offloaded.where]) < before["needed"]
 
 
 def test_what_was_used_is_told_after_enough_steps() -> None:
-    hosted = HostExperts(CPU, COUNT, 9 * SIZE)
-    shard, tokens = shard_with(hosted), tokens_of(EVERY)
+    offloaded = HostExperts(CPU, COUNT, 9 * SIZE)
+    shard, tokens = shard_with(offloaded), tokens_of(EVERY)
     for at in range(EVERY):
-        assert hosted.report() == ()
+        assert offloaded.report() == ()
         run(shard, 4, (0, at, tokens[at : at + 1]))
-    counts = hosted.report()
+    counts = offloaded.report()
     assert (len(counts), sum(counts)) == (LAYERS * COUNT, EVERY * LAYERS * ACTIVE)
     assert max(counts) <= EVERY
-    assert hosted.report() == ()
+    assert offloaded.report() == ()
 
 
 def test_moves_that_cannot_be_are_refused() -> None:
-    hosted = HostExperts(CPU, COUNT, 10 * SIZE)
-    shard_with(hosted)
-    hosted.place([(0, 3)])
+    offloaded = HostExperts(CPU, COUNT, 10 * SIZE)
+    shard_with(offloaded)
+    offloaded.place([(0, 3)])
     for place, expert in ((2, 1), (-1, 1), (0, LAYERS * COUNT), (1, 3)):
         with pytest.raises(ValueError, match=f"expert {expert} of 22 to place {place} of 2"):
-            hosted.place([(place, expert)])
+            offloaded.place([(place, expert)])
 
 
 def test_packed_weights_that_cannot_be_copied_are_refused() -> None:
     class Opaque(ReferenceKernels):
-        def pack(self, weight: Tensor | Stack) -> Tensor:
+        def pack(self, weight: Tensor | StackedWeight) -> Tensor:
             return super().pack(weight).to_mkldnn()
 
-    hosted = HostExperts(CPU, COUNT, 9 * SIZE)
+    offloaded = HostExperts(CPU, COUNT, 9 * SIZE)
     with pytest.raises(ValueError, match="pack weights in a form that cannot be copied"):
-        DenseShard(CONFIG, RandomWeights(CONFIG), Opaque(), capacity=256, hosted=hosted)
+        DenseShard(CONFIG, RandomWeights(CONFIG), Opaque(), capacity=256, offloaded=offloaded)
 
 
 # --- served, with the places that the world gives ---
@@ -150,18 +160,20 @@ async def answers(experts: HostExperts | None, record: Path | None = None) -> li
     told = list[Tokens]()
     shard = Pipeline([shard_with(experts)])
     executor = DeviceExecutor(shard, (4, 8, 16, CHUNK), lane=DeviceLane(CPU), experts=experts)
-    settings = counted(Settings(slots=2, max_context=256, chunk=CHUNK, block_size=CHUNK, keep_decoded=False), experts)
+    settings = with_expert_counts(
+        Settings(slots=2, max_context=256, chunk=CHUNK, block_size=CHUNK, keep_decoded=False), experts
+    )
     if experts is not None:
-        first_places(experts)
+        place_first_experts(experts)
     recorder = None
     if record is not None:
         recorder = Recorder(record, Header(VERSION, "test", settings, "experts", {}, redacted=False))
         recorder.start()
     try:
-        async with engine(settings, executor, facts={}, recorder=recorder, paranoid=True) as running:
+        async with run_engine(settings, executor, recorder=recorder, paranoid=True) as running:
             for job in JOBS:
                 tokens: Tokens = ()
-                async for message in running.door.submit(job):
+                async for message in running.submissions.submit(job):
                     tokens += message.tokens if isinstance(message, EmitTokens) else ()
                     assert not isinstance(message, Closed) or message.finish == "length"
                 told.append(tokens)

@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from adapters.checkpoint.errors import CheckpointError
+from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.text_files import find_end_tokens
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.kernels.delta import DeltaShape
-from adapters.models.qwen3_5 import FULL, LINEAR, parse
+from adapters.models.families.qwen3_5 import FULL, LINEAR, parse
+from adapters.models.kernels.delta_interface import DeltaShape
+from adapters.models.open_checkpoint import Checkpoint
 from tests.models.checkpoints import same_bits, save_model, shard_of, tokens_of
 from tests.models.hybrids import HYBRIDS, advance
 

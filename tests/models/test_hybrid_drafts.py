@@ -6,18 +6,19 @@ import pytest
 import torch
 
 from adapters import demo
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.dense import DenseShard
-from adapters.models.dflash.checkpoint import DraftCheckpoint
-from adapters.models.dflash.config import DFlashConfig, DraftShapes, parse_draft_config
-from adapters.models.dflash.draft import DFlashDraft
-from adapters.models.draft import BlockRequest
-from adapters.models.kernels.reference import ReferenceKernels
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.pipeline import Pipeline
-from adapters.models.qwen3_5 import parse
-from adapters.models.rope import Rotary
-from adapters.models.shard import BUCKETS, Segment, Step
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.rope import Rotary
+from adapters.models.decoder.shard import BUCKETS
+from adapters.models.drafts.cached_draft import BlockRequest
+from adapters.models.drafts.dflash.checkpoint import DraftCheckpoint
+from adapters.models.drafts.dflash.config import DFlashConfig, DraftShapes, parse_draft_config
+from adapters.models.drafts.dflash.draft import DFlashDraft
+from adapters.models.families.qwen3_5 import parse
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.reference.kernels import ReferenceKernels
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.open_checkpoint import Checkpoint
 from tests.models.checkpoints import kernels_for, same_bits, save_model, shard_of, tokens_of
 from tests.models.drafts import FULL, random_tensors, save_draft, slides
 from tests.models.hybrids import HYBRIDS
@@ -96,7 +97,7 @@ def test_it_proposes_the_same_after_rows_and_state_came_back_together(tmp_path, 
     listed = config.products(BUCKETS, capacity=capacity, dtype=dtype, threads=torch.get_num_threads())
     place = {"dtype": dtype, "slots": 2, "capacity": capacity}
     kernels = kernels_for(listed, dtype, capacity)
-    shard = DenseShard(config, checkpoint, kernels.fresh(), aux_layers=SHAPE.aux_layers, **place)
+    shard = DenseShard(config, checkpoint, kernels.copy_for_shard(), aux_layers=SHAPE.aux_layers, **place)
     draft = DFlashDraft(SHAPE, draft_checkpoint, CpuKernels(dtype), Pipeline((shard,)).head, **place)
     tokens = tokens_of(301, 4000)
 

@@ -7,18 +7,18 @@ import random
 import pytest
 import torch
 
-from adapters.models.dense import DenseShard
-from adapters.models.kernels import proof
-from adapters.models.kernels.cpu_delta import CpuDelta
-from adapters.models.kernels.delta import DeltaShape
-from adapters.models.kernels.native.delta import NativeDelta
-from adapters.models.kernels.products import Unproven
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.numerics import Numerics
-from adapters.models.probe import probe
-from adapters.models.qwen3_5 import FAMILY
-from adapters.models.shard import Segment, Step
-from adapters.models.synthetic import RandomWeights
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.families.qwen3_5 import FAMILY
+from adapters.models.kernels.cpu.delta import CpuDelta
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.cpu.native.delta import NativeDelta
+from adapters.models.kernels.delta_interface import DeltaShape
+from adapters.models.kernels.product_list import UnprovenProductError
+from adapters.models.kernels.proof import prover
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.numerics.probe import probe
+from adapters.models.numerics.probe_result import Numerics
+from adapters.models.numerics.synthetic import RandomWeights
 from tests.models.checkpoints import proven, same_bits
 from tests.models.hybrids import (
     CHUNKS,
@@ -57,7 +57,7 @@ def whole(request, dtype):
     name, in_c = request.param
     own = CONFIGS[name]
     weights = RandomWeights(own, scale=own.hidden_size**-0.5)
-    kernels = proven(own, dtype, 512, own=in_c).fresh()
+    kernels = proven(own, dtype, 512, own=in_c).copy_for_shard()
     how = {"slots": SLOTS, "capacity": 512, "aux_layers": (own.num_layers - 1,), "state_places": 2}
     shard = DenseShard(own, weights, kernels, dtype=dtype, **how)
     return whole_of(shard)
@@ -176,8 +176,8 @@ def test_what_recurrent_layers_cannot_do_is_refused_by_name(whole):
         shard.forward(Step((Segment(1, 0, 2), Segment(1, 1, 1)), 4), tokens[:3])
     with pytest.raises(ValueError, match="65 rows of slot 1 in a step that may be rolled back; accepted: at most 64"):
         shard.forward(Step((Segment(1, 0, 65),), 128), tokens[:65])
-    other = proven(CONFIGS["nothing a multiple of a vector"], shard.dtype, 512, own=False).fresh().delta
-    with pytest.raises(Unproven, match="key_size=99"):
+    other = proven(CONFIGS["nothing a multiple of a vector"], shard.dtype, 512, own=False).copy_for_shard().delta
+    with pytest.raises(UnprovenProductError, match="key_size=99"):
         other._multiply(DeltaShape(1, 1, 99, 7), torch.zeros(1, 4, 99), torch.zeros(1, 99, 7))  # noqa: SLF001
 
 
@@ -206,7 +206,7 @@ def test_the_probe_finds_that_every_bucket_holds(dtype):
 def test_the_probe_sees_rows_that_depend_on_their_step(dtype, monkeypatch, kernels):
     """A kernel that convolves otherwise where several rows come at once."""
     own, in_c = CONFIGS["two value heads to a key head"], kernels is NativeDelta
-    if in_c and CpuKernels(dtype).own_rule is None:
+    if in_c and CpuKernels(dtype).native_rule(DeltaShape(1, 1, 8, 8)) is None:
         pytest.skip("nothing in C here")
     convolve = kernels.convolve
 
@@ -215,7 +215,7 @@ def test_the_probe_sees_rows_that_depend_on_their_step(dtype, monkeypatch, kerne
         return convolve(self, mixed, *rest) * (1.0 if rows > 16 else 1.1)
 
     monkeypatch.setattr(kernels, "convolve", careless)
-    monkeypatch.setattr(proof, "rule_seconds", lambda *_: 1.0)
+    monkeypatch.setattr(prover, "measure_rule", lambda *_: 1.0)
     how = {"device": torch.device("cpu"), "dtype": dtype, "chunk": 256, "capacity": 512, "sizes": (4, 16)}
     found = probe(FAMILY, own, CpuKernels(dtype, own=in_c), **how)
     assert found.mode == "grid"

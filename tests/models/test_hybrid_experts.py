@@ -9,15 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from adapters.checkpoint.errors import CheckpointError
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.dense import DenseShard
-from adapters.models.kernels.experts import ExpertsShape
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.probe import probe
-from adapters.models.qwen3_5 import FULL, LINEAR
-from adapters.models.qwen3_next import FAMILY, Qwen3NextConfig
-from adapters.models.synthetic import RandomWeights
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.families.qwen3_5 import FULL, LINEAR
+from adapters.models.families.qwen3_next import FAMILY, Qwen3NextConfig
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.experts_interface import ExpertsShape
+from adapters.models.numerics.probe import probe
+from adapters.models.numerics.synthetic import RandomWeights
+from adapters.models.open_checkpoint import Checkpoint
 from tests.models.checkpoints import proven, same_bits, save_model, shard_of, tokens_of
 from tests.models.hybrids import (
     SPARSE,
@@ -35,7 +35,7 @@ OWN = config(
     kinds="lf",
     rotated=8,
     family=Qwen3NextConfig,
-    experts=ExpertsShape(9, 3, 40, normed=True, shared=24),
+    experts=ExpertsShape(9, 3, 40, is_normalized=True, shared=24),
 )
 
 
@@ -45,7 +45,7 @@ def whole():
     dtype = torch.bfloat16
     how = {"slots": 4, "capacity": 512, "aux_layers": (1,), "state_places": 2}
     return whole_of(
-        DenseShard(OWN, RandomWeights(OWN, scale=0.125), proven(OWN, dtype, 512).fresh(), dtype=dtype, **how)
+        DenseShard(OWN, RandomWeights(OWN, scale=0.125), proven(OWN, dtype, 512).copy_for_shard(), dtype=dtype, **how)
     )
 
 

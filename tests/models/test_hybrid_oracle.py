@@ -7,9 +7,9 @@ import copy
 import pytest
 import torch
 
-from adapters.models.kernels.reference import ReferenceKernels
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.shard import Segment, Step
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.reference.kernels import ReferenceKernels
+from adapters.models.kernels.step import Segment, Step
 from tests.models.checkpoints import save_model, shard_of, tokens_of
 from tests.models.hybrids import HYBRIDS, SPARSE, advance
 

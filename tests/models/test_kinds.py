@@ -13,13 +13,13 @@ from attrs import frozen
 from torch import Tensor
 
 from adapters import demo
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.cuda_graphs import GraphCache
-from adapters.models.dense import DenseShard
-from adapters.models.kinds import kind, left_out, one_of_each
-from adapters.models.shard import Segment, Step
-from engine.machine import build_kernels
-from engine.warm_up import _warm_up
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.kernels.cuda.cuda_graphs import GraphCache
+from adapters.models.kernels.layer_kinds import describe_kind, run_one_of_each, skipped_layers
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.open_checkpoint import Checkpoint
+from engine.loading.device_survey import build_kernels
+from engine.loading.warm_up import run_all_shapes
 
 
 @frozen(eq=False)
@@ -34,7 +34,7 @@ def layer(*sizes: int, dtype: torch.dtype = torch.float32, **others: Any) -> Pla
 
 
 def test_layers_are_of_one_kind_that_differ_in_numbers_alone() -> None:
-    assert kind(layer(3, 5)) == kind(layer(3, 5))
+    assert describe_kind(layer(3, 5)) == describe_kind(layer(3, 5))
     others = (
         layer(3),
         layer(5, 3),
@@ -44,17 +44,17 @@ def test_layers_are_of_one_kind_that_differ_in_numbers_alone() -> None:
         PlainLayer((torch.randn(4, 3).T, torch.randn(5, 4))),
         PlainLayer((torch.randn(14)[2:].view(3, 4), torch.randn(5, 4))),  # at another address within 16 bytes
     )
-    kinds = [kind(one) for one in (layer(3, 5), *others)]
+    kinds = [describe_kind(one) for one in (layer(3, 5), *others)]
     assert len({*kinds}) == len(kinds)
 
 
 def test_all_but_the_first_of_each_kind_are_left_out_and_only_where_that_is_asked_for() -> None:
     layers, others = [layer(3), layer(3), layer(5), layer(3), layer(5)], [layer(1), layer(2), layer(3)]
-    assert left_out(range(7, 12), layers) == ()
-    with one_of_each():
-        assert [left_out(range(7, 12), layers) for _ in range(2)] == [{8, 10, 11}] * 2
-        assert left_out(range(3), others) == set()
-    assert left_out(range(7, 12), layers) == ()
+    assert skipped_layers(range(7, 12), layers) == ()
+    with run_one_of_each():
+        assert [skipped_layers(range(7, 12), layers) for _ in range(2)] == [{8, 10, 11}] * 2
+        assert skipped_layers(range(3), others) == set()
+    assert skipped_layers(range(7, 12), layers) == ()
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
@@ -70,12 +70,12 @@ def test_a_gpu_launches_one_of_each_and_then_all(device: str, monkeypatch: pytes
     monkeypatch.setattr(DenseShard, "_run_layer", counted)
     where, checkpoint = torch.device(device), Checkpoint.open(demo.FOLDER)
     kernels = build_kernels(where, torch.float32)
-    monkeypatch.setattr(type(kernels), "at_once", lambda *_: None)  # operation by operation everywhere
+    monkeypatch.setattr(type(kernels), "fuse_layers", lambda *_: None)  # operation by operation everywhere
     how: dict[str, Any] = {"device": where, "buckets": (4,), "slots": 1, "capacity": 256}
     shard = checkpoint.family.build(checkpoint.config, checkpoint, kernels, **how)
     step, tokens, all_ = Step((Segment(0, 0, 1),), 4), torch.zeros(1, dtype=torch.int64), [*shard.layers]
     with torch.inference_mode():
-        with one_of_each():
+        with run_one_of_each():
             shard.forward(step, tokens)
         assert run == (all_ if device == "cpu" else all_[:1])
         run.clear()
@@ -93,11 +93,11 @@ def test_nothing_is_recorded_or_replayed_where_layers_are_left_out(monkeypatch: 
 
     monkeypatch.setattr(GraphCache, "_record", record)
     graphs = GraphCache(SimpleNamespace(type="cuda"))  # type: ignore[arg-type] # no device is asked for
-    with one_of_each():
+    with run_one_of_each():
         assert [graphs.run("key", lambda: "some") for _ in range(3)] == ["some"] * 3
     assert recorded == replayed == []
     assert graphs.run("key", lambda: "all") == "all"
-    with one_of_each():
+    with run_one_of_each():
         assert graphs.run("key", lambda: "some") == "some"
     assert graphs.run("key", lambda: "never") == "all"
     assert (recorded, replayed) == (["all"], ["graph"] * 2)
@@ -137,7 +137,7 @@ def test_graphs_that_a_start_records_have_all_layers(
     kernels = build_kernels(cpu, torch.float32)
     monkeypatch.setattr(DenseShard, "_run_layer", counted)
     monkeypatch.setattr(GraphCache, "_record", record)
-    monkeypatch.setattr(type(kernels), "at_once", lambda *_: None)
+    monkeypatch.setattr(type(kernels), "fuse_layers", lambda *_: None)
     monkeypatch.setattr(type(kernels), "launch", launch)
     how: dict[str, Any] = {"device": cpu, "buckets": (1, 4, 8, 256), "slots": 1, "capacity": 512}
     shard = checkpoint.family.build(checkpoint.config, checkpoint, kernels, **how)
@@ -146,7 +146,7 @@ def test_graphs_that_a_start_records_have_all_layers(
     monkeypatch.setattr(shard, "_device", gpu)
     target: Any = SimpleNamespace(devices=(), buckets=shard.buckets, forward=shard.forward, logits=shard.logits)
     with torch.inference_mode():
-        _warm_up(target, None, 32, 2)
+        run_all_shapes(target, None, 32, 2)
     graphs = {key: graph.layers for key, (graph, _) in cache._graphs.items()}  # noqa: SLF001
     narrow = "settled" if shard.state_specs else "layers"
     assert {("rows", 256, False), (narrow, 4, hopper), ("layers", 8, False), ("layers", 1, hopper)} <= graphs.keys()

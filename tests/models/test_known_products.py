@@ -6,8 +6,8 @@ import pytest
 import torch
 from attrs import evolve
 
-from adapters.models.kernels.products import Heads, Products, Weight
-from adapters.models.kernels.torch_cpu import CpuKernels
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.product_list import Heads, Products, Weight
 from tests.models.test_numerics import in_halves
 
 TARGET = Products((Weight(64, 64), Weight(256, 64)), (Heads(2, 16, 1024),), (4, 8, 16, 32, 64), (1, 2), wider=False)
@@ -36,8 +36,8 @@ def test_only_what_is_new_is_multiplied(known):
     kernels = Counting()
     plan = kernels.prove(DRAFT, known).plan
     assert kernels.asked == {(64, 192), (1024, 16), (1280, 16)}
-    assert plan.weight(64, 64) == known.weight(64, 64)
-    assert plan.attention(2, 16) == evolve(known.attention(2, 16), heads=Heads(2, 16, 1280))
+    assert plan.find_weight(64, 64) == known.find_weight(64, 64)
+    assert plan.find_attention(2, 16) == evolve(known.find_attention(2, 16), heads=Heads(2, 16, 1280))
     assert plan.heads[0].heads.keys == 1280
 
 
@@ -50,9 +50,9 @@ def test_nothing_is_multiplied_where_all_of_it_is_known(known):
 def test_longer_spans_than_were_proven_are_proven_and_where_they_differ_everything_is(known):
     kernels = Counting(odd=1280)
     plan = kernels.prove(DRAFT, known).plan
-    narrow = {4, 8} & set(known.attention(2, 16).rows)  # none of them serve on some processors with AMX
+    narrow = {4, 8} & set(known.find_attention(2, 16).rows)  # none of them serve on some processors with AMX
     assert not narrow or (256, 16) in kernels.asked
-    rows = set() if plan is None else set(plan.attention(2, 16).rows)
+    rows = set() if plan is None else set(plan.find_attention(2, 16).rows)
     assert rows.isdisjoint({4, 8}) or rows <= {4, 8}, "those that agree with each other, whichever serve faster here"
 
 

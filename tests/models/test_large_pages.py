@@ -7,13 +7,13 @@ import mmap
 import pytest
 import torch
 
-from adapters.models.kernels.native.large_pages import LINE, PAGE, TOGETHER, LargePages
-from adapters.models.parking import size_of
+from adapters.models.kernels.cpu.native.large_pages import LINE, PAGE, TOGETHER, LargePages
+from adapters.models.kernels.offload import count_bytes
 
 
 def test_weights_lie_behind_each_other_and_apart():
     pages = LargePages()
-    one, other = pages.empty((3, 5), torch.bfloat16), pages.empty((7,), torch.float32)
+    one, other = pages.allocate((3, 5), torch.bfloat16), pages.allocate((7,), torch.float32)
     one.fill_(1)
     other.fill_(2)
     assert one.shape == (3, 5)
@@ -27,13 +27,13 @@ def test_weights_lie_behind_each_other_and_apart():
 
 def test_each_is_charged_for_what_it_has_alone():
     pages = LargePages()
-    weights = [pages.empty((100,), torch.float32) for _ in range(3)]
-    assert size_of(weights) == 1200
+    weights = [pages.allocate((100,), torch.float32) for _ in range(3)]
+    assert count_bytes(weights) == 1200
 
 
 def test_one_that_is_larger_than_what_is_asked_for_at_once_has_its_own_part():
     pages = LargePages()
-    first, large = pages.empty((16,), torch.uint8), pages.empty((TOGETHER + 1,), torch.uint8)
+    first, large = pages.allocate((16,), torch.uint8), pages.allocate((TOGETHER + 1,), torch.uint8)
     large[-1] = 7
     first.fill_(3)
     assert int(large[-1]) == 7
@@ -41,10 +41,10 @@ def test_one_that_is_larger_than_what_is_asked_for_at_once_has_its_own_part():
 
 
 def test_memory_outlives_whoever_asked_for_it(monkeypatch: pytest.MonkeyPatch):
-    kept = LargePages().empty((1000,), torch.float32)
+    kept = LargePages().allocate((1000,), torch.float32)
     kept.fill_(5)
-    monkeypatch.setattr("adapters.models.kernels.native.large_pages.TOGETHER", PAGE)
-    others = [LargePages().empty((1000,), torch.float32).fill_(6) for _ in range(10)]
+    monkeypatch.setattr("adapters.models.kernels.cpu.native.large_pages.TOGETHER", PAGE)
+    others = [LargePages().allocate((1000,), torch.float32).fill_(6) for _ in range(10)]
     assert float(kept.sum()) == 5000
     assert len(others) == 10
 
@@ -53,6 +53,6 @@ def test_a_system_that_gives_nothing_is_asked_the_usual_way(monkeypatch: pytest.
     def refuses(_: int) -> mmap.mmap:
         raise MemoryError("no memory for that")
 
-    monkeypatch.setattr("adapters.models.kernels.native.large_pages.mapped", refuses)
-    assert LargePages().empty((4, 4), torch.float32).shape == (4, 4)
-    assert LargePages().empty((0, 4), torch.float32).numel() == 0
+    monkeypatch.setattr("adapters.models.kernels.cpu.native.large_pages.mapped", refuses)
+    assert LargePages().allocate((4, 4), torch.float32).shape == (4, 4)
+    assert LargePages().allocate((0, 4), torch.float32).numel() == 0

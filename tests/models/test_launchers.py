@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from adapters.models.kernels.launchers import Load, kept_apart
+from adapters.models.kernels.cuda.launchers import Load, load_separately
 
 
 def shared() -> Load:
@@ -29,7 +29,7 @@ def test_a_launcher_stays_the_one_that_was_loaded() -> None:
     load = shared()
     first, second = load("launcher", "a"), load("launcher", "b")
     assert (first.launch, second.launch) == ("b", "b")  # so it is without
-    load = kept_apart(shared())
+    load = load_separately(shared())
     first, second = load("launcher", "a"), load("launcher", "b")
     assert (first.launch, second.launch) == ("a", "b")
 
@@ -41,13 +41,13 @@ def test_what_is_there_is_not_loaded_again() -> None:
         loaded.append(f"{name} {path}")
         return SimpleNamespace(launch=path)
 
-    found = kept_apart(load)
+    found = load_separately(load)
     assert [found(*one).launch for one in (("x", "a"), ("x", "b"), ("x", "a"), ("y", "a"))] == ["a", "b", "a", "a"]
     assert loaded == ["x a", "x b", "y a"]
 
 
 def test_threads_get_their_own() -> None:
-    load = kept_apart(shared())
+    load = load_separately(shared())
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(lambda number: load("launcher", str(number)).launch, range(2000)))
     assert found == [str(number) for number in range(2000)]
@@ -64,7 +64,7 @@ PyMODINIT_FUNC PyInit_one_name(void) { return PyModule_Create(&module); }
 
 def test_modules_that_triton_builds_are_kept_apart(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     build = pytest.importorskip("triton.runtime.build", reason="Triton comes with CUDA builds of torch")
-    import adapters.models.kernels.triton_compile  # noqa: F401, PLC0415 - changes how they are loaded
+    import adapters.models.kernels.cuda.compile  # noqa: F401, PLC0415 - changes how they are loaded
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 

@@ -14,16 +14,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from adapters import demo
-from adapters.checkpoint.errors import CheckpointError
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.dense import DenseShard
-from adapters.models.draft import BlockRequest, NotLoaded
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.mtp.checkpoint import HeadCheckpoint
-from adapters.models.mtp.draft import MtpDraft
-from adapters.models.mtp.weights import head_products
-from adapters.models.pipeline import Pipeline
-from adapters.models.shard import BUCKETS, Segment, Step
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.shard import BUCKETS
+from adapters.models.drafts.cached_draft import BlockRequest, NotLoaded
+from adapters.models.drafts.mtp.checkpoint import HeadCheckpoint
+from adapters.models.drafts.mtp.draft import MtpDraft
+from adapters.models.drafts.mtp.weights import head_products
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.open_checkpoint import Checkpoint
 from tests.models.checkpoints import kernels_for, same_bits
 from tests.models.hybrids import save_with_head
 from training.export import load_hybrid
@@ -42,11 +43,13 @@ class TargetWithHead:
         listed = config.products(BUCKETS, capacity=capacity, dtype=dtype, threads=torch.get_num_threads())
         kernels = kernels_for(listed, dtype, capacity)
         shape = {"dtype": dtype, "slots": SLOTS, "capacity": capacity, "buckets": BUCKETS}
-        self.shard = DenseShard(config, checkpoint, kernels.fresh(), aux_layers=(config.num_layers - 1,), **shape)
+        self.shard = DenseShard(
+            config, checkpoint, kernels.copy_for_shard(), aux_layers=(config.num_layers - 1,), **shape
+        )
         head = HeadCheckpoint.open(checkpoint)
         own = head_products(head.config, listed, capacity=capacity, vocab=config.vocab_size)
         beside = kernels_for(evolve(own, weights=(*own.weights, *listed.weights)), dtype, capacity)
-        self.draft = MtpDraft(head.config, head, beside.fresh(), Pipeline((self.shard,)).head, **shape)
+        self.draft = MtpDraft(head.config, head, beside.copy_for_shard(), Pipeline((self.shard,)).head, **shape)
 
     def fill(self, slot: int, tokens: Tensor, pieces: list[int], start: int = 0, *, followed: bool = True) -> None:
         """pieces: rows of each step, the last one repeated."""
@@ -177,10 +180,10 @@ def test_parked_it_says_nothing_and_comes_back_the_same(pair, tokens):
     pair.fill(0, tokens[:LENGTH], [256])
     expected, _ = pair.said(ask(tokens, LENGTH))
     held = pair.draft.memory()["weights"]
-    assert pair.draft.park() == held > 0
+    assert pair.draft.offload() == held > 0
     with pytest.raises(NotLoaded, match="the draft is parked"):
         pair.said(ask(tokens, LENGTH))
-    assert pair.draft.unpark() == held
+    assert pair.draft.load_back() == held
     assert same_bits(pair.said(ask(tokens, LENGTH))[0][0], expected[0])
 
 
@@ -255,9 +258,9 @@ def test_its_identity_is_that_of_its_weights(changed):
 
     def identity(checkpoint: Checkpoint) -> str:
         config, head = checkpoint.config, HeadCheckpoint.open(checkpoint)
-        shard = DenseShard(config, checkpoint, kernels.fresh(), slots=1, capacity=64, buckets=(8,))
+        shard = DenseShard(config, checkpoint, kernels.copy_for_shard(), slots=1, capacity=64, buckets=(8,))
         place = {"slots": 1, "capacity": 64, "buckets": (8,)}
-        return MtpDraft(head.config, head, kernels.fresh(), Pipeline((shard,)).head, **place).identity
+        return MtpDraft(head.config, head, kernels.copy_for_shard(), Pipeline((shard,)).head, **place).identity
 
     shipped = identity(Checkpoint.open(FOLDER))
     assert identity(Checkpoint.open(FOLDER)) == shipped

@@ -6,13 +6,13 @@ import pytest
 import torch
 from attrs import evolve
 
-from adapters.models.kernels.batch import Batch, BlockBatch
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.cpu.native import library
+from adapters.models.kernels.cpu.native.attention import NativeAttention
 from adapters.models.kernels.interface import AttentionMask
-from adapters.models.kernels.native import compiled
-from adapters.models.kernels.native.attention import NativeAttention
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.seeded import seeded
-from adapters.models.shard import Segment, Step
+from adapters.models.kernels.seeded import make_generator
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.kernels.step_batch import Batch, BlockBatch
 
 FLOAT, BRAIN, CPU = torch.float32, torch.bfloat16, torch.device("cpu")
 SLOTS, CAPACITY = 3, 512
@@ -28,7 +28,7 @@ def own(native_code):
 
 
 def random(*shape, seed=1, dtype=FLOAT):
-    return torch.randn(shape, generator=seeded(seed)).to(dtype)
+    return torch.randn(shape, generator=make_generator(seed)).to(dtype)
 
 
 def case(kv, group, head, dtype=FLOAT):
@@ -132,8 +132,8 @@ def test_what_is_told_of_rows_is_int64_one_behind_the_other(own, name, wrong):
 @pytest.fixture
 def both(own, monkeypatch):
     """Torch's attention and our own."""
-    monkeypatch.setattr(compiled, "loaded", lambda: (own.compiled, ""))
-    monkeypatch.delenv(compiled.SWITCH, raising=False)
+    monkeypatch.setattr(library, "load_library", lambda: (own.compiled, ""))
+    monkeypatch.delenv(library.SWITCH, raising=False)
     return CpuKernels(FLOAT, own=False), CpuKernels(FLOAT)
 
 
@@ -146,7 +146,7 @@ def test_a_step_attends_as_torch_does(both):
     for kernels in both:
         batch = Batch(32, CPU)
         batch.load(Step(SEGMENTS, 32), None)
-        kernels.prepare(batch)
+        kernels.prepare_step(batch)
         found.append(kernels.attend(q[:32].contiguous(), *caches, batch)[:16])
     assert torch.allclose(*found, rtol=1e-4, atol=1e-5)
 
@@ -161,7 +161,7 @@ def test_blocks_attend_as_torch_does(both, mask):
         batch = BlockBatch(32, CPU)
         batch.before = (17, 0, 120)
         batch.load(Step(SEGMENTS, 32), None)
-        kernels.prepare(batch)
+        kernels.prepare_step(batch)
         found.append(kernels.attend_block(q[:32].contiguous(), *caches, batch, mask)[:16])
     assert torch.allclose(*found, rtol=1e-4, atol=1e-5)
 
@@ -171,6 +171,6 @@ def test_rows_that_no_cache_has_are_refused(both):
     q, *caches = case(1, 1, 16)
     batch = Batch(16, CPU)
     batch.load(Step((Segment(3, 0, 1),), 16), None)
-    kernels.prepare(batch)
+    kernels.prepare_step(batch)
     with pytest.raises(IndexError, match="3 slots of 512 rows"):
         kernels.attend(q[:16].contiguous(), *caches, batch)

@@ -6,20 +6,20 @@ import pytest
 import torch
 from attrs import astuple, evolve
 
-from adapters.models import numerics
-from adapters.models.kernels import proof
-from adapters.models.kernels.batch import StateBatch
-from adapters.models.kernels.cpu_delta import CpuDelta
-from adapters.models.kernels.delta import CHUNK, RING, DeltaShape, DeltaWeights
-from adapters.models.kernels.native import compiled
-from adapters.models.kernels.native.delta import NativeDelta
-from adapters.models.kernels.products import NATIVE, Products, Unproven, checked
-from adapters.models.kernels.reference_delta import ReferenceDelta
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.kernels.trials import threads_kept
-from adapters.models.numerics import kept_under, plan_from_json, plan_to_json
-from adapters.models.seeded import seeded
-from adapters.models.shard import Segment, Step
+from adapters.models.kernels.cpu.delta import CpuDelta
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.cpu.native import library
+from adapters.models.kernels.cpu.native.delta import NativeDelta
+from adapters.models.kernels.delta_interface import CHUNK, RING, DeltaShape, DeltaWeights
+from adapters.models.kernels.product_list import NATIVE, Products, UnprovenProductError, check_plan
+from adapters.models.kernels.proof import prover
+from adapters.models.kernels.proof.trials import restore_threads
+from adapters.models.kernels.reference.delta import ReferenceDelta
+from adapters.models.kernels.seeded import make_generator
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.kernels.step_batch import StateBatch
+from adapters.models.numerics import probe_result
+from adapters.models.numerics.probe_result import kept_under, plan_from_json, plan_to_json
 
 FLOAT, BRAIN, CPU = torch.float32, torch.bfloat16, torch.device("cpu")
 SLOTS, PADDED, LENGTH = 3, 3, 330
@@ -49,12 +49,12 @@ def levels(native_code):
 
 @pytest.fixture
 def installed(native_code, monkeypatch):
-    monkeypatch.setattr(compiled, "loaded", lambda: (native_code, ""))
-    monkeypatch.delenv(compiled.SWITCH, raising=False)
+    monkeypatch.setattr(library, "load_library", lambda: (native_code, ""))
+    monkeypatch.delenv(library.SWITCH, raising=False)
 
 
 def random(*shape, seed=1, dtype=FLOAT):
-    return torch.randn(shape, generator=seeded(seed)).to(dtype)
+    return torch.randn(shape, generator=make_generator(seed)).to(dtype)
 
 
 def weights_of(shape):
@@ -94,7 +94,7 @@ def step(kernels, weights, state, *, inputs, segments, bases, settles=False):
 def gone_over(kernels, shape, dtype, pieces, inputs=None):
     """What rows of a slot read in such pieces, and what they leave at the last multiple of 64."""
     weights, (mixed, gates) = weights_of(shape), inputs or inputs_of(shape, dtype)
-    state, found, at, base = kernels.state(shape, SLOTS, 0, dtype, CPU), [], 0, 0
+    state, found, at, base = kernels.make_state(shape, SLOTS, 0, dtype, CPU), [], 0, 0
     for tensor in astuple(state, recurse=False):
         tensor[[0, 2]] = 7.0
     for count, stays in pieces:
@@ -107,7 +107,7 @@ def gone_over(kernels, shape, dtype, pieces, inputs=None):
         if settles:
             base = at - at % CHUNK
         elif at >= base + CHUNK:
-            kernels.fold([state], 1, base)
+            kernels.advance_state([state], 1, base)
             base += CHUNK
     assert all((tensor[[0, 2]] == 7).all() for tensor in astuple(state, recurse=False)), "other slots are left alone"
     return torch.cat(found), state.memory[1].clone(), state.conv[1].clone()
@@ -136,7 +136,7 @@ def test_rows_and_state_are_the_same_in_any_pieces(own, shape, pieces):
 @dtypes
 def test_bits_are_the_same_in_any_instructions_and_on_any_threads(levels, shape, dtype):
     every = [gone_over(each, shape, dtype, PIECES["in between"]) for each in levels]
-    with threads_kept():
+    with restore_threads():
         torch.set_num_threads(1)
         every.append(gone_over(levels[-1], shape, dtype, PIECES["in between"]))
     for other in every[1:]:
@@ -147,7 +147,7 @@ def test_slots_side_by_side_are_each_as_if_alone(own):
     shape, starts, counts = SHAPES[1], (5, 63, 0), (3, 4, 6)
     weights, (mixed, gates) = weights_of(shape), inputs_of(shape, BRAIN)
     expected = gone_over(own, shape, BRAIN, PIECES["at once"])[0]
-    state = own.state(shape, SLOTS, 0, BRAIN, CPU)
+    state = own.make_state(shape, SLOTS, 0, BRAIN, CPU)
     for slot, start in enumerate(starts):
         if start:
             before = {"segments": (Segment(slot, 0, start),), "bases": (0,)}
@@ -184,7 +184,7 @@ def test_gates_are_right_and_rows_their_own(levels, dtype, shape):
     plain = x.flatten(1).to(dtype)
     for found, right in (
         ([each.gated_norm(x, gate, weight, 1e-6) for each in levels], expected),
-        ([each.gate(plain, gate) for each in levels], plain.double() * gate.double().sigmoid()),
+        ([each.apply_gate(plain, gate) for each in levels], plain.double() * gate.double().sigmoid()),
     ):
         assert found[0].dtype is dtype
         assert torch.allclose(found[0].double(), right, rtol=bound, atol=1e-6)
@@ -197,7 +197,11 @@ def test_gates_are_right_and_rows_their_own(levels, dtype, shape):
 
 def test_what_does_not_go_together_is_refused_before_anything_is_written(own):
     shape = SHAPES[0]
-    weights, (mixed, gates), state = weights_of(shape), inputs_of(shape, FLOAT, 70), own.state(shape, 2, 0, FLOAT, CPU)
+    weights, (mixed, gates), state = (
+        weights_of(shape),
+        inputs_of(shape, FLOAT, 70),
+        own.make_state(shape, 2, 0, FLOAT, CPU),
+    )
 
     def convolve(segment, base=0, some=mixed, bucket=70):
         return own.convolve(some, weights, state, batch_of(bucket, (segment,), (base,), settles=False))
@@ -223,14 +227,18 @@ def test_what_does_not_go_together_is_refused_before_anything_is_written(own):
     with pytest.raises(TypeError, match="a gate of"):
         own.gated_norm(random(2, 3, 4), random(2, 13), random(4), 1e-6)
     with pytest.raises(TypeError, match="with a gate in"):
-        own.gate(random(2, 3), random(2, 3, dtype=BRAIN))
+        own.apply_gate(random(2, 3), random(2, 3, dtype=BRAIN))
     assert not any(tensor.count_nonzero() for tensor in astuple(state, recurse=False))
 
 
 @pytest.mark.parametrize("name", ["memory", "conv", "inputs", "keys", "deltas", "decays"])
 def test_a_state_of_another_shape_or_dtype_or_for_fewer_slots_is_refused(own, name):
     shape, segment = SHAPES[0], Segment(0, 0, 60)
-    weights, (mixed, gates), state = weights_of(shape), inputs_of(shape, FLOAT, 70), own.state(shape, 2, 0, FLOAT, CPU)
+    weights, (mixed, gates), state = (
+        weights_of(shape),
+        inputs_of(shape, FLOAT, 70),
+        own.make_state(shape, 2, 0, FLOAT, CPU),
+    )
     tensor = getattr(state, name)
     for wrong in (tensor[:1], tensor[..., :-1].contiguous(), tensor.double(), tensor.transpose(0, -1)):
         if name in {"inputs", "keys"} and len(wrong) == 1:
@@ -240,19 +248,19 @@ def test_a_state_of_another_shape_or_dtype_or_for_fewer_slots_is_refused(own, na
             own.delta_rule(own.convolve(mixed, weights, broken, batch), gates, weights, broken, batch)
         if name not in {"conv", "inputs"}:
             with pytest.raises((TypeError, ValueError, IndexError)):
-                own.fold([broken], segment.slot, 0)
+                own.advance_state([broken], segment.slot, 0)
     for change in ({"rate": weights.rate[:-1]}, {"dt_bias": weights.dt_bias.double()}, {"taps": weights.taps[1:]}):
         other, batch = evolve(weights, **change), batch_of(70, (Segment(0, 0, 60),), (0,), settles=False)
         with pytest.raises((TypeError, ValueError)):
             own.delta_rule(own.convolve(mixed, other, state, batch), gates, other, state, batch)
     for slot, base in ((2, 0), (-1, 0), (0, 8), (0, -64)):
         with pytest.raises(IndexError, match="with its state at"):
-            own.fold([state], slot, base)
+            own.advance_state([state], slot, base)
 
 
 def test_less_is_kept_of_rows_than_batched_products_need(own):
     shape = SHAPES[0]
-    ours, theirs = (kernels.state(shape, 2, 1, BRAIN, CPU) for kernels in (own, CpuDelta(None)))
+    ours, theirs = (kernels.make_state(shape, 2, 1, BRAIN, CPU) for kernels in (own, CpuDelta(None)))
     assert (ours.memory.shape, ours.conv.shape) == (theirs.memory.shape, theirs.conv.shape)
     assert not ours.factors.numel()
     assert theirs.factors.shape[2] == RING
@@ -264,40 +272,40 @@ LISTED = Products((), (), (4, 64), (1, 2), deltas=(SHAPES[0],))
 @pytest.mark.parametrize(("seconds", "way"), [((1.0, 9.0), NATIVE), ((1.0, 0.9), NATIVE), ((1.0, 0.5), "float32")])
 def test_what_is_quicker_serves_and_what_is_nearly_so_does_not(installed, monkeypatch, seconds, way):
     told = iter(seconds)
-    monkeypatch.setattr(proof, "rule_seconds", lambda *_: next(told))
+    monkeypatch.setattr(prover, "measure_rule", lambda *_: next(told))
     found = CpuKernels(BRAIN).prove(LISTED)
     [served] = found.plan.deltas
     assert served.way == way
-    assert any(f"4 heads of 32 x 32: {way}" in line for line in found.plan.shown())
+    assert any(f"4 heads of 32 x 32: {way}" in line for line in found.plan.describe_lines())
     assert isinstance(CpuKernels(BRAIN, found.plan).delta, NativeDelta if way == NATIVE else CpuDelta)
     assert plan_from_json(plan_to_json(found.plan)) == found.plan
     with pytest.raises(ValueError, match="an unknown way"):
-        checked(evolve(found.plan, deltas=(evolve(served, way="float64"),)))
+        check_plan(evolve(found.plan, deltas=(evolve(served, way="float64"),)))
 
 
 def test_rows_that_others_change_are_not_served(installed, monkeypatch):
     rule = NativeDelta.delta_rule
     monkeypatch.setattr(NativeDelta, "delta_rule", lambda own, rows, *rest: rule(own, rows, *rest) * len(rows))
-    monkeypatch.setattr(proof, "rule_seconds", lambda *_: 1.0)
+    monkeypatch.setattr(prover, "measure_rule", lambda *_: 1.0)
     [served] = CpuKernels(BRAIN).prove(LISTED).plan.deltas
     assert served.way == "float32"
 
 
 def test_an_installation_without_it_serves_by_batched_products_and_no_plan_of_it(installed, monkeypatch):
-    monkeypatch.setattr(proof, "rule_seconds", lambda *_: 1.0)
+    monkeypatch.setattr(prover, "measure_rule", lambda *_: 1.0)
     plan = CpuKernels(BRAIN).prove(LISTED).plan
     without = CpuKernels(BRAIN, own=False)
-    assert without.own_rule is None
+    assert without.native_rule(SHAPES[0]) is None
     assert [served.way for served in without.prove(LISTED).plan.deltas] == ["float32"]
     shape, weights = SHAPES[0], weights_of(SHAPES[0])
     kernels = CpuKernels(BRAIN, plan, own=False).delta
-    state = kernels.state(shape, 1, 0, BRAIN, CPU)
-    with pytest.raises(Unproven, match="what was proven is in C"):
+    state = kernels.make_state(shape, 1, 0, BRAIN, CPU)
+    with pytest.raises(UnprovenProductError, match="what was proven is in C"):
         step(kernels, weights, state, inputs=[inputs_of(shape, BRAIN, 4)], segments=(Segment(0, 0, 4),), bases=(0,))
 
 
 def test_a_head_that_it_has_no_room_for_is_left_to_batched_products(installed, monkeypatch):
-    monkeypatch.setattr(proof, "rule_seconds", lambda *_: 1.0)
+    monkeypatch.setattr(prover, "measure_rule", lambda *_: 1.0)
     plan = CpuKernels(BRAIN).prove(evolve(LISTED, rows=(4,), deltas=(DeltaShape(1, 1, 1025, 3),))).plan
     assert [served.way for served in plan.deltas] == ["float32"]
 
@@ -308,6 +316,6 @@ def test_what_was_proven_of_models_without_such_layers_is_kept():
     before = kept_under(dense, kernels, CPU)
     keys = [kept_under(LISTED, kernels, CPU)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(numerics, "_RECURRENT", 0)
+        patch.setattr(probe_result, "_RECURRENT", 0)
         assert kept_under(dense, kernels, CPU) == before
         assert kept_under(LISTED, kernels, CPU) not in keys

@@ -15,13 +15,13 @@ import torch
 from attrs import evolve
 
 import hatch_build
-from adapters.models.kernels.native import compiled
-from adapters.models.kernels.native.products import NativeProducts
-from adapters.models.kernels.products import NATIVE, Heads, Products, Served, Weight, checked
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.seeded import seeded
-from engine.machine import build_kernels
-from engine.refusal import Refusal
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.cpu.native import library as compiled
+from adapters.models.kernels.cpu.native.products import NativeProducts
+from adapters.models.kernels.product_list import NATIVE, Heads, Products, ServedWeight, Weight, check_plan
+from adapters.models.kernels.seeded import make_generator
+from engine.loading.device_survey import build_kernels
+from engine.settings.user_error import UserError
 
 FLOAT, BRAIN = torch.float32, torch.bfloat16
 LEVELS = (0, 1, 2, 3)
@@ -39,7 +39,7 @@ def levels(own):
 
 def random(*shape, seed=1, dtype=FLOAT):
     """Of many magnitudes, so that roundings show."""
-    generator = seeded(seed)
+    generator = make_generator(seed)
     return (torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp2()).to(dtype)
 
 
@@ -131,7 +131,7 @@ def test_of_instructions_that_give_the_same_bits_the_quickest_serve(monkeypatch,
             asked[level] += 1
 
     monkeypatch.setattr(compiled, "perf_counter", lambda: times[-1])
-    assert compiled.quickest(Code(), highest) == serving
+    assert compiled.choose_level(Code(), highest) == serving
     assert asked == dict.fromkeys(takes, compiled.TIMED)
 
 
@@ -214,8 +214,8 @@ LIST = Products((Weight(64, 48), Weight(96, 64, gated=True)), (Heads(2, 16, 512)
 class Flawed(CpuKernels):
     """Their own products see their neighbours; oneDNN's do not."""
 
-    def _multiply_own(self, x, weight, up=None):
-        return super()._multiply_own(x + x.abs().sum() * 1e-7, weight, up)
+    def _multiply_native(self, x, weight, up=None):
+        return super()._multiply_native(x + x.abs().sum() * 1e-7, weight, up)
 
 
 class OnlyOwn(CpuKernels):
@@ -226,7 +226,7 @@ class OnlyOwn(CpuKernels):
 @pytest.fixture
 def installed(own, monkeypatch):
     """As if it had been compiled at installation."""
-    monkeypatch.setattr(compiled, "loaded", lambda: (own.compiled, ""))
+    monkeypatch.setattr(compiled, "load_library", lambda: (own.compiled, ""))
     monkeypatch.delenv(compiled.SWITCH, raising=False)
 
 
@@ -256,27 +256,27 @@ def test_the_environment_turns_them_off_and_the_name_tells(installed, monkeypatc
     off = build_kernels(torch.device("cpu"), FLOAT)
     assert (on.name, off.name) == (f"native-{off.name}", CpuKernels(FLOAT, own=False).name)
     assert NATIVE not in off.ways(wider=True)
-    assert compiled.missing() == "turned off by REKINDLE_NATIVE"
+    assert compiled.explain_missing() == "turned off by REKINDLE_NATIVE"
     monkeypatch.setenv(compiled.SWITCH, "perhaps")
-    with pytest.raises(Refusal, match="REKINDLE_NATIVE=perhaps: accepted: on, off"):
+    with pytest.raises(UserError, match="REKINDLE_NATIVE=perhaps: accepted: on, off"):
         build_kernels(torch.device("cpu"), FLOAT)
 
 
 def test_a_plan_may_name_them_and_no_other_way():
     plan = CpuKernels(FLOAT, own=False).prove(LIST).plan
     ours = evolve(plan, weights=tuple(evolve(one, way=NATIVE) for one in plan.weights))
-    assert checked(ours) == ours
-    assert ours.numbers() != plan.numbers()
+    assert check_plan(ours) == ours
+    assert ours.bit_signature() != plan.bit_signature()
     with pytest.raises(ValueError, match="unknown way"):
-        checked(evolve(plan, weights=(Served(LIST.weights[0], "magic", (4,), 4),)))
+        check_plan(evolve(plan, weights=(ServedWeight(LIST.weights[0], "magic", (4,), 4),)))
 
 
 def test_a_library_of_other_sources_or_none_is_not_loaded(compiled_folder, tmp_path):
-    found, why = compiled.opened(tmp_path)
+    found, why = compiled.open_library(tmp_path)
     assert (found, why[:20]) == (None, "no compiled products")
     shutil.copytree(compiled_folder, tmp_path / "stale")
     (tmp_path / "stale" / "tiles.h").write_text("// other\n")
-    found, why = compiled.opened(tmp_path / "stale")
+    found, why = compiled.open_library(tmp_path / "stale")
     assert found is None
     assert "install again" in why
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from attrs import evolve
 
-from adapters.models.kernels.batch import Batch
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.cpu.native import library
+from adapters.models.kernels.cpu.native.rows import NativeRows, PreparedHeads
 from adapters.models.kernels.interface import HeadPrep, Rope
-from adapters.models.kernels.native import compiled
-from adapters.models.kernels.native.rows import NativeRows, PreparedHeads
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.seeded import seeded
-from adapters.models.shard import Segment, Step
+from adapters.models.kernels.seeded import make_generator
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.kernels.step_batch import Batch
 
 FLOAT, BRAIN, CPU = torch.float32, torch.bfloat16, torch.device("cpu")
 SLOTS, CAPACITY = 3, 64
@@ -29,7 +29,7 @@ def levels(own):
 
 
 def random(*shape, seed=1, dtype=FLOAT):
-    return torch.randn(shape, generator=seeded(seed)).to(dtype)
+    return torch.randn(shape, generator=make_generator(seed)).to(dtype)
 
 
 def same(found, expected):
@@ -81,7 +81,7 @@ def test_what_cannot_be_normed_is_refused(own, change, kind):
 def batch_of(kernels, *segments, bucket=16):
     batch = Batch(bucket, CPU)
     batch.load(Step(segments, bucket), torch.arange(sum(one.count for one in segments)))
-    kernels.prepare(batch)
+    kernels.prepare_step(batch)
     return batch
 
 
@@ -103,8 +103,8 @@ def prep_of(kind, heads, head, dtype):
 )
 def test_heads_are_what_torch_makes_of_them(own, monkeypatch, dtype, case):
     (queries, kv, head), turned, kind = case
-    monkeypatch.setattr(compiled, "loaded", lambda: (own.compiled, ""))
-    monkeypatch.delenv(compiled.SWITCH, raising=False)
+    monkeypatch.setattr(library, "load_library", lambda: (own.compiled, ""))
+    monkeypatch.delenv(library.SWITCH, raising=False)
     heads, angles = queries + 2 * kv, random(CAPACITY, turned, seed=7)
     rope, prep = Rope(angles.cos(), angles.sin()), prep_of(kind, heads, head, dtype)
     projected = random(16, heads * head + 8, seed=8, dtype=dtype)[:, : heads * head]  # columns of a wider tensor
@@ -130,11 +130,11 @@ def test_bits_of_heads_are_the_same_in_any_instructions_and_beside_any_rows(own)
     every = []
     for each in levels(own):
         caches = [torch.zeros(SLOTS, 2, CAPACITY, 16) for _ in "kv"]
-        whole = each.prepare(projected, heads, rope, (slots, positions), *caches)
+        whole = each.prepare_heads(projected, heads, rope, (slots, positions), *caches)
         alone = [torch.zeros(SLOTS, 2, CAPACITY, 16) for _ in "kv"]
         for row in range(48):
             at = slice(row, row + 1)
-            q = each.prepare(projected[at], heads, rope, (slots[at], positions[at]), *alone)
+            q = each.prepare_heads(projected[at], heads, rope, (slots[at], positions[at]), *alone)
             assert same(q, whole[at])
         assert all(same(one, other) for one, other in zip(caches, alone, strict=True))
         every.append((whole, *caches))
@@ -144,8 +144,8 @@ def test_bits_of_heads_are_the_same_in_any_instructions_and_beside_any_rows(own)
 
 @pytest.mark.parametrize("segment", [Segment(3, 0, 1), Segment(0, 62, 3)], ids=str)
 def test_rows_that_no_cache_has_are_refused_before_anything_is_written(own, monkeypatch, segment):
-    monkeypatch.setattr(compiled, "loaded", lambda: (own.compiled, ""))
-    monkeypatch.delenv(compiled.SWITCH, raising=False)
+    monkeypatch.setattr(library, "load_library", lambda: (own.compiled, ""))
+    monkeypatch.delenv(library.SWITCH, raising=False)
     kernels, angles = CpuKernels(FLOAT), torch.zeros(CAPACITY, 8)
     caches = [torch.zeros(SLOTS, 1, CAPACITY, 16) for _ in "kv"]
     with pytest.raises(IndexError, match="3 slots of 64 rows"):
@@ -155,16 +155,16 @@ def test_rows_that_no_cache_has_are_refused_before_anything_is_written(own, monk
 def test_caches_and_heads_of_other_shapes_are_refused(own):
     rope, at = Rope(torch.zeros(4, 8), torch.zeros(4, 8)), (torch.zeros(1, dtype=torch.int64),) * 2
     caches, heads = [torch.zeros(1, 1, 4, 16) for _ in "kv"], PreparedHeads(None, torch.ones(2, 16), False, 0.0)
-    assert own.prepare(torch.zeros(1, 48), heads, rope, at, *caches).shape == (1, 1, 16)
+    assert own.prepare_heads(torch.zeros(1, 48), heads, rope, at, *caches).shape == (1, 1, 16)
     for wrong in (torch.zeros(1, 64), torch.zeros(1, 50), torch.zeros(1, 16)):
         with pytest.raises(ValueError, match=r"columns|heads"):
-            own.prepare(wrong, heads, rope, at, *caches)
+            own.prepare_heads(wrong, heads, rope, at, *caches)
     for numbers, kept in ((torch.float16, FLOAT), (FLOAT, torch.float16)):
         with pytest.raises(TypeError, match="cache"):
-            own.prepare(torch.zeros(1, 48, dtype=numbers), heads, rope, at, *(cache.to(kept) for cache in caches))
+            own.prepare_heads(torch.zeros(1, 48, dtype=numbers), heads, rope, at, *(cache.to(kept) for cache in caches))
     turned = caches[1].transpose(2, 3).contiguous().transpose(2, 3)
     with pytest.raises(ValueError, match="caches"):
-        own.prepare(torch.zeros(1, 48), heads, rope, at, caches[0], turned)
+        own.prepare_heads(torch.zeros(1, 48), heads, rope, at, caches[0], turned)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_what_the_library_would_read_or_write_beside_is_refused(own, name, wrong
 
     def prepare(bias, weight, rope, at, v_cache):
         heads = PreparedHeads(bias, weight, False, 0.0)
-        return own.prepare(torch.zeros(1, 48), heads, rope, at, torch.zeros(1, 1, 4, 16), v_cache)
+        return own.prepare_heads(torch.zeros(1, 48), heads, rope, at, torch.zeros(1, 1, 4, 16), v_cache)
 
     assert prepare(**whole).shape == (1, 1, 16)
     with pytest.raises((TypeError, ValueError)):

@@ -9,14 +9,14 @@ import pytest
 import torch
 from attrs import evolve
 
-from adapters.checkpoint.packed import StepLayout
-from adapters.models.dense import DenseShard
-from adapters.models.kernels.products import Weight, span_of, spans
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.numerics import Numerics, machine
-from adapters.models.probe import boundaries, probe, probe_key
-from adapters.models.qwen3 import FAMILY, Qwen3Config
-from adapters.models.synthetic import laid_out
+from adapters.checkpoint.packed_matrix import StepLayout
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.families.qwen3 import FAMILY, Qwen3Config
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.product_list import Weight, list_spans, span_of
+from adapters.models.numerics.probe import boundaries, probe, probe_key
+from adapters.models.numerics.probe_result import Numerics, machine
+from adapters.models.numerics.synthetic import laid_out
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ class Mutant(CpuKernels):
     def __init__(self, plan=None):
         super().__init__(torch.float32, plan, own=False)
 
-    def using(self, plan):
+    def with_plan(self, plan):
         return type(self)(plan)
 
 
@@ -123,7 +123,7 @@ def test_every_kind_of_layer_is_probed_and_each_has_to_hold():
     assert both.numerics_class.rpartition("-")[2] not in one.numerics_class
 
     def build(own, weights, kernels, *, layers, **how):
-        used = ForgetsFarKeys().using(kernels._plan) if layers.start else kernels  # noqa: SLF001
+        used = ForgetsFarKeys().with_plan(kernels._plan) if layers.start else kernels  # noqa: SLF001
         return DenseShard(own, weights, used, layers=layers, **how)
 
     found = probe(evolve(FAMILY, build=build), config, plain, **where)
@@ -150,7 +150,7 @@ def test_row_counts_that_sum_differently_are_left_out_and_steps_of_them_multiply
     for served in found.plan.weights:
         if not served.weight.gated:
             assert 16 not in served.rows or served.rows == (16,)
-            assert {served.piece(rows) for rows in found.buckets} <= set(served.rows)
+            assert {served.piece_rows(rows) for rows in found.buckets} <= set(served.rows)
     assert 16 not in found.plan.heads[0].rows
     assert found.numerics_class != as_it_is.numerics_class
 
@@ -158,10 +158,12 @@ def test_row_counts_that_sum_differently_are_left_out_and_steps_of_them_multiply
 def test_decoding_is_padded_where_its_row_counts_agree_with_nothing():
     served = measure(splits_at(4, 8)).plan.weights[0]
     if served.rows == (4, 8):  # as good, where multiplying so many rows in fours is quick
-        assert served.piece(64) in {4, 8}
+        assert served.piece_rows(64) in {4, 8}
     else:
-        assert served.rows[0] == served.piece(4) == 16, "16, and what of 32 and 64 agrees with it on this processor"
-        assert served.piece(64) == served.wide
+        assert served.rows[0] == served.piece_rows(4) == 16, (
+            "16, and what of 32 and 64 agrees with it on this processor"
+        )
+        assert served.piece_rows(64) == served.wide
 
 
 @pytest.mark.parametrize(
@@ -219,7 +221,7 @@ def test_the_class_is_of_the_bits_and_the_shapes_and_not_of_this_instance():
     first = measure(splits_at())
     assert measure(splits_at()).numerics_class == first.numerics_class
     shorter = measure(splits_at(), capacity=600)
-    same = shorter.plan.numbers() == first.plan.numbers()
+    same = shorter.plan.bit_signature() == first.plan.bit_signature()
     assert (shorter.numerics_class == first.numerics_class) == same
     assert measure(splits_at(), chunk=128).numerics_class != first.numerics_class, "other shapes serve"
     assert measure(splits_at(*first.plan.weights[0].rows[:1])).numerics_class != first.numerics_class
@@ -257,7 +259,7 @@ def test_a_context_shorter_than_the_chunk_is_probed_too():
 
 def test_spans_are_few_whole_tiles_and_hold_all_keys():
     for capacity in (256, 1024, 5120, 8192, 40960):
-        found = spans(capacity)
+        found = list_spans(capacity)
         assert all(span % 256 == 0 for span in found)
         assert len(found) <= 8 * math.log2(capacity / 128)
         for keys in range(1, capacity + 1, 37):

@@ -11,18 +11,27 @@ import pytest
 import torch
 from attrs import evolve
 
-from adapters.checkpoint.gguf.unpack import UNPACK
-from adapters.checkpoint.packed import TABLES, PackedMatrix, Stack, StepLayout
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.dense import DenseShard
-from adapters.models.kernels.native import compiled
-from adapters.models.kernels.native.products import NativeProducts
-from adapters.models.kernels.products import NATIVE, PACKED, ProductPlan, Served, ServedHeads, Unproven, Weight
-from adapters.models.kernels.proof import Prover
-from adapters.models.kernels.torch_cpu import CpuKernels, CpuStack
-from adapters.models.parking import size_of
-from adapters.models.seeded import seeded
-from engine.needs import packs, weights
+from adapters.checkpoint.gguf.unpack_blocks import UNPACK
+from adapters.checkpoint.packed_matrix import TABLES, PackedMatrix, StackedWeight, StepLayout
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.kernels.cpu.kernels import CpuKernels, CpuStack
+from adapters.models.kernels.cpu.native import library
+from adapters.models.kernels.cpu.native.products import NativeProducts
+from adapters.models.kernels.offload import count_bytes
+from adapters.models.kernels.product_list import (
+    NATIVE,
+    PACKED,
+    ProductPlan,
+    ServedHeads,
+    ServedWeight,
+    UnprovenProductError,
+    Weight,
+)
+from adapters.models.kernels.proof.prover import Prover
+from adapters.models.kernels.seeded import make_generator
+from adapters.models.open_checkpoint import Checkpoint
+from engine.loading.memory_estimate import estimate_weights
+from engine.loading.packed_estimate import keeps_packed
 from tests.models.checkpoints import run, run_in_pieces, save_model, tokens_of
 from tests.models.ggufs import Kind, mixed, random_blocks, write_gguf
 from tests.models.quantised import quantise
@@ -44,7 +53,7 @@ BUCKETS = (4, 16, 64, 256)
 
 
 def random_matrix(layout: StepLayout, rows: int, columns: int, seed: int = 0) -> PackedMatrix:
-    generator = seeded(seed)
+    generator = make_generator(seed)
 
     def whole(low: int, high: int, each: int = 1, dtype: torch.dtype = torch.int8) -> torch.Tensor:
         return torch.randint(low, high, (rows, columns // each), generator=generator, dtype=dtype)
@@ -71,12 +80,12 @@ def random_matrix(layout: StepLayout, rows: int, columns: int, seed: int = 0) ->
 
 def exactly(x: torch.Tensor, matrix: PackedMatrix) -> tuple[torch.Tensor, torch.Tensor]:
     """The product in float64, and how large its terms are, scales and what is least apart."""
-    scale, least = matrix.levels()
-    steps = matrix.numbers().abs() * scale.abs().repeat_interleave(matrix.layout.group, 1)
+    scale, least = matrix.group_levels()
+    steps = matrix.step_values().abs() * scale.abs().repeat_interleave(matrix.layout.group, 1)
     if least is not None:
         steps += least.abs().repeat_interleave(matrix.layout.group, 1)
     wide = x.double()
-    return wide @ matrix.unpacked(torch.float32).double().T, wide.abs() @ steps.double().T
+    return wide @ matrix.unpack(torch.float32).double().T, wide.abs() @ steps.double().T
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +96,7 @@ def own(native_code: Any) -> NativeProducts:
 @pytest.fixture
 def installed(own: NativeProducts, monkeypatch: pytest.MonkeyPatch) -> None:
     """As these sources make them, whatever this tree has."""
-    monkeypatch.setattr(compiled, "loaded", lambda: (own.compiled, ""))
+    monkeypatch.setattr(library, "load_library", lambda: (own.compiled, ""))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -97,7 +106,7 @@ def test_products_are_those_of_the_numbers_and_alike_for_any_rows_in_any_instruc
 ) -> None:
     own = evolve(own, to=rows_in)
     gate, up = (random_matrix(layout, 72, 512, seed) for seed in (1, 2))
-    x = torch.randn(70, 512, generator=seeded(3)).bfloat16()
+    x = torch.randn(70, 512, generator=make_generator(3)).bfloat16()
     expected, terms = exactly(x, gate)
     found, gated = list[torch.Tensor](), list[torch.Tensor]()
     for level in range(own.compiled.level + 1):
@@ -201,10 +210,10 @@ def test_every_type_is_multiplied_as_the_gguf_package_unpacks_it(
     rows, columns = 40, 512
     blocks, _ = random_blocks("blk.0.x", np.zeros((rows, columns), np.float32), kind)
     found = UNPACK[kind.name](torch.from_numpy(blocks.reshape(-1, size).copy()))
-    matrix = found.mapped(lambda one: one.reshape(rows, columns // count * one.shape[1]))
+    matrix = found.map_tensors(lambda one: one.reshape(rows, columns // count * one.shape[1]))
     wanted = torch.from_numpy(gguf.dequantize(blocks, kind).astype(np.float32)).view(rows, columns)
-    assert torch.equal(matrix.unpacked(torch.float32), wanted)
-    x = torch.randn(4, columns, generator=seeded(3))
+    assert torch.equal(matrix.unpack(torch.float32), wanted)
+    x = torch.randn(4, columns, generator=make_generator(3))
     product = own.multiply_packed(x, own.pack_steps(matrix))
     _, terms = exactly(x, matrix)
     assert float(((product - x.double() @ wanted.double().T).abs() / terms).max()) < 2**-22
@@ -257,25 +266,27 @@ def test_what_packed_weights_take_is_reckoned_before_they_are_read(plain: Any, t
             ProductPlan(
                 steps=(),
                 threads=(1, 1),
-                weights=tuple(Served(one, NATIVE, (4,), 4) for one in listed.weights),
+                weights=tuple(ServedWeight(one, NATIVE, (4,), 4) for one in listed.weights),
                 heads=tuple(ServedHeads(one, NATIVE, (4,), 256) for one in listed.heads),
-                packed=tuple(Served(one, PACKED, (4,), 4) for one in listed.packed if one not in left_out),
+                packed=tuple(ServedWeight(one, PACKED, (4,), 4) for one in listed.packed if one not in left_out),
             )
             for left_out in ((), (without,), listed.packed)
         ]
         held = list[int]()
         for plan in plans:
-            kernels = CpuKernels(dtype).using(plan)
+            kernels = CpuKernels(dtype).with_plan(plan)
             shard = DenseShard(config, checkpoint.rounded(dtype), kernels, dtype=dtype, slots=1, capacity=256)
             held.append(shard.memory()["weights"])
             shard.close()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("engine.needs.multiplied_in", lambda *_: dtype.itemsize)
-            reckoned = [weights(config, dtype, host, range(config.num_layers), layouts, proven=plan) for plan in plans]
-            expected = weights(config, dtype, host, range(config.num_layers), layouts)
+            patch.setattr("engine.loading.memory_estimate.choose_itemsize", lambda *_: dtype.itemsize)
+            reckoned = [
+                estimate_weights(config, dtype, host, range(config.num_layers), layouts, proven=plan) for plan in plans
+            ]
+            expected = estimate_weights(config, dtype, host, range(config.num_layers), layouts)
         assert reckoned == pytest.approx(held, rel=0.01)
         assert held[0] < held[1] < held[2]
-        assert expected == (reckoned[0] if packs(config, dtype) else reckoned[2])
+        assert expected == (reckoned[0] if keeps_packed(config, dtype) else reckoned[2])
 
 
 def test_packed_products_are_proven_and_serve_with_the_same_bits_in_any_pieces(
@@ -298,8 +309,8 @@ def test_packed_products_are_proven_and_serve_with_the_same_bits_in_any_pieces(
     assert {served.weight for served in proof.plan.packed} == set(listed.packed)
     assert {served.way for served in proof.plan.packed} == {PACKED}
     without = evolve(proof.plan, packed=())
-    assert proof.plan.numbers() != without.numbers()
-    kernels = CpuKernels(torch.bfloat16).using(proof.plan)
+    assert proof.plan.bit_signature() != without.bit_signature()
+    kernels = CpuKernels(torch.bfloat16).with_plan(proof.plan)
     shard = DenseShard(
         checkpoint.config, checkpoint, kernels, dtype=torch.bfloat16, slots=1, capacity=512, buckets=BUCKETS
     )
@@ -310,7 +321,7 @@ def test_packed_products_are_proven_and_serve_with_the_same_bits_in_any_pieces(
     unpacked = DenseShard(
         checkpoint.config,
         checkpoint,
-        CpuKernels(torch.bfloat16).using(without),
+        CpuKernels(torch.bfloat16).with_plan(without),
         dtype=torch.bfloat16,
         slots=1,
         capacity=512,
@@ -339,7 +350,7 @@ def test_what_is_unpacked_is_twice_as_quick_every_time(
             timed[id(trial)] += 1
             return 9.0 if trial.way == PACKED and timed[id(trial)] <= disturbed else 1.0, chunk
 
-        monkeypatch.setattr(Prover, "cost", cost)
+        monkeypatch.setattr(Prover, "measure_cost", cost)
         plan = CpuKernels(torch.bfloat16).prove(listed).plan
         assert plan is not None
         assert {one.weight for one in plan.packed} == served
@@ -348,11 +359,11 @@ def test_what_is_unpacked_is_twice_as_quick_every_time(
 def test_a_row_count_that_is_not_proven_is_refused(installed: None) -> None:
     matrix = random_matrix(StepLayout("int8", 32), 64, 64)
     kernels = CpuKernels(torch.float32)
-    weight = kernels.pack(Stack((matrix,), torch.float32, torch.device("cpu")))
+    weight = kernels.pack(StackedWeight((matrix,), torch.float32, torch.device("cpu")))
     assert isinstance(weight, CpuStack)
     assert kernels.linear(torch.ones(3, 64), weight).shape == (3, 64)
-    assert size_of(weight) == 64 * 64 * 8.5 / 8
-    with pytest.raises(Unproven, match="3 rows"):
+    assert count_bytes(weight) == 64 * 64 * 8.5 / 8
+    with pytest.raises(UnprovenProductError, match="3 rows"):
         kernels.linear(torch.ones(3, 64), evolve(weight, steps=frozenset({4})))
 
 
@@ -360,8 +371,8 @@ def test_parts_that_are_packed_otherwise_stand_one_below_the_other(installed: No
     one, two = random_matrix(StepLayout("int8", 32), 40, 64, 1), random_matrix(StepLayout("int4", 32), 24, 64, 2)
     plain = torch.randn(8, 64)
     kernels = CpuKernels(torch.float32)
-    stack = Stack((one, one, plain, two), torch.float32, torch.device("cpu"))
+    stack = StackedWeight((one, one, plain, two), torch.float32, torch.device("cpu"))
     weight, x = kernels.pack(stack), torch.randn(4, 64)
     assert isinstance(weight, CpuStack)
     assert len(weight.parts) == 3
-    assert torch.allclose(kernels.linear(x, weight), x @ stack.unpacked().T, atol=1e-4)
+    assert torch.allclose(kernels.linear(x, weight), x @ stack.unpack().T, atol=1e-4)

@@ -7,13 +7,13 @@ import mmap
 import pytest
 import torch
 
-from adapters.models.dense import DenseShard
-from adapters.models.kernels.reference import ReferenceKernels
-from adapters.models.kv_cache import KvCache, PagedKvCache
-from adapters.models.qwen3 import Qwen3Config
-from adapters.models.seeded import seeded
-from adapters.models.shard import Segment, Step
-from adapters.models.synthetic import RandomWeights
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.kv_cache import KvCache, PagedKvCache
+from adapters.models.families.qwen3 import Qwen3Config
+from adapters.models.kernels.reference.kernels import ReferenceKernels
+from adapters.models.kernels.seeded import make_generator
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.numerics.synthetic import RandomWeights
 from effects.ids import PAGE
 
 CONFIG = Qwen3Config(64, 32, 64, 2, 4, 2, 16, 1024, 1e6, tie_word_embeddings=True)
@@ -22,7 +22,7 @@ SIZE = (3, 2, 3 * PAGE, 16)
 
 
 class InPages(ReferenceKernels):
-    paged = True
+    is_paged = True
 
 
 def shard_of(kernels: ReferenceKernels, pages: int = 0) -> DenseShard:
@@ -37,7 +37,7 @@ def run(shard: DenseShard, slot: int, start: int, tokens: torch.Tensor) -> torch
 
 
 def tokens_of(count: int, seed: int) -> torch.Tensor:
-    return torch.randint(0, 64, (count,), generator=seeded(seed))
+    return torch.randint(0, 64, (count,), generator=make_generator(seed))
 
 
 def test_slots_that_share_pages_answer_as_slots_that_share_nothing() -> None:

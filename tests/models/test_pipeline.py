@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapters.checkpoint.weights import TensorEntry
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.dense import DenseShard
-from adapters.models.pipeline import Pipeline
-from adapters.models.shard import Segment, Step
-from adapters.models.synthetic import RandomWeights
+from adapters.checkpoint.safetensors_folder import TensorEntry
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.numerics.synthetic import RandomWeights
+from adapters.models.open_checkpoint import Checkpoint
 from tests.models.checkpoints import proven, same_bits, save_qwen3
 from tests.models.splits import CONFIGS, CUTS, TOKENS, assert_alike, chunk, pipeline, step, story, story_of, whole_of
 
@@ -82,7 +82,9 @@ def test_a_shard_reads_the_bytes_of_its_own_tensors_and_no_other(
     config, entries = checkpoint.config, checkpoint.tensors
     for layers in (range(2), range(2, 3), range(3, 5)):
         read.clear()
-        DenseShard(config, checkpoint, proven(config, torch.float32, 64).fresh(), layers=layers, capacity=64).close()
+        DenseShard(
+            config, checkpoint, proven(config, torch.float32, 64).copy_for_shard(), layers=layers, capacity=64
+        ).close()
         own = [(entries[name].start, entries[name].stop) for name in config.tensors(layers)]
         assert sorted(read) == sorted(own)
     parts = [{*config.tensors(layers)} for layers in (range(2), range(2, 3), range(3, 5))]
@@ -96,7 +98,7 @@ def test_what_is_no_pipeline_is_refused() -> None:
         with pytest.raises(ValueError, match="are no run of layers"):
             Pipeline(odd)
     own = CONFIGS["dense"]
-    kernels = proven(own, torch.bfloat16, 512).fresh()
+    kernels = proven(own, torch.bfloat16, 512).copy_for_shard()
     few = DenseShard(own, RandomWeights(own), kernels, dtype=torch.bfloat16, layers=range(4, 5), slots=2, capacity=512)
     with pytest.raises(ValueError, match=r"slots differ among the shards: \[3, 3, 2\]"):
         Pipeline((*parts[:2], few))

@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from adapters import demo
-from adapters.checkpoint.errors import CheckpointError
-from adapters.checkpoint.packed import e4m3
-from adapters.checkpoint.quantised.settings import find_quantisation
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.mtp.checkpoint import HeadCheckpoint
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.checkpoint.packed_matrix import decode_e4m3
+from adapters.checkpoint.quantised.quantisation_config import find_quantisation
+from adapters.models.drafts.mtp.checkpoint import HeadCheckpoint
+from adapters.models.open_checkpoint import Checkpoint
 from tests.models.checkpoints import save_model, tokens_of
 from tests.models.quantised import E4M3, FORMATS, blocks, quantise, words
 from tests.models.test_gguf_models import WIDE_FAMILIES, greedy, told
@@ -85,7 +85,7 @@ def test_packed_weights_stand_for_what_their_format_says(name: str, models: dict
     for tensor, expected in values.items():
         assert torch.equal(found.read(tensor), expected), tensor
         entry = found.rounded(torch.bfloat16).tensors[tensor]
-        rounded = expected if entry.form == "" else expected.bfloat16()
+        rounded = expected if entry.packing_name == "" else expected.bfloat16()
         assert torch.equal(entry.read(tensor), rounded), tensor
     assert len(found.forms) == 1
     assert 4 < found.bits < 32
@@ -124,8 +124,8 @@ def test_blocks_of_fp8_are_those_of_transformers() -> None:
 def test_every_e4m3_is_its_number() -> None:
     data = torch.arange(256, dtype=torch.uint8)
     numbers = data & 127 != 127
-    assert torch.equal(e4m3(data)[numbers].double(), torch.from_numpy(E4M3)[numbers])
-    assert torch.equal(e4m3(data)[numbers], data.view(torch.float8_e4m3fn).float()[numbers])
+    assert torch.equal(decode_e4m3(data)[numbers].double(), torch.from_numpy(E4M3)[numbers])
+    assert torch.equal(decode_e4m3(data)[numbers], data.view(torch.float8_e4m3fn).float()[numbers])
 
 
 def test_a_bias_of_zeros_beside_a_packed_matrix_is_none(models: dict[str, Any], tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_published_hybrids_are_unpacked_with_their_prediction_head(tmp_path: Pat
         assert torch.equal(found.read(name), values[prefixed(name)]), name
     for name in head.tensors:
         assert torch.equal(head.read(name), values[name]), name
-    assert head.tensors["mtp.layers.0.mlp.up_proj.weight"].form == "fp8, scales of 128x128"
+    assert head.tensors["mtp.layers.0.mlp.up_proj.weight"].packing_name == "fp8, scales of 128x128"
 
 
 # What is refused

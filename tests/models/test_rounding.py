@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from adapters import demo
-from adapters.checkpoint.errors import CheckpointError
-from adapters.checkpoint.quantised.rounding import GROUP, WIDTHS, nearest
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.dense import DenseShard
-from adapters.models.kernels.torch_cpu import CpuKernels
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.checkpoint.quantised.rounding import GROUP, WIDTHS, round_rows
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.open_checkpoint import Checkpoint
 from tests.models.checkpoints import EXPERTS, run_in_pieces, save_model, tokens_of
 from tests.models.quantised import quantise
 from tests.models.test_gguf_models import WIDE
 
 
 def numbers(rows: Tensor, bits: int) -> Tensor:
-    return nearest(rows, bits).unpacked(torch.float32)[:, : rows.shape[1]]
+    return round_rows(rows, bits).unpack(torch.float32)[:, : rows.shape[1]]
 
 
 def in_bfloat16(value: float) -> np.float32:
@@ -90,7 +90,7 @@ def test_matrices_of_layers_are_rounded_and_nothing_else(bits: int) -> None:
     changed = there = 0.0
     for name, entry in found.rounded(torch.bfloat16).tensors.items():
         own = plain.read(name)
-        if entry.form:
+        if entry.packing_name:
             expected = rounded_by_hand(plain, name, bits)
             assert torch.equal(entry.read(name), expected.bfloat16())
             changed += float((expected - own.float()).double().square().sum())
@@ -99,7 +99,7 @@ def test_matrices_of_layers_are_rounded_and_nothing_else(bits: int) -> None:
             assert torch.equal(entry.read(name), own)
         kind = name.split(".")[-2]
         matrix = own.ndim == 2 and name.startswith("model.layers.") and kind not in {"in_proj_a", "in_proj_b"}
-        assert (entry.form != "") == matrix, name
+        assert (entry.packing_name != "") == matrix, name
     assert found.error == pytest.approx(math.sqrt(changed / there), rel=1e-4)
     assert (0.005 < found.error < 0.01) if bits == 8 else (0.05 < found.error < 0.12)
     assert bits < found.bits < plain.bits
@@ -107,7 +107,7 @@ def test_matrices_of_layers_are_rounded_and_nothing_else(bits: int) -> None:
 
 def test_experts_are_rounded_and_what_chooses_them_is_not(tmp_path: Path) -> None:
     save_model(tmp_path, "qwen3_moe", **{**EXPERTS, "hidden_size": 128, "moe_intermediate_size": 128})
-    forms = {name: entry.form for name, entry in Checkpoint.open(tmp_path).quantised(4).tensors.items()}
+    forms = {name: entry.packing_name for name, entry in Checkpoint.open(tmp_path).quantised(4).tensors.items()}
     assert forms["model.layers.0.mlp.experts.3.down_proj.weight"] != ""
     assert forms["model.layers.0.mlp.gate.weight"] == forms["model.embed_tokens.weight"] == ""
 
@@ -118,7 +118,7 @@ def test_logits_are_those_of_transformers_with_the_rounded_weights(tmp_path: Pat
     shard = DenseShard(checkpoint.config, checkpoint, CpuKernels(torch.float32), slots=1, capacity=64)
     with torch.no_grad():
         for name, weight in oracle.named_parameters():
-            if checkpoint.tensors[name].form:
+            if checkpoint.tensors[name].packing_name:
                 weight.copy_(numbers(weight, 4))
         expected = oracle(tokens_of(50)[None]).logits[0]
     # packed: steps and what is subtracted of them are added up apart, and cancel

@@ -8,21 +8,21 @@ import pytest
 import torch
 from attrs import evolve
 
-from adapters.layout import RowSpec, dtype_name
-from adapters.models.dense import DenseShard
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.families.llama import LlamaConfig
+from adapters.models.families.qwen2 import Qwen2Config
+from adapters.models.families.qwen3 import Qwen3Config
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.cpu.native.attention import NativeAttention
+from adapters.models.kernels.cpu.native.rows import NativeRows, PreparedHeads
 from adapters.models.kernels.interface import Rope
-from adapters.models.kernels.native.attention import NativeAttention
-from adapters.models.kernels.native.rows import NativeRows, PreparedHeads
-from adapters.models.kernels.reference import ReferenceKernels
-from adapters.models.kernels.row_form import LIMITS, NAMED, RowForm, row_dtype
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.llama import LlamaConfig
-from adapters.models.probe import LayerBench
-from adapters.models.qwen2 import Qwen2Config
-from adapters.models.qwen3 import Qwen3Config
-from adapters.models.seeded import seeded
-from adapters.models.shard import Segment, Step
-from adapters.models.synthetic import RandomWeights
+from adapters.models.kernels.reference.kernels import ReferenceKernels
+from adapters.models.kernels.row_format import DTYPE_NAMES, LIMITS, RowFormat, row_dtype
+from adapters.models.kernels.seeded import make_generator
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.numerics.probe import LayerBench
+from adapters.models.numerics.synthetic import RandomWeights
+from adapters.sequence_layout import RowSpec, dtype_name
 from tests.models.checkpoints import proven, run, run_in_pieces, same_bits, same_rows, tokens_of
 from tests.models.test_pages import InPages
 
@@ -35,7 +35,7 @@ def same(found, expected):
 
 
 def random(*shape, seed=1):
-    return torch.randn(shape, generator=seeded(seed))
+    return torch.randn(shape, generator=make_generator(seed))
 
 
 def heads(size):
@@ -50,9 +50,9 @@ def heads(size):
 @pytest.mark.parametrize("dtype", CODED)
 @pytest.mark.parametrize("size", [64, 24, 6])
 def test_a_number_is_the_nearest_code_times_its_heads_scale(dtype, size):
-    form, numbers = RowForm(dtype), heads(size)
+    form, numbers = RowFormat(dtype), heads(size)
     rows = form.encode(numbers)
-    assert rows.shape == (40, 3, form.width(size))
+    assert rows.shape == (40, 3, form.row_width(size))
     assert rows.dtype is dtype
     found, most = form.decode(rows), numbers.abs().amax(-1, keepdim=True)
     step = most / LIMITS[dtype]
@@ -67,33 +67,33 @@ def test_a_number_is_the_nearest_code_times_its_heads_scale(dtype, size):
 def test_what_is_kept_as_it_is_computed_is_left_alone():
     numbers = random(3, 8).bfloat16()
     for dtype in (torch.float32, torch.bfloat16):
-        form = RowForm(dtype)
-        assert not form.coded
-        assert form.width(8) == form.head(8) == 8
+        form = RowFormat(dtype)
+        assert not form.is_coded
+        assert form.row_width(8) == form.head_size(8) == 8
         assert same(form.decode(form.encode(numbers)), numbers.to(dtype))
     assert row_dtype("auto", torch.float16) is torch.float16
-    assert [row_dtype(name, torch.float16) for name in NAMED] == [torch.bfloat16, torch.float8_e4m3fn, torch.int8]
+    assert [row_dtype(name, torch.float16) for name in DTYPE_NAMES] == [torch.bfloat16, torch.float8_e4m3fn, torch.int8]
 
 
 def test_coded_rows_take_about_half_the_room_of_bfloat16():
-    whole = RowSpec(("k", "v"), 2, RowForm(torch.bfloat16).width(128), dtype_name(torch.bfloat16)).token_bytes
+    whole = RowSpec(("k", "v"), 2, RowFormat(torch.bfloat16).row_width(128), dtype_name(torch.bfloat16)).token_bytes
     for dtype in LIMITS:
-        assert RowSpec(("k", "v"), 2, RowForm(dtype).width(128), dtype_name(dtype)).token_bytes < 0.52 * whole
+        assert RowSpec(("k", "v"), 2, RowFormat(dtype).row_width(128), dtype_name(dtype)).token_bytes < 0.52 * whole
 
 
 @pytest.mark.parametrize("dtype", CODED)
 @pytest.mark.parametrize("size", [64, 36, 6])
 def test_every_instruction_set_writes_and_reads_the_same_codes(native_code, dtype, size):
     """Those that torch makes, and attention to them is attention to the numbers that they stand for."""
-    form, numbers = RowForm(dtype), heads(size)
+    form, numbers = RowFormat(dtype), heads(size)
     numbers[2] = 1  # rotation by nothing turns some -0 into 0, in torch's rows alone
     count, seen = len(numbers), torch.arange(1, len(numbers) + 1)
     rope = Rope(torch.ones(64, 1), torch.zeros(64, 1))
     how = PreparedHeads(None, torch.ones(2, size), normed=False, eps=0.0)
     slots, q = torch.ones(count, dtype=torch.int64), random(count, 1, 2, size, seed=2)
     for level in range(native_code.level + 1):
-        caches = [torch.zeros(2, 1, 64, form.width(size), dtype=torch.uint8).view(dtype) for _ in range(2)]
-        NativeRows(native_code, level).prepare(numbers.flatten(1) + 0.0, how, rope, (slots, seen - 1), *caches)
+        caches = [torch.zeros(2, 1, 64, form.row_width(size), dtype=torch.uint8).view(dtype) for _ in range(2)]
+        NativeRows(native_code, level).prepare_heads(numbers.flatten(1) + 0.0, how, rope, (slots, seen - 1), *caches)
         for head, cache in enumerate(caches, 1):
             assert same(cache[1, 0, :count], form.encode(numbers[:, head] + 0.0))
         for cache in caches:
@@ -110,7 +110,7 @@ def test_rows_in_bfloat16_of_a_model_in_float32(native_code):
     numbers, at = random(5, 3, 8), torch.arange(5)
     caches = [torch.zeros(1, 1, 9, 8, dtype=torch.bfloat16) for _ in range(2)]
     rows = NativeRows(native_code, native_code.level)
-    rows.prepare(numbers.flatten(1), how, rope, (at * 0, at), *caches)
+    rows.prepare_heads(numbers.flatten(1), how, rope, (at * 0, at), *caches)
     assert same(caches[1][0, 0, :5], numbers[:, 2].bfloat16())
 
 
@@ -123,7 +123,7 @@ WAYS = [(torch.bfloat16, torch.int8), (torch.bfloat16, torch.float8_e4m3fn), (to
 
 
 def shard_of(config, dtype, rows, kernels=None, **how):
-    kernels = kernels or proven(config, dtype, CAPACITY, (4, 16, 64, 256)).fresh()
+    kernels = kernels or proven(config, dtype, CAPACITY, (4, 16, 64, 256)).copy_for_shard()
     weights = RandomWeights(config, scale=config.hidden_size**-0.5)
     shape = {"slots": 3, "capacity": CAPACITY, "buckets": (4, 16, 64, 256)} | how
     return DenseShard(config, weights, kernels, dtype=dtype, rows=rows, **shape)
@@ -171,4 +171,4 @@ def test_the_probe_begins_from_rows_that_are_rows():
         LayerBench(shard_of(config, torch.bfloat16, rows), config.hidden_size, CAPACITY) for rows in (None, torch.int8)
     )
     whole, codes = (bench.shard.export_rows(0, 0, CAPACITY)["layers.0.k"] for bench in (plain, coded))
-    assert same(RowForm(torch.int8).encode(whole), codes)
+    assert same(RowFormat(torch.int8).encode(whole), codes)

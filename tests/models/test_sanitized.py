@@ -32,7 +32,7 @@ STEPS = """
 import sys
 from pathlib import Path
 import pytest
-from adapters.models.kernels.native import compiled
+from adapters.models.kernels.cpu.native import compiled
 compiled.FOLDER = Path(sys.argv[1])
 sys.exit(pytest.main(["-q", "-s", "-p", "no:cacheprovider", "tests/device/test_rounds.py"]))
 """

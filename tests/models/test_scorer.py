@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import adapters.models.scorer as scorer_module
-from adapters.models.checkpoint import Checkpoint
+import adapters.models.decoder.scorer as scorer_module
+from adapters.models.decoder.scorer import POOL, TAIL, Scorer
+from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.interface import Kernels
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.scorer import POOL, TAIL, Scorer
-from adapters.models.synthetic import RandomWeights
+from adapters.models.numerics.synthetic import RandomWeights
+from adapters.models.open_checkpoint import Checkpoint
 from tests.models import hybrids
 from tests.models.checkpoints import VARIANTS, proven, save_model, tokens_of
 
@@ -25,7 +25,7 @@ def scorer_of(folder: Path, *buckets: int, kernels: Kernels | None = None) -> Sc
     checkpoint = Checkpoint.open(folder)
     own = kernels or CpuKernels(torch.float32)
     made = Scorer(checkpoint.config, checkpoint, own, torch.device("cpu"), torch.float32, buckets, 2048)
-    made.weights.unpark()
+    made.weights.load_back()
     return made
 
 
@@ -108,7 +108,7 @@ def test_scores_of_bands_are_the_same_bits_in_any_pieces(tmp_path: Path) -> None
     config, tokens = Checkpoint.open(tmp_path).config, tokens_of(411)
     kernels = proven(config, torch.float32, 2048)
     whole, *others = (
-        scored(scorer_of(tmp_path, *buckets, kernels=kernels.fresh()), tokens)
+        scored(scorer_of(tmp_path, *buckets, kernels=kernels.copy_for_shard()), tokens)
         for buckets in ((8, 256), (4, 8, 16, 32), (64,))
     )
     assert others == [whole, whole]
@@ -120,7 +120,7 @@ def test_scores_are_the_same_bits_in_any_pieces(tmp_path: Path) -> None:
     kernels = proven(config, torch.float32, 2048)
     whole = scored(scorer_of(tmp_path, 8, 256, kernels=kernels), tokens)
     for buckets in ((8, 32), (64,), (4, 8, 16, 32, 64, 128)):
-        assert scored(scorer_of(tmp_path, *buckets, kernels=kernels.fresh()), tokens) == whole
+        assert scored(scorer_of(tmp_path, *buckets, kernels=kernels.copy_for_shard()), tokens) == whole
     assert len(set(whole)) > TOKENS // 2
 
 
@@ -131,7 +131,7 @@ def test_a_hybrid_scores_with_the_layers_that_attend() -> None:
         made = Scorer(
             shape, RandomWeights(shape), CpuKernels(torch.float32), torch.device("cpu"), torch.float32, buckets, 2048
         )
-        made.weights.unpark()
+        made.weights.load_back()
         found.append(scored(made, tokens % shape.vocab_size))
     whole, pieces = found
     assert pieces == pytest.approx(whole, rel=1e-3, abs=1e-6)

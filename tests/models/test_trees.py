@@ -8,13 +8,13 @@ import pytest
 import torch
 from attrs import evolve
 
-from adapters.models.dense import DenseShard
-from adapters.models.kernels.reference import ReferenceKernels
-from adapters.models.llama import LlamaConfig
-from adapters.models.qwen2 import Qwen2Config
-from adapters.models.qwen3 import Qwen3Config
-from adapters.models.shard import Segment, Step
-from adapters.models.synthetic import RandomWeights
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.families.llama import LlamaConfig
+from adapters.models.families.qwen2 import Qwen2Config
+from adapters.models.families.qwen3 import Qwen3Config
+from adapters.models.kernels.reference.kernels import ReferenceKernels
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.numerics.synthetic import RandomWeights
 from tests.models.checkpoints import proven, run, same_bits, same_rows, tokens_of
 
 KINDS = [
@@ -36,11 +36,11 @@ def shard(request, config):
     dtype, device = request.param
     kernels = None
     if device == "cuda":
-        from adapters.models.kernels.triton_cuda import TritonKernels  # noqa: PLC0415 - comes with CUDA only
+        from adapters.models.kernels.cuda.kernels import TritonKernels  # noqa: PLC0415 - comes with CUDA only
 
         config = evolve(config, hidden_size=128, intermediate_size=224, head_dim=32)
         kernels = TritonKernels(torch.device(device))
-    kernels = kernels or proven(config, dtype, 1024).fresh()
+    kernels = kernels or proven(config, dtype, 1024).copy_for_shard()
     weights = RandomWeights(config, scale=config.hidden_size**-0.5)
     shape = {"device": device, "dtype": dtype, "slots": 4, "capacity": 1024, "aux_layers": (0, 1)}
     made = DenseShard(config, weights, kernels, **shape)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapters.models.kernels.products import NATIVE, PACKED
-from adapters.models.kernels.trials import BETWEEN, Trial
+from adapters.models.kernels.product_list import NATIVE, PACKED
+from adapters.models.kernels.proof.trials import BETWEEN, Trial
 
 COUNTS = (4, 8, 16)
 
@@ -24,7 +24,7 @@ def trial(way: str, odd: int = 0) -> Trial:
 
 @pytest.mark.parametrize("way", [NATIVE, PACKED, "float32"])
 def test_counts_that_agree_are_one_group(way: str) -> None:
-    [group] = (tried := trial(way)).groups(COUNTS)
+    [group] = (tried := trial(way)).find_groups(COUNTS)
     assert group.rows == [*COUNTS]
     assert not tried.failures
 
@@ -33,12 +33,12 @@ def test_counts_that_agree_are_one_group(way: str) -> None:
 @pytest.mark.parametrize("way", [NATIVE, PACKED])
 def test_what_passes_padded_rows_over_has_to_agree_in_any_number_of_rows(way: str, odd: int) -> None:
     tried = trial(way, odd)
-    assert tried.groups(COUNTS) == []
+    assert tried.find_groups(COUNTS) == []
     [failure] = tried.failures
     assert f"{odd} rows" in failure or f"[{odd}] rows" in failure or f"from [{odd}]" in failure
 
 
 def test_what_computes_them_is_asked_for_buckets_alone() -> None:
-    [group] = trial("float32", 5).groups(COUNTS)
+    [group] = trial("float32", 5).find_groups(COUNTS)
     assert group.rows == [*COUNTS]
-    assert [one.rows for one in trial("float32", 8).groups(COUNTS)] == [[4, 16], [8]]
+    assert [one.rows for one in trial("float32", 8).find_groups(COUNTS)] == [[4, 16], [8]]

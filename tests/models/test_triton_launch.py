@@ -10,7 +10,7 @@ import pytest
 import torch
 from attrs import define, field
 
-from adapters.models.kernels.triton_launch import launch, withholding
+from adapters.models.kernels.triton_launch import launch, withhold_launches
 
 
 @define(eq=False)
@@ -81,7 +81,7 @@ def test_a_kernel_gives_the_same_wherever_its_tensors_begin() -> None:
     """A form for addresses that are multiples of 16 bytes reads so many at once: elsewhere it would end in a fault."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    from adapters.models.kernels.triton_cuda import TritonKernels  # noqa: PLC0415 - needs Triton, so a GPU build
+    from adapters.models.kernels.cuda.kernels import TritonKernels  # noqa: PLC0415 - needs Triton, so a GPU build
 
     kernels, device = TritonKernels(torch.device("cuda", 0)), torch.device("cuda", 0)
     width = 1024
@@ -105,7 +105,7 @@ def test_withheld_launches_only_look_for_forms() -> None:
                 raise TypeError("not serializable")
 
     kernel, x = Looked(), torch.zeros(8)
-    with withholding():
+    with withhold_launches():
         for block in (4, 4, None):
             launch(kernel, (2,), x, 3, 0.5, BLOCK=block, num_warps=4)
     assert [grid for grid, _ in looked] == [(2,)] * 3

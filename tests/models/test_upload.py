@@ -11,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from adapters.checkpoint.errors import CheckpointError
-from adapters.checkpoint.upload import Upload, place_of
-from adapters.checkpoint.weights import TensorEntry, read_header, told_together
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.checkpoint.finite_check import defer_finite_checks
+from adapters.checkpoint.safetensors_folder import TensorEntry, read_header
+from adapters.checkpoint.upload import Upload, file_range
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
 SHAPES = {"model.a": (3, 100), "model.b": (1000,), "model.c": (7, 33), "model.d": (1,), "model.empty": (0, 4)}
@@ -45,8 +46,8 @@ def upload(source: Host, device: str, heard: Callable[[], object] = lambda: None
     def buffer() -> torch.Tensor:
         return torch.empty(64, dtype=torch.uint8, pin_memory=device == "cuda")
 
-    sizes = {"ahead": ahead, "piece": 64, "readers": 2}
-    return Upload(source, source.tensors, list(SHAPES), torch.device(device), buffer, heard=heard, **sizes)
+    sizes = {"max_pending_bytes": ahead, "piece_bytes": 64, "readers": 2}
+    return Upload(source, source.tensors, list(SHAPES), torch.device(device), buffer, on_tensor_read=heard, **sizes)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -123,12 +124,12 @@ def test_numbers_that_are_none_can_be_told_of_many_tensors_at_once(
     weights = upload(source, device)
     refused = pytest.raises(CheckpointError, match=r"safetensors: model\.b has values that are no numbers, or infinite")
     try:
-        with nullcontext() if bad is None else refused, told_together():
+        with nullcontext() if bad is None else refused, defer_finite_checks():
             for name, tensor in stored.items():
                 read = weights.read(name)
                 assert torch.equal(read.cpu(), tensor) == (name != "model.b" or bad == bad)  # noqa: PLR0124 - NaN
                 read.zero_()  # it was looked at when it was read
-        with pytest.raises(KeyError, match=r"model\.e"), told_together():
+        with pytest.raises(KeyError, match=r"model\.e"), defer_finite_checks():
             weights.read("model.b").add_(source.tensors["model.e"])
     finally:
         weights.close()
@@ -139,7 +140,7 @@ def test_no_more_is_on_its_way_than_it_may_be(tmp_path: Path) -> None:
     weights = upload(source, "cpu", ahead=1)
     try:
         weights.read("model.a")
-        assert list(weights._begun) == [place_of(source.tensors["model.b"])]  # noqa: SLF001
+        assert list(weights._pending) == [file_range(source.tensors["model.b"])]  # noqa: SLF001
     finally:
         weights.close()
 
@@ -149,7 +150,7 @@ def test_what_has_begun_before_anybody_asked_is_the_same(tmp_path: Path, device:
     source = written(tmp_path)
     weights = upload(source, device, ahead=1 << 20)
     try:
-        weights.begin()
+        weights.start()
         for name in SHAPES:
             assert torch.equal(weights.read(name).cpu(), source.tensors[name].read(name))
     finally:
@@ -161,7 +162,7 @@ def test_what_could_not_begin_is_told_whoever_asks_for_it(tmp_path: Path) -> Non
     (tmp_path / "model.safetensors").unlink()
     weights = upload(source, "cpu", ahead=1 << 20)
     try:
-        weights.begin()
+        weights.start()
         with pytest.raises(CheckpointError, match="cannot be read: No such file"):
             weights.read(next(iter(SHAPES)))
     finally:
@@ -170,7 +171,7 @@ def test_what_could_not_begin_is_told_whoever_asks_for_it(tmp_path: Path) -> Non
 
 def test_nobody_waits_for_what_has_begun_and_is_not_wanted(tmp_path: Path) -> None:
     weights = upload(written(tmp_path), "cpu", ahead=1 << 20)
-    weights.begin()
+    weights.start()
     weights.close()
     assert not [one for one in threading.enumerate() if one.name.startswith("weights")]
 
@@ -184,7 +185,7 @@ def test_where_no_buffer_is_found_the_reader_is_told_and_nobody_waits(tmp_path: 
             raise MemoryError("64 bytes of host memory")
         return torch.empty(64, dtype=torch.uint8)
 
-    sizes = {"ahead": 1 << 20, "piece": 64, "readers": 4}
+    sizes = {"max_pending_bytes": 1 << 20, "piece_bytes": 64, "readers": 4}
     weights = Upload(source, source.tensors, list(SHAPES), torch.device("cpu"), buffer, **sizes)
 
     def again_and_again() -> None:
@@ -216,9 +217,18 @@ def test_weights_that_all_come_at_once_and_stay_are_in_one_piece_of_the_device(
 
     torch.cuda.empty_cache()
     before, whole = segments(), sum(entry.nbytes for entry in tensors.values())
-    weights = Upload(Host(tensors), tensors, list(stored), device, buffer, served=served, ahead=whole, piece=1 << 20)
+    weights = Upload(
+        Host(tensors),
+        tensors,
+        list(stored),
+        device,
+        buffer,
+        served_dtype=served,
+        max_pending_bytes=whole,
+        piece_bytes=1 << 20,
+    )
     try:
-        weights.begin()
+        weights.start()
         read = {name: weights.read(name) for name in stored}
         assert segments() == before + pieces
         assert all(bool((read[name] == number).all()) for number, name in enumerate(stored))

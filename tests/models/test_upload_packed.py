@@ -11,9 +11,9 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
-from adapters.checkpoint.packed import PackedMatrix
+from adapters.checkpoint.packed_matrix import PackedMatrix
 from adapters.checkpoint.upload import Upload
-from adapters.models.checkpoint import Checkpoint
+from adapters.models.open_checkpoint import Checkpoint
 from tests.models.checkpoints import save_model
 from tests.models.ggufs import packed, random_blocks, write_gguf
 from tests.models.quantised import FORMATS, quantise
@@ -36,7 +36,7 @@ def uploading(checkpoint: Checkpoint, device: str) -> Iterator[Upload]:
         return torch.empty(4096, dtype=torch.uint8, pin_memory=device == "cuda")
 
     names = [*checkpoint.tensors]
-    sizes = {"ahead": 1 << 17, "piece": 4096, "readers": 2}
+    sizes = {"max_pending_bytes": 1 << 17, "piece_bytes": 4096, "readers": 2}
     weights = Upload(checkpoint, checkpoint.tensors, names, torch.device(device), buffer, **sizes)
     try:
         yield weights
@@ -61,14 +61,14 @@ def compare(checkpoint: Checkpoint, device: str) -> None:
     """All tensors, in the order in which they were named; the packed ones as they are packed, and unpacked."""
     with torch.inference_mode(), uploading(checkpoint, device) as weights:
         for name, entry in checkpoint.tensors.items():
-            if weights.layout(name) is not None:
-                matrix = weights.packed(name)
+            if weights.find_layout(name) is not None:
+                matrix = weights.read_packed(name)
                 assert matrix.steps.device.type == device, name
-                assert alike(matrix, checkpoint.packed(name)), name
+                assert alike(matrix, checkpoint.read_packed(name)), name
             found = weights.read(name)
             assert same(found, entry.read(name)), name
             assert found.device.type == (device if entry.sources else "cpu"), name
-        assert not weights._begun  # noqa: SLF001
+        assert not weights._pending  # noqa: SLF001
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -98,8 +98,8 @@ def test_what_finds_no_room_is_made_on_the_host(monkeypatch: pytest.MonkeyPatch,
         raise torch.OutOfMemoryError
 
     with uploading(checkpoint, "cpu") as weights:
-        monkeypatch.setattr(Upload, "_fetched", full)
+        monkeypatch.setattr(Upload, "_fetch", full)
         assert same(weights.read(name), checkpoint.read(name))
-        assert alike(weights.packed(name), checkpoint.packed(name))
+        assert alike(weights.read_packed(name), checkpoint.read_packed(name))
         norm = "model.norm.weight"  # F32, which no more room would help
         assert same(weights.read(norm), checkpoint.read(norm))

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from adapters.models.kernels import workers
-from adapters.models.kernels.digests import known_first
-from adapters.models.kernels.workers import all_done
+from adapters.models.kernels.cuda import worker_pool
+from adapters.models.kernels.cuda.digests import hash_callees_first
+from adapters.models.kernels.cuda.worker_pool import run_lines
 
 COMPILER = r"""
 import os, sys, time
@@ -64,26 +64,26 @@ def test_every_line_is_done_once_by_as_many_processes_as_there_are_processors(
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     lines = [f"line-{number}" for number in range(40)]
-    assert all_done(lines, "pretended") == []
+    assert run_lines(lines, "pretended") == []
     assert sorted(word for _, word in module()) == sorted(lines)
-    assert all_done(["all-of-3"] * 3, "pretended") == []
+    assert run_lines(["all-of-3"] * 3, "pretended") == []
     assert len({process for process, word in module() if word == "all-of-3"}) == 3
-    assert all_done([], "pretended") == []
+    assert run_lines([], "pretended") == []
 
 
 def test_what_was_not_done_is_told_and_the_rest_is_done(module: Callable[[], list[list[str]]]) -> None:
-    assert all_done(["a", "odd", "b"], "pretended") == ["ValueError: odd"]
+    assert run_lines(["a", "odd", "b"], "pretended") == ["ValueError: odd"]
     assert sorted(word for _, word in module()) == ["a", "b", "odd"]
 
 
 def test_an_answer_that_is_no_text_is_told_and_who_never_answers_is_ended(
     module: Callable[[], list[list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert all_done(["bytes", "a"], "pretended") == ["\ufffd\ufffd"]
-    monkeypatch.setattr(workers, "PATIENCE_S", 2.0)
-    monkeypatch.setattr(workers, "LEAVE_S", 0.5)
-    assert all_done(["hang", "b"], "pretended") == ["its process ended: hang"]
-    assert all_done(["stay"], "pretended") == [], "what it did is done, and it is ended"
+    assert run_lines(["bytes", "a"], "pretended") == ["\ufffd\ufffd"]
+    monkeypatch.setattr(worker_pool, "PATIENCE_S", 2.0)
+    monkeypatch.setattr(worker_pool, "LEAVE_S", 0.5)
+    assert run_lines(["hang", "b"], "pretended") == ["its process ended: hang"]
+    assert run_lines(["stay"], "pretended") == [], "what it did is done, and it is ended"
     assert sorted(word for _, word in module()) == ["a", "b", "bytes", "hang", "stay"]
 
 
@@ -91,17 +91,20 @@ def test_a_process_that_ends_leaves_the_rest_to_others_and_none_are_waited_for(
     module: Callable[[], list[list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    assert all_done(["a", "die", "b"], "pretended") == ["its process ended: die", "nobody was left for: b"]
+    assert run_lines(["a", "die", "b"], "pretended") == ["its process ended: die", "no process was left for: b"]
     assert [word for _, word in module()] == ["a"]
-    assert all_done(["partial", "b"], "pretended") == ["its process ended: partial", "nobody was left for: b"]
-    assert all_done(["a"], "no.such.module") == ["its process ended: a"]
+    assert run_lines(["partial", "b"], "pretended") == ["its process ended: partial", "no process was left for: b"]
+    assert run_lines(["a"], "no.such.module") == ["its process ended: a"]
     monkeypatch.setattr(sys, "executable", "/no/such/python")
-    [why] = all_done(["a"], "pretended")[:1]
+    [why] = run_lines(["a"], "pretended")[:1]
     assert "/no/such/python" in why
 
 
 def test_they_end_with_who_asked_even_if_that_one_is_killed(module: Callable[[], list[list[str]]]) -> None:
-    asks = "import sys; from adapters.models.kernels.workers import all_done; all_done(['short'] * 400, 'pretended')"
+    asks = (
+        "import sys; from adapters.models.kernels.cuda.worker_pool import all_done;"
+        " all_done(['short'] * 400, 'pretended')"
+    )
     path = os.pathsep.join(one or str(Path.cwd()) for one in sys.path)
     with subprocess.Popen([sys.executable, "-c", asks], env={**os.environ, "PYTHONPATH": path}) as asker:
         until = time.monotonic() + 30
@@ -141,7 +144,7 @@ def test_a_digest_knows_what_another_function_uses_whoever_asked_first() -> None
     update(later, function)
     assert (first, later) == ({}, {"LIMIT": 3})  # so it is without
     first.clear()
-    known_first(update)(first, Function())
+    hash_callees_first(update)(first, Function())
     assert first == later
 
 
@@ -161,9 +164,9 @@ def pretended_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_what_is_compiled_apart_is_found_by_who_launches_it(pretended_gpu: Any) -> None:
-    apart = importlib.import_module("adapters.models.kernels.triton_apart")
+    apart = importlib.import_module("adapters.models.kernels.cuda.compile_ahead")
     launch = importlib.import_module("adapters.models.kernels.triton_launch")
-    picking = importlib.import_module("adapters.models.kernels.triton.picking")
+    picking = importlib.import_module("adapters.models.kernels.triton.draw_kernel")
     rows = importlib.import_module("adapters.models.kernels.triton.rows")
     numbers, logits = torch.zeros(64, dtype=torch.int64), torch.zeros(4, 1024)
 
@@ -174,7 +177,7 @@ def test_what_is_compiled_apart_is_found_by_who_launches_it(pretended_gpu: Any) 
         wide = logits, logits.double(), numbers, logits.double(), numbers, numbers, 1024, 1024, 1
         launch.launch(picking.part_weights, (4, 1), *wide, **how)
 
-    with apart.asking() as asked, ThreadPoolExecutor(1) as other:
+    with apart.collect_requests() as asked, ThreadPoolExecutor(1) as other:
         steps()
         heard = [bool(pretended_gpu.knobs.runtime.jit_cache_hook)]
         heard.append(other.submit(lambda: bool(pretended_gpu.knobs.runtime.jit_cache_hook)).result())
@@ -186,7 +189,7 @@ def test_what_is_compiled_apart_is_found_by_who_launches_it(pretended_gpu: Any) 
     assert not pretended_gpu.knobs.runtime.jit_cache_hook
     pretended_gpu.knobs.compilation.listener = lambda **about: found.append(about["cache_hit"])
     try:
-        apart.compile_apart(asked)
+        asked.compile_in_processes()
         assert not found  # not by this process
         with launch.withholding():
             steps()

@@ -12,11 +12,11 @@ import pytest
 from attrs import define, evolve, field
 
 from adapters.http.app import build_app
-from adapters.http.options import EdgeOptions
-from adapters.http.server import Serving, serve
+from adapters.http.edge_options import EdgeOptions
+from adapters.http.wire.server import RunningServer, ServerLimits, serve_app
 from adapters.metrics import Metrics
-from adapters.text.text import Text
-from effects.all import Ask, Launch, Outcome
+from adapters.text.model_text import Text
+from effects.all import EffectRequest, Launch, Outcome
 from effects.decode import Decoded, RunDecode
 from effects.ids import Tokens
 from tests.browser import SHIFT, Browser, Page, found
@@ -48,7 +48,7 @@ class Speaking(ScriptedDevice):
         """Of the token that comes next, in its answer."""
         return effect.position + 1 - len(self.prompts[effect.slot])
 
-    def answer(self, ask: Ask) -> Outcome:
+    def answer(self, ask: EffectRequest) -> Outcome:
         outcome = super().answer(ask)
         if isinstance(outcome, Decoded) and isinstance(ask.effect, RunDecode):
             return Decoded((self.says[self.place(ask.effect)],))
@@ -61,7 +61,7 @@ class Seen:
 
     browser: Browser
     url: str
-    serving: Serving
+    serving: RunningServer
     engine: PlayedEngine
     device: Speaking
 
@@ -71,7 +71,7 @@ class Seen:
     async def idle(self) -> None:
         """The world has nobody in it."""
         with anyio.fail_after(30):
-            await self.engine.door.empty()
+            await self.engine.door.wait_until_empty()
 
     def halt_at(self, place: int) -> None:
         self.device.halts, self.device.go = place, anyio.Event()
@@ -96,7 +96,7 @@ async def seen(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Seen]:
     device = Speaking()
     device.before = device.halt
     settings = evolve(SETTINGS, max_context=4096, max_queue=8)
-    listening: list[Serving] = []
+    listening: list[RunningServer] = []
     program, profile = found(), tmp_path_factory.mktemp("profile")
     assert program is not None
     (says,) = text.tokenizer.encode_now([SAID])
@@ -106,19 +106,19 @@ async def seen(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Seen]:
         app = build_app(running.door, text, options, Metrics())
         ready = anyio.Event()
 
-        def on_listening(serving: Serving) -> None:
+        def on_listening(serving: RunningServer) -> None:
             listening.append(serving)
             ready.set()
 
         async def run() -> None:
-            await serve(app, "127.0.0.1", 0, on_listening=on_listening, grace_s=2)
+            await serve_app(app, "127.0.0.1", 0, on_listening=on_listening, limits=ServerLimits(grace_s=2))
 
         tasks.start_soon(run)
         await ready.wait()
         async with Browser.opened(program, profile) as browser:
             yield Seen(browser, f"http://127.0.0.1:{listening[0].port}/", listening[0], running, device)
         listening[0].stop(now=True)
-        await listening[0].ended.wait()
+        await listening[0].end_event.wait()
 
 
 @pytest.fixture(autouse=True)

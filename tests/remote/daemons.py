@@ -13,27 +13,27 @@ from contextlib import suppress
 import torch
 from attrs import define, evolve, field
 
-from adapters.models import shard as shards
-from adapters.models.dense import DenseShard
-from adapters.models.dense_config import DenseConfig
-from adapters.models.pipeline import Pipeline
-from adapters.models.scorer import Scorer
-from adapters.models.shard import OutputHead, Shard
-from adapters.models.synthetic import RandomWeights
-from adapters.remote import shared
-from adapters.remote.channel import Channel, ConnectionBroken, Shared, WireFrame
-from adapters.remote.daemon import Daemon
-from adapters.remote.dial import Dial
-from adapters.remote.draft_messages import LoadDraft
-from adapters.remote.drafter_messages import LoadDrafter
-from adapters.remote.expected import Deadlines, ExpectedModel
-from adapters.remote.lending import Borrower, Lender
-from adapters.remote.messages import Facts, LoadLayers, Offer, Op, Prove
-from adapters.remote.peer import Peer
-from adapters.remote.served_draft import ServedDraft
-from adapters.remote.served_drafter import ServedDrafter
-from adapters.remote.served_layers import ServedLayers
-from adapters.remote.shard import RemoteShard
+from adapters.models.decoder import shard as shards
+from adapters.models.decoder.dense_config import DenseConfig
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.scorer import Scorer
+from adapters.models.decoder.shard import OutputHead, Shard
+from adapters.models.numerics.synthetic import RandomWeights
+from adapters.remote.client.dial import Dial
+from adapters.remote.client.peer import Peer
+from adapters.remote.client.remote_shard import RemoteShard
+from adapters.remote.daemon.daemon import Daemon
+from adapters.remote.daemon.served_draft import ServedDraft
+from adapters.remote.daemon.served_layers import ServedLayers
+from adapters.remote.daemon.served_scorer import ServedDrafter
+from adapters.remote.protocol import shared_memory
+from adapters.remote.protocol.channel import Channel, ConnectionBroken, Shared, WireFrame
+from adapters.remote.protocol.draft_messages import LoadDraft
+from adapters.remote.protocol.lent_memory import Borrower, Lender
+from adapters.remote.protocol.messages import Facts, LoadLayers, Offer, Op, Prove
+from adapters.remote.protocol.peer_expectation import Deadlines, ExpectedModel
+from adapters.remote.protocol.scorer_messages import LoadDrafter
 from tests.models.checkpoints import proven
 
 SECRET, VERSION = b"a secret of tests", "0.0.0"
@@ -72,7 +72,7 @@ class RandomModel:
         raise ValueError("there is no draft here: name one with --draft")
 
     def load_drafter(self, asked: LoadDrafter) -> ServedDrafter:
-        kernels = proven(self.config, self.dtype, asked.most, BUCKETS).fresh()
+        kernels = proven(self.config, self.dtype, asked.most, BUCKETS).copy_for_shard()
         weights = RandomWeights(self.config, scale=self.config.hidden_size**-0.5)
         return ServedDrafter(
             Scorer(self.config, weights, kernels, torch.device("cpu"), self.dtype, BUCKETS, asked.most)
@@ -81,7 +81,7 @@ class RandomModel:
 
 def part(config: DenseConfig, layers: range, dtype: torch.dtype, **how) -> DenseShard:
     weights = RandomWeights(config, scale=config.hidden_size**-0.5)
-    return DenseShard(config, weights, proven(config, dtype, 512).fresh(), dtype=dtype, layers=layers, **how)
+    return DenseShard(config, weights, proven(config, dtype, 512).copy_for_shard(), dtype=dtype, layers=layers, **how)
 
 
 @define(eq=False)
@@ -112,13 +112,13 @@ class Threads:
         self.opened += 1
         ours, theirs = socket.socketpair()
         if self.sharing:
-            self._memory = tuple(one for one in (shared.made(), shared.made()) if one is not None)
+            self._memory = tuple(one for one in (shared_memory.made(), shared_memory.made()) if one is not None)
         memory = self._memory
 
         def join(sizes: tuple[int, int]) -> Shared | None:
             if len(memory) != 2:
                 return None
-            into, out = (shared.joined(one, size) for one, size in zip(memory, sizes, strict=True))
+            into, out = (shared_memory.joined(one, size) for one, size in zip(memory, sizes, strict=True))
             return Shared(out, into, borrower=self.lender and Borrower(self.lender.descriptor))
 
         end = self.meddle(Channel(theirs))
@@ -131,7 +131,7 @@ class Threads:
     def share(self, sizes: tuple[int, int]) -> Shared | None:
         if len(self._memory) != 2 or not all(sizes):
             return None
-        out, into = (shared.grown(one, size) for one, size in zip(self._memory, sizes, strict=True))
+        out, into = (shared_memory.grown(one, size) for one, size in zip(self._memory, sizes, strict=True))
         return Shared(out, into, self.lender)
 
     def kill(self) -> None:

@@ -11,23 +11,23 @@ import pytest
 import torch
 from attrs import define, field
 
-from adapters.device.drafting import Drafting
-from adapters.device.proposer import DraftRequest
-from adapters.device.sampling import Sampler
-from adapters.device.slots import SlotState
-from adapters.device.tree import chain
-from adapters.layout import dtype_name
-from adapters.models.dflash.draft import DFlashDraft
-from adapters.models.dflash.projection import FeatureProjection
-from adapters.models.shard import Segment, Step
-from adapters.remote.draft import RemoteDraft
-from adapters.remote.draft_messages import DraftRound, LoadDraft
-from adapters.remote.drafting import RemoteDrafting
-from adapters.remote.expected import DRAFT_DEADLINES
-from adapters.remote.messages import Nothing, Op, SlotPlace
-from adapters.remote.peer import Peer
-from adapters.remote.served_draft import ServedDraft
-from adapters.transfer.copy import Mover
+from adapters.device.sampling.sampler import Sampler
+from adapters.device.slots.slots import SlotState
+from adapters.device.speculation.drafting import Drafting
+from adapters.device.speculation.proposal_tree import chain
+from adapters.device.speculation.proposer import DraftRequest
+from adapters.models.drafts.dflash.draft import DFlashDraft
+from adapters.models.drafts.dflash.projection import FeatureProjection
+from adapters.models.kernels.step import Segment, Step
+from adapters.remote.client.attach_remote_draft import RemoteDrafting
+from adapters.remote.client.peer import Peer
+from adapters.remote.client.remote_draft import RemoteDraft
+from adapters.remote.daemon.served_draft import ServedDraft
+from adapters.remote.protocol.draft_messages import DraftRound, LoadDraft
+from adapters.remote.protocol.messages import Nothing, Op, SlotPlace
+from adapters.remote.protocol.peer_expectation import DRAFT_DEADLINES
+from adapters.sequence_layout import dtype_name
+from adapters.transfer.copy_rows import RowMover
 from effects.ids import RequestId
 from effects.job import Sampling
 from effects.ports import RowsLost
@@ -81,7 +81,7 @@ class Elsewhere:
 def made(peer: Peer) -> RemoteDraft:
     peer.connect()
     asked = LoadDraft("F32", 0, SLOTS, CAPACITY, BUCKETS, NODES, 64, False, LIMIT, (1 << 20, 1 << 20))
-    kernels = proven_draft(CONFIG, F32, CAPACITY).fresh()
+    kernels = proven_draft(CONFIG, F32, CAPACITY).copy_for_shard()
     projection = FeatureProjection(CONFIG, random_tensors(CONFIG), kernels, torch.device("cpu"), F32)
     return RemoteDraft(peer, asked, CONFIG, DIGESTS, projection)
 
@@ -113,7 +113,7 @@ def asking(slot: int, rows: int, sampling: Sampling, most: int, first: int = 0) 
     prompt = [number % 200 for number in range(rows + 1)]
     state = SlotState(RequestId(slot), prompt, rows, Sampler(sampling, tuple(prompt), TARGET.vocab_size))
     state.stops = frozenset({7})
-    state.draft(first, rows)
+    state.add_draft_rows(first, rows)
     return DraftRequest(slot, state, most, most)
 
 
@@ -133,19 +133,19 @@ def story(draft, drafting) -> list:
     found = [drafting.propose(REQUESTS), drafting.propose(REQUESTS[:1])]
     kept = draft.export_rows(0, 16, 80)
     data = torch.cat([one.contiguous().view(torch.uint8).flatten() for one in kept.values()])
-    mover, run = Mover(draft, draft.row_spec), ((16, 80), data, 16)
-    mover.put(3, *run) if mover.anywhere else mover.tell(3, [run], ())
+    mover, run = RowMover(draft, draft.row_spec), ((16, 80), data, 16)
+    mover.copy_in(3, *run) if mover.is_addressable else mover.send_runs(3, [run], ())
     found.append(drafting.propose([asking(3, 80, Sampling(), 5, first=16)]))
-    draft.park()
+    draft.offload()
     assert draft.state == "parked"
     assert drafting.propose(REQUESTS[:1])[0].size == 0
-    assert draft.unpark() > 0
-    assert draft.unpark() == 0
+    assert draft.load_back() > 0
+    assert draft.load_back() == 0
     follow(draft, 3, 80, 8)
     found += [drafting.propose([asking(3, 88, Sampling(), 5, first=16)]), kept]
     draft.release()
     assert draft.state == "released"
-    draft.unpark()
+    draft.load_back()
     return [*found, drafting.propose(REQUESTS)]
 
 
@@ -202,7 +202,7 @@ def test_a_draft_that_dies_proposes_nothing_until_it_is_there_again(
     assert not apart.fates.coming
     assert apart.draft.peer.restarts == 1
     if apart.draft.state != "loaded":
-        apart.draft.unpark()
+        apart.draft.load_back()
     assert apart.drafting.propose(REQUESTS[:1])[0].size == 0, "its context went with it"
     same(story(apart.draft, apart.drafting), expected)
 

@@ -9,13 +9,13 @@ import anyio
 import pytest
 from attrs import define, evolve
 
-from adapters.remote.draft import RemoteDraft
-from adapters.remote.messages import Op
+from adapters.remote.client.remote_draft import RemoteDraft
+from adapters.remote.protocol.messages import Op
 from effects.job import Job, Sampling
 from effects.scope import Scope
-from engine.begin import load_target
-from engine.options import Options
-from engine.target import Target
+from engine.loading.background_load import load_target
+from engine.loading.load_target import Target
+from engine.settings.options import build_options
 from tests.e2e.test_speculation import FLAT, Heard, answers, words
 from tests.remote.daemons import Fates, Threads
 from tests.remote.test_faults import made, on_threads
@@ -56,12 +56,14 @@ class DraftedTarget:
 @pytest.fixture(params=["demo", "demo-hybrid"])
 async def serving(request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[DraftedTarget]:
     jobs = [evolve(job, speculate=True, max_tokens=16) for job in await made(request.param, 4)]
-    whole = await load_target(Options(model=request.param, **SHAPE, draft="none", disk_prefix_cache="off"))
+    whole = await load_target(build_options(model=request.param, **SHAPE, draft="none", disk_prefix_cache="off"))
     plain = words(await answers(whole, [evolve(job, scope=Scope("off")) for job in jobs], rates=FLAT))
     await whole.close()
     fates, dials = Fates(), list[Threads]()
     on_threads(monkeypatch, fates, dials)
-    target = await load_target(Options(model=request.param, **SHAPE, draft_device="ipc+cpu:0", kv_cache_dir=tmp_path))
+    target = await load_target(
+        build_options(model=request.param, **SHAPE, draft_device="ipc+cpu:0", kv_cache_dir=tmp_path)
+    )
     found = DraftedTarget(target, fates, jobs, plain)
     found.draft.peer.pause_s = 0
     yield found
@@ -116,7 +118,7 @@ async def test_answers_are_the_same_whatever_becomes_of_the_draft(serving: Draft
 @pytest.mark.parametrize("serving", ["demo"], indirect=True)
 async def test_a_draft_that_dies_while_its_rows_or_weights_move_costs_nothing_else(serving: DraftedTarget) -> None:
     scoped = evolve(serving.target.settings.residency, policy="request-scoped", draft="park")
-    serving.draft.park()
+    serving.draft.offload()
     for op in (Op.EXPORT_ROWS, Op.IMPORT_ROWS, Op.FETCH_DRAFT, Op.SEND_DRAFT_AWAY):
         serving.fates.coming[:] = [(op, "asked", 0)]
         for _ in range(2):  # what is kept by the first is loaded by the second

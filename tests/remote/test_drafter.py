@@ -8,23 +8,23 @@ import pytest
 import torch
 from attrs import define, evolve, field
 
-from adapters.device.compressing import Compressor
-from adapters.device.selection import Marks
-from adapters.models.scorer import Scorer
-from adapters.models.synthetic import RandomWeights
-from adapters.remote.draft_messages import DraftMoved
-from adapters.remote.drafter import DRAFTER_DEADLINES, RemoteScorer, loading_drafter
-from adapters.remote.drafter_messages import MOST_SCORINGS, PromptAdvanced, ScorePrompt
-from adapters.remote.messages import Nothing, Op
-from adapters.remote.tensors import described
+from adapters.device.compression.score_prompt import Compressor
+from adapters.device.compression.select_tokens import TokenMarks
+from adapters.models.decoder.scorer import Scorer
+from adapters.models.numerics.synthetic import RandomWeights
+from adapters.remote.client.remote_scorer import DRAFTER_DEADLINES, RemoteScorer, loading_drafter
+from adapters.remote.protocol.draft_messages import DraftMoved
+from adapters.remote.protocol.messages import Nothing, Op
+from adapters.remote.protocol.payload_tensors import described
+from adapters.remote.protocol.scorer_messages import MOST_SCORINGS, PromptAdvanced, ScorePrompt
 from effects.compression import Compression, PromptPart
 from effects.ids import DeviceFailed, RequestId
 from effects.job import Job
 from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
 from effects.residency import LoadModel, ModelLoaded, UnloadModel
-from engine.begin import load_target
-from engine.options import Options
-from engine.target import Target
+from engine.loading.background_load import load_target
+from engine.loading.load_target import Target
+from engine.settings.options import build_options
 from tests.device.driver import TINY, VOCAB
 from tests.e2e.test_speculation import FLAT, answers, words
 from tests.models.checkpoints import proven
@@ -37,11 +37,11 @@ PROMPT = tuple((7 * at * at + 3 * at) % (VOCAB - 1) + 1 for at in range(300))
 ASKED = CompressPrompt(0, PROMPT, keep=100, most=250)
 AGED = (PromptPart("user", 20, 120, keep=200), PromptPart("assistant", 120, 180, keep=500))
 MESSAGES = CompressPrompt(0, PROMPT, parts=AGED, apart=True)
-MARKS, LOAD = Marks(b"", b"", frozenset((0,))), LoadModel("drafter")
+MARKS, LOAD = TokenMarks(b"", b"", frozenset((0,))), LoadModel("drafter")
 
 
 def here() -> Compressor:
-    kernels = proven(TINY, torch.bfloat16, MOST, BUCKETS).fresh()
+    kernels = proven(TINY, torch.bfloat16, MOST, BUCKETS).copy_for_shard()
     weights = RandomWeights(TINY, scale=TINY.hidden_size**-0.5)
     return Compressor(Scorer(TINY, weights, kernels, torch.device("cpu"), torch.bfloat16, BUCKETS, MOST), MARKS)
 
@@ -84,7 +84,7 @@ def test_what_is_left_of_a_prompt_is_the_same(elsewhere: ScoredElsewhere) -> Non
     one, other = here(), elsewhere.compressor
     for compressor in (one, other):
         assert isinstance(compressor.load(ONE, LOAD), ModelLoaded)
-    assert other.held == one.held
+    assert other.weights_bytes == one.weights_bytes
     turns, done = compressed(one)
     assert isinstance(done, PromptCompressed)
     assert compressed(other) == (turns, done)
@@ -95,8 +95,8 @@ def test_what_is_left_of_a_prompt_is_the_same(elsewhere: ScoredElsewhere) -> Non
     assert compressed(other, MESSAGES, TWO)[1] == compressed(one, MESSAGES)[1]
     assert compressed(other, CompressPrompt(first.stop))[1] == done
     assert not other.buffers
-    assert other.unload(ONE, UnloadModel("drafter", keep=False)).bytes == one.held[0]
-    assert other.held == (0, 0)
+    assert other.unload(ONE, UnloadModel("drafter", keep=False)).bytes == one.weights_bytes[0]
+    assert other.weights_bytes == (0, 0)
     assert isinstance(other.compress(ONE, ASKED), DeviceFailed)
 
 
@@ -130,7 +130,7 @@ def test_a_death_is_a_failure_and_the_next_prompt_is_scored_by_another_life(
     _, failed = compressed(compressor)
     assert isinstance(failed, DeviceFailed)
     assert failed.kind == "io"
-    assert compressor.held == (0, 0)
+    assert compressor.weights_bytes == (0, 0)
     if not kept:
         assert compressor.unload(ONE, UnloadModel("drafter", keep=False)).bytes == 0
         assert isinstance(compressor.load(ONE, LOAD), ModelLoaded)
@@ -209,14 +209,14 @@ async def test_prompts_are_answered_alike_and_as_they_are_when_the_drafter_dies(
 ) -> None:
     asked = Compression("always", 300)
     jobs = [evolve(job, compression=asked, salt=str(at)) for at, job in enumerate(await made("demo", 2))]
-    whole = await load_target(Options(model="demo", **SHAPE))
+    whole = await load_target(build_options(model="demo", **SHAPE))
     expected = await shortened(whole, jobs)
     plain = await shortened(whole, [evolve(job, compression=Compression()) for job in jobs])
     await whole.close()
     assert expected[1] == ["", ""]
     fates, dials = Fates(), list[Threads]()
     on_threads(monkeypatch, fates, dials)
-    target = await load_target(Options(model="demo", **SHAPE, prefill_drafter_device="ipc+cpu:0"))
+    target = await load_target(build_options(model="demo", **SHAPE, prefill_drafter_device="ipc+cpu:0"))
     shown = target.memory(0)["drafter"]
     assert (shown["device"], shown["error"]) == ("ipc+cpu:0", "")
     assert await shortened(target, jobs) == expected

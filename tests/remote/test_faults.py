@@ -13,25 +13,25 @@ import torch
 from attrs import define, evolve
 
 import engine
-import engine.remote
-from adapters.remote.answering import Answering
-from adapters.remote.channel import Channel
-from adapters.remote.lending import LentTensors
-from adapters.remote.messages import ImportRuns, Op, Unacceptable
-from adapters.remote.served_layers import ServedLayers
-from adapters.remote.shard import RemoteShard
-from adapters.text.text import Text
-from adapters.transfer import save
-from adapters.transfer.copy import Marks, marks
+import engine.loading.shard_peers
+from adapters.remote.client.remote_shard import RemoteShard
+from adapters.remote.daemon.answer_handlers import Answering
+from adapters.remote.daemon.served_layers import ServedLayers
+from adapters.remote.protocol.channel import Channel
+from adapters.remote.protocol.lent_memory import LentTensors
+from adapters.remote.protocol.messages import ImportRuns, Op, Unacceptable
+from adapters.text.model_text import Text
+from adapters.transfer import saver
+from adapters.transfer.copy_rows import DeviceMarks, record_marks
 from benchmarks.exactness import prompts
 from effects.job import Job
 from effects.ports import RowsLost
 from effects.scope import Scope
-from engine.begin import load_target
-from engine.folders import draft_name, model_folder
-from engine.options import Options
-from engine.shard import ServedModel
-from engine.target import Target
+from engine.loading.background_load import load_target
+from engine.loading.load_target import Target
+from engine.loading.shard_server import ServedModel
+from engine.settings.options import build_options
+from engine.settings.paths import choose_draft_name, find_model_folder
 from tests.e2e.test_speculation import FLAT, SAMPLINGS, Heard, answers, words
 from tests.remote.daemons import Fates, Mortal, Threads
 
@@ -68,15 +68,17 @@ def on_threads(monkeypatch: pytest.MonkeyPatch, fates: Fates, dials: list[Thread
             assert fates.gate.wait(100)
             return Mortal(channel.socket, doom=fates.doom)
 
-        served = ServedModel.open(str(folder), where.device, draft_name(options.draft, options.model))
+        served = ServedModel.open(
+            str(folder), where.device, choose_draft_name(options.speculation.draft, options.model.model)
+        )
         dials.append(Threads(served, True, secret.encode(), engine.__version__, where.name, meddle, lender))
         return dials[-1]
 
-    monkeypatch.setattr(engine.remote, "launched", launched)
+    monkeypatch.setattr(engine.loading.shard_peers, "build_launch", launched)
 
 
 async def made(model: str, count: int) -> list[Job]:
-    text = Text.load(model_folder(Options(model=model)))
+    text = Text.load(find_model_folder(build_options(model=model).model))
     found = [prompt[-150:] for prompt in (await prompts(text, 8 + count))[8:]]
     await text.aclose()
     return [Job(prompt, 8, sampling=SAMPLINGS[n % 4], speculate=False) for n, prompt in enumerate(found)]
@@ -85,12 +87,12 @@ async def made(model: str, count: int) -> list[Job]:
 @pytest.fixture(params=MODELS)
 async def split(request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Split]:
     jobs = await made(request.param, 6)
-    whole = await load_target(Options(model=request.param, device="cpu", **SHAPE, disk_prefix_cache="off"))
+    whole = await load_target(build_options(model=request.param, device="cpu", **SHAPE, disk_prefix_cache="off"))
     plain = words(await answers(whole, [evolve(job, scope=Scope("off")) for job in jobs], rates=FLAT))
     await whole.close()
     fates, dials = Fates(), list[Threads]()
     on_threads(monkeypatch, fates, dials)
-    target = await load_target(Options(model=request.param, **PLAN, **SHAPE, kv_cache_dir=tmp_path))
+    target = await load_target(build_options(model=request.param, **PLAN, **SHAPE, kv_cache_dir=tmp_path))
     found = Split(target, fates, jobs, plain)
     found.shard.peer.pause_s = 0
     yield found
@@ -178,16 +180,16 @@ async def test_of_a_shard_that_is_had_anew_no_rows_are_kept_for_those_that_were_
 ) -> None:
     """It dies behind the word that its slot has them, and is there again before they are taken."""
 
-    def lost(devices: Iterable[torch.device]) -> Marks:
+    def lost(devices: Iterable[torch.device]) -> DeviceMarks:
         """In the place of what is asked on the lane, once the rows have been found."""
         split.shard.peer.dial.kill()  # type: ignore[attr-defined] # a `Threads`
         with pytest.raises(RowsLost):
             split.shard.copy_rows(0, 1, 1)
         split.shard.copy_rows(0, 1, 1)
-        return marks(devices)
+        return record_marks(devices)
 
     with monkeypatch.context() as patched:
-        patched.setattr(save, "marks", lost)
+        patched.setattr(saver, "record_marks", lost)
         assert right(split, [0], await answers(split.target, split.jobs[:1], rates=FLAT)) == 1
     assert split.shard.peer.restarts == 1
     (again,) = await answers(split.target, split.jobs[:1], rates=FLAT)

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from adapters.remote import dial
-from adapters.remote.channel import failed
-from adapters.remote.dial import Launched
-from adapters.remote.lending import Lender
-from adapters.remote.messages import (
+from adapters.remote.client import dial
+from adapters.remote.client.dial import Launched
+from adapters.remote.protocol.channel import failed
+from adapters.remote.protocol.lent_memory import Lender
+from adapters.remote.protocol.messages import (
     Commit,
     CopyRows,
     Described,
@@ -37,7 +37,7 @@ from adapters.remote.messages import (
     decoded,
     encoded,
 )
-from adapters.remote.tensors import places
+from adapters.remote.protocol.payload_tensors import places
 from tests.models.splits import CONFIGS, chunk
 from tests.remote.daemons import RandomModel, Threads, remote
 

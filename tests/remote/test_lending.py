@@ -12,14 +12,14 @@ import torch
 from attrs import define, field
 from msgspec import structs
 
-from adapters.models.shard import NamedTensors
-from adapters.remote import posted
-from adapters.remote.channel import Channel
-from adapters.remote.expected import Deadlines
-from adapters.remote.lending import Borrower, Lender
-from adapters.remote.messages import MOST_RUNS, ImportRows, ImportRuns, Lent, Nothing, Op, Unacceptable
-from adapters.remote.shard import RemoteShard
-from adapters.remote.tensors import described
+from adapters.models.decoder.shard import NamedTensors
+from adapters.remote.client import pending_answers
+from adapters.remote.client.remote_shard import RemoteShard
+from adapters.remote.protocol.channel import Channel
+from adapters.remote.protocol.lent_memory import Borrower, Lender
+from adapters.remote.protocol.messages import MOST_RUNS, ImportRows, ImportRuns, Lent, Nothing, Op, Unacceptable
+from adapters.remote.protocol.payload_tensors import described
+from adapters.remote.protocol.peer_expectation import Deadlines
 from effects.ports import RowsLost
 from tests.models.checkpoints import same_bits
 from tests.models.splits import CONFIGS, chunk, step
@@ -158,7 +158,7 @@ def test_memory_that_is_lent_is_kept_until_what_is_in_it_has_been_put(
     far, rows, told = lending.far, lending.far.export_rows(0, 0, 64), list[str]()
     far.peer.lost_to(told.append)
     runs = [(64 * n, whole(rows, lending.lender.take(1 << 20), 0, 64)) for n in range(3)]
-    monkeypatch.setattr(posted, "MOST_LENT", 2 * runs[0][1].nbytes)
+    monkeypatch.setattr(pending_answers, "MOST_LENT", 2 * runs[0][1].nbytes)
 
     def put(number: int) -> weakref.ref[Owner]:
         keep = Owner()

@@ -12,16 +12,16 @@ import pytest
 import torch
 from attrs import define, field
 
-from adapters.models.dense import DenseShard
-from adapters.models.pipeline import Pipeline
-from adapters.models.shard import Segment, Step
-from adapters.remote import frames
-from adapters.remote.channel import Channel, ConnectionBroken, failed
-from adapters.remote.expected import Deadlines
-from adapters.remote.frames import REPLY, FrameHead
-from adapters.remote.hello import greet
-from adapters.remote.messages import Failure, Op, RowSpan, decoded, encoded
-from adapters.remote.shard import RemoteShard
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.kernels.step import Segment, Step
+from adapters.remote.client.remote_shard import RemoteShard
+from adapters.remote.protocol import frames
+from adapters.remote.protocol.channel import Channel, ConnectionBroken, failed
+from adapters.remote.protocol.frames import REPLY, FrameHead
+from adapters.remote.protocol.handshake import greet
+from adapters.remote.protocol.messages import Failure, Op, RowSpan, decoded, encoded
+from adapters.remote.protocol.peer_expectation import Deadlines
 from effects.ports import RowsLost
 from tests.models.checkpoints import same_bits
 from tests.models.splits import CONFIGS, chunk, step, whole_of

@@ -12,16 +12,16 @@ from contextlib import ExitStack, closing, suppress
 import pytest
 from attrs import define, field
 
-from adapters.remote import frames
-from adapters.remote import reception as receptions
-from adapters.remote.channel import Channel, ConnectionBroken
-from adapters.remote.daemon import Daemon
-from adapters.remote.dial import AtAddress
-from adapters.remote.frames import FrameHead
-from adapters.remote.hello import MOST_BYTES, greet
-from adapters.remote.hello_messages import Hello, SecretProof
-from adapters.remote.messages import Op, RowSpan, encoded
-from adapters.remote.reception import Reception
+from adapters.remote.client.dial import AtAddress
+from adapters.remote.daemon import reception as receptions
+from adapters.remote.daemon.daemon import Daemon
+from adapters.remote.daemon.reception import Reception
+from adapters.remote.protocol import frames
+from adapters.remote.protocol.channel import Channel, ConnectionBroken
+from adapters.remote.protocol.frames import FrameHead
+from adapters.remote.protocol.handshake import MOST_BYTES, greet
+from adapters.remote.protocol.hello_messages import Hello, SecretProof
+from adapters.remote.protocol.messages import Op, RowSpan, encoded
 from effects.ports import RowsLost
 from tests.models.splits import CONFIGS, chunk
 from tests.remote.daemons import SECRET, RandomModel, peer_of, quietly, remote

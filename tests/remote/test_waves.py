@@ -11,16 +11,17 @@ import torch
 from torch import Tensor
 
 from adapters.device.executor import DeviceExecutor
-from adapters.device.lane import DeviceLane
-from adapters.device.underway import goes_on
-from adapters.models.dense import DenseShard
-from adapters.models.pipeline import Pipeline
-from adapters.models.shard import Forward, Segment, Step
-from adapters.models.waves import SPAN
-from effects.all import Ask, Launch, Outcome
+from adapters.device.executor_parts import ExecutorParts
+from adapters.device.lane.lane import DeviceLane
+from adapters.device.lane.running_batch import has_more_to_come
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.pipelined_chunks import SPAN
+from adapters.models.kernels.step import Forward, Segment, Step
+from effects.all import EffectRequest, Launch, Outcome
 from effects.ids import DeviceFailed, RequestId, SlotId
 from effects.job import Sampling
-from effects.ports import LaunchFailed, RowsLost, Told
+from effects.ports import LaunchFailed, RequestOutcome, RowsLost
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from tests.models.checkpoints import same_bits
 from tests.models.splits import AUX, CONFIGS, CUTS, TOKENS, pipeline, whole_of
@@ -81,12 +82,12 @@ def test_what_has_begun_is_finished_where_no_other_chunk_begins() -> None:
 
 
 def executor_of(shard: Pipeline) -> DeviceExecutor:
-    return DeviceExecutor(shard, BUCKETS, lane=DeviceLane())
+    return DeviceExecutor(ExecutorParts(shard, BUCKETS, lane=DeviceLane()))
 
 
 async def prefill(executor: DeviceExecutor, *spans: tuple[int, int]) -> list[object]:
     executor.open(ONE, OpenSlot(SLOT, SLOT, 0, tuple(TOKENS[:300].tolist()), Sampling()))
-    return [(await executor.perform(Launch((Ask(ONE, RunPrefill(SLOT, *span)),))))[0] for span in spans]
+    return [(await executor.perform(Launch((EffectRequest(ONE, RunPrefill(SLOT, *span)),))))[0] for span in spans]
 
 
 def stops(outcomes: list[object]) -> list[int]:
@@ -115,13 +116,13 @@ async def test_how_far_it_came_is_told_behind_each_chunk() -> None:
     executor, told, done = executor_of(far("dense", "two")), list[Outcome](), anyio.Event()
     executor.open(ONE, OpenSlot(SLOT, SLOT, 0, tuple(TOKENS[:300].tolist()), Sampling()))
 
-    def hear(heard: Sequence[Told] | LaunchFailed) -> None:
+    def hear(heard: Sequence[RequestOutcome] | LaunchFailed) -> None:
         assert not isinstance(heard, LaunchFailed)
         told.extend(outcome for _, outcome in heard)
-        if not goes_on(told[-1]):
+        if not has_more_to_come(told[-1]):
             done.set()
 
-    executor.submit(Launch((Ask(ONE, RunPrefill(SLOT, 0, 256)),)), hear)
+    executor.submit(Launch((EffectRequest(ONE, RunPrefill(SLOT, 0, 256)),)), hear)
     await done.wait()
     advanced = [one for one in told if isinstance(one, PrefillAdvanced)]
     assert [one.more for one in advanced] == [True] * (len(advanced) - 1) + [False]
@@ -146,7 +147,9 @@ async def test_one_that_is_given_up_says_how_far_it_came(monkeypatch: pytest.Mon
         patched.setattr(DenseShard, "forward", given_up)
         assert stops(await prefill(executor, (0, 299))) == [128]
     assert seen == [0, 64]
-    (then,) = await executor.perform(Launch((Ask(ONE, RunPrefill(SLOT, 128, 299)),)))  # from where all shards are
+    (then,) = await executor.perform(
+        Launch((EffectRequest(ONE, RunPrefill(SLOT, 128, 299)),))
+    )  # from where all shards are
     assert stops([then]) == [299]
     assert executor.close()
 
@@ -168,7 +171,7 @@ async def test_where_a_later_shard_finds_no_memory_states_are_not_believed(
         (odd,) = await prefill(executor, (0, 256))
     assert isinstance(odd, DeviceFailed)
     assert odd.kind == said
-    assert isinstance(executor.serving(SLOT, ONE), DeviceFailed) == (kind == "hybrid")
+    assert isinstance(executor.parts.slots.find(SLOT, ONE), DeviceFailed) == (kind == "hybrid")
     assert stops(await prefill(executor, (0, 256))) == [256]
     assert executor.close()
 
@@ -177,11 +180,11 @@ async def test_a_shard_that_dies_meanwhile_is_a_loss() -> None:
     shard = far("dense", "two")
     executor = executor_of(shard)
     (_, remote) = shard.parts
-    remote.peer.lost_to(executor.lose)  # type: ignore[attr-defined]
+    remote.peer.lost_to(executor.lose_all_slots)  # type: ignore[attr-defined]
     remote.peer.pause_s = 0  # type: ignore[attr-defined]
     remote.peer.dial.kill()  # type: ignore[attr-defined]
     with pytest.raises(RowsLost):
         await prefill(executor, (0, 256))
-    assert isinstance(executor.serving(SLOT, ONE), DeviceFailed)
+    assert isinstance(executor.parts.slots.find(SLOT, ONE), DeviceFailed)
     assert stops(await prefill(executor, (0, 256))) == [256]
     assert executor.close()

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters.remote import frames, hello_messages, messages
-from adapters.remote.channel import Channel, ConnectionBroken, ConnectionEnded, Shared
-from adapters.remote.frames import FAILED, HEAD, REPLY, SHARED, FrameHead, Malformed
-from adapters.remote.messages import Described, Lent, Unacceptable, WireMessage, decoded, encoded
-from adapters.remote.tensors import described, flattened, unpacked
+from adapters.remote.protocol import frames, hello_messages, messages
+from adapters.remote.protocol.channel import Channel, ConnectionBroken, ConnectionEnded, Shared
+from adapters.remote.protocol.frames import FAILED, HEAD, REPLY, SHARED, FrameHead, Malformed
+from adapters.remote.protocol.messages import Described, Lent, Unacceptable, WireMessage, decoded, encoded
+from adapters.remote.protocol.payload_tensors import described, flattened, unpacked
 
 KINDS = [one for one in WireMessage.__subclasses__() if one not in {Described, Lent}]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8]

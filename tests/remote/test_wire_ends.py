@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Annotated, Any, NoReturn, get_args, get_origin, get_type_hints
 
+import attrs
 import pytest
 import torch
 from attrs import define, field
@@ -14,24 +15,27 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 from msgspec import inspect
 
-from adapters.device.compressing import Compressor
-from adapters.http.fields import Fields
-from adapters.http.options import EdgeOptions
-from adapters.http.sampling import read_sampling
-from adapters.models.draft import BlockRequest
-from adapters.models.qwen3 import Qwen3Config
-from adapters.models.shard import Segment, Step
-from adapters.remote.answering import Answering
-from adapters.remote.channel import Channel, WireFrame, failed
-from adapters.remote.daemon import OPS
-from adapters.remote.draft_messages import AskedProposals, DraftMoved, LoadDraft, SendAway
-from adapters.remote.drafter import RemoteScorer, loading_drafter
-from adapters.remote.drafter_messages import DropScoring, LoadDrafter
-from adapters.remote.drafting import RemoteDrafting, asked_of
-from adapters.remote.hello import greet
-from adapters.remote.lending import Lender
-from adapters.remote.loading import loading, loading_draft
-from adapters.remote.messages import (
+from adapters import demo
+from adapters.device.compression.score_prompt import Compressor
+from adapters.http.edge_options import EdgeOptions
+from adapters.http.request.sampling_fields import read_sampling
+from adapters.http.wire.fields import Fields
+from adapters.models.drafts.cached_draft import BlockRequest
+from adapters.models.families.qwen3 import Qwen3Config
+from adapters.models.kernels.step import Segment, Step
+from adapters.remote.client.attach_remote_draft import RemoteDrafting, asked_of
+from adapters.remote.client.remote_scorer import RemoteScorer, loading_drafter
+from adapters.remote.daemon.answer_handlers import Answering
+from adapters.remote.daemon.daemon import OPS
+from adapters.remote.daemon.served_draft import ServedDraft
+from adapters.remote.daemon.served_layers import ServedLayers
+from adapters.remote.daemon.served_scorer import ServedDrafter
+from adapters.remote.protocol.channel import Channel, WireFrame, failed
+from adapters.remote.protocol.draft_messages import AskedProposals, DraftMoved, LoadDraft, SendAway
+from adapters.remote.protocol.handshake import greet
+from adapters.remote.protocol.lent_memory import Lender
+from adapters.remote.protocol.load_request import loading, loading_draft
+from adapters.remote.protocol.messages import (
     Failure,
     LoadLayers,
     Nothing,
@@ -42,12 +46,11 @@ from adapters.remote.messages import (
     decoded,
     encoded,
 )
-from adapters.remote.served_draft import ServedDraft
-from adapters.remote.served_drafter import ServedDrafter
-from adapters.remote.served_layers import ServedLayers
+from adapters.remote.protocol.scorer_messages import DropScoring, LoadDrafter
+from adapters.text.tokenizer import Tokenizer
 from effects.job import Sampling
 from effects.ports import RowsLost
-from engine.options import Options
+from engine.settings.options import Options
 from tests.models.checkpoints import same_bits
 from tests.models.drafts import config_of
 from tests.models.splits import CONFIGS
@@ -93,10 +96,11 @@ class Bounds(Fields):
 def sampled() -> dict[str, Sampling]:
     """What a request can have tokens picked by: each number that is read of it, at both ends."""
     options, bounds = EdgeOptions("demo", 512, 512), Bounds({}, "$")
-    read_sampling(bounds, options)
+    tokenizer = Tokenizer.load(demo.FOLDER)
+    read_sampling(bounds, options, tokenizer)
     assert {"temperature", "top_p", "top_k", "min_p", "seed"} <= bounds.seen.keys()
     ends = [(name, value) for name, pair in bounds.seen.items() for value in pair if name != "repeat_last_n"]
-    found = {f"{name}={value}": read_sampling(Fields({name: value}, "$"), options) for name, value in ends}
+    found = {f"{name}={value}": read_sampling(Fields({name: value}, "$"), options, tokenizer) for name, value in ends}
     return {**found, "the last seed of 63 bits": Sampling(seed=(1 << 63) - 1)}
 
 
@@ -109,7 +113,9 @@ def test_whatever_a_request_may_be_picked_by_can_be_told_to_a_draft(sampling: Sa
 def ends_of_options() -> dict[str, tuple[int, int]]:
     """Every option of `rekindle serve` that is a whole number, with the least and the most that is accepted."""
     found = dict[str, tuple[int, int]]()
-    for name, hint in get_type_hints(Options, include_extras=True).items():
+    groups = attrs.asdict(Options(), recurse=False).values()
+    hints = [item for group in groups for item in get_type_hints(type(group), include_extras=True).items()]
+    for name, hint in hints:
         for one in get_args(hint)[1:] if get_origin(hint) is Annotated else ():
             for rule in one.validator if isinstance(one, Parameter) else ():
                 if isinstance(rule, Number) and get_args(hint)[0] is int:
@@ -323,7 +329,7 @@ def test_a_draft_that_refuses_something_goes_on(op: Op, monkeypatch: pytest.Monk
         story(apart.draft, apart.drafting)
     assert refused == [op]
     if apart.draft.state != "loaded":
-        apart.draft.unpark()
+        apart.draft.load_back()
     follow(apart.draft, 0, 0, 100)
     assert apart.drafting.propose(REQUESTS[:1])[0].size > 0
     assert (apart.dial.opened, apart.draft.peer.restarts, apart.heard) == (process, 0, [])

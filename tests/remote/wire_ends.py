@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from msgspec import inspect, structs
 
-from adapters.remote.messages import WireMessage
+from adapters.remote.protocol.messages import WireMessage
 
 Variant: TypeAlias = tuple[str, Any]  # where it differs, and the whole value
 

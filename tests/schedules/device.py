@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from attrs import define, evolve, field, frozen
 
-from effects.all import Ask, Launch
+from effects.all import EffectRequest, Launch
 from effects.compression import PromptPart
 from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, FailureKind, LeaseId, ModelName, RequestId, StoreFailed, Tokens
@@ -22,7 +22,7 @@ from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
-from states.residency import IDLE, Place, after_use
+from states.residency import IDLE_PLACE, WeightsPlace, get_action_after_use
 from states.settings import Settings
 
 Answer: TypeAlias = tuple[RequestId, Any]
@@ -117,7 +117,7 @@ class DeviceSlot:
 class CheckedTransfer:
     """Rows on their way into a slot. Written on the lane, like everything else that touches one."""
 
-    ask: Ask
+    ask: EffectRequest
     rows: tuple[int, ...]
 
 
@@ -132,19 +132,19 @@ class Device:
     store: CheckedStore
     failures: float
     slots: list[DeviceSlot] = field(init=False)
-    lane: deque[Ask | Launch | CheckedTransfer] = field(factory=deque)
+    lane: deque[EffectRequest | Launch | CheckedTransfer] = field(factory=deque)
     beside: deque[Launch] = field(factory=deque)
-    taking: list[Ask] = field(factory=list)  # snapshots, of what the lane has found in their slots
+    taking: list[EffectRequest] = field(factory=list)  # snapshots, of what the lane has found in their slots
     abandoned: set[RequestId] = field(factory=set)  # flags on what is in flight; gone with its outcome
     halted: set[RequestId] = field(factory=set)  # the same, of launches that are to go on no further
     scored: dict[RequestId, tuple[CompressPrompt, int]] = field(factory=dict)  # prompts, and how far they came
-    weights: dict[ModelName, Place] = field(init=False)
+    weights: dict[ModelName, WeightsPlace] = field(init=False)
     places: list[Tokens] = field(init=False)  # what the positional state in each stands for
 
     def __attrs_post_init__(self) -> None:
         self.places = [()] * self.settings.state_places
         names: tuple[ModelName, ...] = ("draft", "drafter")
-        self.weights = {name: IDLE[after_use(self.settings.residency, name)] for name in names}
+        self.weights = {name: IDLE_PLACE[get_action_after_use(self.settings.residency, name)] for name in names}
         memory, page = [NOTHING] * self.settings.pages * self.settings.page, self.settings.page
         self.slots = [
             DeviceSlot(PooledRows(memory, page) if memory else [NOTHING] * self.settings.max_context)
@@ -156,10 +156,10 @@ class Device:
         match self.lane.popleft():
             case Launch() as launch:
                 return self.carry_out(launch, self.lane)
-            case Ask(request, OpenSlot() as opening):
+            case EffectRequest(request, OpenSlot() as opening):
                 self.open(request, opening)
                 return []
-            case Ask(_, SaveSnapshot()) as saving:
+            case EffectRequest(_, SaveSnapshot()) as saving:
                 self.taking.append(saving)
                 return []
             case CheckedTransfer() as transfer:
@@ -172,7 +172,7 @@ class Device:
         """Of the next launch beside the lane: is its slot open? It may have been for the same request before."""
         (ask,) = self.beside[0].asks
         assert isinstance(ask.effect, RunPrefill), "only prefills go beside the lane"
-        waiting = (one.effect for one in self.lane if isinstance(one, Ask))
+        waiting = (one.effect for one in self.lane if isinstance(one, EffectRequest))
         return not any(isinstance(one, OpenSlot) and one.slot == ask.effect.slot for one in waiting)
 
     def step_beside(self) -> list[Answer]:
@@ -202,32 +202,34 @@ class Device:
             for ask, one, then in zip(asks, outcomes, onward, strict=True)
         ]
 
-    def joining(self, queue: deque[Any]) -> tuple[Ask, ...]:
+    def joining(self, queue: deque[Any]) -> tuple[EffectRequest, ...]:
         """Those whose turn comes between two steps; what is in front of them has its own then, or has had it."""
         if self.rng.random() < 0.3 or not queue or not isinstance(queue[0], Launch) or not queue[0].joins:
             return ()
         return queue.popleft().asks
 
-    def mixes(self, asks: tuple[Ask, ...]) -> bool:
+    def mixes(self, asks: tuple[EffectRequest, ...]) -> bool:
         """Decode steps of one token, and then rows of a prompt, in a forward that there is."""
         *decode_steps, last = (ask.effect for ask in asks)
         plain = all(isinstance(one, RunDecode) and (one.propose, one.steps) == (0, 1) for one in decode_steps)
         prompt = isinstance(last, RunPrefill) and last.logprobs < 0 and self.settings.mixed_rows > 0
         return plain and prompt and len(decode_steps) + last.stop - last.start <= self.settings.chunk
 
-    def onward(self, ask: Ask, outcome: Any) -> Ask | None:
+    def onward(self, ask: EffectRequest, outcome: Any) -> EffectRequest | None:
         """Its next step, if it may be taken without asking, or the chunks of a prefill that are left."""
         one = ask.effect
         if isinstance(one, RunPrefill) and isinstance(outcome, PrefillAdvanced):
             goes_on = outcome.stop < one.stop and ask.request not in self.abandoned | self.halted
-            return Ask(ask.request, evolve(one, start=outcome.stop)) if goes_on else None
+            return EffectRequest(ask.request, evolve(one, start=outcome.stop)) if goes_on else None
         if not (isinstance(one, RunDecode) and isinstance(outcome, Decoded)) or one.steps == 1:
             return None
         slot = self.slots[one.slot]
         if ask.request in self.abandoned | self.halted or set(outcome.tokens) & set(slot.stops):
             return None
         at = len(slot.tokens) - 1
-        return Ask(ask.request, evolve(one, position=at, token=slot.tokens[at], checkpoint=False, steps=one.steps - 1))
+        return EffectRequest(
+            ask.request, evolve(one, position=at, token=slot.tokens[at], checkpoint=False, steps=one.steps - 1)
+        )
 
     def open(self, request: RequestId, opening: OpenSlot) -> None:
         slot, source = self.slots[opening.slot], self.slots[opening.source]
@@ -268,7 +270,7 @@ class Device:
         block_size = self.settings.block_size if self.settings.keep_decoded else 1
         return slot.done // block_size * block_size
 
-    def perform(self, ask: Ask) -> Any:
+    def perform(self, ask: EffectRequest) -> Any:
         failed = self.failure(ask.request)
         match ask.effect:
             case RunPrefill(number) | RunDecode(number):
@@ -322,7 +324,7 @@ class Device:
                     self.keep_state(slot, whole(self.settings, at))
                 return self.round(slot, effect, failed)
 
-    def save(self, ask: Ask) -> SnapshotSaved | StoreFailed:
+    def save(self, ask: EffectRequest) -> SnapshotSaved | StoreFailed:
         """Beside the lane, whatever is done there meanwhile."""
         saving = ask.effect
         assert isinstance(saving, SaveSnapshot)
@@ -535,7 +537,7 @@ class CheckedStore:
         tier = self.rng.choice(("host", "disk"))
         return PrefixFound(LeaseId(self.given), longest, tier, shared, tuple(checkpoints))
 
-    def load(self, ask: Ask) -> CheckedTransfer | StoreFailed:
+    def load(self, ask: EffectRequest) -> CheckedTransfer | StoreFailed:
         """Read what the lease keeps; it goes into the slot over the device's lane."""
         restore = ask.effect
         assert isinstance(restore, RestoreBlocks)

@@ -8,26 +8,27 @@ from itertools import pairwise
 
 from attrs import define, evolve, field
 
-from adapters.device.underway import joined
-from effects.all import Ask, Launch
+from adapters.device.lane.running_batch import merge_steps
+from effects.all import EffectRequest, Launch
 from effects.compression import Compression, PromptPart
 from effects.decode import Decoded
 from effects.ids import MAIN, PROMPTS, DeviceFailed, LaneId, RequestId, SlotId, StoreFailed, Tokens
-from effects.job import Job, Sampling, aged, freezes, uncompressed
+from effects.job import Job, Sampling, explain_no_compression, find_aged_messages, freezes_messages
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
 from effects.pflash import KeepFrozen
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored
 from effects.scope import Scope
 from effects.snapshot import SaveSnapshot, SnapshotSaved
-from effects.stream import Abandon, CloseStream, EmitTokens, Halt, ReportProgress
+from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress, StopLaunch
 from states.events import Cancelled, Event, ForEngine, ForRequest, Happened, SlotsLost, Submitted
-from states.invariants import check
-from states.life import Speculating, begun
+from states.invariants import check_world
+from states.kept_rows import make_prompt
 from states.rates import Rates
-from states.residency import IDLE, Resolved, after_use
+from states.request_states import Speculating
+from states.residency import IDLE_PLACE, Resolved, get_action_after_use
 from states.settings import Settings
-from states.world import Out, advance, begin
+from states.world import Output, advance, make_world
 from tests.schedules.device import (
     Answer,
     CheckedStore,
@@ -103,9 +104,9 @@ class Client:
         """The answer is that of a request that was alone, as far as it came, and ended for the reason given."""
         assert self.closing is not None, "a stream that never closed"
         finish, report, job = self.closing.finish, self.closing.report, self.job
-        may_shorten = not uncompressed(job, settings.drafter)
-        made = thawed(job) if freezes(job) else shortened(job.prompt) if may_shorten else job.prompt
-        assert self.served in (begun(job).tokens, made)
+        may_shorten = not explain_no_compression(job, settings.drafter)
+        made = thawed(job) if freezes_messages(job) else shortened(job.prompt) if may_shorten else job.prompt
+        assert self.served in (make_prompt(job).tokens, made)
         assert self.tokens == answer_of(self.served, job.sampling.seed, len(self.tokens)), "another answer than alone"
         assert len(self.tokens) <= job.max_tokens
         assert not set(self.tokens[:-1]) & set(job.stop_tokens), "tokens after a stop token"
@@ -142,7 +143,7 @@ class Client:
         assert settings.store, "there is nothing to keep it in"
         assert len(tokens) + settings.block_size > settings.min_tokens, "so few tokens are not worth keeping"
         match scope.kind:
-            case "full" if self.losses and tokens == begun(self.job).tokens[: len(tokens)]:
+            case "full" if self.losses and tokens == make_prompt(self.job).tokens[: len(tokens)]:
                 pass  # kept before the loss; it was compressed only then
             case "full":
                 assert (
@@ -159,9 +160,9 @@ class Client:
 
 def thawed(job: Job) -> Tokens:
     """What is served once all that has aged is frozen."""
-    waiting = aged(job)
+    waiting = find_aged_messages(job)
     parts = tuple(as_frozen(part) if part in waiting else part for part in job.compression.parts)
-    return begun(evolve(job, compression=evolve(job.compression, parts=parts))).tokens
+    return make_prompt(evolve(job, compression=evolve(job.compression, parts=parts))).tokens
 
 
 class Simulator:
@@ -180,16 +181,16 @@ class Simulator:
         self.device = Device(self.settings, self.rng, self.store, self.failures)
         self.jobs = self.some_jobs() if jobs is None else jobs
         self.remember(self.jobs)
-        self.world = begin(self.settings)
+        self.world = make_world(self.settings)
         self.clients: dict[RequestId, Client] = {}
         self.salts: dict[int, str] = {}  # of whom the rows in a slot are
         self.places: dict[int, str] = {}  # and the state in a place
         self.lost: set[int] = set()  # slots that the core was told are empty, and that were not opened since
         self.launched: dict[LaneId, set[RequestId]] = {}  # members of each lane's launch that have not answered
         self.entering: list[Launch] = []  # decided, and not yet on the device's lane
-        self.loading: list[Ask] = []  # asked of the store
+        self.loading: list[EffectRequest] = []  # asked of the store
         self.answers: list[Answer] = []  # on their way back
-        self.history: list[tuple[Happened, tuple[Out, ...]]] = []
+        self.history: list[tuple[Happened, tuple[Output, ...]]] = []
 
     def some_settings(self) -> Settings:
         rng = self.rng
@@ -227,7 +228,7 @@ class Simulator:
             interval=rng.choice((0, 3, 8)),
             cold_max=rng.choice((0, 12)),
             span=1 if chunk <= beside_rows else rng.choice((1, 1, 3)),
-            rates=rng.choice((Rates(), Rates(prefill=(50,), host=10, disk=90, decode=decode_steps))),
+            rates=rng.choice((Rates(), Rates(prefill=(50,), loads={"host": 10, "disk": 90}, decode=decode_steps))),
         )
 
     def some_jobs(self) -> list[Job]:
@@ -304,7 +305,7 @@ class Simulator:
         return [step for due, step in steps if due]
 
     def submit(self, request: RequestId, job: Job) -> None:
-        self.clients[request] = Client(job, begun(job).tokens)
+        self.clients[request] = Client(job, make_prompt(job).tokens)
         self.feed(request, Submitted(job))
 
     def cancel(self, request: RequestId) -> None:
@@ -352,7 +353,7 @@ class Simulator:
         some = [one for one in (self.answers[at][1] for at in its[:count]) if goes_on(one)]
         if not some:
             return self.answers.pop(its[0])
-        _, done = next(joined(((request, one),) for one in some))
+        _, done = next(merge_steps(((request, one),) for one in some))
         told = its[: done.steps if isinstance(done, Decoded) else len(some)]
         self.answers = [answer for at, answer in enumerate(self.answers) if at not in told]
         return request, done
@@ -385,11 +386,11 @@ class Simulator:
     def happen(self, happened: Happened) -> None:
         self.world, outs = advance(self.world, happened)
         self.history.append((happened, outs))
-        check(self.world)
+        check_world(self.world)
         for out in outs:
             self.carry_out(out)
 
-    def carry_out(self, out: Out) -> None:
+    def carry_out(self, out: Output) -> None:
         match out:
             case Launch(asks, lane, joins):
                 assert joins or not self.launched.get(lane), "two launches at once"
@@ -397,26 +398,28 @@ class Simulator:
                 if isinstance(asks[0].effect, RunPrefill) and asks[0].effect.place is not None:
                     self.places[asks[0].effect.place] = self.clients[asks[0].request].job.salt
                 self.entering.append(out)
-            case Ask(request, OpenSlot() as opening):
+            case EffectRequest(request, OpenSlot() as opening):
                 assert not any(request in members for members in self.launched.values())
                 assert not (opening.keep and opening.source in self.lost), "a slot that was lost is trusted"
                 self.check_whose(opening, self.clients[request].job.salt)
                 self.lost.discard(opening.slot)
                 self.clients[request].served = opening.prompt
                 self.device.lane.append(out)
-            case Ask(request, KeepFrozen(kept)):
-                assert [name for name, _ in kept] == [part.name for part in aged(self.clients[request].job)]
-            case Ask(_, ReleasePrefix() as release):
+            case EffectRequest(request, KeepFrozen(kept)):
+                assert [name for name, _ in kept] == [
+                    part.name for part in find_aged_messages(self.clients[request].job)
+                ]
+            case EffectRequest(_, ReleasePrefix() as release):
                 self.store.release(release)
-            case Ask(request, ReportProgress() | EmitTokens() | CloseStream() as said):
+            case EffectRequest(request, ReportProgress() | EmitTokens() | CloseStream() as said):
                 self.clients[request].hear(said)
-            case Ask(request, Abandon()):
+            case EffectRequest(request, Abandon()):
                 self.abandon(request)
-            case Ask(_, SaveSnapshot()):
+            case EffectRequest(_, SaveSnapshot()):
                 self.device.lane.append(out)
-            case Ask(request, Halt()):
+            case EffectRequest(request, StopLaunch()):
                 self.halt(request)
-            case Ask():
+            case EffectRequest():
                 assert out.effect.outcomes
                 self.loading.append(out)
 
@@ -454,14 +457,16 @@ class Simulator:
         for name, model in world.models.items():
             assert not model.leases
             assert device.weights[name] == model.place
-            idle = IDLE[after_use(self.settings.residency, name)]
+            idle = IDLE_PLACE[get_action_after_use(self.settings.residency, name)]
             assert self.failures or device.weights[name] == idle, f"the {name} was never sent away"
         for slot, real in zip(world.slots.slots, device.slots, strict=True):
             rows = len(slot.tokens)
             assert slot.holder is None
             assert not (real.spoiled and rows), "a slot is trusted that broke"
             assert real.broken or real.rows[:rows] == rows_of(slot.tokens), "a slot does not have what it is said to"
-            assert real.broken or not slot.live or slot.live == device.live(real), "a slot has its state elsewhere"
+            assert real.broken or not slot.state_position or slot.state_position == device.live(real), (
+                "a slot has its state elsewhere"
+            )
         for place, tokens in zip(world.slots.places, device.places, strict=True):
             kept = world.slots.slots[place.slot]
             assert tokens == kept.tokens[: place.at] or not place.at, "a place has another state than it is said to"
@@ -472,7 +477,7 @@ class Simulator:
 
     def replay(self) -> None:
         """Fold what happened again: the same asks at every step, and the same world at the end."""
-        world = begin(self.settings)
+        world = make_world(self.settings)
         for happened, outs in self.history:
             world, again = advance(world, happened)
             assert again == outs, "a history does not replay"

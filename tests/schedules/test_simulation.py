@@ -11,8 +11,9 @@ from attrs import evolve
 
 import states.invariants
 import states.pages
+import states.slot_admission
 import states.world
-from effects.all import Ask, Launch
+from effects.all import EffectRequest, Launch
 from effects.compression import Compression
 from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, RequestId
@@ -21,16 +22,16 @@ from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored
-from effects.stream import EmitTokens, Halt
+from effects.stream import EmitTokens, StopLaunch
 from states import residency
 from states.events import Cancelled, ForRequest, Submitted
-from states.life import Draining, Held, Prompt, Recovering, Restoring, Waiting, Yielding, remains
-from states.machine import Table, Then
+from states.machine import Table, Transition
 from states.policy import Decision
+from states.request_states import Draining, Held, Prompt, Recovering, Restoring, Waiting, Yielding, get_remainder
 from states.residency import Resolved
-from states.settings import Known, Settings
+from states.settings import DecisionContext, Settings
 from states.table import TABLE
-from states.world import advance, begin
+from states.world import advance, make_world
 from tests.schedules.device import Device
 from tests.schedules.simulator import Simulator
 
@@ -132,7 +133,7 @@ def test_prompts_of_many_chunks_give_way_to_each_other_and_nobody_is_lost(first:
         for out in (out for _, outs in simulator.history for out in outs):
             if isinstance(out, Launch):
                 halted -= {ask.request for ask in out.asks}
-            elif isinstance(out.effect, Halt):
+            elif isinstance(out.effect, StopLaunch):
                 assert out.request not in halted
                 halted.add(out.request)
                 halts += 1
@@ -149,8 +150,8 @@ def given_while_there_are_any(running: Any, total: int) -> bool:
 
 
 def test_pages_that_are_given_while_there_are_any_lock_requests_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states.pages, "safe", given_while_there_are_any)
-    monkeypatch.setattr(states.invariants, "safe", given_while_there_are_any)
+    monkeypatch.setattr(states.pages, "can_all_finish", given_while_there_are_any)
+    monkeypatch.setattr(states.invariants, "can_all_finish", given_while_there_are_any)
     with pytest.raises(AssertionError, match="outlived its end"):
         run_all(crowded(seed) for seed in range(200))
 
@@ -213,7 +214,7 @@ def test_titles_between_the_turns_of_a_conversation_leave_it_on_the_device(slots
 class NoRoom(Device):
     """The draft never comes back."""
 
-    def perform(self, ask: Ask) -> Any:
+    def perform(self, ask: EffectRequest) -> Any:
         if isinstance(ask.effect, LoadModel):
             return DeviceFailed("out_of_memory", "no room for the draft")
         return super().perform(ask)
@@ -251,38 +252,38 @@ def test_an_answer_is_the_same_with_a_draft_without_one_and_where_it_cannot_be_h
 # Mutants: bugs that only a schedule shows, and that the simulator sees them.
 
 
-def changed(pair: tuple[type, type], arrow: Any) -> Table:
+def changed(pair: tuple[type, type], transition: Any) -> Table:
     arms = {(target, *asks) for row in TABLE.values() for target, *asks in row.arms}
-    return {**TABLE, pair: evolve(TABLE[pair], arrow=arrow, arms=tuple(arms))}
+    return {**TABLE, pair: evolve(TABLE[pair], transition=transition, arms=tuple(arms))}
 
 
-def trusting(state: Restoring, event: BlocksRestored, known: Known) -> Any:
+def trusting(state: Restoring, event: BlocksRestored, known: DecisionContext) -> Any:
     """Believes that all rows came which were asked for."""
-    return TABLE[Restoring, BlocksRestored].arrow(state, evolve(event, start=state.front, stop=state.stop), known)
+    return TABLE[Restoring, BlocksRestored].transition(state, evolve(event, start=state.front, stop=state.stop), known)
 
 
-def generous(state: Draining, event: Decoded, known: Known) -> Any:
+def generous(state: Draining, event: Decoded, known: DecisionContext) -> Any:
     """Counts a row for every token that a cancelled decode step picked, though the client saw none of them."""
-    then = TABLE[Draining, Decoded].arrow(state, event, known)
-    left = then.state.remains
-    more = evolve(left, seat=evolve(left.seat, valid=left.seat.valid + 1))
-    return Then(evolve(then.state, remains=more), *then.effects)
+    then = TABLE[Draining, Decoded].transition(state, event, known)
+    left = then.state.remainder
+    more = evolve(left, slot_lease=evolve(left.slot_lease, valid_rows=left.slot_lease.valid_rows + 1))
+    return Transition(evolve(then.state, remainder=more), *then.effects)
 
 
 def early(slot: Any, requests: Any, _: Settings) -> Any:
     """Offers the rows of a busy slot before they are acknowledged."""
     state = requests.get(slot.holder)
-    return remains(state).prompt.tokens if isinstance(state, Held) else slot.tokens
+    return get_remainder(state).prompt.tokens if isinstance(state, Held) else slot.tokens
 
 
-def alone(models: Any, ask: Ask, settings: Settings) -> Any:
+def alone(models: Any, ask: EffectRequest, settings: Settings) -> Any:
     """Parks the draft although others need it."""
     if isinstance(ask.effect, UnloadModel):
         return models, None
     return residency_at_once(models, ask, settings)
 
 
-residency_at_once = residency.at_once
+residency_at_once = residency.answer_without_move
 
 
 def caught(limit: int = 400) -> str:
@@ -306,45 +307,45 @@ def test_rows_of_tokens_that_nobody_saw_are_noticed(monkeypatch: pytest.MonkeyPa
 
 
 def test_copying_rows_before_they_are_there_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states.slots, "resident", early)
+    monkeypatch.setattr(states.slot_admission, "get_resident_tokens", early)
     assert "a slot is opened on rows that are not there" in caught()
 
 
 def test_a_draft_parked_under_somebody_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residency, "at_once", alone)
+    monkeypatch.setattr(residency, "answer_without_move", alone)
     assert caught()
 
 
 def test_a_compression_that_the_client_declined_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def allowed(settings: Settings, prompt: Prompt) -> Decision:
-        return Decision(settings.drafter > 0 and not prompt.compressed, "mutant")
+        return Decision(settings.drafter > 0 and not prompt.compression_tried, "mutant")
 
-    monkeypatch.setattr("states.policy.shorten", allowed)
+    monkeypatch.setattr("states.policy.decide_shortening", allowed)
     assert caught()
 
 
 def test_keeping_more_than_the_scope_allows_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("states.scope.reach", lambda prompt, _: (len(prompt.tokens), "mutant"))
+    monkeypatch.setattr("states.scope.find_scope_boundary", lambda prompt, _: (len(prompt.tokens), "mutant"))
     assert "kept" in caught()
 
 
 def test_a_checkpoint_beyond_the_scope_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("states.scope.positions", lambda _, __, prompt: iter((prompt.target,)))
+    monkeypatch.setattr("states.scope.list_checkpoint_positions", lambda _, __, prompt: iter((prompt.prefill_rows,)))
     assert caught()
 
 
 def test_state_that_is_believed_to_be_elsewhere_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("states.slots.sequence", lambda _, left: left.rows[: left.seat.valid // 2])
+    monkeypatch.setattr("states.slots.get_kept_sequence", lambda _, left: left.rows[: left.slot_lease.valid_rows // 2])
     assert "state" in caught()
 
 
 def test_a_prompt_that_is_compared_twice_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("states.policy.window", lambda _: 3)
+    monkeypatch.setattr("states.policy.choose_window", lambda _: 3)
     assert "a prompt is compared once" in caught()
 
 
 def test_a_forgotten_lane_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("states.lane.answered", lambda lane, *_, **__: lane)
+    monkeypatch.setattr("states.lane.record_outcome", lambda lane, *_, **__: lane)
     assert caught()
 
 
@@ -355,23 +356,23 @@ def test_a_prefill_that_does_not_wait_until_its_slot_is_open_is_noticed(monkeypa
 
 
 def test_rows_that_are_believed_after_a_loss_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("states.slots.forget", lambda slots, _: slots)
+    monkeypatch.setattr("states.slots.forget_rows", lambda slots, _: slots)
     assert caught()
 
 
 def test_a_loss_that_the_holder_never_hears_of_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("states.recover.emptied", lambda left: left)
+    monkeypatch.setattr("states.recover.forget_all_rows", lambda left: left)
     assert caught()
 
 
 def test_an_answer_that_is_said_again_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    arrow = TABLE[Recovering, Decoded].arrow
+    transition = TABLE[Recovering, Decoded].transition
 
-    def forgetting(state: Recovering, event: Decoded, known: Known) -> Any:
-        then = arrow(state, event, known)
+    def forgetting(state: Recovering, event: Decoded, known: DecisionContext) -> Any:
+        then = transition(state, event, known)
         if not isinstance(then.state, Waiting):
             return then
-        return Then(Waiting(evolve(then.state.prompt, heard=())))
+        return Transition(Waiting(evolve(then.state.prompt, heard_tokens=())))
 
     monkeypatch.setattr(states.world, "TABLE", changed((Recovering, Decoded), forgetting))
     assert caught()
@@ -384,7 +385,7 @@ def in_turn(prompts: list[int], settings: Settings) -> list[tuple[RequestId, ...
     """The launches of a house where everybody comes at once and nothing fails, as lists of decode steps or chunks.
     Those who join a launch have a step of their own behind the one that it is at, together.
     """
-    world, launches, todo = begin(settings), list[tuple[RequestId, ...]](), list[Launch]()
+    world, launches, todo = make_world(settings), list[tuple[RequestId, ...]](), list[Launch]()
     for number, length in enumerate(prompts):
         job = Job(tuple(range(number * 1000, number * 1000 + length)), 30, Sampling())
         world, outs = advance(world, ForRequest(RequestId(number), Submitted(job)))
@@ -413,7 +414,7 @@ def test_a_long_prefill_delays_a_decoding_neighbour_by_one_chunk() -> None:
 def test_scoring_delays_a_decoding_neighbour_by_one_chunk() -> None:
     """A prompt that is compressed takes turns like one that is prefilled."""
     settings = Settings(chunk=4, block_size=4, drafter=99)
-    world, outs = advance(begin(settings), ForRequest(ONE, Submitted(Job((1,), 30))))
+    world, outs = advance(make_world(settings), ForRequest(ONE, Submitted(Job((1,), 30))))
     world, more = advance(
         world, ForRequest(TWO, Submitted(Job(tuple(range(40)), 30, compression=Compression("always"))))
     )
@@ -465,7 +466,7 @@ def test_a_batch_that_is_too_small_for_all_serves_them_in_turn() -> None:
 
 
 def test_what_nobody_awaits_is_refused() -> None:
-    world, _ = advance(begin(Settings()), ForRequest(RequestId(0), Submitted(Job((1, 2, 3), 4))))
+    world, _ = advance(make_world(Settings()), ForRequest(RequestId(0), Submitted(Job((1, 2, 3), 4))))
     world, _ = advance(world, ForRequest(RequestId(0), PrefillAdvanced(2)))
     for unasked in (PrefillAdvanced(2), ModelUnloaded()):
         with pytest.raises(states.world.IllegalEvent):
@@ -479,6 +480,6 @@ def test_every_token_is_streamed_once() -> None:
             out.effect.tokens
             for _, outs in simulator.history
             for out in outs
-            if isinstance(out, Ask) and out.request == request and isinstance(out.effect, EmitTokens)
+            if isinstance(out, EffectRequest) and out.request == request and isinstance(out.effect, EmitTokens)
         ]
         assert sum(said, ()) == client.tokens

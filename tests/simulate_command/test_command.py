@@ -11,9 +11,9 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from engine import picture
 from engine.__main__ import main
-from engine.simulation.beside import beside
+from engine.settings import plot_style
+from engine.tools.simulation.parallel_runs import run_side_by_side
 from tests.simulate_command.test_logs import GOLDEN, counts, session, write
 
 
@@ -98,8 +98,8 @@ def test_processes_of_their_own_tell_the_same(
     ]
     assert main([*words, "--plot", str(tmp_path / "one.svg")]) == 0
     alone = capsys.readouterr()
-    monkeypatch.setattr("engine.simulate.LONG", 0)
-    monkeypatch.setattr("engine.simulate.cores", lambda: 3)
+    monkeypatch.setattr("engine.tools.simulate.LONG", 0)
+    monkeypatch.setattr("engine.tools.simulate.count_cores", lambda: 3)
     assert main([*words, "--plot", str(tmp_path / "three.svg")]) == 0
     assert capsys.readouterr() == alone
     assert (tmp_path / "three.svg").read_text() == (tmp_path / "one.svg").read_text()
@@ -114,12 +114,12 @@ def test_results_come_in_order_steps_are_told_and_a_process_that_dies_is_not_wai
             step()
         return number, os.getpid()
 
-    found = beside([partial(work, number) for number in (3, 0, 2, 1)], lambda: steps.append(1), 2)
+    found = run_side_by_side([partial(work, number) for number in (3, 0, 2, 1)], lambda: steps.append(1), 2)
     assert [number for number, _ in found] == [3, 0, 2, 1]
     assert len(steps) == 6
     assert len({process for _, process in found} | {os.getpid()}) == 5
     with pytest.raises(RuntimeError, match="has died"):
-        beside([partial(work, 1), lambda _: os._exit(3)], lambda: None, 2)
+        run_side_by_side([partial(work, 1), lambda _: os._exit(3)], lambda: None, 2)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_mistake_is_one_line_and_exit_status_2(
 def test_without_matplotlib_a_plot_is_refused_before_anything_runs(
     log: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(picture, "find_spec", lambda _: None)
+    monkeypatch.setattr(plot_style, "find_spec", lambda _: None)
     assert main(["simulate", log, "--plot", "p.svg"]) == 2
     assert "pip install 'rekindle[plot]'" in capsys.readouterr().err
 

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from engine.refusal import Refusal
-from engine.simulation.costs import Costs, Measured, line, read_costs
-from engine.simulation.recorded import read_recorded
-from states.rates import prefill_time
+from engine.settings.user_error import UserError
+from engine.tools.simulation.recorded_trace import read_recorded
+from engine.tools.simulation.simulated_costs import Costs, MeasuredCosts, fit_line, read_costs
+from states.rates import estimate_prefill_time
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 def test_a_line_goes_through_its_points_and_never_below_zero() -> None:
-    assert line([(0, 10), (100, 60)]) == (10, pytest.approx(0.5))
-    assert line([(50, 10)]) == (10, 0)
-    assert line([(0, 60), (100, 10)]) == (35, 0)
-    a, b = line([(100, 1), (200, 100)])
+    assert fit_line([(0, 10), (100, 60)]) == (10, pytest.approx(0.5))
+    assert fit_line([(50, 10)]) == (10, 0)
+    assert fit_line([(0, 60), (100, 10)]) == (35, 0)
+    a, b = fit_line([(100, 1), (200, 100)])
     assert a >= 0
     assert b >= 0
 
@@ -27,19 +27,19 @@ def test_a_line_goes_through_its_points_and_never_below_zero() -> None:
 def test_later_tokens_take_longer_and_the_engine_plans_with_the_same_figures() -> None:
     costs = Costs()
     assert costs.chunk_ns(8000, 8256) > costs.chunk_ns(0, 256)
-    planned = prefill_time(costs.rates(), 0, 8192)
+    planned = estimate_prefill_time(costs.rates(), 0, 8192)
     spent = sum(costs.chunk_ns(at, at + 256) - costs.launch for at in range(0, 8192, 256))
     assert planned == pytest.approx(spent, rel=0.01)
     assert costs.decode_ns([100, 100]) < 2 * costs.decode_ns([100])
 
 
 def test_what_was_recorded_takes_the_place_of_what_was_assumed() -> None:
-    measured = Measured(((0.0, 10.0), (100.0, 20.0)), ((5.0, 99.0),), {"disk": (7.0, 9.0, 8.0)}, 64)
-    costs = measured.applied(Costs(), "recorded")
+    measured = MeasuredCosts(((0.0, 10.0), (100.0, 20.0)), ((5.0, 99.0),), {"disk": (7.0, 9.0, 8.0)}, 64)
+    costs = measured.apply_to(Costs(), "recorded")
     assert (costs.prefill, costs.prefill_slope, costs.decode, costs.disk, costs.token_bytes) == (10, 0.1, 99, 8, 64)
     assert costs.host == Costs().host
     assert costs.source.startswith("recorded (decode, decode_slope, disk, prefill")
-    assert Measured().applied(Costs(), "recorded") == Costs()
+    assert MeasuredCosts().apply_to(Costs(), "recorded") == Costs()
 
 
 def test_a_trace_that_told_no_times_says_at_least_how_large_rows_are() -> None:
@@ -76,5 +76,5 @@ def test_a_file_changes_what_it_names(tmp_path: Path) -> None:
 def test_what_is_no_cost_is_refused(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "mine.json"
     path.write_text(text)
-    with pytest.raises(Refusal, match=said):
+    with pytest.raises(UserError, match=said):
         read_costs(path, Costs())

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import zstandard
 
-from engine.refusal import Refusal
-from engine.simulation.logs import claude_code
-from engine.simulation.logs.read import PIECE, Logs, read_logs
-from engine.simulation.logs.requests import Request
+from engine.settings.user_error import UserError
+from engine.tools.simulation.logs import claude_code
+from engine.tools.simulation.logs.logged_requests import Request
+from engine.tools.simulation.logs.read_log import PIECE, Logs, read_logs
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -192,7 +192,7 @@ def test_any_file_may_be_compressed(tmp_path: Path, kind: str) -> None:
 def test_a_bad_file_is_one_line_that_names_it_and_the_place(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "log"
     path.write_text(text)
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(UserError) as refusal:
         read_logs([path])
     assert said in str(refusal.value)
     assert str(path) in str(refusal.value)
@@ -201,21 +201,21 @@ def test_a_bad_file_is_one_line_that_names_it_and_the_place(tmp_path: Path, text
 def test_a_small_file_cannot_stand_for_more_than_memory_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claude_code, "MOST_MADE_UP", 10_000)
     path = write(tmp_path / "s.json", session(*(counts(at, 4000, []) for at in range(3))))
-    with pytest.raises(Refusal, match="stands for more than"):
+    with pytest.raises(UserError, match="stands for more than"):
         read_logs([path])
 
 
 def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     for name, raw in (("a.json", b"\xff\xfe\x00"), ("b.zst", b"no zstd at all")):
         (tmp_path / name).write_bytes(raw)
-        with pytest.raises(Refusal, match=name):
+        with pytest.raises(UserError, match=name):
             read_logs([tmp_path / name])
 
 
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
-        with pytest.raises(Refusal, match="no regular file"):
+        with pytest.raises(UserError, match="no regular file"):
             read_logs([path])
 
 

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from effects.compression import Compression
 from effects.ids import RequestId
-from effects.scope import parse
-from engine.simulation.logs.requests import Agent, Session, made_up
-from engine.simulation.process import Process
-from engine.simulation.run import Simulation
+from effects.scope import parse_scope
+from engine.tools.simulation.logs.logged_requests import Agent, Session, make_tokens
+from engine.tools.simulation.simulate_scope import Simulation
+from engine.tools.simulation.simulated_process import Process
 from states.events import Event
 from tests.simulate_command.kit import BLOCK_SIZE, COSTS, agent, request, run, session, watch
 
-PIECES = [made_up(f"piece {turn}", 40 + 24 * turn) for turn in range(4)]
+PIECES = [make_tokens(f"piece {turn}", 40 + 24 * turn) for turn in range(4)]
 FOUR = [session(name, turns) for name, turns in (("a", 6), ("b", 5), ("c", 4), ("d", 6))]
 
 
@@ -57,7 +57,7 @@ def test_what_left_the_slots_comes_back_from_host_memory_or_disk() -> None:
 def test_a_budget_is_kept_and_evicts() -> None:
     budget = 400 * COSTS.token_bytes
     one = run(FOUR, restart_every=1, disk_budget=budget)
-    assert one.disk.index.held <= budget
+    assert one.disk.index.held_bytes <= budget
     assert one.figures().evictions > 0
     assert one.figures().hit_tokens < one.figures().infinite_hit_tokens
 
@@ -85,7 +85,7 @@ def test_what_checkpoints_weigh_decides_what_is_worth_loading() -> None:
 
 
 def test_scopes_limit_what_is_written() -> None:
-    written = {word: run(FOUR, parse(word), restart_every=1).figures() for word in ("off", "20", "auto", "full")}
+    written = {word: run(FOUR, parse_scope(word), restart_every=1).figures() for word in ("off", "20", "auto", "full")}
     assert written["off"].written_bytes == written["off"].hit_tokens == 0
     assert 0 < written["20"].written_bytes < written["auto"].written_bytes < written["full"].written_bytes
     assert written["20"].selected_mean == 20
@@ -103,7 +103,7 @@ def test_without_a_cache_nothing_is_shared_and_first_tokens_take_longest() -> No
 
 def test_an_agent_waits_for_its_answer_and_takes_its_pause() -> None:
     hasty = Session(
-        "h", (Agent((request(0, made_up("x", 400), answer=50), request(0.001, made_up("y", 9), pause_s=7))),)
+        "h", (Agent((request(0, make_tokens("x", 400), answer=50), request(0.001, make_tokens("y", 9), pause_s=7))),)
     )
     first, second = run([hasty]).tally.counts.values()
     assert second.sent == first.closed + 7_000_000_000
@@ -126,8 +126,8 @@ def test_sessions_run_in_rounds_whose_clocks_start_together() -> None:
 
 
 def test_sessions_of_one_clock_keep_its_times_unless_they_run_in_rounds() -> None:
-    early = Session("early", (Agent((request(1000, made_up("e", 9)),)),), absolute=True)
-    late = Session("late", (Agent((request(1500, made_up("l", 9)),)),), absolute=True)
+    early = Session("early", (Agent((request(1000, make_tokens("e", 9)),)),), absolute=True)
+    late = Session("late", (Agent((request(1500, make_tokens("l", 9)),)),), absolute=True)
     assert [count.sent for count in run([early, late]).tally.counts.values()] == [0, 500 * 10**9]
     rounds = run([late, early], interleave=2).tally.counts.values()
     assert [count.sent for count in rounds] == [0, 0]
@@ -161,9 +161,9 @@ def test_decode_steps_that_nothing_comes_between_are_one_event_and_change_nothin
         )
         for name, at in (("a", 0.0), ("b", 0.05), ("c", 0.4), ("d", 9.0))
     ]
-    together = watched(talkative, monkeypatch, scope=parse(scope), **how)
-    monkeypatch.setattr(Process, "undisturbed", lambda *_: 1)
-    one_by_one = watched(talkative, monkeypatch, scope=parse(scope), **how)
+    together = watched(talkative, monkeypatch, scope=parse_scope(scope), **how)
+    monkeypatch.setattr(Process, "count_undisturbed_steps", lambda *_: 1)
+    one_by_one = watched(talkative, monkeypatch, scope=parse_scope(scope), **how)
     assert together[0].figures() == one_by_one[0].figures()
     assert together[0].tally.written == one_by_one[0].tally.written
     assert together[0].clock.now == one_by_one[0].clock.now
@@ -181,7 +181,7 @@ def test_the_same_logs_give_the_same_figures() -> None:
 @given(data=st.data())
 def test_no_log_finds_more_than_there_was_or_leaves_anything_open(data: st.DataObject) -> None:
     """Sequences from few pieces, so that they meet and part; any budget, any scope, any restart."""
-    words = [made_up(f"word {number}", length) for number, length in enumerate((3, 8, 16, 24, 40))]
+    words = [make_tokens(f"word {number}", length) for number, length in enumerate((3, 8, 16, 24, 40))]
     piece = st.sampled_from(words)
     agents = st.lists(st.lists(st.lists(piece, min_size=1, max_size=6), min_size=1, max_size=4), min_size=1, max_size=4)
     sessions = [
@@ -191,7 +191,7 @@ def test_no_log_finds_more_than_there_was_or_leaves_anything_open(data: st.DataO
         )
         for number, prompts in enumerate(data.draw(agents))
     ]
-    scope = parse(data.draw(st.sampled_from(("off", "full", "auto:1", "auto", "12"))))
+    scope = parse_scope(data.draw(st.sampled_from(("off", "full", "auto:1", "auto", "12"))))
     one = run(
         sessions,
         scope,
@@ -208,7 +208,7 @@ def test_no_log_finds_more_than_there_was_or_leaves_anything_open(data: st.DataO
     assert len(one.tally.counts) == sum(one.count for one in sessions)
     assert not one.process.keeping.store._leases  # noqa: SLF001
     assert all(not entry.leases for entry in one.disk.index.entries.values())
-    assert one.disk.index.held <= one.disk.index.budget
+    assert one.disk.index.held_bytes <= one.disk.index.budget
 
 
 FREEZING = Compression("always", keep=100, freeze=True)
@@ -217,7 +217,7 @@ FREEZING = Compression("always", keep=100, freeze=True)
 def test_a_frozen_conversation_is_served_shorter_and_still_found() -> None:
     """Each turn has 24 tokens more and a message for each: what has aged is frozen in lots of 512."""
     talk = [frozen_session(60)]
-    plain, frozen = run(talk).told(), run(talk, compression=FREEZING, drafter=1 << 20).told()
+    plain, frozen = run(talk).build_result(), run(talk, compression=FREEZING, drafter=1 << 20).build_result()
     assert plain.figures.served_tokens == plain.figures.prompt_tokens == frozen.figures.prompt_tokens
     assert frozen.figures.served_tokens < 0.7 * plain.figures.served_tokens
     shorter = [count.served < count.prompt for count in frozen.counts]
@@ -229,7 +229,7 @@ def test_a_frozen_conversation_is_served_shorter_and_still_found() -> None:
 
 def test_a_restart_finds_what_messages_were_frozen_to() -> None:
     talk = [frozen_session(40)]
-    one = run(talk, compression=FREEZING, drafter=1 << 20, restart_every=15).told()
+    one = run(talk, compression=FREEZING, drafter=1 << 20, restart_every=15).build_result()
     assert one.restarts
     assert all(count.served < count.prompt for count in one.counts[-10:])
 
@@ -237,7 +237,7 @@ def test_a_restart_finds_what_messages_were_frozen_to() -> None:
 def test_a_long_first_prompt_is_compressed_as_a_whole_and_takes_its_time() -> None:
     first = [Session("long", (Agent((request(0, tuple(range(1000))),)),))]
     always = Compression("always", keep=100)
-    plain, short = (run(first, compression=how, drafter=1 << 20).told() for how in (Compression(), always))
+    plain, short = (run(first, compression=how, drafter=1 << 20).build_result() for how in (Compression(), always))
     assert (plain.figures.served_tokens, short.figures.served_tokens) == (1000, 100)
     assert short.counts[0].closed > 0
 

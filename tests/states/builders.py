@@ -7,12 +7,14 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from effects.all import Ask, Effect
+from effects.all import Effect, EffectRequest
 from effects.compression import Compressed, Compression
 from effects.ids import RequestId, SlotId, Tier, Tokens
 from effects.job import Job, Report
 from states import speculation_control as control
-from states.life import (
+from states.phases import make_report
+from states.rates import Rates
+from states.request_states import (
     Done,
     Drafted,
     Draining,
@@ -20,9 +22,9 @@ from states.life import (
     Parking,
     Prefilling,
     Prompt,
-    Remains,
+    RequestRemainder,
     Restoring,
-    Seat,
+    SlotLease,
     Snapshotting,
     Speculating,
     Speculation,
@@ -30,10 +32,8 @@ from states.life import (
     Undrafted,
     Waiting,
 )
-from states.onward import report
-from states.rates import Rates
 from states.residency import Resolved
-from states.settings import Known, Settings
+from states.settings import DecisionContext, Settings
 from states.slots import Slot, Slots
 
 HERE = SlotId(0)
@@ -80,9 +80,9 @@ class Flat:
     accepted: int = 0
 
     @property
-    def early(self) -> tuple[Seat, Prompt]:
-        seat = Seat(self.slot, self.valid, self.restored, self.tier, self.ahead)
-        return seat, Prompt(
+    def early(self) -> tuple[SlotLease, Prompt]:
+        slot_lease = SlotLease(self.slot, self.valid, self.restored, self.tier, self.ahead)
+        return slot_lease, Prompt(
             self.job, self.prompt, self.compressed, self.compression, self.shared, self.stored, self.miss
         )
 
@@ -95,8 +95,8 @@ class Flat:
         return Generated(self.answer, self.decode_steps, self.proposed, self.accepted)
 
     @property
-    def remains(self) -> Remains:
-        return Remains(*self.early, self.answer, None if self.control is None else "draft")
+    def remainder(self) -> RequestRemainder:
+        return RequestRemainder(*self.early, self.answer, None if self.control is None else "draft")
 
 
 def a(state: type, flat: Flat, *more: Any, **named: Any) -> Any:
@@ -107,17 +107,17 @@ def a(state: type, flat: Flat, *more: Any, **named: Any) -> Any:
     elif issubclass(state, Speculating):
         parts = iter((*flat.early, flat.drafted, flat.generated))
     elif issubclass(state, Snapshotting | Parking | Draining | Done):
-        parts = iter((flat.remains,))
+        parts = iter((flat.remainder,))
     return state(*parts, *more, **named)
 
 
-def knowing(settings: Settings = PLAIN, **rates: Any) -> Known:
-    return Known(settings, Rates(**rates))
+def knowing(settings: Settings = PLAIN, **rates: Any) -> DecisionContext:
+    return DecisionContext(settings, Rates(**rates))
 
 
 def leased(settings: Settings = DRAFT, **changes: Any) -> control.SpeculationControl:
     """What is known of a draft that has proposed nothing yet."""
-    return evolve(control.fresh(settings, Rates()), **changes)
+    return evolve(control.make_control(settings, Rates()), **changes)
 
 
 def some(settings: Settings = PLAIN, **changes: Any) -> Flat:
@@ -138,7 +138,7 @@ def answering(settings: Settings = PLAIN, **changes: Any) -> Flat:
 
 def a_report(flat: Flat, settings: Settings = PLAIN) -> Report:
     """Of a request that has decoded."""
-    return report(knowing(settings), a(Speculating, flat))
+    return make_report(knowing(settings), a(Speculating, flat))
 
 
 def a_restoring(flat: Flat | None = None, **changes: Any) -> Restoring:
@@ -160,5 +160,5 @@ def a_waiting(job: Job | None = None, **changes: Any) -> Waiting:
     return Waiting(Prompt(job, job.prompt, **changes))
 
 
-def asks(request: RequestId, *effects: Effect) -> tuple[Ask, ...]:
-    return tuple(Ask(request, effect) for effect in effects)
+def asks(request: RequestId, *effects: Effect) -> tuple[EffectRequest, ...]:
+    return tuple(EffectRequest(request, effect) for effect in effects)

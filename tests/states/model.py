@@ -17,7 +17,7 @@ from effects.all import Effect
 from effects.compression import Compression, PromptPart
 from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, LeaseId, PlaceId, Side, SlotId, StoreFailed
-from effects.job import Job, freezes
+from effects.job import Job, freezes_messages
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
 from effects.pflash import CompressPrompt, PromptCompressed, PromptScored
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
@@ -27,11 +27,11 @@ from effects.scope import Scope
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from effects.stream import CloseStream, EmitTokens, ReportProgress
 from states.events import Admitted, Cancelled, Rejected, SlotEmptied, Submitted
-from states.life import Done, Draining, Held, New, Parking, Releasing, Snapshotting, Waiting, remains
 from states.machine import IllegalEvent, Table, step
 from states.rates import Rates
-from states.residency import Resolved, after_use
-from states.settings import Known, Settings
+from states.request_states import Done, Draining, Held, New, Parking, Releasing, Snapshotting, Waiting, get_remainder
+from states.residency import Resolved, get_action_after_use
+from states.settings import DecisionContext, Settings
 
 STOP = 0
 JOB = Job(prompt=(1, 2, 3, 4), max_tokens=2, stop_tokens=(STOP,), compression=Compression("auto", 2, 500))
@@ -43,7 +43,7 @@ JOBS = (
     *(evolve(JOB, scope=scope, boundaries=(1, 3)) for scope in (Scope("off"), Scope("fixed", 3), Scope("auto", 2))),
 )
 SERVED = (1, 5)
-RATES = Rates(prefill=(10,), disk=10)  # loading is as fast as computing
+RATES = Rates(prefill=(10,), loads={"disk": 10})  # loading is as fast as computing
 BLOCKS = tuple(
     Settings(
         block_size=block_size,
@@ -91,7 +91,7 @@ Arm: TypeAlias = tuple[type, ...]
 
 @frozen(cache_hash=True)
 class Node:
-    known: Known = field(eq=id)  # one for each settings: a walk compares nodes by the hundred thousand
+    known: DecisionContext = field(eq=id)  # one for each settings: a walk compares nodes by the hundred thousand
     state: Any
     flying: frozenset[Effect] = frozenset()
     lease: bool = False  # a hit in the store is held, and nothing in flight will let go of it
@@ -193,9 +193,9 @@ def heard(node: Node) -> Iterator[tuple[Any, Effect | None]]:
                         yield Admitted(SlotId(0), SlotId(source), keep, state, place), None
     yield Cancelled("client_gone"), None
     if isinstance(node.state, Held) and node.losses < 2 and settings in LOSING:
-        yield from ((SlotEmptied(), None),) if remains(node.state).prompt.job == JOB else ()
+        yield from ((SlotEmptied(), None),) if get_remainder(node.state).prompt.job == JOB else ()
     for effect in node.flying:
-        if isinstance(effect, CompressPrompt) and freezes(remains(node.state).prompt.job):
+        if isinstance(effect, CompressPrompt) and freezes_messages(get_remainder(node.state).prompt.job):
             asked = chain(scorings(effect.start, apart=True), DEVICE_FAILURES)
             yield from ((outcome, effect) for outcome in asked)
             continue
@@ -207,7 +207,7 @@ def explore(rows: Table, all_settings: tuple[Settings, ...] = SETTINGS, until: s
     """until: a fault, and nothing is looked for once it is found."""
     walk = Walk()
     for settings in all_settings:
-        start = Node(Known(settings, RATES if settings.block_size == 1 else Rates()), New())
+        start = Node(DecisionContext(settings, RATES if settings.block_size == 1 else Rates()), New())
         todo, seen = deque([start]), {start: start}
         while todo and until not in walk.faults:
             node = todo.popleft()
@@ -265,8 +265,8 @@ def told(state: Any) -> Any:
     """Without what is only reported: why a compression failed decides nothing once it has been looked at."""
     if isinstance(state, Releasing):
         return state
-    if hasattr(state, "remains") and state.remains is not None:
-        return evolve(state, remains=told(state.remains))
+    if hasattr(state, "remainder") and state.remainder is not None:
+        return evolve(state, remainder=told(state.remainder))
     return evolve(state, prompt=evolve(state.prompt, compression=None)) if hasattr(state, "prompt") else state
 
 
@@ -281,7 +281,7 @@ def ask(node: Node, effect: Effect) -> tuple[Node, str | None]:
             node = evolve(node, lease=False)
         case UnloadModel(name, keep):
             fault = fault if node.draft else "gives back a draft that it does not have"
-            if keep == (after_use(node.known.settings.residency, name) == "release"):
+            if keep == (get_action_after_use(node.known.settings.residency, name) == "release"):
                 fault = "sends the draft where the policy does not"
             node = evolve(node, draft=False)
         case RunDecode(propose=propose) if propose and not node.draft:
@@ -300,15 +300,15 @@ def ask(node: Node, effect: Effect) -> tuple[Node, str | None]:
 
 def misplaced(node: Node, effect: Effect) -> str | None:
     """What is wrong with the rows that it is about."""
-    seat = remains(node.state).seat if isinstance(node.state, Held) else None
+    slot_lease = get_remainder(node.state).slot_lease if isinstance(node.state, Held) else None
     match effect:
         case OpenSlot(keep=keep, state=state, place=place) if not state <= keep or (place is not None and not state):
             return "goes on from a state of rows that are not there"
-        case RestoreBlocks(start=start) if seat and start > seat.rows and not node.state.computing:
+        case RestoreBlocks(start=start) if slot_lease and start > slot_lease.rows and not node.state.computing:
             return "loads rows behind some that are missing"
-        case RunPrefill(start=start) | RunDecode(position=start) if seat and start != seat.valid:
+        case RunPrefill(start=start) | RunDecode(position=start) if slot_lease and start != slot_lease.valid_rows:
             return "computes other rows than the next ones"
-        case RunPrefill() | RunDecode() if seat and seat.ahead:
+        case RunPrefill() | RunDecode() if slot_lease and slot_lease.rows_ahead:
             return "believes rows that are overwritten"
     return None
 
@@ -317,9 +317,14 @@ def at_rest(node: Node) -> Iterator[str]:
     """What must hold between events."""
     if node.lease:
         yield "forgets a lease"
-    if node.lost and isinstance(node.state, Held) and remains(node.state).seat.valid:
+    if node.lost and isinstance(node.state, Held) and get_remainder(node.state).slot_lease.valid_rows:
         yield "trusts a slot that was lost"
-    if isinstance(node.state, Done) and node.state.remains and node.lost and node.state.remains.seat.valid:
+    if (
+        isinstance(node.state, Done)
+        and node.state.remainder
+        and node.lost
+        and node.state.remainder.slot_lease.valid_rows
+    ):
         yield "leaves rows to a slot that was lost"
     if node.admitted > 2:
         yield "is looked up a third time"

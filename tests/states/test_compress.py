@@ -18,7 +18,9 @@ from effects.scope import Scope
 from effects.stream import CloseStream
 from states import compress, lookup, policy
 from states.events import Admitted, Cancelled, ForRequest, SlotEmptied, Submitted
-from states.life import (
+from states.phases import make_report
+from states.rates import Rates
+from states.request_states import (
     Compressing,
     Done,
     Fetching,
@@ -26,15 +28,13 @@ from states.life import (
     Parking,
     Prefilling,
     Releasing,
-    Seat,
+    SlotLease,
     Unparking,
     Yielding,
 )
-from states.onward import report
-from states.rates import Rates
 from states.residency import Resolved
-from states.settings import Known, Settings
-from states.world import advance, begin
+from states.settings import DecisionContext, Settings
+from states.world import advance, make_world
 from tests.states.builders import (
     EVERYTHING,
     HERE,
@@ -74,70 +74,74 @@ def whole(settings: Settings, why: str, ns: int = 0) -> Flat:
 def test_the_first_piece_says_all_that_there_is_to_say() -> None:
     parts = (PromptPart("user", 1, 20, protected=True),)
     hold = some(PFLASH, job=a_job(compression=evolve(LONG_ENOUGH, parts=parts)))
-    then = compress.fetched(a(Fetching, hold), ModelLoaded(name="drafter"), knowing(PFLASH))
+    then = compress.start_scoring(a(Fetching, hold), ModelLoaded(name="drafter"), knowing(PFLASH))
     assert then.state == a(Compressing, hold)
     assert then.effects == (CompressPrompt(0, PROMPT, keep=5, most=58, parts=parts),)
-    then = compress.scored(a(Compressing, hold), PromptScored(8), knowing(PFLASH))
+    then = compress.continue_scoring(a(Compressing, hold), PromptScored(8), knowing(PFLASH))
     assert then.effects == (CompressPrompt(8),)
 
 
 def test_the_drafter_is_given_back_before_anything_is_served() -> None:
-    then = compress.compressed(a(Compressing, some(EVERYTHING)), MADE, knowing(EVERYTHING))
+    then = compress.adopt_compressed_prompt(a(Compressing, some(EVERYTHING)), MADE, knowing(EVERYTHING))
     assert (then.state, then.effects) == (a(Releasing, shortened(EVERYTHING)), (RELEASE,))
-    then = compress.released(then.state, ModelUnloaded(), knowing(EVERYTHING))
+    then = compress.serve_released_prompt(then.state, ModelUnloaded(), knowing(EVERYTHING))
     assert then.state == a(LookingUp, shortened(EVERYTHING))
     assert then.effects == (opening(0, SHORT), FindPrefix(SHORT, 0))
 
 
 def test_a_drafter_that_cannot_be_sent_away_costs_no_answer() -> None:
-    then = compress.released(a(Releasing, shortened(PFLASH)), NO_ROOM, knowing(PFLASH))
+    then = compress.serve_released_prompt(a(Releasing, shortened(PFLASH)), NO_ROOM, knowing(PFLASH))
     assert then.state == a(Prefilling, shortened(PFLASH))
     assert then.effects == (opening(0, SHORT), RunPrefill(HERE, 0, 5))
 
 
 def test_it_is_kept_where_the_policy_says_so() -> None:
     keeps = evolve(PFLASH, residency=Resolved("persistent", "keep", "keep"))
-    then = compress.failed(a(Compressing, some(keeps)), NO_ROOM, knowing(keeps))
+    then = compress.give_up_compression(a(Compressing, some(keeps)), NO_ROOM, knowing(keeps))
     assert then.effects == (UnloadModel("drafter", keep=True),)
 
 
 def test_only_rows_that_the_compressed_prompt_shares_stay_valid() -> None:
     before = some(PFLASH, valid=8, restored=8, tier="device", miss="")
-    then = compress.compressed(a(Compressing, before), MADE, knowing(PFLASH))
-    assert then.state.seat == Seat(HERE, 4, 4, "device", 0)
+    then = compress.adopt_compressed_prompt(a(Compressing, before), MADE, knowing(PFLASH))
+    assert then.state.slot_lease == SlotLease(HERE, 4, 4, "device", 0)
 
 
 def test_of_another_prompt_that_is_served_the_state_stays_where_both_agree() -> None:
     stateful = evolve(STATEFUL, drafter=1000)
     for valid, stays in ((4, 4), (8, 0)):
         before = some(stateful, valid=valid, restored=valid, tier="device", ahead=4, miss="")
-        then = compress.compressed(a(Compressing, before), MADE, knowing(stateful))
-        assert then.state.seat == Seat(HERE, stays, stays, "device" if stays else "none", 4 - stays)
+        then = compress.adopt_compressed_prompt(a(Compressing, before), MADE, knowing(stateful))
+        assert then.state.slot_lease == SlotLease(HERE, stays, stays, "device" if stays else "none", 4 - stays)
 
 
 def test_a_compressed_prompt_is_not_compared_again_and_what_was_shared_is_remembered() -> None:
     asked = a_job(scope=Scope("auto", 30))
-    then = compress.compressed(a(Compressing, some(EVERYTHING, job=asked, shared=14)), MADE, knowing(EVERYTHING))
-    then = compress.released(then.state, ModelUnloaded(), knowing(EVERYTHING))
+    then = compress.adopt_compressed_prompt(
+        a(Compressing, some(EVERYTHING, job=asked, shared=14)), MADE, knowing(EVERYTHING)
+    )
+    then = compress.serve_released_prompt(then.state, ModelUnloaded(), knowing(EVERYTHING))
     assert then.state == a(LookingUp, shortened(EVERYTHING, job=asked, shared=14))
     assert then.effects[-1] == FindPrefix(SHORT, 0), "its window is not asked again"
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, (*PROMPT, 7)])
 def test_what_is_not_shorter_is_served_as_it_came(prompt: tuple[int, ...]) -> None:
-    then = compress.compressed(a(Compressing, some(PFLASH)), PromptCompressed(prompt, (), ns=3), knowing(PFLASH))
+    then = compress.adopt_compressed_prompt(
+        a(Compressing, some(PFLASH)), PromptCompressed(prompt, (), ns=3), knowing(PFLASH)
+    )
     assert then.state == a(Releasing, whole(PFLASH, "not_shorter", 3))
-    then = compress.released(then.state, ModelUnloaded(), knowing(PFLASH))
+    then = compress.serve_released_prompt(then.state, ModelUnloaded(), knowing(PFLASH))
     assert then.state == a(Prefilling, whole(PFLASH, "not_shorter", 3))
     assert then.effects == (opening(), RunPrefill(HERE, 0, 8))
 
 
 def test_a_failed_compression_serves_the_prompt_verbatim_and_says_why() -> None:
-    then = compress.failed(a(Compressing, some(PFLASH)), NO_ROOM, knowing(PFLASH))
+    then = compress.give_up_compression(a(Compressing, some(PFLASH)), NO_ROOM, knowing(PFLASH))
     assert then.state == a(Releasing, whole(PFLASH, "drafter_out_of_memory"))
-    then = compress.unfetched(a(Fetching, some(PFLASH)), NO_ROOM, knowing(PFLASH))
+    then = compress.serve_without_scorer(a(Fetching, some(PFLASH)), NO_ROOM, knowing(PFLASH))
     assert then.state == a(Prefilling, whole(PFLASH, "drafter_out_of_memory"))
-    told = report(knowing(PFLASH), then.state).compression
+    told = make_report(knowing(PFLASH), then.state).compression
     assert told == Compressed(21, "drafter_out_of_memory")
 
 
@@ -148,7 +152,7 @@ TIGHT = evolve(PFLASH, max_context=20)
     ("prompt", "finish"), [(whole(TIGHT, "not_shorter"), "too_long"), (whole(TIGHT, "drafter_broken"), "uncompressed")]
 )
 def test_a_prompt_that_fits_in_no_form_is_refused_with_its_reason(prompt: Flat, finish: str) -> None:
-    then = compress.released(a(Releasing, prompt), ModelUnloaded(), knowing(TIGHT))
+    then = compress.serve_released_prompt(a(Releasing, prompt), ModelUnloaded(), knowing(TIGHT))
     assert isinstance(then.state, Done)
     [closing] = then.effects
     assert isinstance(closing, CloseStream)
@@ -157,52 +161,54 @@ def test_a_prompt_that_fits_in_no_form_is_refused_with_its_reason(prompt: Flat, 
 
 
 def test_a_prompt_that_does_not_fit_as_it_is_opens_a_slot_with_what_does() -> None:
-    then = lookup.admit(a_waiting(), Admitted(HERE, HERE, 0), knowing(TIGHT))
+    then = lookup.admit_request(a_waiting(), Admitted(HERE, HERE, 0), knowing(TIGHT))
     assert then.effects == (opening(0, PROMPT[:20]), LoadModel("drafter"))
-    then = compress.fetched(then.state, ModelLoaded(name="drafter"), knowing(TIGHT))
+    then = compress.start_scoring(then.state, ModelLoaded(name="drafter"), knowing(TIGHT))
     assert then.effects[0].most == 14, "room for the answer"
 
 
 def test_who_leaves_while_the_drafter_is_given_back_waits_for_that_only() -> None:
     before = a(Releasing, shortened(PFLASH))
-    then = compress.leave(before, Cancelled("client_gone"), knowing(PFLASH))
+    then = compress.cancel_while_releasing(before, Cancelled("client_gone"), knowing(PFLASH))
     assert isinstance(then.state, Parking)
-    assert then.state.remains.leased == "drafter"
-    assert then.effects == (CloseStream("cancelled", report(knowing(PFLASH), before), "client_gone"),)
+    assert then.state.remainder.leased_model == "drafter"
+    assert then.effects == (CloseStream("cancelled", make_report(knowing(PFLASH), before), "client_gone"),)
 
 
 def test_who_loses_its_slot_meanwhile_waits_for_another_and_for_the_last_time() -> None:
-    then = compress.lost(a(Releasing, shortened(PFLASH)), SlotEmptied(), knowing(PFLASH))
+    then = compress.recover_while_releasing(a(Releasing, shortened(PFLASH)), SlotEmptied(), knowing(PFLASH))
     assert isinstance(then.state, Yielding)
-    assert then.state.remains.prompt.heard == ()
-    seat, prompt = shortened(PFLASH).early
-    then = compress.lost(Releasing(seat, evolve(prompt, heard=())), SlotEmptied(), knowing(PFLASH))
+    assert then.state.remainder.prompt.heard_tokens == ()
+    slot_lease, prompt = shortened(PFLASH).early
+    then = compress.recover_while_releasing(
+        Releasing(slot_lease, evolve(prompt, heard_tokens=())), SlotEmptied(), knowing(PFLASH)
+    )
     assert isinstance(then.state, Parking)
     assert then.effects[0].finish == "lost"
 
 
 def test_the_gate_is_told_of_in_the_report() -> None:
     known = knowing(PFLASH)
-    assert report(known, a(Unparking, some(PFLASH, job=a_job(compression=Compression())))).compression is None
+    assert make_report(known, a(Unparking, some(PFLASH, job=a_job(compression=Compression())))).compression is None
     short = some(PFLASH, valid=12, restored=12)
-    assert report(known, a(Unparking, short)).compression == Compressed(21, "below_threshold")
-    assert report(knowing(PLAIN), a(Unparking, some(PLAIN))).compression == Compressed(21, "no_drafter")
+    assert make_report(known, a(Unparking, short)).compression == Compressed(21, "below_threshold")
+    assert make_report(knowing(PLAIN), a(Unparking, some(PLAIN))).compression == Compressed(21, "no_drafter")
     remembered = some(PFLASH, prompt=SHORT, compressed=True)
-    assert report(known, a(Unparking, remembered)).compression == Compressed(21, keep=250)
+    assert make_report(known, a(Unparking, remembered)).compression == Compressed(21, keep=250)
 
 
 def test_what_scoring_takes_is_learned_and_what_speaks_against_it_fades() -> None:
     job: Job = a_job()
-    world = begin(evolve(PFLASH, rates=Rates(prefill=(10,))))
+    world = make_world(evolve(PFLASH, rates=Rates(prefill=(10,))))
     for event in (Submitted(job), ModelLoaded(9, name="drafter"), PromptCompressed(SHORT, ((0, 4),), ns=2100)):
         world, _ = advance(world, ForRequest(ONE, event))
     assert world.rates.drafter == 100
     assert world.models["drafter"].leases == (ONE,)
     world, _ = advance(world, ForRequest(ONE, ModelUnloaded(9)))
     assert world.models["drafter"].place == "released"
-    slow = Known(world.settings, world.rates)
-    assert policy.compress(slow, a_waiting().prompt, 20) == policy.Decision(go=False, reason="does_not_pay")
-    world, _ = advance(begin(evolve(PFLASH, rates=world.rates)), ForRequest(ONE, Submitted(job)))
+    slow = DecisionContext(world.settings, world.rates)
+    assert policy.decide_compression(slow, a_waiting().prompt, 20) == policy.Decision(go=False, reason="does_not_pay")
+    world, _ = advance(make_world(evolve(PFLASH, rates=world.rates)), ForRequest(ONE, Submitted(job)))
     assert isinstance(world.requests[ONE], Prefilling)
     assert world.rates.drafter == 97
     assert world.slots.slots[SlotId(0)].holder == ONE

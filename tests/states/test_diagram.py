@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from effects.decode import Decoded
-from states.diagram import markdown, mermaid
-from states.life import Speculating
+from states.diagram import render_markdown, render_mermaid
+from states.request_states import Speculating
 from states.table import TABLE
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_every_move_between_two_states_is_an_edge_of_the_picture() -> None:
-    lines = mermaid(TABLE).splitlines()
+    lines = render_mermaid(TABLE).splitlines()
     assert (lines[0], lines[-1]) == ("stateDiagram-v2", "    Done --> [*]")
     for row in TABLE.values():
         for target in {arm[0] for arm in row.arms} - {row.state}:
@@ -23,7 +23,7 @@ def test_every_move_between_two_states_is_an_edge_of_the_picture() -> None:
 
 
 def test_every_arm_is_a_line_of_the_page() -> None:
-    lines = markdown({(Speculating, Decoded): TABLE[Speculating, Decoded]}).splitlines()
+    lines = render_markdown({(Speculating, Decoded): TABLE[Speculating, Decoded]}).splitlines()
     assert lines[-8:] == [
         "| Speculating | Decoded | Speculating | `EmitTokens`, `RunDecode` |",
         "| Speculating | Decoded | Speculating | `RunDecode` |",
@@ -38,4 +38,4 @@ def test_every_arm_is_a_line_of_the_page() -> None:
 
 def test_the_page_in_the_documents_is_up_to_date() -> None:
     """`make diagram` draws it again."""
-    assert (ROOT / "docs" / "STATES.md").read_text() == markdown(TABLE)
+    assert (ROOT / "docs" / "STATES.md").read_text() == render_markdown(TABLE)

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import pytest
 
-from effects.all import Ask
+from effects.all import EffectRequest
 from effects.experts import PlaceExperts
 from effects.ids import ENGINE
 from states.events import ExpertsUsed, ForEngine
-from states.experts import MOST_MOVES, UNIT, Residents, begin, moved
-from states.invariants import check
+from states.experts import MAX_MOVES, USE_UNIT, Residents, choose_moves, make_residents
+from states.invariants import check_world
 from states.machine import IllegalEvent
 from states.settings import Settings
 from states.world import advance
-from states.world import begin as world_of
+from states.world import make_world as world_of
 
 
 def test_before_anything_is_known_every_layer_has_as_many() -> None:
-    assert begin(12, 4) == Residents((0,) * 12, (0, 3, 6, 9))
-    assert begin(3, 3).places == (0, 1, 2)
-    assert begin(0, 0) == Residents()
+    assert make_residents(12, 4) == Residents((0,) * 12, (0, 3, 6, 9))
+    assert make_residents(3, 3).places == (0, 1, 2)
+    assert make_residents(0, 0) == Residents()
 
 
 def test_the_most_used_take_the_places_of_the_least_used() -> None:
-    residents, moves = moved(Residents((0,) * 6, (0, 1)), (1, 9, 0, 30, 20, 0))
+    residents, moves = choose_moves(Residents((0,) * 6, (0, 1)), (1, 9, 0, 30, 20, 0))
     assert moves == ((0, 3), (1, 4))
     assert residents.places == (3, 4)
-    assert residents.uses == tuple(UNIT * count for count in (1, 9, 0, 30, 20, 0))
+    assert residents.uses == tuple(USE_UNIT * count for count in (1, 9, 0, 30, 20, 0))
 
 
 @pytest.mark.parametrize(
@@ -41,33 +41,33 @@ def test_the_most_used_take_the_places_of_the_least_used() -> None:
     ],
 )
 def test_nobody_leaves_for_a_little_more(counts: tuple[int, int], moves: tuple[tuple[int, int], ...]) -> None:
-    assert moved(Residents((0, 0), (0,)), counts)[1] == moves
+    assert choose_moves(Residents((0, 0), (0,)), counts)[1] == moves
 
 
 def test_of_equals_the_lower_number_comes_and_the_lower_place_is_left() -> None:
-    assert moved(Residents((0,) * 5, (0, 4)), (0, 7, 7, 7, 0))[1] == ((0, 1), (1, 2))
+    assert choose_moves(Residents((0,) * 5, (0, 4)), (0, 7, 7, 7, 0))[1] == ((0, 1), (1, 2))
 
 
 def test_uses_fade_so_those_of_another_subject_come_in() -> None:
-    residents, reports = Residents((UNIT * 256, 0), (0,)), 0
+    residents, reports = Residents((USE_UNIT * 256, 0), (0,)), 0
     while residents.places == (0,):
-        residents, _ = moved(residents, (0, 32))
+        residents, _ = choose_moves(residents, (0, 32))
         reports += 1
     assert reports == 7
 
 
 def test_one_report_moves_so_many_at_most() -> None:
-    residents, moves = moved(begin(400, 200), tuple(9 * (number % 2) for number in range(400)))
-    assert len(moves) == MOST_MOVES
+    residents, moves = choose_moves(make_residents(400, 200), tuple(9 * (number % 2) for number in range(400)))
+    assert len(moves) == MAX_MOVES
     assert len({*residents.places}) == 200
 
 
 def test_the_world_tells_the_device_who_moves_and_only_that() -> None:
     world = world_of(Settings(experts=4, expert_places=1))
-    check(world)
+    check_world(world)
     world, outs = advance(world, ForEngine(ExpertsUsed((0, 0, 9, 0))))
-    assert outs == (Ask(ENGINE, PlaceExperts(((0, 2),))),)
-    check(world)
+    assert outs == (EffectRequest(ENGINE, PlaceExperts(((0, 2),))),)
+    check_world(world)
     assert advance(world, ForEngine(ExpertsUsed((0, 0, 9, 0))))[1] == ()
     for counts in ((1, 2), (), (1, 1, 1, -1)):
         with pytest.raises(IllegalEvent, match=f"{len(counts)} counts of 4 experts"):

@@ -7,22 +7,23 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from effects.compression import Compressed, Compression, PromptPart, taken
+from effects.compression import Compressed, Compression, PromptPart, select_tokens
 from effects.ids import DeviceFailed
 from effects.job import Job
-from effects.job import aged as aged_of
+from effects.job import find_aged_messages as aged_of
 from effects.pflash import CompressPrompt, KeepFrozen, PromptCompressed, PromptScored
 from effects.residency import ModelLoaded, ModelUnloaded
 from effects.scope import Scope
 from effects.stream import CloseStream
 from states import compress, policy
 from states.events import ForRequest, Submitted
-from states.life import Compressing, Done, Prefilling, Releasing, begun
-from states.onward import report
+from states.kept_rows import make_prompt
+from states.phases import make_report
 from states.rates import Rates
-from states.scope import opened, select
-from states.settings import Known, Settings
-from states.world import advance, begin
+from states.request_states import Compressing, Done, Prefilling, Releasing
+from states.scope import map_served_boundaries, select_rows_to_keep
+from states.settings import DecisionContext, Settings
+from states.world import advance, make_world
 from tests.states.builders import ONE, PFLASH, PROMPT, STORE, Flat, a, a_job, a_waiting, knowing, some
 from tests.states.test_compress import RELEASE
 
@@ -61,9 +62,9 @@ def known_to(first: bool, second: bool = False) -> tuple[PromptPart, ...]:
         (PFLASH, {"parts": known_to(first=True)}, {}, (False, "too_few_aged")),
         (PFLASH, {"parts": known_to(first=True), "least": 5}, {}, (True, "aged")),
         (PFLASH, {"parts": known_to(first=True, second=True), "least": 0}, {}, (False, "nothing_aged")),
-        (PFLASH, {}, {"compressed": True}, (False, "already_tried")),
-        (PFLASH, {}, {"heard": (7,)}, (False, "answer_begun")),
-        (PFLASH, {}, {"heard": ()}, (True, "aged")),
+        (PFLASH, {}, {"compression_tried": True}, (False, "already_tried")),
+        (PFLASH, {}, {"heard_tokens": (7,)}, (False, "answer_begun")),
+        (PFLASH, {}, {"heard_tokens": ()}, (True, "aged")),
         (evolve(PFLASH, max_context=20), {"mode": "auto", "threshold": 99}, {}, (True, "does_not_fit")),
         (evolve(PFLASH, max_context=20), {"least": 11}, {}, (True, "does_not_fit")),
         # what is no conversation that goes on is for the other gate
@@ -79,8 +80,8 @@ def known_to(first: bool, second: bool = False) -> tuple[PromptPart, ...]:
 )
 def test_the_gate(settings: Settings, changes: Any, state: Any, expected: tuple[bool, str]) -> None:
     asked = job(**changes)
-    prompt = evolve(begun(asked), **state)
-    assert policy.compress(knowing(settings), prompt, prompt.target) == policy.Decision(*expected)
+    prompt = evolve(make_prompt(asked), **state)
+    assert policy.decide_compression(knowing(settings), prompt, prompt.prefill_rows) == policy.Decision(*expected)
 
 
 @pytest.mark.parametrize(
@@ -99,23 +100,27 @@ def test_the_gate(settings: Settings, changes: Any, state: Any, expected: tuple[
 def test_auto_freezes_what_fits_only_where_this_very_turn_gains(
     drafter: int, prefill: int, missing: int, pays: bool
 ) -> None:
-    known = Known(PFLASH, Rates(prefill=(prefill,) if prefill else (), drafter=drafter))
-    prompt = begun(job(mode="auto", threshold=10))
-    assert policy.compress(known, prompt, missing) == policy.Decision(pays, "aged" if pays else "does_not_pay")
-    assert policy.compress(known, begun(job()), missing).go, "always is always"
+    known = DecisionContext(PFLASH, Rates(prefill=(prefill,) if prefill else (), drafter=drafter))
+    prompt = make_prompt(job(mode="auto", threshold=10))
+    assert policy.decide_compression(known, prompt, missing) == policy.Decision(
+        pays, "aged" if pays else "does_not_pay"
+    )
+    assert policy.decide_compression(known, make_prompt(job()), missing).go, "always is always"
 
 
 def test_a_one_off_is_compressed_as_a_whole_although_messages_are_frozen_here() -> None:
-    prompt = begun(evolve(job(continues=False), one_off=True))
-    assert policy.compress(knowing(PFLASH), prompt, prompt.target).go
+    prompt = make_prompt(evolve(job(continues=False), one_off=True))
+    assert policy.decide_compression(knowing(PFLASH), prompt, prompt.prefill_rows).go
 
 
 def frozen(flat: Flat, settings: Settings = PFLASH, kept: Any = KEPT) -> Any:
-    return compress.compressed(a(Compressing, flat), PromptCompressed((), kept, ns=9), knowing(settings))
+    return compress.adopt_compressed_prompt(a(Compressing, flat), PromptCompressed((), kept, ns=9), knowing(settings))
 
 
 def test_all_that_has_aged_is_asked_for_at_once_and_nothing_else() -> None:
-    then = compress.fetched(a(compress.Fetching, some(PFLASH, job=job())), ModelLoaded(name="drafter"), knowing(PFLASH))
+    then = compress.start_scoring(
+        a(compress.Fetching, some(PFLASH, job=job())), ModelLoaded(name="drafter"), knowing(PFLASH)
+    )
     assert then.effects == (CompressPrompt(0, PROMPT, parts=(FIRST, SECOND), apart=True),)
 
 
@@ -125,25 +130,27 @@ def test_what_they_were_frozen_to_is_kept_by_name_and_served() -> None:
     assert then.effects == (KeepFrozen((("first", ends), ("second", ends))), RELEASE)
     spans = ((0, 7), (10, 12), (15, 21))
     assert isinstance(then.state, Releasing)
-    assert then.state.prompt.tokens == SERVED == taken(PROMPT, spans)
+    assert then.state.prompt.tokens == SERVED == select_tokens(PROMPT, spans)
     assert then.state.prompt.compression == Compressed(21, "", spans, (), 400, 9)
-    assert then.state.seat.valid == 4, "whole blocks of what stayed the same"
-    told = report(knowing(PFLASH), then.state)
+    assert then.state.slot_lease.valid_rows == 4, "whole blocks of what stayed the same"
+    told = make_report(knowing(PFLASH), then.state)
     assert (told.prompt_tokens, told.compression) == (len(SERVED), then.state.prompt.compression)
 
 
 def test_the_next_request_is_served_what_they_were_frozen_to_from_the_start() -> None:
     asked = job(parts=known_to(first=True, second=True))
-    prompt = begun(asked)
+    prompt = make_prompt(asked)
     assert prompt.tokens == SERVED
-    assert not prompt.compressed
-    world, _ = advance(begin(PFLASH), ForRequest(ONE, Submitted(asked)))
+    assert not prompt.compression_tried
+    world, _ = advance(make_world(PFLASH), ForRequest(ONE, Submitted(asked)))
     assert isinstance(world.requests[ONE], Prefilling)
     assert world.requests[ONE].prompt.tokens == SERVED
 
 
 def test_only_those_that_are_new_are_shortened_later_and_the_others_stay_as_they_are() -> None:
-    flat = some(PFLASH, job=job(parts=known_to(first=True), least=5), prompt=begun(job(parts=known_to(True))).tokens)
+    flat = some(
+        PFLASH, job=job(parts=known_to(first=True), least=5), prompt=make_prompt(job(parts=known_to(True))).tokens
+    )
     then = frozen(flat, kept=((11, 12), (15, 16)))
     assert then.effects[0] == KeepFrozen((("second", ((0, 1), (4, 5))),))
     assert then.state.prompt.tokens == SERVED
@@ -158,9 +165,9 @@ def test_a_message_of_which_nothing_could_be_left_out_is_remembered_as_such() ->
 
 def test_a_drafter_that_fails_costs_nothing_that_was_frozen_before() -> None:
     asked = job(parts=known_to(first=True), least=5)
-    before = begun(asked)
+    before = make_prompt(asked)
     flat = some(PFLASH, job=asked, prompt=before.tokens, compression=before.compression)
-    then = compress.failed(a(Compressing, flat), DeviceFailed("out_of_memory", ""), knowing(PFLASH))
+    then = compress.give_up_compression(a(Compressing, flat), DeviceFailed("out_of_memory", ""), knowing(PFLASH))
     assert then.state.prompt.tokens == before.tokens
     assert then.state.prompt.compression.why_not == "drafter_out_of_memory"
     assert then.state.prompt.compression.kept == ((0, 7), (10, 21))
@@ -169,14 +176,14 @@ def test_a_drafter_that_fails_costs_nothing_that_was_frozen_before() -> None:
 def test_a_conversation_that_does_not_fit_even_frozen_is_too_long_and_not_the_drafters_fault() -> None:
     tight = evolve(PFLASH, max_context=20)
     then = frozen(some(tight, job=job()), settings=tight, kept=((6, 11), (11, 16)))
-    then = compress.released(then.state, ModelUnloaded(), knowing(tight))
+    then = compress.serve_released_prompt(then.state, ModelUnloaded(), knowing(tight))
     assert isinstance(then.state, Done)
     assert isinstance(then.effects[0], CloseStream)
     assert then.effects[0].finish == "too_long"
 
 
 def test_scoring_messages_goes_on_piece_by_piece_and_teaches_what_it_takes() -> None:
-    world, _ = advance(begin(PFLASH), ForRequest(ONE, Submitted(job())))
+    world, _ = advance(make_world(PFLASH), ForRequest(ONE, Submitted(job())))
     for event in (ModelLoaded(9, name="drafter"), PromptScored(8), PromptCompressed((), KEPT, ns=2100)):
         world, _ = advance(world, ForRequest(ONE, event))
     assert world.rates.drafter == 210, "of ten tokens"
@@ -194,16 +201,16 @@ def test_scoring_messages_goes_on_piece_by_piece_and_teaches_what_it_takes() -> 
 )
 def test_fixed_scopes_keep_the_system_prompt_that_stayed(scope: Scope, expected: tuple[str, int, int]) -> None:
     asked = evolve(job(parts=known_to(True, True)), scope=scope, boundaries=(6, 11, 16))
-    flat = some(STORE, job=asked, prompt=SERVED, valid=14, shared=20, compression=begun(asked).compression)
-    picked = select(STORE, flat.remains)
+    flat = some(STORE, job=asked, prompt=SERVED, valid=14, shared=20, compression=make_prompt(asked).compression)
+    picked = select_rows_to_keep(STORE, flat.remainder)
     assert (picked.reason, picked.boundary, picked.rows) == expected
 
 
 def test_messages_open_where_they_are_now() -> None:
     asked = evolve(job(parts=known_to(True, True)), boundaries=(1, 6, 9, 11, 16, 21))
-    assert opened(begun(asked)) == (1, 6, 8, 10, 15), "one that was left out is nowhere"
-    assert opened(begun(evolve(job(), boundaries=(1, 6)))) == (1, 6)
-    assert opened(a_waiting().prompt) == a_waiting().prompt.job.boundaries
+    assert map_served_boundaries(make_prompt(asked)) == (1, 6, 8, 10, 15), "one that was left out is nowhere"
+    assert map_served_boundaries(make_prompt(evolve(job(), boundaries=(1, 6)))) == (1, 6)
+    assert map_served_boundaries(a_waiting().prompt) == a_waiting().prompt.job.boundaries
 
 
 ROOMY = evolve(PFLASH, max_context=4096)
@@ -217,8 +224,8 @@ def turn(messages: int, memo: dict[str, Any], length: int) -> tuple[int, ...]:
         name = f"message {at}" if aged else ""
         parts.append(PromptPart("user", at * length, (at + 1) * length, False, 400 * aged, name, memo.get(name)))
     how = Compression("auto", 3 * length, 400, tuple(parts), continues=messages > 1, freeze=True)
-    asked = begun(Job(prompt, 1, compression=how))
-    if not policy.compress(knowing(ROOMY), asked, 0).go:
+    asked = make_prompt(Job(prompt, 1, compression=how))
+    if not policy.decide_compression(knowing(ROOMY), asked, 0).go:
         return asked.tokens
     kept = tuple((part.start, part.start + 2) for part in aged_of(asked.job))
     then = frozen(Flat(asked.job, asked.tokens, compression=asked.compression), ROOMY, kept)

@@ -7,59 +7,63 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from effects.all import Ask, Launch
+from effects.all import EffectRequest, Launch
 from effects.decode import Decoded, RunDecode
 from effects.ids import RequestId, SlotId
 from effects.prefill import RunPrefill
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
-from states import lane, launch_prices
+from states import lane, launch_choice, launch_prices
 from states import speculation_control as control
-from states.lane import Answer, Lane
-from states.life import Generated, Prefilling, Seat, Speculating, State, Undrafted
+from states.lane import EffectOutcome, Lane
 from states.rates import Rates
+from states.request_states import Drafted, Generated, Prefilling, SlotLease, Speculating, State, Undrafted
 from states.residency import Models, Residence
 from tests.states.builders import DRAFT, ONE, PLAIN, SCOPED, TWO, a, prefilled
 
 NOBODY: Models = {"draft": Residence()}
 
 
-def chunk(request: int) -> Ask:
-    return Ask(RequestId(request), RunPrefill(SlotId(request), 0, 8))
+def chunk(request: int) -> EffectRequest:
+    return EffectRequest(RequestId(request), RunPrefill(SlotId(request), 0, 8))
 
 
-def a_decode(request: int, propose: int = 0) -> Ask:
-    return Ask(RequestId(request), RunDecode(SlotId(request), 20, 7, propose))
+def a_decode(request: int, propose: int = 0) -> EffectRequest:
+    return EffectRequest(RequestId(request), RunDecode(SlotId(request), 20, 7, propose))
 
 
-def alone(request: int, steps: int, propose: int = 0) -> Ask:
-    return Ask(RequestId(request), RunDecode(SlotId(request), 20, 7, propose, steps=steps))
+def alone(request: int, steps: int, propose: int = 0) -> EffectRequest:
+    return EffectRequest(RequestId(request), RunDecode(SlotId(request), 20, 7, propose, steps=steps))
 
 
-def unpark(request: int) -> Ask:
-    return Ask(RequestId(request), LoadModel("draft"))
+def unpark(request: int) -> EffectRequest:
+    return EffectRequest(RequestId(request), LoadModel("draft"))
 
 
-def park(request: int) -> Ask:
-    return Ask(RequestId(request), UnloadModel("draft"))
+def park(request: int) -> EffectRequest:
+    return EffectRequest(RequestId(request), UnloadModel("draft"))
 
 
-def choose(*waiting: Ask, decode_last: bool = False, models: Models = NOBODY, settings: Any = DRAFT) -> Any:
-    return lane.choose(Lane(waiting, (), decode_last), models, settings, {}, Rates())
+def choose(*waiting: EffectRequest, decode_last: bool = False, models: Models = NOBODY, settings: Any = DRAFT) -> Any:
+    return launch_choice.choose_launch(Lane(waiting, (), decode_last), models, settings, {}, Rates())
 
 
-def launched(*waiting: Ask, **changes: Any) -> tuple[Ask, ...]:
+def launched(*waiting: EffectRequest, **changes: Any) -> tuple[EffectRequest, ...]:
     after, _, chosen = choose(*waiting, **changes)
     assert isinstance(chosen, Launch)
     assert after.running == chosen.asks
     assert sorted((*after.waiting, *after.running), key=waiting.index) == list(waiting)
-    assert after.decode_last == isinstance(chosen.asks[0].effect, RunDecode)
+    assert after.last_was_decode == isinstance(chosen.asks[0].effect, RunDecode)
     return chosen.asks
 
 
 def test_an_idle_lane_without_work_and_a_busy_one_choose_nothing() -> None:
     assert choose() == (Lane(), {"draft": Residence()}, None)
     busy = Lane((a_decode(1),), (chunk(2),))
-    assert lane.choose(busy, {"draft": Residence()}, DRAFT, {}, Rates()) == (busy, {"draft": Residence()}, None)
+    assert launch_choice.choose_launch(busy, {"draft": Residence()}, DRAFT, {}, Rates()) == (
+        busy,
+        {"draft": Residence()},
+        None,
+    )
 
 
 def test_rounds_come_first_and_then_take_turns_with_everything_else() -> None:
@@ -70,11 +74,11 @@ def test_rounds_come_first_and_then_take_turns_with_everything_else() -> None:
 
 
 def test_of_a_prefill_of_several_chunks_one_runs_where_somebody_decodes() -> None:
-    many = Ask(RequestId(1), RunPrefill(SlotId(1), 8, 40, checkpoint=True))
+    many = EffectRequest(RequestId(1), RunPrefill(SlotId(1), 8, 40, checkpoint=True))
     assert launched(many) == (many,)
     assert launched(many, chunk(2)) == (many,)
-    (one,) = lane.choose(Lane((many, a_decode(2)), (), True), NOBODY, DRAFT, {}, Rates())[2].asks  # type: ignore[union-attr]
-    assert one == Ask(RequestId(1), RunPrefill(SlotId(1), 8, 8 + DRAFT.chunk))
+    (one,) = launch_choice.choose_launch(Lane((many, a_decode(2)), (), True), NOBODY, DRAFT, {}, Rates())[2].asks  # type: ignore[union-attr]
+    assert one == EffectRequest(RequestId(1), RunPrefill(SlotId(1), 8, 8 + DRAFT.chunk))
 
 
 def test_everything_but_decode_steps_goes_alone_and_in_order_of_arrival() -> None:
@@ -84,23 +88,25 @@ def test_everything_but_decode_steps_goes_alone_and_in_order_of_arrival() -> Non
 MIXED = evolve(DRAFT, chunk=64, mixed_rows=16)
 
 
-def a_prompt(request: int, start: int, stop: int, **changes: Any) -> Ask:
-    return Ask(RequestId(request), RunPrefill(SlotId(request), start, stop, **changes))
+def a_prompt(request: int, start: int, stop: int, **changes: Any) -> EffectRequest:
+    return EffectRequest(RequestId(request), RunPrefill(SlotId(request), start, stop, **changes))
 
 
 def test_decode_steps_take_the_next_rows_of_a_prompt_with_them_and_propose_nothing() -> None:
-    waiting = Lane((a_prompt(1, 4, 68), a_decode(2, 3), a_decode(3)), (), decode_last=True, proposing=5)
-    after, _, chosen = lane.choose(waiting, NOBODY, MIXED, {}, Rates())
+    waiting = Lane((a_prompt(1, 4, 68), a_decode(2, 3), a_decode(3)), (), last_was_decode=True, proposing_launches=5)
+    after, _, chosen = launch_choice.choose_launch(waiting, NOBODY, MIXED, {}, Rates())
     assert chosen == Launch((a_decode(2), a_decode(3), a_prompt(1, 4, 18))), "as many as fill the forward"
     assert after == Lane((), chosen.asks, True, 3, 5, control.Plan((0, 0)))
 
 
 def test_a_mixed_launch_costs_its_members_what_a_plain_one_does() -> None:
     requests = decoding(2, 3, **SURE)
-    after, _, _ = lane.choose(Lane((a_prompt(1, 0, 64), a_decode(2, 3), a_decode(3))), NOBODY, MIXED, requests, Rates())
+    after, _, _ = launch_choice.choose_launch(
+        Lane((a_prompt(1, 0, 64), a_decode(2, 3), a_decode(3))), NOBODY, MIXED, requests, Rates()
+    )
     plain = control.Plan((0, 0))
-    known = lane.told(after, requests | reading(r1=64))
-    controls = [lane.control_of(known, ask) for ask in after.running]
+    known = launch_choice.with_launch_plan(after, requests | reading(r1=64))
+    controls = [launch_choice.find_control(known, ask) for ask in after.running]
     assert [each and each.plan for each in controls] == [plain, plain, None]
 
 
@@ -126,7 +132,7 @@ def test_a_prompt_that_ends_sooner_leaves_rows_of_a_mixed_forward_empty() -> Non
     ],
     ids=["turned off", "stateful", "narrow", "logprobs", "no prompt"],
 )
-def test_what_cannot_go_with_decode_steps_takes_turns_with_them(asked: Ask, settings: Any) -> None:
+def test_what_cannot_go_with_decode_steps_takes_turns_with_them(asked: EffectRequest, settings: Any) -> None:
     company, away = tuple(a_decode(number) for number in range(2, 6)), {"draft": Residence("parked")}
     for decode_last in (False, True):
         chosen = choose(asked, *company, decode_last=decode_last, models=away, settings=settings)[2]
@@ -139,14 +145,14 @@ def reading(**missing: int) -> dict[RequestId, State]:
     states = dict[RequestId, State]()
     for name, rows in missing.items():
         prompt = evolve(a(Prefilling, prefilled(DRAFT)).prompt, tokens=(7,) * (rows + 1))
-        states[RequestId(int(name[1:]))] = Prefilling(Seat(SlotId(0)), prompt, Undrafted(""))
+        states[RequestId(int(name[1:]))] = Prefilling(SlotLease(SlotId(0)), prompt, Undrafted(""))
     return states
 
 
 def test_of_prompts_the_one_that_is_done_soonest_goes_first_and_now_and_then_the_one_that_waited_longest() -> None:
     requests, waiting, found = reading(r1=900, r2=30, r3=40), Lane((chunk(1), chunk(2), chunk(3))), list[int]()
     for _ in range(9):
-        waiting, _, chosen = lane.choose(waiting, NOBODY, DRAFT, requests, Rates())
+        waiting, _, chosen = launch_choice.choose_launch(waiting, NOBODY, DRAFT, requests, Rates())
         assert isinstance(chosen, Launch)
         found.append(chosen.asks[0].request)
         waiting = evolve(waiting, waiting=(*waiting.waiting, *chosen.asks), running=())
@@ -156,8 +162,12 @@ def test_of_prompts_the_one_that_is_done_soonest_goes_first_and_now_and_then_the
 def test_what_is_no_prompt_keeps_its_place_before_shorter_prompts() -> None:
     requests = reading(r2=900, r3=30)
     away = {"draft": Residence("parked")}
-    assert lane.choose(Lane((unpark(1), chunk(2), chunk(3))), away, DRAFT, requests, Rates())[2] == Launch((unpark(1),))
-    assert lane.choose(Lane((chunk(2), unpark(1), chunk(3))), away, DRAFT, requests, Rates())[2] == Launch((chunk(3),))
+    assert launch_choice.choose_launch(Lane((unpark(1), chunk(2), chunk(3))), away, DRAFT, requests, Rates())[
+        2
+    ] == Launch((unpark(1),))
+    assert launch_choice.choose_launch(Lane((chunk(2), unpark(1), chunk(3))), away, DRAFT, requests, Rates())[
+        2
+    ] == Launch((chunk(3),))
 
 
 def test_rounds_that_wait_go_as_one_batch_in_order_of_arrival() -> None:
@@ -175,7 +185,7 @@ DEAR = ((0, 1, 0, 1000, 0), (0, 1, 4, 1200, 0), (0, 1, 8, 2000, 0), (0, 1, 16, 4
 
 
 def decoding(*requests: int, decode_steps: launch_prices.DecodeTimes = CHEAP, **changes: Any) -> dict[RequestId, State]:
-    known = evolve(control.fresh(evolve(DRAFT, block=15, batch_rows=64), Rates(decode=decode_steps)), **changes)
+    known = evolve(control.make_control(evolve(DRAFT, block=15, batch_rows=64), Rates(decode=decode_steps)), **changes)
     return {RequestId(n): a(Speculating, prefilled(DRAFT, control=known)) for n in requests}
 
 
@@ -185,7 +195,9 @@ def proposed(
     """Plain decode steps of several take as long as of one here, which has been measured."""
     asks = tuple(a_decode(request, most) for request, most in zip(requests, wanted, strict=True))
     rates = Rates(decode=(*decode_steps, *((0, members, 0, 1000, 0) for members in (2, 3, 4))))
-    _, _, chosen = lane.choose(Lane(asks), {"draft": Residence()}, evolve(DRAFT, batch_rows=rows), requests, rates)
+    _, _, chosen = launch_choice.choose_launch(
+        Lane(asks), {"draft": Residence()}, evolve(DRAFT, batch_rows=rows), requests, rates
+    )
     assert isinstance(chosen, Launch)
     return [ask.effect.propose for ask in chosen.asks if isinstance(ask.effect, RunDecode)]
 
@@ -212,20 +224,26 @@ def test_rounds_that_go_together_propose_less_where_rows_are_dear() -> None:
 def test_every_so_often_a_launch_is_plain_to_compare_the_others_with() -> None:
     requests, waiting = decoding(1, **SURE), Lane((a_decode(1, 15),))
     rates, settings, found = Rates(decode=CHEAP), evolve(DRAFT, batch_rows=64), list[int]()
-    for _ in range(2 * lane.OFTEN + 2):
-        after, _, chosen = lane.choose(waiting, {"draft": Residence()}, settings, requests, rates)
+    for _ in range(2 * launch_choice.PLAIN_LAUNCH_INTERVAL + 2):
+        after, _, chosen = launch_choice.choose_launch(waiting, {"draft": Residence()}, settings, requests, rates)
         assert isinstance(chosen, Launch)
         found.append(chosen.asks[0].effect.propose)  # type: ignore[union-attr]
         waiting = evolve(after, waiting=waiting.waiting, running=())
-    assert found == ([15] * lane.OFTEN + [0]) * 2
+    assert found == ([15] * launch_choice.PLAIN_LAUNCH_INTERVAL + [0]) * 2
 
 
 def told(requests: dict[RequestId, State], plan: control.Plan) -> dict[RequestId, tuple[control.Plan, str]]:
     """What the launch costs those who have a draft, and why they do not propose."""
     asks = tuple(a_decode(request, propose) for request, propose in zip(requests, plan.proposals, strict=True))
-    known = lane.told(Lane((), asks, decode_last=True, members=len(asks), plan=plan), requests)
-    heard = {request: lane.drafted(known, ask) for ask in asks if (request := ask.request) in known}
-    return {request: (each.control.plan, each.reason) for request, each in heard.items() if each is not None}
+    known = launch_choice.with_launch_plan(
+        Lane((), asks, last_was_decode=True, member_count=len(asks), plan=plan), requests
+    )
+    drafted = {
+        request: state.speculation
+        for request, state in known.items()
+        if isinstance(state, Speculating) and isinstance(state.speculation, Drafted)
+    }
+    return {request: (one.control.plan, one.reason) for request, one in drafted.items()}
 
 
 def test_who_has_a_draft_is_told_what_the_launch_costs_and_why_nothing_is_proposed() -> None:
@@ -238,7 +256,9 @@ def test_who_has_a_draft_is_told_what_the_launch_costs_and_why_nothing_is_propos
     assert told(requests, rests) == {ONE: (rests, "loss_limit"), TWO: (rests, "loss_limit")}
     assert told(requests, some) == {ONE: (some, "does_not_pay"), TWO: (some, "")}
     measuring = control.Plan((0, 0, 0))
-    known = lane.told(Lane((), tuple(map(a_decode, requests)), decode_last=True, members=3, plan=rests), requests)
+    known = launch_choice.with_launch_plan(
+        Lane((), tuple(map(a_decode, requests)), last_was_decode=True, member_count=3, plan=rests), requests
+    )
     assert told(requests | known, measuring) == {ONE: (measuring, "loss_limit"), TWO: (measuring, "loss_limit")}
 
 
@@ -251,17 +271,17 @@ def test_the_last_token_that_there_is_room_for_says_nothing_about_a_draft() -> N
 
 
 def test_the_lane_is_free_once_the_whole_batch_has_answered() -> None:
-    running = Lane((chunk(3),), (a_decode(1), a_decode(2)), decode_last=True)
-    half = lane.answered(running, Answer(TWO, Decoded((7,))), together=True)
+    running = Lane((chunk(3),), (a_decode(1), a_decode(2)), last_was_decode=True)
+    half = lane.record_outcome(running, EffectOutcome(TWO, Decoded((7,))), ends_together=True)
     assert half == evolve(running, running=(a_decode(1),))
-    assert lane.answered(half, Answer(ONE, Decoded((7,))), together=True).running == ()
+    assert lane.record_outcome(half, EffectOutcome(ONE, Decoded((7,))), ends_together=True).running == ()
 
 
 @pytest.mark.parametrize("together", [True, False])
 def test_a_member_that_ends_ends_a_launch_where_all_stay_together(together: bool) -> None:
-    running = Lane((), (alone(1, 30), alone(2, 30)), decode_last=True, members=2, alone=True)
-    half = lane.answered(running, Answer(TWO, Decoded((7,))), together=together)
-    assert half == evolve(running, running=(alone(1, 30),), alone=not together)
+    running = Lane((), (alone(1, 30), alone(2, 30)), last_was_decode=True, member_count=2, continues_alone=True)
+    half = lane.record_outcome(running, EffectOutcome(TWO, Decoded((7,))), ends_together=together)
+    assert half == evolve(running, running=(alone(1, 30),), continues_alone=not together)
 
 
 @pytest.mark.parametrize(
@@ -269,8 +289,8 @@ def test_a_member_that_ends_ends_a_launch_where_all_stay_together(together: bool
     [
         ({}, PLAIN, True),
         ({}, DRAFT, False),  # what is proposed is decided for a company
-        ({"alone": False}, PLAIN, False),  # it was told to end, or is of one step
-        ({"decode_last": False}, PLAIN, False),  # a prompt's rows have the lane
+        ({"continues_alone": False}, PLAIN, False),  # it was told to end, or is of one step
+        ({"last_was_decode": False}, PLAIN, False),  # a prompt's rows have the lane
         ({"waiting": ()}, PLAIN, False),
         ({"running": ()}, PLAIN, False),
         ({"waiting": (alone(3, 30), chunk(4))}, PLAIN, False),  # it ends soon, for a prompt
@@ -278,11 +298,15 @@ def test_a_member_that_ends_ends_a_launch_where_all_stay_together(together: bool
     ],
 )
 def test_who_decodes_joins_those_who_do(changes: Any, settings: Any, joins: bool) -> None:
-    busy = Lane((alone(3, 30),), (alone(1, 30), alone(2, 9)), decode_last=True, members=2, alone=True)
+    busy = Lane(
+        (alone(3, 30),), (alone(1, 30), alone(2, 9)), last_was_decode=True, member_count=2, continues_alone=True
+    )
     busy = evolve(busy, **changes)
-    assert lane.joinable(busy, settings) == joins
+    assert lane.can_join(busy, settings) == joins
     if joins:
-        assert lane.joined(busy) == evolve(busy, waiting=(), running=(*busy.running, alone(3, 30)), members=3)
+        assert lane.join_waiting(busy) == evolve(
+            busy, waiting=(), running=(*busy.running, alone(3, 30)), member_count=3
+        )
 
 
 @pytest.mark.parametrize(
@@ -290,23 +314,25 @@ def test_who_decodes_joins_those_who_do(changes: Any, settings: Any, joins: bool
     [
         ((alone(1, 30),), 30),
         ((alone(1, 30), alone(2, 9)), 9),  # nobody knows who would be next without the one that ends
-        ((alone(1, 999),), lane.OFTEN),
+        ((alone(1, 999),), launch_choice.PLAIN_LAUNCH_INTERVAL),
         ((alone(1, 30), chunk(2)), 1),
         ((alone(1, 30), alone(2, 30), chunk(3)), 1),
     ],
 )
-def test_decode_steps_go_on_alone_while_nobody_waits_and_nobody_ends(waiting: tuple[Ask, ...], steps: int) -> None:
+def test_decode_steps_go_on_alone_while_nobody_waits_and_nobody_ends(
+    waiting: tuple[EffectRequest, ...], steps: int
+) -> None:
     after, _, chosen = choose(*waiting)
     assert isinstance(chosen, Launch)
     assert {ask.effect.steps for ask in chosen.asks if isinstance(ask.effect, RunDecode)} == {steps}
-    assert after.alone == (steps > 1)
+    assert after.continues_alone == (steps > 1)
 
 
 def test_without_a_draft_each_has_as_many_steps_as_it_may() -> None:
     waiting = alone(1, 999), alone(2, 1), alone(3, 9)
     after, _, chosen = choose(*waiting, settings=PLAIN)
     assert chosen == Launch(waiting)
-    assert after.alone
+    assert after.continues_alone
     assert choose(*waiting, chunk(4), settings=PLAIN)[2] == Launch(tuple(alone(number, 1) for number in (1, 2, 3)))
 
 
@@ -318,18 +344,20 @@ def test_more_members_than_fit_a_launch_take_turns() -> None:
 
 
 def test_a_launch_that_goes_on_keeps_the_lane_and_counts_its_steps() -> None:
-    running = Lane((), (a_decode(1, 3), a_decode(2, 3)), decode_last=True, members=2, proposing=1)
-    on = lane.answered(running, Answer(ONE, Decoded((7, 8), 3, more=True)), together=True)
-    assert on == evolve(running, proposing=2)
-    assert lane.answered(on, Answer(TWO, Decoded((7,), 3, more=True)), together=True) == on, "once a step"
-    assert lane.answered(on, Answer(ONE, Decoded((7,), 3)), together=True).proposing == 2
+    running = Lane((), (a_decode(1, 3), a_decode(2, 3)), last_was_decode=True, member_count=2, proposing_launches=1)
+    on = lane.record_outcome(running, EffectOutcome(ONE, Decoded((7, 8), 3, more=True)), ends_together=True)
+    assert on == evolve(running, proposing_launches=2)
+    assert lane.record_outcome(on, EffectOutcome(TWO, Decoded((7,), 3, more=True)), ends_together=True) == on, (
+        "once a step"
+    )
+    assert lane.record_outcome(on, EffectOutcome(ONE, Decoded((7,), 3)), ends_together=True).proposing_launches == 2
 
 
 def test_a_place_in_the_queue_can_be_given_up_and_work_on_the_device_cannot() -> None:
     busy = Lane((chunk(1), chunk(3)), (a_decode(2),))
-    assert lane.leave(busy, ONE) == (evolve(busy, waiting=(chunk(3),)), True)
-    assert lane.leave(busy, TWO) == (busy, False)
-    assert lane.join(busy, chunk(4)).waiting == (chunk(1), chunk(3), chunk(4))
+    assert lane.withdraw_effect(busy, ONE) == (evolve(busy, waiting=(chunk(3),)), True)
+    assert lane.withdraw_effect(busy, TWO) == (busy, False)
+    assert lane.enqueue_effect(busy, chunk(4)).waiting == (chunk(1), chunk(3), chunk(4))
 
 
 def test_a_draft_that_is_there_is_shared_without_a_launch_and_before_anything_else() -> None:
@@ -337,7 +365,7 @@ def test_a_draft_that_is_there_is_shared_without_a_launch_and_before_anything_el
     assert choose(chunk(1), a_decode(3), unpark(2), models=there) == (
         Lane((chunk(1), a_decode(3))),
         shared,
-        Answer(TWO, ModelLoaded()),
+        EffectOutcome(TWO, ModelLoaded()),
     )
 
 
@@ -352,6 +380,9 @@ def test_moving_weights_takes_a_turn_like_a_chunk() -> None:
 def test_a_draft_is_not_sent_away_while_somebody_waits_for_it() -> None:
     last, two = {"draft": Residence("loaded", (ONE,))}, {"draft": Residence("loaded", (ONE, TWO))}
     after, models, chosen = choose(park(1), unpark(2), models=last, settings=SCOPED)
-    assert (after, models, chosen) == (Lane((park(1),)), two, Answer(TWO, ModelLoaded()))
+    assert (after, models, chosen) == (Lane((park(1),)), two, EffectOutcome(TWO, ModelLoaded()))
     left = {"draft": Residence("loaded", (TWO,))}
-    assert lane.choose(after, models, SCOPED, {}, Rates())[1:] == (left, Answer(ONE, ModelUnloaded()))
+    assert launch_choice.choose_launch(after, models, SCOPED, {}, Rates())[1:] == (
+        left,
+        EffectOutcome(ONE, ModelUnloaded()),
+    )

@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 from attrs import evolve
 
-from effects.all import Ask
+from effects.all import EffectRequest
 from effects.compression import Compression
 from effects.decode import RunDecode
 from effects.ids import PageId, RequestId
 from effects.job import Job
 from effects.prefill import OpenSlot
-from states import growth, pages, slots
+from states import page_growth, pages, slot_admission, slots
 from states.events import ForRequest, Submitted
-from states.life import Generated, Prompt, Seat, Speculating, State, Undrafted, Waiting
 from states.pages import Pages
+from states.request_states import Generated, Prompt, SlotLease, Speculating, State, Undrafted, Waiting
 from states.settings import Settings
 from states.slots import Slot, Slots
-from states.world import advance, begin
+from states.world import advance, make_world
 from tests.states.builders import ONE, THREE, TWO
 
 PAGE = 8
@@ -34,8 +34,8 @@ def job(prompt: tuple[int, ...] = PROMPT, max_tokens: int = 3, **more: object) -
 
 
 def decoding(one: Job, slot: int, said: int = 0) -> State:
-    seat = Seat(slots.SlotId(slot), len(one.prompt) - 1 + said)
-    return Speculating(seat, Prompt(one, one.prompt), Undrafted("declined"), Generated((1,) * said))
+    slot_lease = SlotLease(slots.SlotId(slot), len(one.prompt) - 1 + said)
+    return Speculating(slot_lease, Prompt(one, one.prompt), Undrafted("declined"), Generated((1,) * said))
 
 
 def house(*slots_: Slot, waiting: tuple[RequestId, ...] = ()) -> Slots:
@@ -59,26 +59,26 @@ def house(*slots_: Slot, waiting: tuple[RequestId, ...] = ()) -> Slots:
 def test_all_that_run_come_to_their_ends_one_after_the_other(
     running: list[tuple[Pages, int]], total: int, safe: bool
 ) -> None:
-    assert pages.safe(running, total) is safe
+    assert pages.can_all_finish(running, total) is safe
 
 
 def test_a_claim_is_the_prompt_and_the_answer_within_the_context() -> None:
-    assert [pages.claim(POOL, job(PROMPT, count)) for count in (3, 4, 11, 12)] == [3, 4, 4, 5]
-    assert pages.claim(POOL, job(tuple(range(500)), 3)) == 8
+    assert [pages.compute_claim(POOL, job(PROMPT, count)) for count in (3, 4, 11, 12)] == [3, 4, 4, 5]
+    assert pages.compute_claim(POOL, job(tuple(range(500)), 3)) == 8
 
 
 def test_whole_pages_are_shared_and_the_rest_is_copied() -> None:
     source = ids(5, 6, 7)
-    assert pages.kept(source, 21, PAGE, {5, 6, 7}, shared=True) == [5, 6, None]
-    assert pages.kept(source, 16, PAGE, {5, 6, 7}, shared=True) == [5, 6]
-    assert pages.kept(source, 21, PAGE, {5, 6, 7}, shared=False) == [None, None, None]
-    assert pages.kept(source, 21, PAGE, set(), shared=False) == [5, 6, 7]
-    assert pages.kept(source, 21, PAGE, {6}, shared=False) == [5, None, 7]
+    assert pages.select_reusable_pages(source, 21, PAGE, {5, 6, 7}, shared=True) == [5, 6, None]
+    assert pages.select_reusable_pages(source, 16, PAGE, {5, 6, 7}, shared=True) == [5, 6]
+    assert pages.select_reusable_pages(source, 21, PAGE, {5, 6, 7}, shared=False) == [None, None, None]
+    assert pages.select_reusable_pages(source, 21, PAGE, set(), shared=False) == [5, 6, 7]
+    assert pages.select_reusable_pages(source, 21, PAGE, {6}, shared=False) == [5, None, 7]
 
 
 def admitted(before: Slots, prompt: Job, requests: dict[RequestId, State] | None = None, **more: int) -> Slots | None:
     everybody = {**(requests or {}), ONE: Waiting(Prompt(prompt, prompt.prompt))}
-    seated = slots.admit(evolve(before, waiting=(ONE,)), everybody, evolve(POOL, **more))
+    seated = slot_admission.admit_next(evolve(before, waiting=(ONE,)), everybody, evolve(POOL, **more))
     return None if seated is None else seated[0]
 
 
@@ -126,28 +126,35 @@ def test_where_a_copy_has_no_room_the_sequence_itself_is_gone_on_with() -> None:
 
 
 def test_who_finds_too_few_pages_waits_until_some_come_free_and_nobody_passes() -> None:
-    world = begin(POOL)
+    world = make_world(POOL)
     for number, one in enumerate((job(max_tokens=40), job(PROMPT[::-1], 8), job((1, 2), 60), job((3,), 1))):
         world, _ = advance(world, ForRequest(RequestId(number), Submitted(one)))
     assert [slot.holder for slot in world.slots.slots] == [0, 1, None, None]
     assert world.slots.waiting == (2, 3)
-    assert world.slots.short == {2}
+    assert world.slots.short_of_pages == {2}
 
 
 def test_an_answer_takes_pages_as_it_grows_and_waits_where_there_are_none() -> None:
     requests = {TWO: decoding(job(max_tokens=40), 0, said=4), THREE: decoding(job(PROMPT[::-1], 10), 1)}
     before = house(Slot(holder=TWO, pages=ids(0, 1, 2)), Slot(holder=THREE, pages=ids(3, 4, 5)))
-    first = Ask(TWO, RunDecode(slots.SlotId(0), 24, 1))
-    after, ask = growth.grown(before, first, requests, POOL)
+    first = EffectRequest(TWO, RunDecode(slots.SlotId(0), 24, 1))
+    after, ask = page_growth.grow_for_decode_step(before, first, requests, POOL)
     assert ask is not None
     assert isinstance(ask.effect, RunDecode)
     assert (ask.effect.pages, after.slots[0].pages) == (ids(6), ids(0, 1, 2, 6))
-    stuck, none = growth.grown(after, Ask(TWO, RunDecode(slots.SlotId(0), 32, 1)), requests, POOL)
+    stuck, none = page_growth.grow_for_decode_step(
+        after, EffectRequest(TWO, RunDecode(slots.SlotId(0), 32, 1)), requests, POOL
+    )
     assert none is None  # the last page is for the other, who can end with it
-    assert stuck.short == {TWO}
-    assert growth.grown(stuck, Ask(THREE, RunDecode(slots.SlotId(1), 24, 1)), requests, POOL)[1] is not None
-    within = Ask(TWO, RunDecode(slots.SlotId(0), 28, 1, propose=7))
-    _, less = growth.grown(after, within, requests, POOL)
+    assert stuck.short_of_pages == {TWO}
+    assert (
+        page_growth.grow_for_decode_step(
+            stuck, EffectRequest(THREE, RunDecode(slots.SlotId(1), 24, 1)), requests, POOL
+        )[1]
+        is not None
+    )
+    within = EffectRequest(TWO, RunDecode(slots.SlotId(0), 28, 1, propose=7))
+    _, less = page_growth.grow_for_decode_step(after, within, requests, POOL)
     assert less is not None
     assert isinstance(less.effect, RunDecode)
     assert less.effect.propose == 3  # as much as its last page has room for
@@ -156,15 +163,17 @@ def test_an_answer_takes_pages_as_it_grows_and_waits_where_there_are_none() -> N
 def test_an_idle_sequence_gives_its_pages_to_an_answer_that_grows() -> None:
     requests = {TWO: decoding(job(max_tokens=40), 0, said=4)}
     before = house(Slot(holder=TWO, pages=ids(0, 1, 2)), Slot(tuple(range(40)), None, 1, pages=ids(3, 4, 5, 6, 7)))
-    after, ask = growth.grown(before, Ask(TWO, RunDecode(slots.SlotId(0), 24, 1)), requests, POOL)
+    after, ask = page_growth.grow_for_decode_step(
+        before, EffectRequest(TWO, RunDecode(slots.SlotId(0), 24, 1)), requests, POOL
+    )
     assert ask is not None
     assert [slot.pages for slot in after.slots[:2]] == [ids(0, 1, 2, 3), ()]
     assert after.slots[1].tokens == ()
 
 
 def test_a_slot_is_opened_with_its_pages() -> None:
-    world, out = advance(begin(POOL), ForRequest(ONE, Submitted(job())))
-    opened = [ask.effect for ask in out if isinstance(ask, Ask) and isinstance(ask.effect, OpenSlot)]
+    world, out = advance(make_world(POOL), ForRequest(ONE, Submitted(job())))
+    opened = [ask.effect for ask in out if isinstance(ask, EffectRequest) and isinstance(ask.effect, OpenSlot)]
     assert [one.pages for one in opened] == [ids(0, 1, 2)]
     assert world.slots.slots[0].pages == ids(0, 1, 2)
 
@@ -172,5 +181,5 @@ def test_a_slot_is_opened_with_its_pages() -> None:
 def test_settings_that_could_not_hold_one_sequence_are_refused() -> None:
     with pytest.raises(ValueError, match="7 pages do not hold the longest sequence, 64 rows"):
         evolve(POOL, pages=7)
-    with pytest.raises(ValueError, match="nobody may share them"):
+    with pytest.raises(ValueError, match="no two slots may share them"):
         evolve(POOL, stateful=True)

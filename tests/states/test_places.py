@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from attrs import evolve
 
-from effects.all import Ask
+from effects.all import EffectRequest
 from effects.ids import DeviceFailed, PlaceId, SlotId
 from effects.prefill import PrefillAdvanced, RunPrefill
-from states import places, slots
+from states import checkpoints, slot_admission, slots
+from states.checkpoints import EMPTY, StateCheckpoint
 from states.events import Admitted
-from states.life import Draining, Prefilling, State
-from states.places import EMPTY, Place
+from states.request_states import Draining, Prefilling, State
 from states.settings import Settings
 from states.slots import Slot, Slots
 from tests.states.builders import HERE, ONE, PROMPT, STATEFUL, TWO, a, a_house, a_job, some, waiting_for
@@ -20,13 +20,15 @@ OTHER = tuple(range(500, 540))
 FIRST, SECOND = SlotId(0), SlotId(1)
 
 
-def house(*held: Slot, kept: tuple[Place, ...] = ()) -> Slots:
+def house(*held: Slot, kept: tuple[StateCheckpoint, ...] = ()) -> Slots:
     return evolve(a_house(*held, waiting=(ONE,)), places=kept)
 
 
-def admitted(before: Slots, settings: Settings = STATEFUL, **more: State) -> tuple[Admitted, tuple[Place, ...]]:
+def admitted(
+    before: Slots, settings: Settings = STATEFUL, **more: State
+) -> tuple[Admitted, tuple[StateCheckpoint, ...]]:
     requests = {**waiting_for(a_job()), **({TWO: more["two"]} if more else {})}
-    seated = slots.admit(before, requests, settings)
+    seated = slot_admission.admit_next(before, requests, settings)
     assert seated is not None
     return seated[2], seated[0].places
 
@@ -44,66 +46,82 @@ def admitted(before: Slots, settings: Settings = STATEFUL, **more: State) -> tup
 def test_a_prompt_goes_on_from_the_last_state_that_it_agrees_with(
     length: int, live: int, kept: tuple[int, ...], expected: Admitted
 ) -> None:
-    before = house(Slot(PROMPT[:length], None, 1, live=live), kept=tuple(Place(FIRST, at) for at in kept))
+    before = house(
+        Slot(PROMPT[:length], None, 1, state_position=live), kept=tuple(StateCheckpoint(FIRST, at) for at in kept)
+    )
     assert admitted(before)[0] == expected
 
 
 def test_a_tail_that_the_prompt_left_costs_the_state_behind_it_and_no_rows() -> None:
     """As where a template leaves the reasoning of an earlier turn out."""
-    idle = Slot((*PROMPT[:18], 7, 8), None, 1, live=20)
-    event, left = admitted(house(idle, kept=(Place(FIRST, 16), Place(FIRST, 20), Place(FIRST, 8))))
-    assert event == Admitted(FIRST, FIRST, 16, 16, PlaceId(0))
-    assert left == (Place(FIRST, 16, used=9), EMPTY, Place(FIRST, 8)), "the place behind the tail is of no use"
-    assert admitted(house(idle, kept=(Place(FIRST, 8),)))[0] == Admitted(FIRST, FIRST, 16, 8, PlaceId(0))
-    without = evolve(STATEFUL, store=False)
-    assert admitted(house(idle, kept=(Place(FIRST, 8),)), without)[0] == Admitted(FIRST, FIRST, 8, 8, PlaceId(0)), (
-        "nobody would bring the state behind more rows"
+    idle = Slot((*PROMPT[:18], 7, 8), None, 1, state_position=20)
+    event, left = admitted(
+        house(idle, kept=(StateCheckpoint(FIRST, 16), StateCheckpoint(FIRST, 20), StateCheckpoint(FIRST, 8)))
     )
+    assert event == Admitted(FIRST, FIRST, 16, 16, PlaceId(0))
+    assert left == (StateCheckpoint(FIRST, 16, last_turn=9), EMPTY, StateCheckpoint(FIRST, 8)), (
+        "the place behind the tail is of no use"
+    )
+    assert admitted(house(idle, kept=(StateCheckpoint(FIRST, 8),)))[0] == Admitted(FIRST, FIRST, 16, 8, PlaceId(0))
+    without = evolve(STATEFUL, store=False)
+    assert admitted(house(idle, kept=(StateCheckpoint(FIRST, 8),)), without)[0] == Admitted(
+        FIRST, FIRST, 8, 8, PlaceId(0)
+    ), "nobody would bring the state behind more rows"
 
 
 def test_rows_and_state_may_come_from_two_slots() -> None:
-    before = house(Slot(PROMPT[:8], None, 5), Slot(PROMPT[:16], None, 4), kept=(Place(FIRST, 8),))
+    before = house(Slot(PROMPT[:8], None, 5), Slot(PROMPT[:16], None, 4), kept=(StateCheckpoint(FIRST, 8),))
     assert admitted(before)[0] == Admitted(SECOND, SECOND, 16, 8, PlaceId(0))
 
 
 def test_a_state_further_on_is_worth_more_than_rows() -> None:
-    before = house(Slot(PROMPT[:12], None, 5, live=12), Slot(PROMPT[:16], None, 4))
+    before = house(Slot(PROMPT[:12], None, 5, state_position=12), Slot(PROMPT[:16], None, 4))
     assert admitted(before)[0] == Admitted(FIRST, FIRST, 12, 12)
 
 
 def test_of_a_busy_slot_only_places_can_be_gone_on_from() -> None:
     busy = a(Prefilling, some(STATEFUL, valid=16))
-    before = house(Slot(holder=TWO), Slot(OTHER, None, 1, live=40), kept=(Place(FIRST, 8),))
+    before = house(Slot(holder=TWO), Slot(OTHER, None, 1, state_position=40), kept=(StateCheckpoint(FIRST, 8),))
     assert admitted(before, two=busy)[0] == Admitted(SECOND, FIRST, 16, 8, PlaceId(0))
     assert admitted(evolve(before, places=()), two=busy)[0] == Admitted(SECOND, FIRST, 16, 0)
 
 
 def test_a_slot_that_is_used_for_something_else_hands_its_places_on_to_who_keeps_the_same() -> None:
     """The system prompt of an agent, say."""
-    kept = (Place(FIRST, 8), Place(FIRST, 24), Place(SECOND, 4), EMPTY)
+    kept = (StateCheckpoint(FIRST, 8), StateCheckpoint(FIRST, 24), StateCheckpoint(SECOND, 4), EMPTY)
     sequences = (OTHER, (*OTHER[:12], 1, 2, 3))
-    assert places.handed_on(kept, FIRST, 0, sequences) == (Place(SECOND, 8), EMPTY, Place(SECOND, 4), EMPTY)
-    assert places.handed_on(kept, FIRST, 8, sequences) == (Place(FIRST, 8), EMPTY, Place(SECOND, 4), EMPTY)
-    taken = (Place(FIRST, 8), Place(SECOND, 8))
-    assert places.handed_on(taken, FIRST, 0, sequences) == (EMPTY, Place(SECOND, 8)), "one is enough"
+    assert checkpoints.hand_over(kept, FIRST, 0, sequences) == (
+        StateCheckpoint(SECOND, 8),
+        EMPTY,
+        StateCheckpoint(SECOND, 4),
+        EMPTY,
+    )
+    assert checkpoints.hand_over(kept, FIRST, 8, sequences) == (
+        StateCheckpoint(FIRST, 8),
+        EMPTY,
+        StateCheckpoint(SECOND, 4),
+        EMPTY,
+    )
+    taken = (StateCheckpoint(FIRST, 8), StateCheckpoint(SECOND, 8))
+    assert checkpoints.hand_over(taken, FIRST, 0, sequences) == (EMPTY, StateCheckpoint(SECOND, 8)), "one is enough"
 
 
-@pytest.mark.parametrize(("other", "expected"), [("a", Place(SECOND, 8)), ("b", EMPTY), ("", EMPTY)])
-def test_a_job_of_another_salt_leaves_places_to_who_keeps_the_same(other: str, expected: Place) -> None:
+@pytest.mark.parametrize(("other", "expected"), [("a", StateCheckpoint(SECOND, 8)), ("b", EMPTY), ("", EMPTY)])
+def test_a_job_of_another_salt_leaves_places_to_who_keeps_the_same(other: str, expected: StateCheckpoint) -> None:
     """What it may go on from itself says nothing of whom they are for."""
     idle = Slot(OTHER, None, 1, "a"), Slot(OTHER, None, 5, other)
-    event, left = admitted(house(*idle, kept=(Place(FIRST, 8),)))
+    event, left = admitted(house(*idle, kept=(StateCheckpoint(FIRST, 8),)))
     assert (event.slot, event.keep, left) == (FIRST, 0, (expected,))
 
 
 def test_a_slot_that_goes_takes_its_places_along() -> None:
-    kept = (Place(FIRST, 8), Place(SECOND, 8), Place(FIRST, 4))
+    kept = (StateCheckpoint(FIRST, 8), StateCheckpoint(SECOND, 8), StateCheckpoint(FIRST, 4))
     before = evolve(a_house(Slot((), ONE), Slot(OTHER)), places=kept)
-    assert slots.forget(before, FIRST).places == (EMPTY, Place(SECOND, 8), EMPTY)
-    assert slots.give_up(before, ONE, FIRST).places == (EMPTY, Place(SECOND, 8), EMPTY)
-    after = slots.release(before, ONE, some(STATEFUL, valid=7).remains, STATEFUL)
-    assert after.places == (EMPTY, Place(SECOND, 8), Place(FIRST, 4))
-    assert (after.slots[0].tokens, after.slots[0].live) == (PROMPT[:7], 4)
+    assert slots.forget_rows(before, FIRST).places == (EMPTY, StateCheckpoint(SECOND, 8), EMPTY)
+    assert slots.requeue_holder(before, ONE, FIRST).places == (EMPTY, StateCheckpoint(SECOND, 8), EMPTY)
+    after = slots.release_slot(before, ONE, some(STATEFUL, valid=7).remainder, STATEFUL)
+    assert after.places == (EMPTY, StateCheckpoint(SECOND, 8), StateCheckpoint(FIRST, 4))
+    assert (after.slots[0].tokens, after.slots[0].state_position) == (PROMPT[:7], 4)
 
 
 @pytest.mark.parametrize(
@@ -111,34 +129,50 @@ def test_a_slot_that_goes_takes_its_places_along() -> None:
     [
         ((), 9, None),
         ((EMPTY,), 9, 0),
-        ((Place(FIRST, 8, 9), EMPTY), 9, 1),
-        ((Place(FIRST, 8, 9), Place(FIRST, 12, 9)), 9, 1),  # 4 tokens behind another are worth less than 8, or 16
-        ((Place(FIRST, 8, 9), Place(SECOND, 12, 9)), 9, 0),
-        ((Place(FIRST, 8, 9), Place(SECOND, 12, 7)), 9, 1),  # a third of 12, as nobody came back to it for two requests
-        ((Place(FIRST, 24, 9), Place(SECOND, 30, 9)), 9, None),  # 4 more tokens are not worth either of them
+        ((StateCheckpoint(FIRST, 8, 9), EMPTY), 9, 1),
+        (
+            (StateCheckpoint(FIRST, 8, 9), StateCheckpoint(FIRST, 12, 9)),
+            9,
+            1,
+        ),  # 4 tokens behind another are worth less than 8, or 16
+        ((StateCheckpoint(FIRST, 8, 9), StateCheckpoint(SECOND, 12, 9)), 9, 0),
+        (
+            (StateCheckpoint(FIRST, 8, 9), StateCheckpoint(SECOND, 12, 7)),
+            9,
+            1,
+        ),  # a third of 12, as nobody came back to it for two requests
+        (
+            (StateCheckpoint(FIRST, 24, 9), StateCheckpoint(SECOND, 30, 9)),
+            9,
+            None,
+        ),  # 4 more tokens are not worth either of them
     ],
 )
-def test_who_makes_room_saves_least_for_its_age(kept: tuple[Place, ...], turn: int, expected: int | None) -> None:
-    assert places.room(kept, FIRST, 28, turn) == expected
+def test_who_makes_room_saves_least_for_its_age(
+    kept: tuple[StateCheckpoint, ...], turn: int, expected: int | None
+) -> None:
+    assert checkpoints.choose_place(kept, FIRST, 28, turn) == expected
 
 
 def test_a_chunk_that_stops_where_the_state_is_kept_gets_a_place_and_fills_it_when_it_is_computed() -> None:
     flat = some(STATEFUL, valid=16)
-    stop, ask = a(Prefilling, flat), Ask(ONE, RunPrefill(HERE, 16, 20, checkpoint=True))
-    before = evolve(a_house(Slot((), ONE)), places=(Place(HERE, 8, 1), Place(HERE, 4, 9)))
-    after, (launched,) = slots.given(before, ask, {ONE: stop}, STATEFUL)
-    assert launched == Ask(ONE, RunPrefill(HERE, 16, 20, checkpoint=True, place=PlaceId(0)))
-    assert after.places == (EMPTY, Place(HERE, 4, 9)), "whoever had it cannot be gone on from any more"
+    stop, ask = a(Prefilling, flat), EffectRequest(ONE, RunPrefill(HERE, 16, 20, checkpoint=True))
+    before = evolve(a_house(Slot((), ONE)), places=(StateCheckpoint(HERE, 8, 1), StateCheckpoint(HERE, 4, 9)))
+    after, (launched,) = slots.assign_checkpoint_place(before, ask, {ONE: stop}, STATEFUL)
+    assert launched == EffectRequest(ONE, RunPrefill(HERE, 16, 20, checkpoint=True, place=PlaceId(0)))
+    assert after.places == (EMPTY, StateCheckpoint(HERE, 4, 9)), "whoever had it cannot be gone on from any more"
     for state, fills in (
         (stop, True),
         (a(Draining, flat, 1), True),  # cancelled meanwhile: the rows are there all the same
-        (Draining(flat.remains, 1, lost=True), False),
+        (Draining(flat.remainder, 1, rows_lost=True), False),
     ):
-        now = slots.acknowledged(after, launched, PrefillAdvanced(20), {ONE: state})
-        assert now.places[0] == (Place(HERE, 20, 9) if fills else EMPTY)
-    assert slots.acknowledged(after, launched, DeviceFailed("out_of_memory", ""), {ONE: stop}) == after
-    elsewhere = Ask(ONE, RunPrefill(HERE, 12, 16))
-    assert slots.given(before, elsewhere, {ONE: a(Prefilling, some(STATEFUL, valid=12))}, STATEFUL) == (
+        now = slots.record_checkpoint(after, launched, PrefillAdvanced(20), {ONE: state})
+        assert now.places[0] == (StateCheckpoint(HERE, 20, 9) if fills else EMPTY)
+    assert slots.record_checkpoint(after, launched, DeviceFailed("out_of_memory", ""), {ONE: stop}) == after
+    elsewhere = EffectRequest(ONE, RunPrefill(HERE, 12, 16))
+    assert slots.assign_checkpoint_place(
+        before, elsewhere, {ONE: a(Prefilling, some(STATEFUL, valid=12))}, STATEFUL
+    ) == (
         before,
         (elsewhere,),
     )
@@ -146,6 +180,9 @@ def test_a_chunk_that_stops_where_the_state_is_kept_gets_a_place_and_fills_it_wh
 
 def test_a_state_that_is_computed_again_is_kept_once() -> None:
     """A compressed prompt may begin as the one before did, and go on from nowhere."""
-    before = evolve(a_house(Slot((), ONE)), places=(Place(HERE, 20, 1), EMPTY))
-    ask = Ask(ONE, RunPrefill(HERE, 16, 20, checkpoint=True))
-    assert slots.given(before, ask, {ONE: a(Prefilling, some(STATEFUL, valid=16))}, STATEFUL) == (before, (ask,))
+    before = evolve(a_house(Slot((), ONE)), places=(StateCheckpoint(HERE, 20, 1), EMPTY))
+    ask = EffectRequest(ONE, RunPrefill(HERE, 16, 20, checkpoint=True))
+    assert slots.assign_checkpoint_place(before, ask, {ONE: a(Prefilling, some(STATEFUL, valid=16))}, STATEFUL) == (
+        before,
+        (ask,),
+    )

@@ -15,10 +15,10 @@ from effects.prefill import PrefillAdvanced
 from effects.restore import BlocksRestored
 from states import policy, rates
 from states.events import ForRequest, Submitted
-from states.life import Prefilling, Prompt, Restoring, Seat
-from states.rates import Rates, filled, load_time, prefill_time, span_of
-from states.settings import Known
-from states.world import advance, begin
+from states.rates import Rates, estimate_prefill_time, fill_gaps, find_span, get_load_time
+from states.request_states import Prefilling, Prompt, Restoring, SlotLease
+from states.settings import DecisionContext
+from states.world import advance, make_world
 from tests.states.builders import (
     HERE,
     ONE,
@@ -29,7 +29,7 @@ from tests.states.builders import (
 
 
 def disk(load_ns: int, *prefill: int, **more: int) -> Rates:
-    return Rates(prefill=prefill, disk=load_ns, **more)
+    return Rates(prefill=prefill, loads={"disk": load_ns}, **more)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def disk(load_ns: int, *prefill: int, **more: int) -> Rates:
         (disk(0, 10), 8, 8, 40),
         (disk(10), 8, 8, 40),
         (disk(10, 0, 0), 8, 8, 40),
-        (Rates(prefill=(10,), host=10), 8, 8, 40),  # of another tier
+        (Rates(prefill=(10,), loads={"host": 10}), 8, 8, 40),  # of another tier
         (disk(10, 10), 8, 24, 40),  # as fast as each other: half each
         (disk(1, 1000), 8, 8, 40),  # pure restore
         (disk(1000, 1), 8, 40, 40),  # pure recompute
@@ -55,7 +55,7 @@ def disk(load_ns: int, *prefill: int, **more: int) -> Rates:
     ],
 )
 def test_front(known: Rates, start: int, front: int, stop: int) -> None:
-    assert policy.front(STORE, known, start, stop, "disk") == front
+    assert policy.choose_front(STORE, known, start, stop, "disk") == front
 
 
 times = st.integers(0, 300)
@@ -66,7 +66,7 @@ factors = st.sampled_from((0, 1000, 1300, 2000, 9000))
     st.builds(
         Rates,
         prefill=st.lists(times, max_size=4).map(tuple),
-        host=times,
+        loads=times.map(lambda time: {"host": time}),
         prefill_beside=factors,
         load_beside=factors,
     ),
@@ -75,15 +75,19 @@ factors = st.sampled_from((0, 1000, 1300, 2000, 9000))
 )
 def test_no_choice_is_better_and_neither_is_one_side_alone(known: Rates, start: int, length: int) -> None:
     first, last = 16 * start, 16 * (start + length)
-    chosen = policy.front(evolve(STORE, chunk=16, block_size=16), known, first, last, "host")
+    chosen = policy.choose_front(evolve(STORE, chunk=16, block_size=16), known, first, last, "host")
     assert type(chosen) is int
-    if not known.host or not any(known.prefill):
+    if not known.loads.get("host", 0) or not any(known.prefill):
         assert chosen == first
         return
     choices = range(first, last + 1, 16)
-    ready = [policy.ready(known, first, m, last, "host") for m in choices]
+    ready = [policy.estimate_ready_time(known, first, m, last, "host") for m in choices]
     assert chosen in choices
-    best, pure, got = min(ready), min(ready[0], ready[-1]), policy.ready(known, first, chosen, last, "host")
+    best, pure, got = (
+        min(ready),
+        min(ready[0], ready[-1]),
+        policy.estimate_ready_time(known, first, chosen, last, "host"),
+    )
     assert got == (best if 10 * best <= 9 * pure else pure), "both at once only where a tenth is gained"
 
 
@@ -111,33 +115,37 @@ def test_which_checkpoint_is_gone_on_from(
     valid: int, ahead: int, there: tuple[int, ...], load_time: int, expected: tuple[int, int] | None
 ) -> None:
     """Computing takes 100 a token; a checkpoint weighs as much as 200 rows."""
-    known = Known(evolve(STATEFUL, state_tokens=200), Rates(prefill=(100,), disk=load_time))
-    assert policy.load(known, Seat(HERE, valid, ahead=ahead), LONG, there, "disk") == expected
+    known = DecisionContext(evolve(STATEFUL, state_tokens=200), Rates(prefill=(100,), loads={"disk": load_time}))
+    assert policy.choose_rows_to_load(known, SlotLease(HERE, valid, rows_ahead=ahead), LONG, there, "disk") == expected
 
 
 @given(
-    st.builds(Rates, prefill=st.integers(1, 300).map(lambda time: (time,)), disk=times),
+    st.builds(
+        Rates, prefill=st.integers(1, 300).map(lambda time: (time,)), loads=times.map(lambda time: {"disk": time})
+    ),
     st.integers(0, 400),
     st.tuples(st.integers(0, 60), st.integers(0, 90)),
     st.lists(st.integers(1, 60), max_size=4, unique=True).map(sorted),
 )
 def test_no_other_checkpoint_would_be_better(rates: Rates, state: int, held: tuple[int, int], there: list[int]) -> None:
-    known = Known(evolve(STATEFUL, state_tokens=state), rates)
-    seat = Seat(HERE, 4 * held[0], ahead=4 * held[1])
-    beyond = [16 * at for at in there if 16 * at > seat.valid]
-    chosen = policy.load(known, seat, LONG, beyond, "disk")
-    took = {at: policy.resumed(known, seat, LONG, at, "disk") for at in (seat.valid, *beyond)}
-    at = seat.valid if chosen is None else chosen[1]
+    known = DecisionContext(evolve(STATEFUL, state_tokens=state), rates)
+    slot_lease = SlotLease(HERE, 4 * held[0], rows_ahead=4 * held[1])
+    beyond = [16 * at for at in there if 16 * at > slot_lease.valid_rows]
+    chosen = policy.choose_rows_to_load(known, slot_lease, LONG, beyond, "disk")
+    took = {
+        at: policy.estimate_resume_time(known, slot_lease, LONG, at, "disk") for at in (slot_lease.valid_rows, *beyond)
+    }
+    at = slot_lease.valid_rows if chosen is None else chosen[1]
     assert at in took
-    assert took[at] == min(took.values()) or not rates.disk
-    assert chosen is None or chosen[0] == min(at, seat.rows), "rows that the slot has are not loaded"
+    assert took[at] == min(took.values()) or not rates.loads["disk"]
+    assert chosen is None or chosen[0] == min(at, slot_lease.rows), "rows that the slot has are not loaded"
 
 
 @pytest.mark.parametrize(
     ("position", "span"), [(0, 0), (1023, 0), (1024, 1), (2047, 1), (2048, 2), (4095, 2), (4096, 3), (1 << 20, 11)]
 )
 def test_positions_belong_to_spans_that_double(position: int, span: int) -> None:
-    assert span_of(position) == span
+    assert find_span(position) == span
 
 
 @pytest.mark.parametrize(
@@ -151,49 +159,53 @@ def test_positions_belong_to_spans_that_double(position: int, span: int) -> None
     ],
 )
 def test_what_was_never_measured_takes_its_neighbours_time(measured: tuple[int, ...], whole: tuple[int, ...]) -> None:
-    assert filled(measured) == whole
+    assert fill_gaps(measured) == whole
 
 
 @given(st.lists(times, max_size=4).map(tuple), st.integers(0, 9000), st.integers(0, 9000), st.integers(0, 9000))
 def test_the_time_of_a_prefill_is_that_of_its_parts(measured: tuple[int, ...], one: int, two: int, three: int) -> None:
     known, (start, middle, stop) = Rates(measured), sorted((one, two, three))
-    parts = prefill_time(known, start, middle) + prefill_time(known, middle, stop)
-    assert prefill_time(known, start, stop) == parts
+    parts = estimate_prefill_time(known, start, middle) + estimate_prefill_time(known, middle, stop)
+    assert estimate_prefill_time(known, start, stop) == parts
     if any(measured):
         slowest = max(measured)
         assert parts == sum(
-            (filled(measured) + (slowest,) * 9)[span_of(at)] * (min(stop, at + 1) - at) for at in range(start, stop)
+            (fill_gaps(measured) + (slowest,) * 9)[find_span(at)] * (min(stop, at + 1) - at)
+            for at in range(start, stop)
         )
 
 
 def test_times_are_moving_averages_that_start_at_their_first_value() -> None:
-    once = rates.prefilled(Rates(), 1024, 10, 1000, beside=False)
+    once = rates.record_prefill(Rates(), 1024, 10, 1000, concurrent=False)
     assert once == Rates(prefill=(0, 100))
-    assert rates.prefilled(once, 1024, 10, 5000, beside=False) == Rates(prefill=(0, 200))
-    once = rates.restored(Rates(), "host", 10, 1000, beside=False)
-    assert once == Rates(host=100)
-    assert load_time(rates.restored(once, "disk", 10, 10, beside=False), "disk") == 1
+    assert rates.record_prefill(once, 1024, 10, 5000, concurrent=False) == Rates(prefill=(0, 200))
+    once = rates.record_load(Rates(), "host", 10, 1000, concurrent=False)
+    assert once == Rates(loads={"host": 100})
+    assert get_load_time(rates.record_load(once, "disk", 10, 10, concurrent=False), "disk") == 1
 
 
 def test_what_both_sides_lose_by_each_other_is_kept_apart() -> None:
-    alone = Rates(prefill=(100,), host=10)
-    assert rates.prefilled(alone, 0, 10, 2000, beside=True) == evolve(alone, prefill_beside=1250)
-    assert rates.prefilled(alone, 0, 10, 500, beside=True) == evolve(alone, prefill_beside=1000)
-    assert rates.restored(alone, "host", 10, 10**9, beside=True).load_beside == (3 * 1000 + 64_000) // 4
-    assert rates.restored(alone, "disk", 10, 300, beside=True) == alone, "nothing to compare with"
+    alone = Rates(prefill=(100,), loads={"host": 10})
+    assert rates.record_prefill(alone, 0, 10, 2000, concurrent=True) == evolve(alone, prefill_beside=1250)
+    assert rates.record_prefill(alone, 0, 10, 500, concurrent=True) == evolve(alone, prefill_beside=1000)
+    assert rates.record_load(alone, "host", 10, 10**9, concurrent=True).load_beside == (3 * 1000 + 64_000) // 4
+    assert rates.record_load(alone, "disk", 10, 300, concurrent=True) == alone, "nothing to compare with"
 
 
 def test_what_loads_sooner_beside_something_else_than_it_did_alone_takes_no_longer_alone() -> None:
     """Files that were read past the page cache at start are in it now."""
-    known = Rates(prefill=(100,), disk=100)
-    assert rates.restored(known, "disk", 10, 200, beside=True) == evolve(known, disk=80, load_beside=1000)
+    known = Rates(prefill=(100,), loads={"disk": 100})
+    assert rates.record_load(known, "disk", 10, 200, concurrent=True) == evolve(
+        known, loads={"disk": 80}, load_beside=1000
+    )
     for _ in range(20):
-        known = rates.restored(known, "disk", 10, 200, beside=True)
-    assert 20 <= known.disk <= 25
+        known = rates.record_load(known, "disk", 10, 200, concurrent=True)
+    assert 20 <= known.loads.get("disk", 0) <= 25
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"prefill": (-1,)}, {"disk": -1}, {"decode": ((1, -1),)}, {"load_beside": -1}, {"prefill": (1,) * 65}]
+    "wrong",
+    [{"prefill": (-1,)}, {"loads": {"disk": -1}}, {"decode": ((1, -1),)}, {"load_beside": -1}, {"prefill": (1,) * 65}],
 )
 def test_rates_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="rates that cannot be"):
@@ -204,14 +216,14 @@ def test_rates_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
 
 
 def folded(*events: Any, known: Rates = Rates()) -> Rates:  # noqa: B008 - frozen
-    world = begin(evolve(STORE, rates=known))
+    world = make_world(evolve(STORE, rates=known))
     for event in (Submitted(a_job()), PrefixFound(LeaseId(1), 20, "host"), *events):
         world, _ = advance(world, ForRequest(ONE, event))
     return world.rates
 
 
 def test_a_restore_alone_tells_its_tiers_time() -> None:
-    assert folded(BlocksRestored(0, 16, 99, ns=320)) == Rates(host=20)
+    assert folded(BlocksRestored(0, 16, 99, ns=320)) == Rates(loads={"host": 20})
     assert folded(BlocksRestored(0, 16, 99)) == Rates(), "not measured"
 
 
@@ -221,7 +233,7 @@ def test_whole_chunks_tell_what_computing_takes_and_part_of_one_does_not() -> No
 
 
 def test_side_by_side_both_tell_how_much_they_lose() -> None:
-    known = Rates(prefill=(100,), host=100)
+    known = Rates(prefill=(100,), loads={"host": 100})
     after = folded(PrefillAdvanced(8, ns=1600), BlocksRestored(8, 20, 99, ns=1800), known=known)
     assert after == evolve(known, prefill_beside=1250, load_beside=1125)
 
@@ -232,8 +244,8 @@ def test_a_load_of_less_than_a_chunk_tells_nothing() -> None:
 
 def test_what_is_not_tried_is_held_against_nobody_for_ever() -> None:
     """One read was far too slow: it is recomputed for a while, then tried again."""
-    known = Rates(prefill=(100,), host=100_000, load_beside=2000)
-    world, tries = begin(evolve(STORE, rates=known)), 0
+    known = Rates(prefill=(100,), loads={"host": 100_000}, load_beside=2000)
+    world, tries = make_world(evolve(STORE, rates=known)), 0
     for number in range(1, 1000):
         request = RequestId(number)
         world, _ = advance(
@@ -243,23 +255,23 @@ def test_what_is_not_tried_is_held_against_nobody_for_ever() -> None:
         tries = number
         if isinstance(world.requests[request], Restoring):
             break
-        assert world.requests[request].prompt.miss == "recompute_is_quicker"  # type: ignore[union-attr]
-        world = evolve(begin(world.settings), rates=world.rates)
+        assert world.requests[request].prompt.miss_reason == "recompute_is_quicker"  # type: ignore[union-attr]
+        world = evolve(make_world(world.settings), rates=world.rates)
     assert 20 < tries < 400
     assert world.rates.load_beside < known.load_beside
 
 
 def test_a_factor_fades_to_none_while_nothing_is_split() -> None:
-    rate = Rates(host=10, prefill_beside=3000, load_beside=3000)
+    rate = Rates(loads={"host": 10}, prefill_beside=3000, load_beside=3000)
     for _ in range(300):
-        rate = rates.untried(rate, "host", loaded=True)
-    assert rate == Rates(host=10, prefill_beside=1000, load_beside=1000)
+        rate = rates.fade_untried(rate, "host", loaded=True)
+    assert rate == Rates(loads={"host": 10}, prefill_beside=1000, load_beside=1000)
 
 
 def test_what_was_measured_reaches_the_next_request() -> None:
-    known = Rates(prefill=(1,), disk=1000)
+    known = Rates(prefill=(1,), loads={"disk": 1000})
     for rates_now, then in ((Rates(), Restoring), (known, Prefilling)):
-        world, _ = advance(begin(STORE), ForRequest(ONE, Submitted(a_job())))
+        world, _ = advance(make_world(STORE), ForRequest(ONE, Submitted(a_job())))
         world, _ = advance(evolve(world, rates=rates_now), ForRequest(ONE, PrefixFound(LeaseId(1), 20, "disk")))
         assert isinstance(world.requests[ONE], then)
 
@@ -279,4 +291,4 @@ def test_what_was_measured_reaches_the_next_request() -> None:
 def test_what_several_chunks_take_says_of_each_what_was_expected_of_it(
     known: tuple[int, ...], rows: int, took_ns: int, after: tuple[int, ...]
 ) -> None:
-    assert rates.prefilled(Rates(known), 0, rows, took_ns, beside=False).prefill == after
+    assert rates.record_prefill(Rates(known), 0, rows, took_ns, concurrent=False).prefill == after

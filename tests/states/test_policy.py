@@ -11,14 +11,12 @@ from effects.grammar import Grammar
 from effects.job import Job, Sampling
 from effects.scope import Scope
 from states import policy
-from states.compress import serve
-from states.life import (
-    usable,
-)
+from states.compress import replace_served_tokens
+from states.kept_rows import count_usable_tokens
 from states.policy import Decision
 from states.rates import Rates
-from states.sequences import common, whole_blocks
-from states.settings import Known, Settings
+from states.sequences import count_common_blocks, round_down_to_block
+from states.settings import DecisionContext, Settings
 from tests.states.builders import (
     DRAFT,
     EVERYTHING,
@@ -37,7 +35,7 @@ NO, YES = False, True
 AUTO = a_job(scope=Scope("auto", 30))
 
 
-LONG = tuple(range(policy.SHORT + 1))
+LONG = tuple(range(policy.SHORT_PROMPT + 1))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +51,7 @@ LONG = tuple(range(policy.SHORT + 1))
     ],
 )
 def test_one_off(changes: dict[str, Any], decision: Decision) -> None:
-    assert policy.one_off(a_job(**changes)) == decision
+    assert policy.decide_one_off(a_job(**changes)) == decision
 
 
 def asking(**changes: Any) -> Job:
@@ -88,7 +86,7 @@ def asking(**changes: Any) -> Job:
     ],
 )
 def test_compress(settings: Settings, changes: dict[str, Any], missing: int, decision: Decision) -> None:
-    assert policy.compress(Known(settings), some(settings, **changes).early[1], missing) == decision
+    assert policy.decide_compression(DecisionContext(settings), some(settings, **changes).early[1], missing) == decision
 
 
 @pytest.mark.parametrize(
@@ -101,8 +99,8 @@ def test_compress(settings: Settings, changes: dict[str, Any], missing: int, dec
     ],
 )
 def test_compression_is_weighed_against_computing(drafter: int, missing: int, decision: Decision) -> None:
-    known = Known(PFLASH, Rates(prefill=(10,), drafter=drafter))
-    assert policy.compress(known, some(PFLASH).early[1], missing) == decision
+    known = DecisionContext(PFLASH, Rates(prefill=(10,), drafter=drafter))
+    assert policy.decide_compression(known, some(PFLASH).early[1], missing) == decision
 
 
 @pytest.mark.parametrize(
@@ -115,7 +113,7 @@ def test_compression_is_weighed_against_computing(drafter: int, missing: int, de
     ],
 )
 def test_shorten(settings: Settings, changes: dict[str, Any], decision: Decision) -> None:
-    assert policy.shorten(settings, some(settings, **changes).early[1]) == decision
+    assert policy.decide_shortening(settings, some(settings, **changes).early[1]) == decision
 
 
 @pytest.mark.parametrize(
@@ -134,12 +132,12 @@ def test_shorten(settings: Settings, changes: dict[str, Any], decision: Decision
     ],
 )
 def test_lookup(settings: Settings, changes: dict[str, Any], decision: Decision) -> None:
-    assert policy.lookup(settings, *some(settings, **changes).early) == decision
+    assert policy.decide_lookup(settings, *some(settings, **changes).early) == decision
 
 
 @pytest.mark.parametrize(("changes", "window"), [({}, 0), ({"job": AUTO}, 30), ({"job": AUTO, "compressed": True}, 0)])
 def test_the_prompt_as_it_came_is_compared_with_the_recent_ones(changes: dict[str, Any], window: int) -> None:
-    assert policy.window(some(STORE, **changes).early[1]) == window
+    assert policy.choose_window(some(STORE, **changes).early[1]) == window
 
 
 @pytest.mark.parametrize(
@@ -151,7 +149,7 @@ def test_the_prompt_as_it_came_is_compared_with_the_recent_ones(changes: dict[st
     ],
 )
 def test_speculate(settings: Settings, changes: dict[str, Any], decision: Decision) -> None:
-    assert policy.speculate(knowing(settings), some(settings, **changes).job) == decision
+    assert policy.decide_speculation(knowing(settings), some(settings, **changes).job) == decision
 
 
 ANSWERED = {"valid": 24, "answer": (1, 2, 3, 4)}
@@ -178,17 +176,17 @@ SHARED = a_job(scope=Scope("auto", 30), boundaries=(1, 9))
     ],
 )
 def test_snapshot(settings: Settings, changes: dict[str, Any], decision: Decision) -> None:
-    assert policy.snapshot(settings, some(settings, **changes).remains) == decision
+    assert policy.decide_snapshot(settings, some(settings, **changes).remainder) == decision
 
 
 @pytest.mark.parametrize(("tokens", "position"), [(0, 0), (3, 0), (4, 4), (7, 4), (8, 8)])
 def test_cache_positions_are_multiples_of_the_grain(tokens: int, position: int) -> None:
-    assert whole_blocks(PLAIN, tokens) == position
+    assert round_down_to_block(PLAIN, tokens) == position
 
 
 @pytest.mark.parametrize(("prompt", "kept", "worth"), [(21, 21, 20), (21, 19, 16), (20, 20, 16), (5, 9, 4), (4, 9, 0)])
 def test_the_last_prompt_token_is_always_computed(prompt: int, kept: int, worth: int) -> None:
-    assert usable(PLAIN, some(prompt=PROMPT[:prompt]).early[1], kept) == worth
+    assert count_usable_tokens(PLAIN, some(prompt=PROMPT[:prompt]).early[1], kept) == worth
 
 
 @pytest.mark.parametrize(
@@ -204,10 +202,10 @@ def test_the_last_prompt_token_is_always_computed(prompt: int, kept: int, worth:
     ],
 )
 def test_a_common_prefix_is_counted_in_whole_grains(one: tuple[int, ...], other: tuple[int, ...], shared: int) -> None:
-    assert common(4, one, other) == common(4, other, one) == shared
+    assert count_common_blocks(4, one, other) == count_common_blocks(4, other, one) == shared
 
 
 def test_another_prompt_keeps_the_rows_that_both_share() -> None:
     before = some(EVERYTHING, valid=12, restored=8, tier="device")
     after = evolve(before, prompt=SHORT, compressed=True, valid=4, restored=4)
-    assert serve(EVERYTHING, *before.early, SHORT) == after.early
+    assert replace_served_tokens(EVERYTHING, *before.early, SHORT) == after.early

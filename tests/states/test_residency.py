@@ -8,20 +8,30 @@ from typing import Any
 import pytest
 from attrs import evolve, frozen
 
-from effects.all import Ask, Effect, Launch
+from effects.all import Effect, EffectRequest, Launch
 from effects.decode import Decoded, RunDecode
 from effects.ids import MAIN, DeviceFailed, RequestId
 from effects.job import Job
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
-from states import lane, residency
+from states import launch_choice, residency
 from states.events import Cancelled, Event, ForRequest, Submitted
-from states.invariants import check
-from states.lane import Answer, Lane
+from states.invariants import check_world
+from states.lane import EffectOutcome, Lane
 from states.rates import Rates
-from states.residency import IDLE, Policy, Residence, Resolved, Use, boot, resolve, resolved, shown
+from states.residency import (
+    IDLE_PLACE,
+    Policy,
+    Residence,
+    Resolved,
+    Use,
+    describe_residency,
+    make_models,
+    resolve_policy,
+    resolve_residency,
+)
 from states.settings import Settings
-from states.world import Out, World, advance, begin
+from states.world import Output, World, advance, make_world
 from tests.states.builders import DRAFT, ONE, PLAIN, SCOPED, THREE, TWO, asks
 
 NO, YES = False, True
@@ -48,11 +58,11 @@ NO, YES = False, True
     ],
 )
 def test_resolve(policy: Policy, use: Use, low_memory: bool, has_draft: bool, after: str) -> None:
-    assert resolve(policy, use, low_memory=low_memory, has_draft=has_draft) == after
+    assert resolve_policy(policy, use, low_memory=low_memory, has_draft=has_draft) == after
 
 
 @pytest.mark.parametrize(
-    ("policy", "has_draft", "has_drafter", "outcome"),
+    ("policy", "has_draft", "has_prompt_scorer", "outcome"),
     [
         ("auto", YES, YES, Resolved("auto", "keep", "keep")),
         ("persistent", YES, NO, Resolved("persistent", "keep", "keep")),
@@ -61,106 +71,110 @@ def test_resolve(policy: Policy, use: Use, low_memory: bool, has_draft: bool, af
     ],
 )
 def test_a_policy_comes_to_something_for_both_models(
-    policy: Policy, has_draft: bool, has_drafter: bool, outcome: Resolved
+    policy: Policy, has_draft: bool, has_prompt_scorer: bool, outcome: Resolved
 ) -> None:
-    assert resolved(policy, has_draft=has_draft, has_drafter=has_drafter) == (outcome, "")
+    assert resolve_residency(policy, has_draft=has_draft, has_prompt_scorer=has_prompt_scorer) == (outcome, "")
 
 
 def test_request_scoped_without_a_model_to_send_away_is_auto_and_says_so() -> None:
-    short = {"low_memory": True, "drafter_low_memory": True}
-    outcome, message = resolved("request-scoped", has_draft=False, has_drafter=False, **short)
+    short = {"low_memory": True, "scorer_low_memory": True}
+    outcome, message = resolve_residency("request-scoped", has_draft=False, has_prompt_scorer=False, **short)
     assert outcome == Resolved("auto", "keep", "keep")
     assert "request-scoped" in message
     assert "auto" in message
 
 
 def test_a_hint_of_low_memory_parks_the_draft_of_auto() -> None:
-    assert resolved("auto", has_draft=True, has_drafter=False, low_memory=True)[0].draft == "park"
-    assert resolved("persistent", has_draft=True, has_drafter=False, low_memory=True)[0].draft == "keep"
+    assert resolve_residency("auto", has_draft=True, has_prompt_scorer=False, low_memory=True)[0].draft == "park"
+    assert resolve_residency("persistent", has_draft=True, has_prompt_scorer=False, low_memory=True)[0].draft == "keep"
 
 
 @pytest.mark.parametrize(
     ("short", "outcome"),
     [
         ({"low_memory": True}, Resolved("auto", "park", "keep")),
-        ({"drafter_low_memory": True}, Resolved("auto", "keep", "release")),
-        ({"low_memory": True, "drafter_low_memory": True}, Resolved("auto", "park", "release")),
+        ({"scorer_low_memory": True}, Resolved("auto", "keep", "release")),
+        ({"low_memory": True, "scorer_low_memory": True}, Resolved("auto", "park", "release")),
     ],
 )
 def test_auto_sends_away_the_model_whose_own_device_is_short_of_memory(
     short: dict[str, bool], outcome: Resolved
 ) -> None:
-    assert resolved("auto", has_draft=True, has_drafter=True, **short)[0] == outcome
+    assert resolve_residency("auto", has_draft=True, has_prompt_scorer=True, **short)[0] == outcome
 
 
 @pytest.mark.parametrize(("after", "place"), [("keep", "loaded"), ("park", "parked"), ("release", "released")])
 def test_at_boot_a_draft_is_where_it_goes_when_nobody_needs_it(after: Any, place: str) -> None:
-    assert boot(evolve(PLAIN, residency=Resolved("auto", after))) == {"draft": Residence(place)}  # type: ignore[arg-type]
+    assert make_models(evolve(PLAIN, residency=Resolved("auto", after))) == {"draft": Residence(place)}  # type: ignore[arg-type]
 
 
-def unpark(request: int) -> Ask:
-    return Ask(RequestId(request), LoadModel("draft"))
+def unpark(request: int) -> EffectRequest:
+    return EffectRequest(RequestId(request), LoadModel("draft"))
 
 
-def park(request: int, *, release: bool = False) -> Ask:
-    return Ask(RequestId(request), UnloadModel("draft", keep=not release))
+def park(request: int, *, release: bool = False) -> EffectRequest:
+    return EffectRequest(RequestId(request), UnloadModel("draft", keep=not release))
 
 
 def test_the_first_to_need_a_draft_leases_it_once_it_is_there() -> None:
-    away = {"draft": Residence("parked", size=5, moved=5, parks=1)}
-    there = {"draft": Residence("loaded", (ONE,), size=9, moved=14, loads=1, parks=1)}
-    assert residency.acknowledged(away, unpark(1), ModelLoaded(9, 3)) == there
-    assert residency.at_once(away, unpark(1), SCOPED.residency) == (away, None)
+    away = {"draft": Residence("parked", size_bytes=5, moved_bytes=5, parks=1)}
+    there = {"draft": Residence("loaded", (ONE,), size_bytes=9, moved_bytes=14, loads=1, parks=1)}
+    assert residency.record_move(away, unpark(1), ModelLoaded(9, 3)) == there
+    assert residency.answer_without_move(away, unpark(1), SCOPED.residency) == (away, None)
 
 
 def test_a_move_that_told_no_bytes_leaves_the_size_as_it_was_known() -> None:
-    away = {"draft": Residence("parked", size=5)}
-    assert residency.acknowledged(away, unpark(1), ModelLoaded())["draft"].size == 5
+    away = {"draft": Residence("parked", size_bytes=5)}
+    assert residency.record_move(away, unpark(1), ModelLoaded())["draft"].size_bytes == 5
 
 
 @pytest.mark.parametrize("place", ["parked", "released"])
 def test_a_failed_unpark_leaves_the_previous_state(place: Any) -> None:
-    away = {"draft": Residence(place, size=5)}
-    failed = residency.acknowledged(away, unpark(1), DeviceFailed("out_of_memory", "no room"))
-    assert failed == {"draft": Residence(place, size=5, failures=1, error="out_of_memory: no room")}
-    again = residency.acknowledged(failed, unpark(2), ModelLoaded(5))
+    away = {"draft": Residence(place, size_bytes=5)}
+    failed = residency.record_move(away, unpark(1), DeviceFailed("out_of_memory", "no room"))
+    assert failed == {"draft": Residence(place, size_bytes=5, failures=1, error="out_of_memory: no room")}
+    again = residency.record_move(failed, unpark(2), ModelLoaded(5))
     assert (again["draft"].place, again["draft"].leases, again["draft"].loads) == ("loaded", (TWO,), 1)
 
 
 def test_who_gave_up_its_place_in_the_queue_says_nothing_about_the_draft() -> None:
     away = {"draft": Residence("parked")}
-    assert residency.acknowledged(away, unpark(1), DeviceFailed("abandoned", "")) == away
+    assert residency.record_move(away, unpark(1), DeviceFailed("abandoned", "")) == away
 
 
 @pytest.mark.parametrize(("release", "place"), [(False, "parked"), (True, "released")])
 def test_the_last_lease_sends_the_draft_where_it_was_asked_to_go(release: bool, place: str) -> None:
     last = {"draft": Residence("loaded", (ONE,), loads=1)}
-    gone = residency.acknowledged(last, park(1, release=release), ModelUnloaded(9))
-    assert gone == {"draft": Residence(place, size=9, moved=9, loads=1, parks=1)}  # type: ignore[arg-type]
+    gone = residency.record_move(last, park(1, release=release), ModelUnloaded(9))
+    assert gone == {"draft": Residence(place, size_bytes=9, moved_bytes=9, loads=1, parks=1)}  # type: ignore[arg-type]
 
 
 def test_a_failed_parking_leaves_it_loaded_for_the_next_one() -> None:
     last = {"draft": Residence("loaded", (ONE,))}
-    left = residency.acknowledged(last, park(1), DeviceFailed("out_of_memory", "no pinned memory"))
+    left = residency.record_move(last, park(1), DeviceFailed("out_of_memory", "no pinned memory"))
     assert left == {"draft": Residence("loaded", failures=1, error="out_of_memory: no pinned memory")}
-    assert residency.at_once(left, unpark(2), SCOPED.residency)[1] == ModelLoaded()
+    assert residency.answer_without_move(left, unpark(2), SCOPED.residency)[1] == ModelLoaded()
 
 
 @pytest.mark.parametrize("settings", [DRAFT, SCOPED], ids=["kept", "request-scoped"])
 def test_a_draft_that_somebody_else_needs_stays(settings: Settings) -> None:
     shared, left = {"draft": Residence("loaded", (ONE, TWO))}, {"draft": Residence("loaded", (TWO,))}
-    assert lane.choose(Lane((park(1),)), shared, settings, {}, Rates()) == (Lane(), left, Answer(ONE, ModelUnloaded()))
+    assert launch_choice.choose_launch(Lane((park(1),)), shared, settings, {}, Rates()) == (
+        Lane(),
+        left,
+        EffectOutcome(ONE, ModelUnloaded()),
+    )
 
 
 def test_the_last_lease_parks_the_draft_unless_the_policy_keeps_it() -> None:
     last, waiting = {"draft": Residence("loaded", (ONE,))}, Lane((park(1),))
-    assert lane.choose(waiting, last, DRAFT, {}, Rates()) == (
+    assert launch_choice.choose_launch(waiting, last, DRAFT, {}, Rates()) == (
         Lane(),
         {"draft": Residence("loaded")},
-        Answer(ONE, ModelUnloaded()),
+        EffectOutcome(ONE, ModelUnloaded()),
     )
-    assert lane.choose(waiting, last, SCOPED, {}, Rates()) == (
-        Lane((), (park(1),), members=1),
+    assert launch_choice.choose_launch(waiting, last, SCOPED, {}, Rates()) == (
+        Lane((), (park(1),), member_count=1),
         last,
         Launch((park(1),)),
     )
@@ -169,13 +183,13 @@ def test_the_last_lease_parks_the_draft_unless_the_policy_keeps_it() -> None:
 def test_other_outcomes_leave_the_residency_alone() -> None:
     models = {"draft": Residence("loaded", (ONE, THREE))}
     (a_decode,) = asks(ONE, RunDecode(0, 20, 7))  # type: ignore[arg-type]
-    assert residency.acknowledged(models, a_decode, Decoded((7,))) is models
-    assert residency.acknowledged(models, a_decode, DeviceFailed("broken", "")) is models
+    assert residency.record_move(models, a_decode, Decoded((7,))) is models
+    assert residency.record_move(models, a_decode, DeviceFailed("broken", "")) is models
 
 
 def test_what_is_shown_is_what_was_acknowledged_or_what_the_executor_counts() -> None:
-    parked = {"draft": Residence("parked", size=9, moved=18, loads=1, parks=1, failures=1, error="io: bad")}
-    told = shown(parked, SCOPED)
+    parked = {"draft": Residence("parked", size_bytes=9, moved_bytes=18, loads=1, parks=1, failures=1, error="io: bad")}
+    told = describe_residency(parked, SCOPED)
     assert told["policy"] == "request-scoped"
     assert told["draft"] == {
         "state": "parked",
@@ -189,12 +203,12 @@ def test_what_is_shown_is_what_was_acknowledged_or_what_the_executor_counts() ->
         "failures": 1,
         "last_error": "io: bad",
     }
-    counted = shown({"draft": Residence()}, DRAFT, {"draft": (7, 8)})["draft"]
+    counted = describe_residency({"draft": Residence()}, DRAFT, {"draft": (7, 8)})["draft"]
     assert (counted["state"], counted["device_bytes"], counted["host_bytes"], counted["last_error"]) == (
         *("loaded", 7, 8),
         None,
     )
-    assert shown({"draft": Residence()}, PLAIN) == {"policy": "auto", "draft": None, "drafter": None}
+    assert describe_residency({"draft": Residence()}, PLAIN) == {"policy": "auto", "draft": None, "drafter": None}
 
 
 # Every order in which three requests come, draft, leave and fail: the whole fold, walked to its end.
@@ -239,12 +253,12 @@ class Reached:
 def forgetful(world: World) -> World:
     """Counts and idle sequences do not matter here, and would never come back to a world that was seen."""
     draft = evolve(world.models["draft"], loads=0, parks=0, failures=0, error="")
-    slots = tuple(evolve(slot, tokens=(), used=0) for slot in world.slots.slots)
+    slots = tuple(evolve(slot, tokens=(), last_turn=0) for slot in world.slots.slots)
     return evolve(world, models={"draft": draft}, slots=evolve(world.slots, slots=slots, turn=0))
 
 
-def sound(before: World, world: World, outs: tuple[Out, ...]) -> None:
-    check(world)
+def sound(before: World, world: World, outs: tuple[Output, ...]) -> None:
+    check_world(world)
     draft = world.models["draft"]
     for out in outs:
         for ask in out.asks if isinstance(out, Launch) else ():
@@ -256,7 +270,7 @@ def sound(before: World, world: World, outs: tuple[Out, ...]) -> None:
                 case UnloadModel(_, keep):
                     assert draft.place == "loaded"
                     assert draft.leases == (ask.request,), "sent away although somebody needs it"
-                    assert IDLE[world.settings.residency.draft] == ("parked" if keep else "released")
+                    assert IDLE_PLACE[world.settings.residency.draft] == ("parked" if keep else "released")
     if draft.place != before.models["draft"].place:
         (moved,) = before.lanes[MAIN].running
         assert isinstance(moved.effect, LoadModel | UnloadModel), "weights moved that nobody acknowledged"
@@ -269,7 +283,7 @@ def sound(before: World, world: World, outs: tuple[Out, ...]) -> None:
 def test_in_every_order_who_drafts_has_a_draft_and_the_last_one_sends_it_away(
     after: Any, place: Any, failures: tuple[DeviceFailed, ...]
 ) -> None:
-    start = evolve(begin(evolve(HOUSE, residency=Resolved("auto", after))), models={"draft": Residence(place)})
+    start = evolve(make_world(evolve(HOUSE, residency=Resolved("auto", after))), models={"draft": Residence(place)})
     todo, seen, ends = [Reached(start)], set[str](), set[str]()
     while todo:
         node = todo.pop()

@@ -14,15 +14,17 @@ from effects.ids import SlotId
 from effects.job import Job
 from effects.prefill import RunPrefill
 from effects.scope import Scope, Selection
-from states.life import (
-    Undrafted,
-    kept,
-    live,
-    sequence,
+from states.kept_rows import count_resumable_rows, find_own_state, get_kept_sequence
+from states.phases import make_prefill_chunk, prefill_or_decode, start_prefill
+from states.request_states import Undrafted
+from states.scope import (
+    CheckpointMark,
+    find_next_mark,
+    has_passed_mark,
+    select_rows_to_keep,
+    should_keep_held_state,
 )
-from states.onward import chunk, prefill, work
-from states.scope import Mark, held, mark, passed, select
-from states.sequences import alike, continued
+from states.sequences import count_common_tokens, count_continuable_rows
 from states.settings import Settings
 from tests.states.builders import PROMPT, SHORT, STORE, Flat, a_job, a_report, answering, some
 
@@ -33,7 +35,7 @@ STATEFUL = evolve(STORE, stateful=True, chunk=8, max_context=256)
 
 def kept_of(settings: Settings, scope: Scope, **changes: Any) -> tuple[str, int, int]:
     job = a_job(scope=scope, boundaries=changes.pop("boundaries", ()))
-    picked = select(settings, some(settings, **{"job": job, "valid": 20, **changes}).remains)
+    picked = select_rows_to_keep(settings, some(settings, **{"job": job, "valid": 20, **changes}).remainder)
     assert picked.scope == str(scope)
     return picked.reason, picked.boundary, picked.rows
 
@@ -99,9 +101,9 @@ def test_nothing_is_kept_beyond_what_the_scope_allows(
 ) -> None:
     scope, rewritten, settings = job.scope, prompt != PROMPT, evolve(STORE, min_tokens=least)
     hold = some(settings, job=job, prompt=prompt, valid=min(valid, len(prompt) - 1), shared=shared)
-    rows = select(settings, hold.remains).rows
+    rows = select_rows_to_keep(settings, hold.remainder).rows
     assert rows % 4 == 0
-    assert rows <= kept(settings, hold.remains)
+    assert rows <= count_resumable_rows(settings, hold.remainder)
     assert rows == 0 or rows + 4 > least
     if scope.kind == "off":
         assert rows == 0
@@ -137,7 +139,7 @@ def marks(settings: Settings, flat: Flat) -> list[int]:
     found = []
     target = len(flat.prompt) - 1
     while flat.valid < target:
-        part = chunk(settings, *flat.early, target)
+        part = make_prefill_chunk(settings, *flat.early, target)
         assert flat.valid == part.start < part.stop <= target
         assert part.stop - part.start <= settings.chunk
         found += [part.stop] if part.checkpoint else []
@@ -190,20 +192,22 @@ def test_where_the_positional_state_is_kept(case: Case, expected: list[int]) -> 
 
 def test_prefill_stops_where_the_state_is_kept() -> None:
     settings, flat = stateful(interval=32)
-    assert chunk(settings, *evolve(flat, valid=28).early, 99) == RunPrefill(SlotId(0), 28, 32, checkpoint=True)
-    assert chunk(settings, *evolve(flat, valid=96).early, 99) == RunPrefill(SlotId(0), 96, 99)
+    assert make_prefill_chunk(settings, *evolve(flat, valid=28).early, 99) == RunPrefill(
+        SlotId(0), 28, 32, checkpoint=True
+    )
+    assert make_prefill_chunk(settings, *evolve(flat, valid=96).early, 99) == RunPrefill(SlotId(0), 96, 99)
     settings, flat = stateful(length=200)
-    assert chunk(settings, *flat.early, 199) == RunPrefill(SlotId(0), 0, 8)
+    assert make_prefill_chunk(settings, *flat.early, 199) == RunPrefill(SlotId(0), 0, 8)
 
 
 def test_the_device_keeps_the_state_where_the_next_turn_comes_back_to_whatever_the_scope() -> None:
     for scope in (FULL, Scope("off"), Scope("fixed", 50), AUTO):
         settings, flat = stateful(scope, 98, boundaries=(1, 95), state_places=1, min_tokens=99)
-        assert mark(settings, *evolve(flat, valid=60).early) == Mark(92, beyond=False)
-        assert chunk(settings, *evolve(flat, valid=88).early, 97) == RunPrefill(SlotId(0), 88, 92)
+        assert find_next_mark(settings, *evolve(flat, valid=60).early) == CheckpointMark(92, beyond_device=False)
+        assert make_prefill_chunk(settings, *evolve(flat, valid=88).early, 97) == RunPrefill(SlotId(0), 88, 92)
     settings, flat = stateful(FULL, 98, boundaries=(1, 95), state_places=1)
-    assert mark(settings, *flat.early) == Mark(92, beyond=True)
-    assert mark(evolve(settings, stateful=False), *flat.early) is None
+    assert find_next_mark(settings, *flat.early) == CheckpointMark(92, beyond_device=True)
+    assert find_next_mark(evolve(settings, stateful=False), *flat.early) is None
 
 
 @pytest.mark.parametrize(
@@ -224,7 +228,9 @@ def test_decoding_keeps_the_state_at_every_interval(changes: dict[str, Any], exp
     prompt = flat.early[1]
     for step in (1, 3, 4):
         steps = [(before, before + step) for before in range(20, 110, step)]
-        assert [after // 4 * 4 for before, after in steps if passed(settings, prompt, before, after)] == expected
+        assert [
+            after // 4 * 4 for before, after in steps if has_passed_mark(settings, prompt, before, after)
+        ] == expected
 
 
 @pytest.mark.parametrize(
@@ -253,10 +259,10 @@ def test_the_state_that_a_slot_goes_on_from_is_kept_where_a_prefill_would_have_k
     case: Case, expected: bool
 ) -> None:
     settings, flat = case
-    seat, prompt = flat.early
-    assert held(settings, seat, prompt) is expected
-    if seat.valid < prompt.target:
-        ask = prefill(settings, seat, prompt, Undrafted("")).effects[0]
+    slot_lease, prompt = flat.early
+    assert should_keep_held_state(settings, slot_lease, prompt) is expected
+    if slot_lease.valid_rows < prompt.prefill_rows:
+        ask = start_prefill(settings, slot_lease, prompt, Undrafted("")).effects[0]
         assert isinstance(ask, RunPrefill)
         assert ask.held is expected
 
@@ -264,7 +270,7 @@ def test_the_state_that_a_slot_goes_on_from_is_kept_where_a_prefill_would_have_k
 def test_a_prompt_that_a_slot_has_to_its_end_is_kept_by_its_first_decode_step() -> None:
     for scope, expected in ((FULL, True), (Scope("off"), False)):
         settings, flat = stateful(scope, length=97, valid=96)
-        ask = work(settings, *flat.early, Undrafted("")).effects[0]
+        ask = prefill_or_decode(settings, *flat.early, Undrafted("")).effects[0]
         assert isinstance(ask, RunDecode)
         assert (ask.position, ask.checkpoint) == (96, expected)
 
@@ -273,7 +279,7 @@ def test_of_a_rewritten_prompt_only_messages_that_stayed_are_cold_boundaries() -
     settings, flat = stateful(cold_max=80, boundaries=(1, 30, 60, 90))
     served = evolve(flat, prompt=(*flat.prompt[:40], *flat.prompt[70:]))
     assert marks(settings, served) == [28, 68]
-    assert mark(settings, *served.early) == Mark(28, beyond=True)
+    assert find_next_mark(settings, *served.early) == CheckpointMark(28, beyond_device=True)
 
 
 # What a slot's rows are good for.
@@ -293,7 +299,7 @@ def test_of_a_rewritten_prompt_only_messages_that_stayed_are_cold_boundaries() -
 def test_a_slot_has_whole_blocks_of_what_both_begin_with(
     rows: tuple[int, ...], prompt: tuple[int, ...], blocks: int
 ) -> None:
-    assert continued(STORE, rows, prompt) == blocks
+    assert count_continuable_rows(STORE, rows, prompt) == blocks
 
 
 @pytest.mark.parametrize(
@@ -314,14 +320,14 @@ def test_a_slot_has_whole_blocks_of_what_both_begin_with(
 def test_where_a_slot_itself_has_its_positional_state(
     changes: dict[str, Any], settings: Settings, expected: int
 ) -> None:
-    left = some(settings, **changes).remains
-    assert live(settings, left) == expected
-    rows = 20 if settings is not STATEFUL and left.answer else left.seat.rows
-    assert sequence(settings, left) == (*PROMPT, *left.answer)[:rows], "and what it keeps"
+    left = some(settings, **changes).remainder
+    assert find_own_state(settings, left) == expected
+    rows = 20 if settings is not STATEFUL and left.answer else left.slot_lease.rows
+    assert get_kept_sequence(settings, left) == (*PROMPT, *left.answer)[:rows], "and what it keeps"
 
 
 @given(st.lists(st.integers(0, 1), max_size=200), st.lists(st.integers(0, 1), max_size=200), st.integers(0, 200))
 def test_what_two_sequences_begin_with(one: list[int], other: list[int], same: int) -> None:
     first, second = tuple(one), (*one[:same], *other)
     expected = next((at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), None)
-    assert alike(first, second) == (min(len(first), len(second)) if expected is None else expected)
+    assert count_common_tokens(first, second) == (min(len(first), len(second)) if expected is None else expected)

@@ -7,9 +7,9 @@ from attrs import evolve
 
 from effects.ids import RequestId, SlotId, Tokens
 from effects.job import Job
-from states import policy, slots
+from states import policy, slot_admission, slots
 from states.events import Admitted
-from states.life import LookingUp, Prefilling, Speculating, State
+from states.request_states import LookingUp, Prefilling, Speculating, State
 from states.settings import Settings
 from states.slots import Slot, Slots
 from tests.states.builders import (
@@ -39,45 +39,47 @@ def admitted(
 ) -> Admitted:
     """How request 1 is admitted to this house."""
     job = job or a_job(prompt=prompt)
-    seated = slots.admit(evolve(house, waiting=(ONE,)), {**(requests or {}), **waiting_for(job)}, settings)
+    seated = slot_admission.admit_next(
+        evolve(house, waiting=(ONE,)), {**(requests or {}), **waiting_for(job)}, settings
+    )
     assert seated is not None
     after, request, event = seated
     assert request == ONE
     assert after.waiting == ()
-    alone = policy.one_off(job).go
-    brief = alone and job.max_tokens <= slots.BRIEF
-    assert after.slots[event.slot] == Slot((), ONE, house.slots[event.slot].used, one_off=alone, brief=brief)
+    alone = policy.decide_one_off(job).go
+    brief = alone and job.max_tokens <= slot_admission.BRIEF_ANSWER
+    assert after.slots[event.slot] == Slot((), ONE, house.slots[event.slot].last_turn, one_off=alone, is_brief=brief)
     others = [number for number in range(len(house.slots)) if number != event.slot]
     assert [after.slots[number] for number in others] == [house.slots[number] for number in others]
     return event
 
 
-def seat(slot: int, source: int, keep: int) -> Admitted:
+def slot_lease(slot: int, source: int, keep: int) -> Admitted:
     return Admitted(SlotId(slot), SlotId(source), keep)
 
 
 def test_nobody_is_admitted_without_a_free_slot_or_without_a_queue() -> None:
-    assert slots.admit(a_house(Slot(holder=TWO), waiting=(ONE,)), waiting_for(a_job()), PLAIN) is None
-    assert slots.admit(a_house(Slot()), {}, PLAIN) is None
+    assert slot_admission.admit_next(a_house(Slot(holder=TWO), waiting=(ONE,)), waiting_for(a_job()), PLAIN) is None
+    assert slot_admission.admit_next(a_house(Slot()), {}, PLAIN) is None
 
 
 def test_first_come_first_served() -> None:
     requests: dict[RequestId, State] = {TWO: a_waiting(), ONE: a_waiting()}
-    seated = slots.admit(a_house(Slot(), waiting=(TWO, ONE)), requests, PLAIN)
+    seated = slot_admission.admit_next(a_house(Slot(), waiting=(TWO, ONE)), requests, PLAIN)
     assert seated is not None
     assert (seated[0].waiting, seated[1]) == ((ONE,), TWO)
 
 
 def test_an_empty_house_gives_its_first_slot() -> None:
-    assert admitted(a_house(Slot(), Slot())) == seat(0, 0, 0)
+    assert admitted(a_house(Slot(), Slot())) == slot_lease(0, 0, 0)
 
 
 def test_nothing_shared_takes_the_slot_that_went_unused_longest() -> None:
-    assert admitted(a_house(Slot(OTHER, None, 5), Slot(OTHER, None, 3), Slot(OTHER, None, 4))) == seat(1, 1, 0)
+    assert admitted(a_house(Slot(OTHER, None, 5), Slot(OTHER, None, 3), Slot(OTHER, None, 4))) == slot_lease(1, 1, 0)
 
 
 def test_the_longest_prefix_is_continued_in_place() -> None:
-    assert admitted(a_house(Slot(PROMPT[:8]), Slot(PROMPT[:16]), Slot(OTHER))) == seat(1, 1, 16)
+    assert admitted(a_house(Slot(PROMPT[:8]), Slot(PROMPT[:16]), Slot(OTHER))) == slot_lease(1, 1, 16)
 
 
 @pytest.mark.parametrize(("rows", "keep"), [(3, 0), (4, 4), (7, 4), (8, 8), (19, 16), (20, 20), (21, 20)])
@@ -92,52 +94,55 @@ def test_the_last_prompt_token_is_always_computed(length: int, keep: int) -> Non
 
 def test_a_tail_of_one_grain_is_overwritten_and_a_longer_one_is_copied_away_from() -> None:
     beside = Slot(OTHER, None, 9)
-    assert admitted(a_house(Slot((*PROMPT[:8], *OTHER[:4])), beside)) == seat(0, 0, 8)
-    assert admitted(a_house(Slot((*PROMPT[:8], *OTHER[:7])), beside)) == seat(0, 0, 8)
-    assert admitted(a_house(Slot((*PROMPT[:8], *OTHER[:8])), beside)) == seat(1, 0, 8)
+    assert admitted(a_house(Slot((*PROMPT[:8], *OTHER[:4])), beside)) == slot_lease(0, 0, 8)
+    assert admitted(a_house(Slot((*PROMPT[:8], *OTHER[:7])), beside)) == slot_lease(0, 0, 8)
+    assert admitted(a_house(Slot((*PROMPT[:8], *OTHER[:8])), beside)) == slot_lease(1, 0, 8)
 
 
 def test_a_long_tail_is_overwritten_when_no_other_slot_is_free() -> None:
     house = a_house(Slot((*PROMPT[:8], *OTHER)), Slot(holder=TWO))
-    assert admitted(house, {TWO: a(LookingUp, some(slot=SlotId(1)))}) == seat(0, 0, 8)
+    assert admitted(house, {TWO: a(LookingUp, some(slot=SlotId(1)))}) == slot_lease(0, 0, 8)
 
 
 def test_of_equal_prefixes_one_that_loses_nothing_is_continued() -> None:
-    assert admitted(a_house(Slot((*PROMPT[:8], *OTHER)), Slot(PROMPT[:8], None, 9))) == seat(1, 1, 8)
+    assert admitted(a_house(Slot((*PROMPT[:8], *OTHER)), Slot(PROMPT[:8], None, 9))) == slot_lease(1, 1, 8)
 
 
 def test_of_equal_prefixes_a_free_slot_comes_before_a_busy_one() -> None:
     busy = answering(slot=SlotId(0), prompt=PROMPT[:9], valid=8, answer=())
     house = a_house(Slot(holder=TWO), Slot(PROMPT[:8]))
-    assert admitted(house, {TWO: a(Prefilling, busy)}) == seat(1, 1, 8)
+    assert admitted(house, {TWO: a(Prefilling, busy)}) == slot_lease(1, 1, 8)
 
 
 def test_a_busy_slot_is_copied_as_far_as_its_rows_are_acknowledged() -> None:
     house = a_house(Slot(holder=TWO), Slot(OTHER, None, 2), Slot(OTHER, None, 1))
     running = some(valid=8)
-    assert admitted(house, {TWO: a(Prefilling, running)}) == seat(2, 0, 8)
-    assert admitted(house, {TWO: a(Speculating, answering())}) == seat(2, 0, 20)
+    assert admitted(house, {TWO: a(Prefilling, running)}) == slot_lease(2, 0, 8)
+    assert admitted(house, {TWO: a(Speculating, answering())}) == slot_lease(2, 0, 20)
 
 
 def test_a_decoded_answer_is_part_of_what_can_be_continued() -> None:
     turn = (*PROMPT, 7, 8, 9, 10)
     hold = answering(answer=(7, 8, 9, 10), valid=24)
     house = a_house(Slot(holder=TWO), Slot())
-    assert admitted(house, {TWO: a(Speculating, hold)}, prompt=turn) == seat(1, 0, 24)
+    assert admitted(house, {TWO: a(Speculating, hold)}, prompt=turn) == slot_lease(1, 0, 24)
     only_prompts = evolve(PLAIN, keep_decoded=False)
-    assert admitted(house, {TWO: a(Speculating, hold)}, turn, only_prompts) == seat(1, 0, 20)
+    assert admitted(house, {TWO: a(Speculating, hold)}, turn, only_prompts) == slot_lease(1, 0, 20)
 
 
 def test_a_released_slot_keeps_its_sequence_and_its_turn() -> None:
     house = a_house(Slot(), Slot((), ONE, 3), waiting=(THREE,), turn=9)
     hold = answering(slot=SlotId(1))
-    after = slots.release(house, ONE, hold.remains, PLAIN)
+    after = slots.release_slot(house, ONE, hold.remainder, PLAIN)
     assert after == Slots((Slot(), Slot((*PROMPT, 7), None, 10)), (THREE,), 10)
 
 
 def test_where_decoding_differs_from_prefill_a_slot_keeps_the_prompt_only() -> None:
     only_prompts = evolve(PLAIN, keep_decoded=False)
-    assert slots.release(a_house(Slot((), ONE)), ONE, answering().remains, only_prompts).slots[0].tokens == PROMPT[:20]
+    assert (
+        slots.release_slot(a_house(Slot((), ONE)), ONE, answering().remainder, only_prompts).slots[0].tokens
+        == PROMPT[:20]
+    )
 
 
 def test_rows_are_shared_with_jobs_of_the_same_salt_only() -> None:
@@ -145,11 +150,11 @@ def test_rows_are_shared_with_jobs_of_the_same_salt_only() -> None:
     assert admitted(a_house(plain), job=a_job(salt="a")).keep == 0
     assert admitted(a_house(salted)).keep == 0
     assert admitted(a_house(salted), job=a_job(salt="b")).keep == 0
-    assert admitted(a_house(plain, salted), job=a_job(salt="a")) == seat(1, 1, 20)
+    assert admitted(a_house(plain, salted), job=a_job(salt="a")) == slot_lease(1, 1, 20)
     busy = {TWO: a(Speculating, answering(job=a_job(salt="a")))}
     assert admitted(a_house(Slot(), Slot(holder=TWO)), busy).keep == 0
     assert admitted(a_house(Slot(), Slot(holder=TWO)), busy, job=a_job(salt="a")).keep > 0
-    released = slots.release(a_house(Slot((), ONE)), ONE, answering(job=a_job(salt="a")).remains, PLAIN)
+    released = slots.release_slot(a_house(Slot((), ONE)), ONE, answering(job=a_job(salt="a")).remainder, PLAIN)
     assert released.slots[0] == Slot((*PROMPT, 7), None, 10, "a")
 
 
@@ -158,12 +163,12 @@ def test_where_a_prompts_logprobs_are_asked_for_nothing_is_shared() -> None:
     assert admitted(a_house(Slot(PROMPT)), job=job).keep == 0
     busy = {TWO: a(Speculating, answering(job=job))}
     assert admitted(a_house(Slot(), Slot(holder=TWO)), busy).keep == 0
-    assert slots.release(a_house(Slot((), ONE)), ONE, answering(job=job).remains, PLAIN).slots[0].tokens == ()
+    assert slots.release_slot(a_house(Slot((), ONE)), ONE, answering(job=job).remainder, PLAIN).slots[0].tokens == ()
 
 
 def test_a_slot_is_released_by_its_holder_only() -> None:
     with pytest.raises(AssertionError):
-        slots.release(a_house(Slot((), TWO)), ONE, some().remains, PLAIN)
+        slots.release_slot(a_house(Slot((), TWO)), ONE, some().remainder, PLAIN)
 
 
 def test_leaving_the_queue_keeps_the_others_in_order() -> None:
@@ -181,13 +186,19 @@ TURN = Slot(PROMPT, None, 1)  # of a conversation
 @pytest.mark.parametrize(
     ("house", "seated"),
     [
-        ((TURN, Slot(LEFT, None, 9, one_off=True)), seat(1, 1, 0)),
-        ((Slot(LEFT, None, 9, one_off=True), TURN), seat(0, 0, 0)),
-        ((TURN, Slot((), None, 9)), seat(1, 1, 0)),
-        ((TURN, Slot(OTHER, None, 9, one_off=True)), seat(1, 1, 4)),  # with a tail to lose, which nobody comes back to
-        ((TURN, Slot(LEFT, None, 9)), seat(0, 0, 0)),  # two conversations: the older one
-        ((TURN,), seat(0, 0, 0)),
-        ((Slot(OTHER[:8], None, 9), Slot(LEFT, None, 1, one_off=True)), seat(1, 0, 4)),  # beside what it begins with
+        ((TURN, Slot(LEFT, None, 9, one_off=True)), slot_lease(1, 1, 0)),
+        ((Slot(LEFT, None, 9, one_off=True), TURN), slot_lease(0, 0, 0)),
+        ((TURN, Slot((), None, 9)), slot_lease(1, 1, 0)),
+        (
+            (TURN, Slot(OTHER, None, 9, one_off=True)),
+            slot_lease(1, 1, 4),
+        ),  # with a tail to lose, which nobody comes back to
+        ((TURN, Slot(LEFT, None, 9)), slot_lease(0, 0, 0)),  # two conversations: the older one
+        ((TURN,), slot_lease(0, 0, 0)),
+        (
+            (Slot(OTHER[:8], None, 9), Slot(LEFT, None, 1, one_off=True)),
+            slot_lease(1, 0, 4),
+        ),  # beside what it begins with
     ],
 )
 def test_a_one_off_takes_what_keeps_no_conversation(house: tuple[Slot, ...], seated: Admitted) -> None:
@@ -196,32 +207,32 @@ def test_a_one_off_takes_what_keeps_no_conversation(house: tuple[Slot, ...], sea
 
 def test_a_conversation_too_takes_first_what_one_offs_have_left() -> None:
     house = a_house(TURN, Slot(LEFT, None, 9, one_off=True), Slot(OTHER[14:], None, 2))
-    assert admitted(house, prompt=LEFT[::-1]) == seat(1, 1, 0)
+    assert admitted(house, prompt=LEFT[::-1]) == slot_lease(1, 1, 0)
 
 
 def test_a_conversation_that_nobody_came_back_to_is_spared_no_longer() -> None:
     left = Slot(LEFT, None, 9, one_off=True)
-    assert admitted(evolve(a_house(TURN, left), turn=slots.PATIENCE), job=TITLE).slot == 1
-    assert admitted(evolve(a_house(TURN, left), turn=slots.PATIENCE + 1), job=TITLE).slot == 0
+    assert admitted(evolve(a_house(TURN, left), turn=slots.CONVERSATION_PATIENCE), job=TITLE).slot == 1
+    assert admitted(evolve(a_house(TURN, left), turn=slots.CONVERSATION_PATIENCE + 1), job=TITLE).slot == 0
 
 
 def test_a_slot_knows_who_left_it() -> None:
     house = a_house(Slot((), ONE, one_off=True))
-    assert slots.release(house, ONE, some(prompt=PROMPT, valid=20).remains, PLAIN).slots[0].one_off
-    assert not slots.release(a_house(Slot((), ONE)), ONE, some().remains, PLAIN).slots[0].one_off
+    assert slots.release_slot(house, ONE, some(prompt=PROMPT, valid=20).remainder, PLAIN).slots[0].one_off
+    assert not slots.release_slot(a_house(Slot((), ONE)), ONE, some().remainder, PLAIN).slots[0].one_off
 
 
 def waiting_in(house: Slots, requests: dict[RequestId, State], settings: Settings = PLAIN) -> RequestId | None:
     """Who is admitted next: ONE is a one-off, TWO a conversation's turn, THREE is being answered in slot 1."""
     answered: dict[RequestId, State] = {THREE: a(Speculating, answering(slot=SlotId(1)))}
-    seated = slots.admit(house, {**answered, **requests}, settings)
+    seated = slot_admission.admit_next(house, {**answered, **requests}, settings)
     return None if seated is None else seated[1]
 
 
 def test_a_one_off_waits_for_another_rather_than_push_a_conversation_off_and_lets_others_pass() -> None:
     waits = waiting_for(TITLE)
     both = {**waits, TWO: a_waiting()}
-    beside = Slot(holder=THREE, one_off=True, brief=True)
+    beside = Slot(holder=THREE, one_off=True, is_brief=True)
     assert waiting_in(a_house(TURN, beside, waiting=(ONE,)), waits) is None
     assert waiting_in(a_house(TURN, beside, waiting=(ONE, TWO)), both) == TWO
     assert waiting_in(a_house(TURN, Slot(holder=THREE), waiting=(ONE,)), waits) == ONE  # nothing to wait for
@@ -239,7 +250,7 @@ def test_those_who_pass_keep_the_order_of_the_queue() -> None:
         TWO: a_waiting(),
         THREE: a(Speculating, answering(slot=SlotId(1))),
     }
-    house = a_house(TURN, Slot(holder=THREE, one_off=True, brief=True), waiting=(ONE, TWO))
-    seated = slots.admit(house, requests, PLAIN)
+    house = a_house(TURN, Slot(holder=THREE, one_off=True, is_brief=True), waiting=(ONE, TWO))
+    seated = slot_admission.admit_next(house, requests, PLAIN)
     assert seated is not None
     assert seated[0].waiting == (ONE,)

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from effects.decode import Decoded
 from states import launch_prices
 from states import speculation_control as control
-from states.launch_prices import UNIT, DecodeTimes, Shape, Terms
-from states.rates import SPARE, Rates
+from states.launch_prices import UNIT, DecodeTimes, LaunchPrices, Shape
+from states.rates import INITIAL_SPARE, Rates
 from states.settings import Settings
-from states.speculation_control import LONGEST, REFILL, Plan, SpeculationControl
+from states.speculation_control import LONGEST_REST, REFILL, Plan, SpeculationControl
 
 CHAIN = Settings(block=15, batch_rows=64)
 TREE = Settings(block=15, tree=22, batch_rows=64)
@@ -55,12 +55,12 @@ Draft: TypeAlias = Callable[[int, int], int]  # (proposals, tokens so far) -> ho
     ],
 )
 def test_widths_fill_a_forward_up_to_its_rung(changes: dict[str, int], useful: tuple[int, ...]) -> None:
-    assert control.widths(Settings(**{"batch_rows": 64, **changes})) == useful  # type: ignore[arg-type]
+    assert control.list_widths(Settings(**{"batch_rows": 64, **changes})) == useful  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("rows", "forward"), [(1, 4), (4, 4), (5, 8), (8, 8), (9, 16), (16, 16), (17, 32), (64, 64)])
 def test_a_launch_takes_as_long_as_the_smallest_forward_that_holds_it(rows: int, forward: int) -> None:
-    assert launch_prices.filled(rows) == forward
+    assert launch_prices.round_up_to_bucket(rows) == forward
     assert Shape(2, 3, rows).key == (2, 3, forward)
     assert Shape(2, 3).key == (2, 3, 0)
 
@@ -78,16 +78,16 @@ def test_a_launch_takes_as_long_as_the_smallest_forward_that_holds_it(rows: int,
     ],
 )
 def test_prices_are_measured_or_kept_sane(decode: DecodeTimes, prices: tuple[int, ...]) -> None:
-    assert launch_prices.terms(decode, 0, 1, 16).prices == prices
+    assert launch_prices.estimate_prices(decode, 0, 1, 16).prices == prices
 
 
 def test_a_company_is_priced_by_its_own_launches_or_by_what_the_draft_costs_one_alone() -> None:
     """Four plain rounds together take 1,500: what the draft and its rows add to one of 1,000, they add to those."""
     together = (*STEEP.decode, (0, 4, 0, 1500, 0))
-    assert launch_prices.terms(together, 0, 4, 64) == Terms(4, 1500, (1133, 1333, 1800, 2600, 4200))
-    assert launch_prices.terms((*together, (0, 4, 16, 3000, 0)), 0, 4, 16).prices == (2000, 2000, 2000)
-    assert launch_prices.terms((*together, (1, 4, 0, 3000, 0)), 1, 4, 16).prices == (1066, 1166, 1400)
-    assert launch_prices.terms((*together, (1, 1, 0, 2000, 0), (1, 1, 16, 5000, 0)), 1, 1, 16).prices == (
+    assert launch_prices.estimate_prices(together, 0, 4, 64) == LaunchPrices(4, 1500, (1133, 1333, 1800, 2600, 4200))
+    assert launch_prices.estimate_prices((*together, (0, 4, 16, 3000, 0)), 0, 4, 16).prices == (2000, 2000, 2000)
+    assert launch_prices.estimate_prices((*together, (1, 4, 0, 3000, 0)), 1, 4, 16).prices == (1066, 1166, 1400)
+    assert launch_prices.estimate_prices((*together, (1, 1, 0, 2000, 0), (1, 1, 16, 5000, 0)), 1, 1, 16).prices == (
         2500,
         2500,
         2500,
@@ -97,21 +97,27 @@ def test_a_company_is_priced_by_its_own_launches_or_by_what_the_draft_costs_one_
 def test_rows_that_cost_one_alone_next_to_nothing_are_not_taken_to_cost_a_company_more() -> None:
     """A GPU: 2.3 ms for proposing anything, and 0.1 more from four rows to eight, and to sixteen."""
     gpu = alone(5800, 8100, 8200, 8300)
-    prices = launch_prices.terms((*gpu, (0, 16, 0, 7000, 0)), 0, 16, 64).prices
+    prices = launch_prices.estimate_prices((*gpu, (0, 16, 0, 7000, 0)), 0, 16, 64).prices
     assert prices == (1328, 1342, 1357, 1385, 1442)
 
 
 def test_a_slow_launch_moves_a_price_a_little_and_a_quick_one_much() -> None:
     one, plain = Shape(0, 1, 4), Shape(0, 1)
-    assert launch_prices.timed((), one, 900) == ((0, 1, 4, 900, 0),)
-    assert launch_prices.timed(((0, 1, 4, 800, 0),), plain, 500) == ((0, 1, 0, 500, 0), (0, 1, 4, 800, 0))
-    assert launch_prices.timed(((0, 1, 4, 800, 0),), one, 400) == ((0, 1, 4, 600, 0),)
-    halved = launch_prices.timed(((0, 1, 4, 800, 0),), one, 399)
+    assert launch_prices.record_launch_time((), one, 900) == ((0, 1, 4, 900, 0),)
+    assert launch_prices.record_launch_time(((0, 1, 4, 800, 0),), plain, 500) == ((0, 1, 0, 500, 0), (0, 1, 4, 800, 0))
+    assert launch_prices.record_launch_time(((0, 1, 4, 800, 0),), one, 400) == ((0, 1, 4, 600, 0),)
+    halved = launch_prices.record_launch_time(((0, 1, 4, 800, 0),), one, 399)
     assert halved == ((0, 1, 4, 399, 0),), "nothing but noise takes twice as long"
-    assert launch_prices.timed(((0, 1, 4, 800, 0),), one, 1440) == ((0, 1, 4, 820, 0),)
-    assert launch_prices.timed(((0, 1, 4, 800, 0),), one, 10**9) == ((0, 1, 4, 825, 0),)
-    assert launch_prices.timed(((0, 1, 4, 800, 0),), Shape(0, 2, 4), 900) == ((0, 1, 4, 800, 0), (0, 2, 4, 900, 0))
-    assert launch_prices.timed(((0, 1, 4, 800, 0),), Shape(1, 1, 4), 900) == ((0, 1, 4, 800, 0), (1, 1, 4, 900, 0))
+    assert launch_prices.record_launch_time(((0, 1, 4, 800, 0),), one, 1440) == ((0, 1, 4, 820, 0),)
+    assert launch_prices.record_launch_time(((0, 1, 4, 800, 0),), one, 10**9) == ((0, 1, 4, 825, 0),)
+    assert launch_prices.record_launch_time(((0, 1, 4, 800, 0),), Shape(0, 2, 4), 900) == (
+        (0, 1, 4, 800, 0),
+        (0, 2, 4, 900, 0),
+    )
+    assert launch_prices.record_launch_time(((0, 1, 4, 800, 0),), Shape(1, 1, 4), 900) == (
+        (0, 1, 4, 800, 0),
+        (1, 1, 4, 900, 0),
+    )
 
 
 @given(seed=st.integers(0, 99), start=st.integers(500, 10_000))
@@ -120,15 +126,17 @@ def test_prices_are_found_out_on_a_machine_with_other_work(seed: int, start: int
     rng, true, decode = random.Random(seed), {0: 1000, 4: 1200, 8: 1500}, alone(start)
     for _ in range(300):
         rows = rng.choice(list(true))
-        decode = launch_prices.timed(decode, Shape(0, 1, rows), round(true[rows] * rng.choice((1, 1, 1, 1.1, 1.3, 3))))
-    for rows, price in zip((4, 8), launch_prices.terms(decode, 0, 1, 8).prices, strict=True):
+        decode = launch_prices.record_launch_time(
+            decode, Shape(0, 1, rows), round(true[rows] * rng.choice((1, 1, 1, 1.1, 1.3, 3)))
+        )
+    for rows, price in zip((4, 8), launch_prices.estimate_prices(decode, 0, 1, 8).prices, strict=True):
         assert 0.8 * true[rows] <= price <= 1.25 * true[rows]
 
 
 def test_a_machine_that_stays_slow_is_believed() -> None:
     decode = alone(1000, 1200)
     for _ in range(100):
-        decode = launch_prices.timed(decode, Shape(0, 1, 4), 3600)
+        decode = launch_prices.record_launch_time(decode, Shape(0, 1, 4), 3600)
     assert decode[1][3] > 3200
 
 
@@ -138,22 +146,24 @@ def test_a_price_is_what_was_measured_at_one_pace_of_the_machine() -> None:
     one, then = Shape(0, 1, 4), (0, 1, 4, 1200, 1000)
     for plain, doubted in ((1000, set()), (3000, set()), (900, set()), (800, {4})):
         decode = ((0, 1, 0, plain, 0), then)
-        offer = launch_prices.terms(decode, 0, 1, 4)
+        offer = launch_prices.estimate_prices(decode, 0, 1, 4)
         assert offer.prices == (1200,)
-        assert offer.doubted == doubted
-        assert launch_prices.timed(decode, one, 1400)[1][4] == plain
-        plan = control.share([(3, evolve(KNOWN, seen=1))], offer, STEEP, 64)
-        assert (plan.proposals, plan.doubted, plan.steps == 1) == ((3,), bool(doubted), bool(doubted))
-        assert control.cost(plan, 2 * plain) == (2 * UNIT if doubted else 1200)
+        assert offer.doubted_buckets == doubted
+        assert launch_prices.record_launch_time(decode, one, 1400)[1][4] == plain
+        plan = control.plan_launch([(3, evolve(KNOWN, seen=1))], offer, STEEP, 64)
+        assert (plan.proposals, plan.price_doubted, plan.steps == 1) == ((3,), bool(doubted), bool(doubted))
+        assert control.charge_launch(plan, 2 * plain) == (2 * UNIT if doubted else 1200)
     quick = ((0, 1, 0, 500, 0), then)
     for took in (400, 700, 1900):
-        after = launch_prices.timed(quick, one, took)
+        after = launch_prices.record_launch_time(quick, one, took)
         assert after[1] == (0, 1, 4, took, 500)
-        assert not launch_prices.terms(after, 0, 1, 4).doubted
+        assert not launch_prices.estimate_prices(after, 0, 1, 4).doubted_buckets
     slow = ((0, 1, 0, 3000, 0), then)
-    assert launch_prices.timed(slow, one, 3600)[1] == (0, 1, 4, 3600, 3000), "as dear as it was"
-    assert launch_prices.timed(slow, one, 1200)[1] == (0, 1, 4, 1200, 3000), "nothing is quicker than it can be"
-    assert not launch_prices.terms(slow, 0, 1, 4).held_up
+    assert launch_prices.record_launch_time(slow, one, 3600)[1] == (0, 1, 4, 3600, 3000), "as dear as it was"
+    assert launch_prices.record_launch_time(slow, one, 1200)[1] == (0, 1, 4, 1200, 3000), (
+        "nothing is quicker than it can be"
+    )
+    assert not launch_prices.estimate_prices(slow, 0, 1, 4).plain_suspect
 
 
 @pytest.mark.parametrize("pace", [2, 3, 10])
@@ -177,34 +187,37 @@ def one_answer(draft: Draft, paces: list[int], tokens: int, noisy: bool) -> tupl
     pace it says so many tokens.
     """
     true, rng = {0: 1000, 4: 1200, 8: 1500, 16: 2200}, random.Random(1)
-    rates, own, lost, proposing, launches = STEEP, control.fresh(CHAIN, STEEP), 0, 0, 0
+    rates, own, lost, proposing, launches = STEEP, control.make_control(CHAIN, STEEP), 0, 0, 0
     for pace in paces:
         said = 0
         while said < tokens:
-            offer = launch_prices.terms(rates.decode, 0, 1, 64)
-            plan = control.share(
-                [(15, own)], offer, rates, 0 if proposing >= 64 or (proposing and offer.held_up) else 64
+            offer = launch_prices.estimate_prices(rates.decode, 0, 1, 64)
+            plan = control.plan_launch(
+                [(15, own)], offer, rates, 0 if proposing >= 64 or (proposing and offer.plain_suspect) else 64
             )
             proposed = plan.proposals[0]
             proposing, launches = proposing + 1 if proposed else 0, launches + (proposed > 0)
             shape = Shape(0, 1, proposed and 1 + proposed)
             took = pace * true[shape.key[2]] * (rng.choice((100, 100, 105, 130)) if noisy else 100) // 100
-            rates = control.begun(rates, plan)
-            if not plan.late or UNIT * took < plan.price * plan.plain:
-                rates = evolve(rates, decode=launch_prices.timed(rates.decode, shape, took))
+            rates = control.record_launch(rates, plan)
+            if not plan.draft_behind or UNIT * took < plan.price * plan.plain_ns:
+                rates = evolve(rates, decode=launch_prices.record_launch_time(rates.decode, shape, took))
             step = done(proposed, draft(proposed, said), took)
-            rates, own = control.settled(CHAIN, rates, plan, step), control.after(evolve(own, plan=plan), step)
+            rates, own = (
+                control.record_outcome(CHAIN, rates, plan, step),
+                control.update_control(evolve(own, plan=plan), step),
+            )
             said += len(step.tokens)
             lost += true[shape.key[2]] - UNIT * len(step.tokens)
     return lost, rates, launches
 
 
 def sure(*gains: int, rates: Rates = STEEP, **changes: Any) -> SpeculationControl:
-    return evolve(control.fresh(CHAIN, rates), gains=gains, **changes)
+    return evolve(control.make_control(CHAIN, rates), gains=gains, **changes)
 
 
-KNOWN = control.fresh(CHAIN, STEEP)
-ALONE = launch_prices.terms(STEEP.decode, 0, 1, 64)
+KNOWN = control.make_control(CHAIN, STEEP)
+ALONE = launch_prices.estimate_prices(STEEP.decode, 0, 1, 64)
 
 
 def done(proposed: int, right: int, ns: int = 0) -> Decoded:
@@ -227,7 +240,7 @@ def done(proposed: int, right: int, ns: int = 0) -> Decoded:
 def test_one_that_is_alone_takes_the_width_with_the_most_tokens_for_its_time(
     gains: tuple[int, ...], wanted: int, proposed: int
 ) -> None:
-    assert control.share([(wanted, sure(*gains))], ALONE, STEEP, 64).proposals == (proposed,)
+    assert control.plan_launch([(wanted, sure(*gains))], ALONE, STEEP, 64).proposals == (proposed,)
 
 
 @pytest.mark.parametrize(
@@ -240,31 +253,38 @@ def test_one_that_is_alone_takes_the_width_with_the_most_tokens_for_its_time(
 def test_nothing_begins_that_the_server_or_a_member_cannot_bear(server: int, own: int, proposed: int) -> None:
     """And what is not the cheapest it could bear four times: one wide launch that brings nothing shall not end it."""
     rates, member = evolve(STEEP, spare=server), sure(3000, 7000, 15000, spare=own)
-    plan = control.share([(15, member)], ALONE, rates, 64)
+    plan = control.plan_launch([(15, member)], ALONE, rates, 64)
     assert plan.proposals == (proposed,)
     earning = -(-(200 - min(server, own)) // control.REFILL)
-    assert proposed or plan == Plan((0,), plain=1000, reason="loss_limit", steps=earning), "then the first can be borne"
+    assert proposed or plan == Plan((0,), plain_ns=1000, reason="loss_limit", steps=earning), (
+        "then the first can be borne"
+    )
 
 
 def test_an_answer_may_lose_again_what_it_has_gained_itself() -> None:
     """And no more: where it ends, it is no later than without a draft, so the server has not lost anything by it."""
-    empty, good = evolve(STEEP, spare=0), sure(2500, 4000, 5000, spare=SPARE + 2000)
-    plan = control.share([(15, good)], ALONE, empty, 64)
-    assert (plan.proposals, plan.price, plan.own) == ((7,), 1500, True)
-    assert control.share([(15, good), (15, evolve(good, spare=SPARE))], ALONE, empty, 64).proposals == (0, 0)
-    assert not control.share([(15, good)], ALONE, evolve(STEEP, spare=SPARE), 64).own, "the server can bear it"
+    empty, good = evolve(STEEP, spare=0), sure(2500, 4000, 5000, spare=INITIAL_SPARE + 2000)
+    plan = control.plan_launch([(15, good)], ALONE, empty, 64)
+    assert (plan.proposals, plan.price, plan.self_funded) == ((7,), 1500, True)
+    assert control.plan_launch([(15, good), (15, evolve(good, spare=INITIAL_SPARE))], ALONE, empty, 64).proposals == (
+        0,
+        0,
+    )
+    assert not control.plan_launch([(15, good)], ALONE, evolve(STEEP, spare=INITIAL_SPARE), 64).self_funded, (
+        "the server can bear it"
+    )
     lost, won = done(7, 0), done(7, 7)
-    assert control.settled(CHAIN, empty, plan, lost).spare == 0
-    assert control.after(evolve(good, plan=plan), lost).spare == SPARE + 2000 + UNIT + REFILL - 1500
-    assert control.settled(CHAIN, empty, plan, won).spare > SPARE
+    assert control.record_outcome(CHAIN, empty, plan, lost).spare == 0
+    assert control.update_control(evolve(good, plan=plan), lost).spare == INITIAL_SPARE + 2000 + UNIT + REFILL - 1500
+    assert control.record_outcome(CHAIN, empty, plan, won).spare > INITIAL_SPARE
 
 
 def test_what_does_not_pay_rests_and_is_then_tried_at_the_least_price() -> None:
     bad = sure(100, 100, 100, seen=9)
-    plan = control.share([(15, bad)], ALONE, evolve(STEEP, rest=1), 64)
-    assert plan == Plan((0,), plain=1000, reason="does_not_pay")
-    plan = control.share([(15, bad)], ALONE, STEEP, 64)
-    assert plan == Plan((3,), 1200, 1000, trying=True, late=True, reason="does_not_pay")
+    plan = control.plan_launch([(15, bad)], ALONE, evolve(STEEP, rest=1), 64)
+    assert plan == Plan((0,), plain_ns=1000, reason="does_not_pay")
+    plan = control.plan_launch([(15, bad)], ALONE, STEEP, 64)
+    assert plan == Plan((3,), 1200, 1000, is_trial=True, draft_behind=True, reason="does_not_pay")
 
 
 @pytest.mark.parametrize("held_up", [{0}, {4}, {4, 8, 16}, {0, 4, 8, 16}], ids=str)
@@ -272,58 +292,67 @@ def test_a_start_beside_other_work_is_found_out(held_up: set[int]) -> None:
     """What was held up then seems to take twenty times as long. Launches with proposals pay here, and are made."""
     true = {0: 1000, 4: 1200, 8: 1400, 16: 2000}
     rates = Rates(decode=alone(*(20 * ns if rows in held_up else ns for rows, ns in true.items())))
-    own, proposing, paid = control.fresh(CHAIN, rates), 0, list[int]()
+    own, proposing, paid = control.make_control(CHAIN, rates), 0, list[int]()
     for number in range(200):
-        offer = launch_prices.terms(rates.decode, 0, 1, 64)
-        plan = control.share([(15, own)], offer, rates, 0 if proposing and offer.held_up else 64)
+        offer = launch_prices.estimate_prices(rates.decode, 0, 1, 64)
+        plan = control.plan_launch([(15, own)], offer, rates, 0 if proposing and offer.plain_suspect else 64)
         proposed = plan.proposals[0]
         proposing = proposing + 1 if proposed else 0
         shape = Shape(0, 1, proposed and 1 + proposed)
-        took = true[shape.key[2]] + 100 * plan.late
-        rates = control.begun(rates, plan)
-        if not plan.late or UNIT * took < plan.price * plan.plain:
-            rates = evolve(rates, decode=launch_prices.timed(rates.decode, shape, took))
+        took = true[shape.key[2]] + 100 * plan.draft_behind
+        rates = control.record_launch(rates, plan)
+        if not plan.draft_behind or UNIT * took < plan.price * plan.plain_ns:
+            rates = evolve(rates, decode=launch_prices.record_launch_time(rates.decode, shape, took))
         step = done(proposed, min(proposed, 3), took)
-        rates, own = control.settled(CHAIN, rates, plan, step), control.after(evolve(own, plan=plan), step)
-        paid += [number] * (proposed > 0 and not plan.trying)
+        rates, own = (
+            control.record_outcome(CHAIN, rates, plan, step),
+            control.update_control(evolve(own, plan=plan), step),
+        )
+        paid += [number] * (proposed > 0 and not plan.is_trial)
     assert paid[0] <= 64
     assert len(paid) >= 120, "of those after that nearly all"
-    prices = launch_prices.terms(rates.decode, 0, 1, 16).prices
+    prices = launch_prices.estimate_prices(rates.decode, 0, 1, 16).prices
     assert prices[0] <= 1300, "it is known what it costs"
 
 
 def test_what_a_start_says_of_a_draft_never_keeps_it_from_being_tried() -> None:
-    assert launch_prices.terms(alone(1000, 87_000, 90_000, 99_000), 0, 1, 16).prices == (3000, 5000, 9000)
-    assert launch_prices.terms((*alone(1000, 87_000), (0, 4, 0, 1000, 0)), 0, 4, 16).prices == (3000, 5000, 9000)
-    assert not control.widths(evolve(CHAIN, batch_rows=1)), "there no launch has room for a proposal"
+    assert launch_prices.estimate_prices(alone(1000, 87_000, 90_000, 99_000), 0, 1, 16).prices == (3000, 5000, 9000)
+    assert launch_prices.estimate_prices((*alone(1000, 87_000), (0, 4, 0, 1000, 0)), 0, 4, 16).prices == (
+        3000,
+        5000,
+        9000,
+    )
+    assert not control.list_widths(evolve(CHAIN, batch_rows=1)), "there no launch has room for a proposal"
 
 
 def test_without_a_request_for_any_nothing_is_proposed() -> None:
     for members in ([(0, KNOWN)], [(0, KNOWN), (0, KNOWN)], [(0, None), (0, None)]):
-        assert control.share(members, ALONE, STEEP, 64) == Plan((0,) * len(members), plain=1000)
+        assert control.plan_launch(members, ALONE, STEEP, 64) == Plan((0,) * len(members), plain_ns=1000)
 
 
 def test_a_plain_launch_is_measured_first() -> None:
-    offer = launch_prices.terms(STEEP.decode, 0, 4, 64)
-    assert offer.measuring
-    assert control.share([(7, KNOWN)], offer, STEEP, 64) == Plan((0,), plain=offer.plain)
-    assert not launch_prices.terms((), 0, 4, 64).measuring, "nothing is measured here"
-    assert not ALONE.measuring
+    offer = launch_prices.estimate_prices(STEEP.decode, 0, 4, 64)
+    assert offer.needs_plain_launch
+    assert control.plan_launch([(7, KNOWN)], offer, STEEP, 64) == Plan((0,), plain_ns=offer.plain_ns)
+    assert not launch_prices.estimate_prices((), 0, 4, 64).needs_plain_launch, "nothing is measured here"
+    assert not ALONE.needs_plain_launch
 
 
 @pytest.mark.parametrize(("wide", "held_up"), [(4000, True), (5000, True), (5001, False)])
 def test_a_plain_launch_that_seems_no_quicker_than_a_wide_one_was_held_up(wide: int, held_up: bool) -> None:
-    assert launch_prices.terms(alone(5000, wide), 0, 1, 64).held_up == held_up
+    assert launch_prices.estimate_prices(alone(5000, wide), 0, 1, 64).plain_suspect == held_up
 
 
-FOUR = launch_prices.terms((*FLAT.decode, (0, 4, 0, 1000, 0), (0, 4, 16, 1500, 0), (0, 4, 32, 4000, 0)), 0, 4, 64)
-RICH = evolve(STEEP, spare=SPARE)
-GOOD, BAD = sure(2500, 4000, 5000, spare=SPARE), sure(100, 100, 100, spare=SPARE)
+FOUR = launch_prices.estimate_prices(
+    (*FLAT.decode, (0, 4, 0, 1000, 0), (0, 4, 16, 1500, 0), (0, 4, 32, 4000, 0)), 0, 4, 64
+)
+RICH = evolve(STEEP, spare=INITIAL_SPARE)
+GOOD, BAD = sure(2500, 4000, 5000, spare=INITIAL_SPARE), sure(100, 100, 100, spare=INITIAL_SPARE)
 
 
 def test_a_launch_has_one_price_however_many_propose() -> None:
-    assert control.share([(15, GOOD)] * 4, FOUR, RICH, 16).proposals == (3, 3, 3, 3)
-    assert control.share([(15, GOOD), (0, GOOD), (0, GOOD), (0, None)], FOUR, RICH, 16).proposals == (
+    assert control.plan_launch([(15, GOOD)] * 4, FOUR, RICH, 16).proposals == (3, 3, 3, 3)
+    assert control.plan_launch([(15, GOOD), (0, GOOD), (0, GOOD), (0, None)], FOUR, RICH, 16).proposals == (
         7,
         0,
         0,
@@ -333,15 +362,17 @@ def test_a_launch_has_one_price_however_many_propose() -> None:
 
 def test_who_gains_most_goes_first() -> None:
     """Seven rows of one that is right, rather than three of each: as many rows in all, and more tokens."""
-    plan = control.share([(15, BAD), (15, GOOD), (15, BAD), (15, BAD)], FOUR, RICH, 16)
+    plan = control.plan_launch([(15, BAD), (15, GOOD), (15, BAD), (15, BAD)], FOUR, RICH, 16)
     assert plan.proposals == (0, 7, 0, 0)
     assert plan.price == 1500
 
 
 def test_a_member_that_could_not_bear_it_is_not_made_slower_by_the_others() -> None:
     poor = evolve(BAD, spare=499)
-    assert control.share([(15, GOOD)] * 3 + [(15, poor)], FOUR, RICH, 16).proposals == (0, 0, 0, 0)
-    assert control.share([(15, GOOD)] * 3 + [(0, None)], FOUR, RICH, 16).proposals == (3, 3, 3, 0), "it has no account"
+    assert control.plan_launch([(15, GOOD)] * 3 + [(15, poor)], FOUR, RICH, 16).proposals == (0, 0, 0, 0)
+    assert control.plan_launch([(15, GOOD)] * 3 + [(0, None)], FOUR, RICH, 16).proposals == (3, 3, 3, 0), (
+        "it has no account"
+    )
 
 
 @given(
@@ -354,9 +385,11 @@ def test_what_is_shared_is_never_more_than_was_wanted_and_fits(
     wanted: list[tuple[int, bool, int]], limit: int, rest: int, data: st.DataObject
 ) -> None:
     rates = evolve(data.draw(some_rates()), rest=rest)
-    known = control.fresh(CHAIN, rates)
+    known = control.make_control(CHAIN, rates)
     members = [(most if drafts else 0, evolve(known, spare=own) if drafts else None) for most, drafts, own in wanted]
-    plan = control.share(members, launch_prices.terms(rates.decode, 0, len(members), limit), rates, limit)
+    plan = control.plan_launch(
+        members, launch_prices.estimate_prices(rates.decode, 0, len(members), limit), rates, limit
+    )
     assert all(propose <= most for propose, (most, _) in zip(plan.proposals, members, strict=True))
     assert sum(plan.proposals) + len(members) <= limit or not any(plan.proposals)
     assert all(plan.price - UNIT <= max(own, 0) for _, drafts, own in wanted if drafts)
@@ -366,79 +399,87 @@ def test_what_is_shared_is_never_more_than_was_wanted_and_fits(
 
 
 def test_a_decode_step_says_exactly_what_narrower_ones_would_have_got() -> None:
-    assert list(control.sample(KNOWN, 7, 5)) == [3000, 5000, 5000]
-    assert list(control.sample(KNOWN, 7, 2)) == [2000, 2000, 2000]
-    assert list(control.sample(KNOWN, 15, 15)) == [3000, 7000, 15000]
+    assert list(control.sample_gains(KNOWN, 7, 5)) == [3000, 5000, 5000]
+    assert list(control.sample_gains(KNOWN, 7, 2)) == [2000, 2000, 2000]
+    assert list(control.sample_gains(KNOWN, 15, 15)) == [3000, 7000, 15000]
 
 
 def test_a_chain_that_was_right_to_its_end_promises_more_of_a_wider_one() -> None:
-    assert list(control.sample(sure(3000, 3500, 3500), 3, 3)) == [3000, 7000, 15000]
-    assert list(control.sample(sure(1500, 1500, 1500), 3, 3)) == [3000, 4724, 5202], "0.69 + 0.69 ** 2 + ..."
+    assert list(control.sample_gains(sure(3000, 3500, 3500), 3, 3)) == [3000, 7000, 15000]
+    assert list(control.sample_gains(sure(1500, 1500, 1500), 3, 3)) == [3000, 4724, 5202], "0.69 + 0.69 ** 2 + ..."
 
 
 def test_a_smaller_tree_says_nothing_about_what_branches_would_have_got() -> None:
-    tree = evolve(control.fresh(TREE, FLAT), gains=(1000, 1500, 2000, 3000))
-    assert list(control.sample(tree, 7, 2)) == [2000, 2000, 2500, 3500]
+    tree = evolve(control.make_control(TREE, FLAT), gains=(1000, 1500, 2000, 3000))
+    assert list(control.sample_gains(tree, 7, 2)) == [2000, 2000, 2500, 3500]
 
 
 def test_a_request_learns_quickly_and_the_server_from_all_of_them() -> None:
     rates, member = STEEP, KNOWN
     for _ in range(40):
-        rates = control.settled(CHAIN, rates, Plan((3,), 1200), done(3, 3))
-        member = control.after(member, done(3, 3))
+        rates = control.record_outcome(CHAIN, rates, Plan((3,), 1200), done(3, 3))
+        member = control.update_control(member, done(3, 3))
     known, own = rates.gains, member.gains
     rates, member = (
-        control.settled(CHAIN, rates, Plan((3,), 1200), done(3, 0)),
-        control.after(member, done(3, 0)),
+        control.record_outcome(CHAIN, rates, Plan((3,), 1200), done(3, 0)),
+        control.update_control(member, done(3, 0)),
     )
     assert rates.seen == member.seen == 41
     assert 0.97 * known[0] <= rates.gains[0] < known[0]
     assert member.gains[0] < 0.95 * own[0]
-    assert rates.spare > SPARE
-    assert control.fresh(CHAIN, rates) == evolve(KNOWN, gains=rates.gains, spare=SPARE), "none begins with more"
-    assert control.fresh(CHAIN, evolve(rates, spare=700)).spare == 700
+    assert rates.spare > INITIAL_SPARE
+    assert control.make_control(CHAIN, rates) == evolve(KNOWN, gains=rates.gains, spare=INITIAL_SPARE), (
+        "none begins with more"
+    )
+    assert control.make_control(CHAIN, evolve(rates, spare=700)).spare == 700
 
 
 def test_what_another_draft_has_taught_is_not_believed() -> None:
-    assert control.fresh(CHAIN, evolve(STEEP, gains=(1, 2))).gains == KNOWN.gains
+    assert control.make_control(CHAIN, evolve(STEEP, gains=(1, 2))).gains == KNOWN.gains
 
 
 def test_rests_grow_while_tries_fail_and_shrink_while_launches_pay() -> None:
-    rates, rests, trying = STEEP, list[int](), Plan((3,), 1200, trying=True)
+    rates, rests, trying = STEEP, list[int](), Plan((3,), 1200, is_trial=True)
     for _ in range(10):
-        rates = control.begun(rates, trying)
+        rates = control.record_launch(rates, trying)
         rests.append(rates.rest)
-    assert rests == [1, 2, 4, 8, 16, 32, 64, 128, 256, LONGEST]
+    assert rests == [1, 2, 4, 8, 16, 32, 64, 128, 256, LONGEST_REST]
     for _ in range(9):
-        rates = control.begun(rates, Plan((3,), 1200))
+        rates = control.record_launch(rates, Plan((3,), 1200))
     assert rates.pause == 1
-    plain, resting = Plan((0,), reason="does_not_pay"), evolve(STEEP, rest=2, spare=SPARE)
-    assert control.begun(resting, plain) == evolve(resting, rest=1)
-    assert control.begun(resting, Plan((0,))) == resting, "nobody wanted any"
+    plain, resting = Plan((0,), reason="does_not_pay"), evolve(STEEP, rest=2, spare=INITIAL_SPARE)
+    assert control.record_launch(resting, plain) == evolve(resting, rest=1)
+    assert control.record_launch(resting, Plan((0,))) == resting, "nobody wanted any"
 
 
 def test_an_account_gains_what_tokens_would_have_cost_and_loses_what_the_launch_did() -> None:
-    assert control.balance(0, Plan((0,)), done(0, 0)) == REFILL
-    assert control.balance(0, Plan((3,), 1200), done(3, 0)) == REFILL - 200
-    assert control.balance(0, Plan((3,), 1200), done(3, 2)) == 3 * (UNIT + REFILL) - 1200
+    assert control.update_balance(0, Plan((0,)), done(0, 0)) == REFILL
+    assert control.update_balance(0, Plan((3,), 1200), done(3, 0)) == REFILL - 200
+    assert control.update_balance(0, Plan((3,), 1200), done(3, 2)) == 3 * (UNIT + REFILL) - 1200
     waits = evolve(KNOWN, plan=Plan((3, 0), 1500))
-    assert control.after(waits, done(0, 0)).spare == KNOWN.spare + REFILL - 500, "who does not propose pays as well"
-    assert control.after(evolve(KNOWN, spare=SPARE), done(0, 0)).spare == SPARE + REFILL, "its own gain is its own"
+    assert control.update_control(waits, done(0, 0)).spare == KNOWN.spare + REFILL - 500, (
+        "who does not propose pays as well"
+    )
+    assert control.update_control(evolve(KNOWN, spare=INITIAL_SPARE), done(0, 0)).spare == INITIAL_SPARE + REFILL, (
+        "its own gain is its own"
+    )
 
 
 def test_members_share_in_the_account_of_the_server_which_has_a_limit() -> None:
     four, rates = Plan((3,) * 4, 1500), evolve(STEEP, spare=0)
     for right in (3, 1, 0, 0):
-        rates = control.settled(CHAIN, rates, four, done(3, right))
+        rates = control.record_outcome(CHAIN, rates, four, done(3, right))
     assert rates.spare == pytest.approx(2 * (UNIT + REFILL) - 1500, abs=4)
-    gained = control.settled(CHAIN, evolve(STEEP, spare=SPARE), Plan((15,), 1200), done(15, 15))
-    assert gained.spare == SPARE + 16 * (UNIT + REFILL) - 1200
-    assert control.begun(gained, Plan((0,))).spare == gained.spare, "what is earned with tokens has a limit of its own"
-    assert control.begun(evolve(STEEP, spare=SPARE), Plan((0,))).spare == SPARE
-    rich = evolve(STEEP, spare=control.SAVED)
-    assert control.settled(CHAIN, rich, Plan((15,), 1200), done(15, 15)).spare == control.SAVED
-    assert control.begun(evolve(STEEP, spare=0), Plan((0,) * 4)).spare == REFILL
-    assert control.settled(CHAIN, STEEP, Plan((0,) * 4), done(0, 0)) == STEEP, "once is enough"
+    gained = control.record_outcome(CHAIN, evolve(STEEP, spare=INITIAL_SPARE), Plan((15,), 1200), done(15, 15))
+    assert gained.spare == INITIAL_SPARE + 16 * (UNIT + REFILL) - 1200
+    assert control.record_launch(gained, Plan((0,))).spare == gained.spare, (
+        "what is earned with tokens has a limit of its own"
+    )
+    assert control.record_launch(evolve(STEEP, spare=INITIAL_SPARE), Plan((0,))).spare == INITIAL_SPARE
+    rich = evolve(STEEP, spare=control.MAX_SERVER_SPARE)
+    assert control.record_outcome(CHAIN, rich, Plan((15,), 1200), done(15, 15)).spare == control.MAX_SERVER_SPARE
+    assert control.record_launch(evolve(STEEP, spare=0), Plan((0,) * 4)).spare == REFILL
+    assert control.record_outcome(CHAIN, STEEP, Plan((0,) * 4), done(0, 0)) == STEEP, "once is enough"
 
 
 @pytest.mark.parametrize(
@@ -446,12 +487,12 @@ def test_members_share_in_the_account_of_the_server_which_has_a_limit() -> None:
     [(True, 2400, 1200), (True, 3000, 1500), (True, 10**9, 2200), (True, 0, 1200), (False, 3000, 1200)],
 )
 def test_what_catches_up_is_paid_for_as_it_was(late: bool, took: int, price: int) -> None:
-    assert control.cost(Plan((3,), 1200, 2000, late=late), took) == price
+    assert control.charge_launch(Plan((3,), 1200, 2000, draft_behind=late), took) == price
 
 
 def test_a_first_launch_of_a_request_is_late_and_the_next_is_not() -> None:
-    assert control.share([(15, KNOWN)], ALONE, STEEP, 64).late
-    assert not control.share([(15, evolve(KNOWN, seen=1))], ALONE, STEEP, 64).late
+    assert control.plan_launch([(15, KNOWN)], ALONE, STEEP, 64).draft_behind
+    assert not control.plan_launch([(15, evolve(KNOWN, seen=1))], ALONE, STEEP, 64).draft_behind
 
 
 # --- what comes of it ---
@@ -461,21 +502,23 @@ def decode(house: Settings, rates: Rates, *answers: tuple[Draft, int], late: int
     """What answers that decode together cost by the prices, in thousandths of plain launches: until all are done, and
     each. Launches that catch up take `late` longer.
     """
-    cost, costs, members = 0, [0] * len(answers), [control.fresh(house, rates) for _ in answers]
+    cost, costs, members = 0, [0] * len(answers), [control.make_control(house, rates) for _ in answers]
     answered, lengths = [0] * len(answers), [length for _, length in answers]
     while busy := [at for at, length in enumerate(lengths) if answered[at] < length]:
-        offer = launch_prices.terms(rates.decode, 0, 1, 64)  # of whatever company: prices are those of one alone
+        offer = launch_prices.estimate_prices(
+            rates.decode, 0, 1, 64
+        )  # of whatever company: prices are those of one alone
         wanted = [(min(members[at].widths[-1], lengths[at] - answered[at] - 1), members[at]) for at in busy]
-        plan = control.share(wanted, offer, rates, 64)
-        rates, took = control.begun(rates, plan), plan.price + late * plan.late
+        plan = control.plan_launch(wanted, offer, rates, 64)
+        rates, took = control.record_launch(rates, plan), plan.price + late * plan.draft_behind
         cost += took
         assert min(rates.spare, *(members[at].spare for at in busy)) >= 0 or late or not any(plan.proposals)
         for at, proposed in zip(busy, plan.proposals, strict=True):
             right = answers[at][0](proposed, answered[at])
             assert 0 <= right <= proposed
-            step = done(proposed, right, took * offer.plain // UNIT)
-            members[at] = control.after(evolve(members[at], plan=plan), step)
-            rates = control.settled(house, rates, plan, step)
+            step = done(proposed, right, took * offer.plain_ns // UNIT)
+            members[at] = control.update_control(evolve(members[at], plan=plan), step)
+            rates = control.record_outcome(house, rates, plan, step)
             costs[at] += took
             answered[at] += right + 1
             for gains in (members[at].gains, rates.gains or members[at].gains):
@@ -530,7 +573,7 @@ def test_an_answer_never_takes_more_than_two_per_cent_longer_whatever_the_draft_
     cost, _, after = decode(house, rates, (moody, length))
     assert cost <= UNIT * length + rates.spare + REFILL * length <= 1.02 * UNIT * length
     cost, _, _ = decode(house, after, (never, length))
-    assert cost <= UNIT * length + SPARE + REFILL * length, "nor after one in which much was gained"
+    assert cost <= UNIT * length + INITIAL_SPARE + REFILL * length, "nor after one in which much was gained"
 
 
 @pytest.mark.parametrize("rates", [UNKNOWN, FLAT, STEEP])
@@ -565,7 +608,7 @@ def test_an_answer_is_not_later_for_what_the_one_before_it_has_lost(rates: Rates
         found[draft].append(cost)
     behind, later = sum(found[good][2::2]), sum(found[good][3::2])  # a bad one, and one further
     assert behind < 1.1 * later < UNIT * 192 * 20
-    assert max(found[never]) <= UNIT * 192 + SPARE + REFILL * 192
+    assert max(found[never]) <= UNIT * 192 + INITIAL_SPARE + REFILL * 192
 
 
 @pytest.mark.parametrize("rates", [UNKNOWN, FLAT, STEEP])
@@ -586,19 +629,19 @@ def test_a_draft_that_is_never_right_costs_next_to_nothing_after_the_first_answe
 def test_no_answer_is_made_slower_by_the_company_it_is_in(rates: Rates, chance: float, others: float) -> None:
     """It loses no more than the server had to spare when it came."""
     for seed in range(5):
-        rates = evolve(rates, spare=SPARE)
+        rates = evolve(rates, spare=INITIAL_SPARE)
         company = [(steady(chance, seed), 200), *((steady(others, 99 - at), 400) for at in range(3))]
         _, costs, _ = decode(CHAIN, rates, *company)
-        assert costs[0] <= (UNIT + REFILL) * 200 + SPARE
+        assert costs[0] <= (UNIT + REFILL) * 200 + INITIAL_SPARE
 
 
 @pytest.mark.parametrize("rates", [UNKNOWN, FLAT, STEEP])
 @pytest.mark.parametrize("chance", [0.6, 0.75, 0.9, 0.97])
 def test_a_steady_draft_gives_nearly_what_its_best_width_would(rates: Rates, chance: float) -> None:
     """0.75: four tokens a step. Against the one width that is best on average, known beforehand."""
-    length, runs, offer = 1000, 10, launch_prices.terms(rates.decode, 0, 1, 64)
+    length, runs, offer = 1000, 10, launch_prices.estimate_prices(rates.decode, 0, 1, 64)
     expected = {width: 1 + sum(chance**right for right in range(1, width + 1)) for width in KNOWN.widths}
-    best = min(offer.price(1 + width) / tokens for width, tokens in expected.items()) * length
+    best = min(offer.price_of(1 + width) / tokens for width, tokens in expected.items()) * length
     cost = sum(decode(CHAIN, rates, (steady(chance, seed), length))[0] for seed in range(runs)) / runs
     assert cost <= 1.06 * best
     assert best < 0.8 * UNIT * length
@@ -629,21 +672,21 @@ def test_a_batch_is_never_more_than_one_and_a_half_per_cent_slower(members: int,
     true = {0: 1000} | {rows: round(dear * ns) for _, _, rows, ns, _ in STEEP.decode if rows} | {32: 4000, 64: 8000}
     time = tokens = 0
     while tokens < 10_000:
-        busy += [(control.fresh(CHAIN, rates), 64)] * (members - len(busy))
-        offer = launch_prices.terms(rates.decode, 0, members, 64)
-        plan = control.share([(min(15, left - 1), each) for each, left in busy], offer, rates, 64)
+        busy += [(control.make_control(CHAIN, rates), 64)] * (members - len(busy))
+        offer = launch_prices.estimate_prices(rates.decode, 0, members, 64)
+        plan = control.plan_launch([(min(15, left - 1), each) for each, left in busy], offer, rates, 64)
         shape = Shape(0, members, sum(plan.proposals) and members + sum(plan.proposals))
         took = true[shape.key[2]]
-        rates, time = control.begun(rates, plan), time + took
-        if not plan.late:
-            rates = evolve(rates, decode=launch_prices.timed(rates.decode, shape, took))
+        rates, time = control.record_launch(rates, plan), time + took
+        if not plan.draft_behind:
+            rates = evolve(rates, decode=launch_prices.record_launch_time(rates.decode, shape, took))
         after = list[tuple[SpeculationControl, int]]()
         for (each, left), proposed in zip(busy, plan.proposals, strict=True):
             step = done(proposed, steady(chance, rng.randrange(10**6))(proposed, 0), took)
-            rates = control.settled(CHAIN, rates, plan, step)
+            rates = control.record_outcome(CHAIN, rates, plan, step)
             tokens += len(step.tokens)
             if left > len(step.tokens):
-                after.append((control.after(evolve(each, plan=plan), step), left - len(step.tokens)))
+                after.append((control.update_control(evolve(each, plan=plan), step), left - len(step.tokens)))
         busy = after
     assert time / (UNIT * tokens / members) <= (1.015 if dear < 3 else 1.04), (
         "what is tried for the first time may be three times as dear as presumed"
@@ -664,15 +707,15 @@ MEASURED = Rates(decode=alone(10_000, 15_000, 17_000, 22_000))
     ],
 )
 def test_the_example_of_one_request(right: tuple[int, ...], proposed: list[int], accounts: list[int]) -> None:
-    rates, member, found = MEASURED, control.fresh(CHAIN, MEASURED), list[tuple[int, int]]()
+    rates, member, found = MEASURED, control.make_control(CHAIN, MEASURED), list[tuple[int, int]]()
     for number, accepted in enumerate(right):
-        plan = control.share([(15, member)], launch_prices.terms(rates.decode, 0, 1, 64), rates, 64)
+        plan = control.plan_launch([(15, member)], launch_prices.estimate_prices(rates.decode, 0, 1, 64), rates, 64)
         step = done(plan.proposals[0], accepted, plan.price * 10 + 3000 * (number == 0))
         member, rates = (
-            control.after(evolve(member, plan=plan), step),
-            control.begun(rates, plan),
+            control.update_control(evolve(member, plan=plan), step),
+            control.record_launch(rates, plan),
         )
-        rates = control.settled(CHAIN, rates, plan, step)
+        rates = control.record_outcome(CHAIN, rates, plan, step)
         found.append((plan.proposals[0], rates.spare))
     assert found == list(zip(proposed, accounts, strict=True))
     assert member.spare == accounts[-1], "its own has what the server's has, as nobody else is there"
@@ -687,7 +730,10 @@ def test_the_example_of_one_request(right: tuple[int, ...], proposed: list[int],
 )
 def test_the_example_of_four(gains: list[tuple[int, ...]], proposed: tuple[int, ...], worth: list[int]) -> None:
     company = ((0, 4, 0, 16_000, 0), (0, 4, 8, 22_000, 0), (0, 4, 16, 28_000, 0), (0, 4, 32, 40_000, 0))
-    offer, rich = launch_prices.terms((*MEASURED.decode, *company), 0, 4, 64), evolve(MEASURED, spare=SPARE)
-    members = [(15, sure(*each, spare=SPARE)) for each in gains]
-    assert [control.worth(way) for way in control.possible(members, offer, 64)] == worth
-    assert control.share(members, offer, rich, 64).proposals == proposed
+    offer, rich = (
+        launch_prices.estimate_prices((*MEASURED.decode, *company), 0, 4, 64),
+        evolve(MEASURED, spare=INITIAL_SPARE),
+    )
+    members = [(15, sure(*each, spare=INITIAL_SPARE)) for each in gains]
+    assert [control.rate_option(way) for way in control.list_options(members, offer, 64)] == worth
+    assert control.plan_launch(members, offer, rich, 64).proposals == proposed

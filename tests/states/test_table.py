@@ -16,9 +16,10 @@ from effects.lookup import PrefixFound, ReleasePrefix
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.residency import ModelLoaded, UnloadModel
 from effects.restore import BlocksRestored
-from effects.stream import CloseStream, EmitTokens, Halt, ReportProgress
+from effects.stream import CloseStream, EmitTokens, ReportProgress, StopLaunch
 from states.events import Cancelled, SlotEmptied
-from states.life import (
+from states.machine import IllegalEvent, Row, Table, Transition, build_table, on, read_arms, step
+from states.request_states import (
     Compressing,
     Done,
     Draining,
@@ -35,8 +36,7 @@ from states.life import (
     Waiting,
     Yielding,
 )
-from states.machine import IllegalEvent, Row, Table, Then, arms_of, on, step, table
-from states.settings import Known, Settings
+from states.settings import DecisionContext, Settings
 from states.table import TABLE
 from tests.states.model import BEHIND_THE_CLIENT, LOSING, SETTINGS, Walk, endless, explore
 
@@ -88,7 +88,7 @@ def test_all_states_events_and_effects_are_in_the_table() -> None:
     asked = {ask for row in TABLE.values() for _, *asks in row.arms for ask in asks}
     assert {(each,) for each in states} == set(arms_of_union(State))
     assert {row.event for row in TABLE.values()} >= {each for (each,) in arms_of_union(Outcome)}
-    by_the_world = {Halt, PlaceExperts}
+    by_the_world = {StopLaunch, PlaceExperts}
     assert {(each,) for each in asked | by_the_world} == set(arms_of_union(Effect))
 
 
@@ -102,38 +102,40 @@ def test_a_pair_without_a_row_is_a_bug_that_names_both() -> None:
 
 
 def test_an_arrow_that_does_not_do_what_its_annotation_says_is_caught() -> None:
-    def wrong(_: New, __: Cancelled, ___: Known) -> Then[Done, CloseStream]:
-        return Then(Done())  # type: ignore[return-value]
+    def wrong(_: New, __: Cancelled, ___: DecisionContext) -> Transition[Done, CloseStream]:
+        return Transition(Done())  # type: ignore[return-value]
 
     with pytest.raises(AssertionError):
-        step(table(on(New, Cancelled, wrong)), New(), Cancelled("deadline"), Known())
+        step(build_table(on(New, Cancelled, wrong)), New(), Cancelled("deadline"), DecisionContext())
 
 
 def test_a_pair_cannot_appear_twice() -> None:
     row = TABLE[Parking, Cancelled]
     with pytest.raises(AssertionError, match="appears twice"):
-        table(row, row)
+        build_table(row, row)
 
 
 def test_an_annotation_is_read_as_its_arms() -> None:
-    annotation = Then[Speculating, EmitTokens] | Then[Parking, CloseStream, UnloadModel] | Then[Done]
-    assert list(arms_of(annotation)) == [(Speculating, EmitTokens), (Parking, CloseStream, UnloadModel), (Done,)]
+    annotation = Transition[Speculating, EmitTokens] | Transition[Parking, CloseStream, UnloadModel] | Transition[Done]
+    assert list(read_arms(annotation)) == [(Speculating, EmitTokens), (Parking, CloseStream, UnloadModel), (Done,)]
 
 
 # Mutants: what would go wrong, and that the checker says so.
 
 
-def changed(state: type, event: type, arrow: Callable[[Any, Any, Any], Then[Any, *tuple[Any, ...]]]) -> Table:
+def changed(
+    state: type, event: type, transition: Callable[[Any, Any, Any], Transition[Any, *tuple[Any, ...]]]
+) -> Table:
     """The table with one arrow replaced, whatever its annotation says."""
     row = TABLE[state, event]
 
     def anything(before: object, seen: object, known: object) -> Any:
-        then = arrow(before, seen, known)
+        then = transition(before, seen, known)
         arms.append((type(then.state), *map(type, then.effects)))
         return then
 
     arms = list(row.arms)
-    return {**TABLE, (state, event): evolve(row, arrow=anything, arms=arms)}
+    return {**TABLE, (state, event): evolve(row, transition=anything, arms=arms)}
 
 
 def faults(rows: Table) -> set[str]:
@@ -158,87 +160,89 @@ LIVE = (LookingUp, Restoring, Compressing, Unparking, Prefilling, Speculating)
 def test_a_cancellation_straight_to_the_end_is_noticed(state: type) -> None:
     cancelled = f"{state.__name__}, Cancelled: "
     rows = changed(
-        state, Cancelled, lambda before, *seen: TABLE[Waiting, Cancelled].arrow(Waiting(before.prompt), *seen)
+        state, Cancelled, lambda before, *seen: TABLE[Waiting, Cancelled].transition(Waiting(before.prompt), *seen)
     )
     assert noticed(rows, cancelled + "ends with something in flight")
 
 
 def test_a_forgotten_release_is_noticed() -> None:
-    rows = changed(Draining, PrefixFound, lambda before, *_: Then(Done(before.remains)))
+    rows = changed(Draining, PrefixFound, lambda before, *_: Transition(Done(before.remainder)))
     assert faults(rows) == {"Draining, PrefixFound: forgets a lease"}
 
 
 def test_a_lease_released_twice_is_noticed() -> None:
-    def twice(before: Restoring, seen: BlocksRestored, known: Known) -> Any:
-        then = TABLE[Restoring, BlocksRestored].arrow(before, seen, known)
-        return Then(then.state, *then.effects, ReleasePrefix(1))  # type: ignore[arg-type]
+    def twice(before: Restoring, seen: BlocksRestored, known: DecisionContext) -> Any:
+        then = TABLE[Restoring, BlocksRestored].transition(before, seen, known)
+        return Transition(then.state, *then.effects, ReleasePrefix(1))  # type: ignore[arg-type]
 
     found = faults(changed(Restoring, BlocksRestored, twice))
     assert found == {"Restoring, BlocksRestored: uses a lease that it does not have"}
 
 
 def test_a_draft_that_comes_too_late_and_is_forgotten_is_noticed() -> None:
-    rows = changed(Draining, ModelLoaded, lambda before, *_: Then(Done(before.remains)))
+    rows = changed(Draining, ModelLoaded, lambda before, *_: Transition(Done(before.remainder)))
     assert faults(rows) == {"Draining, ModelLoaded: ends with the draft"}
 
 
 def test_a_second_chunk_while_one_runs_is_noticed() -> None:
-    def eager(before: Restoring, seen: BlocksRestored, known: Known) -> Any:
-        return TABLE[Restoring, BlocksRestored].arrow(evolve(before, computing=False), seen, known)
+    def eager(before: Restoring, seen: BlocksRestored, known: DecisionContext) -> Any:
+        return TABLE[Restoring, BlocksRestored].transition(evolve(before, computing=False), seen, known)
 
     rows = changed(Restoring, BlocksRestored, eager)
     assert noticed(rows, "Restoring, BlocksRestored: two effects in flight on one lane")
 
 
 def test_a_stream_that_closes_behind_the_snapshot_is_noticed() -> None:
-    def late(before: Speculating, seen: Decoded, known: Known) -> Any:
-        then = TABLE[Speculating, Decoded].arrow(before, seen, known)
-        return Then(then.state, *(effect for effect in then.effects if not isinstance(effect, CloseStream)))
+    def late(before: Speculating, seen: Decoded, known: DecisionContext) -> Any:
+        then = TABLE[Speculating, Decoded].transition(before, seen, known)
+        return Transition(then.state, *(effect for effect in then.effects if not isinstance(effect, CloseStream)))
 
     rows = changed(Speculating, Decoded, late)
     assert noticed(rows, "Speculating, Decoded: the stream is not closed with the last work for the client")
 
 
 def test_tokens_behind_the_close_are_noticed() -> None:
-    def swapped(before: Speculating, seen: Decoded, known: Known) -> Any:
-        then = TABLE[Speculating, Decoded].arrow(before, seen, known)
-        return Then(then.state, *sorted(then.effects, key=lambda effect: not isinstance(effect, CloseStream)))
+    def swapped(before: Speculating, seen: Decoded, known: DecisionContext) -> Any:
+        then = TABLE[Speculating, Decoded].transition(before, seen, known)
+        return Transition(then.state, *sorted(then.effects, key=lambda effect: not isinstance(effect, CloseStream)))
 
     assert noticed(changed(Speculating, Decoded, swapped), "Speculating, Decoded: speaks after the close")
 
 
 def test_waiting_for_an_answer_that_was_never_asked_for_is_noticed() -> None:
-    rows = changed(Prefilling, PrefillAdvanced, lambda before, *_: Then(before))
+    rows = changed(Prefilling, PrefillAdvanced, lambda before, *_: Transition(before))
     assert noticed(rows, "Prefilling, PrefillAdvanced: waits for nothing")
 
 
 def test_a_life_without_an_end_is_noticed() -> None:
-    def again(before: Prefilling, seen: PrefillAdvanced, known: Known) -> Any:
-        return Then(before, ReportProgress(0, 0, 0), RunPrefill(before.seat.slot, before.seat.valid, seen.stop))
+    def again(before: Prefilling, seen: PrefillAdvanced, known: DecisionContext) -> Any:
+        return Transition(
+            before, ReportProgress(0, 0, 0), RunPrefill(before.slot_lease.slot, before.slot_lease.valid_rows, seen.stop)
+        )
 
     stuck = explore(changed(Prefilling, PrefillAdvanced, again), EVERYTHING)
     assert any(isinstance(node.state, Prefilling) for node in endless(stuck))
 
 
 def test_rows_that_come_in_after_a_loss_and_are_believed_are_noticed() -> None:
-    def trusting(before: Draining, seen: PrefillAdvanced, known: Known) -> Any:
-        return TABLE[Draining, PrefillAdvanced].arrow(evolve(before, lost=False), seen, known)
+    def trusting(before: Draining, seen: PrefillAdvanced, known: DecisionContext) -> Any:
+        return TABLE[Draining, PrefillAdvanced].transition(evolve(before, rows_lost=False), seen, known)
 
     rows = changed(Draining, PrefillAdvanced, trusting)
     assert noticed(rows, "Draining, PrefillAdvanced: leaves rows to a slot that was lost", LOSING)
 
 
 def test_a_third_try_is_noticed() -> None:
-    def patient(before: Prefilling, seen: SlotEmptied, known: Known) -> Any:
-        prompt = evolve(before.prompt, heard=None)
-        return TABLE[Prefilling, SlotEmptied].arrow(evolve(before, prompt=prompt), seen, known)
+    def patient(before: Prefilling, seen: SlotEmptied, known: DecisionContext) -> Any:
+        prompt = evolve(before.prompt, heard_tokens=None)
+        return TABLE[Prefilling, SlotEmptied].transition(evolve(before, prompt=prompt), seen, known)
 
     rows = changed(Prefilling, SlotEmptied, patient)
     assert noticed(rows, "Waiting, Admitted: is looked up a third time", LOSING)
 
 
 def test_a_cancellation_that_cuts_a_snapshot_short_is_noticed() -> None:
-    rows = changed(Snapshotting, Cancelled, lambda before, *_: Then(Done(before.remains)))
+    rows = changed(Snapshotting, Cancelled, lambda before, *_: Transition(Done(before.remainder)))
     assert noticed(rows, "Snapshotting, Cancelled: ends with something in flight")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from effects.all import Ask, Effect, Launch
+from effects.all import Effect, EffectRequest, Launch
 from effects.compression import Compressed
 from effects.decode import Decoded, RunDecode
 from effects.ids import MAIN, PROMPTS, DeviceFailed, LaneId, RequestId, SlotId
@@ -17,21 +17,29 @@ from effects.pflash import CompressPrompt, PromptScored
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.scope import Selection
-from effects.stream import Abandon, CloseStream, EmitTokens, Halt, ReportProgress
-from states import lane, launch_prices
+from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress, StopLaunch
+from states import launch_choice, launch_prices
 from states import speculation_control as control
 from states.events import Cancelled, Event, ForEngine, ForModel, ForRequest, SlotsLost, Submitted
-from states.invariants import check
-from states.lane import lane_of
-from states.life import Draining, Prefilling, Recovering, Speculating
+from states.invariants import check_world
+from states.lane import choose_lane
 from states.machine import IllegalEvent
-from states.onward import report
+from states.phases import make_report
 from states.rates import Rates
-from states.recover import TWICE
+from states.recover import LOST_TWICE
+from states.request_states import Draining, Prefilling, Recovering, Speculating
 from states.residency import Residence
 from states.settings import Settings
 from states.slots import Slot
-from states.world import Out, World, advance, begin, crowded, hurried, reading
+from states.world import (
+    Output,
+    World,
+    advance,
+    has_prefill_backlog,
+    is_first_token_pending,
+    is_slot_requested,
+    make_world,
+)
 from tests.states.builders import (
     DRAFT,
     HERE,
@@ -52,12 +60,12 @@ SMALL = evolve(PLAIN, slots=1, max_queue=1)
 GONE = Cancelled("client_gone")
 
 
-def after(settings: Settings, *events: tuple[RequestId, Event]) -> tuple[World, tuple[Out, ...]]:
+def after(settings: Settings, *events: tuple[RequestId, Event]) -> tuple[World, tuple[Output, ...]]:
     """The world after these events, and what the last one asked for."""
-    world, outs = begin(settings), tuple[Out, ...]()
+    world, outs = make_world(settings), tuple[Output, ...]()
     for request, event in events:
         world, outs = advance(world, ForRequest(request, event))
-        check(world)
+        check_world(world)
     return world, outs
 
 
@@ -66,14 +74,14 @@ def submitted(request: RequestId, **changes: Any) -> tuple[RequestId, Event]:
 
 
 def alone(request: RequestId, effect: Any) -> Launch:
-    return Launch((Ask(request, effect),))
+    return Launch((EffectRequest(request, effect),))
 
 
 def test_a_request_is_admitted_and_launched_in_the_event_that_submits_it() -> None:
     world, outs = after(PLAIN, submitted(ONE))
     assert outs == (
-        Ask(ONE, ReportProgress(0, 21, 0)),
-        Ask(ONE, OpenSlot(HERE, HERE, 0, PROMPT, a_job().sampling, a_job().stop_tokens)),
+        EffectRequest(ONE, ReportProgress(0, 21, 0)),
+        EffectRequest(ONE, OpenSlot(HERE, HERE, 0, PROMPT, a_job().sampling, a_job().stop_tokens)),
         alone(ONE, RunPrefill(HERE, 0, 8)),
     )
     assert world.requests == {ONE: a(Prefilling, some())}
@@ -84,18 +92,18 @@ def test_a_first_token_is_read_for_until_it_is_there_and_hurried_for_where_it_wa
     asked = submitted(ONE, prompt=(1, 2), max_tokens=2)
     steps = (asked, (ONE, PrefillAdvanced(1)), (ONE, Decoded((7,))), (ONE, Decoded((8,))))
     worlds = [after(SMALL, *steps[:count])[0] for count in range(len(steps) + 1)]
-    assert [reading(world) for world in worlds] == [False, True, True, False, False]
-    assert not any(map(hurried, worlds))
+    assert [is_first_token_pending(world) for world in worlds] == [False, True, True, False, False]
+    assert not any(map(is_slot_requested, worlds))
     waits, _ = after(SMALL, *steps[:3], submitted(TWO))
-    assert (hurried(waits), reading(waits)) == (True, False)
+    assert (is_slot_requested(waits), is_first_token_pending(waits)) == (True, False)
 
 
 def test_a_full_house_lets_wait_and_a_full_queue_refuses() -> None:
     world, outs = after(SMALL, submitted(ONE), submitted(TWO))
-    assert outs == (Ask(TWO, ReportProgress(0, 21, 0)),)
+    assert outs == (EffectRequest(TWO, ReportProgress(0, 21, 0)),)
     assert world.requests[TWO] == a_waiting()
     refused, outs = advance(world, ForRequest(THREE, Submitted(a_job())))
-    assert outs == (Ask(THREE, CloseStream("queue_full", Report(0), "1 requests are waiting already")),)
+    assert outs == (EffectRequest(THREE, CloseStream("queue_full", Report(0), "1 requests are waiting already")),)
     assert refused == world
 
 
@@ -106,7 +114,7 @@ def test_without_a_queue_a_free_slot_is_still_given() -> None:
 
 def test_a_cancelled_place_in_the_queue_is_free_again() -> None:
     world, outs = after(SMALL, submitted(ONE), submitted(TWO), (TWO, GONE))
-    assert outs == (Ask(TWO, CloseStream("cancelled", Report(21), "client_gone")),)
+    assert outs == (EffectRequest(TWO, CloseStream("cancelled", Report(21), "client_gone")),)
     assert (world.slots.waiting, list(world.requests)) == ((), [ONE])
 
 
@@ -120,18 +128,18 @@ def test_the_next_in_the_queue_gets_the_slot_in_the_event_that_frees_it() -> Non
     closing = Report(prompt_tokens=1, completion_tokens=1, decode_steps=1, cache=NOT_KEPT, **told)
     closing = evolve(closing, compression=Compressed(1, "no_drafter"))
     assert outs == (
-        Ask(ONE, EmitTokens((7,))),
-        Ask(ONE, CloseStream("length", closing)),
-        Ask(TWO, OpenSlot(HERE, HERE, 0, PROMPT, a_job().sampling, a_job().stop_tokens)),
+        EffectRequest(ONE, EmitTokens((7,))),
+        EffectRequest(ONE, CloseStream("length", closing)),
+        EffectRequest(TWO, OpenSlot(HERE, HERE, 0, PROMPT, a_job().sampling, a_job().stop_tokens)),
         alone(TWO, RunPrefill(HERE, 0, 8)),
     )
-    assert world.slots.slots == (Slot(holder=TWO, used=1),)
+    assert world.slots.slots == (Slot(holder=TWO, last_turn=1),)
 
 
 def test_a_finished_request_leaves_nothing_but_the_rows_of_its_slot() -> None:
     short = {"prompt": (1, 2), "max_tokens": 1}
     world, _ = after(PLAIN, submitted(ONE, **short), (ONE, PrefillAdvanced(1)), (ONE, Decoded((7,))))
-    fresh = begin(PLAIN)
+    fresh = make_world(PLAIN)
     kept = evolve(fresh.slots, slots=(Slot((1, 2), None, 1), Slot()), turn=1)
     assert world.lanes[MAIN].waiting == world.lanes[MAIN].running == ()
     assert world == evolve(fresh, slots=kept, lanes=world.lanes)
@@ -144,8 +152,8 @@ def test_a_cancellation_of_somebody_who_left_or_never_came_changes_nothing() -> 
 
 def test_a_cancelled_request_that_only_waits_for_the_device_is_gone_at_once() -> None:
     world, outs = after(PLAIN, submitted(ONE), submitted(TWO), (TWO, GONE))
-    closing = CloseStream("cancelled", report(knowing(), a(Prefilling, some())), "client_gone")
-    assert outs == (Ask(TWO, closing), Ask(TWO, Abandon()))
+    closing = CloseStream("cancelled", make_report(knowing(), a(Prefilling, some())), "client_gone")
+    assert outs == (EffectRequest(TWO, closing), EffectRequest(TWO, Abandon()))
     assert list(world.requests) == [ONE]
 
 
@@ -163,45 +171,45 @@ def test_a_cancelled_request_whose_work_runs_drains_until_it_answers() -> None:
 def test_two_decode_steps_that_wait_become_one_launch() -> None:
     one, two, other = submitted(ONE, prompt=(1,)), submitted(TWO, prompt=(2,)), submitted(THREE)
     world, outs = after(evolve(PLAIN, slots=4), other, one, two, (THREE, PrefillAdvanced(8)))
-    first, second = Ask(ONE, RunDecode(SlotId(1), 0, 1)), Ask(TWO, RunDecode(SlotId(2), 0, 2))
+    first, second = EffectRequest(ONE, RunDecode(SlotId(1), 0, 1)), EffectRequest(TWO, RunDecode(SlotId(2), 0, 2))
     assert outs[-1] == Launch((first, second)), "of one step, since the prompt has more"
     world, outs = advance(world, ForRequest(TWO, Decoded((8,))))
-    assert outs == (Ask(TWO, EmitTokens((8,))),), "the batch has not come back yet"
+    assert outs == (EffectRequest(TWO, EmitTokens((8,))),), "the batch has not come back yet"
     world, outs = advance(world, ForRequest(ONE, Decoded((9,))))
-    assert outs[-1] == Launch((Ask(THREE, RunPrefill(HERE, 8, 16)),)), "in turn"
+    assert outs[-1] == Launch((EffectRequest(THREE, RunPrefill(HERE, 8, 16)),)), "in turn"
 
 
 def test_who_decodes_joins_the_launch_that_goes_on_and_leaves_it_alone() -> None:
     joins = partial(Launch, joins=True)
     world, outs = after(evolve(PLAIN, slots=4), submitted(ONE, prompt=(1,)), submitted(TWO, prompt=(2,)))
-    assert outs[-1] == joins((Ask(TWO, RunDecode(SlotId(1), 0, 2, steps=6)),))
+    assert outs[-1] == joins((EffectRequest(TWO, RunDecode(SlotId(1), 0, 2, steps=6)),))
     world, outs = advance(world, ForRequest(ONE, Decoded((7, 8), steps=2, accepted=0, more=True)))
-    assert outs == (Ask(ONE, EmitTokens((7, 8))),)
+    assert outs == (EffectRequest(ONE, EmitTokens((7, 8))),)
     world, outs = advance(world, ForRequest(TWO, Decoded((9,), more=True)))
     world, outs = advance(world, ForRequest(ONE, Decoded((0,))))
     assert [type(out.effect) for out in outs] == [EmitTokens, CloseStream], "the other one is at it"
     world, outs = advance(world, ForRequest(*submitted(THREE, prompt=(3,))))
-    assert outs[-1] == joins((Ask(THREE, RunDecode(SlotId(2), 0, 3, steps=6)),))
+    assert outs[-1] == joins((EffectRequest(THREE, RunDecode(SlotId(2), 0, 3, steps=6)),))
     world, outs = advance(world, ForRequest(*submitted(RequestId(4))))
-    assert outs[-1] == Ask(TWO, Halt()), "a prompt waits for the lane"
+    assert outs[-1] == EffectRequest(TWO, StopLaunch()), "a prompt waits for the lane"
     world, outs = advance(world, ForRequest(THREE, Decoded((9,))))
-    assert outs == (Ask(THREE, EmitTokens((9,))),), "nobody joins what has been told to end"
+    assert outs == (EffectRequest(THREE, EmitTokens((9,))),), "nobody joins what has been told to end"
 
 
 def test_a_launch_goes_on_until_somebody_waits_for_the_lane() -> None:
     world, outs = after(PLAIN, submitted(ONE, prompt=(1,), max_tokens=9))
     assert outs[-1] == alone(ONE, RunDecode(HERE, 0, 1, steps=9))
     world, outs = advance(world, ForRequest(ONE, Decoded((7,), more=True)))
-    assert outs == (Ask(ONE, EmitTokens((7,))),), "it is under way"
+    assert outs == (EffectRequest(ONE, EmitTokens((7,))),), "it is under way"
     world, outs = advance(world, ForRequest(*submitted(TWO)))
-    assert outs[-1] == Ask(ONE, Halt())
+    assert outs[-1] == EffectRequest(ONE, StopLaunch())
     world, outs = advance(world, ForRequest(*submitted(THREE)))
-    assert Ask(ONE, Halt()) not in outs, "once"
+    assert EffectRequest(ONE, StopLaunch()) not in outs, "once"
     world, outs = advance(world, ForRequest(ONE, Decoded((8, 9), steps=2, accepted=0)))
-    assert outs == (Ask(ONE, EmitTokens((8, 9))), alone(TWO, RunPrefill(SlotId(1), 0, 8)))
+    assert outs == (EffectRequest(ONE, EmitTokens((8, 9))), alone(TWO, RunPrefill(SlotId(1), 0, 8)))
     state = world.requests[ONE]
     assert isinstance(state, Speculating)
-    assert (state.answer.decode_steps, state.seat.valid) == (3, 3)
+    assert (state.answer.decode_steps, state.slot_lease.valid_rows) == (3, 3)
 
 
 def test_an_outcome_that_goes_on_behind_an_end_is_a_bug() -> None:
@@ -241,8 +249,11 @@ def test_a_draft_is_brought_in_once_for_two_and_leaves_with_the_last() -> None:
     one, two = {"prompt": (1,), "max_tokens": 2}, {"prompt": (2,), "max_tokens": 2}
     events = submitted(ONE, **one), submitted(TWO, **two), (ONE, ModelLoaded(9))
     world, outs = after(SCOPED, *events)
-    assert world.models["draft"] == Residence("loaded", (ONE, TWO), size=9, moved=9, loads=1)
-    decode_steps = Ask(ONE, RunDecode(HERE, 0, 1, propose=1)), Ask(TWO, RunDecode(SlotId(1), 0, 2, propose=1))
+    assert world.models["draft"] == Residence("loaded", (ONE, TWO), size_bytes=9, moved_bytes=9, loads=1)
+    decode_steps = (
+        EffectRequest(ONE, RunDecode(HERE, 0, 1, propose=1)),
+        EffectRequest(TWO, RunDecode(SlotId(1), 0, 2, propose=1)),
+    )
     assert outs == (Launch(decode_steps),)
     world, _ = after(SCOPED, *events, (ONE, Decoded((7, 8), 1)))
     assert list(world.requests) == [ONE, TWO], "the batch is not back yet"
@@ -251,7 +262,7 @@ def test_a_draft_is_brought_in_once_for_two_and_leaves_with_the_last() -> None:
     assert outs[-1] == alone(TWO, UnloadModel("draft"))
     world, _ = advance(world, ForRequest(TWO, ModelUnloaded(9)))
     assert not world.requests
-    assert world.models["draft"] == Residence("parked", size=9, moved=18, loads=1, parks=1)
+    assert world.models["draft"] == Residence("parked", size_bytes=9, moved_bytes=18, loads=1, parks=1)
 
 
 def test_a_second_device_is_a_place_in_the_settings() -> None:
@@ -259,15 +270,15 @@ def test_a_second_device_is_a_place_in_the_settings() -> None:
     beside = LaneId(1)
     apart = evolve(PLAIN, drafter=1000, drafter_lane=beside)
     world, outs = after(apart, submitted(ONE, prompt=(1,)), submitted(TWO))
-    assert outs[-1] == Launch((Ask(TWO, LoadModel("drafter")),), beside)
+    assert outs[-1] == Launch((EffectRequest(TWO, LoadModel("drafter")),), beside)
     world, outs = advance(world, ForRequest(TWO, ModelLoaded(9, name="drafter")))
-    assert outs == (Launch((Ask(TWO, CompressPrompt(0, PROMPT, keep=5, most=58)),), beside),)
+    assert outs == (Launch((EffectRequest(TWO, CompressPrompt(0, PROMPT, keep=5, most=58)),), beside),)
     assert [ask.request for ask in world.lanes[MAIN].running] == [ONE]
     world, outs = advance(world, ForRequest(TWO, PromptScored(8)))
-    assert outs == (Launch((Ask(TWO, CompressPrompt(8)),), beside),)
+    assert outs == (Launch((EffectRequest(TWO, CompressPrompt(8)),), beside),)
     world, _ = advance(world, ForRequest(TWO, GONE))
     world, outs = advance(world, ForRequest(TWO, PromptScored(16)))
-    assert outs == (Launch((Ask(TWO, UnloadModel("drafter", keep=False)),), beside),)
+    assert outs == (Launch((EffectRequest(TWO, UnloadModel("drafter", keep=False)),), beside),)
     world, _ = advance(world, ForRequest(TWO, ModelUnloaded(9)))
     assert list(world.requests) == [ONE]
     assert world.lanes[beside].running == ()
@@ -277,22 +288,22 @@ def test_prompts_crowd_where_one_waits_for_another_that_is_read_beside_decode_st
     beside = evolve(PLAIN, beside_rows=8, chunk=16)
     asked = (submitted(ONE), submitted(TWO), (ONE, PrefillAdvanced(16)), (TWO, PrefillAdvanced(16)))
     worlds = [after(beside, *asked[:count])[0] for count in range(len(asked) + 1)]
-    assert [crowded(world) for world in worlds] == [False, False, True, False, False]
-    assert not crowded(after(PLAIN, *asked[:2])[0]), "they take turns with steps there"
+    assert [has_prefill_backlog(world) for world in worlds] == [False, False, True, False, False]
+    assert not has_prefill_backlog(after(PLAIN, *asked[:2])[0]), "they take turns with steps there"
 
 
 def test_a_wide_prefill_goes_beside_decode_steps_and_its_last_rows_with_them() -> None:
     """Who decodes goes on alone meanwhile, and is halted for the newcomer; a few rows are no reason for a lane."""
     beside = evolve(PLAIN, beside_rows=8, chunk=16)
     world, outs = after(beside, submitted(ONE, prompt=(1, 2)), (ONE, PrefillAdvanced(1)), submitted(TWO))
-    assert outs[-1] == Launch((Ask(TWO, RunPrefill(SlotId(1), 0, 16)),), PROMPTS)
+    assert outs[-1] == Launch((EffectRequest(TWO, RunPrefill(SlotId(1), 0, 16)),), PROMPTS)
     (step,) = world.lanes[MAIN].running
     assert isinstance(step.effect, RunDecode)
     world, outs = advance(world, ForRequest(ONE, Decoded((7,), more=True)))
     assert [out for out in outs if isinstance(out, Launch)] == [], "nobody waits for the lane"
     world, outs = advance(world, ForRequest(TWO, PrefillAdvanced(16)))
-    check(world)
-    assert Ask(ONE, Halt()) in outs
+    check_world(world)
+    assert EffectRequest(ONE, StopLaunch()) in outs
     assert world.lanes[PROMPTS].waiting == world.lanes[PROMPTS].running == ()
     world, outs = advance(world, ForRequest(ONE, Decoded((7,))))
     launches = [out for out in outs if isinstance(out, Launch)]
@@ -302,7 +313,7 @@ def test_a_wide_prefill_goes_beside_decode_steps_and_its_last_rows_with_them() -
 WAYS = evolve(PLAIN, beside_rows=8, chunk=16, span=4)  # several chunks at once, on a lane of their own
 
 
-def launches_of(outs: tuple[Out, ...]) -> list[tuple[LaneId, Effect]]:
+def launches_of(outs: tuple[Output, ...]) -> list[tuple[LaneId, Effect]]:
     return [(out.lane, ask.effect) for out in outs if isinstance(out, Launch) for ask in out.asks]
 
 
@@ -313,15 +324,15 @@ def test_a_prompt_that_has_its_lane_to_itself_is_read_in_one_launch_until_somebo
     world, outs = advance(world, ForRequest(ONE, PrefillAdvanced(16, more=True)))
     assert launches_of(outs) == []
     world, outs = advance(world, ForRequest(*submitted(TWO, prompt=tuple(range(50, 90)))))
-    check(world)
-    assert outs[-1] == Ask(ONE, Halt())
+    check_world(world)
+    assert outs[-1] == EffectRequest(ONE, StopLaunch())
     world, outs = advance(world, ForRequest(ONE, PrefillAdvanced(32, more=True)))
-    assert Ask(ONE, Halt()) not in outs, "once"
+    assert EffectRequest(ONE, StopLaunch()) not in outs, "once"
     world, outs = advance(world, ForRequest(ONE, PrefillAdvanced(32)))
     assert launches_of(outs) == [(PROMPTS, RunPrefill(SlotId(1), 0, 16))], "it is done sooner"
     world, outs = advance(world, ForRequest(TWO, PrefillAdvanced(16)))
     assert launches_of(outs) == [(PROMPTS, RunPrefill(SlotId(1), 16, 32))]
-    check(world)
+    check_world(world)
 
 
 @pytest.mark.parametrize(
@@ -387,8 +398,8 @@ def test_what_a_prefill_takes_beside_decode_steps_says_nothing_of_what_it_takes(
     ids=["as wide as decode steps may be", "wider", "logits are wanted", "a decode step"],
 )
 def test_which_forwards_have_a_lane_of_their_own(effect: Effect, lane: LaneId) -> None:
-    assert lane_of(evolve(PLAIN, beside_rows=128), effect) == lane
-    assert lane_of(PLAIN, effect) == MAIN
+    assert choose_lane(evolve(PLAIN, beside_rows=128), effect) == lane
+    assert choose_lane(PLAIN, effect) == MAIN
 
 
 @pytest.mark.parametrize("other", [{"stateful": True}, {"block": 4}], ids=str)
@@ -401,28 +412,28 @@ def test_a_draft_that_is_lost_proposes_nothing_says_why_and_is_there_again() -> 
     """For who has it, and for who comes meanwhile."""
     world, _ = after(DRAFT, submitted(ONE), (ONE, PrefillAdvanced(8)), (ONE, PrefillAdvanced(16)))
     world, outs = advance(world, ForModel("draft", there=False))
-    check(world)
+    check_world(world)
     assert (outs, world.models["draft"].place) == ((), "lost")
     world, outs = advance(world, ForRequest(ONE, PrefillAdvanced(20)))
-    check(world)
+    check_world(world)
     assert decode_steps(outs) == [0]
-    assert report(knowing(DRAFT), world.requests[ONE]).speculation == "draft_lost"
+    assert make_report(knowing(DRAFT), world.requests[ONE]).speculation == "draft_lost"
     world, _ = advance(world, ForModel("draft", there=True))
     assert world.models["draft"].place == "loaded"
     world, outs = advance(world, ForRequest(ONE, Decoded((7,))))
-    check(world)
+    check_world(world)
     assert decode_steps(outs) == [3]
-    assert not report(knowing(DRAFT), world.requests[ONE]).speculation
+    assert not make_report(knowing(DRAFT), world.requests[ONE]).speculation
 
 
 def test_a_draft_that_was_sent_away_has_nothing_to_lose() -> None:
-    parked = begin(SCOPED)
+    parked = make_world(SCOPED)
     assert parked.models["draft"].place == "parked"
     for there in (False, True):
         assert advance(parked, ForModel("draft", there=there)) == (parked, ())
 
 
-def decode_steps(outs: tuple[Out, ...]) -> list[int]:
+def decode_steps(outs: tuple[Output, ...]) -> list[int]:
     """How much those proposed that were launched."""
     asks = [ask for out in outs if isinstance(out, Launch) for ask in out.asks]
     return [ask.effect.propose for ask in asks if isinstance(ask.effect, RunDecode)]
@@ -431,22 +442,22 @@ def decode_steps(outs: tuple[Out, ...]) -> list[int]:
 def test_slots_that_are_lost_are_empty_and_their_requests_wait_for_one_again() -> None:
     world, _ = after(PLAIN, submitted(ONE), (ONE, PrefillAdvanced(8)))
     world, outs = advance(world, ForEngine(SlotsLost((HERE, SlotId(1), HERE))))
-    check(world)
-    assert outs == (Ask(ONE, Abandon()),)
+    check_world(world)
+    assert outs == (EffectRequest(ONE, Abandon()),)
     assert isinstance(world.requests[ONE], Recovering)
     world, outs = advance(world, ForRequest(ONE, DeviceFailed("lost", "the device died")))
-    check(world)
+    check_world(world)
     opening, launch = outs
-    assert isinstance(opening, Ask)
+    assert isinstance(opening, EffectRequest)
     assert isinstance(opening.effect, OpenSlot)
     assert opening.effect.keep == 0
     assert launch == alone(ONE, RunPrefill(HERE, 0, 8))
     world, outs = advance(world, ForEngine(SlotsLost((HERE,))))
     assert isinstance(world.requests[ONE], Draining)
     closing = outs[0]
-    assert isinstance(closing, Ask)
+    assert isinstance(closing, EffectRequest)
     assert isinstance(closing.effect, CloseStream)
-    assert (closing.effect.finish, closing.effect.detail) == ("lost", TWICE)
+    assert (closing.effect.finish, closing.effect.detail) == ("lost", LOST_TWICE)
     world, _ = advance(world, ForRequest(ONE, PrefillAdvanced(8)))
     assert (world.requests, world.slots.slots[HERE].tokens) == ({}, ()), "what comes in after a loss is not believed"
 
@@ -488,11 +499,15 @@ def test_a_launch_tells_once_what_such_launches_cost() -> None:
     quick = after(measured, one, (ONE, Decoded((7, 8), 3, ns=960)))[0]
     assert quick.rates.decode == ((0, 1, 0, 800, 0), (0, 1, 4, 980, 800)), "it caught up, and was quicker even so"
     world, outs = after(measured, one, two, (ONE, Decoded((7, 8), 3, ns=1000)))
-    assert outs[-1] == Launch((Ask(ONE, RunDecode(HERE, 2, 8)), Ask(TWO, RunDecode(SlotId(1), 0, 2)))), "measured first"
+    assert outs[-1] == Launch(
+        (EffectRequest(ONE, RunDecode(HERE, 2, 8)), EffectRequest(TWO, RunDecode(SlotId(1), 0, 2)))
+    ), "measured first"
     for request, ns in ((ONE, 1200), (TWO, 1210)):
         world, outs = advance(world, ForRequest(request, Decoded((7,), ns=ns)))
     assert world.rates.decode == (*start, (0, 2, 0, 1200, 0))
-    assert outs[-1] == Launch((Ask(ONE, RunDecode(HERE, 3, 7, 3)), Ask(TWO, RunDecode(SlotId(1), 1, 7, 3))))
+    assert outs[-1] == Launch(
+        (EffectRequest(ONE, RunDecode(HERE, 3, 7, 3)), EffectRequest(TWO, RunDecode(SlotId(1), 1, 7, 3)))
+    )
     caught_up, later = (3000, 3010), (1500, 1510)
     for both, known in ((caught_up, ()), (later, ((0, 2, 8, 1500, 1200),))):
         for request, ns in zip((ONE, TWO), both, strict=True):
@@ -504,7 +519,7 @@ def test_a_launch_tells_once_what_such_launches_cost() -> None:
     ("plain", "slow", "quick", "first"),
     [
         (5000, 5000, 1000, 1),  # it was held up when it was timed: any draft would look free
-        (4900, 5000, 1000, lane.OFTEN),
+        (4900, 5000, 1000, launch_choice.PLAIN_LAUNCH_INTERVAL),
         (5000, 90_000, 80_000, 1),  # the machine has become slower, and stays so
     ],
 )
@@ -526,7 +541,7 @@ def test_what_proposals_are_compared_with_is_measured_again(plain: int, slow: in
 def test_what_an_answer_has_taught_about_the_draft_goes_on_to_the_next() -> None:
     world, _ = after(DRAFT, submitted(ONE, prompt=(1,), max_tokens=2), (ONE, Decoded((7,), 1)), (ONE, Decoded((7,))))
     assert ONE not in world.requests
-    assert world.rates.gains[0] < control.fresh(DRAFT, Rates()).gains[0]
+    assert world.rates.gains[0] < control.make_control(DRAFT, Rates()).gains[0]
     assert world.rates.spare == Rates().spare - 200 + 2 * control.REFILL
     assert world.rates.seen == 1
 
@@ -568,11 +583,11 @@ def test_the_world_before_an_event_is_untouched_by_it() -> None:
 def test_an_invariant_that_breaks_says_which() -> None:
     world, _ = after(PLAIN, submitted(ONE))
     with pytest.raises(AssertionError, match="slots and requests disagree"):
-        check(evolve(world, requests={}))
+        check_world(evolve(world, requests={}))
     with pytest.raises(AssertionError, match="a lane works for a request without a slot"):
-        check(evolve(world, requests={}, slots=begin(PLAIN).slots))
+        check_world(evolve(world, requests={}, slots=make_world(PLAIN).slots))
     with pytest.raises(AssertionError, match="leased and not loaded"):
-        check(evolve(world, models={"draft": Residence("parked", (ONE,))}))
+        check_world(evolve(world, models={"draft": Residence("parked", (ONE,))}))
     idle = evolve(world.lanes[MAIN], running=(), waiting=world.lanes[MAIN].running)
     with pytest.raises(AssertionError, match="a lane idles"):
-        check(evolve(world, lanes={MAIN: idle}))
+        check_world(evolve(world, lanes={MAIN: idle}))

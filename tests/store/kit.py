@@ -14,19 +14,20 @@ from typing import BinaryIO
 
 import anyio
 import torch
+from aiofiles.threadpool.binary import AsyncBufferedIOBase
 from attrs import define, evolve
 
-from adapters.layout import RowSpec, TensorSpec, torch_dtype
-from adapters.store.disk import Disk
-from adapters.store.folder import Folder
-from adapters.store.format import Draft, Kind, Layout
-from adapters.store.host import HostTier
-from adapters.store.lease import Miss, Part
-from adapters.store.lookup import Found, Lookup
-from adapters.store.memory import Buffer
-from adapters.store.opening import index, open_disk
+from adapters.sequence_layout import RowSpec, TensorSpec, torch_dtype
+from adapters.store.disk_tier import DiskTier
+from adapters.store.files.file_format import DraftLayout, Kind, Layout
+from adapters.store.files.private_folder import PrivateFolder
+from adapters.store.host_tier import HostTier
+from adapters.store.lease import LeasedPart, Miss
+from adapters.store.lookup import Lookup, LookupOutcome
+from adapters.store.open_store import create_index, open_disk
+from adapters.store.slab_memory import Buffer
 from adapters.store.store import Store
-from adapters.transfer.copy import views
+from adapters.transfer.copy_rows import view_tensors
 from effects.ids import LeaseId, RequestId, Tokens
 from effects.lookup import FindPrefix
 
@@ -34,7 +35,7 @@ BLOCK_SIZE = 4
 ROWS = RowSpec(("layers.0.k", "layers.0.v", "layers.1.k", "layers.1.v"), 2, 8, "F32")
 LAYOUT = Layout("ab" * 16, BLOCK_SIZE, ROWS)
 OTHER = Layout("cd" * 16, BLOCK_SIZE, ROWS)
-DRAFT = Draft("de" * 16, RowSpec(("draft.layers.0.k", "draft.layers.0.v"), 1, 6, "BF16"))
+DRAFT = DraftLayout("de" * 16, RowSpec(("draft.layers.0.k", "draft.layers.0.v"), 1, 6, "BF16"))
 STATE = (TensorSpec("layers.2.conv", "BF16", (3, 5)), TensorSpec("layers.2.state", "F32", (2, 4, 4)))
 FULL = evolve(LAYOUT, draft=DRAFT)  # with a draft's rows
 STATEFUL = evolve(LAYOUT, state=STATE)  # a target that needs checkpoints
@@ -55,7 +56,7 @@ def rows_of(tokens: Tokens, start: int = 0, layout: Layout = LAYOUT, kind: Kind 
     """Tensors that depend on the position and on all tokens up to there, as KV rows and states do."""
     sums = torch.tensor(tokens, dtype=torch.int64).cumsum(0)[start:] * 31 + torch.arange(start, len(tokens))
     found = dict[str, torch.Tensor]()
-    for number, spec in enumerate(layout.specs(kind, len(sums))):
+    for number, spec in enumerate(layout.get_specs(kind, len(sums))):
         if kind == "state":
             grid = torch.arange(prod(spec.shape)).view(spec.shape) + sums[-1]
         else:
@@ -66,7 +67,7 @@ def rows_of(tokens: Tokens, start: int = 0, layout: Layout = LAYOUT, kind: Kind 
 
 def buffer_of(rows: dict[str, torch.Tensor], layout: Layout = LAYOUT, kind: Kind = "rows") -> Buffer:
     """The same, end to end."""
-    names = [spec.name for spec in layout.specs(kind, 1)]
+    names = [spec.name for spec in layout.get_specs(kind, 1)]
     return Buffer(torch.cat([rows[name].contiguous().view(-1).view(torch.uint8) for name in names]))
 
 
@@ -76,9 +77,9 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 def save(store: Store, tokens: Tokens, kind: Kind = "rows", start: int = 0, salt: str = "") -> None:
     """What the device lane does with a snapshot."""
-    for run in store.gaps(tokens, kind, start, salt):
+    for run in store.find_missing_runs(tokens, kind, start, salt):
         rows = rows_of(tokens[: run.stop], run.start, store.layout, kind)
-        if not store.keep(run, buffer_of(rows, store.layout, kind)):
+        if not store.keep_run(run, buffer_of(rows, store.layout, kind)):
             break
 
 
@@ -90,23 +91,25 @@ def checkpoint(store: Store, tokens: Tokens, salt: str = "") -> None:
 
 def fetch(store: Store, tokens: Tokens, name: LeaseId) -> int:
     """Read everything that a lease holds, check it against the truth, release it. The tokens."""
-    lease = store.lease(name)
+    lease = store.get_lease(name)
     try:
-        for part in lease.all:
+        for part in lease.all_parts:
             check_part(store, tokens, part)
     finally:
         store.release(name)
     return lease.length
 
 
-def check_part(store: Store, tokens: Tokens, part: Part) -> None:
+def check_part(store: Store, tokens: Tokens, part: LeasedPart) -> None:
     entry, layout = part.entry, store.layout
-    if part.place == "host":
-        buffer = store.host.rows[entry.handle]
+    if part.tier == store.memory_tier.name:
+        buffer = store.memory_tier.rows[entry.handle]
     else:
-        assert store.disk is not None
-        buffer = LOOP.submit(anyio.run, store.disk.read, entry, store.memory, WORKERS).result()  # not in a test's own
-    rows = dict(views(layout.specs(entry.kind, entry.length), buffer.data))
+        assert store.lower_tiers
+        buffer = LOOP.submit(
+            anyio.run, store.lower_tiers[0].read, entry, store.memory, WORKERS
+        ).result()  # not in a test's own
+    rows = dict(view_tensors(layout.get_specs(entry.kind, entry.length), buffer.data))
     if entry.kind != "state":
         first = entry.start
         rows = {name: tensor[:, part.start - first : part.stop - first] for name, tensor in rows.items()}
@@ -119,25 +122,25 @@ def disk_store(
     layout: Layout = LAYOUT,
     host: int = 0,
     disk: int = BIG,
-    folder: Callable[[Path], Folder] = Folder.open,
+    folder: Callable[[Path], PrivateFolder] = PrivateFolder.open,
     codec: str = "auto",
 ) -> Store:
     lock = threading.RLock()
-    opened: Disk = open_disk(layout, folder(path), lock, budget=disk, codec=codec)  # type: ignore[arg-type]
-    return Store(layout, HostTier(index(layout, host)), opened, lock)
+    opened: DiskTier = open_disk(layout, folder(path), lock, budget=disk, codec=codec)  # type: ignore[arg-type]
+    return Store(layout, (HostTier(create_index(layout, host)), opened), lock)
 
 
 def kept(store: Store, tokens: Tokens) -> int:
     """How much of it is found, everything of it compared with the truth."""
-    found = store.find((*tokens, 0), 0)
+    found = store.find_prefix((*tokens, 0), 0)
     return 0 if isinstance(found, Miss) else fetch(store, tokens, found[0])
 
 
 def settled(store: Store, seconds: float = 60) -> None:
     """Until everything is written, and every file looked at."""
-    assert store.disk is not None
+    assert store.lower_tiers
     end = time.monotonic() + seconds
-    while store.disk.queued or store.disk.scanning:
+    while store.lower_tiers[0].queued_bytes or store.lower_tiers[0].has_unindexed_files:
         assert time.monotonic() < end, "the writer does not come to an end"
         time.sleep(0.001)
 
@@ -146,7 +149,7 @@ def files(path: Path) -> list[Path]:
     return sorted(path.glob("*.safetensors.zst"))
 
 
-class Fault(Folder):
+class Fault(PrivateFolder):
     """Does something else than the Nth system call of the write path: fails, or dies."""
 
     at = 0
@@ -175,6 +178,15 @@ class Fault(Folder):
             super().append(file, [part[:half]])
             self.point("append")
             super().append(file, [part[half:]])
+
+    async def append_async(self, file: AsyncBufferedIOBase, parts: Sequence[bytes]) -> None:
+        """Each part torn in the middle."""
+        for part in parts:
+            half = len(part) // 2
+            await super().append_async(file, [part[:half]])
+            await file.flush()
+            self.point("append")
+            await super().append_async(file, [part[half:]])
 
     def sync(self, descriptor: int) -> None:
         self.point("sync")
@@ -209,7 +221,7 @@ class Opening:
     action: Callable[[], None]
     folder: Fault | None = None
 
-    def __call__(self, path: Path) -> Folder:
+    def __call__(self, path: Path) -> PrivateFolder:
         self.folder = Fault.open(path)  # type: ignore[assignment] # a class method: it is a Fault
         assert self.folder is not None
         self.folder.action = self.action
@@ -220,8 +232,8 @@ class Opening:
         self.folder.calls, self.folder.at, self.folder.seen = 0, at, []
 
 
-def looked_up(lookup: Lookup, request: RequestId, effect: FindPrefix) -> Found:
+def looked_up(lookup: Lookup, request: RequestId, effect: FindPrefix) -> LookupOutcome:
     """At once, as prompts that are not long are."""
-    found = lookup.find(request, effect)
-    assert isinstance(found, Found), found
+    found = lookup.find_prefix(request, effect)
+    assert isinstance(found, LookupOutcome), found
     return found

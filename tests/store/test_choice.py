@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from adapters.store.codec import Fixed
-from adapters.store.names import CHOICE, what
-from engine.options import Options
+from adapters.store.file_names import CHOICE, classify_name
+from adapters.store.files.codec import Fixed
+from engine.settings.options import Options
 from tests.store.kit import disk_store
 
 
@@ -22,15 +22,15 @@ def path(tmp_path: Path) -> Path:
 def settle(path: Path, measured: Fixed, codec: str = "auto") -> tuple[str, int]:
     """What one start writes its files with, and how many damaged choices it found."""
     store = disk_store(path, codec=codec)
-    assert store.disk is not None
-    store.disk.choose(measured)
-    found: Any = store.disk.chooser.chosen, store.disk.damaged["codec"]
+    (tier,) = store.lower_tiers
+    tier.codec_choice.settle(measured)
+    found: Any = tier.chooser.choice, tier.damaged_files["codec"]
     assert store.close()
     return found
 
 
 def test_zstd_is_the_default() -> None:
-    assert Options().kv_cache_codec == "zstd"
+    assert Options().cache.kv_cache_codec == "zstd"
 
 
 @pytest.mark.parametrize("first", ["zstd", "store"])
@@ -70,4 +70,4 @@ def test_something_else_in_its_place_is_as_if_it_was_gone(path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "kind"), [(CHOICE, "codec"), (".new-" + CHOICE, "temporary"), ("codec", "stranger")])
 def test_its_name_is_known(name: str, kind: str) -> None:
-    assert what(name) == kind
+    assert classify_name(name) == kind

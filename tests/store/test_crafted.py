@@ -12,15 +12,16 @@ from typing import Any
 
 import pytest
 
-from adapters.store import disk as disk_module
-from adapters.store import journal, recent, seekable, survey
-from adapters.store.described import read_head
-from adapters.store.disk import RESTARTS
-from adapters.store.folder import Folder
-from adapters.store.format import parse_head
-from adapters.store.names import QUARANTINE
-from adapters.store.seekable import Damaged
-from adapters.store.upkeep import MOST_QUARANTINED
+from adapters.store import disk_tier as disk_module
+from adapters.store import index_journal, recent_prompts, survey_folder
+from adapters.store.disk_tier import MAX_WRITER_RESTARTS
+from adapters.store.file_description import read_head
+from adapters.store.file_names import QUARANTINE
+from adapters.store.files import seekable
+from adapters.store.files.file_format import parse_head
+from adapters.store.files.private_folder import PrivateFolder
+from adapters.store.files.seekable import Damaged
+from adapters.store.folder_upkeep import MOST_QUARANTINED
 from engine.__main__ import main
 from tests.store.kit import LAYOUT, OTHER, disk_store, files, save, settled
 from tests.store.test_disk import ONE, TWO, filled, kept, reopened
@@ -35,9 +36,9 @@ def path(tmp_path: Path) -> Path:
 
 def parts(raw: bytes) -> list[bytes]:
     """A file's frames."""
-    count = seekable.frame_count(raw[-seekable.FOOT.size :])
+    count = seekable.parse_frame_count(raw[-seekable.FOOT.size :])
     at, found = 0, list[bytes]()
-    for packed, _ in seekable.parse_table(raw[-seekable.table_size(count) :], len(raw)):
+    for packed, _ in seekable.parse_table(raw[-seekable.compute_table_size(count) :], len(raw)):
         found.append(raw[at : at + packed])
         at += packed
     return found
@@ -51,7 +52,7 @@ def content(frame: bytes) -> bytes:
 
 def joined(frames: list[bytes]) -> bytes:
     """A whole file of these frames, its seek table right."""
-    return b"".join([*frames, seekable.table([(len(frame), len(content(frame))) for frame in frames])])
+    return b"".join([*frames, seekable.encode_table([(len(frame), len(content(frame))) for frame in frames])])
 
 
 def reheaded(raw: bytes, change: Callable[[dict[str, Any]], str]) -> bytes:
@@ -61,7 +62,7 @@ def reheaded(raw: bytes, change: Callable[[dict[str, Any]], str]) -> bytes:
     size = int.from_bytes(whole[:8], "little")
     text = change(json.loads(whole[8 : 8 + size])).encode("utf-8", "surrogatepass")
     head = len(text).to_bytes(8, "little") + text + whole[8 + size :]
-    return joined([seekable.compressor(1).compress(head), *rows])
+    return joined([seekable.create_compressor(1).compress(head), *rows])
 
 
 def saying(name: str, literal: str) -> Callable[[bytes], bytes]:
@@ -96,18 +97,18 @@ def test_a_crafted_file_is_put_aside_and_writing_goes_on(
     filled(path, ONE, TWO)
     (bad, _) = files(path)
     bad.write_bytes(craft(bad.read_bytes()))
-    (path / journal.NAME).unlink()
+    (path / index_journal.NAME).unlink()
     for command in ("ls", "verify"):
         assert main(["cache", command, str(path)]) == (1 if command == "verify" else 0)
         shown = capsys.readouterr()
         assert "Traceback" not in shown.out + shown.err
         assert "1 damaged" in " ".join(shown.out.split())
     store = reopened(path)
-    assert store.figures()["quarantined"] == 1
+    assert store.collect_figures()["quarantined"] == 1
     save(store, ALIKE)
     settled(store)
     assert kept(store, ALIKE) == 40
-    assert not store.disk.writer.trouble
+    assert not store.lower_tiers[0].writer.trouble
     assert store.close()
 
 
@@ -119,13 +120,13 @@ def test_a_number_that_cannot_be_is_not_counted_on_from(path: Path, with_journal
     assert name != file.name
     file.rename(file.with_name(name))
     if with_journal:
-        entry = next(iter(journal.read((path / journal.NAME).read_bytes()).entries.values()))
-        entry.handle = entry.used = 2**64 - 1
-        (path / journal.NAME).write_bytes(b"".join(journal.snapshot([entry])))
+        entry = next(iter(index_journal.parse_journal((path / index_journal.NAME).read_bytes()).entries.values()))
+        entry.handle = entry.last_turn = 2**64 - 1
+        (path / index_journal.NAME).write_bytes(b"".join(index_journal.encode_snapshot([entry])))
     assert main(["cache", "verify", str(path)]) == 1
     store = reopened(path)
-    assert store.figures()["quarantined"] == 1
-    assert store.disk.index.turn < 10
+    assert store.collect_figures()["quarantined"] == 1
+    assert store.lower_tiers[0].index.turn < 10
     save(store, ONE)
     settled(store)
     assert kept(store) == 40
@@ -135,9 +136,9 @@ def test_a_number_that_cannot_be_is_not_counted_on_from(path: Path, with_journal
 def sparse(path: Path, count: int) -> None:
     """A file that takes no room and says that it has `count` frames."""
     with path.open("wb") as file:
-        file.truncate(seekable.table_size(count) + 100 * count)
-        file.seek(-seekable.table_size(count), 2)
-        file.write(seekable.HEAD.pack(seekable.SKIPPABLE, seekable.table_size(count) - 8))
+        file.truncate(seekable.compute_table_size(count) + 100 * count)
+        file.seek(-seekable.compute_table_size(count), 2)
+        file.write(seekable.HEAD.pack(seekable.SKIPPABLE, seekable.compute_table_size(count) - 8))
         file.seek(-seekable.FOOT.size, 2)
         file.write(seekable.FOOT.pack(count, 0, seekable.SEEKABLE))
 
@@ -146,7 +147,7 @@ def test_memory_does_not_follow_a_claimed_count(path: Path) -> None:
     filled(path, ONE, TWO)
     for file in files(path):
         sparse(file, 30_000_000)
-    (path / journal.NAME).unlink()
+    (path / index_journal.NAME).unlink()
     tracemalloc.start()
     try:
         assert main(["cache", "verify", str(path)]) == 1
@@ -155,7 +156,7 @@ def test_memory_does_not_follow_a_claimed_count(path: Path) -> None:
     finally:
         tracemalloc.stop()
     assert peak < 16 << 20
-    assert store.figures()["quarantined"] == 2
+    assert store.collect_figures()["quarantined"] == 2
     assert store.close()
 
 
@@ -163,10 +164,10 @@ def test_a_file_with_many_hollow_frames_is_not_read_for_ever(path: Path) -> None
     """Frames that hold 64 MiB of nothing each: contents are cut as ours are, or nothing of them is decoded."""
     filled(path, ONE)
     (file,) = files(path)
-    hollow = seekable.compressor(1).compress(bytes(64 << 20))
+    hollow = seekable.create_compressor(1).compress(bytes(64 << 20))
     file.write_bytes(joined([parts(file.read_bytes())[0], hollow, hollow]))
     with file.open("rb") as opened, pytest.raises(Damaged, match="frames' sizes"):
-        survey.check_run(file.name, opened.fileno())
+        survey_folder.check_run(file.name, opened.fileno())
 
 
 @pytest.mark.parametrize("with_journal", [True, False])
@@ -177,19 +178,19 @@ def test_rows_of_another_run_under_a_valid_head_are_not_taken(path: Path, with_j
     assert [len(content(frame)) for frame in first[1:]] == [len(content(frame)) for frame in second[1:]]
     one.write_bytes(joined([first[0], *second[1:]]))
     if with_journal:
-        entries = journal.read((path / journal.NAME).read_bytes()).entries
+        entries = index_journal.parse_journal((path / index_journal.NAME).read_bytes()).entries
         for entry in entries.values():
             entry.size = next(file.stat().st_size for file in (one, two) if entry.keys[-1].hex() in file.name)
-        (path / journal.NAME).write_bytes(b"".join(journal.snapshot(entries.values())))
+        (path / index_journal.NAME).write_bytes(b"".join(index_journal.encode_snapshot(entries.values())))
     else:
-        (path / journal.NAME).unlink()
+        (path / index_journal.NAME).unlink()
     assert main(["cache", "verify", str(path)]) == 1
     store = reopened(path)
-    assert len(store.disk.index) == 2, "its head alone tells nothing"
+    assert len(store.lower_tiers[0].index) == 2, "its head alone tells nothing"
     mixed = ONE if parse_head(content(first[0])).run.tokens == pack_of(ONE) else ALIKE
     with pytest.raises(Damaged, match="another run"):
         kept(store, mixed)
-    assert store.figures()["quarantined"] == 1
+    assert store.collect_figures()["quarantined"] == 1
     assert sorted((kept(store, ONE), kept(store, ALIKE))) == [0, 40]
     assert store.close()
 
@@ -201,25 +202,25 @@ def pack_of(tokens: tuple[int, ...]) -> bytes:
 @pytest.mark.parametrize("raw", [bytes(10_000), bytes(1), b"rekindle-jou", b"rekindle-journal-3" + bytes(500)])
 def test_a_journal_that_a_power_cut_zeroed_is_rebuilt(path: Path, raw: bytes) -> None:
     path.mkdir(mode=0o700)
-    (path / journal.NAME).write_bytes(raw)
+    (path / index_journal.NAME).write_bytes(raw)
     filled(path, ONE)
-    assert journal.read((path / journal.NAME).read_bytes()).whole
+    assert index_journal.parse_journal((path / index_journal.NAME).read_bytes()).whole
     assert kept(reopened(path)) == 40
 
 
-class Watching(Folder):
+class Watching(PrivateFolder):
     """Counts listings, and lets nobody look at a run before it is told to."""
 
     listings = 0
     go: threading.Event
     done: list[str]
 
-    def names(self) -> list[tuple[str, int]]:
+    def list_names(self) -> list[tuple[str, int]]:
         self.listings += 1
-        return super().names()
+        return super().list_names()
 
     def opener(self, name: str) -> int:
-        assert name == journal.NAME or self.go.wait(30)
+        assert name == index_journal.NAME or self.go.wait(30)
         return super().opener(name)
 
     def rename(self, old: str, new: str) -> None:
@@ -234,7 +235,7 @@ def test_thousands_of_damaged_files_hold_nothing_up(path: Path) -> None:
         file.with_name(file.name.replace("0000000000000001", f"{number:016x}")).write_bytes(b"not a cache file at all")
     watching = list[Watching]()
 
-    def opened(where: Path) -> Folder:
+    def opened(where: Path) -> PrivateFolder:
         folder = Watching.open(where)
         assert isinstance(folder, Watching)
         folder.go, folder.done = threading.Event(), []
@@ -247,7 +248,7 @@ def test_thousands_of_damaged_files_hold_nothing_up(path: Path) -> None:
     folder.go.set()
     settled(store)
     written = next(at for at, name in enumerate(folder.done) if name.endswith(".zst") and QUARANTINE not in name)
-    assert store.figures()["quarantined"] == 400
+    assert store.collect_figures()["quarantined"] == 400
     assert written < 390, "it was written between them"
     assert folder.listings == 1
     assert len(list(path.glob(QUARANTINE + "*"))) == MOST_QUARANTINED
@@ -263,15 +264,15 @@ def test_a_write_that_fails_for_no_known_reason_costs_itself_only(
 
     store = disk_store(path)
     with monkeypatch.context() as patched:
-        patched.setattr(disk_module, "encode", bug)
+        patched.setattr(disk_module, "encode_run", bug)
         save(store, ONE)
         settled(store)
-    assert store.figures()["write_errors"] == 1
+    assert store.collect_figures()["write_errors"] == 1
     save(store, ONE)
     settled(store)
     assert kept(store) == 40
     assert "starts again" in caplog.text
-    assert store.disk.writer.trouble == "ZeroDivisionError: a bug"
+    assert store.lower_tiers[0].writer.trouble == "ZeroDivisionError: a bug"
     assert store.close()
 
 
@@ -280,16 +281,16 @@ def test_a_writer_that_is_given_up_holds_nothing(path: Path, monkeypatch: pytest
         raise ZeroDivisionError("a bug")
 
     store = disk_store(path)
-    monkeypatch.setattr(disk_module, "encode", bug)
-    sequences = [(number, *ONE) for number in range(50, 50 + RESTARTS + 5)]
+    monkeypatch.setattr(disk_module, "encode_run", bug)
+    sequences = [(number, *ONE) for number in range(50, 50 + MAX_WRITER_RESTARTS + 5)]
     for tokens in sequences:
         save(store, tokens)
-    store.disk.writer.join(30)
-    assert store.disk.writer.dead
-    assert store.disk.queued == 0
-    assert store.host.rows == {}, "nothing waits for it"
+    store.lower_tiers[0].writer.join(30)
+    assert store.lower_tiers[0].writer.is_dead
+    assert store.lower_tiers[0].queued_bytes == 0
+    assert store.memory_tier.rows == {}, "nothing waits for it"
     save(store, ONE)
-    assert store.figures()["queued_bytes"] == 0
+    assert store.collect_figures()["queued_bytes"] == 0
     assert [thread.trouble for thread in store.threads] == ["ZeroDivisionError: a bug"]
     assert store.close()
 
@@ -304,12 +305,12 @@ def test_closing_twice_is_closing_once(path: Path) -> None:
 
 def test_files_of_the_format_before_are_misses_and_counted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as older:
-        older.setattr("adapters.store.format.VERSION", 2)
-        older.setattr(journal, "MAGIC", b"rekindle-journal-2\n")
+        older.setattr("adapters.store.files.file_format.VERSION", 2)
+        older.setattr(index_journal, "MAGIC", b"rekindle-journal-2\n")
         filled(path, ONE, TWO)
     store = reopened(path)
     assert kept(store) == 0
-    assert (store.figures()["outdated"], store.figures()["quarantined"]) == (2, 0)
+    assert (store.collect_figures()["outdated"], store.collect_figures()["quarantined"]) == (2, 0)
     save(store, ONE)
     settled(store)
     assert kept(store) == 40
@@ -320,12 +321,12 @@ def test_another_identity_shares_nothing(path: Path) -> None:
     """Neither rows, nor recent prompts, nor a file that was given the other one's name."""
     store = disk_store(path, host=1 << 20)
     save(store, ONE)
-    assert store.joins(ONE, 10) == 0
+    assert store.count_shared_tokens(ONE, 10) == 0
     settled(store)
     assert store.close()
     other = reopened(path, layout=OTHER)
     assert kept(other) == 0
-    assert other.joins(ONE, 10) == 0
+    assert other.count_shared_tokens(ONE, 10) == 0
     save(other, ONE)
     settled(other)
     assert kept(other) == 40
@@ -333,7 +334,7 @@ def test_another_identity_shares_nothing(path: Path) -> None:
     ours, theirs = sorted(files(path), key=lambda file: file.name.partition("-")[2])
     names = {file.name.partition("-")[0] for file in (ours, theirs)}
     assert len(names) == 2, "no key in common"
-    assert len(list(path.glob(recent.PREFIX + "*"))) == 2
+    assert len(list(path.glob(recent_prompts.PREFIX + "*"))) == 2
     theirs.write_bytes(ours.read_bytes())
     again = disk_store(path, layout=OTHER)
     with pytest.raises(Damaged):

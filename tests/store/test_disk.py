@@ -17,12 +17,12 @@ from pathlib import Path
 
 import pytest
 
-from adapters.store import journal
-from adapters.store.folder import Folder, FolderInUse, FolderUnusable
-from adapters.store.names import QUARANTINE
-from adapters.store.seekable import Damaged
+from adapters.store import index_journal
+from adapters.store.file_names import QUARANTINE
+from adapters.store.files.private_folder import FolderInUse, FolderUnusable, PrivateFolder
+from adapters.store.files.seekable import Damaged
+from adapters.store.folder_upkeep import MOST_QUARANTINED
 from adapters.store.store import Store
-from adapters.store.upkeep import MOST_QUARANTINED
 from tests.store import kit
 from tests.store.kit import LAYOUT, OTHER, Opening, disk_store, files, save, settled
 
@@ -58,13 +58,13 @@ def test_what_was_kept_is_there_after_a_restart(path: Path, codec: str) -> None:
     filled(path, ONE, TWO, codec=codec)
     store = reopened(path)
     assert (kept(store, ONE), kept(store, TWO)) == (40, 60)
-    assert store.figures()["quarantined"] == 0
+    assert store.collect_figures()["quarantined"] == 0
     store.close()
 
 
 def test_only_new_blocks_are_written(path: Path) -> None:
     filled(path, ONE, ONE, TWO, (*ONE, 7, 7, 7, 7))
-    sizes = [len(entry.keys) for entry in reopened(path).disk.index.entries.values()]
+    sizes = [len(entry.keys) for entry in reopened(path).lower_tiers[0].index.entries.values()]
     assert sum(sizes) == 10 + 10 + 1
 
 
@@ -77,7 +77,7 @@ def test_nobody_else_may_read_it(path: Path) -> None:
 @pytest.mark.parametrize("spoil", ["remove", "empty", "tear", "flip", "other"])
 def test_the_journal_may_be_lost(path: Path, spoil: str) -> None:
     filled(path, ONE, TWO)
-    file = path / journal.NAME
+    file = path / index_journal.NAME
     raw = file.read_bytes()
     match spoil:
         case "remove":
@@ -93,7 +93,7 @@ def test_the_journal_may_be_lost(path: Path, spoil: str) -> None:
     store = reopened(path)
     assert (kept(store, ONE), kept(store, TWO)) == (40, 60)
     store.close()
-    again = journal.read(file.read_bytes())
+    again = index_journal.parse_journal(file.read_bytes())
     assert again.whole
     assert len(again.entries) == 2, "it is made whole again"
 
@@ -104,18 +104,18 @@ def test_hits_are_remembered_over_a_restart(path: Path) -> None:
     for _ in range(3):
         kept(store)
     store.close()
-    (entry,) = reopened(path).disk.index.entries.values()
+    (entry,) = reopened(path).lower_tiers[0].index.entries.values()
     assert entry.hits == 3
 
 
 def test_a_journal_does_not_grow_for_ever(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("adapters.store.journal_file.SLACK", 20)
+    monkeypatch.setattr("adapters.store.index_journal_file.SLACK", 20)
     store, sizes = disk_store(path, disk=30_000), list[int]()
     for number in range(50, 130):
         save(store, (number, *ONE[1:]))
         settled(store)
-        sizes.append((path / journal.NAME).stat().st_size)
-    assert store.figures()["evictions"] > 50
+        sizes.append((path / index_journal.NAME).stat().st_size)
+    assert store.collect_figures()["evictions"] > 50
     assert max(sizes) < 2 * (sum(sizes) / len(sizes)), "it was written anew a few times"
     store.close()
 
@@ -148,7 +148,7 @@ def test_a_damaged_file_is_put_aside_and_the_rest_is_served(path: Path, harm: st
         case _:
             one.write_bytes(b"")
     if not with_journal:
-        (path / journal.NAME).unlink()
+        (path / index_journal.NAME).unlink()
     store = reopened(path)
     for _ in range(2):
         for tokens in (ONE, (9, *ONE)):
@@ -157,7 +157,7 @@ def test_a_damaged_file_is_put_aside_and_the_rest_is_served(path: Path, harm: st
             except (Damaged, FileNotFoundError):
                 continue
     found = kept(store, ONE) + kept(store, (9, *ONE))
-    aside = store.figures()["quarantined"]
+    aside = store.collect_figures()["quarantined"]
     assert (found, aside) == {"swap": (0, 2), "rename": (0, 1)}.get(harm, (40, 1))
     assert len(list(path.glob(QUARANTINE + "*"))) == aside
     save(store, ONE)
@@ -172,20 +172,20 @@ def test_what_is_put_aside_is_bounded(path: Path) -> None:
     for file in files(path):
         file.write_bytes(b"not a cache file at all")
     store = reopened(path)
-    assert store.figures()["quarantined"] == 20
+    assert store.collect_figures()["quarantined"] == 20
     assert len(list(path.glob(QUARANTINE + "*"))) == MOST_QUARANTINED
     store.close()
 
 
 def test_a_newer_format_is_left_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("adapters.store.format.VERSION", 4)
+    monkeypatch.setattr("adapters.store.files.file_format.VERSION", 4)
     filled(path, ONE)
     monkeypatch.undo()
-    (path / journal.NAME).unlink()
+    (path / index_journal.NAME).unlink()
     store = reopened(path)
     assert kept(store) == 0
     assert len(files(path)) == 1
-    assert store.figures()["quarantined"] == 0
+    assert store.collect_figures()["quarantined"] == 0
     store.close()
 
 
@@ -195,7 +195,7 @@ def test_another_identity_shares_the_folder_and_nothing_else(path: Path) -> None
     for layout in (LAYOUT, OTHER):
         store = reopened(path, layout=layout)
         assert kept(store) == 40
-        assert len(store.disk.index) == 2
+        assert len(store.lower_tiers[0].index) == 2
         store.close()
 
 
@@ -205,7 +205,7 @@ def test_another_identity_is_evicted_first(path: Path) -> None:
     filled(path, ONE, TWO, disk=2 * size + size // 2 + 400)
     store = reopened(path)
     assert kept(store, ONE) == 40
-    assert len(store.disk.index) == 2
+    assert len(store.lower_tiers[0].index) == 2
     store.close()
     assert kept(reopened(path, layout=OTHER)) == 0
 
@@ -226,17 +226,17 @@ def test_a_journal_that_cannot_be_read_just_now_is_not_taken_for_somebody_elses(
 ) -> None:
     filled(path)
     assert (path / "journal").stat().st_size
-    opener = Folder.opener
+    opener = PrivateFolder.open_existing
 
-    def failing(folder: Folder, name: str, *more: int) -> int:
+    def failing(folder: PrivateFolder, name: str, *more: int) -> int:
         if name == "journal":
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return opener(folder, name, *more)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Folder, "opener", failing)
+        patched.setattr(PrivateFolder, "open_existing", failing)
         store = reopened(path)
-        assert store.figures()["read_errors"] == 1
+        assert store.collect_figures()["read_errors"] == 1
         assert store.close()
     filled(path, ONE)
     store = reopened(path)
@@ -253,7 +253,7 @@ def test_a_journal_whose_beginning_a_power_cut_took_is_rebuilt(path: Path, lost:
     assert kept(store) == 0
     save(store, ONE)
     settled(store)
-    assert store.figures()["rebuilt"] == 1
+    assert store.collect_figures()["rebuilt"] == 1
     assert store.close()
     store = reopened(path)
     assert kept(store) == len(ONE)
@@ -266,7 +266,7 @@ def test_a_journal_that_could_not_be_written_before_is_written_whole(path: Path)
     (path / "journal").unlink()
     save(store, ONE)
     settled(store)
-    assert (path / "journal").read_bytes().startswith(journal.MAGIC)
+    assert (path / "journal").read_bytes().startswith(index_journal.MAGIC)
     assert store.close()
     store = reopened(path)
     assert kept(store) == len(ONE)
@@ -308,13 +308,13 @@ def test_a_budget_holds_from_the_start_and_while_running(path: Path) -> None:
     size = files(path)[0].stat().st_size
     budget = 5 * size + size // 2
     store = reopened(path, disk=budget)
-    assert store.disk.index.held <= budget
+    assert store.lower_tiers[0].index.held_bytes <= budget
     for number in range(80, 90):
         save(store, (number, *range(39)))
         settled(store)
         on_disk = sum(file.stat().st_size for file in files(path))
-        assert on_disk == store.disk.index.held <= budget
-    assert store.figures()["evictions"] == 12 - 5 + 10
+        assert on_disk == store.lower_tiers[0].index.held_bytes <= budget
+    assert store.collect_figures()["evictions"] == 12 - 5 + 10
     store.close()
 
 
@@ -322,9 +322,9 @@ def test_a_budget_smaller_than_a_run_keeps_nothing(path: Path) -> None:
     store = disk_store(path, disk=100)
     save(store, ONE)
     settled(store)
-    assert store.figures()["dropped_writes"] == 1
+    assert store.collect_figures()["dropped_writes"] == 1
     assert not files(path)
-    assert store.host.rows == {}
+    assert store.memory_tier.rows == {}
     store.close()
 
 
@@ -338,17 +338,17 @@ def test_two_processes_do_not_share_a_folder(path: Path) -> None:
 
 def test_a_lock_does_not_outlive_its_process(path: Path) -> None:
     child = (
-        "import sys; from pathlib import Path; from adapters.store.folder import Folder;"
-        "folder = Folder.open(Path(sys.argv[1])); print('owned', flush=True); sys.stdin.read()"
+        "import sys; from pathlib import Path; from adapters.store.files.private_folder import PrivateFolder;"
+        "folder = PrivateFolder.open(Path(sys.argv[1])); print('owned', flush=True); sys.stdin.read()"
     )
     words = [sys.executable, "-c", child, str(path)]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as process:
         assert process.stdout.readline() == b"owned\n"
         with pytest.raises(FolderInUse):
-            Folder.open(path)
+            PrivateFolder.open(path)
         process.kill()
         process.wait(10)
-    Folder.open(path).close()
+    PrivateFolder.open(path).close()
 
 
 @pytest.mark.parametrize("kind", ["file", "link", "open to all", "not there to make"])
@@ -366,7 +366,7 @@ def test_a_folder_that_is_not_ours_alone_is_refused(tmp_path: Path, kind: str) -
         case _:
             path = Path("/proc/no/such")
     with pytest.raises(FolderUnusable, match=str(path)):
-        Folder.open(path)
+        PrivateFolder.open(path)
 
 
 def steps(tmp_path: Path) -> list[str]:
@@ -401,8 +401,8 @@ def test_whatever_write_step_fails_is_counted_and_the_next_one_works(
         save(store, ONE)
         settled(store)
         harmless = name == "open_append" or names.index("sync_folder") < at - 1
-        assert store.figures()["write_errors"] == (0 if harmless else 1), (at, name)
-        assert len(caplog.records) == store.figures()["write_errors"]
+        assert store.collect_figures()["write_errors"] == (0 if harmless else 1), (at, name)
+        assert len(caplog.records) == store.collect_figures()["write_errors"]
         assert kept(store) in (0, 40)
         save(store, ONE)
         settled(store)
@@ -426,12 +426,12 @@ def test_a_run_that_was_not_written_for_good_keeps_out_no_later_one(path: Path) 
     opening.arm(steps(path.parent / "steps").index("sync_folder") + 1)
     save(store, ONE[:20])
     settled(store)
-    assert store.figures()["write_errors"] == 1
+    assert store.collect_figures()["write_errors"] == 1
     assert not files(path)
     save(store, ONE)
     settled(store)
     assert store.close()
-    (path / journal.NAME).unlink()
+    (path / index_journal.NAME).unlink()
     assert kept(reopened(path)) == 40
 
 
@@ -444,19 +444,19 @@ def test_what_is_no_file_any_more_is_asked_for_once_and_counted(path: Path, inst
     if instead == "a folder":
         file.mkdir()
     elif instead == "a link":
-        file.symlink_to(path / journal.NAME)
+        file.symlink_to(path / index_journal.NAME)
     with pytest.raises(FileNotFoundError):
         kept(store)
     assert kept(store) == 0
-    assert store.figures()["read_errors"] == 1
+    assert store.collect_figures()["read_errors"] == 1
     assert store.close()
 
 
 def test_a_pipe_in_the_journals_place_holds_nothing_up(path: Path) -> None:
     store = disk_store(path)
     settled(store)
-    (path / journal.NAME).unlink()
-    os.mkfifo(path / journal.NAME)
+    (path / index_journal.NAME).unlink()
+    os.mkfifo(path / index_journal.NAME)
     save(store, ONE)
     settled(store)
     assert kept(store) == 40
@@ -466,15 +466,15 @@ def test_a_pipe_in_the_journals_place_holds_nothing_up(path: Path) -> None:
 def test_a_damaged_journal_and_damaged_recent_prompts_are_counted(path: Path) -> None:
     store = disk_store(path)
     save(store, ONE)
-    store.joins(ONE, 10)
+    store.count_shared_tokens(ONE, 10)
     settled(store)
-    assert store.figures()["rebuilt"] == 0
+    assert store.collect_figures()["rebuilt"] == 0
     assert store.close()
-    for file in (path / journal.NAME, *path.glob("recent-*")):
+    for file in (path / index_journal.NAME, *path.glob("recent-*")):
         file.write_bytes(file.read_bytes()[:-1])
     store = reopened(path)
-    assert store.figures()["rebuilt"] == 2
-    assert store.damaged == {"run": 0, "journal": 1, "recent": 1, "codec": 0}
+    assert store.collect_figures()["rebuilt"] == 2
+    assert store.damaged_files == {"run": 0, "journal": 1, "recent": 1, "codec": 0}
     assert kept(store) == 40
     assert store.close()
 
@@ -513,7 +513,7 @@ def test_a_kill_at_any_step_leaves_whole_runs(tmp_path: Path) -> None:
         store = reopened(tmp_path / str(at))
         assert kept(store, ONE) == 40, name
         assert kept(store, TWO) == (60 if at > names.index("rename") + 1 else 20), name
-        assert store.figures()["quarantined"] == 0
+        assert store.collect_figures()["quarantined"] == 0
         assert not list((tmp_path / str(at)).glob(".new-*"))
         store.close()
 
@@ -529,10 +529,10 @@ def child(path, at, known):
     store = disk_store(path, folder=opening)
     settled(store)
     for number in range(known):
-        store.joins((1, 2, 3, number), 30)
+        store.count_shared_tokens((1, 2, 3, number), 30)
         settled(store)
     opening.arm(at)
-    store.joins((1, 2, 3, 99), 30)
+    store.count_shared_tokens((1, 2, 3, 99), 30)
     settled(store)
     os._exit(0)
 
@@ -557,14 +557,16 @@ def test_a_kill_at_any_step_leaves_the_recent_prompts_before(tmp_path: Path) -> 
         assert steps_taken > 3
         for at in range(1, steps_taken):
             store = disk_store(tmp_path / f"{known}-{at}")
-            assert len(store.recents) in (known, known + 1)
-            assert store.recents.compare((1, 2, 3, 1), 2) == (4 if known == 2 else 3 * len(store.recents))
+            assert len(store.recent_prompts) in (known, known + 1)
+            assert store.recent_prompts.longest_match((1, 2, 3, 1), 2) == (
+                4 if known == 2 else 3 * len(store.recent_prompts)
+            )
             assert not list((tmp_path / f"{known}-{at}").glob(".new-*"))
-            store.joins((1, 2, 3, 7), 30)
+            store.count_shared_tokens((1, 2, 3, 7), 30)
             settled(store)
             store.close()
             store = disk_store(tmp_path / f"{known}-{at}")
-            assert store.recents.compare((1, 2, 3, 7), 1) == 4, "it goes on"
+            assert store.recent_prompts.longest_match((1, 2, 3, 7), 1) == 4, "it goes on"
             store.close()
 
 
@@ -580,9 +582,9 @@ def test_a_disk_that_is_full_costs_hits_only(tmp_path: Path) -> None:
         sequences = [(number, *ONE[1:]) for number in range(60, 80)]
         for tokens in sequences:
             save(store, tokens)
-            store.joins(tokens, 30)
+            store.count_shared_tokens(tokens, 30)
         settled(store)
-        figures = store.figures()
+        figures = store.collect_figures()
         assert figures["write_errors"] > 0
         assert 0 < figures["entries"] < len(sequences)
         assert sum(kept(store, tokens) for tokens in sequences) == 40 * figures["entries"]
@@ -590,7 +592,7 @@ def test_a_disk_that_is_full_costs_hits_only(tmp_path: Path) -> None:
         store = reopened(small / "kv")
         assert sum(kept(store, tokens) for tokens in sequences) == 40 * figures["entries"]
         assert not list((small / "kv").glob(".new-*"))
-        store.disk.index.budget = store.disk.index.held
+        store.lower_tiers[0].index.budget = store.lower_tiers[0].index.held_bytes
         save(store, TWO)
         settled(store)
         assert kept(store, TWO) == 60, "what is evicted makes room"
@@ -612,10 +614,10 @@ def test_a_read_error_in_the_middle_deletes_nothing(path: Path, monkeypatch: pyt
             return real(*about)
 
         with monkeypatch.context() as patched:
-            patched.setattr("adapters.store.reading.os.preadv", fail)
+            patched.setattr("adapters.store.files.read_run.os.preadv", fail)
             with suppress(OSError):
                 assert kept(store) == 40
-        assert store.figures()["read_errors"] == (1 if calls[0] >= at else 0)
+        assert store.collect_figures()["read_errors"] == (1 if calls[0] >= at else 0)
         assert kept(store) == 40, "it was better the next time"
         store.close()
 
@@ -636,7 +638,9 @@ def test_no_clock_is_asked(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for number in range(9, 14):
             save(store, (number, *ONE[1:]))
             settled(store)
-        found = sorted((entry.handle, entry.hits, entry.used) for entry in store.disk.index.entries.values())
+        found = sorted(
+            (entry.handle, entry.hits, entry.last_turn) for entry in store.lower_tiers[0].index.entries.values()
+        )
         store.close()
         return found
 
@@ -658,7 +662,7 @@ def test_a_folder_that_disappears_costs_hits_only(path: Path) -> None:
     assert kept(store) == 0
     save(store, TWO)
     settled(store)
-    assert store.figures()["write_errors"] == 1
+    assert store.collect_figures()["write_errors"] == 1
     assert not path.exists()
     assert store.close()
 
@@ -683,10 +687,10 @@ def test_a_read_error_deletes_nothing(path: Path, monkeypatch: pytest.MonkeyPatc
         raise OSError(errno.EIO, "input/output error")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Folder, "opener", fail)
+        patched.setattr(PrivateFolder, "open_existing", fail)
         with pytest.raises(OSError, match="input/output"):
             kept(store)
-    assert store.figures()["read_errors"] == 1
+    assert store.collect_figures()["read_errors"] == 1
     assert kept(store) == 40, "it was better the next time"
     store.close()
 
@@ -695,7 +699,7 @@ def test_what_is_read_is_not_evicted(path: Path) -> None:
     filled(path, ONE)
     size = files(path)[0].stat().st_size
     store = reopened(path, disk=size + size // 2)
-    name, _ = store.find((*ONE, 0), 0)
+    name, _ = store.find_prefix((*ONE, 0), 0)
     save(store, (5, *ONE))
     settled(store)
     assert len(files(path)) == 1
@@ -709,11 +713,11 @@ def test_what_is_read_is_not_evicted(path: Path) -> None:
 
 def test_a_full_queue_drops_and_what_was_dropped_is_written_later(path: Path) -> None:
     store = disk_store(path, host=1 << 20)
-    store.disk.most_queued = 0
+    store.lower_tiers[0].max_queued_bytes = 0
     save(store, ONE)
-    assert store.figures()["dropped_writes"] == 1
+    assert store.collect_figures()["dropped_writes"] == 1
     assert kept(store) == 40, "host memory has it"
-    store.disk.most_queued = 1 << 20
+    store.lower_tiers[0].max_queued_bytes = 1 << 20
     save(store, ONE)
     settled(store)
     store.close()
@@ -721,19 +725,21 @@ def test_a_full_queue_drops_and_what_was_dropped_is_written_later(path: Path) ->
 
 
 def test_ten_thousand_entries_are_there_without_a_look_into_files(path: Path) -> None:
-    from adapters.store.blocks import chain, pack  # noqa: PLC0415
-    from adapters.store.format import file_name  # noqa: PLC0415
-    from adapters.store.index import Entry  # noqa: PLC0415
+    from adapters.store.block_index import Entry  # noqa: PLC0415
+    from adapters.store.block_keys import chain_keys, pack_tokens  # noqa: PLC0415
+    from adapters.store.files.file_format import format_name  # noqa: PLC0415
 
     path.mkdir(mode=0o700)
-    tokens = [pack(range(number, number + 32)) for number in range(10_000)]
+    tokens = [pack_tokens(range(number, number + 32)) for number in range(10_000)]
     entries = [
-        Entry(number + 1, 0, bytes(16), chain(bytes(16), packed, 4), packed, 1, bytes(16))
+        Entry(number + 1, 0, bytes(16), chain_keys(bytes(16), packed, 4), packed, 1, bytes(16))
         for number, packed in enumerate(tokens)
     ]
     for entry in entries:
-        (path / file_name(entry.keys[-1], entry.handle)).write_bytes(b"x")
-    (path / journal.NAME).write_bytes(b"".join(journal.snapshot(entries)))
+        (path / format_name(entry.keys[-1], entry.handle)).write_bytes(b"x")
+    (path / index_journal.NAME).write_bytes(b"".join(index_journal.encode_snapshot(entries)))
     store = disk_store(path)
-    assert len(store.disk.index) == 10_000, "the journal's word: a look into any of these files would have refused it"
+    assert len(store.lower_tiers[0].index) == 10_000, (
+        "the journal's word: a look into any of these files would have refused it"
+    )
     store.close()

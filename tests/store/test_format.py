@@ -16,50 +16,50 @@ import torch
 import zstandard
 from attrs import evolve
 
-from adapters.store import seekable
-from adapters.store.blocks import chain, checkpoint_key, pack, root
-from adapters.store.codec import Chooser, compared, quicker
-from adapters.store.described import read_head
-from adapters.store.folder import Folder
-from adapters.store.format import (
+from adapters.store.block_keys import chain_keys, compute_root, derive_checkpoint_key, pack_tokens
+from adapters.store.file_description import read_head
+from adapters.store.files import seekable
+from adapters.store.files.codec import CodecChooser, choose_codec, compute_ratio
+from adapters.store.files.file_format import (
     FRAME,
-    Head,
+    FileHead,
     Newer,
     Outdated,
     Run,
-    encode,
-    file_name,
-    frames_digest,
-    head,
+    digest_frames,
+    encode_head,
+    encode_run,
+    format_name,
     parse_head,
     parse_name,
 )
-from adapters.store.reading import Expected, RunFile
-from adapters.store.seekable import Damaged
-from adapters.transfer.copy import views
+from adapters.store.files.private_folder import PrivateFolder
+from adapters.store.files.read_run import Expected, RunFile
+from adapters.store.files.seekable import Damaged
+from adapters.transfer.copy_rows import view_tensors
 from tests.store.kit import BLOCK_SIZE, DRAFT, EVERYTHING, LAYOUT, OTHER, ROWS, buffer_of, rows_of, same
 
 TOKENS = tuple(range(100, 140))
-KEYS = chain(root(LAYOUT.identity, BLOCK_SIZE), pack(TOKENS), BLOCK_SIZE)
-RUN = Run(8, KEYS[1], KEYS[2:], pack(TOKENS[8:]))
-NO_FRAMES = frames_digest([])
+KEYS = chain_keys(compute_root(LAYOUT.identity, BLOCK_SIZE), pack_tokens(TOKENS), BLOCK_SIZE)
+RUN = Run(8, KEYS[1], KEYS[2:], pack_tokens(TOKENS[8:]))
+NO_FRAMES = digest_frames([])
 WIDE = evolve(LAYOUT, rows=evolve(ROWS, heads=8, width=1280))  # several frames
 
 
 def blob(layout=LAYOUT, level: int = -5, run: Run = RUN) -> bytes:
     data = buffer_of(rows_of(TOKENS, run.start, layout, run.kind), layout, run.kind).data.numpy().data
-    return b"".join(encode(run, layout, data, seekable.compressor(level)))
+    return b"".join(encode_run(run, layout, data, seekable.create_compressor(level)))
 
 
 def read(path: Path, raw: bytes, layout=LAYOUT, run: Run = RUN) -> dict[str, torch.Tensor]:
     (path / "file").write_bytes(raw)
-    folder, data = Folder.open(path), torch.empty(layout.size(run.kind, run.length), dtype=torch.uint8)
+    folder, data = PrivateFolder.open(path), torch.empty(layout.compute_size(run.kind, run.length), dtype=torch.uint8)
     try:
         with ThreadPoolExecutor(2) as pool:
             RunFile(folder, "file", Expected(len(raw), run, layout), pool).readinto(data.numpy().data)
     finally:
         folder.close()
-    return dict(views(layout.specs(run.kind, run.length), data))
+    return dict(view_tensors(layout.get_specs(run.kind, run.length), data))
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_what_is_written_is_read_back_bit_for_bit(private: Path, layout, level: 
 @pytest.mark.parametrize("in_cache", [True, False])
 def test_both_ways_of_reading_give_the_same(private: Path, monkeypatch: pytest.MonkeyPatch, in_cache: bool) -> None:
     """Through the page cache, and past it where the file system can do that; frames begin anywhere in a page."""
-    monkeypatch.setattr("adapters.store.reading.resident", lambda *_: in_cache)
+    monkeypatch.setattr("adapters.store.files.read_run.is_cached", lambda *_: in_cache)
     for layout in (LAYOUT, WIDE):
         assert same(read(private, blob(layout), layout), rows_of(TOKENS, 8, layout))
         with pytest.raises(Damaged):
@@ -105,9 +105,9 @@ def test_zstandard_and_safetensors_alone_open_a_file(level: int) -> None:
     }
 
 
-DRAFT_KEYS = chain(EVERYTHING.root("draft"), pack(TOKENS), BLOCK_SIZE)
-DRAFT_RUN = Run(8, DRAFT_KEYS[1], DRAFT_KEYS[2:], pack(TOKENS[8:]), "draft")
-CHECKPOINT = Run(36, KEYS[-1], (checkpoint_key(KEYS[-1]),), pack(TOKENS[36:]), "state", 12)
+DRAFT_KEYS = chain_keys(EVERYTHING.compute_root("draft"), pack_tokens(TOKENS), BLOCK_SIZE)
+DRAFT_RUN = Run(8, DRAFT_KEYS[1], DRAFT_KEYS[2:], pack_tokens(TOKENS[8:]), "draft")
+CHECKPOINT = Run(36, KEYS[-1], (derive_checkpoint_key(KEYS[-1]),), pack_tokens(TOKENS[36:]), "state", 12)
 
 
 @pytest.mark.parametrize("run", [DRAFT_RUN, CHECKPOINT], ids=["draft", "state"])
@@ -118,18 +118,18 @@ def test_drafts_and_checkpoints_are_files_like_rows(private: Path, run: Run) -> 
         tensors = safetensors.torch.load(reader.read())
     assert tensors.pop("tokens").tolist() == list(TOKENS[run.start :])
     assert same(tensors, truth)
-    assert parse_head(head(run, EVERYTHING, NO_FRAMES)) == Head(run, LAYOUT.identity, BLOCK_SIZE, NO_FRAMES)
+    assert parse_head(encode_head(run, EVERYTHING, NO_FRAMES)) == FileHead(run, LAYOUT.identity, BLOCK_SIZE, NO_FRAMES)
 
 
 def test_another_drafts_rows_have_other_keys() -> None:
     other = evolve(EVERYTHING, draft=evolve(DRAFT, identity="ee" * 16))
-    assert other.root("rows") == EVERYTHING.root("rows")
-    assert other.root("draft") != EVERYTHING.root("draft")
+    assert other.compute_root("rows") == EVERYTHING.compute_root("rows")
+    assert other.compute_root("draft") != EVERYTHING.compute_root("draft")
 
 
 def test_the_seek_table_finds_every_frame_by_itself() -> None:
     raw = blob(WIDE)
-    length = seekable.table_size(seekable.frame_count(raw[-9:]))
+    length = seekable.compute_table_size(seekable.parse_frame_count(raw[-9:]))
     frames = seekable.parse_table(raw[-length:], len(raw))
     assert len(frames) > 3
     assert [content for _, content in frames[1:-1]] == [FRAME] * (len(frames) - 2)
@@ -140,14 +140,14 @@ def test_the_seek_table_finds_every_frame_by_itself() -> None:
 
 
 def test_a_file_says_what_it_is() -> None:
-    assert parse_head(head(RUN, LAYOUT, NO_FRAMES)) == Head(RUN, LAYOUT.identity, BLOCK_SIZE, NO_FRAMES)
-    assert parse_name(file_name(KEYS[-1], 77)) == (KEYS[-1], 77)
+    assert parse_head(encode_head(RUN, LAYOUT, NO_FRAMES)) == FileHead(RUN, LAYOUT.identity, BLOCK_SIZE, NO_FRAMES)
+    assert parse_name(format_name(KEYS[-1], 77)) == (KEYS[-1], 77)
     for odd in (
         "journal",
         "LOCK",
         "x.safetensors.zst",
-        file_name(KEYS[-1], 1) + "x",
-        "damaged-" + file_name(KEYS[0], 1),
+        format_name(KEYS[-1], 1) + "x",
+        "damaged-" + format_name(KEYS[0], 1),
     ):
         assert parse_name(odd) is None
 
@@ -156,7 +156,7 @@ def test_a_file_says_what_it_is() -> None:
 def test_no_flipped_bit_gives_other_rows(private: Path, level: int) -> None:
     """Every byte of the head and the table, and bytes all over the rows."""
     raw = blob(level=level)
-    first = seekable.parse_table(raw[-seekable.table_size(2) :], len(raw))[0][0]
+    first = seekable.parse_table(raw[-seekable.compute_table_size(2) :], len(raw))[0][0]
     places = {*range(first + 24), *range(len(raw) - 40, len(raw)), *range(0, len(raw), 37)}
     truth, refused = rows_of(TOKENS, 8), 0
     for place in sorted(places):
@@ -179,7 +179,7 @@ def test_no_truncated_padded_or_zeroed_file_is_taken(private: Path) -> None:
 
 
 def test_a_whole_file_of_something_else_is_not_taken(private: Path) -> None:
-    other_tokens = evolve(RUN, tokens=pack(tuple(range(300, 332))))
+    other_tokens = evolve(RUN, tokens=pack_tokens(tuple(range(300, 332))))
     changes = ({"dtype": "BF16"}, {"names": ROWS.names[::-1]}, {"heads": 1, "width": 16})
     others = [blob(OTHER), blob(run=other_tokens)]
     others += [blob(evolve(LAYOUT, rows=evolve(ROWS, **change))) for change in changes]
@@ -190,19 +190,19 @@ def test_a_whole_file_of_something_else_is_not_taken(private: Path) -> None:
 
 def forged(table: bytes) -> bytes:
     raw = blob()
-    return raw[: -seekable.table_size(2)] + table
+    return raw[: -seekable.compute_table_size(2)] + table
 
 
 def test_forged_sizes_are_refused_before_anything_is_allocated(private: Path) -> None:
     raw = blob()
-    (a, b), (c, d) = seekable.parse_table(raw[-seekable.table_size(2) :], len(raw))
+    (a, b), (c, d) = seekable.parse_table(raw[-seekable.compute_table_size(2) :], len(raw))
     huge = 2**32 - 1
     tables = [
-        seekable.table([(a, huge), (c, d)]),
-        seekable.table([(a, b), (c, huge)]),
-        seekable.table([(huge, b), (c, d)]),
-        seekable.table([(a, b), (c, d), (0, 0)]),
-        seekable.table([(a + 1, b), (c - 1, d)]),
+        seekable.encode_table([(a, huge), (c, d)]),
+        seekable.encode_table([(a, b), (c, huge)]),
+        seekable.encode_table([(huge, b), (c, d)]),
+        seekable.encode_table([(a, b), (c, d), (0, 0)]),
+        seekable.encode_table([(a + 1, b), (c - 1, d)]),
         seekable.FOOT.pack(huge, 0, seekable.SEEKABLE),
         struct.pack("<II", 0, 0),
     ]
@@ -239,7 +239,7 @@ def test_a_frame_that_says_it_is_huge_is_refused_by_its_header(content: int) -> 
     ],
 )
 def test_a_header_that_cannot_be_is_refused(change: dict, raised: type[Exception]) -> None:
-    raw = head(RUN, LAYOUT, NO_FRAMES)
+    raw = encode_head(RUN, LAYOUT, NO_FRAMES)
     size = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + size])
     header["__metadata__"] |= change
@@ -276,7 +276,7 @@ def test_links_and_pipes_are_not_read(private: Path) -> None:
     (private / "real").write_bytes(blob())
     (private / "link").symlink_to("real")
     os.mkfifo(private / "pipe")
-    folder = Folder.open(private)
+    folder = PrivateFolder.open(private)
     for name in ("link", "pipe"):
         with pytest.raises(OSError):  # noqa: PT011 - which one depends
             RunFile(folder, name, Expected(1, RUN, LAYOUT), ThreadPoolExecutor(1))
@@ -288,7 +288,7 @@ def test_links_and_pipes_are_not_read(private: Path) -> None:
     [(0, 0, "store"), (0, 5, "store"), (100, 0, "store"), (100, 95, "store"), (100, 89, "zstd"), (100, 200, "store")],
 )
 def test_the_codec_is_what_restores_sooner(store: int, zstd: int, better: str) -> None:
-    assert quicker(compared(store, zstd)) == better
+    assert choose_codec(compute_ratio(store, zstd)) == better
 
 
 @pytest.mark.parametrize(
@@ -296,15 +296,15 @@ def test_the_codec_is_what_restores_sooner(store: int, zstd: int, better: str) -
     [(0, 5, 0), (5, 0, 0), (100, 100, 1000), (100, 120, 1200), (1_000_000, 1, 1), (3, 4, 1333)],
 )
 def test_codecs_are_compared_in_thousandths(store: int, zstd: int, ratio: int) -> None:
-    assert compared(store, zstd) == ratio
+    assert compute_ratio(store, zstd) == ratio
 
 
 def test_auto_is_what_was_measured_and_a_codec_that_was_asked_for_stays() -> None:
     content = bytes(range(64)) * 4096
-    assert Chooser("auto").chosen == "store"
-    assert Chooser("auto", "zstd").chosen == "zstd"
-    assert Chooser("store", "zstd").chosen == "store"
-    assert len(Chooser("auto", "zstd").compressor().compress(content)) < len(content) // 10
+    assert CodecChooser("auto").choice == "store"
+    assert CodecChooser("auto", "zstd").choice == "zstd"
+    assert CodecChooser("store", "zstd").choice == "store"
+    assert len(CodecChooser("auto", "zstd").create_compressor().compress(content)) < len(content) // 10
 
 
 def test_the_command_line_of_zstd_opens_a_file(tmp_path: Path) -> None:

@@ -10,45 +10,48 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from adapters.store.blocks import WIDTH, chain, pack, root
-from adapters.store.index import Entry, Index
+from adapters.store.block_index import BlockIndex, Entry
+from adapters.store.block_keys import TOKEN_BYTES, chain_keys, compute_root, pack_tokens
 from effects.ids import Tokens
 
 BLOCK_SIZE = 2
-ROOT = root("model", BLOCK_SIZE)
+ROOT = compute_root("model", BLOCK_SIZE)
 
 
-def entry(index: Index, tokens: Tokens, start: int = 0, size: int = 10, origin: bytes = b"") -> Entry:
-    keys = chain(ROOT, pack(tokens), BLOCK_SIZE)
-    block, handle = start // BLOCK_SIZE, index.next_handle()
+def entry(index: BlockIndex, tokens: Tokens, start: int = 0, size: int = 10, origin: bytes = b"") -> Entry:
+    keys = chain_keys(ROOT, pack_tokens(tokens), BLOCK_SIZE)
+    block, handle = start // BLOCK_SIZE, index.allocate_handle()
     parent = keys[block - 1] if block else ROOT
-    return Entry(handle, start, parent, keys[block:], pack(tokens[start:]), size, origin, used=handle)
+    return Entry(handle, start, parent, keys[block:], pack_tokens(tokens[start:]), size, origin, last_turn=handle)
 
 
 def test_a_key_stands_for_everything_before_it() -> None:
-    one, other = chain(ROOT, pack((1, 2, 3, 4)), BLOCK_SIZE), chain(ROOT, pack((9, 2, 3, 4)), BLOCK_SIZE)
+    one, other = (
+        chain_keys(ROOT, pack_tokens((1, 2, 3, 4)), BLOCK_SIZE),
+        chain_keys(ROOT, pack_tokens((9, 2, 3, 4)), BLOCK_SIZE),
+    )
     assert one[0] != other[0]
     assert one[1] != other[1]
-    assert chain(one[0], pack((3, 4)), BLOCK_SIZE) == one[1:]
-    assert chain(root("other model", BLOCK_SIZE), pack((1, 2)), BLOCK_SIZE)[0] != one[0]
-    assert chain(ROOT, pack((1, 2, 3)), BLOCK_SIZE) == one[:1], "half a block has no key"
+    assert chain_keys(one[0], pack_tokens((3, 4)), BLOCK_SIZE) == one[1:]
+    assert chain_keys(compute_root("other model", BLOCK_SIZE), pack_tokens((1, 2)), BLOCK_SIZE)[0] != one[0]
+    assert chain_keys(ROOT, pack_tokens((1, 2, 3)), BLOCK_SIZE) == one[:1], "half a block has no key"
 
 
 def test_token_ids_keep_every_bit() -> None:
-    assert pack((0, 1, 2**31 - 1)) == bytes.fromhex("00000000 01000000 ffffff7f")
+    assert pack_tokens((0, 1, 2**31 - 1)) == bytes.fromhex("00000000 01000000 ffffff7f")
 
 
 def test_a_hit_compares_the_tokens_and_not_only_the_key() -> None:
-    index = Index(100, BLOCK_SIZE)
+    index = BlockIndex(100, BLOCK_SIZE)
     kept = entry(index, (1, 2, 3, 4))
     assert index.add(kept)
-    assert index.get(kept.keys[1], pack((3, 4))) is kept
-    assert index.get(kept.keys[1], pack((3, 5))) is None
-    assert index.get(kept.keys[1], pack((1, 2))) is None
+    assert index.find_block(kept.keys[1], pack_tokens((3, 4))) is kept
+    assert index.find_block(kept.keys[1], pack_tokens((3, 5))) is None
+    assert index.find_block(kept.keys[1], pack_tokens((1, 2))) is None
 
 
 def test_leaves_go_first_and_a_parent_only_after_its_children() -> None:
-    index = Index(30, BLOCK_SIZE)
+    index = BlockIndex(30, BLOCK_SIZE)
     trunk, leaf = entry(index, (1, 2)), entry(index, (1, 2, 3, 4), 2)
     assert index.add(trunk)
     assert index.add(leaf)
@@ -57,7 +60,7 @@ def test_leaves_go_first_and_a_parent_only_after_its_children() -> None:
 
 
 def test_what_is_leased_stays_and_so_does_what_it_continues() -> None:
-    index = Index(20, BLOCK_SIZE)
+    index = BlockIndex(20, BLOCK_SIZE)
     trunk, leaf = entry(index, (1, 2)), entry(index, (1, 2, 3, 4), 2)
     index.add(trunk)
     index.add(leaf)
@@ -67,7 +70,7 @@ def test_what_is_leased_stays_and_so_does_what_it_continues() -> None:
 
 
 def test_the_run_that_is_continued_is_not_evicted_for_its_continuation() -> None:
-    index = Index(20, BLOCK_SIZE)
+    index = BlockIndex(20, BLOCK_SIZE)
     trunk, other = entry(index, (1, 2)), entry(index, (7, 8))
     index.add(trunk)
     index.add(other)
@@ -75,7 +78,7 @@ def test_the_run_that_is_continued_is_not_evicted_for_its_continuation() -> None
 
 
 def test_hits_outlive_newcomers_and_other_identities_go_first() -> None:
-    index = Index(40, BLOCK_SIZE, origin=ROOT)
+    index = BlockIndex(40, BLOCK_SIZE, origin=ROOT)
     foreign, cold, hot, young = (entry(index, (n, n), origin=b"other" if n == 1 else ROOT) for n in range(1, 5))
     for one in (foreign, cold, hot, young):
         assert index.add(one)
@@ -86,38 +89,38 @@ def test_hits_outlive_newcomers_and_other_identities_go_first() -> None:
 
 
 def test_a_run_that_saves_more_tokens_a_byte_is_worth_more() -> None:
-    index = Index(100, BLOCK_SIZE)
+    index = BlockIndex(100, BLOCK_SIZE)
     small, large = entry(index, (1, 2), size=10), entry(index, (3, 4), size=60)
     index.add(small)
     index.add(large)
-    small.used = large.used
+    small.last_turn = large.last_turn
     assert index.make_room(50) == [large]
 
 
 def test_a_block_is_kept_once() -> None:
-    index = Index(100, BLOCK_SIZE)
+    index = BlockIndex(100, BLOCK_SIZE)
     assert index.add(entry(index, (1, 2, 3, 4)))
     assert not index.add(entry(index, (1, 2)))
-    assert (len(index), index.held) == (1, 10)
+    assert (len(index), index.held_bytes) == (1, 10)
 
 
 def copied(entries: Sequence[Entry]) -> list[Entry]:
     return [evolve(one, children=0) for one in entries]
 
 
-def state(index: Index) -> tuple[object, ...]:
+def state(index: BlockIndex) -> tuple[object, ...]:
     entries = {handle: (one.keys, one.children) for handle, one in index.entries.items()}
     return (
         entries,
-        index.held,
+        index.held_bytes,
         index.turn,
-        {key: index.holding(key).handle for one in entries.values() for key in one[0]},
+        {key: index.get_holder(key).handle for one in entries.values() for key in one[0]},
     )
 
 
 @pytest.mark.parametrize("odd", ["none", "a block twice", "a handle twice", "no blocks", "not the first"])
 def test_many_at_once_are_as_one_by_one(odd: str) -> None:
-    one_by_one, at_once, made = Index(1000, BLOCK_SIZE), Index(1000, BLOCK_SIZE), Index(1000, BLOCK_SIZE)
+    one_by_one, at_once, made = BlockIndex(1000, BLOCK_SIZE), BlockIndex(1000, BLOCK_SIZE), BlockIndex(1000, BLOCK_SIZE)
     entries = [entry(made, (1, 2, 3, 4)[:stop] + tail, start) for stop, start, tail in SHAPES]
     match odd:
         case "a block twice":
@@ -131,7 +134,7 @@ def test_many_at_once_are_as_one_by_one(odd: str) -> None:
                 assert index.add(evolve(entry(made, (7, 7)), handle=77))
     entries.reverse()
     first = [other.handle for other in copied(entries) if one_by_one.add(other)]
-    assert [other.handle for other in at_once.fill(copied(entries))] == first
+    assert [other.handle for other in at_once.add_all(copied(entries))] == first
     assert state(at_once) == state(one_by_one)
     assert at_once.remove(at_once.entries[first[-1]])
 
@@ -151,7 +154,7 @@ class AgainstAModel(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = Index(100, BLOCK_SIZE, origin=b"")
+        self.index = BlockIndex(100, BLOCK_SIZE, origin=b"")
         self.runs = list[Entry]()
 
     def has(self, key: bytes) -> bool:
@@ -198,15 +201,15 @@ class AgainstAModel(RuleBasedStateMachine):
 
     @rule(tokens=sequences())
     def look(self, tokens: Tokens) -> None:
-        packed = pack(tokens)
-        for number, key in enumerate(chain(ROOT, packed, BLOCK_SIZE)):
-            block = packed[number * BLOCK_SIZE * WIDTH : (number + 1) * BLOCK_SIZE * WIDTH]
-            assert (self.index.get(key, block) is not None) == self.has(key)
+        packed = pack_tokens(tokens)
+        for number, key in enumerate(chain_keys(ROOT, packed, BLOCK_SIZE)):
+            block = packed[number * BLOCK_SIZE * TOKEN_BYTES : (number + 1) * BLOCK_SIZE * TOKEN_BYTES]
+            assert (self.index.find_block(key, block) is not None) == self.has(key)
 
     @invariant()
     def agrees(self) -> None:
-        assert self.index.held == sum(run.size for run in self.runs)
-        assert self.index.held <= self.index.budget
+        assert self.index.held_bytes == sum(run.size for run in self.runs)
+        assert self.index.held_bytes <= self.index.budget
         assert set(self.index.entries.values()) == set(self.runs)
         assert [run.children for run in self.runs] == [len(self.children(run)) for run in self.runs]
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import adapters.store.memory
-from adapters.layout import RowSpec, TensorSpec
-from adapters.store.format import Draft, Layout
-from adapters.store.memory import ALIGN, SLAB, SOON, Buffer, Memory
-from adapters.store.opening import max_run, open_store, slab_size
+import adapters.store.slab_memory
+from adapters.sequence_layout import RowSpec, TensorSpec
+from adapters.store.files.file_format import DraftLayout, Layout
+from adapters.store.open_store import choose_slab_bytes, compute_longest_run, open_store
+from adapters.store.slab_memory import ALIGN, EAGER_BYTES, SLAB_BYTES, Buffer, SlabMemory
 
 
 def place(buffer) -> tuple[int, int]:
@@ -24,82 +24,84 @@ def place(buffer) -> tuple[int, int]:
 
 
 def test_what_is_given_back_is_taken_again() -> None:
-    memory = Memory(SLAB)
-    first = memory.take(5000)
+    memory = SlabMemory(SLAB_BYTES)
+    first = memory.allocate(5000)
     assert first.data.nbytes == 5000
     assert first.data.data_ptr() % 64 == 0
     was = place(first)
     del first
-    assert place(memory.take(6000))[0] == was[0]
-    assert memory.held == SLAB
+    assert place(memory.allocate(6000))[0] == was[0]
+    assert memory.slab_bytes == SLAB_BYTES
 
 
 @pytest.mark.cuda
 def test_what_a_gpu_copies_from_is_all_there_before_anybody_waits_for_it() -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    memory = Memory(2 * SLAB + 5 * ALIGN, pin=True)
-    kept = memory.take(ALIGN)
-    memory.busy = lambda: False
-    memory.fill()
-    assert memory.held == memory.most
-    some = [memory.take(SLAB - ALIGN), memory.take(SLAB), memory.take(5 * ALIGN)]
+    memory = SlabMemory(2 * SLAB_BYTES + 5 * ALIGN, pin=True)
+    kept = memory.allocate(ALIGN)
+    memory.is_busy = lambda: False
+    memory.register_all()
+    assert memory.slab_bytes == memory.max_bytes
+    some = [memory.allocate(SLAB_BYTES - ALIGN), memory.allocate(SLAB_BYTES), memory.allocate(5 * ALIGN)]
     assert all(one.data.is_pinned() for one in (kept, *some))
-    assert not memory.take(ALIGN).data.is_pinned(), "that is from the system"
+    assert not memory.allocate(ALIGN).data.is_pinned(), "that is from the system"
 
 
 def test_what_a_gpu_copies_to_is_held_or_refused() -> None:
-    memory = Memory(2 * ALIGN, pin=True)
-    held = memory.take(2 * ALIGN, held=True)
+    memory = SlabMemory(2 * ALIGN, pin=True)
+    held = memory.allocate(2 * ALIGN, held=True)
     with pytest.raises(MemoryError, match="pinned"):
-        memory.take(ALIGN, held=True)
-    assert memory.take(ALIGN).data.nbytes == ALIGN, "of the system"
+        memory.allocate(ALIGN, held=True)
+    assert memory.allocate(ALIGN).data.nbytes == ALIGN, "of the system"
     del held
-    memory.take(ALIGN, held=True)
-    assert Memory(pin=False).take(ALIGN, held=True).data.nbytes == ALIGN, "where nothing is pinned"
+    memory.allocate(ALIGN, held=True)
+    assert SlabMemory(pin=False).allocate(ALIGN, held=True).data.nbytes == ALIGN, "where nothing is pinned"
 
 
 def test_who_holds_others_up_has_what_is_there_and_no_more_is_registered_for_it() -> None:
-    memory = Memory(4 * SLAB, pin=True)
-    with pytest.raises(MemoryError, match=f"0 of {4 * SLAB} are there"):
-        memory.take(ALIGN, held=True, more=False)
-    assert not memory.held
-    first = memory.take(ALIGN, held=True)
-    assert memory.take(SLAB - ALIGN, held=True, more=False).data.nbytes == SLAB - ALIGN
-    assert memory.held == SLAB
+    memory = SlabMemory(4 * SLAB_BYTES, pin=True)
+    with pytest.raises(MemoryError, match=f"0 of {4 * SLAB_BYTES} are there"):
+        memory.allocate(ALIGN, held=True, more=False)
+    assert not memory.slab_bytes
+    first = memory.allocate(ALIGN, held=True)
+    assert memory.allocate(SLAB_BYTES - ALIGN, held=True, more=False).data.nbytes == SLAB_BYTES - ALIGN
+    assert memory.slab_bytes == SLAB_BYTES
     assert first.data.nbytes == ALIGN
-    assert Memory(4 * SLAB).take(ALIGN, held=True, more=False).data.nbytes == ALIGN, "where nothing is pinned"
+    assert SlabMemory(4 * SLAB_BYTES).allocate(ALIGN, held=True, more=False).data.nbytes == ALIGN, (
+        "where nothing is pinned"
+    )
 
 
 def test_what_no_gpu_copies_from_is_made_when_it_is_wanted() -> None:
-    memory = Memory(2 * SLAB)
-    memory.fill()
-    assert not memory.held
+    memory = SlabMemory(2 * SLAB_BYTES)
+    memory.register_all()
+    assert not memory.slab_bytes
 
 
 def test_nothing_more_is_registered_once_it_is_closed() -> None:
-    memory = Memory(SOON + 8 * SLAB, pin=True)
-    filling = threading.Thread(target=memory.fill)
+    memory = SlabMemory(EAGER_BYTES + 8 * SLAB_BYTES, pin=True)
+    filling = threading.Thread(target=memory.register_all)
     filling.start()
-    while memory.held < SOON:  # from there on it takes its time
+    while memory.slab_bytes < EAGER_BYTES:  # from there on it takes its time
         time.sleep(0.001)
     memory.close()
     filling.join(0.1)
     assert not filling.is_alive()
-    there = memory.held
-    assert there < memory.most
-    memory.fill()
-    assert memory.held == there
+    there = memory.slab_bytes
+    assert there < memory.max_bytes
+    memory.register_all()
+    assert memory.slab_bytes == there
 
 
 def test_nothing_waits_while_nobody_is_served() -> None:
     asked, waits, busy = list[int](), list[float](), [False, False, True, False]
-    memory = Memory(SOON + 5 * SLAB, pin=True)
-    memory.busy = lambda: asked.append(memory.held) or (busy.pop(0) if busy else False)
+    memory = SlabMemory(EAGER_BYTES + 5 * SLAB_BYTES, pin=True)
+    memory.is_busy = lambda: asked.append(memory.slab_bytes) or (busy.pop(0) if busy else False)
     memory._closing.wait = waits.append  # type: ignore[assignment] # noqa: SLF001
-    memory.fill()
-    assert memory.held == memory.most
-    assert asked == [SOON + number * SLAB for number in range(6)]
+    memory.register_all()
+    assert memory.slab_bytes == memory.max_bytes
+    assert asked == [EAGER_BYTES + number * SLAB_BYTES for number in range(6)]
     assert len(waits) == 1
 
 
@@ -108,30 +110,30 @@ def test_nothing_waits_while_nobody_is_served() -> None:
 def test_slabs_hold_whole_runs_and_positional_state(state: int, layers: int) -> None:
     """A full pool has a place for each of them, a draft's too, and little of it is left over."""
     kept = (TensorSpec("conv", "I8", (state,)),) if state else ()
-    draft = Draft("draft", RowSpec(("k", "v") * layers, 8, 128, "BF16")) if layers else None
+    draft = DraftLayout("draft", RowSpec(("k", "v") * layers, 8, 128, "BF16")) if layers else None
     layout = Layout("model", 64, RowSpec(("k", "v") * 36, 8, 128, "BF16"), draft, kept)
-    state = layout.size("state", 0)
-    slab, run = slab_size(layout, 32 << 20), max_run(layout, 32 << 20)
-    memory = Memory(16 * slab, pin=True, slab=slab)
-    memory.fill()
-    held = [memory.take(size, held=True, more=False) for size in [state] * bool(state) + [run] * (15 * slab // run)]
+    state = layout.compute_size("state", 0)
+    slab, run = choose_slab_bytes(layout, 32 << 20), compute_longest_run(layout, 32 << 20)
+    memory = SlabMemory(16 * slab, pin=True, slab=slab)
+    memory.register_all()
+    held = [memory.allocate(size, held=True, more=False) for size in [state] * bool(state) + [run] * (15 * slab // run)]
     assert sum(one.data.nbytes for one in held) > 0.9 * 15 * slab
-    assert memory.held == memory.most
+    assert memory.slab_bytes == memory.max_bytes
     held.clear()
     path = tuple(range(1, 5000))
     store = open_store(layout, None, host_bytes=1 << 30, memory=memory)
     assert store is not None
     for kind in ("rows", "draft") if layers else ("rows",):
-        for run in store.gaps(path, kind):
-            assert memory.take(layout.size(run.kind, run.length), held=True, more=False).data.nbytes
+        for run in store.find_missing_runs(path, kind):
+            assert memory.allocate(layout.compute_size(run.kind, run.length), held=True, more=False).data.nbytes
 
 
 def test_whoever_waits_for_memory_takes_what_another_one_made() -> None:
     """Three who are there at once, of a pool of one slab."""
-    memory, found = Memory(SLAB, pin=True), list[Buffer]()
+    memory, found = SlabMemory(SLAB_BYTES, pin=True), list[Buffer]()
 
     def take() -> None:
-        found.append(memory.take(ALIGN, held=True))
+        found.append(memory.allocate(ALIGN, held=True))
 
     threads = [threading.Thread(target=take) for _ in range(8)]
     for thread in threads:
@@ -139,28 +141,28 @@ def test_whoever_waits_for_memory_takes_what_another_one_made() -> None:
     for thread in threads:
         thread.join(30)
     assert len(found) == 8
-    assert memory.held == SLAB
+    assert memory.slab_bytes == SLAB_BYTES
 
 
 @pytest.mark.parametrize("error", [MemoryError, RuntimeError])
 def test_what_could_not_be_made_is_not_counted(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = Memory(4 * SLAB, pin=True)
+    memory = SlabMemory(4 * SLAB_BYTES, pin=True)
 
     def failing(size: int, *, aside: bool) -> torch.Tensor:
         raise error(f"no {size} bytes, {aside}")
 
     with monkeypatch.context() as patched:
-        patched.setattr(adapters.store.memory, "pinned", failing)
+        patched.setattr(adapters.store.slab_memory, "allocate_pinned", failing)
         for _ in range(5):
             with pytest.raises(error):
-                memory.take(SLAB, held=True)
-    assert not memory.held
-    assert memory.take(SLAB, held=True).data.nbytes == SLAB
+                memory.allocate(SLAB_BYTES, held=True)
+    assert not memory.slab_bytes
+    assert memory.allocate(SLAB_BYTES, held=True).data.nbytes == SLAB_BYTES
 
 
 def test_one_slab_is_registered_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever maps memory keeps the interpreter, and the system lets nobody do so while another one is registered."""
-    under_way, most, real = [0], [0], adapters.store.memory.pinned
+    under_way, most, real = [0], [0], adapters.store.slab_memory.allocate_pinned
 
     def slowly(size: int, *, aside: bool) -> torch.Tensor:
         under_way[0] += 1
@@ -170,70 +172,70 @@ def test_one_slab_is_registered_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
         assert aside, "others are served"
         return real(size, aside=aside)
 
-    monkeypatch.setattr(adapters.store.memory, "pinned", slowly)
-    memory, held = Memory(16 * SLAB, pin=True), list[Buffer]()
-    memory.busy = lambda: False
-    filling = threading.Thread(target=memory.fill)
+    monkeypatch.setattr(adapters.store.slab_memory, "allocate_pinned", slowly)
+    memory, held = SlabMemory(16 * SLAB_BYTES, pin=True), list[Buffer]()
+    memory.is_busy = lambda: False
+    filling = threading.Thread(target=memory.register_all)
     filling.start()
-    held += [memory.take(SLAB, held=True) for _ in range(8)]
+    held += [memory.allocate(SLAB_BYTES, held=True) for _ in range(8)]
     filling.join(30)
-    assert memory.held == memory.most
+    assert memory.slab_bytes == memory.max_bytes
     assert most == [1]
 
 
 def test_a_view_does_not_keep_it_but_the_buffer_does() -> None:
-    memory = Memory(SLAB)
-    one, other = memory.take(ALIGN), memory.take(ALIGN)
+    memory = SlabMemory(SLAB_BYTES)
+    one, other = memory.allocate(ALIGN), memory.allocate(ALIGN)
     one.data.fill_(1)
     other.data.fill_(2)
     assert one.data.sum() == ALIGN
     del other
-    memory.take(ALIGN).data.fill_(3)
+    memory.allocate(ALIGN).data.fill_(3)
     assert one.data.sum() == ALIGN
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_no_two_overlap(seed: int) -> None:
-    draw, memory, held = random.Random(seed), Memory(3 << 20), []
+    draw, memory, held = random.Random(seed), SlabMemory(3 << 20), []
     for _ in range(400):
         if held and draw.random() < 0.5:
             held.pop(draw.randrange(len(held)))
         else:
-            held.append(memory.take(draw.randint(1, 1 << draw.randint(4, 20))))
-        assert memory.held <= 3 << 20
+            held.append(memory.allocate(draw.randint(1, 1 << draw.randint(4, 20))))
+        assert memory.slab_bytes <= 3 << 20
         spans = sorted(map(place, held))
         assert all(stop <= start for (_, stop), (start, _) in pairwise(spans))
     held.clear()
-    whole = memory.take(memory.held)
-    assert whole.data.nbytes == memory.held == 3 << 20, "all of it is in one piece again"
+    whole = memory.allocate(memory.slab_bytes)
+    assert whole.data.nbytes == memory.slab_bytes == 3 << 20, "all of it is in one piece again"
 
 
 def test_beyond_the_limit_memory_comes_from_the_system() -> None:
-    memory = Memory(1 << 20)
-    held = [memory.take(600_000) for _ in range(4)]
-    assert memory.held <= 1 << 20
+    memory = SlabMemory(1 << 20)
+    held = [memory.allocate(600_000) for _ in range(4)]
+    assert memory.slab_bytes <= 1 << 20
     assert len({place(buffer)[0] for buffer in held}) == 4
-    assert Memory().take(10).data.nbytes == 10, "no slabs at all"
+    assert SlabMemory().allocate(10).data.nbytes == 10, "no slabs at all"
 
 
 def test_more_than_there_is_is_a_memory_error() -> None:
     with pytest.raises(MemoryError):
-        Memory(1 << 62).take(1 << 61)
-    Memory(1 << 62).prepare(1 << 61, 1)
+        SlabMemory(1 << 62).allocate(1 << 61)
+    SlabMemory(1 << 62).map_buffers(1 << 61, 1)
 
 
 def test_what_is_being_prepared_is_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
     """A start prepares memory while somebody may take some already."""
-    memory, numpy, spans, others = Memory(SLAB), torch.Tensor.numpy, list[tuple[int, int]](), list[Buffer]()
+    memory, numpy, spans, others = SlabMemory(SLAB_BYTES), torch.Tensor.numpy, list[tuple[int, int]](), list[Buffer]()
 
     def about_to_be_filled(data: torch.Tensor) -> object:
         spans.append((data.data_ptr(), data.data_ptr() + data.nbytes))
-        others.append(memory.take(ALIGN))
+        others.append(memory.allocate(ALIGN))
         spans.append(place(others[-1]))
         return numpy(data)
 
     monkeypatch.setattr(torch.Tensor, "numpy", about_to_be_filled)
-    memory.prepare(ALIGN, 3)
+    memory.map_buffers(ALIGN, 3)
     ordered = sorted(spans)
     assert len(ordered) == 6
     assert all(stop <= start for (_, stop), (start, _) in pairwise(ordered))
@@ -241,20 +243,20 @@ def test_what_is_being_prepared_is_nobody_elses(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_is_there_already_is_prepared_first() -> None:
     """Weights have come through some of it: to register more takes longer than all else."""
-    memory = Memory(4 * SLAB)
-    there = [memory.take(SLAB // 2) for _ in range(3)]
-    assert memory.held == 2 * SLAB
+    memory = SlabMemory(4 * SLAB_BYTES)
+    there = [memory.allocate(SLAB_BYTES // 2) for _ in range(3)]
+    assert memory.slab_bytes == 2 * SLAB_BYTES
     there.clear()
-    memory.prepare(SLAB // 2, 6)
-    assert memory.held == 3 * SLAB
+    memory.map_buffers(SLAB_BYTES // 2, 6)
+    assert memory.slab_bytes == 3 * SLAB_BYTES
 
 
 def test_threads_may_take_and_give_back_at_once() -> None:
-    memory, odd = Memory(8 << 20), list[int]()
+    memory, odd = SlabMemory(8 << 20), list[int]()
 
     def work(number: int) -> None:
         for _ in range(200):
-            buffer = memory.take(40_000)
+            buffer = memory.allocate(40_000)
             buffer.data.fill_(number)
             if not bool((buffer.data == number).all()):
                 odd.append(number)
@@ -265,14 +267,14 @@ def test_threads_may_take_and_give_back_at_once() -> None:
     for thread in threads:
         thread.join()
     assert not odd
-    assert memory.held <= 8 << 20
+    assert memory.slab_bytes <= 8 << 20
 
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="Linux with large pages")
 def test_large_pages_are_asked_for_and_memory_goes_back() -> None:
     """A page at a time, mapping what a start prepares took five times as long."""
-    memory = Memory(SLAB)
-    address = memory.take(SLAB // 2).data.data_ptr()
+    memory = SlabMemory(SLAB_BYTES)
+    address = memory.allocate(SLAB_BYTES // 2).data.data_ptr()
 
     def advised() -> bool:
         found, inside = "", False

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters.store.recent import MOST, PREFIX, Recents, read, record, snapshot
+from adapters.store.recent_prompts import (
+    MAX_PROMPTS,
+    PREFIX,
+    RecentPrompts,
+    encode_prompt,
+    encode_snapshot,
+    restore_prompts,
+)
 from effects.ids import Tokens
 from effects.ports import Divergence
 from tests.store.kit import OTHER, disk_store, files, save, settled
@@ -25,28 +32,28 @@ def like(one: Tokens, other: Tokens) -> int:
 
 
 def test_the_likest_of_the_last_prompts_counts() -> None:
-    recents = Recents()
-    assert recents.compare(ONE, 30) == 0, "nothing is known"
+    recents = RecentPrompts()
+    assert recents.longest_match(ONE, 30) == 0, "nothing is known"
     for prompt in ((*ONE[:20], 99), (*ONE[:30], 99), (*ONE[:10], 99)):
         recents.add(prompt)
-    assert [recents.compare(ONE, window) for window in (0, 1, 2, 3, 1000)] == [0, 10, 30, 30, 30]
-    assert recents.compare((), 30) == 0
-    assert recents.joins(ONE, 1)[0] == 10
-    assert recents.compare(ONE, 1) == 40, "it has joined them"
+    assert [recents.longest_match(ONE, window) for window in (0, 1, 2, 3, 1000)] == [0, 10, 30, 30, 30]
+    assert recents.longest_match((), 30) == 0
+    assert recents.add_and_compare(ONE, 1)[0] == 10
+    assert recents.longest_match(ONE, 1) == 40, "it has joined them"
 
 
 def test_tokens_are_compared_and_not_bytes() -> None:
-    recents = Recents()
+    recents = RecentPrompts()
     recents.add((1, 2, 256 + 3))
-    assert recents.compare((1, 2, 3), 1) == 2
-    assert recents.compare((1, 2, 2**31 - 1), 1) == 2
+    assert recents.longest_match((1, 2, 3), 1) == 2
+    assert recents.longest_match((1, 2, 2**31 - 1), 1) == 2
 
 
 def test_a_growing_conversation_is_held_once() -> None:
-    recents, tokens = Recents(), tuple(range(50_000))
+    recents, tokens = RecentPrompts(), tuple(range(50_000))
     for turn in range(1, 51):
         recents.add(tokens[: turn * 1000])
-    assert recents.held == 4 * 50_000
+    assert recents.held_bytes == 4 * 50_000
 
 
 prompts = st.lists(
@@ -63,50 +70,54 @@ prompts = st.lists(
 @settings(max_examples=150, deadline=None)
 @given(prompts, st.integers(1, 9), st.integers(40, 400), st.integers(0, 12))
 def test_any_history_agrees_with_whole_prompts(said: list[Tokens], most: int, most_bytes: int, window: int) -> None:
-    recents, model, raw = Recents(most, most_bytes), list[Tokens](), b"".join(snapshot([]))
+    recents, model, raw = RecentPrompts(most, most_bytes), list[Tokens](), b"".join(encode_snapshot([]))
     for prompt in said:
         alike = [like(prompt, other) for other in model]
-        assert recents.compare(prompt, window) == max(alike[len(model) - min(window, len(model)) :], default=0)
-        raw += record(recents.add(prompt))
+        assert recents.longest_match(prompt, window) == max(alike[len(model) - min(window, len(model)) :], default=0)
+        raw += encode_prompt(recents.add(prompt))
         model.append(prompt)
         model = model[len(model) - len(recents) :]
         assert len(recents) <= most
-        assert recents.held <= most_bytes
-        assert recents.held == sum(len(recent.rest) for recent in recents.all())
-    for again in (raw, b"".join(snapshot(recents.all()))):
-        restored = Recents(most, most_bytes)
-        assert read(again, restored)
-        assert [restored.compare(prompt, most) for prompt in said] == [recents.compare(prompt, most) for prompt in said]
-        assert [one.serial for one in restored.all()] == [one.serial for one in recents.all()]
+        assert recents.held_bytes <= most_bytes
+        assert recents.held_bytes == sum(len(recent.rest) for recent in recents.list_prompts())
+    for again in (raw, b"".join(encode_snapshot(recents.list_prompts()))):
+        restored = RecentPrompts(most, most_bytes)
+        assert restore_prompts(again, restored)
+        assert [restored.longest_match(prompt, most) for prompt in said] == [
+            recents.longest_match(prompt, most) for prompt in said
+        ]
+        assert [one.serial for one in restored.list_prompts()] == [one.serial for one in recents.list_prompts()]
 
 
 def test_any_damage_costs_what_follows_it_only() -> None:
-    recents, draw = Recents(), random.Random(5)
+    recents, draw = RecentPrompts(), random.Random(5)
     for number in range(6):
         recents.add((*ONE[: 6 * number], 100 + number))
-    raw = b"".join(snapshot(recents.all()))
+    raw = b"".join(encode_snapshot(recents.list_prompts()))
     for at in range(len(raw)):
         spoiled = bytearray(raw)
         spoiled[at] ^= 1 << draw.randrange(8)
         for odd in (bytes(spoiled), raw[:at]):
-            found = Recents()
-            assert not read(odd, found) or odd in (raw[:end] for end in ends(raw))
-            assert [one.rest for one in found.all()] == [one.rest for one in recents.all()][: len(found)]
+            found = RecentPrompts()
+            assert not restore_prompts(odd, found) or odd in (raw[:end] for end in ends(raw))
+            assert [one.rest for one in found.list_prompts()] == [one.rest for one in recents.list_prompts()][
+                : len(found)
+            ]
 
 
 def ends(raw: bytes) -> list[int]:
     """Where a file may end without anybody noticing."""
-    from adapters.store.recent import MAGIC  # noqa: PLC0415
-    from adapters.store.records import records  # noqa: PLC0415
+    from adapters.store.files.append_log import parse_records  # noqa: PLC0415
+    from adapters.store.recent_prompts import MAGIC  # noqa: PLC0415
 
-    return [len(MAGIC), *(end for _, end in records(raw, len(MAGIC)))]
+    return [len(MAGIC), *(end for _, end in parse_records(raw, len(MAGIC)))]
 
 
 def test_a_record_that_cannot_be_is_not_taken() -> None:
-    recents = Recents()
+    recents = RecentPrompts()
     one = recents.add(ONE)
     two = recents.add((*ONE, 5))
-    assert not Recents().restore(two), "what it begins with is not there"
+    assert not RecentPrompts().restore(two), "what it begins with is not there"
     assert not recents.restore(one), "it is there already"
 
 
@@ -117,12 +128,12 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("salt", ["", "a"])
 def test_where_a_prompt_leaves_the_likest_one(salt: str) -> None:
-    recents = Recents()
+    recents = RecentPrompts()
 
     def told(prompt: Tokens) -> Divergence | None:
-        return recents.joins(prompt, 0, salt)[2]
+        return recents.add_and_compare(prompt, 0, salt)[2]
 
-    recents.joins((70, 71, 72), 0, "other")
+    recents.add_and_compare((70, 71, 72), 0, "other")
     assert told(ONE) is None or not salt
     assert told((*ONE[:20], 7, 7)) == Divergence(20, ONE[20:], "none")
     assert told((*ONE[:20], 7, 8)) == Divergence(21, (7,), "none"), "of the second, of which the first has 20"
@@ -134,35 +145,35 @@ def test_where_a_prompt_leaves_the_likest_one(salt: str) -> None:
 def test_prompts_of_another_salt_are_not_compared(path: Path) -> None:
     store = disk_store(path)
     salts = ("", "a", "b")
-    assert [store.joins((*ONE, number), 30, salt) for number, salt in enumerate(salts)] == [0, 0, 0]
-    assert [store.joins((*ONE, 9), 30, salt) for salt in salts] == [40, 40, 40]
+    assert [store.count_shared_tokens((*ONE, number), 30, salt) for number, salt in enumerate(salts)] == [0, 0, 0]
+    assert [store.count_shared_tokens((*ONE, 9), 30, salt) for salt in salts] == [40, 40, 40]
     settled(store)
     store.close()
     store = disk_store(path)
-    assert [store.joins((*ONE[:30], 9), 30, salt) for salt in (*salts, "c")] == [30, 30, 30, 0]
+    assert [store.count_shared_tokens((*ONE[:30], 9), 30, salt) for salt in (*salts, "c")] == [30, 30, 30, 0]
 
 
 def test_they_survive_a_restart_for_their_identity_only(path: Path) -> None:
     store = disk_store(path)
-    assert [store.joins(prompt, 30) for prompt in ((*ONE, 1), (*ONE, 2), (3, 3))] == [0, 40, 0]
+    assert [store.count_shared_tokens(prompt, 30) for prompt in ((*ONE, 1), (*ONE, 2), (3, 3))] == [0, 40, 0]
     settled(store)
     store.close()
     store = disk_store(path, layout=OTHER)
-    assert store.joins(ONE, 30) == 0
+    assert store.count_shared_tokens(ONE, 30) == 0
     store.close()
     store = disk_store(path)
-    assert len(store.recents) == 3
-    assert store.joins((*ONE, 3), 30) == 40
+    assert len(store.recent_prompts) == 3
+    assert store.count_shared_tokens((*ONE, 3), 30) == 40
     settled(store)
     store.close()
-    assert len(disk_store(path).recents) == 4
+    assert len(disk_store(path).recent_prompts) == 4
 
 
 @pytest.mark.parametrize("spoil", ["remove", "empty", "tear", "flip", "other", "huge"])
 def test_their_file_may_be_lost(path: Path, spoil: str) -> None:
     store = disk_store(path)
     for number in range(3):
-        store.joins((*ONE[: 10 * number], 99), 30)
+        store.count_shared_tokens((*ONE[: 10 * number], 99), 30)
     save(store, ONE)
     settled(store)
     store.close()
@@ -180,26 +191,26 @@ def test_their_file_may_be_lost(path: Path, spoil: str) -> None:
     else:
         file.write_bytes(spoiled[spoil])
     store = disk_store(path)
-    assert len(store.recents) == (2 if spoil in ("tear", "flip") else 0)
-    store.joins(ONE, 30)
+    assert len(store.recent_prompts) == (2 if spoil in ("tear", "flip") else 0)
+    store.count_shared_tokens(ONE, 30)
     settled(store)
     assert len(files(path)) == 1
     store.close()
-    assert len(disk_store(path).recents) == (3 if spoil in ("tear", "flip") else 1), "it is written again"
+    assert len(disk_store(path).recent_prompts) == (3 if spoil in ("tear", "flip") else 1), "it is written again"
 
 
 def test_their_file_is_written_anew_before_it_grows_beyond_measure(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("adapters.store.recent.SLACK", 4000)
+    monkeypatch.setattr("adapters.store.recent_prompts.SLACK", 4000)
     store = disk_store(path)
-    for number in range(3 * MOST):
-        store.joins((number, number, 5), 1)
+    for number in range(3 * MAX_PROMPTS):
+        store.count_shared_tokens((number, number, 5), 1)
     settled(store)
     (file,) = path.glob(PREFIX + "*")
-    assert file.stat().st_size < 3 * MOST * 40
+    assert file.stat().st_size < 3 * MAX_PROMPTS * 40
     store.close()
     store = disk_store(path)
-    assert len(store.recents) == MOST
-    assert store.recents.compare((3 * MOST - 1,) * 2, 1) == 2
+    assert len(store.recent_prompts) == MAX_PROMPTS
+    assert store.recent_prompts.longest_match((3 * MAX_PROMPTS - 1,) * 2, 1) == 2
     store.close()
 
 
@@ -208,7 +219,7 @@ def test_those_of_other_identities_do_not_pile_up(path: Path) -> None:
 
     for number in range(12):
         store = disk_store(path, layout=evolve(OTHER, identity=f"{number:032x}"))
-        store.joins(ONE, 30)
+        store.count_shared_tokens(ONE, 30)
         settled(store)
         store.close()
     assert len(list(path.glob(PREFIX + "*"))) <= 10

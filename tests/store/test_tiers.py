@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 from attrs import frozen
 
-from adapters.store.blocks import chain, pack
-from adapters.store.described import entry_of
-from adapters.store.folder import Folder
-from adapters.store.format import Run
-from adapters.store.host import HostTier
-from adapters.store.index import Entry
-from adapters.store.memory import Buffer
-from adapters.store.opening import index, open_disk
+from adapters.store.block_index import Entry
+from adapters.store.block_keys import chain_keys, pack_tokens
+from adapters.store.file_description import make_entry
+from adapters.store.files.file_format import Run
+from adapters.store.files.private_folder import PrivateFolder
+from adapters.store.host_tier import HostTier
+from adapters.store.open_store import create_index, open_disk
+from adapters.store.slab_memory import Buffer
 from adapters.store.store import Store
-from adapters.store.tier import LowerTier, Note, Tier, Write
-from engine.simulation.clock import Clock
-from engine.simulation.costs import Costs
-from engine.simulation.keeping import SimulatedDisk
-from engine.simulation.tally import Infinite, Tally
+from adapters.store.tier import LowerTier, NotePrompt, StoreTier, WriteRun
+from engine.tools.simulation.simulated_costs import Costs
+from engine.tools.simulation.simulated_store import SimulatedDisk
+from engine.tools.simulation.tally import InfiniteCache, Tally
+from engine.tools.simulation.virtual_clock import Clock
 from tests.store.kit import BIG, BLOCK_SIZE, LAYOUT, buffer_of, rows_of, settled
 
 TOKENS = tuple(range(10, 10 + 2 * BLOCK_SIZE))
@@ -43,13 +43,13 @@ def lower(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[
     def made(budget: int = BIG) -> Lower:
         lock = threading.RLock()
         if request.param == "disk":
-            disk = open_disk(LAYOUT, Folder.open(tmp_path / "kv"), lock, budget=budget)
+            disk = open_disk(LAYOUT, PrivateFolder.open(tmp_path / "kv"), lock, budget=budget)
             opened.append(disk)
-            store = Store(LAYOUT, HostTier(index(LAYOUT, 0)), disk, lock)
+            store = Store(LAYOUT, (HostTier(create_index(LAYOUT, 0)), disk), lock)
             return Lower(disk, lambda: settled(store))
         clock = Clock()
         simulated = SimulatedDisk(
-            index(LAYOUT, budget), Costs(token_bytes=LAYOUT.token_bytes), clock, Tally(Infinite(BLOCK_SIZE))
+            create_index(LAYOUT, budget), Costs(token_bytes=LAYOUT.token_bytes), clock, Tally(InfiniteCache(BLOCK_SIZE))
         )
         opened.append(simulated)
         return Lower(simulated, lambda: all(iter(clock.step, False)))
@@ -59,27 +59,27 @@ def lower(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[
 
 
 def run_of(tokens: tuple[int, ...]) -> tuple[Run, Buffer]:
-    root, packed = LAYOUT.root("rows"), pack(tokens)
-    return Run(0, root, chain(root, packed, BLOCK_SIZE), packed), buffer_of(rows_of(tokens))
+    root, packed = LAYOUT.compute_root("rows"), pack_tokens(tokens)
+    return Run(0, root, chain_keys(root, packed, BLOCK_SIZE), packed), buffer_of(rows_of(tokens))
 
 
-def contract(tier: Tier, entry: Entry) -> None:
+def contract(tier: StoreTier, entry: Entry) -> None:
     """Of a tier in which `entry` is all that there is."""
-    assert tier.index.get(entry.keys[0], entry.tokens[: 4 * BLOCK_SIZE]) is entry
-    used = entry.used
+    assert tier.index.find_block(entry.keys[0], entry.tokens[: 4 * BLOCK_SIZE]) is entry
+    used = entry.last_turn
     tier.touch(entry)
-    assert entry.used > used, "what was found is young again"
+    assert entry.last_turn > used, "what was found is young again"
     assert entry.hits == 1
     shown = {"bytes": entry.size, "budget": tier.index.budget, "entries": 1, "evictions": 0}
-    assert tier.figures().items() >= shown.items()
+    assert tier.collect_figures().items() >= shown.items()
 
 
 def test_host_memory_is_a_tier() -> None:
     run, rows = run_of(TOKENS)
-    host = HostTier(index(LAYOUT, BIG))
-    entry = entry_of(run, host.index.next_handle(), rows.data.nbytes, host.index.origin)
-    assert host.add(entry, rows)
-    assert not host.add(entry, rows), "it is there"
+    host = HostTier(create_index(LAYOUT, BIG))
+    entry = make_entry(run, host.index.allocate_handle(), rows.data.nbytes, host.index.origin)
+    assert host.add_run(entry, rows)
+    assert not host.add_run(entry, rows), "it is there"
     contract(host, entry)
     assert host.rows == {entry.handle: rows}
     assert not host.make_room(BIG + 1)
@@ -89,21 +89,21 @@ def test_host_memory_is_a_tier() -> None:
 def test_a_lower_tier_takes_what_it_is_given(lower: Callable[..., Lower]) -> None:
     one, told = lower(), list[str]()
     run, rows = run_of(TOKENS)
-    assert one.tier.submit(Write(run, rows, lambda: told.append("done")))
-    assert one.tier.submit(Note(one.tier.recents.add(TOKENS)))
+    assert one.tier.submit(WriteRun(run, rows, lambda: told.append("done")))
+    assert one.tier.submit(NotePrompt(one.tier.recent_prompts.add(TOKENS)))
     one.done()
     assert told == ["done"]
     (entry,) = one.tier.index.entries.values()
     assert (entry.keys, entry.start, entry.stop) == (run.keys, 0, len(TOKENS))
     contract(one.tier, entry)
     assert not any(thread.trouble for thread in one.tier.threads)
-    assert not any(one.tier.damaged.values())
+    assert not any(one.tier.damaged_files.values())
 
 
 def test_what_finds_no_room_is_given_up_and_counted(lower: Callable[..., Lower]) -> None:
     one, told = lower(64), list[str]()
-    assert one.tier.submit(Write(*run_of(TOKENS), lambda: told.append("done")))
+    assert one.tier.submit(WriteRun(*run_of(TOKENS), lambda: told.append("done")))
     one.done()
     assert told == ["done"], "who waits for it is told all the same"
     assert not one.tier.index.entries
-    assert one.tier.figures()["dropped_writes"] == 1
+    assert one.tier.collect_figures()["dropped_writes"] == 1

@@ -11,7 +11,8 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.text.answer.pieces import (
+from adapters.text.answer.answer_parser import AnswerReader
+from adapters.text.answer.answer_pieces import (
     AnswerBlock,
     AnswerPiece,
     ArgumentsPiece,
@@ -19,10 +20,9 @@ from adapters.text.answer.pieces import (
     CallEnded,
     ReasoningPiece,
     TextPiece,
-    blocks,
-    together,
+    join_blocks,
+    merge_pieces,
 )
-from adapters.text.answer.reader import AnswerReader
 from adapters.text.conversation import FunctionTool, ToolCall
 
 SCHEMA = {
@@ -187,16 +187,16 @@ CASES = [
 
 def read(parts: Sequence[str], reader: AnswerReader) -> list[AnswerPiece]:
     numbers = itertools.count()
-    parser = reader.start(lambda: f"call{next(numbers)}")
+    parser = reader.start_parser(lambda: f"call{next(numbers)}")
     pieces = [piece for part in parts for piece in parser.push(part)]
-    return together([*pieces, *parser.finish()])
+    return merge_pieces([*pieces, *parser.finish()])
 
 
 @pytest.mark.parametrize(("form", "text", "said"), CASES, ids=lambda value: str(value)[:50])
 def test_an_answer_says_the_same_however_it_is_cut(form: str, text: str, said: list[AnswerBlock]) -> None:
     reader = evolve(READER, calls=form)
     whole = read([text], reader)
-    assert list(blocks(whole)) == said
+    assert list(join_blocks(whole)) == said
     in_order(whole)
     assert read(list(text), reader) == whole
     for cut in range(len(text)):
@@ -260,7 +260,7 @@ WORDS += ["get", "put", "(", ")", "=", "'", ">", "<", "<|python_tag|>", "n", "5"
     st.data(),
 )
 def test_any_text_in_any_pieces(text: str, form: str, parallel: bool, opened: bool, data: st.DataObject) -> None:
-    reader = evolve(READER, calls=form, parallel=parallel, thinking=opened)
+    reader = evolve(READER, calls=form, parallel=parallel, starts_in_reasoning=opened)
     whole = read([text], reader)
     in_order(whole)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=6)))
@@ -269,22 +269,22 @@ def test_any_text_in_any_pieces(text: str, form: str, parallel: bool, opened: bo
 
 @given(st.text(max_size=60), st.sampled_from(["hermes", "qwen-xml", "llama3-json", "pythonic"]))
 def test_text_without_calls_stays_as_it_is(text: str, form: str) -> None:
-    assert list(blocks(read(list(text), AnswerReader(form, TOOLS)))) == ([SAID(text)] if text else [])
+    assert list(join_blocks(read(list(text), AnswerReader(form, TOOLS)))) == ([SAID(text)] if text else [])
 
 
 @pytest.mark.parametrize(("key", "text", "value"), VALUES)
 def test_a_parameter_has_the_type_that_its_schema_says(key: str, text: str, value: object) -> None:
     answer = f"<tool_call><function=get><parameter={key}>\n{text}\n</parameter></function></tool_call>"
-    (made,) = blocks(read([answer], evolve(READER, calls="qwen-xml")))
+    (made,) = join_blocks(read([answer], evolve(READER, calls="qwen-xml")))
     assert isinstance(made, ToolCall)
     found = json.loads(made.arguments)[key]
     assert (found, type(found)) == (value, type(value)) or "[[" in text
 
 
 def test_what_is_certain_is_said_at_once() -> None:
-    parser = evolve(READER, calls="hermes").start(lambda: "call0")
+    parser = evolve(READER, calls="hermes").start_parser(lambda: "call0")
     said = [
-        together(parser.push(part))
+        merge_pieces(parser.push(part))
         for part in ("Hi", " there\n<tool", '_call>{"name": "get", ', '"arguments": {"city": "Bo')
     ]
     assert said == [
@@ -309,13 +309,13 @@ ONLY = {
 def test_one_call_is_enough_where_they_may_not_be_parallel(form: str) -> None:
     """What closes it is part of the answer: it is what the conversation comes back with."""
     one, closing, more = ONLY[form]
-    parser = evolve(READER, calls=form.partition(",")[0], parallel=False).start(lambda: "call0")
+    parser = evolve(READER, calls=form.partition(",")[0], parallel=False).start_parser(lambda: "call0")
     said = list[AnswerPiece]()
     for text in (one, *closing):
-        assert not parser.closed, text
+        assert not parser.is_closed, text
         said += parser.push(text)
-    assert parser.closed
-    assert blocks([*said, *parser.push(more), *parser.finish()]) == (call(0, "get"),)
+    assert parser.is_closed
+    assert join_blocks([*said, *parser.push(more), *parser.finish()]) == (call(0, "get"),)
 
 
 def test_without_tools_and_without_reasoning_all_is_text() -> None:

@@ -10,9 +10,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from adapters import demo
-from adapters.checkpoint.errors import CheckpointError
-from adapters.text.backend import COMMENT, made, merges_of
-from adapters.text.tokenizer import build
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.text.tokenizer import build_tokenizer
+from adapters.text.tokenizer_backend import COMMENT, build_backend, read_merges
 from tests.text import small
 
 SMALL: Mapping[str, Any] = json.loads(small.train().to_str())
@@ -75,8 +75,8 @@ SIZE = len(SMALL["model"]["vocab"]) + len(SMALL["added_tokens"])
     ],
 )
 def test_it_is_the_one_that_would_have_been_read(described: Mapping[str, Any]) -> None:
-    assert merges_of(described["model"]) is not None
-    ours, theirs = made(described), read(described)
+    assert read_merges(described["model"]) is not None
+    ours, theirs = build_backend(described), read(described)
     assert json.loads(ours.to_str()) == json.loads(theirs.to_str())
     if described["model"].get("dropout") is None:
         assert [ours.encode(text).ids for text in TEXTS] == [theirs.encode(text).ids for text in TEXTS]
@@ -92,9 +92,9 @@ def test_it_is_the_one_that_would_have_been_read(described: Mapping[str, Any]) -
     ],
 )
 def test_other_models_are_read(model: Mapping[str, Any]) -> None:
-    assert merges_of(model) is None
+    assert read_merges(model) is None
     described = {**SMALL, "model": model}
-    assert json.loads(made(described).to_str()) == json.loads(read(described).to_str())
+    assert json.loads(build_backend(described).to_str()) == json.loads(read(described).to_str())
 
 
 WRONG = (["a b c"], [["a"]], [["a", "b"], "a b"], [5], [["a", 5]], [["a", "never there"]], 5, None)
@@ -103,7 +103,7 @@ WRONG = (["a b c"], [["a"]], [["a", "b"], "a b"], [5], [["a", 5]], [["a", "never
 @pytest.mark.parametrize("merges", WRONG)
 def test_what_is_wrong_with_merges_is_told(merges: object) -> None:
     with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read: .+"):
-        build(with_model(merges=merges), {})
+        build_tokenizer(with_model(merges=merges), {})
 
 
 LACKING = {"id": SIZE, "content": "[x]", "lstrip": False, "rstrip": False, "special": False}
@@ -113,7 +113,7 @@ MISTAKEN = [{**token("[x]", SIZE), "id": one} for one in (-1, 2**32, "5", None, 
 @pytest.mark.parametrize("one", [LACKING, *MISTAKEN])
 def test_what_is_wrong_with_a_token_is_told(one: Mapping[str, Any]) -> None:
     with pytest.raises(CheckpointError, match="cannot be read: Cannot instantiate Tokenizer"):
-        build(with_added(one), {"eos_token": "[x]"})
+        build_tokenizer(with_added(one), {"eos_token": "[x]"})
 
 
 @pytest.mark.parametrize(
@@ -121,4 +121,4 @@ def test_what_is_wrong_with_a_token_is_told(one: Mapping[str, Any]) -> None:
 )
 def test_what_is_wrong_with_a_model_is_told(described: Mapping[str, Any]) -> None:
     with pytest.raises(CheckpointError, match="cannot be read: Cannot instantiate Tokenizer"):
-        build(described, {})
+        build_tokenizer(described, {})

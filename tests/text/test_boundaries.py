@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from adapters import demo
-from adapters.text.boundaries import MOST, Openings, find_openings
+from adapters.text.boundaries import MAX_BOUNDARIES, MessageOpenings, find_message_openings
+from adapters.text.model_text import Text
 from adapters.text.template import ChatTemplate
-from adapters.text.text import Text
 from adapters.text.tokenizer import Tokenizer
 from tests.text import small
 
@@ -134,7 +134,7 @@ def said(*contents: str, system: str | None = None) -> list[dict[str, Any]]:
 async def pieces(text: Text, messages: Sequence[dict[str, Any]]) -> tuple[tuple[int, ...], list[str]]:
     """The boundaries of a conversation's prompt, and what stands just before each."""
     prompt = await text.encode_chat(messages)
-    found = text.openings.boundaries(prompt)
+    found = text.openings.find_boundaries(prompt)
     return found, [text.tokenizer.decode(prompt[:at], special=True) for at in found]
 
 
@@ -177,7 +177,7 @@ async def test_roles_that_are_marked_by_text_are_found_too(system: str | None, w
 
 async def test_where_nothing_marks_a_message_there_are_no_boundaries(words: Tokenizer) -> None:
     text = await text_of(UNMARKED, words)
-    assert text.openings == Openings()
+    assert text.openings == MessageOpenings()
     assert (await pieces(text, said("alpha", "beta", "gamma")))[0] == ()
     await text.aclose()
 
@@ -188,12 +188,12 @@ async def test_stray_markers_lose_no_boundary_and_typed_ones_are_text(words: Tok
     assert len(typed) == 4, "what is typed is text"
     prompt = list(await text.encode_chat(said("alpha", "beta", "gamma")))
     start, end = (words.controls[name].id for name in ("<|im_start|>", "<|im_end|>"))
-    clean = text.openings.boundaries(tuple(prompt))
+    clean = text.openings.find_boundaries(tuple(prompt))
     for place in range(len(prompt) + 1):
         for stray in (end, start):
             strayed = (*prompt[:place], stray, *prompt[place:])
             shifted = {at if at <= place else at + 1 for at in clean}
-            assert shifted - {place} <= set(text.openings.boundaries(strayed))
+            assert shifted - {place} <= set(text.openings.find_boundaries(strayed))
     await text.aclose()
 
 
@@ -211,14 +211,14 @@ async def test_the_demo_marks_its_messages() -> None:
     ]
     prompt = await text.encode_chat(messages, tools=tools)
     (marker,) = text.openings.markers[0]
-    assert text.openings.boundaries(prompt) == tuple(at + 1 for at, token in enumerate(prompt) if token == marker)
-    assert len(text.openings.boundaries(prompt)) == 5
+    assert text.openings.find_boundaries(prompt) == tuple(at + 1 for at, token in enumerate(prompt) if token == marker)
+    assert len(text.openings.find_boundaries(prompt)) == 5
     await text.aclose()
 
 
 async def test_a_template_that_breaks_has_no_boundaries(words: Tokenizer) -> None:
     template = ChatTemplate("{{ raise_exception('never') }}", ())
-    assert await find_openings(template, words) == Openings()
+    assert await find_message_openings(template, words) == MessageOpenings()
     await template.aclose()
 
 
@@ -239,9 +239,9 @@ async def test_a_template_that_breaks_has_no_boundaries(words: Tokenizer) -> Non
 def test_positions_just_past_a_marker(
     markers: tuple[tuple[int, ...], ...], prompt: tuple[int, ...], expected: tuple[int, ...]
 ) -> None:
-    assert Openings(markers).boundaries(prompt) == expected
+    assert MessageOpenings(markers).find_boundaries(prompt) == expected
 
 
 def test_there_is_a_limit_to_boundaries() -> None:
-    found = Openings(((7,), (8,))).boundaries((7, 8) * MOST)
-    assert found == tuple(range(1, MOST + 1))
+    found = MessageOpenings(((7,), (8,))).find_boundaries((7, 8) * MAX_BOUNDARIES)
+    assert found == tuple(range(1, MAX_BOUNDARIES + 1))

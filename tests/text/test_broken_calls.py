@@ -16,10 +16,17 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from adapters.text.answer.incoming import BrokenCall
-from adapters.text.answer.json_reader import repaired, scalar
-from adapters.text.answer.pieces import AnswerBlock, AnswerPiece, ReasoningPiece, TextPiece, blocks, together
-from adapters.text.answer.reader import AnswerReader
+from adapters.text.answer.answer_parser import AnswerReader
+from adapters.text.answer.answer_pieces import (
+    AnswerBlock,
+    AnswerPiece,
+    ReasoningPiece,
+    TextPiece,
+    join_blocks,
+    merge_pieces,
+)
+from adapters.text.answer.incremental_text import BrokenCall
+from adapters.text.answer.json_reader import repair_json, repair_scalar
 from adapters.text.conversation import FunctionTool, ToolCall
 
 WRITE = {
@@ -291,9 +298,9 @@ CASES = [(form, name) for form, cases in (("qwen-xml", XML), ("hermes", HERMES))
 
 def read(parts: Sequence[str], reader: AnswerReader) -> list[AnswerPiece]:
     numbers = itertools.count()
-    parser = reader.start(lambda: f"call{next(numbers)}")
+    parser = reader.start_parser(lambda: f"call{next(numbers)}")
     pieces = [piece for part in parts for piece in parser.push(part)]
-    return together([*pieces, *parser.finish()])
+    return merge_pieces([*pieces, *parser.finish()])
 
 
 def told(said: Sequence[AnswerBlock]) -> Expected:
@@ -305,8 +312,8 @@ def test_a_call_that_is_written_badly_has_its_obvious_reading_or_is_text(form: s
     text, expected = {"qwen-xml": XML, "hermes": HERMES}[form][name]
     reader = evolve(READER, calls=form)
     whole = read([text], reader)
-    assert told(blocks(whole)) == expected
-    assert repr(told(blocks(whole))) == repr(expected), "3.0 equals 3, and is no integer"
+    assert told(join_blocks(whole)) == expected
+    assert repr(told(join_blocks(whole))) == repr(expected), "3.0 equals 3, and is no integer"
     assert read(list(text), reader) == whole
     for cut in range(len(text)):
         assert read([text[:cut], text[cut:]], reader) == whole
@@ -440,7 +447,7 @@ def test_a_call_that_is_written_well_is_read_as_it_is(form: str, seed: int) -> N
     for _ in range(30):
         text, expected = answer(chance, form, wrong=False)
         whole = read([text], evolve(READER, calls=form))
-        assert told(blocks(whole)) == expected, repr(text)
+        assert told(join_blocks(whole)) == expected, repr(text)
         assert read(list(text), evolve(READER, calls=form)) == whole
 
 
@@ -452,7 +459,7 @@ def test_an_answer_that_is_cut_off_anywhere_has_the_calls_that_are_there(form: s
     made = [one for one in expected if isinstance(one, tuple)]
     for size in range(len(text)):
         whole = read([text[:size]], evolve(READER, calls=form))
-        calls = [one for one in told(blocks(whole)) if isinstance(one, tuple)]
+        calls = [one for one in told(join_blocks(whole)) if isinstance(one, tuple)]
         for (name, values), (wanted_name, wanted) in zip(calls, made, strict=False):
             assert name == wanted_name
             for key, value in values.items():
@@ -480,9 +487,9 @@ def test_whatever_is_wrong_with_a_call_for_long(form: str) -> None:
 
 def check_broken(chance: random.Random, form: str) -> None:
     text, _ = answer(chance, form, wrong=True)
-    reader = evolve(READER, calls=form, thinking=chance.random() < 0.1, parallel=chance.random() < 0.9)
+    reader = evolve(READER, calls=form, starts_in_reasoning=chance.random() < 0.1, parallel=chance.random() < 0.9)
     whole = read([text], reader)
-    said = blocks(whole)
+    said = join_blocks(whole)
     for call in said:
         if not isinstance(call, ToolCall):
             continue
@@ -516,7 +523,7 @@ REPEATED = [
 def test_text_made_of_tags_takes_no_quadratic_time(form: str, before: str, unit: str) -> None:
     def seconds(size: int) -> float:
         text = before + unit * (size // len(unit))
-        parser = evolve(READER, calls=form).start(lambda: "call0")
+        parser = evolve(READER, calls=form).start_parser(lambda: "call0")
         start = time.thread_time()
         for at in range(0, len(text), 16):
             parser.push(text[at : at + 16])
@@ -551,19 +558,19 @@ def test_valid_json_is_passed_on_as_it_was_written(seed: int) -> None:
     for _ in range(300):
         indent = chance.choice([None, 1])
         written = json.dumps({"a": some(0), "b": some(0)}, ensure_ascii=chance.random() < 0.5, indent=indent)
-        assert repaired(written) == written
+        assert repair_json(written) == written
         said = read(list(hermes(named(written))), evolve(READER, calls="hermes"))
-        assert [one.arguments for one in blocks(said) if isinstance(one, ToolCall)] == [written]
+        assert [one.arguments for one in join_blocks(said) if isinstance(one, ToolCall)] == [written]
 
 
 @pytest.mark.parametrize("word", ["", "-", "tru", "NaN", "Infinity", "007", "0x1", "1e", "1_000", "--1", "."])
 def test_what_is_no_number_and_no_constant_is_not_guessed(word: str) -> None:
     with pytest.raises(BrokenCall):
-        scalar(word)
+        repair_scalar(word)
 
 
 def test_a_string_is_passed_on_while_it_comes_and_its_quote_when_it_is_certain() -> None:
-    parser = evolve(READER, calls="hermes").start(lambda: "call0")
+    parser = evolve(READER, calls="hermes").start_parser(lambda: "call0")
     parts = ("<tool_call>" + named('{"path": "a.py')[:-1], '"', ", ", '"n": ', "3", "}")
     said = ["".join(getattr(piece, "text", "") for piece in parser.push(part)) for part in parts]
     assert said == ['{"path": "a.py', "", "", '"', "", ', "n": 3}']

@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema  # type: ignore[import-untyped]
 import pytest
 
-from adapters.text.closed_schema import closed_schema
+from adapters.text.grammars.closed_schema import close_schema
 
 A = {"type": "object", "properties": {"a": {"type": "integer"}}}
 B = {"type": "object", "properties": {"b": {"type": "integer"}}}
@@ -48,7 +48,7 @@ CASES: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_an_object_has_no_properties_but_those_that_it_lists(name: str) -> None:
     schema, good, bad = CASES[name]
-    found = closed_schema(schema)
+    found = close_schema(schema)
     for value in good:
         jsonschema.validate(value, found)
     for value in bad:
@@ -59,7 +59,7 @@ def test_an_object_has_no_properties_but_those_that_it_lists(name: str) -> None:
 
 def test_what_only_people_read_is_left_out_and_the_original_stays_as_it_is() -> None:
     schema = {"title": "X", "properties": {"a": {"description": "d", "default": True, "type": "boolean"}}}
-    assert closed_schema(schema) == {"properties": {"a": {"type": "boolean"}}, "additionalProperties": False}
+    assert close_schema(schema) == {"properties": {"a": {"type": "boolean"}}, "additionalProperties": False}
     assert schema["title"] == "X"
     assert "additionalProperties" not in schema
 
@@ -83,7 +83,7 @@ LARGEST = 10**18 - 1
 def test_an_integer_without_a_limit_has_at_most_eighteen_digits(
     schema: dict[str, Any], good: tuple[Any, ...], bad: tuple[Any, ...]
 ) -> None:
-    found = closed_schema(schema)
+    found = close_schema(schema)
     for value in good:
         jsonschema.validate(value, found)
     for value in bad:
@@ -95,5 +95,5 @@ def test_an_integer_without_a_limit_has_at_most_eighteen_digits(
     "schema", [{"properties": 5}, {"allOf": 5}, {"items": 5}, {"anyOf": [5]}, {"properties": {"a": 5}}, {"required": 5}]
 )
 def test_what_is_no_schema_stays_as_it_is(schema: dict[str, Any]) -> None:
-    found = closed_schema(schema)
+    found = close_schema(schema)
     assert {key: found[key] for key in schema} == schema

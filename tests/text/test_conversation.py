@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from adapters.text.conversation import DEEPEST, ChatMessage, Conversation, ToolCall, with_one_system
-from adapters.text.template import TemplateRefused, text_of
-from adapters.text.text import Text, cut_behind
+from adapters.text.conversation import MAX_ARGUMENT_DEPTH, ChatMessage, Conversation, ToolCall, merge_system_messages
+from adapters.text.model_text import Text, cut_after
+from adapters.text.template import TemplateRefused, join_rendered
 from tests.text import small
 
 SYSTEM, RULES, LATE = (ChatMessage("system", text) for text in ("Be brief.", "Rules.", "Mind the date."))
@@ -40,7 +40,7 @@ OBJECTS = """\
 
 def test_system_messages_become_one_and_the_users() -> None:
     messages = [SYSTEM, RULES, USER, ANSWER, LATE, USER]
-    found = with_one_system(messages)
+    found = merge_system_messages(messages)
     assert found == [
         ChatMessage("system", "Be brief.\n\nRules."),
         USER,
@@ -48,8 +48,8 @@ def test_system_messages_become_one_and_the_users() -> None:
         ChatMessage("user", LATE.content),
         USER,
     ]
-    assert with_one_system([USER, LATE]) == [USER, ChatMessage("user", LATE.content)]
-    assert with_one_system([SYSTEM, USER]) == [SYSTEM, USER]
+    assert merge_system_messages([USER, LATE]) == [USER, ChatMessage("user", LATE.content)]
+    assert merge_system_messages([SYSTEM, USER]) == [SYSTEM, USER]
 
 
 @pytest.mark.parametrize(("template", "one"), [(small.TEMPLATE, False), (REFUSES, True), (FORGETS, True)])
@@ -57,28 +57,30 @@ async def test_what_a_template_does_with_them_is_found_at_start(tmp_path: Path, 
     text = Text.load(small.write(tmp_path, template))
     try:
         await text.check()
-        assert text.one_system == one
-        written = text_of(await text.rendered(Conversation([SYSTEM, RULES, USER, ANSWER, LATE, USER])))
+        assert text.single_system == one
+        written = join_rendered(await text.render_conversation(Conversation([SYSTEM, RULES, USER, ANSWER, LATE, USER])))
         places = [written.index(message.content) for message in (SYSTEM, RULES, ANSWER, LATE)]
         assert places == sorted(places)
-        longer = text_of(await text.rendered(Conversation([SYSTEM, RULES, USER, ANSWER, LATE, USER, ANSWER, LATE])))
+        longer = join_rendered(
+            await text.render_conversation(Conversation([SYSTEM, RULES, USER, ANSWER, LATE, USER, ANSWER, LATE]))
+        )
         assert longer.startswith(written.removesuffix("<|im_start|>assistant\n")), "a conversation's prompt only grows"
     finally:
         await text.aclose()
 
 
 def test_an_answer_that_goes_on_is_found_from_behind() -> None:
-    assert cut_behind(("an answer, an answer", "!\n"), "an answer") == ("an answer, an answer",)
-    assert cut_behind(("one", "two and more"), "two") == ("one", "two")
+    assert cut_after(("an answer, an answer", "!\n"), "an answer") == ("an answer, an answer",)
+    assert cut_after(("one", "two and more"), "two") == ("one", "two")
 
 
 def test_an_answer_that_is_not_shown_is_looked_for_in_no_time() -> None:
     """As `rfind` would, letter by letter, this takes an hour."""
     with pytest.raises(TemplateRefused):
-        cut_behind(("a" * 4_000_000,), "a</think>" + "a" * 1_000_000)
+        cut_after(("a" * 4_000_000,), "a</think>" + "a" * 1_000_000)
 
 
-@pytest.mark.parametrize("depth", [DEEPEST - 1, DEEPEST, 500, 970, 985, 3000])
+@pytest.mark.parametrize("depth", [MAX_ARGUMENT_DEPTH - 1, MAX_ARGUMENT_DEPTH, 500, 970, 985, 3000])
 async def test_arguments_that_nobody_could_write_are_told_as_they_came(tmp_path: Path, depth: int) -> None:
     """A template that reads the members of a call's arguments has them, wherever that can be."""
     nested = '{"a": ' + "[" * depth + "]" * depth + "}"
@@ -90,9 +92,11 @@ async def test_arguments_that_nobody_could_write_are_told_as_they_came(tmp_path:
     ]
     try:
         assert not text.template.wants_argument_text
-        written = text_of(await text.rendered(Conversation([USER, ChatMessage("assistant", "", calls=tuple(calls))])))
+        written = join_rendered(
+            await text.render_conversation(Conversation([USER, ChatMessage("assistant", "", calls=tuple(calls))]))
+        )
     finally:
         await text.aclose()
     assert "f key=\u00e9;" in written
     assert 'g: {"key": "\\ud800"}' in written
-    assert (f"h a={'[' * depth}" if depth < DEEPEST else f"h: {nested}") in written
+    assert (f"h a={'[' * depth}" if depth < MAX_ARGUMENT_DEPTH else f"h: {nested}") in written

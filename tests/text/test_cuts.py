@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adapters.text.conversation import ChatMessage, Conversation
-from adapters.text.cuts import MOST_CUTS, cut_places
-from adapters.text.template import text_of
-from adapters.text.text import Text
+from adapters.text.model_text import Text
+from adapters.text.shared_cuts import MAX_CUTS, find_cut_positions
+from adapters.text.template import join_rendered
 from adapters.text.tokenizer import Tokenizer
 
 
 async def places(text: Text, messages: list[ChatMessage]) -> list[str]:
     """What stands before each cut."""
-    prompt = await text.prompt(Conversation(messages))
+    prompt = await text.build_prompt(Conversation(messages))
     return [text.tokenizer.decode(prompt.tokens[:cut], special=True) for cut in prompt.cuts]
 
 
@@ -40,7 +40,7 @@ async def test_cuts_of_several_messages_are_found_in_their_order(folder: Path) -
             assert before.endswith(end), before
         assert await places(text, [ChatMessage("user", "e\u0301 and more", cuts=(3,))]) == [], "it is normalized"
         assert await places(text, [ChatMessage("user", "   and more", cuts=(2,))]) == []
-        assert len(await places(text, [ChatMessage("user", "x " * 100, cuts=tuple(range(1, 199, 2)))])) <= MOST_CUTS
+        assert len(await places(text, [ChatMessage("user", "x " * 100, cuts=tuple(range(1, 199, 2)))])) <= MAX_CUTS
     finally:
         await text.aclose()
 
@@ -51,15 +51,15 @@ async def test_cuts_of_several_messages_are_found_in_their_order(folder: Path) -
 def test_a_cut_never_stands_behind_what_it_is_to_be_before(tokenizer: Tokenizer, contents: list[str]) -> None:
     messages = [ChatMessage("user", content, cuts=(len(content) // 2, len(content))) for content in contents]
     rendered = tuple(f"<{content}>" for content in contents)
-    (tokens,) = tokenizer.encode_now([text_of(rendered)])
-    found = cut_places(messages, rendered, tuple(tokens), tokenizer)
-    sizes = [0, *accumulate(len(tokenizer.piece(token)) for token in tokens)]
+    (tokens,) = tokenizer.encode_now([join_rendered(rendered)])
+    found = find_cut_positions(messages, rendered, tuple(tokens), tokenizer)
+    sizes = [0, *accumulate(len(tokenizer.token_bytes(token)) for token in tokens)]
     ends = {
         at + len(head)
         for content in contents
         for head in (content[: len(content) // 2].strip(), content.strip())
-        for at in range(len(text_of(rendered)))
-        if head and text_of(rendered).startswith(head, at)
+        for at in range(len(join_rendered(rendered)))
+        if head and join_rendered(rendered).startswith(head, at)
     }
     for cut in found:
         assert any(sizes[cut] <= end and (cut == len(tokens) or end < sizes[cut + 1]) for end in ends)
@@ -68,4 +68,4 @@ def test_a_cut_never_stands_behind_what_it_is_to_be_before(tokenizer: Tokenizer,
 @pytest.mark.parametrize("text", ["", "Hello"])
 def test_without_cuts_there_are_none(tokenizer: Tokenizer, text: str) -> None:
     (tokens,) = tokenizer.encode_now([text])
-    assert cut_places([ChatMessage("user", text)], (text,), tuple(tokens), tokenizer) == ()
+    assert find_cut_positions([ChatMessage("user", text)], (text,), tuple(tokens), tokenizer) == ()

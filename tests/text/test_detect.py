@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from adapters.text.answer.detect import detect_calls, detect_reasoning
-from adapters.text.template import ChatTemplate, Control
+from adapters.text.answer.detect_call_form import detect_call_form, detect_reasoning
+from adapters.text.template import ChatTemplate, ControlToken
 from tests.text import small
 
 TOKENS = ["<|im_start|>", "<|im_end|>", "<|head|>", "<|end|>", "<tool_call>", "</tool_call>", "<think>", "</think>"]
-CONTROLS = [Control(content, number) for number, content in enumerate([*TOKENS, "<|python_tag|>"])]
+CONTROLS = [ControlToken(content, number) for number, content in enumerate([*TOKENS, "<|python_tag|>"])]
 XML = (
     "{% for k, v in call.function.arguments | items %}<parameter={{ k }}>\n{{ v }}\n</parameter>\n{% endfor %}"
     "</function>\n</tool_call>"
@@ -40,14 +40,14 @@ def template(call: str, opening: str = "", closed: str = "") -> ChatTemplate:
 @pytest.mark.parametrize(("opening", "closed"), [("", ""), ("<think>\n", "<think>\n\n</think>\n\n"), ("<think>\n", "")])
 async def test_the_form_is_the_one_that_the_template_writes(form: str, opening: str, closed: str) -> None:
     made = template(FORMS[form], opening, closed)
-    assert await detect_calls(made) == form
+    assert await detect_call_form(made) == form
     assert detect_reasoning(made) == ("think" if closed else "none")
     await made.aclose()
 
 
 async def test_a_control_token_may_be_part_of_it() -> None:
     made = template(LLAMA_TAG)
-    assert await detect_calls(made) == "llama3-json"
+    assert await detect_call_form(made) == "llama3-json"
     await made.aclose()
 
 
@@ -56,11 +56,11 @@ async def test_a_control_token_may_be_part_of_it() -> None:
 )
 async def test_a_template_without_calls_has_no_form(source: str) -> None:
     made = ChatTemplate(source, CONTROLS)
-    assert (await detect_calls(made), detect_reasoning(made)) == ("none", "none")
+    assert (await detect_call_form(made), detect_reasoning(made)) == ("none", "none")
     await made.aclose()
 
 
 async def test_the_small_one_is_as_qwens() -> None:
     made = ChatTemplate(small.TEMPLATE, CONTROLS)
-    assert (await detect_calls(made), detect_reasoning(made)) == ("hermes", "think")
+    assert (await detect_call_form(made), detect_reasoning(made)) == ("hermes", "think")
     await made.aclose()

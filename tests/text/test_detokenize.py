@@ -10,10 +10,17 @@ from attrs import define
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters.text.answer.pieces import ArgumentsPiece, CallBegun, CallEnded, ReasoningPiece, TextPiece, text_of
+from adapters.text.answer.answer_pieces import (
+    ArgumentsPiece,
+    CallBegun,
+    CallEnded,
+    ReasoningPiece,
+    TextPiece,
+    join_text,
+)
 from adapters.text.detokenize import TextStream
-from adapters.text.spelling import BYTES
-from adapters.text.stops import StopStrings
+from adapters.text.stop_strings import StopStrings
+from adapters.text.token_spelling import BYTES
 from adapters.text.tokenizer import Tokenizer
 
 LETTERS = {byte: char for char, byte in BYTES.items()}
@@ -42,10 +49,10 @@ class StoppedText:
         return StoppedText(TextStream(tokenizer), StopStrings(stops))
 
     def push(self, token: int) -> str:
-        return text_of(self.stops.push([TextPiece(self.text.push(token))]))
+        return join_text(self.stops.push([TextPiece(self.text.push(token))]))
 
     def finish(self) -> str:
-        return text_of([*self.stops.push([TextPiece(self.text.finish())]), *self.stops.finish()])
+        return join_text([*self.stops.push([TextPiece(self.text.finish())]), *self.stops.finish()])
 
 
 def stream(tokenizer: Tokenizer, tokens: list[int], stops: tuple[str, ...] = ()) -> list[str]:
@@ -118,7 +125,7 @@ def test_no_more_is_held_back_than_what_may_begin_a_stop_string(tokenizer: Token
     shown = ""
     for count, token in enumerate(bytes_to_tokens(tokenizer, text.encode()), 1):
         shown += stream.push(token)
-        if stream.stops.stopped:
+        if stream.stops.found_stop:
             return
         held = text[len(shown) : count]
         assert held == max((stop[:n] for n in range(len(stop)) if text[:count].endswith(stop[:n])), key=len)
@@ -130,9 +137,9 @@ def test_the_token_that_completes_a_stop_string_is_known(tokenizer: Tokenizer) -
     pieces = []
     for token in tokens:
         pieces.append(text.push(token))
-        if text.stops.stopped:
+        if text.stops.found_stop:
             break
-    assert (len(pieces), "".join(pieces), text.stops.stopped) == (len("one END"), "one ", "END")
+    assert (len(pieces), "".join(pieces), text.stops.found_stop) == (len("one END"), "one ", "END")
     assert text.finish() == ""
 
 
@@ -148,7 +155,7 @@ def test_a_replacement_at_the_very_end_can_complete_a_stop_string(tokenizer: Tok
 
 def test_control_tokens_and_hidden_tokens_have_no_text(tokenizer: Tokenizer) -> None:
     hidden = tokenizer.full.token_to_id("a")
-    text = TextStream(tokenizer, hidden={hidden})
+    text = TextStream(tokenizer, hidden_tokens={hidden})
     tokens = [1, *bytes_to_tokens(tokenizer, b"ba"), 2, tokenizer.controls["<think>"].id]
     assert "".join(text.push(token) for token in tokens) == "b<think>"
 
@@ -175,4 +182,4 @@ def test_stop_strings_are_looked_for_in_the_text_of_an_answer_alone() -> None:
     stops = StopStrings(("STOP",))
     said = [*stops.push(pieces), *stops.finish()]
     assert said == [ReasoningPiece("a STOP"), TextPiece("b "), TextPiece("ST"), *call, TextPiece("OP c ")]
-    assert stops.stopped == "STOP"
+    assert stops.found_stop == "STOP"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from adapters.text.efforts import EFFORTS, nearest
-from adapters.text.text import Text
+from adapters.text.model_text import Text
+from adapters.text.reasoning_efforts import EFFORTS, find_nearest
 from tests.text import small
 
 PLAIN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -27,7 +27,7 @@ LOOKS_UP = "{{ {'low': 1, 'medium': 2}[reasoning_effort or 'low'] + 0 }}" + PLAI
     ],
 )
 def test_a_level_is_served_as_the_nearest_one(accepted: tuple[str, ...], told: dict[str, str | None]) -> None:
-    assert {level: nearest(level, list(accepted)) for level in told} == told
+    assert {level: find_nearest(level, list(accepted)) for level in told} == told
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,6 @@ async def test_what_a_template_accepts_is_found_by_rendering_it(
     try:
         await text.check()
         accepted = [level for level in EFFORTS if level not in refused]
-        assert text.efforts == {level: nearest(level, accepted) for level in EFFORTS}
+        assert text.efforts == {level: find_nearest(level, accepted) for level in EFFORTS}
     finally:
         await text.aclose()

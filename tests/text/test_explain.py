@@ -7,32 +7,34 @@ from pathlib import Path
 import pytest
 
 from adapters.text.conversation import ChatMessage, Conversation, FunctionTool, ToolCall
-from adapters.text.explain import SIDE, Explained, explain
-from adapters.text.text import Text
+from adapters.text.explain_miss import CONTEXT_CHARS, MissExplanation, explain_miss
+from adapters.text.model_text import Text
 from effects.job import Job
-from effects.ports import DIVERGED, Divergence
+from effects.ports import MAX_DIVERGED_TOKENS, Divergence
 
 CALL = ToolCall("c1", "lookup", '{"city": "Rome"}')
 TALK = [
     ChatMessage("system", "Be brief and kind."),
     ChatMessage("user", "Hello, world! How are you?"),
     ChatMessage("assistant", "", calls=(CALL,)),
-    ChatMessage("tool", "Sunny, 東京 😀", answers="c1"),
+    ChatMessage("tool", "Sunny, 東京 😀", answered_call_id="c1"),
     ChatMessage("user", "And in 1234 words, then?"),
 ]
 
 
-async def explained(text: Text, sent: Conversation, kept: Conversation) -> Explained:
+async def explained(text: Text, sent: Conversation, kept: Conversation) -> MissExplanation:
     """What is told if `kept` is there and `sent` comes."""
-    one, other = (await text.prompt(sent)).tokens, (await text.prompt(kept)).tokens
+    one, other = (await text.build_prompt(sent)).tokens, (await text.build_prompt(kept)).tokens
     at = next(place for place, (mine, its) in enumerate(zip(one, other, strict=False)) if mine != its)
-    job = Job(one, 1, boundaries=text.openings.boundaries(one))
-    return explain(Divergence(at, other[at : at + DIVERGED], "device"), job, sent.messages, text.tokenizer)
+    job = Job(one, 1, boundaries=text.openings.find_boundaries(one))
+    return explain_miss(
+        Divergence(at, other[at : at + MAX_DIVERGED_TOKENS], "device"), job, sent.messages, text.tokenizer
+    )
 
 
 def changed(place: int, **to: object) -> list[ChatMessage]:
     messages = [*TALK]
-    messages[place] = ChatMessage(**{"role": TALK[place].role, "answers": TALK[place].answers, **to})  # type: ignore[arg-type]
+    messages[place] = ChatMessage(**{"role": TALK[place].role, "answered_call_id": TALK[place].answered_call_id, **to})  # type: ignore[arg-type]
     return messages
 
 
@@ -57,7 +59,7 @@ async def test_the_message_and_both_texts(
         assert (told.message, told.role) == (message, TALK[message].role)
         assert sent in told.sent
         assert other in told.kept
-        assert max(len(told.sent), len(told.kept)) <= 2 * SIDE
+        assert max(len(told.sent), len(told.kept)) <= 2 * CONTEXT_CHARS
     finally:
         await text.aclose()
 
@@ -80,10 +82,10 @@ def test_a_prompt_of_no_messages_has_texts_alone(folder: Path) -> None:
     tokenizer = Text.load(folder).tokenizer
     prompt, other = (tokenizer.encode_now([f"{'x' * 100} {word} {'y' * 100}"])[0] for word in ("one", "two"))
     at = next(place for place, (mine, its) in enumerate(zip(prompt, other, strict=False)) if mine != its)
-    told = explain(Divergence(at, other[at:][:DIVERGED], "disk"), Job(prompt, 1), (), tokenizer)
+    told = explain_miss(Divergence(at, other[at:][:MAX_DIVERGED_TOKENS], "disk"), Job(prompt, 1), (), tokenizer)
     assert (told.message, told.at, told.tier) == (None, at, "disk")
-    assert len(told.sent) == len(told.kept) == 2 * SIDE
-    assert told.sent.startswith("x" * (SIDE - 2))
+    assert len(told.sent) == len(told.kept) == 2 * CONTEXT_CHARS
+    assert told.sent.startswith("x" * (CONTEXT_CHARS - 2))
     assert " two yyy" in told.kept
 
 
@@ -91,5 +93,5 @@ def test_a_character_that_is_cut_in_two_is_left_out(folder: Path) -> None:
     tokenizer = Text.load(folder).tokenizer
     prompt, other = (tokenizer.encode_now([text])[0] for text in ("a鿿b", "a鿾b"))
     at = next(place for place, (mine, its) in enumerate(zip(prompt, other, strict=False)) if mine != its)
-    told = explain(Divergence(at, other[at:], "host"), Job(prompt, 1), (), tokenizer)
+    told = explain_miss(Divergence(at, other[at:], "host"), Job(prompt, 1), (), tokenizer)
     assert (told.sent, told.kept) == ("ab", "ab")

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from adapters import demo
-from adapters.checkpoint.errors import CheckpointError
-from adapters.checkpoint.expressions import GPT2, LLAMA3, QWEN, QWEN35
-from adapters.checkpoint.gguf.text import WORDS
-from adapters.checkpoint.text_files import MAX_TEMPLATE_BYTES, TextFiles
-from adapters.text.pieces import known, splits_words
-from adapters.text.spelling import Spelling
-from adapters.text.text import Text
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.checkpoint.gguf.gguf_text import PRE_TOKENIZERS
+from adapters.checkpoint.split_patterns import GPT2, LLAMA3, QWEN, QWEN35
+from adapters.checkpoint.text_files import MAX_TEMPLATE_BYTES, read_text_files
+from adapters.text.model_text import Text
+from adapters.text.token_pieces import derive_bounds, splits_words
+from adapters.text.token_spelling import Spelling
 from adapters.text.tokenizer import Tokenizer
 from tests.models.ggufs import write_gguf
 
@@ -57,7 +57,7 @@ async def both(file: Path):
 
 
 def test_the_file_says_what_the_folder_says(file: Path) -> None:
-    folder, ours = TextFiles.read(demo.FOLDER), TextFiles.read(file)
+    folder, ours = read_text_files(demo.FOLDER), read_text_files(file)
     assert ours.template == folder.template
     assert ours.end_tokens == folder.end_tokens == (4, 2)
     for part in ("added_tokens", "normalizer", "pre_tokenizer", "post_processor"):
@@ -71,10 +71,10 @@ async def test_ids_are_those_of_tokenizer_json(both: tuple[Text, Text]) -> None:
     for controls in (False, True):
         assert ours.encode_now(texts(), controls) == folder.encode_now(texts(), controls)
     tokens = list(range(folder.size))
-    assert [ours.piece(token) for token in tokens] == [folder.piece(token) for token in tokens]
+    assert [ours.token_bytes(token) for token in tokens] == [folder.token_bytes(token) for token in tokens]
     assert ours.decode(tokens) == folder.decode(tokens)
     assert (ours.special, ours.controls, ours.end_tokens) == (folder.special, folder.controls, folder.end_tokens)
-    assert (ours.known_plain, ours.known_full) == (folder.known_plain, folder.known_full)
+    assert (ours.plain_bounds, ours.full_bounds) == (folder.plain_bounds, folder.full_bounds)
 
 
 async def test_conversations_and_sampling_are_the_same(both: tuple[Text, Text]) -> None:
@@ -85,13 +85,13 @@ async def test_conversations_and_sampling_are_the_same(both: tuple[Text, Text]) 
     assert ours.openings == folder.openings
 
 
-@pytest.mark.parametrize("pre", WORDS)
+@pytest.mark.parametrize("pre", PRE_TOKENIZERS)
 async def test_every_pre_tokenizer_that_is_accepted_is_built_and_cut_where_it_may_be(pre: str, tmp_path: Path) -> None:
-    files = TextFiles.read(gguf_of(demo.FOLDER, tmp_path / "m.gguf", pre, **{"tokenizer.ggml.bos_token_id": 2}))
-    tokenizer = Tokenizer.of(files)
+    files = read_text_files(gguf_of(demo.FOLDER, tmp_path / "m.gguf", pre, **{"tokenizer.ggml.bos_token_id": 2}))
+    tokenizer = Tokenizer.from_files(files)
     assert splits_words(files.tokenizer["pre_tokenizer"])
-    assert tokenizer.known_plain.cuts
-    assert known(files.tokenizer, Spelling()).longest
+    assert tokenizer.plain_bounds.can_cut
+    assert derive_bounds(files.tokenizer, Spelling()).max_token_bytes
     found = tokenizer.encode_now(["Hello, world 12."])[0]
     assert tokenizer.decode(found) == "Hello, world 12."
 
@@ -105,12 +105,16 @@ def test_expressions_are_those_of_the_models() -> None:
     assert tokenization_qwen3_5.PRETOKENIZE_REGEX == QWEN35
     assert QWEN.replace(r"\p{N}| ", r"\p{N}{1,3}| ") == LLAMA3
     assert GPT2.startswith("'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+")
-    assert {words.normalizer is not None for name, words in WORDS.items() if name in {"qwen2", "qwen35"}} == {True}
+    assert {words.normalizer is not None for name, words in PRE_TOKENIZERS.items() if name in {"qwen2", "qwen35"}} == {
+        True
+    }
 
 
 def test_marks_stay_with_their_letters_in_qwen35(tmp_path: Path) -> None:
     built = {
-        pre: Tokenizer.of(TextFiles.read(gguf_of(demo.FOLDER, tmp_path / f"{pre}.gguf", pre))).plain.pre_tokenizer
+        pre: Tokenizer.from_files(
+            read_text_files(gguf_of(demo.FOLDER, tmp_path / f"{pre}.gguf", pre))
+        ).plain.pre_tokenizer
         for pre in ("qwen2", "qwen35")
     }
     word = "\u0645\u0651\u0627"  # a letter with a mark, and another letter
@@ -192,7 +196,7 @@ def test_metadata_that_make_no_tokenizer_are_told_with_their_names(case: str, tm
     fields, message = WRONG[case]
     path = gguf_of(demo.FOLDER, tmp_path / "m.gguf", **fields)
     with pytest.raises(CheckpointError) as found:
-        TextFiles.read(path)
+        read_text_files(path)
     assert message in str(found.value)
     assert str(found.value).startswith(str(path))
     assert "\n" not in str(found.value)

@@ -16,23 +16,23 @@ import jsonschema
 import numpy as np
 import pytest
 
-from adapters.text import grammar
-from adapters.text.grammar import (
-    KEPT,
+from adapters.text.confined_worker import ConfinedWorker, WorkReply
+from adapters.text.grammars import grammar
+from adapters.text.grammars.compile_queue import MAX_WAITING, MAX_WAITING_PER_OWNER, TooManyGrammars
+from adapters.text.grammars.grammar import (
     LIMITS,
     MAX_BYTES,
-    MOST_SOURCE,
-    Compiled,
+    MAX_KEPT,
+    MAX_SOURCE_CHARS,
+    CompiledGrammar,
     GrammarMatching,
     GrammarRefused,
     Grammars,
     Vocabulary,
-    definition,
-    json_grammar,
+    build_json_grammar,
+    to_library_source,
 )
-from adapters.text.grammar_line import MOST_WAITING, SHARE, TooManyGrammars
-from adapters.text.tokenizer import GaveUp, Tokenizer
-from adapters.text.worker import Confined
+from adapters.text.tokenizer import ClientLeft, Tokenizer
 from effects.grammar import Grammar
 from tests.schemas import schema_of
 from tests.text import small
@@ -67,7 +67,7 @@ def test_a_mask_depends_on_the_tokens_before_it_and_on_no_call_before_it(tokeniz
     """Walks that go ahead, come back and branch off see what a straight walk sees."""
     grammars, draw = Grammars(tokenizer), random.Random(3)
     for seed in range(12):
-        grammar = json_grammar(schema_of(seed))
+        grammar = build_json_grammar(schema_of(seed))
         walked, said = grammars.match(grammar), list[int]()
         while True:
             allowed = following(walked)
@@ -82,9 +82,9 @@ def test_a_mask_depends_on_the_tokens_before_it_and_on_no_call_before_it(tokeniz
                 if path and path[-1] in ENDS:
                     break
                 path += (draw.choice(sorted(ahead)),)
-                assert walked.fitting(path) == len(path)
+                assert walked.count_allowed(path) == len(path)
             wrong = next((token for token in range(tokenizer.size) if token not in allowed and token not in ENDS), None)
-            assert wrong is None or walked.fitting((wrong, *path)) == 0
+            assert wrong is None or walked.count_allowed((wrong, *path)) == 0
             kept = path[: draw.randint(1, len(path))] if path else (draw.choice(sorted(allowed)),)
             walked.append(kept)
             said += kept
@@ -114,10 +114,10 @@ def test_control_tokens_are_no_text_and_are_meant_where_a_grammar_names_them(tok
 
 
 async def test_what_is_admitted_is_kept_and_what_nobody_used_for_long_is_not(grammars: Grammars) -> None:
-    for number in range(KEPT + 3):
+    for number in range(MAX_KEPT + 3):
         await grammars.admit(Grammar("regex", f"a{number}"), stays)
-    assert grammars._find(Grammar("regex", "a0")) is None  # noqa: SLF001 - how much is kept, nobody else can see
-    assert grammars._find(Grammar("regex", f"a{KEPT}")) is not None  # noqa: SLF001
+    assert grammars._find_compiled(Grammar("regex", "a0")) is None  # noqa: SLF001 - how much is kept, nobody else can see
+    assert grammars._find_compiled(Grammar("regex", f"a{MAX_KEPT}")) is not None  # noqa: SLF001
     assert following(grammars.match(Grammar("regex", "a0"))) != set(), "and is made again where it is needed"
 
 
@@ -126,9 +126,9 @@ async def test_of_grammars_that_took_long_to_compile_fewer_are_kept_and_held(
 ) -> None:
     costly = [await grammars.admit(Grammar("regex", f"d{number}"), stays) for number in range(2)]
     assert all(0 < one.seconds < 1 for one in costly)
-    assert grammars._find(Grammar("regex", "d1")) is costly[1]  # noqa: SLF001 - as above
-    monkeypatch.setattr(grammar, "KEPT_SECONDS", costly[1].seconds / 2)
-    monkeypatch.setattr(grammar, "HELD_SECONDS", 0.0)
+    assert grammars._find_compiled(Grammar("regex", "d1")) is costly[1]  # noqa: SLF001 - as above
+    monkeypatch.setattr(grammar, "MAX_KEPT_SECONDS", costly[1].seconds / 2)
+    monkeypatch.setattr(grammar, "MAX_HELD_SECONDS", 0.0)
     with pytest.raises(TooManyGrammars):
         await grammars.admit(Grammar("regex", "d2"), stays)
     assert await grammars.admit(Grammar("regex", "d1"), stays) is costly[1], "what is there costs nothing more"
@@ -136,13 +136,13 @@ async def test_of_grammars_that_took_long_to_compile_fewer_are_kept_and_held(
     costly.clear()
     await anyio.lowlevel.checkpoint()  # the event loop lets go of what it has just handed over
     gc.collect()
-    assert [grammars._find(Grammar("regex", f"d{number}")) for number in range(2)] == [None] * 2  # noqa: SLF001
+    assert [grammars._find_compiled(Grammar("regex", f"d{number}")) for number in range(2)] == [None] * 2  # noqa: SLF001
     assert await grammars.admit(Grammar("regex", "d2"), stays)
 
 
 async def test_what_waits_for_its_turn_is_not_compiled_again(grammars: Grammars) -> None:
     waiting = await grammars.admit(Grammar("regex", "b"), stays)
-    for number in range(KEPT + 1):
+    for number in range(MAX_KEPT + 1):
         await grammars.admit(Grammar("regex", f"b{number}"), stays)
     assert await grammars.admit(Grammar("regex", "b"), stays) is waiting
 
@@ -151,11 +151,11 @@ async def test_who_leaves_in_the_line_costs_nothing_and_the_line_ends(grammars: 
     async def leaves() -> bool:
         return True
 
-    with pytest.raises(GaveUp):
+    with pytest.raises(ClientLeft):
         await grammars.admit(Grammar("regex", "c"), leaves)
-    with pytest.raises(GaveUp):
-        await grammars.rules("start: c", leaves)
-    found: list[Compiled] = []
+    with pytest.raises(ClientLeft):
+        await grammars.translate_rules("start: c", leaves)
+    found: list[CompiledGrammar] = []
     refused: list[TooManyGrammars] = []
 
     async def ask(number: int) -> None:
@@ -165,10 +165,10 @@ async def test_who_leaves_in_the_line_costs_nothing_and_the_line_ends(grammars: 
             refused.append(error)
 
     async with anyio.create_task_group() as tasks:
-        for number in range(MOST_WAITING + 3):
+        for number in range(MAX_WAITING + 3):
             tasks.start_soon(ask, number)
-    assert (len(found), len(refused)) == (MOST_WAITING + 1, 2)
-    assert len(set(map(id, found))) == MOST_WAITING // 2 + 1, "two want the same, and it is made once"
+    assert (len(found), len(refused)) == (MAX_WAITING + 1, 2)
+    assert len(set(map(id, found))) == MAX_WAITING // 2 + 1, "two want the same, and it is made once"
 
 
 @pytest.mark.parametrize("keys", [1, 2, 6])
@@ -183,13 +183,16 @@ async def test_every_api_key_has_a_share_of_the_line_and_keys_take_turns(grammar
         except TooManyGrammars:
             refused.append(owner)
 
-    async with anyio.create_task_group() as tasks, grammars.line.turn("other"):
-        for number in range(2 * MOST_WAITING):
+    async with anyio.create_task_group() as tasks, grammars.queue.wait_turn("other"):
+        for number in range(2 * MAX_WAITING):
             tasks.start_soon(ask, "greedy", number)
         await anyio.wait_all_tasks_blocked()
-        assert (grammars.line.waiting, len(refused)) == (SHARE, 2 * MOST_WAITING - SHARE)
+        assert (grammars.queue.waiting_count, len(refused)) == (
+            MAX_WAITING_PER_OWNER,
+            2 * MAX_WAITING - MAX_WAITING_PER_OWNER,
+        )
         for key in range(1, keys):
-            for number in range(SHARE if key % 2 else 1):
+            for number in range(MAX_WAITING_PER_OWNER if key % 2 else 1):
                 tasks.start_soon(ask, f"key{key}", number)
         await anyio.wait_all_tasks_blocked()
     assert set(refused) <= {"greedy", "key5"}, "the line is as long as it may be with four of them"
@@ -201,20 +204,20 @@ async def test_every_api_key_has_a_share_of_the_line_and_keys_take_turns(grammar
 
 async def test_who_is_cancelled_in_the_line_leaves_it_and_keeps_nobody_waiting(grammars: Grammars) -> None:
     for step in range(3):
-        async with anyio.create_task_group() as tasks, grammars.line.turn(""):
+        async with anyio.create_task_group() as tasks, grammars.queue.wait_turn(""):
             with anyio.move_on_after(0):
                 await grammars.admit(Grammar("regex", f"x{step}"), stays)
             tasks.start_soon(grammars.admit, Grammar("regex", f"y{step}"), stays)
             await anyio.wait_all_tasks_blocked()
             if step:  # called and cancelled in the same moment
                 tasks.cancel_scope.cancel()
-        assert grammars.line.waiting == 0
+        assert grammars.queue.waiting_count == 0
         with anyio.fail_after(20):
             await grammars.admit(Grammar("regex", f"z{step}"), stays)
 
 
 async def test_a_key_has_a_share_of_what_is_held(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar, "SHARE_SECONDS", 0.0)
+    monkeypatch.setattr(grammar, "MAX_OWNER_SECONDS", 0.0)
     mine = await grammars.admit(Grammar("regex", "s0"), stays, "mine")
     with pytest.raises(TooManyGrammars):
         await grammars.admit(Grammar("regex", "s1"), stays, "mine")
@@ -223,20 +226,20 @@ async def test_a_key_has_a_share_of_what_is_held(grammars: Grammars, monkeypatch
 
 
 async def test_rules_are_read_beside_the_server(grammars: Grammars) -> None:
-    assert (await grammars.rules("start: a\na: /x/", stays)).source == "start: a\na: /x/"
-    assert "start:" in (await grammars.rules('root ::= "a"', stays)).source
+    assert (await grammars.translate_rules("start: a\na: /x/", stays)).source == "start: a\na: /x/"
+    assert "start:" in (await grammars.translate_rules('root ::= "a"', stays)).source
 
 
 REFUSED: dict[str, tuple[Grammar, str]] = {
     "regex": (Grammar("regex", "(a"), "unclosed group"),
     "lark": (Grammar("lark", "start: a"), "unknown name"),
     "empty": (Grammar("regex", r"[^\s\S]"), "no text keeps to it"),
-    "never ends": (json_grammar({"$ref": "#"}), "no text keeps to it, or none comes to an end"),
-    "keyword": (json_grammar({"not": {"type": "string"}}), 'Unimplemented keys: ["not"]'),
-    "type": (json_grammar({"type": "text"}), "Invalid type"),
-    "impossible": (json_grammar({"type": "integer", "minimum": 3, "maximum": 2}), "minimum (3) is greater"),
-    "elsewhere": (json_grammar({"$ref": "http://127.0.0.1:1/schema.json"}), "Default retriever does not fetch"),
-    "file": (json_grammar({"$ref": "file:///etc/passwd"}), "Default retriever does not fetch"),
+    "never ends": (build_json_grammar({"$ref": "#"}), "no text keeps to it, or none comes to an end"),
+    "keyword": (build_json_grammar({"not": {"type": "string"}}), 'Unimplemented keys: ["not"]'),
+    "type": (build_json_grammar({"type": "text"}), "Invalid type"),
+    "impossible": (build_json_grammar({"type": "integer", "minimum": 3, "maximum": 2}), "minimum (3) is greater"),
+    "elsewhere": (build_json_grammar({"$ref": "http://127.0.0.1:1/schema.json"}), "Default retriever does not fetch"),
+    "file": (build_json_grammar({"$ref": "file:///etc/passwd"}), "Default retriever does not fetch"),
     "no object": (Grammar("json_schema", "[1"), ""),
 }
 
@@ -267,18 +270,20 @@ def expanding(depth: int) -> dict[str, Any]:
 
 
 HOSTILE: dict[str, Grammar] = {
-    "deep": json_grammar(nested(60)),
+    "deep": build_json_grammar(nested(60)),
     "too deep": Grammar("json_schema", '{"items":' * 5000 + "{}" + "}" * 5000),
-    "huge": json_grammar({"enum": ["x" * MOST_SOURCE]}),
-    "wide": json_grammar({"type": "object", "properties": {f"p{at}": {} for at in range(6000)}}),
-    "many values": json_grammar({"enum": [f"v{at}" for at in range(6000)]}),
-    "multiples": json_grammar({"prefixItems": [{"type": "integer", "multipleOf": 99991 + at} for at in range(50)]}),
-    "long texts": json_grammar({"items": {"type": "string", "minLength": 9000, "maxLength": 60000}}),
-    "expanding": json_grammar(expanding(60)),
-    "unions of unions": json_grammar(
+    "huge": build_json_grammar({"enum": ["x" * MAX_SOURCE_CHARS]}),
+    "wide": build_json_grammar({"type": "object", "properties": {f"p{at}": {} for at in range(6000)}}),
+    "many values": build_json_grammar({"enum": [f"v{at}" for at in range(6000)]}),
+    "multiples": build_json_grammar(
+        {"prefixItems": [{"type": "integer", "multipleOf": 99991 + at} for at in range(50)]}
+    ),
+    "long texts": build_json_grammar({"items": {"type": "string", "minLength": 9000, "maxLength": 60000}}),
+    "expanding": build_json_grammar(expanding(60)),
+    "unions of unions": build_json_grammar(
         {"allOf": [{"anyOf": [{"properties": {f"x{at}": {"const": one}}} for one in range(4)]} for at in range(12)]}
     ),
-    "references in circles": json_grammar(
+    "references in circles": build_json_grammar(
         {
             "$ref": "#/$defs/a",
             "$defs": {"a": {"allOf": [{"$ref": "#/$defs/b"}]}, "b": {"allOf": [{"$ref": "#/$defs/a"}]}},
@@ -318,8 +323,8 @@ async def test_a_large_vocabulary_costs_no_grammar_its_time() -> None:
     words = [f"{at:x}".encode().hex() for at in range(1, 200_000)]
     bytes_ = [f"{at:02x}" for at in range(256)]
     setup = {"tokens": [*bytes_, *words, b"<end>".hex()], "special": [256 + len(words)], "ends": [256 + len(words)]}
-    trial = Confined(lambda: {**setup, "limits": LIMITS}, 0.2, MAX_BYTES, 1 << 20)
-    assert await trial.ask(definition(Grammar("regex", "ab?"))) == {"ok": ""}
+    trial = ConfinedWorker(lambda: {**setup, "limits": LIMITS}, 0.2, MAX_BYTES, 1 << 20)
+    assert await trial.ask(to_library_source(Grammar("regex", "ab?"))) == WorkReply("")
     await trial.aclose()
 
 
@@ -344,7 +349,7 @@ def test_nobody_waits_while_the_vocabulary_is_read(tokenizer: Tokenizer, monkeyp
 
     def tokens(self: Vocabulary) -> list[bytes]:
         locked.append(grammars._lock.locked())  # noqa: SLF001 - the event loop waits for this one
-        return [self.tokenizer.piece(token) for token in range(self.tokenizer.size)]
+        return [self.tokenizer.token_bytes(token) for token in range(self.tokenizer.size)]
 
     monkeypatch.setattr(Vocabulary, "tokens", property(tokens))
     grammars.match(Grammar("regex", "a"))
@@ -357,7 +362,7 @@ async def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
     for _ in range(100_000):
         schema = {"items": schema}
     with pytest.raises(GrammarRefused, match="nested too deeply"):
-        json_grammar(schema)
+        build_json_grammar(schema)
 
 
 async def test_a_model_without_an_end_token_keeps_to_no_grammar(tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ import jsonschema  # type: ignore[import-untyped]
 import pytest
 from attrs import evolve
 
-from adapters.text.answer.held import answer_grammar
-from adapters.text.answer.pieces import blocks
-from adapters.text.answer.reader import AnswerReader
-from adapters.text.answer.schema_types import MOST_READ, types_of
+from adapters.text.answer.answer_parser import AnswerReader
+from adapters.text.answer.answer_pieces import join_blocks
+from adapters.text.answer.schema_types import MAX_SCHEMAS_READ, collect_types
+from adapters.text.answer.whole_answer_grammar import build_answer_grammar
 from adapters.text.conversation import FunctionTool, ToolCall, ToolChoice
-from adapters.text.grammar import GrammarRefused, Grammars, json_grammar
+from adapters.text.grammars.grammar import GrammarRefused, Grammars, build_json_grammar
 from adapters.text.tokenizer import Tokenizer
 from effects.grammar import Grammar
 from tests.text import small
@@ -31,7 +31,7 @@ SCHEMA["$defs"]["n"]["type"] = "integer"  # type: ignore[index]
 ADD = FunctionTool("add", None, SCHEMA, strict=True)
 LOOK = FunctionTool("look", None, {"type": "object", "uniqueItems": "nothing that could be held"})
 TOOLS: Mapping[str, FunctionTool] = {"add": ADD, "look": LOOK}
-FORM = json_grammar({"type": "object", "properties": {"a": {"type": "boolean"}}, "additionalProperties": False})
+FORM = build_json_grammar({"type": "object", "properties": {"a": {"type": "boolean"}}, "additionalProperties": False})
 
 
 def call(name: str, arguments: str) -> str:
@@ -44,12 +44,12 @@ THOUGHT = "<think>\nLet me see. {\n</think>\n\n"
 HERMES: dict[str, Any] = {"calls": "hermes", "tools": TOOLS}
 REQUIRED = AnswerReader(**HERMES, choice=ToolChoice("required"))
 NAMED = AnswerReader(**HERMES, choice=ToolChoice("function", "add"))
-ALLOWED = AnswerReader(**HERMES, choice=ToolChoice(allowed=("look",)))
-ONE_OF = AnswerReader(**HERMES, choice=ToolChoice("required", allowed=("look",)))
+ALLOWED = AnswerReader(**HERMES, choice=ToolChoice(allowed_names=("look",)))
+ONE_OF = AnswerReader(**HERMES, choice=ToolChoice("required", allowed_names=("look",)))
 ONE = AnswerReader(**HERMES, choice=ToolChoice("required"), parallel=False)
 AUTO = AnswerReader(**HERMES)
 THINKS = AnswerReader(reasoning="think")
-OPENED = AnswerReader(reasoning="think", thinking=True)
+OPENED = AnswerReader(reasoning="think", starts_in_reasoning=True)
 BARE = AnswerReader(calls="llama3-json", tools=TOOLS, choice=ToolChoice("required"))
 REGEX = Grammar("regex", "a/b")
 TYPED = {
@@ -209,7 +209,7 @@ CASES: dict[str, tuple[AnswerReader, Grammar | None, tuple[str, ...], tuple[str,
         ("[add(n=10)]", "So:\n[add(n='x')]", "[ add(n=10)]", "[add(n=4)] ok"),
     ),
     "python, allowed": (
-        evolve(PYTHON, choice=ToolChoice(allowed=("look",))),
+        evolve(PYTHON, choice=ToolChoice(allowed_names=("look",))),
         None,
         ("[look()]", "Hm."),
         ("[add(n=4)]",),
@@ -228,7 +228,7 @@ CASES: dict[str, tuple[AnswerReader, Grammar | None, tuple[str, ...], tuple[str,
 @pytest.mark.parametrize("name", CASES)
 def test_what_may_be_answered(grammars: Grammars, tokenizer: Tokenizer, name: str, known: bool) -> None:
     reader, form, good, bad = CASES[name]
-    grammar = answer_grammar(reader, form, tokenizer.controls if known else ())
+    grammar = build_answer_grammar(reader, form, tokenizer.controls if known else ())
     assert grammar is not None
     for text in (*good, *bad):
         (tokens,) = tokenizer.encode_now([text], controls=known)
@@ -246,10 +246,10 @@ def test_what_may_be_answered(grammars: Grammars, tokenizer: Tokenizer, name: st
 
 def check_reading(reader: AnswerReader, text: str) -> None:
     """Who reads it finds the calls that were asked for, and what is strict as its schema says."""
-    parser = reader.start()
+    parser = reader.start_parser()
     pieces = [*parser.push(text), *parser.finish()]
-    said = blocks(pieces)
-    assert reader.kept([block.name for block in said if isinstance(block, ToolCall)]) is not False
+    said = join_blocks(pieces)
+    assert reader.check_choice([block.name for block in said if isinstance(block, ToolCall)]) is not False
     for block in said:
         if isinstance(block, ToolCall) and (tool := reader.tools[block.name]).strict:
             jsonschema.validate(json.loads(block.arguments), tool.parameters)
@@ -270,7 +270,7 @@ def allowed(matching: Any, token: int) -> bool:
     ],
 )
 def test_whoever_asks_for_nothing_gets_no_grammar(reader: AnswerReader) -> None:
-    assert answer_grammar(reader, None, ()) is None
+    assert build_answer_grammar(reader, None, ()) is None
 
 
 REFUSED: Mapping[str, tuple[str, dict[str, Any], str]] = {
@@ -298,32 +298,32 @@ def test_what_a_form_cannot_hold_is_refused_by_name(name: str) -> None:
     calls, schema, word = REFUSED[name]
     strict = AnswerReader(calls=calls, tools={"add": FunctionTool("add", None, schema, strict=True)})
     with pytest.raises(GrammarRefused, match=word):
-        answer_grammar(strict, None, ())
+        build_answer_grammar(strict, None, ())
     # who does not say so is held to what there is room for
     free = evolve(strict, tools={"add": FunctionTool("add", None, schema)}, choice=ToolChoice("required"))
-    assert answer_grammar(free, None, ()) is not None
+    assert build_answer_grammar(free, None, ()) is not None
 
 
 def test_a_name_that_a_form_cannot_write_is_refused() -> None:
     tools = {"a:b": FunctionTool("a:b")}
     with pytest.raises(GrammarRefused, match="names"):
-        answer_grammar(AnswerReader(calls="pythonic", tools=tools, choice=ToolChoice("required")), None, ())
+        build_answer_grammar(AnswerReader(calls="pythonic", tools=tools, choice=ToolChoice("required")), None, ())
 
 
 def test_types_that_lead_in_circles_are_read_once() -> None:
     """Eight steps along thirty references each would be 656 thousand million."""
     many = {"anyOf": [{"$ref": "#/$defs/many"} for _ in range(30)] + [{"type": "integer"}]}
-    assert types_of({"$ref": "#/$defs/many"}, {"$defs": {"many": many}}) == {"integer"}
+    assert collect_types({"$ref": "#/$defs/many"}, {"$defs": {"many": many}}) == {"integer"}
 
 
 def test_a_value_with_more_schemas_than_are_read_may_be_anything() -> None:
-    assert types_of({"anyOf": [{"type": "integer"}] * 2}, {}) == {"integer"}
-    assert types_of({"anyOf": [{"type": "integer"} for _ in range(MOST_READ)]}, {}) == frozenset()
+    assert collect_types({"anyOf": [{"type": "integer"}] * 2}, {}) == {"integer"}
+    assert collect_types({"anyOf": [{"type": "integer"} for _ in range(MAX_SCHEMAS_READ)]}, {}) == frozenset()
 
 
 def test_the_demo_keeps_to_a_required_call() -> None:
     demo = Tokenizer.load(Path("adapters/demo"))
-    grammar = answer_grammar(REQUIRED, None, demo.controls)
+    grammar = build_answer_grammar(REQUIRED, None, demo.controls)
     assert grammar is not None
     matching = Grammars(demo).match(grammar)
     assert allowed(matching, demo.controls["<tool_call>"].id)

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from adapters.text.answer.held import answer_grammar
+from adapters.text.answer.answer_parser import AnswerReader
+from adapters.text.answer.answer_pieces import join_blocks
 from adapters.text.answer.input_rules import bare_terminal, quoted_input
-from adapters.text.answer.pieces import blocks
-from adapters.text.answer.quoted_rules import quoted_expression, quoted_rules
-from adapters.text.answer.reader import AnswerReader
-from adapters.text.answer.regular_rules import bare, regular_expression
+from adapters.text.answer.quoted_rules import quote_expression, quote_rules
+from adapters.text.answer.regular_rules import apply_flags, build_expression
+from adapters.text.answer.whole_answer_grammar import build_answer_grammar
 from adapters.text.conversation import FunctionTool, ToolCall, ToolChoice
-from adapters.text.grammar import GrammarRefused, Grammars
+from adapters.text.grammars.grammar import GrammarRefused, Grammars
 from adapters.text.tokenizer import Tokenizer
 from effects.grammar import Grammar
 from tests.text import small
@@ -112,7 +112,7 @@ def test_an_input_keeps_to_its_grammar(
     tool = FunctionTool("edit", None, CUSTOM, input_grammar=rules)
     chosen = ToolChoice("required") if choice == "required" else ToolChoice()
     reader = AnswerReader(calls=form, tools={"edit": tool}, choice=chosen)
-    grammar = answer_grammar(reader, None, tokenizer.controls)
+    grammar = build_answer_grammar(reader, None, tokenizer.controls)
     assert grammar is not None
     for text in (*good, *bad):
         call = written(form, text)
@@ -125,8 +125,8 @@ def test_an_input_keeps_to_its_grammar(
         left = tokenizer.decode(whole[:at], special=True)
         assert (at == len(whole)) == (text in good), f"{call!r} is left at {left!r}"
         if text in good:
-            parser = reader.start()
-            (found,) = blocks([*parser.push(call), *parser.finish()])
+            parser = reader.start_parser()
+            (found,) = join_blocks([*parser.push(call), *parser.finish()])
             assert isinstance(found, ToolCall)
             assert json.loads(found.arguments)["input"] == text
 
@@ -186,7 +186,7 @@ EXPRESSIONS = (
 @example(text="a\nc")
 def test_what_json_makes_of_a_text_is_matched_where_the_text_is(source: str, flags: str, text: str) -> None:
     how = (re.IGNORECASE if "i" in flags else 0) | (re.DOTALL if "s" in flags else 0)
-    quoted = quoted_expression(source, flags)
+    quoted = quote_expression(source, flags)
     # Python knows no intersections of classes, so `[x&&y]` is written as both of them
     quoted = re.sub(r"\[((?:\[\^?\]?(?:\\.|[^\]\\])*\]|\\.))&&(\[[^\]]*\])\]", r"(?=\2)\1", quoted)
     escaped = json.dumps(text, ensure_ascii=False)[1:-1]
@@ -194,23 +194,23 @@ def test_what_json_makes_of_a_text_is_matched_where_the_text_is(source: str, fla
 
 
 def test_rules_that_lead_to_themselves_are_no_expression() -> None:
-    assert regular_expression('start: "a" start?', bare) is None
-    assert regular_expression("start: other", bare) is None
-    assert regular_expression('start: "a"\n%ignore " "', bare) is None
-    assert regular_expression('start: "a" %json {}', bare) is None
+    assert build_expression('start: "a" start?', apply_flags) is None
+    assert build_expression("start: other", apply_flags) is None
+    assert build_expression('start: "a"\n%ignore " "', apply_flags) is None
+    assert build_expression('start: "a" %json {}', apply_flags) is None
 
 
 def test_rules_that_grow_are_bounded() -> None:
     """Each of these would take minutes or megabytes without a bound."""
     doubled = "start: a0\n" + "".join(f"a{n}: a{n + 1} a{n + 1}\n" for n in range(60)) + 'a60: "x"'
     deep = "start: a0\n" + "".join(f"a{n}: a{n + 1}\n" for n in range(9000)) + 'a9000: "x"'
-    assert regular_expression(doubled, bare) is None
-    assert regular_expression(deep, bare) is None
+    assert build_expression(doubled, apply_flags) is None
+    assert build_expression(deep, apply_flags) is None
     for source in ("." * 60_000, "[" * 60_000, "[a]" * 20_000 + "[", "[&&" * 20_000):
         with pytest.raises(GrammarRefused):
-            quoted_expression(source)
-    assert regular_expression("start: /" + "[a]" * 20_000, bare) is None
-    assert regular_expression('start: "' + "\\n" * 20_000, bare) is None
+            quote_expression(source)
+    assert build_expression("start: /" + "[a]" * 20_000, apply_flags) is None
+    assert build_expression('start: "' + "\\n" * 20_000, apply_flags) is None
 
 
 @pytest.mark.parametrize(
@@ -231,4 +231,4 @@ def test_rules_that_grow_are_bounded() -> None:
 )
 def test_what_cannot_be_escaped_is_refused(source: str) -> None:
     with pytest.raises(GrammarRefused):
-        quoted_rules(source)
+        quote_rules(source)

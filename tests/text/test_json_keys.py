@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters.text.grammar import GrammarMatching, Grammars, json_grammar
-from adapters.text.json_keys import JsonPlace, QuotedTokens
+from adapters.text.grammars.grammar import GrammarMatching, Grammars, build_json_grammar
+from adapters.text.grammars.json_keys import JsonPosition, QuotedTokens
 from adapters.text.tokenizer import Tokenizer
 from effects.grammar import Grammar
 from tests.text import small
@@ -47,8 +47,8 @@ TWICE: dict[str, tuple[str, bool]] = {
 @pytest.mark.parametrize("name", TWICE)
 def test_a_key_that_its_object_has_is_seen_where_it_ends(name: str) -> None:
     text, twice = TWICE[name]
-    assert not JsonPlace().after(text[:-1].encode()).twice
-    assert JsonPlace().after(text.encode()).twice is twice
+    assert not JsonPosition().advance(text[:-1].encode()).is_repeated_key
+    assert JsonPosition().advance(text.encode()).is_repeated_key is twice
 
 
 JSON = st.recursive(
@@ -61,11 +61,11 @@ JSON = st.recursive(
 @settings(deadline=None)
 @given(st.dictionaries(st.text(max_size=3), JSON, max_size=4), st.booleans())
 def test_json_without_such_keys_is_followed_to_its_end(value: dict[str, Any], ascii_only: bool) -> None:
-    place = JsonPlace()
+    place = JsonPosition()
     for byte in json.dumps(value, ensure_ascii=ascii_only, indent=1 if ascii_only else None).encode():
-        place = place.after_byte(byte)
-        assert not place.twice
-    assert place == JsonPlace()
+        place = place.advance_byte(byte)
+        assert not place.is_repeated_key
+    assert place == JsonPosition()
 
 
 @settings(deadline=None)
@@ -73,22 +73,22 @@ def test_json_without_such_keys_is_followed_to_its_end(value: dict[str, Any], as
 def test_a_token_is_forbidden_if_and_only_if_its_text_ends_such_a_key(parts: list[str]) -> None:
     pieces = ["", '"', 'a"', '"a"', ',"a"', '{"a":1,"a"', '"b":1,"a":', "a", 'b","a"', '\\"', '":"a","a"', "x"]
     quoted = QuotedTokens(lambda token: pieces[token].encode(), len(pieces), frozenset({0}))
-    place = JsonPlace()
+    place = JsonPosition()
     for part in parts:
-        place = place.after_byte(ord(part))
-        if place.twice or place.place == "lost":
+        place = place.advance_byte(ord(part))
+        if place.is_repeated_key or place.state == "lost":
             return
         # one that has both keys in itself is looked at only where some object has that key already
-        known = any(b"a" in (keys or ()) for keys in place.objects)
+        known = any(b"a" in (keys or ()) for keys in place.open_containers)
         own = {token for token, text in enumerate(pieces) if text.count('"a"') > 1 and not known}
-        wrong = {token for token, text in enumerate(pieces) if place.after(text.encode()).twice}
-        assert set(quoted.forbidden(place)) - own == wrong - own
+        wrong = {token for token, text in enumerate(pieces) if place.advance(text.encode()).is_repeated_key}
+        assert set(quoted.find_forbidden(place)) - own == wrong - own
 
 
 def written(tokenizer: Tokenizer, grammar: Grammar, seed: int, ahead: bool) -> str:
     """A walk that takes keys of few letters, through masks one token at a time, or several ahead."""
     matching, draw, said = Grammars(tokenizer).match(grammar), random.Random(seed), list[int]()
-    pieces = {token: tokenizer.piece(token) for token in range(tokenizer.size)}
+    pieces = {token: tokenizer.token_bytes(token) for token in range(tokenizer.size)}
     likely = {token for token, piece in pieces.items() if {*piece} <= set(b'"a:1,}')}
     ending = {token for token, piece in pieces.items() if b"}" in piece}
     while len(said) < 160:
@@ -117,11 +117,11 @@ def written(tokenizer: Tokenizer, grammar: Grammar, seed: int, ahead: bool) -> s
 def test_an_open_object_has_no_key_twice(tokenizer: Tokenizer, schema: dict[str, Any], ahead: bool) -> None:
     repeated = 0
     for seed in range(30):
-        text = written(tokenizer, json_grammar(schema), seed, ahead)
-        place = JsonPlace()
+        text = written(tokenizer, build_json_grammar(schema), seed, ahead)
+        place = JsonPosition()
         for byte in text.encode():
-            place = place.after_byte(byte)
-            repeated += place.twice
+            place = place.advance_byte(byte)
+            repeated += place.is_repeated_key
     assert repeated == 0
 
 
@@ -129,7 +129,7 @@ def test_where_nothing_else_may_follow_it_comes_twice(tokenizer: Tokenizer) -> N
     """A dead end would be worse."""
     schema = {"type": "object", "patternProperties": {"^a$": {"const": 1}}, "additionalProperties": False}
     schema["minProperties"] = 2
-    matching: GrammarMatching = Grammars(tokenizer).match(json_grammar(schema))
+    matching: GrammarMatching = Grammars(tokenizer).match(build_json_grammar(schema))
     for token in tokenizer.encode_now(['{"a":1,"a'])[0]:
         matching.append((token,))
     assert isinstance(matching.mask(()), np.ndarray)
@@ -137,8 +137,8 @@ def test_where_nothing_else_may_follow_it_comes_twice(tokenizer: Tokenizer) -> N
 
 def test_a_control_token_begins_anew(tokenizer: Tokenizer) -> None:
     controls = frozenset(control.id for control in tokenizer.controls.values())
-    quoted = QuotedTokens(tokenizer.piece, tokenizer.size, controls)
+    quoted = QuotedTokens(tokenizer.token_bytes, tokenizer.size, controls)
     (said,) = tokenizer.encode_now(['I {see}.<tool_call>\n{"a": {}, "a'], controls=True)
-    place = quoted.place(said, JsonPlace())
-    assert place.place == "key"
-    assert quoted.forbidden(place)
+    place = quoted.advance(said, JsonPosition())
+    assert place.state == "key"
+    assert quoted.find_forbidden(place)

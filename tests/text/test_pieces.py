@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 
 from adapters import demo
-from adapters.checkpoint.expressions import GPT2, QWEN
-from adapters.text import pieces
-from adapters.text.pieces import KNOWN, Knowledge, known, runs, size_of
-from adapters.text.spelling import Spelling
-from adapters.text.tokenizer import GaveUp, TooLong
+from adapters.checkpoint.split_patterns import GPT2, QWEN
+from adapters.text import token_pieces
+from adapters.text.token_pieces import KNOWN, TokenBounds, batch_pieces, derive_bounds, min_byte_length
+from adapters.text.token_spelling import Spelling
+from adapters.text.tokenizer import ClientLeft, TooManyTokens
 from adapters.text.tokenizer import Tokenizer as Ours
 from tests.text import small
 
@@ -51,27 +51,27 @@ BUILT = {name: Tokenizer.from_str(json.dumps(case)) for name, case in CASES.item
 @pytest.mark.parametrize("name", CASES)
 @given(text=TEXTS)
 def test_pieces_have_the_tokens_of_the_whole_and_no_fewer_than_was_said(name: str, text: str) -> None:
-    knowledge, tokenizer = known(CASES[name], Spelling()), BUILT[name]
-    assert knowledge.cuts
+    knowledge, tokenizer = derive_bounds(CASES[name], Spelling()), BUILT[name]
+    assert knowledge.can_cut
     whole = tokenizer.encode(text, add_special_tokens=False).ids
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "PIECE", 1)  # cut wherever it can be
-        parts = list(knowledge.pieces(text))
+        patch.setattr(token_pieces, "PIECE_CHARS", 1)  # cut wherever it can be
+        parts = list(knowledge.iterate_pieces(text))
     assert "".join(parts) == text
     assert [token for part in parts for token in tokenizer.encode(part, add_special_tokens=False).ids] == whole
-    assert knowledge.least(size_of(text)) <= len(whole)
-    assert size_of(text) <= knowledge.most_bytes(len(whole))
+    assert knowledge.min_tokens(min_byte_length(text)) <= len(whole)
+    assert min_byte_length(text) <= knowledge.most_bytes(len(whole))
 
 
 def test_a_long_text_is_cut_into_portions_of_one_size() -> None:
-    knowledge = Knowledge(22, cuts=True)
+    knowledge = TokenBounds(22, can_cut=True)
     text = "word and another " * 20_000
-    portions = [[piece for _, piece in run] for run in runs([text, "x", "y"], knowledge)]
+    portions = [[piece for _, piece in run] for run in batch_pieces([text, "x", "y"], knowledge)]
     assert [len(portion) for portion in portions[:-1]] == [1] * (len(portions) - 1)
-    assert all(pieces.PIECE <= len(portion[0]) < pieces.PIECE + 20 for portion in portions[:-1])
+    assert all(token_pieces.PIECE_CHARS <= len(portion[0]) < token_pieces.PIECE_CHARS + 20 for portion in portions[:-1])
     assert "".join(piece for portion in portions for piece in portion) == text + "xy"
-    assert list(runs(["ab"] * 3, knowledge)) == [[(0, "ab"), (1, "ab"), (2, "ab")]]
-    assert list(Knowledge(22).pieces(text)) == [text]
+    assert list(batch_pieces(["ab"] * 3, knowledge)) == [[(0, "ab"), (1, "ab"), (2, "ab")]]
+    assert list(TokenBounds(22).iterate_pieces(text)) == [text]
 
 
 def changed(**more: Any) -> dict[str, Any]:
@@ -97,15 +97,15 @@ UNKNOWN = {
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_is_not_known_for_certain_is_neither_cut_nor_counted(name: str) -> None:
-    knowledge = known(UNKNOWN[name], Spelling())
-    assert (knowledge.longest, knowledge.cuts) == (0, False)
-    assert knowledge.least(10**9) == 0
+    knowledge = derive_bounds(UNKNOWN[name], Spelling())
+    assert (knowledge.max_token_bytes, knowledge.can_cut) == (0, False)
+    assert knowledge.min_tokens(10**9) == 0
     assert knowledge.most_bytes(1000) == 64_000
 
 
 def test_an_added_token_over_a_cut_keeps_the_text_whole() -> None:
-    knowledge = known(changed(added_tokens=[{"content": "<|im_end|>"}]), Spelling())
-    assert (knowledge.longest > 0, knowledge.cuts) == (True, False)
+    knowledge = derive_bounds(changed(added_tokens=[{"content": "<|im_end|>"}]), Spelling())
+    assert (knowledge.max_token_bytes > 0, knowledge.can_cut) == (True, False)
 
 
 async def test_encoding_ends_where_it_is_too_long_or_nobody_waits(tokenizer: Ours) -> None:
@@ -115,13 +115,13 @@ async def test_encoding_ends_where_it_is_too_long_or_nobody_waits(tokenizer: Our
         return True
 
     whole = tokenizer.encode_now([text])
-    assert await tokenizer.encode([text], most=len(whole[0])) == whole
-    with pytest.raises(TooLong) as error:
-        await tokenizer.encode([text], most=len(whole[0]) - 1)
+    assert await tokenizer.encode([text], max_tokens=len(whole[0])) == whole
+    with pytest.raises(TooManyTokens) as error:
+        await tokenizer.encode([text], max_tokens=len(whole[0]) - 1)
     assert error.value.tokens == len(whole[0])
-    with pytest.raises(GaveUp):
-        await tokenizer.encode([text], gone=gone)
-    assert await tokenizer.encode(["short"], gone=gone) == tokenizer.encode_now(["short"])
+    with pytest.raises(ClientLeft):
+        await tokenizer.encode([text], is_disconnected=gone)
+    assert await tokenizer.encode(["short"], is_disconnected=gone) == tokenizer.encode_now(["short"])
 
 
 async def test_what_goes_before_a_text_is_put_there_once(tmp_path: Path) -> None:

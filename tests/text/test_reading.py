@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adapters.text.conversation import ChatMessage, ToolCall
-from adapters.text.reading import DEEPEST, Reading, canonical, framed, heard
+from adapters.text.read_text import MAX_ARGUMENT_DEPTH, Reading, canonicalize_arguments, frame_texts, read_history
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
 NUMBERS = st.integers(-(10**20), 10**20) | st.floats(allow_nan=False, allow_infinity=False)
@@ -57,24 +57,30 @@ def typed(value: Any) -> Any:
     return ("number", value)
 
 
-@pytest.mark.parametrize("depth", [DEEPEST, 500, 700, 900, 990, 3000])
+@pytest.mark.parametrize("depth", [MAX_ARGUMENT_DEPTH, 500, 700, 900, 990, 3000])
 @pytest.mark.parametrize(("opens", "closes"), [("[", "]"), ('{"a":', "}")])
 def test_arguments_that_are_nested_beyond_measure_are_themselves(depth: int, opens: str, closes: str) -> None:
-    inner = f"{opens * (DEEPEST - 2)}1{closes * (DEEPEST - 2)}"
-    assert canonical(f'{{"b": {inner}}}') == canonical(f'{{"b":{inner} }}')
+    inner = f"{opens * (MAX_ARGUMENT_DEPTH - 2)}1{closes * (MAX_ARGUMENT_DEPTH - 2)}"
+    assert canonicalize_arguments(f'{{"b": {inner}}}') == canonicalize_arguments(f'{{"b":{inner} }}')
     deep = f'{{"b": {opens * depth}1{closes * depth}}}'
-    assert canonical(f" {deep}\n") == f"not JSON: {deep}"
+    assert canonicalize_arguments(f" {deep}\n") == f"not JSON: {deep}"
 
 
 @given(VALUES, st.integers(0, 2**32))
 def test_arguments_are_their_value(value: Any, seed: int) -> None:
     draw = random.Random(seed)
-    assert canonical(spelled(value, draw)) == canonical(spelled(value, draw)) == canonical(json.dumps(value))
+    assert (
+        canonicalize_arguments(spelled(value, draw))
+        == canonicalize_arguments(spelled(value, draw))
+        == canonicalize_arguments(json.dumps(value))
+    )
 
 
 @given(VALUES, VALUES)
 def test_other_values_are_other_arguments(one: Any, other: Any) -> None:
-    assert (canonical(json.dumps(one)) == canonical(json.dumps(other))) == (typed(one) == typed(other))
+    assert (canonicalize_arguments(json.dumps(one)) == canonicalize_arguments(json.dumps(other))) == (
+        typed(one) == typed(other)
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,32 +112,32 @@ def test_other_values_are_other_arguments(one: Any, other: Any) -> None:
     ],
 )
 def test_what_is_the_same(one: str, other: str, same: bool) -> None:
-    assert (canonical(one) == canonical(other)) == same
+    assert (canonicalize_arguments(one) == canonicalize_arguments(other)) == same
 
 
 @given(st.lists(TEXTS, max_size=4), st.lists(TEXTS, max_size=4))
 def test_texts_in_a_row_are_not_mixed_up(one: list[str], other: list[str]) -> None:
-    assert (framed(*one) == framed(*other)) == (one == other)
+    assert (frame_texts(*one) == frame_texts(*other)) == (one == other)
 
 
 def test_a_reading_is_text_calls_and_reasoning() -> None:
     def reading(text: str = "Hm.", arguments: str = '{"a": 1, "b": 2}', reasoning: str = "So.") -> Reading:
-        return Reading.of(text, [ToolCall("x", "f", arguments)], reasoning)
+        return Reading.from_parts(text, [ToolCall("x", "f", arguments)], reasoning)
 
     assert reading(" Hm.\n", '{"b":2.0,"a":1}', "\nSo. ") == reading()
-    assert reading().says(reading(reasoning=""))
-    assert reading().says(reading())
-    assert not reading(reasoning="").says(reading())
-    assert not reading().says(reading(reasoning="Else."))
-    assert not reading().says(reading("Hm..", reasoning=""))
-    assert not reading().says(reading(arguments='{"a": 1}', reasoning=""))
+    assert reading().matches(reading(reasoning=""))
+    assert reading().matches(reading())
+    assert not reading(reasoning="").matches(reading())
+    assert not reading().matches(reading(reasoning="Else."))
+    assert not reading().matches(reading("Hm..", reasoning=""))
+    assert not reading().matches(reading(arguments='{"a": 1}', reasoning=""))
 
 
 def test_keys_are_of_what_was_said_before_and_of_whose_it_is() -> None:
     ask, answer = ChatMessage("user", "Go."), ChatMessage("assistant", "Done.", calls=(ToolCall("call_1", "f", "{}"),))
 
     def key(*messages: ChatMessage, owner: str = "") -> str:
-        said, _ = heard(messages, owner)
+        said, _ = read_history(messages, owner)
         return said[-1].key
 
     assert key(ask, answer) == key(
@@ -145,6 +151,6 @@ def test_keys_are_of_what_was_said_before_and_of_whose_it_is() -> None:
         key(ChatMessage("system", "Go."), answer),
     ]
     assert len({key(ask, answer), *others}) == 1 + len(others)
-    assert heard([ask, answer], "")[1] != heard([ask], "")[1]
-    (said,), _ = heard([ask, answer], "")
-    assert (said.place, said.calls) == (1, ("call_1",))
+    assert read_history([ask, answer], "")[1] != read_history([ask], "")[1]
+    (said,), _ = read_history([ask, answer], "")
+    assert (said.message_index, said.calls) == (1, ("call_1",))

@@ -13,13 +13,13 @@ from attrs import define, evolve, field
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from adapters.http.turn_memory import ENCODER as RECORDS
-from adapters.http.turn_memory import AskedTurn, OwnTurns, TurnMemory, TurnRecord, name_of
-from adapters.text.answer.pieces import calls_of, reasoning_of, text_of
+from adapters.http.history.answer_tokens import ENCODER as RECORDS
+from adapters.http.history.answer_tokens import CallerTurns, PendingTurn, TurnMemory, TurnRecord, make_turn_name
+from adapters.text.answer.answer_pieces import collect_calls, join_reasoning, join_text
 from adapters.text.conversation import ChatMessage, Conversation, FunctionTool, ToolCall
-from adapters.text.reading import heard
-from adapters.text.recall import recaller
-from adapters.text.text import ChatPrompt, Text
+from adapters.text.model_text import ChatPrompt, Text
+from adapters.text.read_text import read_history
+from adapters.text.recall_tokens import build_recaller
 from effects.ids import Tokens
 from effects.job import Job
 from tests.text import small
@@ -46,23 +46,25 @@ class RepeatedTalk:
     """A client that sends everything again, and a model whose answers are given."""
 
     text: Text
-    own: OwnTurns = field(factory=lambda: OwnTurns(TurnMemory()))
+    own: CallerTurns = field(factory=lambda: CallerTurns(TurnMemory()))
     messages: list[ChatMessage] = field(factory=list)
     tools: Sequence[FunctionTool] = (READ,)
 
-    async def prompt(self, *more: ChatMessage, own: OwnTurns | None = None) -> ChatPrompt:
+    async def prompt(self, *more: ChatMessage, own: CallerTurns | None = None) -> ChatPrompt:
         self.messages += more
-        return await self.text.prompt(Conversation(self.messages, self.tools), MOST, None, own or self.own)
+        return await self.text.build_prompt(Conversation(self.messages, self.tools), MOST, None, own or self.own)
 
     async def answer(self, *parts: str) -> tuple[Tokens, Tokens]:
         """The prompt of an answer, and both; it is cut into tokens in these parts. Its message is the last one."""
         prompt = await self.prompt()
         tokens = self.encoded(*parts)
-        parser = prompt.reader.start()
+        parser = prompt.reader.start_parser()
         pieces = [*parser.push("".join(parts)), *parser.finish()]
         ends = self.text.tokenizer.end_tokens
-        AskedTurn.of(self.own, prompt).keep(Job(prompt.tokens, 999, stop_tokens=ends), (*tokens, ends[0]), pieces)
-        self.messages.append(ChatMessage("assistant", text_of(pieces), reasoning_of(pieces), calls_of(pieces)))
+        PendingTurn.from_prompt(self.own, prompt).store(
+            Job(prompt.tokens, 999, stop_tokens=ends), (*tokens, ends[0]), pieces
+        )
+        self.messages.append(ChatMessage("assistant", join_text(pieces), join_reasoning(pieces), collect_calls(pieces)))
         return prompt.tokens, (*prompt.tokens, *tokens, ends[0])
 
     def encoded(self, *parts: str) -> Tokens:
@@ -104,7 +106,7 @@ def ask(text: str = "Go.") -> ChatMessage:
 
 
 def result(talk: RepeatedTalk, text: str = "words") -> list[ChatMessage]:
-    return [ChatMessage("tool", text, answers=call.id) for call in talk.messages[-1].calls]
+    return [ChatMessage("tool", text, answered_call_id=call.id) for call in talk.messages[-1].calls]
 
 
 def call(arguments: str) -> str:
@@ -142,7 +144,7 @@ async def test_the_next_prompt_goes_on_where_the_answer_ended(
     unremembered = await talk.forgets().prompt()
     assert prompt.tokens[len(whole) :] == unremembered.tokens[-len(prompt.tokens) + len(whole) :]
     assert talk.controls(prompt.tokens) == talk.controls(unremembered.tokens)
-    assert prompt.remembered > 0 == unremembered.remembered
+    assert prompt.reused_token_count > 0 == unremembered.reused_token_count
 
 
 async def test_many_turns_are_the_tokens_that_were_generated(text: Text) -> None:
@@ -175,20 +177,20 @@ async def test_arguments_that_a_client_writes_out_as_their_schema_has_them_say_n
         talk.spell(arguments)
         prompt = await talk.prompt()
         assert (prompt.tokens[: len(whole)] == whole) == found, arguments
-        assert (prompt.remembered > 0) == found
+        assert (prompt.reused_token_count > 0) == found
 
 
 async def test_an_answer_that_was_cut_off_goes_on_too(text: Text) -> None:
     talk = RepeatedTalk(text, messages=[ask()], tools=())
     prompt = await talk.prompt()
     tokens = talk.encoded("The qu", "ick br", "own")
-    parser = prompt.reader.start()
+    parser = prompt.reader.start_parser()
     pieces = [*parser.push("The quick brown"), *parser.finish()]
-    AskedTurn.of(talk.own, prompt).keep(Job(prompt.tokens, len(tokens)), tokens, pieces)
+    PendingTurn.from_prompt(talk.own, prompt).store(Job(prompt.tokens, len(tokens)), tokens, pieces)
     talk.messages.append(ChatMessage("assistant", "The quick brown"))
     again = await talk.prompt(ask("And?"))
     assert again.tokens[: len(prompt.tokens) + len(tokens)] == (*prompt.tokens, *tokens)
-    assert again.remembered == len(tokens)
+    assert again.reused_token_count == len(tokens)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +215,7 @@ async def test_what_says_something_else_is_written_as_it_was_sent(text: Text, ch
     assert callable(change)
     talk.messages[-1] = change(talk.messages[-1])
     prompt, plain = await talk.prompt(ask("And?")), await talk.forgets().prompt()
-    assert (prompt.tokens, prompt.remembered) == (plain.tokens, 0)
+    assert (prompt.tokens, prompt.reused_token_count) == (plain.tokens, 0)
 
 
 async def test_what_a_client_typed_never_becomes_control_tokens(text: Text) -> None:
@@ -241,7 +243,7 @@ async def test_reasoning_comes_back_where_the_template_shows_it_and_nowhere_else
     talk.spell('{ "path": "a" }')
     prompt = await talk.prompt(*result(talk))
     assert prompt.tokens[: len(whole)] == whole
-    assert prompt.remembered > len(talk.encoded(call('{"path":"a"}')))
+    assert prompt.reused_token_count > len(talk.encoded(call('{"path":"a"}')))
     _, whole = await talk.answer("<think>\nSo.\n</think>\n\nD", "one.")
     before = await talk.prompt()
     assert before.tokens[: len(whole)] == whole
@@ -275,7 +277,7 @@ async def test_nobody_finds_what_another_caller_was_answered(text: Text) -> None
     talk = RepeatedTalk(text, messages=[ask()])
     await talk.answer("I lo", "ok.\n", call('{"path":"a"}'))
     talk.messages += result(talk)
-    theirs = await talk.prompt(own=OwnTurns(talk.own.memory, "else"))
+    theirs = await talk.prompt(own=CallerTurns(talk.own.memory, "else"))
     assert theirs.tokens == (await talk.forgets().prompt()).tokens
 
 
@@ -285,29 +287,29 @@ async def test_the_latest_turns_are_recalled_as_many_as_a_prompt_has_room_for(te
         talk.messages.append(ask(str(number)))
         await talk.answer("The qui", f"ck {number}")
     conversation = Conversation([*talk.messages, ask()])
-    again = recaller(conversation, text.tokenizer, text.openings.markers, "hermes", "think")
-    whole = await again.recalled(conversation, talk.own, MOST)
-    assert sorted(whole.known) == [1, 3, 5, 7]
-    two = sum(len(whole.known[place].verbatim.tokens) for place in (5, 7))
+    again = build_recaller(conversation, text.tokenizer, text.openings.markers, "hermes", "think")
+    whole = await again.recall(conversation, talk.own, MOST)
+    assert sorted(whole.recognised) == [1, 3, 5, 7]
+    two = sum(len(whole.recognised[place].verbatim.tokens) for place in (5, 7))
     for most, places in ((two, [5, 7]), (two - 1, [7]), (0, [])):
-        assert sorted((await again.recalled(conversation, talk.own, most)).known) == places
+        assert sorted((await again.recall(conversation, talk.own, most)).recognised) == places
 
 
 async def test_a_message_that_the_answer_goes_on_with_stays_as_it_was_sent(text: Text) -> None:
     talk = RepeatedTalk(text, messages=[ask()], tools=())
     await talk.answer("The qui", "ck")
     conversation = Conversation(talk.messages, continues=True)
-    ours = await text.prompt(conversation, MOST, None, talk.own)
-    plain = await text.prompt(conversation, MOST)
-    assert (ours.tokens, ours.remembered, ours.opening) == (plain.tokens, 0, None)
+    ours = await text.build_prompt(conversation, MOST, None, talk.own)
+    plain = await text.build_prompt(conversation, MOST)
+    assert (ours.tokens, ours.reused_token_count, ours.answer_opening) == (plain.tokens, 0, None)
 
 
 @pytest.mark.parametrize("tokens", [(4_000_000_000,), (479, 478, 5), ()], ids=["unknown", "others", "none"])
 async def test_records_that_lie_change_nothing(text: Text, tokens: Tokens) -> None:
     talk = RepeatedTalk(text, messages=[ask()], tools=())
     await talk.answer("The qui", "ck")
-    (said,), _ = heard(talk.messages, "")
+    (said,), _ = read_history(talk.messages, "")
     record = TurnRecord("", (), 1, (*talk.encoded("The quick")[:1], *tokens))
-    talk.own.memory.put(name_of(said.key), RECORDS.encode(record))
+    talk.own.memory.put(make_turn_name(said.key), RECORDS.encode(record))
     prompt = await talk.prompt(ask("And?"))
     assert prompt.tokens == (await talk.forgets().prompt()).tokens

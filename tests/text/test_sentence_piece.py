@@ -14,12 +14,12 @@ import sentencepiece
 from tokenizers import pre_tokenizers
 
 from adapters import demo
-from adapters.checkpoint.errors import CheckpointError
-from adapters.checkpoint.text_files import TextFiles
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.checkpoint.text_files import read_text_files
 from adapters.text.detokenize import TextStream
-from adapters.text.spelling import spelling_of
-from adapters.text.template import Control
-from adapters.text.tokenizer import Tokenizer, build
+from adapters.text.template import ControlToken
+from adapters.text.token_spelling import read_spelling
+from adapters.text.tokenizer import Tokenizer, build_tokenizer
 from tests.models.ggufs import write_gguf
 
 ROOT = Path(__file__).parents[2]
@@ -73,7 +73,7 @@ def file_of(folder: Path, fields: dict[str, Any]) -> Path:
 
 @pytest.fixture(scope="module")
 def ours(theirs: sentencepiece.SentencePieceProcessor, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.of(TextFiles.read(file_of(tmp_path_factory.mktemp("sp"), fields_of(theirs))))
+    return Tokenizer.from_files(read_text_files(file_of(tmp_path_factory.mktemp("sp"), fields_of(theirs))))
 
 
 def texts() -> list[str]:
@@ -91,7 +91,9 @@ def test_tokens_and_texts_are_theirs(ours: Tokenizer, theirs: sentencepiece.Sent
         assert "".join([*map(stream.push, tokens), stream.finish()]) == text
     assert ours.encode_now(["x"], start=True)[0] == (theirs.bos_id(), *theirs.encode("x"))
     assert (ours.end_tokens, ours.special) == ((theirs.eos_id(),), {0, 1, 2})
-    assert ours.known_plain.longest >= max(len(theirs.id_to_piece(id_).encode()) for id_ in range(theirs.vocab_size()))
+    assert ours.plain_bounds.max_token_bytes >= max(
+        len(theirs.id_to_piece(id_).encode()) for id_ in range(theirs.vocab_size())
+    )
 
 
 def test_bytes_that_are_no_character_are_shown_one_by_one(ours: Tokenizer) -> None:
@@ -104,7 +106,7 @@ def test_bytes_that_are_no_character_are_shown_one_by_one(ours: Tokenizer) -> No
 async def test_text_between_control_tokens_has_the_tokens_of_the_whole(ours: Tokenizer) -> None:
     """A space is put before each, as the files of such models say; with `Metaspace` before the first one alone."""
     first, last = ours.controls["<s>"], ours.controls["</s>"]
-    rendered: list[Control | str] = [first, "[INST] Hi [/INST]", last, "again"]
+    rendered: list[ControlToken | str] = [first, "[INST] Hi [/INST]", last, "again"]
     whole = "".join(part if isinstance(part, str) else part.content for part in rendered)
     assert await ours.encode_rendered(rendered) == ours.encode_now([whole], controls=True)[0]
     other = {**described(ours), "normalizer": None}
@@ -114,7 +116,7 @@ async def test_text_between_control_tokens_has_the_tokens_of_the_whole(ours: Tok
         "prepend_scheme": "first",
         "split": False,
     }
-    newer = build(other, {})
+    newer = build_tokenizer(other, {})
     assert isinstance(newer.plain.pre_tokenizer, pre_tokenizers.Metaspace)
     for parts in (rendered, ["Hi", last, "again"]):
         whole = "".join(part if isinstance(part, str) else part.content for part in parts)
@@ -142,30 +144,30 @@ def described(tokenizer: Tokenizer) -> dict[str, Any]:
 )
 def test_a_wrong_file_is_refused_by_name(theirs, tmp_path, fields, says) -> None:
     with pytest.raises(CheckpointError, match=says):
-        TextFiles.read(file_of(tmp_path, fields_of(theirs, **fields)))
+        read_text_files(file_of(tmp_path, fields_of(theirs, **fields)))
 
 
 def test_tokens_that_would_take_long_to_cut_in_two_are_refused(theirs, tmp_path) -> None:
     fields = fields_of(theirs)
     fields["tokenizer.ggml.tokens"][-1] = "x" * 1025
     with pytest.raises(CheckpointError, match=r"a token of 1025 characters, .* accepted: up to 1024"):
-        TextFiles.read(file_of(tmp_path, fields))
+        read_text_files(file_of(tmp_path, fields))
 
 
 def test_a_vocabulary_without_all_bytes_is_refused(theirs, tmp_path, ours) -> None:
     fields = fields_of(theirs)
     fields["tokenizer.ggml.tokens"][5] = "no byte"
     with pytest.raises(CheckpointError, match="lacks 1 bytes, <0x02> for one"):
-        TextFiles.read(file_of(tmp_path, fields))
+        read_text_files(file_of(tmp_path, fields))
     other = described(ours)
     del other["model"]["vocab"]["<0x02>"]
     with pytest.raises(CheckpointError, match="the vocabulary lacks some"):
-        spelling_of(other)
+        read_spelling(other)
 
 
 async def test_without_a_space_before_a_text_nothing_is_dropped(theirs, tmp_path) -> None:
-    found = Tokenizer.of(
-        TextFiles.read(file_of(tmp_path, fields_of(theirs, **{"tokenizer.ggml.add_space_prefix": False})))
+    found = Tokenizer.from_files(
+        read_text_files(file_of(tmp_path, fields_of(theirs, **{"tokenizer.ggml.add_space_prefix": False})))
     )
     for text in (" x", "x"):
         assert found.decode(found.encode_now([text])[0]) == text

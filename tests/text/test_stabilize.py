@@ -7,8 +7,9 @@ from itertools import pairwise
 import pytest
 from attrs import evolve
 
+from adapters.text.agent_rules import RULES
 from adapters.text.conversation import ChatMessage, Conversation, FunctionTool, MovedText
-from adapters.text.stabilize import MOST_MOVED, MOST_TEXT, RULES, stabilized
+from adapters.text.stabilize import MAX_MOVED_CHARS, MAX_SYSTEM_CHARS, stabilize
 
 YOU = "You are Claude Code, Anthropic's official CLI for Claude."
 BILLING = "x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=sdk-cli; cch=36ee5;"
@@ -61,7 +62,7 @@ def asked(system: str, *rest: ChatMessage) -> Conversation:
 
 
 def contents(conversation: Conversation) -> list[str]:
-    return [message.content for message in stabilized(conversation).messages]
+    return [message.content for message in stabilize(conversation).messages]
 
 
 @pytest.mark.parametrize(
@@ -83,15 +84,15 @@ def contents(conversation: Conversation) -> list[str]:
     ],
 )
 def test_a_captured_shape_goes_where_it_costs_little(rule: str, sent: str, system: str, first: str, last: str) -> None:
-    told = stabilized(asked(sent))
-    assert told.stabilized == (rule,)
+    told = stabilize(asked(sent))
+    assert told.applied_rules == (rule,)
     assert told.messages[0] == ChatMessage("system", system)
     moved = [message.content.partition("\n\n")[2] for message in told.messages[1:]]
     assert [text.replace("(clean)", "M package-lock.json") for text in moved] == [first, "", last]
-    assert told.tail == bool(last)
-    assert told.lasting[-1].content == "Why?"  # what will be there with the next one
+    assert told.has_volatile_tail == bool(last)
+    assert told.lasting_messages[-1].content == "Why?"  # what will be there with the next one
     assert told.messages[-1].cuts == ((len("Why?"),) if last else ())
-    assert stabilized(told) == evolve(told, stabilized=told.stabilized)
+    assert stabilize(told) == evolve(told, applied_rules=told.applied_rules)
 
 
 AGENTS = ChatMessage("system", "Available agent types for the Agent tool:\n- mine: Finds things.\n\nUse several.")
@@ -118,15 +119,15 @@ def test_a_message_that_is_the_same_in_all_sessions_goes_in_front_of_the_first_q
     system: str, rules: tuple[str, ...], sent: list[ChatMessage], told: list[ChatMessage] | None
 ) -> None:
     opening = [ChatMessage("system", system)] if system else []
-    found = stabilized(Conversation([*opening, *sent]))
-    assert (found.stabilized, list(found.messages)) == (rules, [*opening, *(sent if told is None else told)])
-    assert list(found.lasting) == list(found.messages)
-    assert stabilized(found) == found
+    found = stabilize(Conversation([*opening, *sent]))
+    assert (found.applied_rules, list(found.messages)) == (rules, [*opening, *(sent if told is None else told)])
+    assert list(found.lasting_messages) == list(found.messages)
+    assert stabilize(found) == found
 
 
 def test_what_stays_behind_the_first_question_stays_there_beside_such_a_message() -> None:
-    found = stabilized(asked(f"{YOU}\n\n{GIT}", HELLO, AGENTS, HI, WHY))
-    assert found.stabilized == ("claude-agent-types", "claude-git-status")
+    found = stabilize(asked(f"{YOU}\n\n{GIT}", HELLO, AGENTS, HI, WHY))
+    assert found.applied_rules == ("claude-agent-types", "claude-git-status")
     assert [message.content for message in found.messages] == [
         YOU,
         AGENTS.content,
@@ -138,19 +139,19 @@ def test_what_stays_behind_the_first_question_stays_there_beside_such_a_message(
 
 def test_a_tools_description_keeps_all_but_the_random_part() -> None:
     tools = (FunctionTool("Bash", SETTINGS.format(UUID)), FunctionTool("Read", "Reads a file."), FunctionTool("List"))
-    told = stabilized(evolve(asked(YOU), tools=tools))
-    assert told.stabilized == ("claude-settings-id",)
+    told = stabilize(evolve(asked(YOU), tools=tools))
+    assert told.applied_rules == ("claude-settings-id",)
     assert told.tools == [FunctionTool("Bash", SETTINGS.format("")), *tools[1:]]
 
 
 def test_a_session_that_is_resumed_begins_as_it_did() -> None:
     """Its second process knows its model by another name, in the system prompt and in a tool's description."""
     first, second = (
-        stabilized(evolve(asked(POWERED.format(*names)), tools=(FunctionTool("Bash", COMMITS.format(names[0])),)))
+        stabilize(evolve(asked(POWERED.format(*names)), tools=(FunctionTool("Bash", COMMITS.format(names[0])),)))
         for names in (LONG, ("", ""))
     )
-    assert first.stabilized == ("claude-model-name", "claude-model-id", "claude-model-author")
-    assert second.stabilized == ()
+    assert first.applied_rules == ("claude-model-name", "claude-model-id", "claude-model-author")
+    assert second.applied_rules == ()
     assert (list(first.messages), list(first.tools)) == (list(second.messages), list(second.tools))
 
 
@@ -160,8 +161,8 @@ NEXT_DAY, CHANGED = "Today's date: 2025-12-20", GIT_BEGUN.replace("?? shapes.py"
 def told(system: str, count: int, *before: MovedText) -> tuple[list[str], tuple[MovedText, ...] | None]:
     """What a conversation's messages say, so many of them, and what stays where."""
     turns = [ChatMessage("assistant" if at % 2 else "user", f"Number {at}.") for at in range(count)]
-    made = stabilized(asked(system, *turns), lambda _: before or None)
-    return [message.content for message in made.messages], made.moved
+    made = stabilize(asked(system, *turns), lambda _: before or None)
+    return [message.content for message in made.messages], made.moved_texts
 
 
 def test_what_has_changed_since_the_last_answer_goes_behind_the_last_message_and_stays_there() -> None:
@@ -178,7 +179,7 @@ def test_what_has_changed_since_the_last_answer_goes_behind_the_last_message_and
     back, moved = told(f"{ENV.format(NEXT_DAY + chr(10))}\n\n{GIT_BEGUN}", 11, *moved or ())
     assert back == [*later, "Number 9.", f"Number 10.\n\n{GIT_BEGUN}"], "only what has changed is said anew"
     assert moved is not None
-    assert [one.place for one in moved] == [0, 0, 6, 6, 10]
+    assert [one.message_index for one in moved] == [0, 0, 6, 6, 10]
 
 
 def test_what_stood_behind_messages_that_are_gone_or_by_a_rule_that_no_longer_applies_is_not_said() -> None:
@@ -197,7 +198,7 @@ def test_a_text_that_changes_at_every_request_does_not_pile_up_without_end() -> 
     moved: tuple[MovedText, ...] | None = ()
     for turn in range(0, 200, 2):
         texts, moved = told(f"{YOU}\n\n{GIT}{turn:>2000}", turn + 1, *moved or ())
-        assert sum(map(len, texts)) < MOST_MOVED + 20 * (turn + 2) + len(YOU)
+        assert sum(map(len, texts)) < MAX_MOVED_CHARS + 20 * (turn + 2) + len(YOU)
         assert any(text.endswith(f" {turn}") for text in texts)
     large = GIT.replace("?? notes/", "\n".join("?? " + "n" * 450 for _ in range(40)))
     assert told(f"{YOU}\n\n{large}", 3) == ([YOU, f"Number 0.\n\n{large}", "Number 1.", "Number 2."], None)
@@ -209,10 +210,10 @@ def test_all_of_them_at_once_leave_the_same_head_at_every_turn() -> None:
     for turn in range(5):
         counters += f"\n<total_tokens>{15_000_000 - 9 * turn} tokens left</total_tokens>"
         system = f"x-anthropic-billing-header: cc_version=2.1.1; cch={turn:05x};\n{YOU}\n{ENV.format(DATE + chr(10))}"
-        told = stabilized(Conversation([ChatMessage("system", f"{system}\n\n{GIT}{counters}"), *messages]))
+        told = stabilize(Conversation([ChatMessage("system", f"{system}\n\n{GIT}{counters}"), *messages]))
         heads.append("\0".join(message.content for message in told.messages[: len(messages)]))
         assert told.messages[-1].content.endswith(f"<total_tokens>{15_000_000 - 9 * turn} tokens left</total_tokens>")
-        assert set(told.stabilized) == {
+        assert set(told.applied_rules) == {
             *("claude-billing-header", "claude-total-tokens", "env-date", "claude-git-status")
         }
         messages += [ChatMessage("assistant", f"Answer {turn}."), ChatMessage("user", f"Question {turn}?")]
@@ -244,14 +245,14 @@ def test_all_of_them_at_once_leave_the_same_head_at_every_turn() -> None:
 )
 def test_what_only_looks_like_one_stays(system: str) -> None:
     conversation = asked(system)
-    assert stabilized(conversation) is conversation
+    assert stabilize(conversation) is conversation
 
 
 def test_what_a_user_an_assistant_a_tool_or_a_later_system_message_says_stays() -> None:
     said = f"{BILLING}\n{LEFT}\n{ENV.format(DATE)}\n{GIT}"
     rest = [ChatMessage(role, said) for role in ("user", "assistant", "tool", "system", "user")]
     conversation = Conversation([ChatMessage("system", YOU), *rest], [FunctionTool(said.replace("\n", ""))])
-    assert stabilized(conversation) is conversation
+    assert stabilize(conversation) is conversation
 
 
 def test_what_stands_in_several_system_messages_is_found_in_each_and_an_empty_one_is_left_out() -> None:
@@ -263,21 +264,21 @@ def test_where_there_is_no_message_for_it_nothing_is_moved() -> None:
     system = f"{YOU}\n{LEFT}\n{ENV.format(DATE + chr(10))}"
     for rest in ([], [ChatMessage("assistant", "Hi.")]):
         conversation = Conversation([ChatMessage("system", system), *rest])
-        assert stabilized(conversation) is conversation
+        assert stabilize(conversation) is conversation
 
 
 def test_an_answer_that_is_begun_stays_the_last_and_a_tools_result_may_be_what_is_answered() -> None:
     begun = ChatMessage("assistant", "It is")
     assert contents(asked(f"{YOU}\n{LEFT}", *TURN, begun))[-2:] == [f"Why?\n\n{LEFT}", "It is"]
-    result = ChatMessage("tool", "", answers="1")
-    told = stabilized(asked(f"{YOU}\n{LEFT}", *TURN, result))
-    assert (told.messages[-1].content, told.tail) == (LEFT, False)  # nothing of it stays
+    result = ChatMessage("tool", "", answered_call_id="1")
+    told = stabilize(asked(f"{YOU}\n{LEFT}", *TURN, result))
+    assert (told.messages[-1].content, told.has_volatile_tail) == (LEFT, False)  # nothing of it stays
 
 
 def test_cuts_stay_where_the_text_is() -> None:
     text = f"{BILLING}\n{YOU}\n{LEFT}\nBe brief.\nBe kind."
     cuts = tuple(text.index(word) for word in ("cch", YOU, "Claude Code", LEFT[5:], "Be brief", "Be kind"))
-    told = stabilized(Conversation([ChatMessage("system", text, cuts=cuts), *TURN])).messages[0]
+    told = stabilize(Conversation([ChatMessage("system", text, cuts=cuts), *TURN])).messages[0]
     left = f"{YOU}\nBe brief.\nBe kind."
     assert told.content == left
     assert told.cuts == tuple(left.index(word) for word in ("Claude Code", "\nBe brief", "Be brief", "Be kind"))
@@ -286,19 +287,19 @@ def test_cuts_stay_where_the_text_is() -> None:
 @pytest.mark.parametrize(
     "hostile",
     [
-        "<total_tokens>" * (MOST_TEXT // 14),
-        f"{LEFT}\n" * (MOST_TEXT // 50),
-        " " * MOST_TEXT,
-        "\n" * (MOST_TEXT - 60) + LEFT,
-        f"{GIT.partition('Recent')[0]}\n" * (MOST_TEXT // 400),
-        "gitStatus: " * (MOST_TEXT // 11),
-        BILLING[:28] + "a=b; " * (MOST_TEXT // 6),
-        f"{YOU}\n{LEFT}" + "x" * MOST_TEXT,
+        "<total_tokens>" * (MAX_SYSTEM_CHARS // 14),
+        f"{LEFT}\n" * (MAX_SYSTEM_CHARS // 50),
+        " " * MAX_SYSTEM_CHARS,
+        "\n" * (MAX_SYSTEM_CHARS - 60) + LEFT,
+        f"{GIT.partition('Recent')[0]}\n" * (MAX_SYSTEM_CHARS // 400),
+        "gitStatus: " * (MAX_SYSTEM_CHARS // 11),
+        BILLING[:28] + "a=b; " * (MAX_SYSTEM_CHARS // 6),
+        f"{YOU}\n{LEFT}" + "x" * MAX_SYSTEM_CHARS,
     ],
 )
 def test_hostile_text_is_as_quick_to_read_as_any(hostile: str) -> None:
     """The suite's limit of a test's time is what fails here: with a way to go back, these take hours."""
-    told = stabilized(asked(hostile))
+    told = stabilize(asked(hostile))
     assert len(told.messages[-1].content) <= len(TURN[-1].content) + 100
 
 

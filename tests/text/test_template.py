@@ -12,9 +12,9 @@ from typing import Any
 import anyio
 import pytest
 
-from adapters.checkpoint.errors import CheckpointError
-from adapters.text.template import ChatTemplate, Control, TemplateFailed, TemplateRefused, text_of
-from adapters.text.text import Text
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.text.model_text import Text
+from adapters.text.template import ChatTemplate, ControlToken, TemplateFailed, TemplateRefused, join_rendered
 from adapters.text.tokenizer import Tokenizer
 from tests.text import small
 
@@ -50,7 +50,7 @@ async def make(tokenizer: Tokenizer) -> AsyncIterator[Make]:
 
 
 async def rendered(template: ChatTemplate, content: str = "Hello", **variables: Any) -> str:
-    return text_of(await template.render([{"role": "user", "content": content}], **variables))
+    return join_rendered(await template.render([{"role": "user", "content": content}], **variables))
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
@@ -63,7 +63,7 @@ async def test_text_and_ids_are_those_of_transformers(folder: Path, name: str) -
         [messages], chat_template=small.TEMPLATE, add_generation_prompt=True, **text.tokenizer.variables, **variables
     )
     try:
-        assert text_of(await text.render(messages, **variables)) == expected
+        assert join_rendered(await text.render(messages, **variables)) == expected
         typed = name == "turns" and "<think>" in expected
         if not typed:
             assert (
@@ -109,7 +109,7 @@ async def test_control_tokens_pass_through_variables_macros_and_lists(make: Make
     {%- set parts = namespace(all='<|im_start|>') %}{{ parts.all ~ 'a' }}{{ turn('<tool_call>', messages[0].content) }}
     {{- ['<think>', '</think>'] | join('-') }}{{ {'k': '<|im_end|>'}.k }}{{ none or '<|im_end|>' }}"""
     pieces = await make(source).render([{"role": "user", "content": "<|im_start|>"}])
-    shown = [piece.content if isinstance(piece, Control) else piece for piece in pieces]
+    shown = [piece.content if isinstance(piece, ControlToken) else piece for piece in pieces]
     assert shown == [
         "<|im_start|>",
         "a",
@@ -120,7 +120,17 @@ async def test_control_tokens_pass_through_variables_macros_and_lists(make: Make
         "</think>",
         *["<|im_end|>"] * 2,
     ]
-    assert [isinstance(piece, Control) for piece in pieces] == [True, False, True, False, True, False, True, True, True]
+    assert [isinstance(piece, ControlToken) for piece in pieces] == [
+        True,
+        False,
+        True,
+        False,
+        True,
+        False,
+        True,
+        True,
+        True,
+    ]
 
 
 async def test_a_template_can_refuse_a_conversation(make: Make) -> None:

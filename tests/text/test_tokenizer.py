@@ -14,11 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adapters import demo
-from adapters.checkpoint.errors import CheckpointError
-from adapters.text.backend import made
-from adapters.text.template import Control
-from adapters.text.text import Text
-from adapters.text.tokenizer import Tokenizer, TokenizerPanicked, build, same_without, without
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.text.model_text import Text
+from adapters.text.template import ControlToken
+from adapters.text.tokenizer import (
+    Tokenizer,
+    TokenizerPanicked,
+    build_tokenizer,
+    is_independent_of,
+    remove_added_tokens,
+)
+from adapters.text.tokenizer_backend import build_backend
 from effects.job import Sampling
 from tests.text import small
 
@@ -34,14 +40,14 @@ def test_no_text_becomes_a_control_token(tokenizer: Tokenizer, parts: list[str])
 
 
 DESCRIBED = (json.loads(small.train().to_str()), json.loads((demo.FOLDER / "tokenizer.json").read_text()))
-FORGOTTEN = [without(one, {token["content"] for token in one["added_tokens"]}) for one in DESCRIBED]
-SHARED, READ = [build(one, {}) for one in DESCRIBED], [made(one) for one in FORGOTTEN]
+FORGOTTEN = [remove_added_tokens(one, {token["content"] for token in one["added_tokens"]}) for one in DESCRIBED]
+SHARED, READ = [build_tokenizer(one, {}) for one in DESCRIBED], [build_backend(one) for one in FORGOTTEN]
 
 
 @settings(max_examples=300, deadline=None)
 @given(parts=TYPED, number=st.integers(0, 1))
 def test_a_shared_model_encodes_as_one_that_never_heard_of_control_tokens(parts: list[str], number: int) -> None:
-    assert same_without(DESCRIBED[number], {token["content"] for token in DESCRIBED[number]["added_tokens"]})
+    assert is_independent_of(DESCRIBED[number], {token["content"] for token in DESCRIBED[number]["added_tokens"]})
     text = "".join(parts)
     (tokens,) = SHARED[number].encode_now([text])
     assert list(tokens) == READ[number].encode(text, add_special_tokens=False).ids
@@ -61,16 +67,16 @@ def test_a_shared_model_encodes_as_one_that_never_heard_of_control_tokens(parts:
 def test_a_model_that_finds_tokens_in_another_way_is_not_shared(setting: str, value: object) -> None:
     [described, _] = DESCRIBED
     model = {**described["model"], setting: value}
-    assert not same_without({**described, "model": model}, set(small.SPECIAL))
+    assert not is_independent_of({**described, "model": model}, set(small.SPECIAL))
 
 
 def test_a_control_token_of_one_character_and_white_space_that_is_one_are_not_shared() -> None:
     [described, _] = DESCRIBED
-    assert not same_without(described, {*small.SPECIAL, *small.VISIBLE, "a"})
+    assert not is_independent_of(described, {*small.SPECIAL, *small.VISIBLE, "a"})
     model = {**described["model"], "vocab": {**described["model"]["vocab"], "<0x0A>": 999}, "byte_fallback": True}
-    assert not same_without({**described, "model": model}, {*small.SPECIAL, *small.VISIBLE, "<0x0A>"})
+    assert not is_independent_of({**described, "model": model}, {*small.SPECIAL, *small.VISIBLE, "<0x0A>"})
     added = [*described["added_tokens"], {**described["added_tokens"][0], "content": "   ", "id": 999}]
-    assert not same_without({**described, "added_tokens": added}, {*small.SPECIAL, *small.VISIBLE})
+    assert not is_independent_of({**described, "added_tokens": added}, {*small.SPECIAL, *small.VISIBLE})
 
 
 @settings(max_examples=200, deadline=None)
@@ -94,7 +100,7 @@ def test_control_tokens_can_be_asked_for(tokenizer: Tokenizer) -> None:
 
 
 async def test_a_control_token_may_swallow_the_white_space_beside_it(tokenizer: Tokenizer) -> None:
-    greedy = Control("<x>", 3, lstrip=True, rstrip=True)
+    greedy = ControlToken("<x>", 3, lstrip=True, rstrip=True)
     rendered = ("a \n", greedy, "\n b ")
     (a,), (b,) = tokenizer.encode_now(["a"])[0], tokenizer.encode_now(["b"])[0]
     assert (await tokenizer.encode_rendered(rendered))[:3] == (a, 3, b)
@@ -176,11 +182,11 @@ def with_expression(expression: str) -> dict[str, Any]:
 
 def test_an_expression_without_end_is_refused_at_start() -> None:
     with pytest.raises(CheckpointError, match="the tokenizer gave up"):
-        build(with_expression(PANICS), {})
+        build_tokenizer(with_expression(PANICS), {})
 
 
 def test_an_expression_that_is_found_out_later_fails_the_request_and_nothing_else() -> None:
-    tokenizer = build(with_expression("(q+q+)+[r-y]"), {})
+    tokenizer = build_tokenizer(with_expression("(q+q+)+[r-y]"), {})
     with pytest.raises(TokenizerPanicked):
         tokenizer.encode_now(["q" * 300 + "!"])
     assert tokenizer.encode_now(["Hello"])[0]
@@ -221,7 +227,7 @@ def test_the_size_is_one_more_than_the_largest_id(tokenizer: Tokenizer) -> None:
     claimed = {**found, "added_tokens": [{**found["added_tokens"][0], "content": "<new>", "id": 70000}]}
     assert tokenizer.size == size_by_list(tokenizer)
     for one in (found, sparse, claimed):
-        made = build(one, {})
+        made = build_tokenizer(one, {})
         assert made.size == size_by_list(made)
 
 

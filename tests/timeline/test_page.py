@@ -13,7 +13,7 @@ import pytest
 from benchmarks.trace_view import record
 from effects.ids import DeviceFailed, RequestId
 from effects.job import Job
-from engine.timeline.view import written
+from engine.tools.timeline.timeline_page import write_page
 from states.events import Submitted
 from states.settings import Settings
 from tests import browser
@@ -36,7 +36,7 @@ def anyio_backend() -> str:
 def timeline(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("timeline") / "agents.jsonl"
     record(path, REQUESTS)
-    written(path)
+    write_page(path)
     return path.with_suffix(".html").as_uri()
 
 
@@ -146,7 +146,7 @@ async def test_names_that_want_to_be_script_are_text(chromium: Browser, tmp_path
     teller.tell(RequestId(1), Submitted(Job((1, 2, 3), 4)), DeviceFailed("broken", HOSTILE))
     path = tmp_path / "<img src=x onerror=alert(1)>.jsonl"
     path.write_text(teller.end().replace('"scripted"', json.dumps(HOSTILE), 1))
-    written(path, tmp_path / "page.html")
+    write_page(path, tmp_path / "page.html")
     async with shown(chromium, (tmp_path / "page.html").as_uri()) as page:
         assert await page.text("#name") == path.name
         assert HOSTILE[:12] in await page.text("#facts")
@@ -158,6 +158,6 @@ async def test_names_that_want_to_be_script_are_text(chromium: Browser, tmp_path
 async def test_what_is_wrong_with_a_trace_is_said_on_the_page(chromium: Browser, tmp_path: Path) -> None:
     path = tmp_path / "cut.jsonl"
     path.write_text("".join(STORIES["a_full_house"]().splitlines(keepends=True)[:-4]))
-    assert written(path).status == 1
+    assert write_page(path).status == 1
     async with shown(chromium, path.with_suffix(".html").as_uri()) as page:
         assert "cut short after event" in await page.text("#trouble")

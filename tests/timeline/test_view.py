@@ -22,16 +22,16 @@ from effects.ids import DeviceFailed, RequestId
 from effects.job import Job
 from effects.prefill import PrefillAdvanced, RunPrefill
 from engine.__main__ import main
-from engine.meter import STAGES, Meter
-from engine.replay import Replay
-from engine.runner import Envelope
-from engine.timeline import collect, view
-from engine.timeline.collect import Timeline
-from engine.timeline.view import Viewed, page, written
-from engine.trace import VERSION, read
+from engine.core.event_loop import Envelope
+from engine.core.replay import Replay
+from engine.core.request_meter import STAGES, RequestMeter
+from engine.core.trace import VERSION, read_trace
+from engine.tools.timeline import collect_timeline, timeline_page
+from engine.tools.timeline.collect_timeline import Timeline
+from engine.tools.timeline.timeline_page import ReadTrace, build_page, write_page
 from states.events import ForRequest, Submitted
 from states.settings import Settings
-from states.world import advance, begin
+from states.world import advance, make_world
 from tests.engine.play import collect as collected
 from tests.engine.play import engine, header
 from tests.engine.stories import GOLDEN, STORIES, Teller
@@ -47,7 +47,7 @@ def data_of(html: str) -> dict[str, Any]:
 
 def viewed(path: Path, **how: Any) -> dict[str, Any]:
     out = path.with_suffix(".html")
-    written(path, out, **how)
+    write_page(path, out, **how)
     return data_of(out.read_text())
 
 
@@ -95,8 +95,8 @@ async def test_every_request_is_there_once_and_its_bars_follow_each_other(tmp_pa
     path = tmp_path / "run.jsonl.zst"
     await busy(path)
     data = viewed(path)
-    header_, records = read(path)
-    run, meter, closed = Replay.of(header_), Meter(), dict[int, Any]()
+    header_, records = read_trace(path)
+    run, meter, closed = Replay.from_header(header_), RequestMeter(), dict[int, Any]()
     submitted, stamps, spent = list[int](), list[int](), defaultdict[int, dict[str, int]](dict)
     for number, record in records:
         before = run.world
@@ -130,7 +130,7 @@ async def test_launches_are_on_their_lane_one_after_the_other(tmp_path: Path) ->
     path = tmp_path / "run.jsonl"
     await busy(path)
     data = viewed(path)
-    launches, (_, records) = spans(data, "launches"), read(path)
+    launches, (_, records) = spans(data, "launches"), read_trace(path)
     recorded = [record for _, record in records if isinstance(record, Launch)]
     assert len(launches) == len(recorded)
     assert data["launches"]["size"] == [len(launch.asks) for launch in recorded]
@@ -201,7 +201,7 @@ def test_nothing_in_a_trace_becomes_markup_or_script(tmp_path: Path) -> None:
     path = tmp_path / f"{HOSTILE.replace('/', '_')}.jsonl"
     path.write_text(json.dumps(first) + "\n" + "".join(lines[1:]))
     out = tmp_path / "out.html"
-    written(path, out)
+    write_page(path, out)
     html = out.read_text()
     assert "alert(1)" not in html.replace("&lt;script&gt;alert(1)&lt;_script&gt;&lt;img src=x onerror=alert(1)&gt;", "")
     assert html.count("<script") == 2, "the data and the page's own"
@@ -213,14 +213,14 @@ def test_nothing_in_a_trace_becomes_markup_or_script(tmp_path: Path) -> None:
 
 
 def test_the_page_lets_nothing_through_but_itself(tmp_path: Path) -> None:
-    html = page(Viewed(header(Settings()), Timeline()), "x")
+    html = build_page(ReadTrace(header(Settings()), Timeline()), "x")
     (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', html)
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
     (script,) = re.findall(r'<script type="module">(.*?)</script>', html, re.DOTALL)
     (style,) = re.findall(r"<style>(.*?)</style>", html, re.DOTALL)
-    assert f"script-src '{view.hashed(script)}'" in policy
-    assert f"style-src '{view.hashed(style)}'" in policy
+    assert f"script-src '{timeline_page.hash_source(script)}'" in policy
+    assert f"style-src '{timeline_page.hash_source(style)}'" in policy
     assert not re.findall(r"https?://|url\(|import\s|fetch\(|innerHTML|eval\(", html)
 
 
@@ -241,7 +241,7 @@ def test_no_token_is_on_the_page(tmp_path: Path) -> None:
 
 def test_ten_thousand_requests_are_a_small_page() -> None:
     """Driven by hand: each is answered at once, with its first token."""
-    world = begin(Settings(slots=4, max_context=256, chunk=32, block_size=16))
+    world = make_world(Settings(slots=4, max_context=256, chunk=32, block_size=16))
     timeline, seq = Timeline(), 0
 
     def happen(request: RequestId, event: Any) -> None:
@@ -255,7 +255,7 @@ def test_ten_thousand_requests_are_a_small_page() -> None:
         request = RequestId(number)
         happen(request, Submitted(Job((number,), 1)))
         happen(request, Decoded((number,), ns=2000 + number % 77))
-    html = page(Viewed(header(Settings()), timeline), "many")
+    html = build_page(ReadTrace(header(Settings()), timeline), "many")
     data = data_of(html)
     assert data["requests"] == list(range(10_000))
     assert len(data["times"]) == 20_000
@@ -264,11 +264,11 @@ def test_ten_thousand_requests_are_a_small_page() -> None:
 
 
 def test_more_events_than_find_room_are_told_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(collect, "MOST_EVENTS", 5)
+    monkeypatch.setattr(collect_timeline, "MOST_EVENTS", 5)
     data = viewed(copied(tmp_path, "a_full_house"))
     assert len(data["times"]) == 5
     assert re.fullmatch(r"\d+ events after event 4 found no room: --from 5 shows them", data["about"]["trouble"][0])
-    monkeypatch.setattr(view, "MOST_BYTES", 1000)
+    monkeypatch.setattr(timeline_page, "MOST_BYTES", 1000)
     assert main(["trace", "view", str(copied(tmp_path, "a_full_house"))]) == 2
 
 
@@ -333,13 +333,13 @@ def test_where_the_page_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_times_that_cannot_be_are_shown_in_order() -> None:
-    world, timeline = begin(Settings()), Timeline()
+    world, timeline = make_world(Settings()), Timeline()
     for seq, at_ns in enumerate((10**9, 5, 10**40, 7)):
         event = ForRequest(RequestId(seq), Submitted(Job((1, 2), 1)))
         after, outs = advance(world, event)
         timeline.observe(Envelope(seq, at_ns, event), outs, world, after)
         world = after
-    assert timeline.times == [0, 0, collect.MOST_US, collect.MOST_US]
+    assert timeline.times == [0, 0, collect_timeline.MOST_US, collect_timeline.MOST_US]
 
 
 def test_prefill_of_a_neighbour_is_in_the_launch_that_it_was_in(tmp_path: Path) -> None:
@@ -349,7 +349,7 @@ def test_prefill_of_a_neighbour_is_in_the_launch_that_it_was_in(tmp_path: Path) 
     teller.tell(RequestId(2), Submitted(Job((1, 2), 2)))
     path = tmp_path / "open.jsonl"
     path.write_text("\n".join(teller.lines) + "\n")
-    written_ = written(path)
+    written_ = write_page(path)
     assert "cut short" in written_.trouble
     data = data_of(path.with_suffix(".html").read_text())
     assert spans(data, "launches")[-1][3] == len(data["times"]) - 1, "still under way at the end"

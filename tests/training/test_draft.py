@@ -11,12 +11,13 @@ from attrs import evolve
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.dflash.checkpoint import DraftCheckpoint
-from adapters.models.dflash.draft import DFlashDraft
-from adapters.models.draft import BlockRequest
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.shard import Segment, Step, TargetHead
+from adapters.models.decoder.shard import TargetHead
+from adapters.models.drafts.cached_draft import BlockRequest
+from adapters.models.drafts.dflash.checkpoint import DraftCheckpoint
+from adapters.models.drafts.dflash.draft import DFlashDraft
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.open_checkpoint import Checkpoint
 from tests.training.conftest import DEMO
 from training.batches import Batches, BatchShape
 from training.dialogues import chat
@@ -378,7 +379,7 @@ def test_the_server_computes_what_training_measured(shipped, source):
     served = DFlashDraft(
         checkpoint.config,
         checkpoint,
-        kernels.fresh(),
+        kernels.copy_for_shard(),
         TargetHead(table, kernels.pack(table), torch.ones_like(table[0])),
         capacity=256,
     )

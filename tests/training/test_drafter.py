@@ -7,9 +7,9 @@ from random import Random
 import pytest
 import torch
 
-from adapters.models.checkpoint import Checkpoint
-from adapters.models.kernels.torch_cpu import CpuKernels
-from adapters.models.scorer import Scorer
+from adapters.models.decoder.scorer import Scorer
+from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.open_checkpoint import Checkpoint
 from training.batches import Batches, BatchShape, flatten
 from training.chat_format import CONTROLS, conversation, user
 from training.chat_format import assistant as says
@@ -86,7 +86,7 @@ def test_the_server_scores_with_it_as_training_does(tokenizer, tmp_path):
     scorer = Scorer(
         checkpoint.config, checkpoint, CpuKernels(torch.float32), torch.device("cpu"), torch.float32, (64,), 1024
     )
-    scorer.weights.unpark()
+    scorer.weights.load_back()
     model.load_state_dict({name: tensor.bfloat16().float() for name, tensor in model.state_dict().items()})
     tokens = torch.randint(len(CONTROLS), 4096, (203,))
     work = scorer.begin(tuple(tokens.tolist()))

@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from adapters.layout import RowSpec, dtype_name
-from adapters.models.kv_cache import PagedKvCache
-from adapters.models.shard import Segment, Step
-from adapters.store.format import Layout
-from adapters.store.memory import Memory
-from adapters.transfer.copy import UNMARKED, Mover, StateMover, marks, movers
-from adapters.transfer.strided import Box, BoxSide, box_side, copy_box
+from adapters.models.decoder.kv_cache import PagedKvCache
+from adapters.models.kernels.step import Segment, Step
+from adapters.sequence_layout import RowSpec, dtype_name
+from adapters.store.files.file_format import Layout
+from adapters.store.slab_memory import SlabMemory
+from adapters.transfer.copy_rows import NO_MARKS, RowMover, StateMover, create_movers, record_marks
+from adapters.transfer.strided_copy import Box, BoxSide, copy_box, make_box_side
 from effects.ids import PAGE
 from tests.models.recurrent_shard import RecurrentShard
 
@@ -65,15 +65,15 @@ def test_a_run_comes_back_bit_for_bit(device: str, dtype: torch.dtype) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     slots, layout = Direct(device, dtype), rows_of(dtype)
-    mover, memory = Mover(slots, layout), Memory(1 << 20, pin=device == "cuda")
+    mover, memory = RowMover(slots, layout), SlabMemory(1 << 20, pin=device == "cuda")
     truth, other = slots.rows(0, 16, 80).clone(), slots.all[:, :, 1].clone()
-    assert mover.anywhere
-    buffer = memory.take(64 * layout.token_bytes)
-    mover.take(0, (16, 80), buffer.data)
+    assert mover.is_addressable
+    buffer = memory.allocate(64 * layout.token_bytes)
+    mover.copy_out(0, (16, 80), buffer.data)
     for start, stop in ((16, 80), (16, 32), (64, 80), (31, 50)):
         slots.all[:, :, 0] = 7
         # as the lane does it: what it had been told before, here the sevens, comes first
-        mover.put(0, (start, stop), buffer.data, 16, marks([torch.device(device)]))
+        mover.copy_in(0, (start, stop), buffer.data, 16, record_marks([torch.device(device)]))
         assert torch.equal(slots.rows(0, start, stop), truth[..., start - 16 : stop - 16, :])
         assert bool((slots.rows(0, 0, start) == 7).all())
         assert bool((slots.rows(0, stop, CAPACITY) == 7).all())
@@ -85,18 +85,21 @@ def test_several_runs_at_once(device: str) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     slots, layout = Direct(device, torch.bfloat16), rows_of(torch.bfloat16)
-    mover, memory, truth = Mover(slots, layout), Memory(1 << 20, pin=device == "cuda"), slots.all.clone()
+    mover, memory, truth = RowMover(slots, layout), SlabMemory(1 << 20, pin=device == "cuda"), slots.all.clone()
     spans = [(slot, start, start + 16) for slot in range(SLOTS) for start in range(0, CAPACITY, 16)]
-    buffers = [memory.take(16 * layout.token_bytes) for _ in spans]
+    buffers = [memory.allocate(16 * layout.token_bytes) for _ in spans]
     for (slot, start, stop), buffer in zip(spans, buffers, strict=True):
-        mover.take(slot, (start, stop), buffer.data)
-    for after in (marks([torch.device(device)]), UNMARKED):  # the second time on new threads that were told of no event
+        mover.copy_out(slot, (start, stop), buffer.data)
+    for after in (
+        record_marks([torch.device(device)]),
+        NO_MARKS,
+    ):  # the second time on new threads that were told of no event
         slots.all.zero_()
         if device == "cuda":
             torch.cuda.synchronize()
         with ThreadPoolExecutor(6) as pool:
             moved = [
-                pool.submit(mover.put, slot, (start, stop), buffer.data, start, after)
+                pool.submit(mover.copy_in, slot, (start, stop), buffer.data, start, after)
                 for (slot, start, stop), buffer in zip(spans, buffers, strict=True)
             ]
         assert all(future.result() is None for future in moved)
@@ -120,12 +123,12 @@ def test_a_run_over_several_pages_of_a_gpu(dtype: torch.dtype) -> None:
         addressed, row_spec = True, cache.spec
         rows = staticmethod(cache.rows)
 
-    mover, memory = Mover(Holder(), cache.spec), Memory(1 << 20, pin=True)
+    mover, memory = RowMover(Holder(), cache.spec), SlabMemory(1 << 20, pin=True)
     begin, stop = PAGE - 32, 2 * PAGE + 16
-    buffer = memory.take((stop - begin) * cache.spec.token_bytes)
-    mover.take(0, (begin, stop), buffer.data)
+    buffer = memory.allocate((stop - begin) * cache.spec.token_bytes)
+    mover.copy_out(0, (begin, stop), buffer.data)
     cache.seat(1, 0, 0, (0, 6, 2))
-    mover.put(1, (PAGE, 2 * PAGE + 8), buffer.data, begin)
+    mover.copy_in(1, (PAGE, 2 * PAGE + 8), buffer.data, begin)
     found = cache.export(1, 0, rows)
     for name, one in truth.items():
         assert torch.equal(found[name][:, PAGE : 2 * PAGE + 8], one[:, PAGE : 2 * PAGE + 8])
@@ -137,11 +140,11 @@ def test_what_does_not_fit_into_a_box_is_not_copied() -> None:
     rows = torch.zeros(2, 2, 3, 4, 8)
     with pytest.raises(ValueError, match="does not go to"):
         copy_box(rows, rows)  # both in host memory
-    assert box_side(rows).pitch == 4 * 8 * 4
-    assert box_side(rows[..., 1:3, :]).height == 3
+    assert make_box_side(rows).pitch == 4 * 8 * 4
+    assert make_box_side(rows[..., 1:3, :]).height == 3
     for odd in (rows[..., :7], rows.transpose(2, 3), rows.transpose(0, 1)):
         with pytest.raises(ValueError, match="are no box"):
-            box_side(odd)
+            make_box_side(odd)
 
 
 def test_a_box_is_what_the_driver_takes() -> None:
@@ -152,15 +155,15 @@ def test_a_box_is_what_the_driver_takes() -> None:
 
 def test_slots_behind_names_get_the_same() -> None:
     direct, named = Direct("cpu", torch.float32), Named("cpu", torch.float32)
-    layout, memory = rows_of(torch.float32), Memory(1 << 20)
-    one, other = Mover(direct, layout), Mover(named, layout)
-    assert not other.anywhere
-    again, buffer = memory.take(32 * layout.token_bytes), memory.take(32 * layout.token_bytes)
-    one.take(1, (8, 40), buffer.data)
-    other.tell(0, [((20, 40), buffer.data, 8)], [buffer])
+    layout, memory = rows_of(torch.float32), SlabMemory(1 << 20)
+    one, other = RowMover(direct, layout), RowMover(named, layout)
+    assert not other.is_addressable
+    again, buffer = memory.allocate(32 * layout.token_bytes), memory.allocate(32 * layout.token_bytes)
+    one.copy_out(1, (8, 40), buffer.data)
+    other.send_runs(0, [((20, 40), buffer.data, 8)], [buffer])
     assert torch.equal(named.all[:, :, 0, :, 20:40], direct.rows(1, 20, 40))
-    other.tell(0, [((8, 40), buffer.data, 8)], [buffer])
-    other.take(0, (8, 40), again.data)
+    other.send_runs(0, [((8, 40), buffer.data, 8)], [buffer])
+    other.copy_out(0, (8, 40), again.data)
     assert torch.equal(buffer.data, again.data)
 
 
@@ -168,21 +171,21 @@ def test_slots_behind_names_get_the_same() -> None:
 def test_a_split_moves_each_part_its_own_way_and_keeps_what_an_undivided_target_does(device: str) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    whole, layout, memory = Direct(device, torch.bfloat16), rows_of(torch.bfloat16), Memory(1 << 20)
+    whole, layout, memory = Direct(device, torch.bfloat16), rows_of(torch.bfloat16), SlabMemory(1 << 20)
     near, far = Direct(device, torch.bfloat16, range(2)), Named("cpu", torch.bfloat16, range(2, LAYERS))
     near.all.copy_(whole.all[:2])
     far.all.copy_(whole.all[2:])
-    one, two = memory.take(32 * layout.token_bytes), memory.take(32 * layout.token_bytes)
-    (alone,), split = movers((whole,), layout), movers((near, far), layout)
-    assert [mover.anywhere for mover in split] == [True, False], "the part that can be reached keeps its fast way"
-    alone.take(1, (8, 40), one.data)
+    one, two = memory.allocate(32 * layout.token_bytes), memory.allocate(32 * layout.token_bytes)
+    (alone,), split = create_movers((whole,), layout), create_movers((near, far), layout)
+    assert [mover.is_addressable for mover in split] == [True, False], "the part that can be reached keeps its fast way"
+    alone.copy_out(1, (8, 40), one.data)
     for mover in split:
-        mover.take(1, (8, 40), two.data)
+        mover.copy_out(1, (8, 40), two.data)
     assert torch.equal(one.data, two.data), "whoever restores it need not know who kept it"
     near.all.zero_()
     far.all.zero_()
-    split[0].put(0, (20, 40), one.data, 8, marks([torch.device(device)]))  # behind the zeros
-    split[1].tell(0, [((20, 40), one.data, 8)], [one])
+    split[0].copy_in(0, (20, 40), one.data, 8, record_marks([torch.device(device)]))  # behind the zeros
+    split[1].send_runs(0, [((20, 40), one.data, 8)], [one])
     assert torch.equal(near.all[:, :, 0, :, 20:40], whole.all[:2, :, 1, :, 20:40])
     assert torch.equal(far.all[:, :, 0, :, 20:40], whole.all[2:, :, 1, :, 20:40].cpu())
     assert not near.all[:, :, 0, :, :20].any()
@@ -191,9 +194,9 @@ def test_a_split_moves_each_part_its_own_way_and_keeps_what_an_undivided_target_
 def test_parts_that_are_not_what_is_kept_are_refused_by_name() -> None:
     layout = rows_of(torch.float32)
     with pytest.raises(ValueError, match=r"layers\.2\.k is odd"):
-        movers((Direct("cpu", torch.float32, range(2)),), layout)
+        create_movers((Direct("cpu", torch.float32, range(2)),), layout)
     with pytest.raises(ValueError, match="their order is odd"):
-        movers([Direct("cpu", torch.float32, one) for one in (range(1, 3), range(1))], layout)
+        create_movers([Direct("cpu", torch.float32, one) for one in (range(1, 3), range(1))], layout)
 
 
 def test_a_state_comes_from_the_parts_that_have_one_and_goes_back_to_them() -> None:
@@ -202,10 +205,10 @@ def test_a_state_comes_from_the_parts_that_have_one_and_goes_back_to_them() -> N
     for slot, tokens in enumerate(([3, 1, 4, 1, 5], [9, 2, 6])):
         hybrid.forward(Step((Segment(slot, 0, len(tokens)),), 8, rows_only=True), torch.tensor(tokens))
     layout = Layout("ab" * 16, 8, hybrid.row_spec, state=hybrid.state_specs)
-    mover, buffer = StateMover((plain, hybrid), layout.state), Memory().take(layout.size("state", 0))
-    mover.take(0, buffer.data)
+    mover, buffer = StateMover((plain, hybrid), layout.state), SlabMemory().allocate(layout.compute_size("state", 0))
+    mover.copy_out(0, buffer.data)
     before = hybrid.export_state(1)
-    mover.put(1, buffer.data)
+    mover.copy_in(1, buffer.data)
     after, truth = hybrid.export_state(1), hybrid.export_state(0)
     assert all(torch.equal(after[name], truth[name]) for name in truth)
     assert not any(torch.equal(before[name], truth[name]) for name in truth)

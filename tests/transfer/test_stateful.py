@@ -11,19 +11,21 @@ import torch
 from attrs import define, evolve, field
 
 from adapters.device.executor import DeviceExecutor
-from adapters.device.lane import DeviceLane
-from adapters.device.proposer import DraftRequest
-from adapters.device.slots import SlotState
-from adapters.device.tree import Tree, chain
-from adapters.layout import RowSpec, torch_dtype
-from adapters.models.shard import Kept, Segment, Step
-from adapters.store.folder import Folder
-from adapters.store.format import Layout
-from adapters.store.host import HostTier
-from adapters.store.opening import index, open_disk
+from adapters.device.executor_parts import ExecutorParts
+from adapters.device.lane.lane import DeviceLane
+from adapters.device.slots.slots import SlotState
+from adapters.device.speculation.proposal_tree import Tree, chain
+from adapters.device.speculation.proposer import DraftRequest, Proposer
+from adapters.models.decoder.shard import Kept
+from adapters.models.kernels.step import Segment, Step
+from adapters.sequence_layout import RowSpec, torch_dtype
+from adapters.store.files.file_format import Layout
+from adapters.store.files.private_folder import PrivateFolder
+from adapters.store.host_tier import HostTier
+from adapters.store.open_store import create_index, open_disk
 from adapters.store.store import Store
-from adapters.transfer.transfer import Transfer, transfer
-from effects.all import Ask, Launch
+from adapters.transfer.transfer import Transfer, create_transfer
+from effects.all import EffectRequest, Launch
 from effects.decode import Decoded, RunDecode
 from effects.ids import DeviceFailed, LeaseId, RequestId, SlotId, StoreFailed, Tokens
 from effects.job import Sampling
@@ -45,7 +47,7 @@ def rows(stop: int) -> BlocksRestored:
     return BlocksRestored(0, stop, 0)
 
 
-class Caches:
+class Caches(Proposer):
     """A draft's rows behind names, filled as it follows the target; it proposes what it is told to."""
 
     addressed = False
@@ -81,12 +83,12 @@ class Caches:
             if self.follows and stop > segment.start:
                 for number, cache in enumerate(self.caches.values()):
                     cache[segment.slot, :, segment.start : stop] = aux[0][0, number]
-                state.draft(segment.start, stop)
+                state.add_draft_rows(segment.start, stop)
 
     def catch_up(self, slot: int) -> None:
         """It is never late."""
 
-    def opened(self, source: int, target: int, state: SlotState) -> None:
+    def inherit_rows(self, source: int, target: int, state: SlotState) -> None:
         state.context = ()
 
 
@@ -104,7 +106,7 @@ class StatefulBench:
     async def one(self, request: int, effect: object):
         if isinstance(effect, SaveSnapshot):
             return await self.moving.saver.save(RequestId(request), effect)
-        (outcome,) = await self.executor.perform(Launch((Ask(RequestId(request), effect),)))
+        (outcome,) = await self.executor.perform(Launch((EffectRequest(RequestId(request), effect),)))
         return evolve(outcome, ns=0) if hasattr(outcome, "ns") else outcome
 
     def open(
@@ -153,7 +155,7 @@ class StatefulBench:
     async def cold(self, prompt: Tokens = PROMPT, count: int = 8) -> list[Decoded]:
         """On a shard of its own, row by row: nothing is kept, shared or proposed."""
         lane = DeviceLane()
-        alone = DeviceExecutor(RecurrentShard(1, CAPACITY, (1,)), (1,), lane=lane)
+        alone = DeviceExecutor(ExecutorParts(RecurrentShard(1, CAPACITY, (1,)), (1,), lane=lane))
         bench = StatefulBench(alone, self.moving, self.shard, self.draft)
         bench.open(1, 0, prompt)
         for at in range(len(prompt) - 1):
@@ -186,8 +188,7 @@ class StatefulBench:
         return await self.decode(request, slot, prompt)
 
     def state(self, slot: int) -> SlotState | DeviceFailed:
-        (state,) = [one for number, one in self.executor._slots.items() if number == slot]  # noqa: SLF001
-        return state
+        return self.executor.parts.slots.find_state(slot)
 
 
 def made(folder: Path, host: int) -> StatefulBench:
@@ -197,16 +198,16 @@ def made(folder: Path, host: int) -> StatefulBench:
         RecurrentShard(SLOTS, CAPACITY, BUCKETS, state_block=BLOCK_SIZE, state_places=2),
         Caches(DRAFT.rows),
     )
-    disk = open_disk(LAYOUT, Folder.open(folder), lock, budget=1 << 30)
-    store = Store(LAYOUT, HostTier(index(LAYOUT, host)), disk, lock)
+    disk = open_disk(LAYOUT, PrivateFolder.open(folder), lock, budget=1 << 30)
+    store = Store(LAYOUT, (HostTier(create_index(LAYOUT, host)), disk), lock)
     executor = DeviceExecutor(shard, BUCKETS, lane=lane, proposer=draft)
-    moving = transfer(store, (shard,), lane, executor.serving, draft=draft)
-    executor.checkpointed_by(moving.saver.checkpoint)
+    moving = create_transfer(store, (shard,), lane, executor.serving, draft=draft)
+    executor.checkpointed_by(moving.saver.save_checkpoint)
     return StatefulBench(executor, moving, shard, draft)
 
 
 def ended(bench: StatefulBench) -> None:
-    assert bench.store.figures()["leases"] == 0
+    assert bench.store.collect_figures()["leases"] == 0
     assert bench.executor.close()
     bench.moving.close()
 
@@ -226,7 +227,7 @@ async def test_chunks_and_rows_one_by_one_come_to_the_same(bench: StatefulBench)
 async def test_a_restored_state_goes_on_as_a_cold_one(bench: StatefulBench) -> None:
     await bench.kept()
     assert await bench.restored(2, 1) == rows(72)
-    assert bench.state(1).drafted == (0, 72)
+    assert bench.state(1).draft_rows == (0, 72)
     drafted, truth = bench.draft.export_rows(1, 0, 72), bench.draft.export_rows(0, 0, 72)
     assert all(torch.equal(drafted[name], truth[name]) for name in truth)
     assert await bench.goes_on(2, 1, 72) == await bench.cold()
@@ -298,11 +299,11 @@ async def test_a_state_comes_without_rows_where_the_slot_has_them(bench: Statefu
     found = looked_up(bench.moving.lookup, RequestId(2), FindPrefix(PROMPT, 0, rows=72))
     assert isinstance(found, PrefixFound)
     assert (found.length, found.checkpoints) == (72, (32, 72))
-    lease = bench.store.lease(found.lease)
-    assert [part.entry.kind for part in lease.all] == [*["draft"] * len(lease.draft), "state", "state"]
+    lease = bench.store.get_lease(found.lease)
+    assert [part.entry.kind for part in lease.all_parts] == [*["draft"] * len(lease.draft), "state", "state"]
     outcome = await bench.moving.restorer.restore(RequestId(2), RestoreBlocks(found.lease, SlotId(1), 72, 72))
     assert isinstance(outcome, BlocksRestored)
-    assert (outcome.start, outcome.stop, outcome.bytes) == (72, 72, LAYOUT.size("state", 0))
+    assert (outcome.start, outcome.stop, outcome.bytes) == (72, 72, LAYOUT.compute_size("state", 0))
     assert await bench.goes_on(2, 1, 72) == await bench.cold()
 
 
@@ -372,7 +373,7 @@ async def test_rows_without_a_checkpoint_are_no_hit(bench: StatefulBench) -> Non
 async def test_rows_that_the_draft_did_not_see_stay_without(bench: StatefulBench) -> None:
     await bench.kept(drafted=False)
     assert await bench.restored(2, 1) == rows(72)
-    assert bench.state(1).drafted == (72, 72)
+    assert bench.state(1).draft_rows == (72, 72)
     assert await bench.goes_on(2, 1, 72) == await bench.cold()
 
 
@@ -380,13 +381,15 @@ async def test_a_drafts_rows_may_be_kept_later(bench: StatefulBench) -> None:
     await bench.kept(drafted=False)
     await bench.kept()
     assert await bench.restored(2, 1) == rows(72)
-    assert bench.state(1).drafted == (0, 72)
+    assert bench.state(1).draft_rows == (0, 72)
 
 
 def spoil(folder: Path, store: Store, kind: str) -> None:
-    assert store.disk is not None
-    (entry,) = (entry for entry in store.disk.index.entries.values() if entry.kind == kind and entry.stop == 72)
-    (file,) = (file for file in files(folder) if file.name == store.disk.name(entry))
+    assert store.lower_tiers
+    (entry,) = (
+        entry for entry in store.lower_tiers[0].index.entries.values() if entry.kind == kind and entry.stop == 72
+    )
+    (file,) = (file for file in files(folder) if file.name == store.lower_tiers[0].get_file_name(entry))
     raw = bytearray(file.read_bytes())
     raw[-40] ^= 255
     file.write_bytes(raw)
@@ -396,8 +399,8 @@ async def test_a_damaged_checkpoint_is_a_miss_and_then_the_one_before_is_found(
     bench: StatefulBench, tmp_path: Path
 ) -> None:
     await bench.kept()
-    bench.store.host.index.budget = 0
-    bench.store.release(bench.store.find(PROMPT, 0)[0])  # what memory held is gone
+    bench.store.memory_tier.index.budget = 0
+    bench.store.release(bench.store.find_prefix(PROMPT, 0)[0])  # what memory held is gone
     spoil(tmp_path / "kv", bench.store, "state")
     outcome = await bench.restored(2, 1)
     assert isinstance(outcome, StoreFailed)
@@ -410,11 +413,11 @@ async def test_a_damaged_checkpoint_is_a_miss_and_then_the_one_before_is_found(
 
 async def test_damaged_draft_rows_cost_the_draft_only(bench: StatefulBench, tmp_path: Path) -> None:
     await bench.kept()
-    bench.store.host.index.budget = 0
-    bench.store.release(bench.store.find(PROMPT, 0)[0])
+    bench.store.memory_tier.index.budget = 0
+    bench.store.release(bench.store.find_prefix(PROMPT, 0)[0])
     spoil(tmp_path / "kv", bench.store, "draft")
     assert await bench.restored(2, 1) == rows(72)
-    assert bench.state(1).drafted == (72, 72)
+    assert bench.state(1).draft_rows == (72, 72)
     assert await bench.goes_on(2, 1, 72) == await bench.cold()
 
 
@@ -426,7 +429,7 @@ async def test_a_part_of_a_prefix_cannot_be_restored_with_its_state(bench: State
         effect = RestoreBlocks(found.lease, SlotId(1), start, stop)
         assert (await bench.moving.restorer.restore(RequestId(2), effect)).kind == "broken"
         with pytest.raises(KeyError):
-            bench.store.lease(LeaseId(found.lease))
+            bench.store.get_lease(LeaseId(found.lease))
 
 
 async def test_a_checkpoint_is_refused_where_the_slot_is_not(bench: StatefulBench) -> None:
@@ -434,11 +437,11 @@ async def test_a_checkpoint_is_refused_where_the_slot_is_not(bench: StatefulBenc
     await bench.prefill(1, 0, 0, 20)
 
     def ask(request: int, at: int) -> bool:
-        return bench.moving.saver.checkpoint(RequestId(request), SlotId(0), at)
+        return bench.moving.saver.save_checkpoint(RequestId(request), SlotId(0), at)
 
     for request, at in ((1, 8), (1, 20), (1, 0), (2, 16)):
         assert not await bench.moving.restorer.lane.run(lambda request=request, at=at: ask(request, at))
-    assert not bench.store.host.index.entries
+    assert not bench.store.memory_tier.index.entries
 
 
 async def test_a_checkpoint_that_finds_no_memory_costs_the_request_nothing(
@@ -448,10 +451,10 @@ async def test_a_checkpoint_that_finds_no_memory_costs_the_request_nothing(
         raise MemoryError(f"{size} bytes of host memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(bench.store.memory.__class__, "take", lambda _, size: full(size))
+        patched.setattr(bench.store.memory.__class__, "allocate", lambda _, size: full(size))
         bench.open(1, 0)
         await bench.prefill(1, 0, checkpoints=(32,))
-    assert not bench.store.host.index.entries
+    assert not bench.store.memory_tier.index.entries
     assert await bench.decode(1, 0, PROMPT) == await bench.cold()
 
 

@@ -16,22 +16,23 @@ from anyio import to_thread
 from attrs import define, evolve
 
 from adapters.device.executor import DeviceExecutor
-from adapters.device.lane import DeviceLane
-from adapters.device.slots import SlotState
+from adapters.device.executor_parts import ExecutorParts
+from adapters.device.lane.lane import DeviceLane
+from adapters.device.slots.slots import SlotState
 from adapters.metrics import Metrics
-from adapters.models.dense import DenseShard
-from adapters.store.folder import Folder
-from adapters.store.format import Layout
-from adapters.store.host import HostTier
-from adapters.store.lookup import Found
-from adapters.store.memory import ALIGN, SLAB, Memory
-from adapters.store.opening import index, open_disk
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.store.files.file_format import Layout
+from adapters.store.files.private_folder import PrivateFolder
+from adapters.store.host_tier import HostTier
+from adapters.store.lookup import LookupOutcome
+from adapters.store.open_store import create_index, open_disk
+from adapters.store.slab_memory import ALIGN, SLAB_BYTES, SlabMemory
 from adapters.store.store import Store
-from adapters.transfer import save
-from adapters.transfer.copy import Mover, movers
-from adapters.transfer.save import COURTESY, MOMENT, PATIENCE_NS
-from adapters.transfer.transfer import Transfer, transfer
-from effects.all import Ask, Launch
+from adapters.transfer import saver as save
+from adapters.transfer.copy_rows import RowMover, create_movers
+from adapters.transfer.saver import MAX_POLLS, MAX_SNAPSHOT_NS, QUIET_POLLS
+from adapters.transfer.transfer import Transfer, create_transfer
+from effects.all import EffectRequest, Launch
 from effects.decode import RunDecode
 from effects.ids import LeaseId, RequestId, SlotId, StoreFailed
 from effects.job import Sampling
@@ -60,7 +61,7 @@ class Bench:
     async def one(self, request: int, effect: object):
         if isinstance(effect, SaveSnapshot):
             return await self.moving.saver.save(RequestId(request), effect)
-        (outcome,) = await self.executor.perform(Launch((Ask(RequestId(request), effect),)))
+        (outcome,) = await self.executor.perform(Launch((EffectRequest(RequestId(request), effect),)))
         return timeless(outcome)
 
     def open(self, request: int, slot: int, prompt=PROMPT) -> None:
@@ -100,17 +101,17 @@ class Bench:
         return timeless(outcome)
 
     def leases(self) -> int:
-        return self.moving.store.figures()["leases"]
+        return self.moving.store.collect_figures()["leases"]
 
 
 @pytest.fixture(params=["host", "disk"])
 async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Bench]:
     lane, shard, lock = DeviceLane(), qwen3(), threading.RLock()
-    executor = DeviceExecutor(shard, BUCKETS, lane=lane)
+    executor = DeviceExecutor(ExecutorParts(shard, BUCKETS, lane=lane))
     layout = Layout("ef" * 16, BLOCK_SIZE, shard.row_spec)
-    disk = open_disk(layout, Folder.open(tmp_path / "kv"), lock, budget=1 << 30)
-    store = Store(layout, HostTier(index(layout, 1 << 30 if request.param == "host" else 0)), disk, lock)
-    moving = transfer(store, (shard,), lane, executor.serving)
+    disk = open_disk(layout, PrivateFolder.open(tmp_path / "kv"), lock, budget=1 << 30)
+    store = Store(layout, (HostTier(create_index(layout, 1 << 30 if request.param == "host" else 0)), disk), lock)
+    moving = create_transfer(store, (shard,), lane, executor.serving)
     yield Bench(executor, moving, shard)
     assert executor.close()
     moving.close()
@@ -154,20 +155,20 @@ async def test_a_snapshot_of_what_the_slot_does_not_hold_is_refused(bench: Bench
     for tokens in ((9, *PROMPT[1:96]), (*PROMPT, *PROMPT[:11])):
         assert (await bench.one(1, SaveSnapshot(SlotId(0), tokens))).kind == "broken"
     assert (await bench.one(2, SaveSnapshot(SlotId(0), PROMPT[:96]))).kind == "broken", "another request's slot"
-    assert bench.moving.store.host.index.entries == {}
+    assert bench.moving.store.memory_tier.index.entries == {}
 
 
 async def test_the_lane_goes_on_while_a_snapshot_is_taken(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.open(1, 0)
     await bench.prefill(1, 0)
-    begun, go, saved, take = threading.Event(), threading.Event(), list[object](), Mover.take
+    begun, go, saved, take = threading.Event(), threading.Event(), list[object](), RowMover.copy_out
 
     def slow(*what) -> None:
         begun.set()
         assert go.wait(60)
         take(*what)
 
-    monkeypatch.setattr(Mover, "take", slow)
+    monkeypatch.setattr(RowMover, "copy_out", slow)
     async with anyio.create_task_group() as tasks:
 
         async def save() -> None:
@@ -193,11 +194,11 @@ async def looks_before_runs(
     """How often a snapshot had looked whether somebody waits before it copied each of its six runs. hurried, reading:
     what look number N, from 1 on, finds.
     """
-    monkeypatch.setattr(save, "LOOK_S", 0)
+    monkeypatch.setattr(save, "POLL_S", 0)
     bench.moving.store.run_bytes = 16 * bench.moving.store.layout.token_bytes
     bench.open(1, 0)
     await bench.prefill(1, 0)
-    looks, told, take = count(1), list[int](), Mover.take
+    looks, told, take = count(1), list[int](), RowMover.copy_out
     last = [0]
 
     def look() -> bool:
@@ -208,14 +209,14 @@ async def looks_before_runs(
         told.append(last[0])
         take(*what)
 
-    monkeypatch.setattr(Mover, "take", taken)
-    bench.moving.saver.hurried, bench.moving.saver.reading = look, lambda: reading(last[0])
+    monkeypatch.setattr(RowMover, "copy_out", taken)
+    bench.moving.saver.is_slot_requested, bench.moving.saver.is_first_token_pending = look, lambda: reading(last[0])
     saved = await bench.one(1, SaveSnapshot(SlotId(0), PROMPT[:96]))
     assert saved == SnapshotSaved(96, 96 * bench.moving.store.layout.token_bytes)
     return told
 
 
-@pytest.mark.parametrize("hurried_from", [1, 4, MOMENT + 20])
+@pytest.mark.parametrize("hurried_from", [1, 4, QUIET_POLLS + 20])
 async def test_a_snapshot_gives_way_to_first_tokens_until_somebody_waits_for_a_slot(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, hurried_from: int
 ) -> None:
@@ -226,7 +227,7 @@ async def test_a_snapshot_gives_way_to_first_tokens_until_somebody_waits_for_a_s
 async def test_a_snapshot_gives_way_to_first_tokens_for_a_while_only(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert await looks_before_runs(bench, monkeypatch, lambda _: False, lambda _: True) == [COURTESY] * 6
+    assert await looks_before_runs(bench, monkeypatch, lambda _: False, lambda _: True) == [MAX_POLLS] * 6
 
 
 async def test_a_snapshot_lets_a_moment_pass_behind_each_first_token(
@@ -234,7 +235,7 @@ async def test_a_snapshot_lets_a_moment_pass_behind_each_first_token(
 ) -> None:
     """Waited for at looks 3 and 4, and again from the second run on at looks 12 to 14."""
     told = await looks_before_runs(bench, monkeypatch, lambda _: False, {3, 4, 12, 13, 14}.__contains__)
-    first, again = 4 + MOMENT + 1, 14 + MOMENT + 1
+    first, again = 4 + QUIET_POLLS + 1, 14 + QUIET_POLLS + 1
     assert told == [first, first + 1, again, again + 1, again + 2, again + 3]
 
 
@@ -242,18 +243,18 @@ async def test_a_snapshot_lets_a_moment_pass_where_nobody_asks_for_anything(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = await looks_before_runs(bench, monkeypatch, lambda _: False, lambda _: False)
-    assert told == [MOMENT + 1 + run for run in range(6)]
+    assert told == [QUIET_POLLS + 1 + run for run in range(6)]
 
 
 async def test_what_there_is_no_time_for_is_dropped_and_counted(bench: Bench) -> None:
     bench.moving.store.run_bytes = 16 * bench.moving.store.layout.token_bytes
     bench.open(1, 0)
     await bench.prefill(1, 0)
-    times = iter([0, PATIENCE_NS, PATIENCE_NS + 1])  # as it begins, and before each run but the first
+    times = iter([0, MAX_SNAPSHOT_NS, MAX_SNAPSHOT_NS + 1])  # as it begins, and before each run but the first
     bench.moving.saver.clock_ns = lambda: next(times)
     saved = await bench.one(1, SaveSnapshot(SlotId(0), PROMPT[:96]))
     assert saved == SnapshotSaved(32, 32 * bench.moving.store.layout.token_bytes)
-    assert bench.moving.store.figures()["dropped_rows"] == 64
+    assert bench.moving.store.collect_figures()["dropped_rows"] == 64
     settled(bench.moving.store)
     assert (await bench.found(2)).length == 32
 
@@ -268,20 +269,20 @@ async def test_a_snapshot_without_memory_costs_the_request_nothing(
         raise MemoryError(f"{size} bytes of host memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(bench.moving.store.memory.__class__, "take", full)
+        patched.setattr(bench.moving.store.memory.__class__, "allocate", full)
         assert await bench.one(1, SaveSnapshot(SlotId(0), PROMPT[:96])) == SnapshotSaved(0, 0)
-    assert bench.moving.store.figures()["dropped_rows"] == 96
+    assert bench.moving.store.collect_figures()["dropped_rows"] == 96
     assert len(await bench.answer(1, 0)) == 6
 
 
 async def test_what_pinned_memory_has_no_room_for_is_dropped_where_nothing_comes_free(bench: Bench) -> None:
     store = bench.moving.store
-    store.host.memory = Memory(ALIGN, pin=True)
-    elsewhere = store.memory.take(ALIGN, held=True)
+    store.memory_tier.memory = SlabMemory(ALIGN, pin=True)
+    elsewhere = store.memory.allocate(ALIGN, held=True)
     bench.open(1, 0)
     await bench.prefill(1, 0)
     assert await bench.one(1, SaveSnapshot(SlotId(0), PROMPT[:96])) == SnapshotSaved(0, 0)
-    assert store.figures()["dropped_rows"] == 96
+    assert store.collect_figures()["dropped_rows"] == 96
     assert elsewhere.data.nbytes == ALIGN
 
 
@@ -291,29 +292,29 @@ async def test_no_memory_is_registered_while_a_slot_is_waited_for_and_others_wai
 ) -> None:
     """Which takes several times as long as the copies. asked: snapshots that are."""
     store, saver = bench.moving.store, bench.moving.saver
-    saver.hurried = lambda: hurried
-    store.host.memory = Memory(SLAB, pin=True)
+    saver.is_slot_requested = lambda: hurried
+    store.memory_tier.memory = SlabMemory(SLAB_BYTES, pin=True)
     bench.open(1, 0)
     await bench.prefill(1, 0)
-    saver._asked = asked - 1  # noqa: SLF001 - those would have to be there at the same moment
+    saver._pending_snapshots = asked - 1  # noqa: SLF001 - those would have to be there at the same moment
     saved = await bench.one(1, SaveSnapshot(SlotId(0), PROMPT[:96]))
     assert saved == SnapshotSaved(rows, rows * store.layout.token_bytes)
-    assert store.figures()["dropped_rows"] == 96 - rows
-    assert bool(store.memory.held) == bool(rows)
+    assert store.collect_figures()["dropped_rows"] == 96 - rows
+    assert bool(store.memory.slab_bytes) == bool(rows)
 
 
 @pytest.mark.parametrize("bench", ["disk"], indirect=True)
 async def test_a_snapshot_that_nobody_waits_behind_waits_for_the_disk(bench: Bench) -> None:
     """Pinned memory for one run of six: each waits until the one before it has been written."""
     store = bench.moving.store
-    store.run_bytes, store.host.index.budget = 16 * store.layout.token_bytes, 0
-    store.host.memory = Memory(store.run_bytes, pin=True)
+    store.run_bytes, store.memory_tier.index.budget = 16 * store.layout.token_bytes, 0
+    store.memory_tier.memory = SlabMemory(store.run_bytes, pin=True)
     bench.moving.saver.clock_ns = lambda: 0
     bench.open(1, 0)
     await bench.prefill(1, 0)
     saved = await bench.one(1, SaveSnapshot(SlotId(0), PROMPT[:96]))
     assert saved == SnapshotSaved(96, 96 * store.layout.token_bytes)
-    assert not store.figures()["dropped_rows"]
+    assert not store.collect_figures()["dropped_rows"]
 
 
 async def test_a_restore_waits_on_no_thread_of_the_process(bench: Bench) -> None:
@@ -384,15 +385,15 @@ async def test_an_abandoned_restore_stops_after_the_run_that_it_is_at(
     bench.moving.store.run_bytes = 16 * bench.moving.store.layout.token_bytes
     await bench.kept()
     bench.open(2, 1)
-    put = Mover.put
+    put = RowMover.copy_in
 
     def leave(mover, slot, span, *run):
         if span == (32, 48):
             bench.moving.restorer.abandon(RequestId(2))
         put(mover, slot, span, *run)
 
-    monkeypatch.setattr("adapters.transfer.restore.AHEAD", 1)
-    monkeypatch.setattr(Mover, "put", leave)
+    monkeypatch.setattr("adapters.transfer.restorer.RUNS_IN_FLIGHT", 1)
+    monkeypatch.setattr(RowMover, "copy_in", leave)
     restored = await bench.restore(2, await bench.found(2), 1)
     assert restored == BlocksRestored(0, 48, 48 * bench.moving.store.layout.token_bytes)
     monkeypatch.undo()
@@ -403,20 +404,20 @@ async def test_an_abandoned_restore_stops_after_the_run_that_it_is_at(
 async def test_a_lease_that_is_not_used_is_given_back(bench: Bench) -> None:
     await bench.kept()
     found = await bench.found(2)
-    bench.moving.lookup.release(RequestId(2), ReleasePrefix(found.lease))
+    bench.moving.lookup.release_prefix(RequestId(2), ReleasePrefix(found.lease))
     assert bench.leases() == 0
     with pytest.raises(KeyError):
-        bench.moving.store.lease(LeaseId(found.lease))
+        bench.moving.store.get_lease(LeaseId(found.lease))
 
 
 @pytest.mark.parametrize("beside", [False, True])
 async def test_a_lookup_tells_what_recent_prompts_share(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, beside: bool
 ) -> None:
-    monkeypatch.setattr("adapters.store.lookup.LONG", 1 if beside else 1 << 20)
+    monkeypatch.setattr("adapters.store.lookup.LONG_PROMPT", 1 if beside else 1 << 20)
 
-    async def found_by(asked: FindPrefix) -> Found:
-        answer = bench.moving.lookup.find(RequestId(1), asked)
+    async def found_by(asked: FindPrefix) -> LookupOutcome:
+        answer = bench.moving.lookup.find_prefix(RequestId(1), asked)
         assert isinstance(answer, Awaitable) == beside
         return await answer if isinstance(answer, Awaitable) else answer
 
@@ -428,7 +429,7 @@ async def test_a_lookup_tells_what_recent_prompts_share(
     found = await found_by(FindPrefix((*PROMPT, 5), 0, window=1))
     assert isinstance(found, PrefixFound)
     assert (found.shared, found.length) == (101, 96)
-    bench.moving.lookup.release(RequestId(1), ReleasePrefix(found.lease))
+    bench.moving.lookup.release_prefix(RequestId(1), ReleasePrefix(found.lease))
     assert await found_by(FindPrefix(PROMPT, 96)) == PrefixMissed("diverged_at:96", length=96)
 
 
@@ -464,22 +465,22 @@ async def test_shards_that_are_asked_by_name_are_told_and_what_they_read_is_thei
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, store = list[int](), bench.moving.store
-    monkeypatch.setattr(store.host, "memory", Memory(1 << 20))
+    monkeypatch.setattr(store.memory_tier, "memory", SlabMemory(1 << 20))
     cold = await bench.kept()
     restorer = bench.moving.restorer
     parts = [LayerByName(bench.shard, layer, asked) for layer in range(2)]
-    restorer.target = movers(parts, store.layout.rows)
+    restorer.target = create_movers(parts, store.layout.rows)
     bench.open(2, 3)
     restored = await bench.restore(2, await bench.found(2), 3)
     assert restored == BlocksRestored(0, 96, 96 * store.layout.token_bytes)
     assert asked == [0, 1]
     assert all(part.runs for part in parts), "nobody has waited for them"
     assert bench.leases() == 0
-    store.host.index.budget = 0
+    store.memory_tier.index.budget = 0
     with store.lock:
-        store.host.make_room(0)
-    assert not store.host.rows
-    others = [store.memory.take(restored.bytes) for _ in range(4)]  # who comes next is given it, if it is free
+        store.memory_tier.make_room(0)
+    assert not store.memory_tier.rows
+    others = [store.memory.allocate(restored.bytes) for _ in range(4)]  # who comes next is given it, if it is free
     for other in others:
         other.data.fill_(7)
     for part in parts:
@@ -506,15 +507,15 @@ async def test_what_a_part_elsewhere_could_not_be_told_of_is_not_believed(
     restorer, here = bench.moving.restorer, bench.moving.restorer.target
     kinds = [Gone if layer == lost else LayerByName for layer in range(2)]
     parts = [kind(bench.shard, layer, asked) for layer, kind in enumerate(kinds)]
-    restorer.target = movers(parts, bench.moving.store.layout.rows)
+    restorer.target = create_movers(parts, bench.moving.store.layout.rows)
     bench.open(2, 3)
     if passed:
-        restorer.opened(RequestId(2), OpenSlot(SlotId(3), SlotId(3), 0, PROMPT, Sampling()))
-        assert await restorer.fences.of(RequestId(2), SlotId(3)).wait() is None
+        restorer.raise_fence(RequestId(2), OpenSlot(SlotId(3), SlotId(3), 0, PROMPT, Sampling()))
+        assert await restorer.fences.get_fence(RequestId(2), SlotId(3)).wait() is None
     failed = await bench.restore(2, await bench.found(2), 3)
     assert failed == StoreFailed("broken", f"layer {lost} is gone")
     assert asked == [*range(lost + 1)], "each is told once, and none once it is of no use"
-    state = bench.executor.serving(SlotId(3), RequestId(2))
+    state = bench.executor.parts.slots.find(SlotId(3), RequestId(2))
     assert isinstance(state, SlotState)
     assert state.valid == 0
     assert bench.leases() == 0
@@ -526,8 +527,8 @@ async def test_what_a_part_elsewhere_could_not_be_told_of_is_not_believed(
 
 def test_loaded_rows_count_when_those_before_them_do() -> None:
     state = SlotState(RequestId(1), list(range(100)), 10, sampler=None)  # type: ignore[arg-type]
-    state.load(30, 40)
-    state.load(40, 60)
+    state.add_loaded_rows(30, 40)
+    state.add_loaded_rows(40, 60)
     assert state.valid == 10
     state.advance(20)
     assert state.valid == 20
@@ -539,7 +540,7 @@ def test_loaded_rows_count_when_those_before_them_do() -> None:
 
 async def test_metrics_say_what_the_cache_does(bench: Bench) -> None:
     metrics = Metrics()
-    metrics.watch_cache(bench.moving.store.figures)
+    metrics.watch_cache(bench.moving.store.collect_figures)
     await bench.kept()
     bench.open(2, 3)
     found = await bench.found(2)

@@ -1,1 +1,4 @@
-"""GGUF files, as llama.cpp writes them: header, packed types, tokenizer. No model is known here."""
+"""GGUF files, as llama.cpp writes them: header, packed types and tokenizer. It knows no model.
+
+Begin with `header.py`. Imports the other modules of `adapters.checkpoint`.
+"""

@@ -1,4 +1,4 @@
-"""What a GGUF file's metadata say of its model: of one file, or of the first of several that a model was split into."""
+"""The metadata of a model in GGUF format, which is one file or the first of several files."""
 
 from __future__ import annotations
 
@@ -10,60 +10,67 @@ from typing import Any
 
 from attrs import frozen
 
-from adapters.checkpoint.errors import CheckpointError, shown
-from adapters.checkpoint.gguf.header import MOST_TENSORS, GgufHeader, Items, Stored, Value, read_header
+from adapters.checkpoint.checkpoint_error import CheckpointError, describe_value
+from adapters.checkpoint.gguf.header import MAX_TENSORS, GgufHeader, GgufTensorInfo, ListField, Value, read_header
 
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
-MOST_PARTS = 1 << 10
+MAX_PARTS = 1 << 10
 GREATEST = 1e30
 
 
 @frozen
 class Metadata:
-    """path: of the (first) file. architecture: what llama.cpp calls the family. tensors: of all files."""
+    """The metadata of a model.
+
+    path: the file, or the first of several. architecture: llama.cpp's name of the family. tensors: those of all files.
+    """
 
     path: Path
     architecture: str
     fields: Mapping[str, Value]
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, GgufTensorInfo]
 
-    def own(self, name: str) -> Value | None:
-        """A field of the architecture's."""
+    def find_field(self, name: str) -> Value | None:
+        """Return a field of the architecture, or None."""
         return self.fields.get(f"{self.architecture}.{name}")
 
-    def count(self, name: str, default: int | None = None) -> int:
-        """Raises CheckpointError where it is no integer; without a default it must be there."""
-        value = self.own(name)
+    def read_count(self, name: str, default: int | None = None) -> int:
+        """Return an integer field. Without a default it must be there. Raises CheckpointError."""
+        value = self.find_field(name)
         value = default if value is None else value
-        if isinstance(value, Items):
-            raise self.wrong(f"{self.architecture}.{name} is a list; accepted: one number, for layers that are alike")
+        if isinstance(value, ListField):
+            raise self.make_error(
+                f"{self.architecture}.{name} is a list; accepted: one number, for layers that are alike"
+            )
         if not isinstance(value, int) or isinstance(value, bool):
-            raise self.wrong(f"{self.architecture}.{name} {self.found(value)}")
+            raise self.make_error(f"{self.architecture}.{name} {self.describe_non_number(value)}")
         return value
 
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self.own(name)
+    def read_number(self, name: str, default: float | None = None) -> float:
+        value = self.find_field(name)
         value = default if value is None else value
         if not isinstance(value, int | float) or isinstance(value, bool):
-            raise self.wrong(f"{self.architecture}.{name} {self.found(value)}")
-        return shortest(value)
+            raise self.make_error(f"{self.architecture}.{name} {self.describe_non_number(value)}")
+        return shorten_float(value)
 
     def refuse(self, name: str, *accepted: Any) -> None:
-        """Raises CheckpointError for a field that is told and is none of these."""
-        told = self.own(name)
-        if told is not None and told not in accepted:
-            raise self.wrong(f"{self.architecture}.{name} {shown(told)} is not supported; accepted: {accepted[0]!r}")
+        """Raise CheckpointError for a field that is there and has none of the accepted values."""
+        value = self.find_field(name)
+        if value is not None and value not in accepted:
+            raise self.make_error(
+                f"{self.architecture}.{name} {describe_value(value)} is not supported; accepted: {accepted[0]!r}"
+            )
 
-    def found(self, value: object) -> str:
-        return "is missing" if value is None else f"is {shown(value)}, which is no number"
+    def describe_non_number(self, value: object) -> str:
+        return "is missing" if value is None else f"is {describe_value(value)}, which is no number"
 
-    def wrong(self, what: str) -> CheckpointError:
+    def make_error(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {what}")
 
 
-def shortest(value: float) -> float:
-    """The shortest decimal that is this number in float32, in which files have what config.json says in decimals."""
-    if abs(value) > GREATEST:  # or no number at all: whoever reads it refuses it
+def shorten_float(value: float) -> float:
+    """Return the shortest decimal that has this value in float32. config.json has such decimals; files have float32."""
+    if abs(value) > GREATEST:  # or infinite or NaN: the caller refuses these
         return value
     for digits in range(1, 10):
         if struct.pack("<f", found := float(f"{value:.{digits}g}")) == struct.pack("<f", value):
@@ -72,21 +79,22 @@ def shortest(value: float) -> float:
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Of a model in one file or in several, of which this is the first. Raises CheckpointError, one line."""
+    """Read the metadata of a model. path: the file, or the first of several. Raises CheckpointError, one line."""
     first = read_header(path)
-    tensors = all_tensors(first)  # before what only the first of several files says
+    tensors = collect_tensors(first)  # first of all, since it refuses a file that is not the first of several
     architecture = first.fields.get("general.architecture")
     if not isinstance(architecture, str):
         raise CheckpointError(f"{path}: general.architecture is missing")
     return Metadata(path, architecture, first.fields, tensors)
 
 
-def all_tensors(first: GgufHeader) -> Mapping[str, Stored]:
+def collect_tensors(first: GgufHeader) -> Mapping[str, GgufTensorInfo]:
+    """Return the tensors of all files of a model. Raises CheckpointError where the files do not belong together."""
     parts = first.fields.get("split.count", 1)
     if parts in {0, 1}:
         return first.tensors
-    if not isinstance(parts, int) or not 1 < parts <= MOST_PARTS:
-        raise CheckpointError(f"{first.path}: split.count {shown(parts)} is not a number up to {MOST_PARTS}")
+    if not isinstance(parts, int) or not 1 < parts <= MAX_PARTS:
+        raise CheckpointError(f"{first.path}: split.count {describe_value(parts)} is not a number up to {MAX_PARTS}")
     named = PART.fullmatch(first.path.name)
     if named is None or int(named[3]) != parts:
         what = f"its name does not end in -00001-of-{parts:05}.gguf, by which the others are found"
@@ -102,15 +110,17 @@ def all_tensors(first: GgufHeader) -> Mapping[str, Stored]:
         if twice := tensors.keys() & header.tensors.keys():
             raise CheckpointError(f"{header.path}: tensor {min(twice)} is in an earlier part, too")
         tensors |= header.tensors
-        if len(tensors) > MOST_TENSORS:
-            raise CheckpointError(f"{header.path}: more than {MOST_TENSORS} tensors in the parts so far")
+        if len(tensors) > MAX_TENSORS:
+            raise CheckpointError(f"{header.path}: more than {MAX_TENSORS} tensors in the parts so far")
     total = first.fields.get("split.tensors.count")
     if total is not None and total != len(tensors):
-        raise CheckpointError(f"{first.path}: its {parts} parts have {len(tensors)} tensors, not {shown(total)}")
+        raise CheckpointError(
+            f"{first.path}: its {parts} parts have {len(tensors)} tensors, not {describe_value(total)}"
+        )
     return tensors
 
 
-def model_name(path: Path) -> str:
-    """What a model is called that is served from this file: the name without its endings."""
+def derive_model_name(path: Path) -> str:
+    """Return the name of the model in this file: the file's name without its endings."""
     part = PART.fullmatch(path.name)
     return part[1] if part else path.name.removesuffix(".gguf")

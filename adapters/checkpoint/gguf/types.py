@@ -1,4 +1,4 @@
-"""The types that tensors have in GGUF files: their numbers and names, and how many bytes a block of each takes."""
+"""The types of tensors in GGUF files: their numbers and names, and the size of a block of each type."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from attrs import frozen
 
 @frozen
 class Packing:
-    """`count` numbers of a row are a block of `size` bytes."""
+    """A packed type: `count` numbers of a row are stored in a block of `size` bytes."""
 
     name: str
     count: int
@@ -56,4 +56,4 @@ REFUSED: Mapping[int, str] = {
     40: "NVFP4",
     41: "Q1_0",
 }
-"""Named only to be refused by name."""
+"""Types that are not supported. An error message names them."""

@@ -1,1 +1,4 @@
-"""Folders whose weights are packed (FP8, AWQ, GPTQ, compressed-tensors), and packing those that are not."""
+"""Folders with packed weights (FP8, AWQ, GPTQ, compressed-tensors), and rounding of weights that are not packed.
+
+Begin with `quantisation_config.py`. Imports the other modules of `adapters.checkpoint`.
+"""

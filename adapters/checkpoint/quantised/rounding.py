@@ -1,8 +1,9 @@
-"""Weights that are rounded as they are read, to integers of 8 or 4 bits: where nobody has made a packed folder.
+"""Rounds weights to integers of 8 or 4 bits as they are read, for models without a published packed folder.
 
-Every 128 numbers of a row have a scale in bfloat16, and with 4 bits a zero point, too. Of 8 bits, the scale takes the
-greatest of them to 127. Of 4, the range from the least to the greatest is tried whole and narrowed, as `WIDTHS` say,
-and what has the least squared error is taken: cutting off an extreme costs less than a coarser step for all others.
+Each group of 128 numbers in a row has a scale in bfloat16. With 4 bits it has a zero point, too. With 8 bits, the scale
+maps the greatest absolute value to 127. With 4 bits, the range from the least to the greatest number is tried whole and
+narrowed (`WIDTHS`), and the one with the least squared error is taken. Cutting off an extreme value may cost less than
+coarser steps for all others.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from attrs import evolve, field, frozen
 from torch import Tensor
 from torch.nn.functional import pad
 
-from adapters.checkpoint.packed import PackedMatrix, StepLayout, group_of
-from adapters.checkpoint.weights import Fetch, StoredTensor, TensorEntry
+from adapters.checkpoint.packed_matrix import PackedMatrix, StepLayout, find_group_size
+from adapters.checkpoint.safetensors_folder import Fetch, StoredTensor, TensorEntry
 
 GROUP = 128
 WIDTHS = (1.0, 0.9, 0.8)
-_PIECE = 1 << 18  # numbers rounded at once: some ten tensors of them stay in a cache
-_LEAST = 1e-30  # in the place of a scale of zeros
+_PIECE = 1 << 18  # numbers that are rounded at once: some ten tensors of this size stay in a cache
+_LEAST = 1e-30  # the scale of a group of zeros
 LAYOUTS = {
     8: StepLayout("int8", GROUP, scale="bfloat16"),
     4: StepLayout("uint4", GROUP, scale="bfloat16", least="scale"),
@@ -31,7 +32,11 @@ LAYOUTS = {
 
 @frozen
 class RoundedTensor:
-    """losses: by name, the sum of squares of what rounding changed, and of what was there. dtype: what is read."""
+    """A tensor that is rounded when it is read.
+
+    losses: by name, the sum of the squared errors and the sum of the squared weights.
+    dtype: that of the tensor that `read` returns.
+    """
 
     entry: StoredTensor
     bits: int
@@ -47,7 +52,7 @@ class RoundedTensor:
         return self.entry.shape
 
     @property
-    def form(self) -> str:
+    def packing_name(self) -> str:
         return f"int{self.bits} made at load, groups of {GROUP}"
 
     @property
@@ -57,26 +62,28 @@ class RoundedTensor:
 
     @property
     def sources(self) -> tuple[TensorEntry, ...]:
-        """Which step is nearest may depend on who adds up."""
+        """Empty: rounding is done on the host, since devices differ in the order of sums."""
         return ()
 
     def read(self, name: str, fetch: Fetch | None = None) -> Tensor:  # noqa: ARG002
         tensor = torch.empty(self.shape, dtype=self.dtype)
-        for start, piece in self._pieces(name):
-            tensor[start : start + piece.shape[0]].copy_(piece.unpacked(torch.float32)[:, : self.shape[1]])
+        for start, piece in self._round_pieces(name):
+            tensor[start : start + piece.shape[0]].copy_(piece.unpack(torch.float32)[:, : self.shape[1]])
         return tensor
 
     @property
     def layout(self) -> StepLayout | None:
-        """As it can be multiplied with: groups, or the halves of them, that columns are whole ones of."""
-        size = group_of(GROUP, self.shape[1])
+        """The packed layout. Groups are halved until the columns are whole groups."""
+        size = find_group_size(GROUP, self.shape[1])
         return evolve(LAYOUTS[self.bits], group=size) if size else None
 
-    def packed(self, name: str, fetch: Fetch | None = None) -> PackedMatrix:  # noqa: ARG002
-        """Of one that has a layout."""
-        layout, columns = self.layout, self.shape[1]
+    def read_packed(self, name: str, fetch: Fetch | None = None) -> PackedMatrix:  # noqa: ARG002
+        """Return a tensor that has a layout, packed."""
+        layout = self.layout
+        columns = self.shape[1]
         assert layout is not None
-        each, parts = GROUP // layout.group, [piece for _, piece in self._pieces(name)]
+        each = GROUP // layout.group
+        parts = [piece for _, piece in self._round_pieces(name)]
         kinds = zip(*(part.tensors for part in parts), strict=True)
         tensors = [None if own[0] is None else torch.cat(own) for own in kinds]
         steps, *levels = tensors
@@ -86,55 +93,61 @@ class RoundedTensor:
         ]
         return PackedMatrix(layout, steps[:, :columns].contiguous(), *finer)  # type: ignore[arg-type]
 
-    def _pieces(self, name: str) -> Iterator[tuple[int, PackedMatrix]]:
-        """Some rows after the other, with zeros behind them up to a whole group. What it costs is taken down."""
-        weight, step = self.entry.read(name), max(1, _PIECE // self.shape[1])
+    def _round_pieces(self, name: str) -> Iterator[tuple[int, PackedMatrix]]:
+        """Yield rounded rows with the number of the first one. Rows end with zeros up to a whole group.
+
+        This notes the loss of the whole tensor.
+        """
+        weight = self.entry.read(name)
+        step = max(1, _PIECE // self.shape[1])
         changed = there = 0.0
         for start in range(0, self.shape[0], step):
             piece = weight[start : start + step].float()
-            found = nearest(piece, self.bits)
-            changed += float((found.unpacked(torch.float32)[:, : self.shape[1]] - piece).square_().sum())
+            found = round_rows(piece, self.bits)
+            changed += float((found.unpack(torch.float32)[:, : self.shape[1]] - piece).square_().sum())
             there += float(piece.square().sum())
             yield start, found
         self.losses[name] = changed, there
 
-    def rounded(self, dtype: torch.dtype) -> RoundedTensor:
+    def with_dtype(self, dtype: torch.dtype) -> RoundedTensor:
         return evolve(self, dtype=dtype)
 
 
-def rounded_all(tensors: Mapping[str, StoredTensor], bits: int, chosen: Container[str]) -> dict[str, StoredTensor]:
-    """chosen: matrices that are to be rounded."""
+def round_matrices(tensors: Mapping[str, StoredTensor], bits: int, chosen: Container[str]) -> dict[str, StoredTensor]:
+    """Return the tensors with the chosen matrices rounded."""
     losses = dict[str, tuple[float, float]]()
     return {name: RoundedTensor(entry, bits, losses) if name in chosen else entry for name, entry in tensors.items()}
 
 
-def error_of(tensors: Mapping[str, StoredTensor]) -> float | None:
-    """Of all that have been read: the root of the mean square of what changed, relative to that of the weights."""
+def measure_error(tensors: Mapping[str, StoredTensor]) -> float | None:
+    """Return the relative error of all rounded tensors that were read: RMS of the errors by RMS of the weights."""
     losses = next((entry.losses for entry in tensors.values() if isinstance(entry, RoundedTensor)), {})
     there = sum(there for _, there in losses.values())
     return math.sqrt(sum(changed for changed, _ in losses.values()) / there) if there else None
 
 
-def nearest(rows: Tensor, bits: int) -> PackedMatrix:
-    """What the numbers of float32 rows become, in whole groups: zeros, a step in every range, fill the last."""
+def round_rows(rows: Tensor, bits: int) -> PackedMatrix:
+    """Round float32 rows. The last group is filled with zeros, which every range can represent."""
     padded = pad(rows, (0, -rows.shape[1] % GROUP))
     groups = padded.view(-1, GROUP)
-    steps, scale, zero = symmetric(groups) if bits == 8 else affine(groups)
+    steps, scale, zero = round_symmetric(groups) if bits == 8 else round_affine(groups)
     levels = (scale.bfloat16(), None, zero)
     return PackedMatrix(LAYOUTS[bits], *(None if one is None else one.view(len(rows), -1) for one in (steps, *levels)))  # type: ignore[arg-type]
 
 
-def symmetric(groups: Tensor) -> tuple[Tensor, Tensor, None]:
-    scale = as_stored(groups.abs().amax(1, keepdim=True) / 127)
+def round_symmetric(groups: Tensor) -> tuple[Tensor, Tensor, None]:
+    scale = to_stored_scale(groups.abs().amax(1, keepdim=True) / 127)
     return (groups / scale).round_().clamp_(-127, 127).to(torch.int8), scale, None
 
 
-def affine(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    low, high = groups.amin(1, keepdim=True).clamp_(max=0), groups.amax(1, keepdim=True).clamp_(min=0)
+def round_affine(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Round groups to 4 bits. Return steps, scale and zero point of the range with the least squared error."""
+    low = groups.amin(1, keepdim=True).clamp_(max=0)
+    high = groups.amax(1, keepdim=True).clamp_(min=0)
     best = [torch.empty_like(groups), torch.empty_like(low), torch.empty_like(low)]
     least = torch.full_like(low, torch.inf)
     for width in WIDTHS:
-        scale = as_stored((high - low) * (width / 15))
+        scale = to_stored_scale((high - low) * (width / 15))
         zero = (low * -width / scale).round_().clamp_(0, 15)
         steps = (groups / scale).add_(zero).round_().clamp_(0, 15)
         error = ((steps - zero).mul_(scale) - groups).square_().sum(1, keepdim=True)
@@ -144,6 +157,6 @@ def affine(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return best[0].to(torch.uint8), best[1], best[2].to(torch.int8)
 
 
-def as_stored(scale: Tensor) -> Tensor:
-    """Steps are counted in the scale as it is stored, so rounding it is part of what is measured."""
+def to_stored_scale(scale: Tensor) -> Tensor:
+    """Return the scale rounded as it is stored. Steps are computed with it, so the error includes its rounding."""
     return scale.clamp_(min=_LEAST).bfloat16().float()

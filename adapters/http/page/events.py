@@ -1,13 +1,15 @@
-"""What `/props` shows, as a stream of events: whole at first, then the parts that have changed.
+"""Stream what `/props` shows: all of it first, then the parts that have changed.
 
-Nothing runs while nobody listens. Whoever listens looks every so often, and what one has seen serves all others.
-Nothing is queued for anybody: who reads slowly is told less often, and who does not read at all is dropped.
+No task runs while no page listens. Each listener reads the properties at an interval, and all listeners share what one
+has read. No events are queued: a client that reads slowly gets fewer, and a client that does not read at all is
+dropped.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import anyio
@@ -15,78 +17,96 @@ import msgspec
 from attrs import define, field
 from starlette.types import Message, Receive, Scope, Send
 
-from adapters.http.connection import ABORT, STOPPING
-from adapters.http.errors import ApiError
-from adapters.http.options import EdgeOptions
-from adapters.http.reply import STREAM_HEADERS
+from adapters.http.answer.reply import STREAM_HEADERS
+from adapters.http.edge_options import EdgeOptions
+from adapters.http.wire.connection import ABORT, STOPPING
+from adapters.http.wire.errors import ApiError
 
-EVERY_S = 0.25  # a look takes 1 ms with 64 requests running: 0.4 % of one core
-MOST_LISTENERS = 32  # pages: of 4,096 connections, and a task each
+CHECK_INTERVAL_S = 0.25  # reading takes 1 ms with 64 requests running: 0.4 % of one core
+MAX_LISTENERS = 32  # each listener takes one of 4,096 connections, and a task
 COMMENT = b": nothing new\n\n"
 
 
 @define(eq=False)
-class Watch:
-    """props: what /props shows."""
+class PropsWatch:
+    """Reads the properties of the server, and knows which parts changed when.
 
-    props: Callable[[], Mapping[str, Any]]
+    read_props: returns what /props shows.
+    """
+
+    read_props: Callable[[], Mapping[str, Any]]
     options: EdgeOptions
-    listeners: int = 0
-    _parts: dict[str, tuple[int, bytes]] = field(factory=dict)  # of /props: the look that changed it last, as JSON
-    _looks: int = 0
-    _looked: float = 0
+    listener_count: int = 0
+    # Of each property: the version that changed it last, and its JSON.
+    _parts: dict[str, tuple[int, bytes]] = field(factory=dict)
+    _version: int = 0
+    _read_time: float = 0
 
-    def join(self) -> Listener:
-        """Raises ApiError where too many listen."""
-        if self.listeners >= MOST_LISTENERS:
-            message = f"{MOST_LISTENERS} pages watch this server already. Close one of them."
+    def make_listener(self) -> Listener:
+        """Return an application for one more listener. Raises ApiError 429 if too many listen."""
+        if self.listener_count >= MAX_LISTENERS:
+            message = f"{MAX_LISTENERS} pages watch this server already. Close one of them."
             headers = {"retry-after": str(max(5, self.options.retry_after_s))}
             raise ApiError(429, message, "rate_limit_error", code="too_many_listeners", headers=headers)
         return Listener(self)
 
-    def look(self, seen: int) -> tuple[int, bytes]:
-        """The number of the last look, and what has changed since the one with this number, as an event."""
+    @contextmanager
+    def count_listener(self) -> Iterator[None]:
+        """Count one listener more for as long as the block runs."""
+        self.listener_count += 1
+        try:
+            yield
+        finally:
+            self.listener_count -= 1
+
+    def read_changes(self, seen: int) -> tuple[int, bytes]:
+        """Return the current version, and an event with the parts that changed since the version `seen`."""
         now = time.monotonic()
-        if not self._looks or now - self._looked >= EVERY_S:
-            self._looked, self._looks = now, self._looks + 1
-            for name, value in self.props().items():
-                told = msgspec.json.encode(value)
-                if self._parts.get(name, (0, b""))[1] != told:
-                    self._parts[name] = (self._looks, told)
-        changed = [b'"%s":%s' % (name.encode(), told) for name, (at, told) in self._parts.items() if at > seen]
-        return self._looks, b"event: status\ndata: {%s}\n\n" % b",".join(changed) if changed else b""
+        if not self._version or now - self._read_time >= CHECK_INTERVAL_S:
+            self._read_time = now
+            self._version = self._version + 1
+            for name, value in self.read_props().items():
+                encoded = msgspec.json.encode(value)
+                if self._parts.get(name, (0, b""))[1] != encoded:
+                    self._parts[name] = (self._version, encoded)
+        changed = [b'"%s":%s' % (name.encode(), encoded) for name, (at, encoded) in self._parts.items() if at > seen]
+        return self._version, b"event: status\ndata: {%s}\n\n" % b",".join(changed) if changed else b""
 
 
 @define(eq=False)
 class Listener:
-    """An ASGI application for one listener: until it leaves, does not read, or the server stops."""
+    """An ASGI application for one listener. It ends when the client leaves or does not read, or when the server
+    stops.
+    """
 
-    watch: Watch
+    watch: PropsWatch
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.watch.listeners += 1
+        with self.watch.count_listener():
+            await self._serve(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(left, receive, tasks.cancel_scope)
-                await self._tell(scope.get(STOPPING) or anyio.Event(), send)
+                tasks.start_soon(wait_for_disconnect, receive, tasks.cancel_scope)
+                await self._stream_changes(scope.get(STOPPING) or anyio.Event(), send)
                 tasks.cancel_scope.cancel()
         except* TimeoutError:
             if ABORT in scope:
                 scope[ABORT]()
-        finally:
-            self.watch.listeners -= 1
 
-    async def _tell(self, stopping: anyio.Event, send: Send) -> None:
+    async def _stream_changes(self, stopping: anyio.Event, send: Send) -> None:
         headers = [(name.encode(), value.encode()) for name, value in STREAM_HEADERS.items()]
         await self._send(send, {"type": "http.response.start", "status": 200, "headers": headers})
-        seen, told_at = 0, 0.0
+        seen = 0
+        told_at = 0.0
         while not stopping.is_set():
-            seen, event = self.watch.look(seen)
+            seen, event = self.watch.read_changes(seen)
             if event or time.monotonic() - told_at >= self.watch.options.keepalive_s:
                 body = event or COMMENT
                 await self._send(send, {"type": "http.response.body", "body": body, "more_body": True})
                 told_at = time.monotonic()
-            with anyio.move_on_after(EVERY_S):
+            with anyio.move_on_after(CHECK_INTERVAL_S):
                 await stopping.wait()
         await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -95,8 +115,8 @@ class Listener:
             await send(message)
 
 
-async def left(receive: Receive, scope: anyio.CancelScope) -> None:
-    """Ends it when the client has."""
+async def wait_for_disconnect(receive: Receive, scope: anyio.CancelScope) -> None:
+    """Cancel the scope when the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass
     scope.cancel()

@@ -1,4 +1,4 @@
-"""The page's files, as they come with the package: read once, and never from where a request says."""
+"""Serve the files of the page. They come with the package, are read once, and no request chooses a path on disk."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from starlette.routing import Route
 from starlette.types import Scope
 
 FOLDER = Path(__file__).parent / "static"
-PAGE = "/page"  # what a browser gets that asks for `/`; its files are below
+PAGE = "/page"  # the path of the page that a browser gets for `/`; its files are below it
 TYPES = {
     ".css": "text/css; charset=utf-8",
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# Nothing inline, nothing from elsewhere, nobody's frame; no text ever becomes markup, whatever a script says.
+# Nothing inline, nothing from elsewhere, no frame of other pages. Text never becomes markup, whatever a script does.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
 )
 HEADERS = {
-    "cache-control": "no-cache",  # kept, but asked for again: the next version's files have the same names
+    "cache-control": "no-cache",  # browsers check again, as the next version's files have the same names
     "content-security-policy": POLICY,
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
@@ -46,8 +46,8 @@ class PageFile:
 
 
 @cache
-def files() -> Mapping[str, PageFile]:
-    """By path."""
+def load_files() -> Mapping[str, PageFile]:
+    """Return all files by their paths."""
     found = {}
     for file in sorted(FOLDER.iterdir()):
         path = PAGE if file.name == "index.html" else f"{PAGE}/{file.name}"
@@ -56,24 +56,25 @@ def files() -> Mapping[str, PageFile]:
     return found
 
 
-def routes() -> list[Route]:
-    return [Route(path, answer, methods=["GET"]) for path in files()]
+def make_routes() -> list[Route]:
+    return [Route(path, answer_file, methods=["GET"]) for path in load_files()]
 
 
-def meant(scope: Scope, path: str) -> str:
-    """The page's own path, where a browser opens `/`."""
+def page_path(scope: Scope, path: str) -> str:
+    """Return the page's own path if a browser opens `/`; any other path stays."""
     opens = path == "/" and scope["method"] in {"GET", "HEAD"}
     return PAGE if opens and "text/html" in Headers(scope=scope).get("accept", "") else path
 
 
-async def answer(request: Request) -> Response:
-    """Of a path that is one of its files."""
-    return answered(files()[request.scope["path"]], request.headers)
+async def answer_file(request: Request) -> Response:
+    """Answer a request for one of the files."""
+    return make_file_response(load_files()[request.scope["path"]], request.headers)
 
 
-def answered(file: PageFile, asked: Headers) -> Response:
+def make_file_response(file: PageFile, request_headers: Headers) -> Response:
+    """Return the file, or 304 if the client has it already."""
     headers = {**HEADERS, "etag": file.etag}
-    known = [one.strip().removeprefix("W/") for one in asked.get("if-none-match", "").split(",")]
+    known = [tag.strip().removeprefix("W/") for tag in request_headers.get("if-none-match", "").split(",")]
     if file.etag in known or "*" in known:
         return Response(status_code=304, headers=headers)
     return Response(file.body, headers={**headers, "content-type": file.type})

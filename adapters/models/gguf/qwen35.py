@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adapters.checkpoint.config import LIMITS
+from adapters.checkpoint.config_fields import LIMITS
+from adapters.checkpoint.gguf.gguf_tensor import ColumnOrder
 from adapters.checkpoint.gguf.metadata import Metadata
-from adapters.checkpoint.gguf.tensors import OfColumns
-from adapters.models.gguf.form import ATTENTION, EXPERTS, FRAME, SHARED, Architecture, Undo, shared_settings
-from adapters.models.kernels.delta import DeltaShape
-from adapters.models.qwen3_5 import FULL, LINEAR, Qwen35Config
+from adapters.models.families.qwen3_5 import FULL, LINEAR, Qwen35Config
+from adapters.models.gguf.architecture import ATTENTION, EXPERTS, FRAME, SHARED, Architecture, Undo, shared_settings
+from adapters.models.kernels.delta_interface import DeltaShape
 
 RECURRENT = {
     "linear_attn.in_proj_qkv.weight": "attn_qkv.weight",
@@ -43,13 +43,13 @@ HEAD = {
 
 
 def sparse_settings(found: Metadata) -> dict[str, Any]:
-    return {**settings(found), "shared_expert_intermediate_size": found.count("expert_shared_feed_forward_length")}
+    return {**settings(found), "shared_expert_intermediate_size": found.read_count("expert_shared_feed_forward_length")}
 
 
 def settings(found: Metadata) -> dict[str, Any]:
     shared = shared_settings(found)
-    head, heads = shared["head_dim"], found.count("ssm.time_step_rank")
-    rotated = found.count("rope.dimension_count", head // 4)
+    head, heads = shared["head_dim"], found.read_count("ssm.time_step_rank")
+    rotated = found.read_count("rope.dimension_count", head // 4)
     found.refuse("rope.scaling.type", "none")
     # a little more than the quotient: what is rotated is the whole part of its product with the head
     part = rotated / max(head, 1) if rotated >= head else math.nextafter(rotated / max(head, 1), 1)
@@ -57,12 +57,12 @@ def settings(found: Metadata) -> dict[str, Any]:
     kinds = [LINEAR if f"blk.{layer}.ssm_a" in found.tensors else FULL for layer in layers]
     return {
         **shared,
-        "rope_parameters": {"rope_theta": found.number("rope.freq_base"), "partial_rotary_factor": part},
-        "linear_conv_kernel_dim": found.count("ssm.conv_kernel"),
-        "linear_num_key_heads": found.count("ssm.group_count"),
+        "rope_parameters": {"rope_theta": found.read_number("rope.freq_base"), "partial_rotary_factor": part},
+        "linear_conv_kernel_dim": found.read_count("ssm.conv_kernel"),
+        "linear_num_key_heads": found.read_count("ssm.group_count"),
         "linear_num_value_heads": heads,
-        "linear_key_head_dim": found.count("ssm.state_size"),
-        "linear_value_head_dim": found.count("ssm.inner_size") // max(heads, 1),
+        "linear_key_head_dim": found.read_count("ssm.state_size"),
+        "linear_value_head_dim": found.read_count("ssm.inner_size") // max(heads, 1),
         "layer_types": kinds,
     }
 
@@ -74,7 +74,7 @@ def undo(config: Qwen35Config, name: str) -> Undo | None:
     if not own:
         return None
     if part == "out_proj":
-        return OfColumns(partial(columns, delta=config.linear), config.linear.value_size)
+        return ColumnOrder(partial(columns, delta=config.linear), config.linear.value_size)
     return partial(RESTORED.get(part, numbers_together), delta=config.linear)
 
 

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from adapters.models.gguf.form import Architecture, Parts, Undo
+from adapters.models.families.qwen3_next import Qwen3NextConfig
+from adapters.models.gguf.architecture import Architecture, Parts, Undo
 from adapters.models.gguf.qwen35 import HEAD, RECURRENT, SPARSE, sparse_settings, uncentred
-from adapters.models.kernels.delta import DeltaShape
-from adapters.models.qwen3_next import Qwen3NextConfig
+from adapters.models.kernels.delta_interface import DeltaShape
 
 PROJECTED = "linear_attn.in_proj_qkvz.weight"
 OWN = {PROJECTED: "ssm_in.weight", "linear_attn.in_proj_ba.weight": "ssm_ba.weight"}

@@ -1,7 +1,7 @@
 """The arithmetic of a decoder layer, as a small set of fused operations with one implementation per device kind.
 
-Exactness lives here: every operation must give a row the same bits at every bucket, wherever the
-row stands and whoever its neighbours are. What cannot be promised is caught by the numerics probe.
+Exactness is promised here: every operation must give a row the same bits at every bucket, wherever the row stands and
+whatever its neighbours are. The numerics probe catches what cannot be promised.
 """
 
 from __future__ import annotations
@@ -12,27 +12,28 @@ from typing import Any, Protocol, TypeVar
 from attrs import frozen
 from torch import Tensor
 
-from adapters.checkpoint.packed import Stack
-from adapters.models.kernels.batch import Batch, BlockBatch
-from adapters.models.kernels.delta import DeltaKernels
-from adapters.models.kernels.experts import EveryExpert, Experts, GatedWeights
-from adapters.models.kernels.products import ProductPlan, Products
-from adapters.models.kernels.proof import Proof
+from adapters.checkpoint.packed_matrix import StackedWeight
+from adapters.models.kernels.decode_pass import DecodePass, DraftPass
+from adapters.models.kernels.delta_interface import DeltaKernels
+from adapters.models.kernels.experts_interface import EveryExpert, Experts, GatedWeights
+from adapters.models.kernels.product_list import ProductPlan, Products, Proof
+from adapters.models.kernels.step import Forward
+from adapters.models.kernels.step_batch import Batch, BlockBatch
 
 T = TypeVar("T")
 
-# Rows of a forward on a GPU up to which forwards share memory of the kernels', whatever their buckets. A wider one has
-# nothing in common with them but the weights, so that it may run while one of them does.
+# Forwards on a GPU with up to this many rows share scratch memory of the kernels, whatever their buckets. A wider one
+# shares only the weights with them, so it may run beside one of them.
 NARROW = 128
-# Rows of a forward on a GPU up to which kernels may be others where each row is in a slot of its own, and graphs too.
+# Forwards on a GPU with up to this many rows may use other kernels and graphs if each row is in a slot of its own.
 ALONE = 4
 
 
 @frozen
 class Rope:
-    """Rotary tables, float32 `[capacity, n]` each, row p for position p (built once on the host in float32).
+    """Rotary tables, float32 `[capacity, n]` each, row p for position p, built once on the host in float32.
 
-    n is half of what is rotated: hd / 2, or less, where only the first 2 n numbers of a head are.
+    n is half of what is rotated: hd / 2, or less where only the first 2 n numbers of a head are rotated.
     """
 
     cos: Tensor
@@ -41,10 +42,11 @@ class Rope:
 
 @frozen(eq=False)
 class HeadPrep:
-    """What projected heads go through before they are rotated: a bias, then RMSNorm of each head. None: they do not.
+    """The preparation of projected heads before they are rotated: a bias, then RMSNorm of each head. None: no such
+    step.
 
     bias: one number for each output of the projection, those of values included. q_norm, k_norm: `[hd]`, in the
-    model's dtype or in float32; a model has both or neither; values have none.
+    model's dtype or in float32. A model has both norms or neither; values have none.
     """
 
     bias: Tensor | None = None
@@ -55,27 +57,27 @@ class HeadPrep:
 
 @frozen
 class AttentionMask:
-    """What a row of a block sees of the keys `[first, stop)` of its block.
+    """The keys of its block, `[first, stop)`, that a row sees.
 
-    causal: nothing behind itself; else the block to its end. window: of the keys up to itself (which counts) only
-    the last so many; 0: all.
+    causal: none behind itself; otherwise the block to its end. window: of the keys up to and including itself only
+    the last `window`; 0: all.
     """
 
     causal: bool = False
     window: int = 0
 
     def lowest(self, first: int, position: int) -> int:
-        """The first key that the row at `position` sees."""
+        """Return the first key that the row at `position` sees."""
         return max(first, position - self.window + 1) if self.window else first
 
 
 @frozen(eq=False)
 class WholeLayer:
-    """All of a layer of attention with a dense feed-forward: what `Kernels.at_once` may carry out in one call.
+    """A whole layer of attention with a dense feed-forward, as `Kernels.fuse_layers` takes it.
 
     Norms, packed weights and caches are as the operations take them. width: columns of queries, keys and values in
-    what is projected. before: `[R, D]`, where the residual stream is left as it comes into the layer, if anybody wants
-    it. mask: what rows of blocks see; all others see what is up to them.
+    the projection. before: `[R, D]`, where the residual stream is left as it enters the layer, or None. mask: what
+    rows of blocks see; all other rows see the keys up to themselves.
     """
 
     input_norm: Tensor
@@ -94,7 +96,7 @@ class WholeLayer:
 
 @frozen(eq=False)
 class Embedding:
-    """table: `[V, D]`. masked: `[D]`, in the place of the row of token `mask`, if there is one."""
+    """An embedding table `[V, D]`. masked: `[D]`, which replaces the row of token `mask`, if there is one."""
 
     table: Tensor
     masked: Tensor | None = None
@@ -103,7 +105,7 @@ class Embedding:
 
 @frozen(eq=False)
 class ContextLayer:
-    """What a draft's layer keeps of context rows: the packed weight of keys and values, and where they go."""
+    """A draft layer's part in context rows: the packed weight of keys and values, and the caches for them."""
 
     kv: Any
     prep: HeadPrep
@@ -111,20 +113,31 @@ class ContextLayer:
     v_cache: Tensor
 
 
-class ContextAtOnce(Protocol):
-    """Context rows of a draft, in every layer, for steps of one bucket."""
+class FusedContext(Protocol):
+    """The context rows of a draft in every layer in one call, for steps of one bucket."""
 
     def run(self, given: Tensor, batch: Batch) -> None:
-        """given `[R, K D]`: what the target's auxiliary layers left of the rows, side by side."""
+        """Compute the rows. given: `[R, K D]`, what the target's auxiliary layers left of the rows, side by side."""
         ...
 
 
-class LayersAtOnce(Protocol):
-    """Some layers, one after the other, for steps of one bucket."""
+@frozen(eq=False)
+class ContextPass:
+    """A draft's context rows for steps of one bucket. given: `[R, K D]`, the static tensor that they are made from."""
+
+    context: FusedContext
+    batch: Batch
+    given: Tensor
+
+
+class FusedLayers(Protocol):
+    """Several layers in one call, one after the other, for steps of one bucket."""
 
     def run(self, residual: Tensor, batch: Batch, *, stops: bool) -> None:
-        """residual `[R, D]`, in place; where there is an embedding, what the batch's tokens are in it. stops: the last
-        layer stops once its keys and values are written, and the residual means nothing then.
+        """Run residual `[R, D]` through the layers in place. Where there is an embedding, the rows of the batch's
+        tokens replace it first.
+
+        stops: the last layer stops once its keys and values are written; the residual means nothing then.
         """
         ...
 
@@ -138,22 +151,24 @@ class Kernels(Protocol):
 
     @property
     def name(self) -> str:
-        """Names the implementation in the numerics class; changes whenever its bits may."""
+        """The name of the implementation in the numerics class. It changes whenever its bits may change."""
         ...
 
     @property
-    def paged(self) -> bool:
-        """Can rows be read and written wherever `Batch.pages` says that they are? Else they are in one piece."""
+    def is_paged(self) -> bool:
+        """Whether rows can be read and written wherever `Batch.pages` places them; otherwise a slot's rows lie in one
+        piece.
+        """
         ...
 
     @property
     def packs_experts(self) -> bool:
-        """Do experts stay packed as other weights do? Else they are unpacked as they are loaded."""
+        """Whether experts stay packed as other weights do; otherwise they are unpacked as they are loaded."""
         ...
 
     @property
     def kv_tile(self) -> int:
-        """Keys are read in tiles of this many at absolute positions: the caches' capacity is a multiple of it."""
+        """Keys are read in tiles of this many at absolute positions. The caches' capacity is a multiple of it."""
         ...
 
     @property
@@ -162,131 +177,172 @@ class Kernels(Protocol):
         ...
 
     @property
-    def numbers(self) -> tuple[object, ...]:
-        """All that bits depend on of the plan they run by; nothing where there is none."""
+    def bit_signature(self) -> tuple[object, ...]:
+        """All parts of the plan that bits depend on; empty where there is no plan."""
         ...
 
-    def fresh(self) -> Kernels:
-        """The same kernels for another shard: nothing that was recorded or kept for this one."""
+    def copy_for_shard(self) -> Kernels:
+        """Return the same kernels for another shard, without anything that was recorded or kept for this one."""
         ...
 
     def prove(self, products: Products, known: ProductPlan | None = None) -> Proof:
-        """Multiply in every shape of the list and tell which agree; kernels that never cut a sum have no plan.
+        """Multiply in every shape of the list and return which shapes agree. Kernels that never cut a sum have no
+        plan.
 
         known: what kernels of this kind were proven for here before, which is not multiplied again.
         """
         ...
 
-    def using(self, plan: ProductPlan | None) -> Kernels:
-        """Fresh ones that run in the shapes of a plan and in no other."""
+    def with_plan(self, plan: ProductPlan | None) -> Kernels:
+        """Return new kernels that run in the shapes of a plan and in no other."""
         ...
 
-    def pack(self, weight: Tensor | Stack) -> Any:
-        """`[N, K]` on the device -> whatever `linear` likes best; the caller may drop `weight` afterwards.
+    def pack(self, weight: Tensor | StackedWeight) -> Any:
+        """Pack `[N, K]` on the device in the form that `linear` reads fastest; the caller may drop `weight`
+        afterwards.
 
-        Of a stack what is packed stays so, where there are products for it, proven ones where any have to be.
+        Packed parts of a stack stay packed where there are products for them, proven ones where proofs are needed.
         """
         ...
 
     def linear(self, x: Tensor, packed: Any) -> Tensor:
-        """`[R, K]` -> `[R, N]`: x @ weight.T, accumulated in float32, rounded once."""
+        """Multiply `[R, K]`: x @ weight.T, `[R, N]`, accumulated in float32 and rounded once."""
         ...
 
     def add_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """residual `[R, D]` += delta, in place; then RMSNorm of it.
+        """Add delta to residual `[R, D]` in place and return the RMSNorm of the sum, a new `[R, D]`.
 
-        The sum is rounded to the model's dtype, the norm is computed in float32 and multiplied by weight `[D]`: in the
-        model's dtype, or in float32 and rounded once, as the weight's dtype is. Returns a new `[R, D]`.
+        The sum is rounded to the model's dtype and the norm is computed in float32. It is multiplied by weight `[D]`
+        in the model's dtype, or in float32 and rounded once, as the weight's dtype says.
         """
         ...
 
     def rotate_store(
         self, qkv: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor
     ) -> Tensor:
-        """qkv `[R, (H + 2 KV) hd]`, rows laid out `q heads | k heads | v heads` -> q `[R, H, hd]`.
+        """Prepare and rotate projected heads, write keys and values to the caches, and return queries `[R, H, hd]`.
 
-        What `prep` says, half-split rotary of q and k at each row's position over as much of the head as the tables
-        are for, then k and v are written at (slot, position). The rows of qkv may be columns of a wider tensor. The
-        returned q may be laid out however `attend` likes best.
+        qkv: `[R, (H + 2 KV) hd]`, rows laid out `q heads | k heads | v heads`; they may be columns of a wider tensor.
+        Heads go through `prep`, then q and k through half-split rotary at each row's position, over as much of the
+        head as the tables cover. k and v are written at (slot, position). The returned q may be laid out in whatever
+        form `attend` reads fastest.
         """
         ...
 
     def store(self, kv: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor) -> None:
-        """kv `[R, 2 KV hd]`, rows laid out `k heads | v heads`: `rotate_store` for rows that ask nothing.
+        """Prepare, rotate and write keys and values of rows that have no queries, such as a draft's context rows.
 
-        A draft's context rows are written so; a bias is one of these outputs then.
+        kv: `[R, 2 KV hd]`, rows laid out `k heads | v heads`. A bias has one number for each of these outputs.
         """
         ...
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
-        """Causal attention, scale hd ** -0.5: the row at position p of slot s sees keys `[0, p]` of s. -> `[R, H hd]`.
+        """Return causal attention, `[R, H hd]`, with scale hd ** -0.5: the row at position p of slot s sees keys `[0,
+        p]` of s.
 
-        Query head h reads key/value head `h // (H / KV)`. A row's bits may depend on its own keys only, so tiles
-        start at absolute positions and what lies past the row's length contributes exact zeros. The rows of q may be
-        some of those that `rotate_store` returned, in a batch of their own.
+        Query head h reads key head `h // (H / KV)`. A row's bits may depend on its own keys only, so tiles start at
+        absolute positions and keys past the row's length contribute exact zeros. The rows of q may be some of those
+        that `rotate_store` returned, in a batch of their own.
         """
         ...
 
     def attend_block(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, mask: AttentionMask
     ) -> Tensor:
-        """Attention of a draft's blocks over their context and themselves, as `mask` tells. -> `[R, H hd]`.
+        """Return attention of a draft's blocks over their context and themselves, `[R, H hd]`, as `mask` says.
 
-        The blocks' own keys and values are in the caches, at their positions. Of a cache's other rows only those that
-        the block may see have a say; a block's bits depend on what it sees, its positions and its size.
+        The blocks' own keys and values are in the caches at their positions. Only rows of a cache that the block may
+        see have an influence. A block's bits depend on what it sees, its positions and its size.
         """
         ...
 
-    def pack_gated(self, weight: Tensor | Stack) -> Any:
-        """`[2 I, K]`, rows laid out `gate | up` -> whatever `gated` likes best (a GPU interleaves the two)."""
-        ...
-
-    def gated(self, x: Tensor, packed: Any) -> Tensor:
-        """x `[R, K]` -> silu(gate) * up `[R, I]`; where it rounds on the way is open.
-
-        One operation, so that a device can finish the product before it leaves the registers.
+    def pack_gated(self, weight: Tensor | StackedWeight) -> Any:
+        """Pack `[2 I, K]`, rows laid out `gate | up`, in the form that `gated_linear` reads fastest. A GPU
+        interleaves the two.
         """
         ...
 
-    def stacked(self, each: Iterable[GatedWeights], count: int) -> EveryExpert:
-        """The `count` experts of a layer, as `experts` likes them best; each is read once, and not kept where it was if
-        it is copied.
+    def gated_linear(self, x: Tensor, packed: Any) -> Tensor:
+        """Multiply x `[R, K]`: silu(gate) * up, `[R, I]`. Where it rounds on the way is left open.
+
+        It is one operation, so that a device can finish the product before it leaves the registers.
+        """
+        ...
+
+    def stack_experts(self, each: Iterable[GatedWeights], count: int) -> EveryExpert:
+        """Return the `count` experts of a layer in the form that `experts` reads fastest. Each is read once, and
+        dropped if it is copied.
         """
         ...
 
     def experts(self, x: Tensor, experts: Experts, batch: Batch) -> Tensor:
-        """x `[R, D]` -> what each row's experts make of it, weighted and added up, `[R, D]`; padded rows may be zeros.
+        """Return the weighted sum of each row's experts, `[R, D]`, of x `[R, D]`; padded rows may be zeros.
 
-        A row's bits depend on neither which experts others go through nor how many rows an expert has.
+        A row's bits depend neither on other rows' experts nor on how many rows an expert has.
         """
         ...
 
-    def at_once(
+    def fuse_layers(
         self, layers: Sequence[WholeLayer], rope: Rope, rows: int, embedding: Embedding | None
-    ) -> LayersAtOnce | None:
-        """What carries these layers out in one call, in steps of so many rows; the bits are those of the operations
-        one by one. None: there is nothing that does. embedding: of the first layer of a model.
+    ) -> FusedLayers | None:
+        """Return layers that one call carries out in steps of so many rows, or None where there is no such call.
+
+        The bits are those of the operations one by one. embedding: of the first layer of a model.
         """
         ...
 
-    def context_at_once(
+    def fuse_context(
         self, fc: Any, norm: Tensor, eps: float, layers: Sequence[ContextLayer], rope: Rope, rows: int
-    ) -> ContextAtOnce | None:
-        """The same of a draft's context: `linear` with `fc`, `add_norm`, and for each layer `linear` and `store`."""
+    ) -> FusedContext | None:
+        """Return a draft's context in one call: `linear` with `fc`, `add_norm`, and for each layer `linear` and
+        `store`.
+        """
         ...
 
-    def logits(self, hidden: Tensor, norm: Tensor, eps: float, packed: Any, out: Tensor) -> None:
-        """What `linear` makes of the `add_norm` of hidden `[R, D]`, in float32: out `[R, V]`."""
+    def build_pass(
+        self,
+        layers: FusedLayers,
+        ending: tuple[Tensor, float, Any],
+        batch: Batch,
+        forward: Forward,
+        logits: Tensor,
+    ) -> DecodePass | None:
+        """Return a whole model for steps of one bucket: fused layers and the head behind them.
+
+        ending: the final norm, its eps, and the packed head. forward, logits: the static tensors of the bucket. None
+        where these kernels have no such call, or it does not serve these weights or so many rows.
+        """
         ...
 
-    def prepare(self, batch: Batch) -> None:
-        """Called once a forward, after `batch.load` and before `launch`: host work that all layers share."""
+    def build_draft_pass(
+        self, block: DecodePass, contexts: Sequence[ContextPass], left: Sequence[Tensor], mask: int
+    ) -> DraftPass | None:
+        """Return a draft's part of decode rounds. contexts: by rows, ascending.
+
+        left: what the target leaves for the draft of each layer that it reads, `[R, D]`. mask: the token of rows that
+        are to be proposed. None as in `build_pass`.
+        """
+        ...
+
+    def embed(self, table: Tensor, tokens: Tensor, out: Tensor) -> Tensor:
+        """Copy the rows `tokens`, `[R]`, of table `[V, D]` to out `[R, D]`, and return it.
+
+        The table may lie in pinned host memory, which a GPU reads without the host's help.
+        """
+        ...
+
+    def write_logits(self, hidden: Tensor, norm: Tensor, eps: float, packed: Any, out: Tensor) -> None:
+        """Compute float32 logits `[R, V]` into out: `linear` of the `add_norm` of hidden `[R, D]`."""
+        ...
+
+    def prepare_step(self, batch: Batch) -> None:
+        """Do host work that all layers share. Called once a forward, after `batch.load` and before `launch`."""
         ...
 
     def launch(self, name: str, batch: Batch, body: Callable[[], T]) -> T:
         """Run `body`, a fixed sequence of kernel calls over static buffers that never waits for the device.
 
         A plain implementation calls it. One that records graphs captures it on first use for (name, bucket) and
-        replays it later; the tensors that `body` returned are then the graph's own and are filled again each time.
+        replays it later. The tensors that `body` returned then belong to the graph and are filled again each time.
         """
         ...

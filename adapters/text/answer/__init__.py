@@ -1,1 +1,4 @@
-"""What an answer's text says: reasoning, text and tool calls, told apart as they come."""
+"""Parsers of answers, which separate reasoning, text and tool calls as they come, and the grammars for tool calls.
+
+Begin with `answer_parser.py`. Imports the other modules of the room of text.
+"""

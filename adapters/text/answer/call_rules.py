@@ -1,4 +1,4 @@
-"""How each form of calls is written, as rules of a grammar: as templates write it, and so that its reader reads it."""
+"""Grammar rules for each form of tool calls: as chat templates write them, and so that the parser reads them."""
 
 from __future__ import annotations
 
@@ -8,62 +8,69 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from attrs import define, field, frozen
 
-from adapters.text.answer.quoted_rules import expression
-from adapters.text.answer.values import (
+from adapters.text.answer.argument_grammar import (
     ANY,
     ANY_TEXT,
     PYTHON,
     WORD,
-    Rules,
-    json_arguments,
-    python_arguments,
-    without,
-    xml_arguments,
+    GeneratedRules,
+    exclude_prefix,
+    write_json_arguments,
+    write_python_arguments,
+    write_xml_arguments,
 )
+from adapters.text.answer.quoted_rules import to_terminal
 from adapters.text.conversation import FunctionTool
-from adapters.text.grammar import GrammarRefused
+from adapters.text.grammars.grammar import GrammarRefused
 
-LINE = r"((?s:.*)\n)?[^\S\n]*"  # up to where nothing but white space stands in a line
+LINE = r"((?s:.*)\n)?[^\S\n]*"  # text that ends with white space at the beginning of a line
 MEMBERS = r"arguments|parameters|type|id|function"
 
 
 @frozen
 class CallRules:
-    """start, between, end: what stands around calls; between: None, and there is one call at most.
+    """The rules by which one form of calls is written.
 
-    head: what opens a call of a name, behind the start.  arguments: the rest of a call.
-    seems: what its reader would take for a call of these names, and all that may stand before it.
-    ahead: that alone, where it is a call.  around: tokens that may stand around calls, where they are tokens.
+    start, between, end: the texts around calls. between: None means that there is at most one call.
+    write_head: returns what opens a call of a name, after the start.
+    write_arguments: returns the rule of the rest of a call.
+    write_lookalikes: returns an expression for all that the parser would take for a call of these names, with the text
+    that may stand before it.
+    text_before: the expression for text that may stand before a call.
+    wrapper_tokens: control tokens that may stand before and after all calls, or empty texts.
+    name_pattern: the names that the form can write.
+    extra_rules: rules that the arguments need.
     """
 
     start: Sequence[str]
     between: Sequence[str] | None
     end: Sequence[str]
-    head: Callable[[str], str]
-    arguments: Callable[[FunctionTool, Rules], str]
-    seems: Callable[[str], str]
-    ahead: str = ANY
-    around: tuple[str, str] = ("", "")
-    named: re.Pattern[str] = field(default=re.compile("(?s:.*)"))
-    needs: Sequence[str] = ()  # rules that its arguments are made of
+    write_head: Callable[[str], str]
+    write_arguments: Callable[[FunctionTool, GeneratedRules], str]
+    write_lookalikes: Callable[[str], str]
+    text_before: str = ANY
+    wrapper_tokens: tuple[str, str] = ("", "")
+    name_pattern: re.Pattern[str] = field(default=re.compile("(?s:.*)"))
+    extra_rules: Sequence[str] = ()
 
 
-def json_head(arguments: str) -> Callable[[str], str]:
+def make_json_head(arguments: str) -> Callable[[str], str]:
     return lambda name: f'{{"name": {json.dumps(name)}, "{arguments}": '
 
 
-def json_object(names: str) -> str:
-    """What a reader may take for the beginning of a call of these names, with quotes of either kind or none."""
+def lookalike_json(names: str) -> str:
+    """Return an expression for all that the parser may take for the beginning of a call of these names."""
     return rf"""\{{\s*(["']?name["']?\s*:\s*["'](({names})["']|[^"']*\\)|["']?({MEMBERS})["']?\s*:|["'][^"']*\\)"""
 
 
-def in_tags(
+def make_tagged_rules(
     head: Callable[[str], str],
-    arguments: Callable[[FunctionTool, Rules], str],
+    arguments: Callable[[FunctionTool, GeneratedRules], str],
     others: Callable[[str], str],
 ) -> CallRules:
-    """others: what opens a call of these names without the tag."""
-    opened, closed = ("<tool_call>", "\n"), ("\n", "</tool_call>")
+    """Build the rules of calls in `<tool_call>` tags. others: opens a call of these names without the tag."""
+    opened = ("<tool_call>", "\n")
+    closed = ("\n", "</tool_call>")
 
     def seems(names: str) -> str:
         return f"({ANY}<tool_call>|{others(names)})"
@@ -72,23 +79,23 @@ def in_tags(
 
 
 CALL_RULES: Mapping[str, CallRules] = {
-    "hermes": in_tags(
-        json_head("arguments"),
-        json_arguments,
-        lambda names: rf"{LINE}(```[A-Za-z_]*\s*)?(\[\s*)?{json_object(names)}",
+    "hermes": make_tagged_rules(
+        make_json_head("arguments"),
+        write_json_arguments,
+        lambda names: rf"{LINE}(```[A-Za-z_]*\s*)?(\[\s*)?{lookalike_json(names)}",
     ),
-    "qwen-xml": in_tags(
+    "qwen-xml": make_tagged_rules(
         lambda name: f"<function={name}>\n",
-        xml_arguments,
+        write_xml_arguments,
         lambda _: f"{ANY}<function(=| name=)",
     ),
     "llama3-json": CallRules(
         (),
         None,
         (),
-        json_head("parameters"),
-        json_arguments,
-        lambda names: rf"({LINE}|{ANY}<\|python_tag\|>\s*){json_object(names)}",
+        make_json_head("parameters"),
+        write_json_arguments,
+        lambda names: rf"({LINE}|{ANY}<\|python_tag\|>\s*){lookalike_json(names)}",
         LINE,
         ("<|python_tag|>", ""),
     ),
@@ -97,7 +104,7 @@ CALL_RULES: Mapping[str, CallRules] = {
         (", ",),
         ("]",),
         lambda name: f"{name}(",
-        python_arguments,
+        write_python_arguments,
         lambda names: rf"({LINE}|{ANY}<\|python_(start|tag)\|>)\[\s*({names})\(",
         LINE,
         ("<|python_start|>", "<|python_end|>"),
@@ -108,64 +115,75 @@ CALL_RULES: Mapping[str, CallRules] = {
 
 
 @define
-class Calls:
-    """written: how.  tools: those that may be called.  known: the names of all that the reader would read a call of.
+class CallSection:
+    """The rules of all calls of one answer.
 
-    parallel: may there be several?  controls: what the tokenizer knows as tokens of their own.
+    tools: the functions that may be called.
+    known_names: the names that the parser would read as calls.
+    parallel: there may be several calls.
+    controls: the texts of control tokens.
     """
 
-    written: CallRules
+    form: CallRules
     tools: Sequence[FunctionTool]
-    known: Iterable[str]
+    known_names: Iterable[str]
     parallel: bool
     controls: Container[str]
-    _made: Rules = field(factory=Rules, init=False)
+    _made: GeneratedRules = field(factory=GeneratedRules, init=False)
 
     def __attrs_post_init__(self) -> None:
-        """Raises GrammarRefused."""
-        self.tools = [tool for tool in self.tools if self.written.named.fullmatch(tool.name)]
+        """Keep the tools whose names the form can write. Raises GrammarRefused where there are none."""
+        self.tools = [tool for tool in self.tools if self.form.name_pattern.fullmatch(tool.name)]
         if not self.tools:
             raise GrammarRefused("this model's form of calls has no room for any of their names")
 
     @property
     def rules(self) -> list[str]:
-        """`calls`, and what they are made of."""
-        written, tools = self.written, [*enumerate(self.tools)]
-        between = f"({self.parts(written.between)} call)*" if self.parallel and written.between else ""
+        """The rule `calls`, and all rules that it needs."""
+        written = self.form
+        tools = [*enumerate(self.tools)]
+        between = f"({self.join_parts(written.between)} call)*" if self.parallel and written.between else ""
         return [
-            f"calls: several{self.wrapped()}",
-            f"several: {self.parts(written.start)} call more",
-            f"more: {between} {self.parts(written.end)}",
+            f"calls: several{self.write_wrapped()}",
+            f"several: {self.join_parts(written.start)} call more",
+            f"more: {between} {self.join_parts(written.end)}",
             "call: " + " | ".join(f"call{number}" for number, _ in tools),
-            *(f"call{number}: {json.dumps(written.head(tool.name))} rest{number}" for number, tool in tools),
-            *(f"rest{number}: {written.arguments(tool, self._made)}" for number, tool in tools),
-            *written.needs,
+            *(f"call{number}: {json.dumps(written.write_head(tool.name))} rest{number}" for number, tool in tools),
+            *(f"rest{number}: {written.write_arguments(tool, self._made)}" for number, tool in tools),
+            *written.extra_rules,
             *self._made.lines,
         ]
 
-    def behind_text(self) -> list[str]:
-        """`body`: text, and calls behind it: told from it by a token of their own, or by all that opens a call."""
-        written, seems = self.written, self.written.seems("|".join(re.escape(name) for name in self.known))
-        free = f"FREE: {without(ANY_TEXT, seems)}"
+    def write_rules_after_text(self) -> list[str]:
+        """Return the rule `body`: text and then calls.
+
+        A control token separates them, or else the text may contain nothing that the parser takes for a call.
+        """
+        written = self.form
+        seems = self.form.write_lookalikes("|".join(re.escape(name) for name in self.known_names))
+        free = f"FREE: {exclude_prefix(ANY_TEXT, seems)}"
         if written.start and written.start[0] in self.controls:
             return ["body: FREE calls?", free]
-        # once, by a name: it has the names of all tools in it, and every tool's rule needs it
-        ahead = f"AHEAD: {without(expression(written.ahead), seems)}"
-        opened = [self._made.until("AHEAD", "".join(written.start) + written.head(tool.name)) for tool in self.tools]
+        # This rule contains the names of all tools, and every tool's rule needs it. So it exists once, by a name.
+        ahead = f"AHEAD: {exclude_prefix(to_terminal(written.text_before), seems)}"
+        opened = [
+            self._made.add_suffix_rule("AHEAD", "".join(written.start) + written.write_head(tool.name))
+            for tool in self.tools
+        ]
         ways = [f"{text} rest{number} more" for number, text in enumerate(opened)]
-        return [" | ".join(["body: FREE", *ways]) + self.wrapped("FREE "), free, ahead]
+        return [" | ".join(["body: FREE", *ways]) + self.write_wrapped("FREE "), free, ahead]
 
-    def wrapped(self, ahead: str = "") -> str:
-        """One more way: between tokens that may stand around calls."""
-        around = [token for token in self.written.around if token]
+    def write_wrapped(self, ahead: str = "") -> str:
+        """Return the alternative in which control tokens stand around the calls, if the form has such tokens."""
+        around = [token for token in self.form.wrapper_tokens if token]
         if not around or not all(token in self.controls for token in around):
             return ""
-        before, after = self.written.around
+        before, after = self.form.wrapper_tokens
         return f" | {ahead}{before} several {after}"
 
-    def parts(self, texts: Iterable[str]) -> str:
-        return " ".join(tag(text, self.controls) for text in texts) or '""'
+    def join_parts(self, texts: Iterable[str]) -> str:
+        return " ".join(quote_unless_token(text, self.controls) for text in texts) or '""'
 
 
-def tag(text: str, controls: Container[str]) -> str:
+def quote_unless_token(text: str, controls: Container[str]) -> str:
     return text if text in controls else json.dumps(text)

@@ -20,63 +20,67 @@ CLOSING = {"{": "}", "[": "]"}
 
 @define(eq=False)
 class JsonWriter:
-    """say: takes what is certain.  open: closes what was passed on, innermost last."""
+    """Passes on JSON as soon as it is certain.
 
-    say: Callable[[str], None]
-    open: list[str] = field(factory=list, init=False)
+    emit: takes text that is certain.
+    open_closers: the quotes and brackets that close what was passed on, innermost last.
+    """
+
+    emit: Callable[[str], None]
+    open_closers: list[str] = field(factory=list, init=False)
     _held: list[str] = field(factory=list, init=False)
     _held_open: list[str] = field(factory=list, init=False)
     _comma: str | None = field(default=None, init=False)  # held back: a value or the end may follow it
 
     @property
     def depth(self) -> int:
-        return len(self.open) + len(self._held_open)
+        return len(self.open_closers) + len(self._held_open)
 
     @property
-    def closers(self) -> list[str]:
-        """Of all open containers, those that are held back included."""
-        return [*self.open, *self._held_open]
+    def all_closers(self) -> list[str]:
+        """The closers of all open containers, those that are held back included."""
+        return [*self.open_closers, *self._held_open]
 
-    def hold(self, text: str) -> None:
-        """Text that is right only if a value follows it."""
+    def hold_text(self, text: str) -> None:
+        """Hold back text that is right only if a value follows it."""
         self._take_comma()
         self._held.append(text)
 
-    def comma(self, text: str) -> None:
-        """A comma with the white space around it. It is dropped if the container ends behind it."""
+    def hold_comma(self, text: str) -> None:
+        """Hold back a comma with the white space around it. It is dropped if the container ends after it."""
         self._comma = text
 
     def open_container(self, bracket: str) -> None:
-        self.hold(bracket)
+        self.hold_text(bracket)
         self._held_open.append(CLOSING[bracket])
 
     def close_container(self, space: str) -> None:
-        """The innermost one. space: what stands before its closing bracket."""
+        """Close the innermost container. space: the white space before its closing bracket."""
         self._comma = None
-        self._flush(space + self.closers[-1])
-        self.open.pop()
+        self._flush(space + self.all_closers[-1])
+        self.open_closers.pop()
 
-    def value(self, text: str) -> None:
-        """A complete value that is no container, or more of a string."""
+    def write_value(self, text: str) -> None:
+        """Write a complete value that is no container, or more of a string."""
         self._flush(text)
 
     def begin_string(self) -> None:
         self._flush('"')
-        self.open.append('"')
+        self.open_closers.append('"')
 
     def end_string(self) -> None:
-        self.open.pop()
-        self.say('"')
+        self.open_closers.pop()
+        self.emit('"')
 
     def finish(self) -> None:
-        """Completes what was passed on, and drops what was held back."""
+        """Complete what was passed on, and drop what was held back."""
         self._held.clear()
         self._held_open.clear()
         self._comma = None
-        if self.open:
-            closers = "".join(reversed(self.open))
-            self.open.clear()
-            self.say(closers)
+        if self.open_closers:
+            closers = "".join(reversed(self.open_closers))
+            self.open_closers.clear()
+            self.emit(closers)
 
     def _take_comma(self) -> None:
         if self._comma is not None:
@@ -87,7 +91,7 @@ class JsonWriter:
         self._take_comma()
         said = "".join(self._held) + text
         self._held.clear()
-        self.open += self._held_open
+        self.open_closers += self._held_open
         self._held_open.clear()
         if said:
-            self.say(said)
+            self.emit(said)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from adapters.text.answer.quoted_rules import expression, quoted_expression, quoted_rules
-from adapters.text.answer.regular_rules import bare, regular_expression
+from adapters.text.answer.quoted_rules import quote_expression, quote_rules, to_terminal
+from adapters.text.answer.regular_rules import apply_flags, build_expression
 from effects.grammar import Grammar
 
 
 def bare_terminal(grammar: Grammar) -> str | None:
     """Return a terminal that matches the text itself; None where only rules can. Raises GrammarRefused."""
-    found = regular_expression(grammar.source, bare) if grammar.kind == "lark" else grammar.source
-    return None if found is None else expression(found)
+    found = build_expression(grammar.source, apply_flags) if grammar.kind == "lark" else grammar.source
+    return None if found is None else to_terminal(found)
 
 
 def bare_rules(grammar: Grammar) -> str:
@@ -21,6 +21,6 @@ def bare_rules(grammar: Grammar) -> str:
 def quoted_input(grammar: Grammar) -> str:
     """Return a part that matches the text between the quotation marks of a JSON string. Raises GrammarRefused."""
     if grammar.kind != "lark":
-        return expression(quoted_expression(grammar.source))
-    found = regular_expression(grammar.source, quoted_expression)
-    return f"%lark {{\n{quoted_rules(grammar.source)}\n}}" if found is None else expression(found)
+        return to_terminal(quote_expression(grammar.source))
+    found = build_expression(grammar.source, quote_expression)
+    return f"%lark {{\n{quote_rules(grammar.source)}\n}}" if found is None else to_terminal(found)

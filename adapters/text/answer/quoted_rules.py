@@ -1,9 +1,11 @@
-"""Rules for a text inside a JSON string, made of rules for the bare text.
+"""Turns grammar rules for a text into rules for that text inside a JSON string.
 
-A custom tool's grammar says what its input is. Most models write calls as JSON, so what is generated is that input with
-quotation marks, backslashes and control characters escaped. The grammar library holds JSON schemas that way, and no
-rules in Lark. So every terminal is rewritten: a character that JSON escapes becomes its escape, and a class of
-characters becomes the rest of the class and the escapes of those in it.
+The problem: a custom tool's grammar describes its input. Most models write calls as JSON, so they generate that input
+with escaped quotation marks, backslashes and control characters. The grammar library can do this for JSON schemas, but
+not for rules in Lark.
+
+The idea: every terminal is rewritten. A character that JSON escapes becomes its escape. A class of characters becomes
+the rest of the class, or the escapes of the characters that JSON escapes.
 """
 
 from __future__ import annotations
@@ -12,9 +14,9 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 
-from adapters.text.grammar import MOST_SOURCE, GrammarRefused
+from adapters.text.grammars.grammar import MAX_SOURCE_CHARS, GrammarRefused
 
-ESCAPED = (*map(chr, range(32)), '"', "\\")  # what JSON writes in another way
+ESCAPED = (*map(chr, range(32)), '"', "\\")  # characters that JSON escapes
 PLAIN = (*(char for char in map(chr, range(32, 128)) if char not in ESCAPED), "é", "中", "😀")
 UNESCAPED = r'[^"\\\x00-\x1f]'
 COMMON = {  # terminals of Lark's own library that have such characters in them
@@ -43,39 +45,40 @@ SET_OPERATORS = ("[", "&&", "--", "~~", "||")  # within classes
 META = frozenset("()|*+?{}^$")
 
 
-def quoted_rules(source: str) -> str:
+def quote_rules(source: str) -> str:
     """Return Lark's rules for what JSON makes of a text that keeps to these. Raises GrammarRefused."""
     found: list[str] = []
     at = 0
     for match in LARK.finditer(source):
-        found += [source[at : match.start()], quoted_part(match)]
+        found += [source[at : match.start()], quote_part(match)]
         at = match.end()
     return "".join([*found, source[at:]])
 
 
-def quoted_part(match: re.Match[str]) -> str:
+def quote_part(match: re.Match[str]) -> str:
+    """Return one token of the rules, rewritten for a JSON string. Raises GrammarRefused."""
     whole = match[0]
     match match.lastgroup if match.lastgroup not in ("name", "alias") else "import":
         case "text":
-            return quoted_text(whole)
+            return quote_literal(whole)
         case "range":
-            first, last = (re.escape(plain(one)) for one in re.findall(STRING, whole))
-            return expression(quoted_expression(f"[{first}-{last}]"))
+            first, last = (re.escape(parse_literal(one)) for one in re.findall(STRING, whole))
+            return to_terminal(quote_expression(f"[{first}-{last}]"))
         case "regex":
             body, _, flags = whole[1:].rpartition("/")
-            quoted = quoted_expression(body, flags)
+            quoted = quote_expression(body, flags)
             if quoted not in (body, f"(?i:{body})"):
-                raise GrammarRefused(f"{whole[:60]} cannot be told from what follows it inside a JSON string")
-            return expression(quoted)
+                raise GrammarRefused(f"{whole[:60]} cannot be separated from what follows it inside a JSON string")
+            return to_terminal(quoted)
         case "import":
             known = COMMON.get(match["name"])
-            return whole if known is None else f"{match['alias'] or match['name']}: {quoted_rules(known)}"
+            return whole if known is None else f"{match['alias'] or match['name']}: {quote_rules(known)}"
         case "nested":
             raise GrammarRefused(f"{whole} is not supported in a custom tool's grammar where calls are JSON")
     return whole
 
 
-def plain(literal: str) -> str:
+def parse_literal(literal: str) -> str:
     """Return the text of a literal of Lark's."""
     try:
         return str(json.loads(re.sub(r"\\x([0-9a-fA-F]{2})", r"\\u00\1", literal)))
@@ -83,39 +86,42 @@ def plain(literal: str) -> str:
         raise GrammarRefused(f"{literal[:60]} is not a literal") from None
 
 
-def quoted_text(literal: str) -> str:
+def quote_literal(literal: str) -> str:
+    """Return a literal of Lark's for what JSON makes of its text. Raises GrammarRefused."""
     flag = "i" if literal.endswith("i") else ""
-    text = plain(literal.removesuffix("i"))
+    text = parse_literal(literal.removesuffix("i"))
     if flag and any(char in ESCAPED for char in text):
         raise GrammarRefused(f"{literal[:60]} cannot be escaped where case does not matter")
     return json.dumps(json.dumps(text, ensure_ascii=False)[1:-1], ensure_ascii=False) + flag
 
 
-def expression(source: str) -> str:
+def to_terminal(source: str) -> str:
     """Return an expression as a terminal."""
     escaped = re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], source, flags=re.DOTALL)
     return f"/{escaped}/"
 
 
-def quoted_expression(source: str, flags: str = "") -> str:
+def quote_expression(source: str, flags: str = "") -> str:
     """Return an expression for what JSON makes of a text that this one matches."""
     if set(flags) - set("islu"):
         raise GrammarRefused(f"the flags {flags!r} of an expression are not supported in a custom tool's grammar")
     how = (re.IGNORECASE if "i" in flags else 0) | (re.DOTALL if "s" in flags else 0)
     parts: list[str] = []
     size = 0
-    for atom in quoted_atoms(source, how):
+    for atom in iterate_quoted_atoms(source, how):
         parts.append(atom)
         size += len(atom)
-        if size > MOST_SOURCE:
-            raise GrammarRefused(f"has more than {MOST_SOURCE} characters inside a JSON string")
+        if size > MAX_SOURCE_CHARS:
+            raise GrammarRefused(f"has more than {MAX_SOURCE_CHARS} characters inside a JSON string")
     body = "".join(parts)
     return f"(?i:{body})" if "i" in flags else body
 
 
-def quoted_atoms(source: str, flags: int) -> Iterator[str]:
+def iterate_quoted_atoms(source: str, flags: int) -> Iterator[str]:
+    """Yield the atoms of an expression, rewritten for a JSON string. Raises GrammarRefused."""
     for match in ATOM.finditer(source):
-        atom, kind = match[0], match.lastgroup
+        atom = match[0]
+        kind = match.lastgroup
         if kind == "unicode" and re.fullmatch(r"\\p\{?[LN].*", atom):
             yield atom  # letters and digits: none is escaped
         elif kind == "unicode" or atom == "[" or (kind == "group" and not GROUPS.fullmatch(atom)):
@@ -125,11 +131,11 @@ def quoted_atoms(source: str, flags: int) -> Iterator[str]:
         elif atom == r"\/":
             yield "/"
         else:
-            yield quoted_class(atom, flags)
+            yield quote_class(atom, flags)
 
 
-def quoted_class(atom: str, flags: int) -> str:
-    """Return what matches any of the characters that an atom stands for, as JSON writes them."""
+def quote_class(atom: str, flags: int) -> str:
+    """Return an expression for all characters that an atom stands for, as JSON writes them."""
     inner = re.sub(r"\\.", "", atom[1:], flags=re.DOTALL)
     if atom in ANCHORS or any(operator in inner for operator in SET_OPERATORS):
         raise GrammarRefused(f"{atom[:60]} is not supported in a custom tool's expression")
@@ -137,7 +143,7 @@ def quoted_class(atom: str, flags: int) -> str:
         known = re.compile(re.escape(atom) if len(atom) == 1 and atom != "." else atom, flags)
     except re.error as error:
         raise GrammarRefused(f"{atom[:60]} is no expression: {error}") from None
-    escapes = escapes_of([json.dumps(char)[2:-1] for char in ESCAPED if known.fullmatch(char)])
+    escapes = join_escapes([json.dumps(char)[2:-1] for char in ESCAPED if known.fullmatch(char)])
     if not escapes:
         return atom
     if any(map(known.fullmatch, PLAIN)):
@@ -146,7 +152,7 @@ def quoted_class(atom: str, flags: int) -> str:
     return f"(?:{'|'.join(escapes)})"
 
 
-def escapes_of(escapes: Sequence[str]) -> list[str]:
+def join_escapes(escapes: Sequence[str]) -> list[str]:
     """Return expressions for escapes: of one character, and of a number such as `u001f`; without the backslash."""
     found: list[str] = []
     if short := "".join(re.escape(one) for one in escapes if len(one) == 1):

@@ -1,8 +1,8 @@
-"""Rules in Lark that call themselves nowhere, as one expression.
+"""Turns rules in Lark that are not recursive into one regular expression.
 
-The grammar library cuts a text into lexemes without going back. Inside a JSON string that fails: in `a.py\\n` the
-backslash could belong to the name or begin the line break, and it is too late once the `n` comes. An expression has no
-lexemes. The grammars of agents' tools are nearly all of this kind.
+The grammar library cuts a text into lexemes without backtracking. Inside a JSON string this fails. In `a.py\\n` the
+backslash may belong to the name or begin the line break, and the library has decided before the `n` comes. An
+expression has no lexemes. Nearly all grammars of agents' tools are not recursive.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import TypeAlias
 
 from attrs import define, field, frozen
 
-from adapters.text.answer.quoted_rules import STRING, plain
-from adapters.text.grammar import MOST_SOURCE
+from adapters.text.answer.quoted_rules import STRING, parse_literal
+from adapters.text.grammars.grammar import MAX_SOURCE_CHARS
 
-# An expression and its flags in, an expression out: as it is, or for what JSON makes of the text.
-Written: TypeAlias = Callable[[str, str], str]
+# Takes an expression and its flags, and returns an expression: the same one, or one for the text inside a JSON string.
+ExpressionWriter: TypeAlias = Callable[[str, str], str]
 TOKEN = re.compile(
     rf"(?P<range>{STRING}\s*\.\.\s*{STRING})|(?P<text>{STRING}i?)|(?P<comment>//[^\n]*|\#[^\n]*)"
     r"|(?P<regex>/(?:\\.|[^/\\\n])+/[a-z]*)|(?P<alias>->\s*\w+)"
     r"|(?P<count>~\s*\d+(?:\s*\.\.\s*\d+)?|\{\s*\d*\s*,?\s*\d*\s*\})|(?P<import>%import\s+common\.\w+(?:\s*->\s*\w+)?)"
     r"|(?P<line>\n)|(?P<space>[^\S\n]+)|(?P<name>[?!]?\w+)|(?P<mark>[()\[\]|?*+:])"
 )
-DEEPEST = 64  # rules within rules
+MAX_RULE_DEPTH = 64  # rules within rules
 MARKS = {"(": "(?:", "[": "(?:", "]": ")?"}
 COMMON: Mapping[str, str] = {  # of Lark's own library
     "LF": r"\n",
@@ -47,27 +47,30 @@ COMMON: Mapping[str, str] = {  # of Lark's own library
 
 @frozen
 class Token:
+    """One token of the rules."""
+
     kind: str
     text: str
 
 
 class NotRegularError(Exception):
-    """A rule leads to itself, or the rules say something that an expression cannot."""
+    """A rule is recursive, or the rules say something that an expression cannot say."""
 
 
-def bare(source: str, flags: str) -> str:
+def apply_flags(source: str, flags: str) -> str:
     return f"(?{flags}:{source})" if (flags := flags.replace("l", "").replace("u", "")) else source
 
 
-def regular_expression(source: str, written: Written) -> str | None:
-    """Return an expression for all that the rules have room for; None where none can say it. Raises GrammarRefused."""
+def build_expression(source: str, written: ExpressionWriter) -> str | None:
+    """Return an expression for all texts that the rules allow. None: there is no such one. Raises GrammarRefused."""
     try:
-        return Rulebook(definitions(source), written).expression("start")
+        return Rulebook(read_definitions(source), written).write_rule("start")
     except NotRegularError:
         return None
 
 
-def tokens_of(source: str) -> Iterator[Token]:
+def iterate_tokens(source: str) -> Iterator[Token]:
+    """Yield the tokens of rules in Lark. Raises NotRegularError for unknown ones."""
     at = 0
     while at < len(source):
         found = TOKEN.match(source, at)
@@ -78,11 +81,11 @@ def tokens_of(source: str) -> Iterator[Token]:
             yield Token(found.lastgroup, found[0])
 
 
-def definitions(source: str) -> Mapping[str, Sequence[Token]]:
-    """Return what stands behind the name of each rule."""
+def read_definitions(source: str) -> Mapping[str, Sequence[Token]]:
+    """Return the tokens of each rule, by its name."""
     found: dict[str, list[Token]] = {}
     body: list[Token] = []
-    listed = [*tokens_of(re.sub(r"(?m)^(\s*[?!]?\w+)\.\d+(\s*:)", r"\1\2", source))]
+    listed = [*iterate_tokens(re.sub(r"(?m)^(\s*[?!]?\w+)\.\d+(\s*:)", r"\1\2", source))]
     first = True
     for place, token in enumerate(listed):
         behind = listed[place + 1].text if place + 1 < len(listed) else ""
@@ -104,47 +107,49 @@ class Rulebook:
     """Rules by their names, and the expressions that have been made of them."""
 
     rules: Mapping[str, Sequence[Token]]
-    written: Written
+    write: ExpressionWriter
     made: dict[str, str] = field(factory=dict)
     open: set[str] = field(factory=set)
 
-    def expression(self, name: str) -> str:
+    def write_rule(self, name: str) -> str:
+        """Return the expression of a rule. Raises NotRegularError for a recursive rule."""
         if name in self.made:
             return self.made[name]
-        if name in self.open or name not in self.rules or len(self.open) > DEEPEST:
+        if name in self.open or name not in self.rules or len(self.open) > MAX_RULE_DEPTH:
             raise NotRegularError
         self.open.add(name)
         parts: list[str] = []
         size = 0
         for token in self.rules[name]:
-            parts.append(self.part(token))
+            parts.append(self.write_part(token))
             size += len(parts[-1])
-            if size > MOST_SOURCE:
+            if size > MAX_SOURCE_CHARS:
                 raise NotRegularError
         self.open.remove(name)
         self.made[name] = "".join(parts)
         return self.made[name]
 
-    def part(self, token: Token) -> str:
+    def write_part(self, token: Token) -> str:
+        """Return the expression of one token of a rule. Raises NotRegularError."""
         match token.kind:
             case "text":
                 flags = "i" if token.text.endswith("i") else ""
-                return f"(?:{self.written(re.escape(plain(token.text.removesuffix('i'))), flags)})"
+                return f"(?:{self.write(re.escape(parse_literal(token.text.removesuffix('i'))), flags)})"
             case "range":
-                first, last = (re.escape(plain(one)) for one in re.findall(STRING, token.text))
-                return f"(?:{self.written(f'[{first}-{last}]', '')})"
+                first, last = (re.escape(parse_literal(one)) for one in re.findall(STRING, token.text))
+                return f"(?:{self.write(f'[{first}-{last}]', '')})"
             case "regex":
                 body, _, flags = token.text[1:].rpartition("/")
-                return f"(?:{self.written(body, flags)})"
+                return f"(?:{self.write(body, flags)})"
             case "name":
-                return f"(?:{self.expression(token.text)})"
+                return f"(?:{self.write_rule(token.text)})"
             case "count":
-                return "{" + ",".join(re.findall(r"\d+", token.text.replace("..", ","))) + closing(token.text)
+                return "{" + ",".join(re.findall(r"\d+", token.text.replace("..", ","))) + close_count(token.text)
             case "mark" if token.text != ":":
                 return MARKS.get(token.text, token.text)
         raise NotRegularError
 
 
-def closing(count: str) -> str:
-    """`{3,}` has no upper end."""
+def close_count(count: str) -> str:
+    """Return the end of a repetition: `{3,}` has no upper limit."""
     return ",}" if re.search(r",\s*\}$", count) else "}"

@@ -1,4 +1,4 @@
-"""Which JSON types a tool's schema has room for. Readers of calls and the rules of their grammars both ask."""
+"""The JSON types that a tool's schema allows. Used by the parsers of calls and by the rules of their grammars."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ KINDS: Mapping[str, Any] = {
     "array": list,
     "object": dict,
 }
-MOST_READ = 64  # schemas that are looked at for the types of one value
+MAX_SCHEMAS_READ = 64  # for the types of one value
 
 
-def property_of(schema: Mapping[str, Any], key: str) -> Any:
+def find_property(schema: Mapping[str, Any], key: str) -> Any:
     properties = schema.get("properties")
     found = properties.get(key) if isinstance(properties, Mapping) else None
     return schema.get("additionalProperties") if found is None else found
 
 
-def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """The JSON types that a schema has room for; none where it does not say."""
-    found, waiting, seen = set[str](), [schema], set[int]()
-    for one in waiting:  # references may lead in circles, and each way round through many more
+def collect_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
+    """Return the JSON types that a schema allows. Empty: the schema does not say."""
+    found = set[str]()
+    waiting = [schema]
+    seen = set[int]()
+    for one in waiting:  # references may be circular, and may lead to many more schemas
         if not isinstance(one, Mapping) or id(one) in seen:
             continue
-        if len(seen) == MOST_READ:
+        if len(seen) == MAX_SCHEMAS_READ:
             return frozenset()
         seen.add(id(one))
         named = one.get("type")
@@ -39,35 +41,36 @@ def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
         elif isinstance(named, list):
             found.update(kind for kind in named if isinstance(kind, str))
         elif isinstance(reference, str):
-            waiting.append(resolved(reference, root))
+            waiting.append(resolve_reference(reference, root))
         elif isinstance(constants, list):
-            found.update(map(type_name, constants))
+            found.update(map(name_type, constants))
         else:
             for word in ("anyOf", "oneOf", "allOf"):
                 options = one.get(word)
-                waiting += options[: MOST_READ + 1] if isinstance(options, list) else ()
+                waiting += options[: MAX_SCHEMAS_READ + 1] if isinstance(options, list) else ()
     return frozenset(found)
 
 
-def resolved(reference: str, root: Mapping[str, Any]) -> Any:
-    """A reference into the same schema."""
+def resolve_reference(reference: str, root: Mapping[str, Any]) -> Any:
+    """Return the part of the same schema to which a reference leads, or None."""
     place: Any = root
     for step in reference.removeprefix("#").split("/")[1:]:
         place = place.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(place, Mapping) else None
     return place
 
 
-def type_name(value: Any) -> str:
+def name_type(value: Any) -> str:
     return next((name for name, kind in KINDS.items() if isinstance(value, kind)), "string")
 
 
-def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The declared properties of an object; none where the schema is no schema."""
+def declared_properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the declared properties of an object. Empty: the schema has none or is malformed."""
     found = schema.get("properties")
     return found if isinstance(found, Mapping) else {}
 
 
-def required_of(schema: Mapping[str, Any]) -> list[str]:
-    """The declared properties that must be given."""
-    found, declared = schema.get("required"), properties_of(schema)
+def required_properties(schema: Mapping[str, Any]) -> list[str]:
+    """Return the declared properties that are required."""
+    found = schema.get("required")
+    declared = declared_properties(schema)
     return [key for key in found if isinstance(key, str) and key in declared] if isinstance(found, list) else []

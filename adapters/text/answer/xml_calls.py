@@ -1,16 +1,17 @@
-"""Calls as Qwen3-Coder and later write them: `<tool_call><function=name><parameter=key>value</parameter>...`.
+"""Parses calls as Qwen3-Coder and later write them: `<tool_call><function=name><parameter=key>value</parameter>...`.
 
-Values are bare text: what they are is the schema's to say, and where they end is the reader's to find. A value may hold
-all of the tags, as code about tool calls does, and models forget or misspell the tags. So a tag ends a value only if
-what follows it fits:
+The problem: values are bare text. The schema says of which type they are, and the parser must find where they end. A
+value may contain all of the tags, as code about tool calls does. Models also forget or misspell the tags.
+
+The idea: a tag ends a value only if the text after it fits.
 
 * A parameter ends it if its key is declared and was not given yet, or if a `</parameter>` stands before it.
 * `</parameter>` ends it if another parameter, the end of the call, another call or the end of all text follows.
 * `</function>` and `</tool_call>` end it if another call or the end of all text follows. If other text follows, the
-  reader looks on: where another `</parameter>` or `</function>` comes that no call has opened, the value goes on.
-* The beginning of another declared call ends it, unless the tags behind that call show that it was part of the value.
+  parser looks further. The value continues if another `</parameter>` or `</function>` comes that no call has opened.
+* The beginning of another declared call ends it, unless the tags after that call show that it was part of the value.
 
-What is looked at is held back, so that nothing is said that has to be withdrawn.
+The text that the parser looks at is held back, so that nothing has to be withdrawn.
 """
 
 from __future__ import annotations
@@ -21,11 +22,16 @@ from collections.abc import Callable
 
 from attrs import define, field
 
+from adapters.text.answer.call_form import MAX_NAME, CallForm
 from adapters.text.answer.certain_json import JsonWriter
-from adapters.text.answer.form import MAX_NAME, CallForm
-from adapters.text.answer.incoming import SPACE, BrokenCall, Parsing
-from adapters.text.answer.json_reader import is_integer_only, repaired
-from adapters.text.answer.schema_types import properties_of, property_of, required_of, type_name, types_of
+from adapters.text.answer.incremental_text import SPACE, BrokenCall, Parsing
+from adapters.text.answer.json_reader import to_json_value
+from adapters.text.answer.schema_types import (
+    collect_types,
+    declared_properties,
+    find_property,
+    required_properties,
+)
 
 INSIDE = re.compile(r"[^<>\n]*")
 NAMED = re.compile(r"name\s*=")
@@ -35,271 +41,288 @@ OPENERS = ("<tool_call>", "<function=", "<function name=")
 CLOSERS = ("</parameter>", "</function>", "</tool_call>")
 CALL_CLOSERS = frozenset(CLOSERS[1:])
 PARAMETERS = ("<parameter=", "<parameter name=")
-MOST_LOOKS = 16  # through all text, so that text made of nothing but calls takes no quadratic time
-LEAST_TAG = 3  # characters of a tag at the end of all text that are taken for it
+MAX_SEARCHES = 16  # of all text, so that a text that consists of calls does not take quadratic time
+MIN_CUT_TAG_CHARS = 3  # so many characters of a tag at the end of all text count as the tag
 
 
-def discard(_: str) -> None:
+def ignore_text(_: str) -> None:
     pass
 
 
 @define(eq=False)
 class XmlCalls(CallForm):
+    """Parses calls whose arguments stand in tags."""
+
     openers = OPENERS
     controls = ("<tool_call>", "</tool_call>")
     marks = OPENERS
     closers = ("</function>", "</tool_call>")
-    _name: str = field(default="", init=False)  # of the call that is read
-    _given: set[str] = field(factory=set, init=False)  # its parameters so far
-    _looked: int = field(default=0, init=False)  # how often all text was looked through for the end of a value
-    _ending: str = field(default="", init=False)  # a line break that ends the value, unless more of it comes
+    _name: str = field(default="", init=False)  # of the current call
+    _given: set[str] = field(factory=set, init=False)  # parameters of the current call so far
+    _search_count: int = field(default=0, init=False)  # how often all text was searched for the end of a value
+    _ending: str = field(
+        default="", init=False
+    )  # a line break that belongs to the closing tag, unless more text of the value comes
 
-    def call(self) -> Parsing[None]:
+    def parse_call(self) -> Parsing[None]:
         incoming = self.incoming
         if self._opener == "<tool_call>":
-            yield from incoming.matched(SPACE)
-            if not (yield from self.follows_one_of(OPENERS[1:])):
+            yield from incoming.take_matching(SPACE)
+            if not (yield from self.take_one_of(OPENERS[1:])):
                 raise BrokenCall
-        name = yield from self.function()
-        yield from incoming.matched(SPACE)
-        self._name, self._given = name, set()
-        if not (yield from incoming.look(self.goes_on_as_call())):
+        name = yield from self.take_function_name()
+        yield from incoming.take_matching(SPACE)
+        self._name = name
+        self._given = set()
+        if not (yield from incoming.run_lookahead(self.continues_as_call())):
             raise BrokenCall
-        self.begin(name)
-        writer = self.writer = JsonWriter(self.arguments)
+        self.begin_call(name)
+        writer = self.writer = JsonWriter(self.add_arguments)
         writer.open_container("{")
-        key = yield from self.parameter()
+        key = yield from self.take_parameter()
         while key is not None:
             self._given.add(key)
-            writer.hold(f"{json.dumps(key, ensure_ascii=False)}: ")
-            yield from self.value(writer, types_of(property_of(self.schema(name), key), self.schema(name)))
-            writer.comma(", ")
-            key = yield from incoming.look(self.parameter_behind_closers())
+            writer.hold_text(f"{json.dumps(key, ensure_ascii=False)}: ")
+            yield from self.parse_value(
+                writer, collect_types(find_property(self.parameters_of(name), key), self.parameters_of(name))
+            )
+            writer.hold_comma(", ")
+            key = yield from incoming.run_lookahead(self.take_parameter_after_closers())
             if key is not None:
-                yield from self.parameter_behind_closers()
+                yield from self.take_parameter_after_closers()
         writer.close_container("")
-        yield from self.closing_tags()
-        self.end()
+        yield from self.take_closing_tags()
+        self.end_call()
 
     # -- tags
 
-    def follows_one_of(self, tags: tuple[str, ...]) -> Parsing[str]:
+    def take_one_of(self, tags: tuple[str, ...]) -> Parsing[str]:
         for tag in tags:
-            if (yield from self.incoming.follows(tag)):
+            if (yield from self.incoming.take_if_next(tag)):
                 return tag
         return ""
 
-    def function(self) -> Parsing[str]:
-        """The name in the tag whose beginning was taken. BrokenCall: it is no declared one."""
-        written = yield from self.incoming.matched(INSIDE, MAX_NAME)
-        name = unquoted(written)
-        if name not in self.tools or not (yield from self.incoming.follows(">")):
+    def take_function_name(self) -> Parsing[str]:
+        """Take the rest of a function's tag and return the name. Raises BrokenCall for a name that is not declared."""
+        written = yield from self.incoming.take_matching(INSIDE, MAX_NAME)
+        name = unquote(written)
+        if name not in self.tools or not (yield from self.incoming.take_if_next(">")):
             raise BrokenCall
         return name
 
-    def goes_on_as_call(self) -> Parsing[bool]:
+    def continues_as_call(self) -> Parsing[bool]:
         """Does a parameter follow the function's tag, or the end of the call?"""
-        if (yield from self.follows_one_of(CLOSERS[1:])) or self.is_cut_closer(CLOSERS[1:]):
+        if (yield from self.take_one_of(CLOSERS[1:])) or self.is_cut_closer(CLOSERS[1:]):
             return True
-        return (yield from self.parameter()) is not None
+        return (yield from self.take_parameter()) is not None
 
-    def parameter_behind_closers(self) -> Parsing[str | None]:
-        """The next parameter's key. The call may have been closed too early before it."""
-        closed = yield from self.closing_tags()
-        key = yield from self.parameter()
-        return key if key is None or "</function>" not in closed or self.is_next(key) else None
+    def take_parameter_after_closers(self) -> Parsing[str | None]:
+        """Take closing tags and the next parameter's tag, and return its key. A model may close a call too early."""
+        closed = yield from self.take_closing_tags()
+        key = yield from self.take_parameter()
+        return key if key is None or "</function>" not in closed or self.may_follow(key) else None
 
-    def closing_tags(self) -> Parsing[set[str]]:
-        """Takes those that come next, each once, and the beginning of one at the end of all text.
+    def take_closing_tags(self) -> Parsing[set[str]]:
+        """Take the closing tags that come next, each once, and the beginning of one at the end of all text.
 
-        Two that close a call may stand in the wrong order; `</parameter>` behind them closes something else.
+        The two tags that close a call may stand in the wrong order. A `</parameter>` after them closes something else.
         """
-        incoming, found = self.incoming, set[str]()
+        incoming = self.incoming
+        found = set[str]()
         wanted: tuple[str, ...] = CLOSERS
-        yield from incoming.matched(SPACE)
-        while tag := (yield from self.follows_one_of(wanted)):
+        yield from incoming.take_matching(SPACE)
+        while tag := (yield from self.take_one_of(wanted)):
             found.add(tag)
             wanted = tuple(tag for tag in CLOSERS[1:] if tag not in found)
             if found >= CALL_CLOSERS:
                 return found
-            yield from incoming.matched(SPACE)
+            yield from incoming.take_matching(SPACE)
         if self.is_cut_closer(CLOSERS):
             found.add(incoming.rest)
-            incoming.at = len(incoming.text)
+            incoming.position = len(incoming.text)
         return found
 
     def is_cut_closer(self, tags: tuple[str, ...]) -> bool:
-        """Does all text end in the middle of such a tag?"""
+        """Does all text end inside one of these tags?"""
         rest = self.incoming.rest
-        return self.incoming.ended and len(rest) >= LEAST_TAG and any(tag.startswith(rest) for tag in tags)
+        return self.incoming.ended and len(rest) >= MIN_CUT_TAG_CHARS and any(tag.startswith(rest) for tag in tags)
 
     def is_cut_tag(self) -> bool:
-        """Does all text end in the middle of a tag?"""
+        """Does all text end inside any tag?"""
         if not self.incoming.ended:
             return False
         rest = self.incoming.rest.removeprefix("<tool_call>").lstrip()
         tags = (*CLOSERS, *PARAMETERS, *OPENERS)
         return CUT_TAG.fullmatch(rest) is not None or any(tag.startswith(rest) for tag in tags)
 
-    def parameter(self) -> Parsing[str | None]:
-        """Takes the tag of a parameter, and gives its key; None: there is none that can be understood.
+    def take_parameter(self) -> Parsing[str | None]:
+        """Take the tag of a parameter and return its key, or None where there is no such tag.
 
-        `<parameter=key>` and `<parameter name="key">`. `<parameter=key=`, `<parameter=key:` and `<parameter=key` at the
-        end of its line are tags if the key is declared. A tag without a key is that of the only parameter that is
-        required and not given yet.
+        A tag is `<parameter=key>` or `<parameter name="key">`. If the key is declared, `<parameter=key=`,
+        `<parameter=key:` and `<parameter=key` at the end of its line are tags, too. A tag without a key stands for the
+        only required parameter that was not given yet.
         """
         incoming = self.incoming
-        if not (yield from self.follows_one_of(PARAMETERS)):
+        if not (yield from self.take_one_of(PARAMETERS)):
             return None
-        line = yield from incoming.matched(INSIDE)
-        if (yield from incoming.follows(">")):
-            return self.key_in_tag(line) if line.strip() else self.only_key()
+        line = yield from incoming.take_matching(INSIDE)
+        if (yield from incoming.take_if_next(">")):
+            return self.read_key_in_tag(line) if line.strip() else self.find_only_key()
         char = yield from incoming.peek()
         if char != "\n" and not (char == "<" and line.strip()):
             return None
         if line.strip():
-            return self.key_before_value(line)
-        key = yield from incoming.look(self.key_on_next_line())
+            return self.read_key_before_value(line)
+        key = yield from incoming.run_lookahead(self.read_key_on_next_line())
         if key is None:
-            return self.only_key()
-        return (yield from self.key_on_next_line())
+            return self.find_only_key()
+        return (yield from self.read_key_on_next_line())
 
-    def key_in_tag(self, line: str) -> str:
-        key, declared = unquoted(line), properties_of(self.schema(self._name))
-        if key not in declared and (less := unquoted(key.rstrip("=: "))) in declared:
+    def read_key_in_tag(self, line: str) -> str:
+        key = unquote(line)
+        declared = declared_properties(self.parameters_of(self._name))
+        if key not in declared and (less := unquote(key.rstrip("=: "))) in declared:
             return less
         return key
 
-    def key_on_next_line(self) -> Parsing[str | None]:
-        yield from self.incoming.matched(SPACE)
-        line = yield from self.incoming.matched(INSIDE)
-        key = unquoted(line)
-        closed = yield from self.incoming.follows(">")
-        return key if closed and key in properties_of(self.schema(self._name)) else None
+    def read_key_on_next_line(self) -> Parsing[str | None]:
+        yield from self.incoming.take_matching(SPACE)
+        line = yield from self.incoming.take_matching(INSIDE)
+        key = unquote(line)
+        closed = yield from self.incoming.take_if_next(">")
+        return key if closed and key in declared_properties(self.parameters_of(self._name)) else None
 
-    def key_before_value(self, line: str) -> str | None:
-        """What stands behind the key is the value's, and comes again."""
+    def read_key_before_value(self, line: str) -> str | None:
+        """Return the key in a line that continues with the value. The value is parsed afterwards."""
         found = re.match(r"""\s*(["']?)([^\s"'=:]+)\1[ \t]*([=:][ \t]*|\r?$)""", line)
-        if found is None or found[2] not in properties_of(self.schema(self._name)):
+        if found is None or found[2] not in declared_properties(self.parameters_of(self._name)):
             return None
-        self.incoming.at -= len(line) - found.end()
+        self.incoming.position -= len(line) - found.end()
         return found[2]
 
-    def only_key(self) -> str | None:
-        schema = self.schema(self._name)
-        keys = required_of(schema) or list(properties_of(schema))
+    def find_only_key(self) -> str | None:
+        schema = self.parameters_of(self._name)
+        keys = required_properties(schema) or list(declared_properties(schema))
         missing = [key for key in keys if key not in self._given]
         return missing[0] if len(missing) == 1 else None
 
-    def is_next(self, key: str) -> bool:
-        """Is that a parameter which the call may still have?"""
-        declared = properties_of(self.schema(self._name))
+    def may_follow(self, key: str) -> bool:
+        """May this parameter still follow in the call?"""
+        declared = declared_properties(self.parameters_of(self._name))
         return key not in self._given and (key in declared or not declared)
 
     # -- values
 
-    def value(self, writer: JsonWriter, types: frozenset[str]) -> Parsing[None]:
-        """One line break on either side belongs to the tags."""
-        incoming, parts = self.incoming, list[str]()
+    def parse_value(self, writer: JsonWriter, types: frozenset[str]) -> Parsing[None]:
+        """Parse a value. One line break at its beginning and one at its end belong to the tags."""
+        incoming = self.incoming
+        parts = list[str]()
         is_text = types <= {"string"}
-        if not (yield from incoming.follows("\r\n")):
-            yield from incoming.follows("\n")
+        if not (yield from incoming.take_if_next("\r\n")):
+            yield from incoming.take_if_next("\n")
         if is_text:
             writer.begin_string()
         self._ending = ""
 
         def say(text: str) -> None:
             if is_text:
-                self.say_text(writer, text)
+                self.write_text(writer, text)
             else:
                 parts.append(text)
 
         yield from self.take_value(say)
         if is_text:
-            self.say_text(writer, "", last=True)
+            self.write_text(writer, "", last=True)
             writer.end_string()
         else:
-            writer.value(as_json(re.sub(r"\r?\n\Z", "", "".join(parts)), types))
+            writer.write_value(to_json_value(re.sub(r"\r?\n\Z", "", "".join(parts)), types))
 
     def take_value(self, say: Callable[[str], None]) -> Parsing[None]:
-        """Takes all that is the value's, and the line break that may be the tag's."""
-        incoming, at_line = self.incoming, True
+        """Take the text of a value, and the line break that may belong to the closing tag."""
+        incoming = self.incoming
+        at_line = True
 
-        def said(text: str) -> None:
+        def pass_text(text: str) -> None:
             nonlocal at_line
             last = text.rpartition("\n")[2]
             at_line = not last.strip() and (at_line or len(last) < len(text))
             say(text)
 
         depth = 0  # calls within the value
-        while word := (yield from incoming.until((*CLOSERS, *OPENERS, *PARAMETERS), said, LEAST_TAG)):
-            incoming.at -= len(word)
-            if not depth and (yield from incoming.look(self.ends_value(word, at_line))):
+        while word := (yield from incoming.take_until((*CLOSERS, *OPENERS, *PARAMETERS), pass_text, MIN_CUT_TAG_CHARS)):
+            incoming.position -= len(word)
+            if not depth and (yield from incoming.run_lookahead(self.ends_value(word, at_line))):
                 return
             if word in OPENERS[1:]:
-                depth += yield from incoming.look(self.opens_call())
+                depth += yield from incoming.run_lookahead(self.does_call_begin())
             elif word == "</function>" and depth:
                 depth -= 1
-            incoming.at += len(word)
-            said(word)
+            incoming.position += len(word)
+            pass_text(word)
 
     def ends_value(self, word: str, at_line: bool) -> Parsing[bool]:
-        """word: the tag that comes next.  at_line: it stands at the beginning of a line."""
+        """Does the next tag end the value? word: the tag. at_line: it stands at the beginning of a line."""
         if word in CLOSERS:
-            return (yield from self.closers_end_value())
+            return (yield from self.do_closers_end_value())
         if word in OPENERS:
-            if not (yield from self.incoming.look(self.opens_call())):
+            if not (yield from self.incoming.run_lookahead(self.does_call_begin())):
                 return False
-            if self._looked < MOST_LOOKS and (yield from self.value_goes_on(nested=True)):
+            if self._search_count < MAX_SEARCHES and (yield from self.does_value_continue(nested=True)):
                 return False
-            self._looked += 1
+            self._search_count += 1
             return True
-        key = yield from self.parameter()
-        declared = properties_of(self.schema(self._name))
-        return key is not None and self.is_next(key) and (at_line or key in declared)
+        key = yield from self.take_parameter()
+        declared = declared_properties(self.parameters_of(self._name))
+        return key is not None and self.may_follow(key) and (at_line or key in declared)
 
-    def closers_end_value(self) -> Parsing[bool]:
+    def do_closers_end_value(self) -> Parsing[bool]:
+        """Do the closing tags that come next end the value?"""
         incoming = self.incoming
-        closed = yield from self.closing_tags()
+        closed = yield from self.take_closing_tags()
         if closed >= CALL_CLOSERS:
-            if not self.parallel:  # the answer ends with its only call
+            if not self.allows_several:  # the answer ends with its only call
                 return True
-            yield from incoming.matched(SPACE)
-        if not (yield from incoming.peek()) or (yield from incoming.look(self.opens_call())):
+            yield from incoming.take_matching(SPACE)
+        if not (yield from incoming.peek()) or (yield from incoming.run_lookahead(self.does_call_begin())):
             return True
-        key = yield from incoming.look(self.parameter())
+        key = yield from incoming.run_lookahead(self.take_parameter())
         if self.is_cut_tag():
             return True
         if closed == {"</parameter>"}:
             return key is not None
-        if key is not None and self.is_next(key):
+        if key is not None and self.may_follow(key):
             return True
-        return not (yield from self.value_goes_on(nested=False))
+        return not (yield from self.does_value_continue(nested=False))
 
-    def opens_call(self) -> Parsing[bool]:
+    def does_call_begin(self) -> Parsing[bool]:
         """Does a declared call begin here?"""
-        incoming, name = self.incoming, self._name
-        if (yield from incoming.follows("<tool_call>")):
-            yield from incoming.matched(SPACE)
-        if not (yield from self.follows_one_of(OPENERS[1:])):
+        incoming = self.incoming
+        name = self._name
+        if (yield from incoming.take_if_next("<tool_call>")):
+            yield from incoming.take_matching(SPACE)
+        if not (yield from self.take_one_of(OPENERS[1:])):
             return False
         try:
-            self._name = yield from self.function()
-            yield from incoming.matched(SPACE)
-            return (yield from self.goes_on_as_call())
+            self._name = yield from self.take_function_name()
+            yield from incoming.take_matching(SPACE)
+            return (yield from self.continues_as_call())
         except BrokenCall:
             return False
         finally:
             self._name = name
 
-    def value_goes_on(self, nested: bool) -> Parsing[bool]:
-        """Does a tag follow that only the end of the value can explain? nested: calls that begin may be part of it."""
-        depth, words = 0, (*CLOSERS[:2], *OPENERS[1:])
-        while word := (yield from self.incoming.until(words, discard)):
+    def does_value_continue(self, nested: bool) -> Parsing[bool]:
+        """Does a closing tag follow that no call has opened? Then the value continues up to it.
+
+        nested: calls that begin in the text may be part of the value.
+        """
+        depth = 0
+        words = (*CLOSERS[:2], *OPENERS[1:])
+        while word := (yield from self.incoming.take_until(words, ignore_text)):
             if word in OPENERS:
-                self.incoming.at -= len(word)
-                opens = yield from self.incoming.look(self.opens_call())
-                self.incoming.at += len(word)
+                self.incoming.position -= len(word)
+                opens = yield from self.incoming.run_lookahead(self.does_call_begin())
+                self.incoming.position += len(word)
                 if opens and not nested:
                     return False
                 depth += opens
@@ -309,7 +332,8 @@ class XmlCalls(CallForm):
                 depth -= 1
         return False
 
-    def say_text(self, writer: JsonWriter, text: str, last: bool = False) -> None:
+    def write_text(self, writer: JsonWriter, text: str, last: bool = False) -> None:
+        """Write text of a value. A line break at its end is held back, since it may belong to the closing tag."""
         text = self._ending + text
         found = re.search(r"\r?\n\Z|\r\Z", text)
         self._ending = "" if found is None else found[0]
@@ -317,24 +341,9 @@ class XmlCalls(CallForm):
         if last and self._ending == "\r":
             text += self._ending
         if text:
-            writer.value(json.dumps(text, ensure_ascii=False)[1:-1])
+            writer.write_value(json.dumps(text, ensure_ascii=False)[1:-1])
 
 
-def unquoted(text: str) -> str:
+def unquote(text: str) -> str:
     found = QUOTED.fullmatch(text)
     return text.strip() if found is None else found[2]
-
-
-def as_json(text: str, types: frozenset[str]) -> str:
-    """A value of one of these types, where the text is one; else a string."""
-    written = repaired(text.strip())
-    if written is None:
-        return json.dumps(text, ensure_ascii=False)
-    value = json.loads(written)
-    kind = type_name(value)
-    fits = kind in types or (kind == "integer" and "number" in types)
-    if kind == "number" and is_integer_only(types) and value.is_integer():
-        written, fits = str(int(value)), True
-    if kind == "string" or not fits or ("string" in types and kind != "null"):
-        return json.dumps(text, ensure_ascii=False)
-    return written

@@ -1,11 +1,11 @@
 """Causal attention in Triton over key tiles at absolute positions, with one arithmetic for every row count.
 
 The keys of a row fall into splits `[s * SPLIT, (s + 1) * SPLIT)` and these into tiles of BLOCK_N keys. Within a split
-the softmax runs online, tile after tile, from a fresh start; the splits' results are then folded together in order of
-s. With few rows each split is a work item of its own and `merge` folds (flash decoding); with many rows one program
-walks through all splits and folds in its registers. Both do the same operations in the same order on each row, written
-with explicit `fma` so that a compiler cannot contract them differently. Keys past a row's own position contribute
-exact zeros. Lengths come from device memory, so one graph serves every context length.
+the softmax runs online, tile after tile, from a fresh start. The results of splits are then folded together in order
+of s. With few rows each split is a work item of its own and `merge` folds (flash decoding). With many rows one
+program walks through all splits and folds in its registers. Both do the same operations in the same order on each
+row, written with explicit `fma` so that a compiler cannot contract them differently. Keys past a row's own position
+contribute exact zeros. Lengths come from device memory, so one graph serves every context length.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from adapters.models.kernels.triton.reading import load_q, load_tile, row_of
+from adapters.models.kernels.triton.attention_tiles import load_q, load_tile, row_of
 
 # Stands for "no key yet": finite, so that differences of two of them are zero rather than NaN.
 NOTHING = tl.constexpr(-1.0e30)
@@ -38,8 +38,9 @@ def _absorb(
     PRECISION: tl.constexpr,
     CODED: tl.constexpr,
 ):
-    """One key tile of the online softmax. acc `[M, HEAD]`, peak and total `[M]`, in base-2 exponents. Of coded rows the
-    scores and the weights are scaled, since there are fewer of them than codes.
+    """Add one key tile to the online softmax. acc: `[M, HEAD]`; peak and total: `[M]`, in base-2 exponents.
+
+    Of coded rows the scores and the weights are scaled, because there are fewer of them than codes.
     """
     scores = tl.dot(q, k.T, input_precision=PRECISION)
     if CODED:
@@ -64,7 +65,8 @@ def _absorb(
 def _fold(acc, peak, total, all_acc, all_peak, all_total):
     """Add one split's result to the fold of the splits before it."""
     new_peak = tl.maximum(all_peak, peak)
-    old, new = tl.exp2(all_peak - new_peak), tl.exp2(peak - new_peak)
+    old = tl.exp2(all_peak - new_peak)
+    new = tl.exp2(peak - new_peak)
     all_total = tl.fma(total, new, all_total * old)
     all_acc = tl.fma(acc, tl.broadcast_to(new[:, None], acc.shape), all_acc * old[:, None])
     return all_acc, new_peak, all_total
@@ -72,7 +74,7 @@ def _fold(acc, peak, total, all_acc, all_peak, all_total):
 
 @triton.jit
 def _close_split(at, acc, peak, total, all_acc, all_peak, all_total, to, real, acc_ptr, sums_ptr, FOLD: tl.constexpr):
-    """A split is complete: fold it into the ones before, or leave it in memory as number `at` of its rows."""
+    """Complete a split: fold it into the splits before, or leave it in memory as number `at` of its rows."""
     if FOLD:
         all_acc, all_peak, all_total = _fold(acc, peak, total, all_acc, all_peak, all_total)
     else:
@@ -112,15 +114,20 @@ def _walk(
     PAGE: tl.constexpr,
     CODED: tl.constexpr,
 ):
-    """The keys `[start, stop)` of a tile of rows, from the start of a split on; returns the fold (if FOLD).
+    """Process the keys `[start, stop)` of a tile of rows, from the start of a split on; return the fold (if FOLD).
 
-    Tiles that every row sees whole come first, without masks and with copies in flight; the few at the end follow.
+    Tiles that every row sees whole come first, without masks and with copies in flight. The few tiles at the end
+    follow.
     """
     no_acc = tl.zeros(q.shape, tl.float32)
     nothing = tl.full((q.shape[0],), NOTHING, tl.float32)
     no_total = tl.zeros((q.shape[0],), tl.float32)
-    acc, peak, total = no_acc, nothing, no_total
-    all_acc, all_peak, all_total = no_acc, nothing, no_total
+    acc = no_acc
+    peak = nothing
+    total = no_total
+    all_acc = no_acc
+    all_peak = nothing
+    all_total = no_total
     clear = tl.minimum((first + 1) // BLOCK_N * BLOCK_N, stop)
     for at in tl.range(start, clear, BLOCK_N, num_stages=STAGES):
         row = row_of(at, base, pages_ptr, kv_head, KV, PAGE)
@@ -134,7 +141,9 @@ def _walk(
             all_acc, all_peak, all_total = _close_split(
                 at // SPLIT, acc, peak, total, all_acc, all_peak, all_total, to, real, acc_ptr, sums_ptr, FOLD
             )
-            acc, peak, total = no_acc, nothing, no_total
+            acc = no_acc
+            peak = nothing
+            total = no_total
     for at in tl.range(tl.maximum(clear, start), stop, BLOCK_N, num_stages=1):
         row = row_of(at, base, pages_ptr, kv_head, KV, PAGE)
         k, k_scale = load_tile(k_desc, k_scales, row, q.shape[1], BLOCK_N, CODED, q.dtype)
@@ -147,7 +156,9 @@ def _walk(
             all_acc, all_peak, all_total = _close_split(
                 at // SPLIT, acc, peak, total, all_acc, all_peak, all_total, to, real, acc_ptr, sums_ptr, FOLD
             )
-            acc, peak, total = no_acc, nothing, no_total
+            acc = no_acc
+            peak = nothing
+            total = no_total
     if tl.cdiv(stop, BLOCK_N) * BLOCK_N % SPLIT != 0:
         all_acc, all_peak, all_total = _close_split(
             (stop - 1) // SPLIT, acc, peak, total, all_acc, all_peak, all_total, to, real, acc_ptr, sums_ptr, FOLD
@@ -182,7 +193,9 @@ def attend_chain(
     PAGE: tl.constexpr,
     CODED: tl.constexpr,
 ):
-    """One program: one tile of rows, the query heads of one key head, all splits in order. The longest start first."""
+    """Process one tile of rows, the query heads of one key head, and all splits in order. The longest tiles start
+    first.
+    """
     if PDL:
         gdc_launch_dependents()
     tile = tile_limit - 1 - tl.program_id(0) // KV
@@ -238,10 +251,11 @@ def attend_splits(
     CODED: tl.constexpr,
     LIMIT: tl.constexpr,
 ):
-    """Key splits of all (tile of rows, key head) pairs, dealt out evenly in runs to however many programs there are.
+    """Process the key splits of all (tile of rows, key head) pairs, dealt out evenly to the programs.
 
     Each split leaves a partial: acc float32 `[bucket, HEADS, split_limit, HEAD]`, and its peak and total in sums
-    float32 `[bucket, HEADS, split_limit, 2]`. How the splits are dealt out changes nothing, since each starts afresh.
+    float32 `[bucket, HEADS, split_limit, 2]`. How the splits are dealt out changes nothing, because each starts
+    afresh.
     """
     if PDL:
         gdc_launch_dependents()

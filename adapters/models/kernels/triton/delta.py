@@ -1,15 +1,17 @@
-"""The gated delta rule in Triton, chunk by chunk: every row comes out of the same tiles, whoever computes it and when.
+"""The gated delta rule in Triton, chunk by chunk: every row comes out of the same tiles in every step.
 
-A chunk is 64 rows from a multiple of 64 on. `factor` works out, for every chunk that a step touches and every head, all
-that does not depend on the state; `scan` then walks through a segment's chunks with the state in its registers. Both
-always compute whole chunks: rows that came in earlier steps are read back from the slot's rings, those that have not
-come yet are zeros. So a row stands at the same place of the same products in every step, and only rows up to itself
-have a say in it. With the terms of `kernels/delta.py`, d = T u is never written down: o = e^G S0^T q + (P T) u and
-S' = e^(G_63) S0 + (K^T D T) u, where P are the decayed products of queries and keys and D the decays to the chunk's
-end; `factor` leaves the matrices P T and K^T D T, and `scan` multiplies them with u.
+A chunk is 64 rows from a multiple of 64 on. For every chunk that a step touches and every head, `factor` computes all
+that does not depend on the state. `scan` then walks through a segment's chunks with the state in its registers. Both
+always compute whole chunks: rows of earlier steps are read back from the slot's rings, and rows that have not come
+yet are zeros. So a row stands at the same place of the same products in every step, and only rows up to itself
+influence it.
 
-Numbers beyond the model's dtype are multiplied as sums of bfloat16 numbers, exact pieces of which PARTS are taken (two
-leave a relative error of 2^-17, three of 2^-24), so that every product runs on the tensor cores.
+With the terms of `delta_interface.py`, d = T u is never written down. Instead o = e^G S0^T q + (P T) u and S' =
+e^(G_63) S0 + (K^T D T) u. P holds the decayed products of queries and keys, and D the decays to the chunk's end.
+`factor` leaves the matrices P T and K^T D T, and `scan` multiplies them with u.
+
+Numbers beyond the model's dtype are multiplied as sums of bfloat16 numbers, so that every product runs on the tensor
+cores. PARTS exact pieces of each number are taken: two leave a relative error of 2^-17, three of 2^-24.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ def _split(x, PARTS: tl.constexpr):
 
 @triton.jit
 def _product(a, b, acc, A: tl.constexpr, B: tl.constexpr, PARTS: tl.constexpr):
-    """acc + a b of split operands, which have A and B parts; what lies below the last of PARTS is left out."""
+    """Return acc + a b of split operands, which have A and B parts; products below the last of PARTS are left out."""
     for i in tl.static_range(A):
         for j in tl.static_range(B):
             if i + j < PARTS:
@@ -50,7 +52,7 @@ def _product(a, b, acc, A: tl.constexpr, B: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _turned(a, A: tl.constexpr):
+def _transpose_parts(a, A: tl.constexpr):
     turned = ()
     for i in tl.static_range(A):
         turned = turned + (tl.trans(a[i]),)  # noqa: RUF005
@@ -59,18 +61,22 @@ def _turned(a, A: tl.constexpr):
 
 @triton.jit
 def _times(a, b, PARTS: tl.constexpr):
-    """The product of two float32 matrices of one chunk."""
+    """Return the product of two float32 matrices of one chunk."""
     zero = tl.zeros((CHUNK, CHUNK), tl.float32)
     return _product(_split(a, PARTS), _split(b, PARTS), zero, PARTS, PARTS, PARTS)
 
 
 @triton.jit
 def _inverse(a, PARTS: tl.constexpr):
-    """(I + a)^-1 of a strictly lower triangular a: forward substitution in blocks of the diagonal, then in pairs."""
+    """Return (I + a)^-1 of a strictly lower triangular a: forward substitution in diagonal blocks, then in pairs of
+    blocks.
+    """
     number: tl.constexpr = CHUNK // BLOCK
-    one, other = tl.arange(0, number)[:, None, None, None], tl.arange(0, number)[None, None, :, None]
+    one = tl.arange(0, number)[:, None, None, None]
+    other = tl.arange(0, number)[None, None, :, None]
     blocks = tl.sum(tl.where(one == other, tl.reshape(a, (number, BLOCK, number, BLOCK)), 0.0), 2)
-    row, column = tl.arange(0, BLOCK)[None, :, None], tl.arange(0, BLOCK)[None, None, :]
+    row = tl.arange(0, BLOCK)[None, :, None]
+    column = tl.arange(0, BLOCK)[None, None, :]
     found = tl.broadcast_to(tl.where(row == column, 1.0, 0.0), (number, BLOCK, BLOCK))
     for j in range(BLOCK - 1):
         below = tl.sum(tl.where(column == j, blocks, 0.0), 2)
@@ -78,7 +84,8 @@ def _inverse(a, PARTS: tl.constexpr):
         found = found - below[:, :, None] * done[:, None, :]
     spread = tl.broadcast_to(found[:, :, None, :], (number, BLOCK, number, BLOCK))
     t = tl.reshape(tl.where(one == other, spread, 0.0), (CHUNK, CHUNK))
-    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    i = tl.arange(0, CHUNK)[:, None]
+    j = tl.arange(0, CHUNK)[None, :]
     size: tl.constexpr = BLOCK
     for level in tl.static_range(2):
         width = size << level
@@ -89,7 +96,7 @@ def _inverse(a, PARTS: tl.constexpr):
 
 @triton.jit
 def _place(chunk_ptr):
-    """Of a chunk in the plan: first row, rows, slot, base, and how many rows of it came in earlier steps."""
+    """Load a chunk of the plan: first row, rows, slot, base, and how many of its rows came in earlier steps."""
     row0 = tl.load(chunk_ptr).to(tl.int64)
     slot = tl.load(chunk_ptr + 2).to(tl.int64)
     return row0, tl.load(chunk_ptr + 1), slot, tl.load(chunk_ptr + 3), tl.load(chunk_ptr + 4)
@@ -97,7 +104,7 @@ def _place(chunk_ptr):
 
 @triton.jit
 def _rows(step_ptr, stride, ring_ptr, WIDTH: tl.constexpr, row0, count, slot, base, old):
-    """Where a chunk's rows begin, in the slot's ring and in the step, and which of them are there."""
+    """Return where a chunk's rows begin, in the slot's ring and in the step, and which of them exist there."""
     i = tl.arange(0, CHUNK)
     rings = ring_ptr + (slot * RING + (base + i) % RING) * WIDTH
     steps = step_ptr + (row0 + i - old) * stride
@@ -126,23 +133,25 @@ def factor(
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program, one chunk, one head of values. Leaves parts of P T in mix `[chunks, HEADS, PARTS, 64, 64]`, of
-    K^T D T in fold `[.., DK, 64]` (if the chunk is complete), and G, beta and g in lines `[chunks, HEADS, 3, 64]`.
+    """Compute the factors of one chunk and one head of values.
 
-    convolved `[bucket, q | k | v]`, gates `[bucket, b | a]`; kept of earlier steps: `[slots, 128, k | v]`, and float32
-    `[slots, HEADS, beta | g, 128]`.
+    Leaves parts of P T in mix `[chunks, HEADS, PARTS, 64, 64]`, of K^T D T in fold `[.., DK, 64]` (if the chunk is
+    complete), and G, beta and g in lines `[chunks, HEADS, 3, 64]`. convolved: `[bucket, q | k | v]`. gates: `[bucket,
+    b | a]`. kept of earlier steps: `[slots, 128, k | v]`, and float32 `[slots, HEADS, beta | g, 128]`.
     """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    item, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    item = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
     row0, count, slot, base, old = _place(chunks_ptr + item * FIELDS)
     if old + count > 0:
         width: tl.constexpr = KEY_HEADS * DK + HEADS * DV
         i = tl.arange(0, CHUNK)
         d = tl.arange(0, DK)[None, :]
         key_head = head // (HEADS // KEY_HEADS)
-        is_old, is_new = i < old, (i >= old) & (i < old + count)
+        is_old = i < old
+        is_new = (i >= old) & (i < old + count)
         gates = gates_ptr + (row0 + i - old) * gates_stride + head
         b = tl.load(gates, is_new, 0.0).to(tl.float32)
         a = tl.load(gates + HEADS, is_new, 0.0).to(tl.float32)
@@ -165,7 +174,7 @@ def factor(
         k_old = tl.load(kept[:, None] + at, is_old[:, None], 0.0)
         k_new = tl.load(step[:, None] + KEY_HEADS * DK + at, is_new[:, None], 0.0)
         k = _split(tl.where(is_old[:, None], k_old, k_new), INPUTS)
-        k_turned = _turned(k, INPUTS)
+        k_turned = _transpose_parts(k, INPUTS)
         zero = tl.zeros((CHUNK, CHUNK), tl.float32)
         lower = i[:, None] >= i[None, :]
         decay = tl.where(lower, tl.exp(tl.where(lower, g[:, None] - g[None, :], 0.0)), 0.0)
@@ -191,7 +200,7 @@ def factor(
 
 @triton.jit
 def _parts(at, size, PARTS: tl.constexpr):
-    """Parts that lie one behind the other."""
+    """Load parts that lie one behind the other."""
     parts = ()
     for n in tl.static_range(PARTS):
         parts = parts + (tl.load(at + n * size),)  # noqa: RUF005
@@ -223,10 +232,10 @@ def scan(
     SETTLES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: the chunks of one segment (a run), TILE values of one head. out: float32 `[bucket, HEADS, DV]`.
+    """Process the chunks of one segment (a run), TILE values of one head. out: float32 `[bucket, HEADS, DV]`.
 
-    memory float32 `[slots, HEADS, DK, DV]` is moved if the step settles. What later steps need of the gates is kept.
-    The programs behind the last possible segment clear the padded rows.
+    memory, float32 `[slots, HEADS, DK, DV]`, is moved if the step settles. What later steps need of the gates is
+    kept. The programs behind the last possible segment clear the padded rows.
     """
     if PDL:
         gdc_launch_dependents()
@@ -253,7 +262,8 @@ def scan(
         for item in range(first, stop):
             row0, count, slot, base, old = _place(chunks_ptr + item * FIELDS)
             kept, is_old, step, is_new = _rows(convolved_ptr, whole, kept_ptr, width, row0, count, slot, base, old)
-            is_old, is_new = is_old[:, None], is_new[:, None]
+            is_old = is_old[:, None]
+            is_new = is_new[:, None]
             k = tl.load(step[:, None] + KEY_HEADS * DK + keys, is_new, 0.0)
             value = tl.load(step[:, None] + KEY_HEADS * DK + values, is_new, 0.0)
             if old > 0:

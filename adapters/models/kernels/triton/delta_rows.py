@@ -1,4 +1,4 @@
-"""What happens to single rows of a recurrent layer, in Triton: plan, convolution, rings, norm and gates."""
+"""Row-wise kernels of recurrent layers in Triton: the plan of chunks, convolution, rings, norm and gates."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def plan_chunks(
     """Cut the step's segments at multiples of 64. One program, once a forward.
 
     chunks[c] = first row, rows (0: there is no such chunk), slot, base, rows of the chunk in earlier steps. runs[s] =
-    the segment's first chunk and how many it has; the one behind the last possible holds the number of real rows.
+    the segment's first chunk and how many it has. The run behind the last possible one holds the number of real rows.
     """
     i = tl.arange(0, ROWS)
     inside = i < bucket
@@ -63,7 +63,7 @@ def plan_chunks(
 
 
 @triton.jit
-def _convolved(
+def _convolve_channels(
     mixed_ptr,
     taps_ptr,
     inputs_ptr,
@@ -80,7 +80,9 @@ def _convolved(
     CHANNELS: tl.constexpr,
     SETTLES: tl.constexpr,
 ):
-    """silu of the causal convolution over 4 inputs of some channels, the oldest first; keeps the row's own input."""
+    """Return silu of the causal convolution over 4 inputs of some channels, the oldest first; keep the row's own
+    input.
+    """
     acc = tl.zeros(channel.shape, tl.float32)
     for n in tl.static_range(4):
         back = 3 - n
@@ -118,10 +120,10 @@ def convolve(
     SETTLES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program, one row, AT_ONCE heads of q and k, or of v: convolution, silu, and q and k divided by their length.
+    """Convolve one row, AT_ONCE heads of q and k, or of v: convolution, silu, and q and k divided by their length.
 
-    mixed, out `[bucket, q | k | v]`; inputs `[slots, 128, channels]`, conv `[slots, 3, channels]`, kept `[slots, 128,
-    k | v]`. Where the step settles, nothing is kept here: rings may still be read.
+    mixed, out: `[bucket, q | k | v]`. inputs: `[slots, 128, channels]`. conv: `[slots, 3, channels]`. kept: `[slots,
+    128, k | v]`. Where the step settles nothing is kept here, because rings may still be read.
     """
     if PDL:
         gdc_launch_dependents()
@@ -141,7 +143,7 @@ def convolve(
             head = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)[:, None]
             known = (head < 2 * KEY_HEADS) & (tl.arange(0, DK)[None, :] < DK)
             channel = head * DK + tl.arange(0, DK)[None, :]
-            x = _convolved(
+            x = _convolve_channels(
                 mixed_ptr, taps_ptr, inputs_ptr, conv_ptr, slots_ptr, positions_ptr,
                 row, slot, position, base, stride, channel, known, channels, SETTLES,
             )  # fmt: skip
@@ -153,7 +155,7 @@ def convolve(
             value_head = (tl.program_id(1) - key_programs) * AT_ONCE + tl.arange(0, AT_ONCE)[:, None]
             of_value = (value_head < HEADS) & (tl.arange(0, DV)[None, :] < DV)
             place = 2 * KEY_HEADS * DK + value_head * DV + tl.arange(0, DV)[None, :]
-            value = _convolved(
+            value = _convolve_channels(
                 mixed_ptr, taps_ptr, inputs_ptr, conv_ptr, slots_ptr, positions_ptr,
                 row, slot, position, base, stride, place, of_value, channels, SETTLES,
             ).to(dtype)  # fmt: skip
@@ -175,15 +177,17 @@ def keep(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """After a step that settled: rows `[bucket, WIDTH]` behind a segment's last multiple of 64 go into the ring
-    `[slots, 128, WIDTH]`, and (if EDGE) the three before it into edge `[slots, 3, WIDTH]`: of the step, or else of the
-    ring. One program, one segment, BLOCK columns.
+    """Keep rows after a step that settled. One program handles one segment and BLOCK columns.
+
+    Rows `[bucket, WIDTH]` behind a segment's last multiple of 64 go into the ring `[slots, 128, WIDTH]`. If EDGE, the
+    three rows before it go into edge `[slots, 3, WIDTH]`, from the step or else from the ring.
     """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     run = tl.program_id(0)
-    first, number = tl.load(runs_ptr + run * 2), tl.load(runs_ptr + run * 2 + 1)
+    first = tl.load(runs_ptr + run * 2)
+    number = tl.load(runs_ptr + run * 2 + 1)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     known = column < WIDTH
     if number > 0:
@@ -219,7 +223,9 @@ def gated_norm(
     AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """x float32 `[bucket, HEADS, DV]`: RMSNorm of each head times weight times silu(gate). One row, AT_ONCE heads."""
+    """Compute RMSNorm of each head times weight times silu(gate), of x float32 `[bucket, HEADS, DV]`. One row,
+    AT_ONCE heads.
+    """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)[:, None]
     d = tl.arange(0, DV)[None, :]
@@ -237,7 +243,7 @@ def gated_norm(
 
 @triton.jit
 def gate(x_ptr, gate_ptr, out_ptr, x_stride, gate_stride, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """x times sigmoid(gate). One row, BLOCK columns."""
+    """Compute x times sigmoid(gate). One row, BLOCK columns."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

@@ -1,10 +1,10 @@
-"""Experts in Triton: each row's choice, the tiles that follow from it, the products of all of them, and their sum.
+"""Experts in Triton: each row's choice, the tiles that follow from it, the products of all experts, and their sum.
 
-Nothing here waits for the host: how many rows an expert has is known on the device only, so grids are as large as they
-can ever have to be, and programs without work return. A row and one of its experts are a pair, `row * ACTIVE + rank`,
-and what is made of a pair is left at its number, wherever it was computed.
+Nothing here waits for the host. Only the device knows how many rows an expert has, so grids are as large as they can
+ever have to be, and programs without work return. A row and one of its experts are a pair, `row * ACTIVE + rank`. The
+result of a pair is left at its number, wherever it was computed.
 
-Products are the chains of `linear`: k rises from 0 in steps of 16 and no tile cuts it, so neither the number of an
+Products are the chains of `linear`: k rises from 0 in steps of 16 and no tile cuts it. So neither the number of an
 expert's rows nor their neighbours can change an element's bits.
 """
 
@@ -34,10 +34,11 @@ def choose(
     SHARED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program, one row: its ACTIVE experts and their weights, the most wanted first; of equals the lower number.
+    """Choose the ACTIVE experts of one row and their weights, the most wanted first; of equals the lower number.
 
-    chosen int32 `[R, ACTIVE]`, COUNT in padded rows, so that they are nobody's. weights float32 `[R, RANKS]`; behind
-    those of the experts stands, if SHARED, what the shared one is multiplied with. EXPERTS: COUNT, in a power of two.
+    chosen: int32 `[R, ACTIVE]`, COUNT in padded rows, so that these belong to no expert. weights: float32 `[R,
+    RANKS]`; behind those of the experts stands, if SHARED, the factor of the shared one. EXPERTS: COUNT rounded up to
+    a power of two.
     """
     row = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, EXPERTS)
@@ -90,11 +91,12 @@ def deal(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program, one expert: its pairs, in order behind those of lower experts, and the tiles of TILE of them.
+    """Collect the pairs of one expert, in order behind those of lower experts, and cut them into tiles of TILE pairs.
 
-    pairs int32 `[count]`. tiles int32 `[n, 4]`: where the expert's weights are, the first of its pairs there and how
-    many; total: of the tiles. Every program counts everybody's pairs, so that none waits for another. PLACED: weights
-    are where `places`, int32 `[COUNT]`, says, and experts at -1 have no tiles; else each is at its own number.
+    pairs: int32 `[count]`. tiles: int32 `[n, 4]`: where the expert's weights are, the first of its pairs there, and
+    how many. total: the number of tiles. Every program counts the pairs of all experts, so that none waits for
+    another. PLACED: weights are where `places`, int32 `[COUNT]`, says, and experts at -1 have no tiles; otherwise
+    each expert is at its own number.
     """
     expert = tl.program_id(0)
     e = tl.arange(0, EXPERTS)
@@ -131,7 +133,7 @@ def deal(
 
 
 @triton.jit
-def grouped(
+def multiply_groups(
     x_ptr,
     w_desc,
     out_ptr,
@@ -150,10 +152,11 @@ def grouped(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[pair] = x[pair // SHARE] @ w[place].T, for the tiles that `deal` left; w `[places, columns, depth]`.
+    """Compute out[pair] = x[pair // SHARE] @ w[place].T for the tiles that `deal` left. w: `[places, columns,
+    depth]`.
 
     A program has one tile of pairs and BLOCK_N columns. TALL: there are few pairs, and the weights are the tall
-    operand. What is past the tile's pairs is computed with some row and left nowhere.
+    operand. Rows past the tile's pairs are computed from some row and stored nowhere.
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     across = tl.cdiv(columns, BLOCK_N)
@@ -212,8 +215,8 @@ def add_up(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[row] = what its experts made of it, weighted: one after the other, the most wanted first, the shared one
-    last. A padded row becomes zeros.
+    """Add up the weighted results of a row's experts, the most wanted first, the shared one last. A padded row
+    becomes zeros.
     """
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -1,10 +1,11 @@
-"""Products of few rows on Hopper (compute capability 9.0), whose weights come while the kernels before still run.
+"""Products of few rows on Hopper (compute capability 9.0) that load weights while the kernels before still run.
 
 The sums are those of `linear`: one chain over ascending k in steps of 16, by `wgmma` here as there. What differs is
-when weights are asked for. A step is a chain of kernels, each of which waits for the one before; weights wait for
-nobody. So a program fills its ring of shared memory with them first, and lets the kernel behind come at once: when all
-programs of a kernel are on their processors, those of the next take what is left and do the same. None keeps those of
-an earlier kernel out, since a kernel's begin when all of the one before have.
+when weights are loaded. A step is a chain of kernels, each of which waits for the one before, but weights do not
+depend on any of them. So a program first fills its ring of shared memory with weights and allows the next kernel to
+start. When all programs of a kernel are running, programs of the next one take the processors that are left and do
+the same. They cannot keep an earlier kernel's programs out, because a kernel's programs start only when all of the
+one before have started.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ def linear_ahead(
     PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """out[rows, columns] = x @ w.T for few rows. stride: from one row of out to the next.
+    """Compute out[rows, columns] = x @ w.T for few rows. stride: from one row of out to the next.
 
-    One program owns a block of 64 weight rows, the tall operand, over the whole depth; STAGES blocks of w and x are in
-    shared memory or on their way there. Descriptors say how large blocks are; what is behind the last of w or x is
-    zeros.
+    One program owns a block of 64 weight rows, the tall operand, over the whole depth. STAGES blocks of w and x are
+    in shared memory or on their way there. Descriptors say how large blocks are; data behind the last row of w or x
+    is zeros.
     """
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     BLOCK_N: gl.constexpr = w_desc.block_type.shape[0]
@@ -63,11 +64,12 @@ def linear_ahead(
     for at in gl.static_range(STAGES):
         bring(x_desc, [m0, at * BLOCK_K], come.index(at), x_ring.index(at), pred=at < steps)
     acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=MMA)
-    here, turn = 0, 0
+    here = 0
+    turn = 0
     for step in range(steps):
         mbarrier.wait(come.index(here), turn)
         adding = warpgroup_mma(w_ring.index(here), x_ring.index(here).permute((1, 0)), acc, is_async=True)
-        acc = warpgroup_mma_wait(num_outstanding=1, deps=(adding,))  # what the step before has read is free
+        acc = warpgroup_mma_wait(num_outstanding=1, deps=(adding,))  # the memory of the step before is free now
         free = gl.where(here == 0, STAGES - 1, here - 1)
         coming = step - 1 + STAGES
         more = (step > 0) & (coming < steps)
@@ -82,7 +84,8 @@ def linear_ahead(
     if GATED:
         gate, up = gl.split(pairs.reshape((BLOCK_N // 2, 2, BLOCK_M)).permute((0, 2, 1)))
         out = _silu_times(gate, up, dtype)
-        n0, columns = n0 // 2, columns // 2
+        n0 = n0 // 2
+        columns = columns // 2
     else:
         out = pairs.to(dtype)
     n = n0 + gl.arange(0, out.shape[0], layout=gl.SliceLayout(1, out.type.layout))[:, None]

@@ -1,9 +1,9 @@
-"""Flash decoding on Hopper (compute capability 9.0): `attention.attend_splits`, with keys and values that come ahead.
+"""Flash decoding on Hopper (compute capability 9.0): `attention.attend_splits` that loads keys and values ahead.
 
 The arithmetic is that of `attention`: a split's tiles one after the other, from a fresh start, in the same layouts.
-What differs is when rows are asked for. Those that were there before this step wait for no kernel, so a program fills
-its rings with them first and then waits for the queries; rows of this step follow. That is right as long as a step
-begins with kernels that are launched as usual: none of it begins before everything in front of the step has ended.
+What differs is when rows are loaded. Rows of earlier steps depend on no kernel of this step. So a program fills its
+rings with them first, then waits for the queries, and loads rows of this step last. That is right as long as a step
+begins with kernels that are launched without PDL: none of them begins before everything before the step has ended.
 """
 
 from __future__ import annotations
@@ -19,35 +19,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from adapters.models.kernels.triton.attention import NOTHING
-from adapters.models.kernels.triton.hopper import bring
+from adapters.models.kernels.triton.hopper_ring import make_ring, request_tile
 
 _NOTHING = gl.constexpr(NOTHING.value)
 _everybody_here = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7 has renamed it
 
 
 @gluon.jit
-def _ring(desc, STAGES: gl.constexpr):
-    """Memory for as many tiles, and what tells that each has come."""
-    ROWS: gl.constexpr = desc.block_type.shape[0]
-    WIDTH: gl.constexpr = desc.block_type.shape[1]
-    ring = gl.allocate_shared_memory(desc.dtype, [STAGES, ROWS, WIDTH], desc.layout)
-    come = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for at in gl.static_range(STAGES):
-        mbarrier.init(come.index(at), count=1)
-    return ring, come
-
-
-@gluon.jit
-def _ask(desc, ring, come, number, row, STAGES: gl.constexpr, pred):
-    """Tile `number` of those that this program reads goes to its place in the ring."""
-    at = number % STAGES
-    mbarrier.expect(come.index(at), desc.block_type.nbytes, pred=pred)
-    bring(desc, [row, 0], come.index(at), ring.index(at), pred=pred)
-
-
-@gluon.jit
 def _row(at, base, page, after, split, kv_head, KV: gl.constexpr, PAGE: gl.constexpr):
-    """Where the caches have key `at`, of `split` or of the one after it."""
+    """Return the cache row of key `at`, which belongs to `split` or to the one after it."""
     row = base + at
     if PAGE > 0:
         row = (gl.where(at // PAGE == split, page, after) * KV + kv_head) * PAGE + at % PAGE
@@ -79,19 +59,23 @@ def _ask_first(
     K_STAGES: gl.constexpr,
     V_STAGES: gl.constexpr,
 ):
-    """Of the tiles that fit into the rings, those from `low` to `high`. places: the run's first key, and as `_row`."""
+    """Load the tiles from `low` to `high` that fit into the rings. places: the run's first key, then arguments of
+    `_row`.
+    """
     start, base, page, after, split, kv_head = places
     for ahead in gl.static_range(K_STAGES):
         row = _row(start + ahead * k_desc.block_type.shape[0], base, page, after, split, kv_head, KV, PAGE)
         wanted = (ahead >= low) & (ahead < high)
-        _ask(k_desc, k_ring, k_come, read + ahead, row, K_STAGES, wanted)
+        request_tile(k_desc, k_ring, k_come, read + ahead, row, K_STAGES, wanted)
         if ahead < V_STAGES:
-            _ask(v_desc, v_ring, v_come, read + ahead, row, V_STAGES, wanted)
+            request_tile(v_desc, v_ring, v_come, read + ahead, row, V_STAGES, wanted)
 
 
 @gluon.jit
-def _weighed(scores, masked, key0, position, peak, total, scale):
-    """The weights of a tile's keys from `key0` on, how far what was before fades, and peak and total with them."""
+def _weigh_scores(scores, masked, key0, position, peak, total, scale):
+    """Return the weights of a tile's keys from `key0` on, the factor by which earlier results fade, and new peak and
+    total.
+    """
     layout: gl.constexpr = scores.type.layout
     if masked:
         key = key0 + gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, layout))
@@ -106,7 +90,7 @@ def _weighed(scores, masked, key0, position, peak, total, scale):
 
 @gluon.jit
 def _forget(values, most, num_warps: gl.constexpr):
-    """A tile's rows behind number `most` become zeros: nobody has written them, so they may hold anything."""
+    """Set a tile's rows behind number `most` to zero. They have not been written, so they may hold anything."""
     HEAD: gl.constexpr = values.shape[1]
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // HEAD, HEAD // 8], [num_warps, 1], [1, 0])
     row = gl.arange(0, values.shape[0], layout=gl.SliceLayout(1, ROWS))
@@ -131,7 +115,9 @@ def _whose(tiles_ptr, ends, t, item, KV: gl.constexpr, SPLIT: gl.constexpr):
 
 @gluon.jit
 def _are_last(left_ptr, here, splits):
-    """This program has left `here` partials. Are all of them there now? Whoever hears so sees what others have left."""
+    """Add `here` partials to the count and return whether all of them are written; if so, the others' partials are
+    visible.
+    """
     _everybody_here()
     left = gl.atomic_add(left_ptr, here, sem="acq_rel", scope="gpu") + here
     if left == splits:
@@ -153,7 +139,9 @@ def _merge(
     AT_ONCE: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """`attention.merge`, of the GROUP heads of a row from `head0` on; the partials are other programs', too."""
+    """Merge as `attention.merge` does, for the GROUP heads of a row from `head0` on. Other programs wrote partials as
+    well.
+    """
     HEADS: gl.constexpr = gl.BlockedLayout([1, HEAD // 32], [1, 32], [num_warps, 1], [1, 0])
     h = gl.arange(0, PADDED, layout=gl.SliceLayout(1, HEADS))
     d = gl.arange(0, HEAD, layout=gl.SliceLayout(0, HEADS))[None, :]
@@ -196,7 +184,7 @@ def _clear(
     PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Padded rows become zeros. The last programs have the least to do, so each of them does it for a key head."""
+    """Set padded rows to zero. The last programs have the least to do, so each of them clears one key head."""
     kv_head = gl.num_programs(0) - 1 - gl.program_id(0)
     WIDE: gl.constexpr = gl.BlockedLayout([1, HEAD // 32], [1, 32], [num_warps, 1], [1, 0])
     h = gl.arange(0, PADDED, layout=gl.SliceLayout(1, WIDE))
@@ -261,8 +249,8 @@ def attend_splits_ahead(
     gl.static_assert(K_STAGES <= OF_SPLIT)
     if PDL:
         gdc_launch_dependents()
-    k_ring, k_come = _ring(k_desc, K_STAGES)
-    v_ring, v_come = _ring(v_desc, V_STAGES)
+    k_ring, k_come = make_ring(k_desc, K_STAGES)
+    v_ring, v_come = make_ring(v_desc, V_STAGES)
     t = gl.arange(0, LIMIT, layout=gl.BlockedLayout([1], [32], [num_warps], [0]))
     ends = gl.load(tiles_ptr + t * 8 + 4, mask=t < tile_limit, other=2147483647)
     items = gl.load(tiles_ptr + (tile_limit - 1) * 8 + 4) * KV
@@ -315,8 +303,8 @@ def attend_splits_ahead(
                 scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
                 coming = number + K_STAGES
                 row = _row(start + coming * BLOCK_N, base, page, after, at_split, kv_head, KV, PAGE)
-                _ask(k_desc, k_ring, k_come, read + coming, row, K_STAGES, coming < tiles)
-                weights, fade, peak, total = _weighed(scores, masked, key0, position, peak, total, scale)
+                request_tile(k_desc, k_ring, k_come, read + coming, row, K_STAGES, coming < tiles)
+                weights, fade, peak, total = _weigh_scores(scores, masked, key0, position, peak, total, scale)
                 acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, OUT))[:, None]
                 mbarrier.wait(v_come.index(v_at), (read + number) // V_STAGES & 1)
                 if masked:
@@ -326,7 +314,7 @@ def attend_splits_ahead(
                 acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
                 coming = number + V_STAGES
                 row = _row(start + coming * BLOCK_N, base, page, after, at_split, kv_head, KV, PAGE)
-                _ask(v_desc, v_ring, v_come, read + coming, row, V_STAGES, coming < tiles)
+                request_tile(v_desc, v_ring, v_come, read + coming, row, V_STAGES, coming < tiles)
                 number += 1
             page = after
             after = _page(pages, at_split + 2, capacity, PAGE)

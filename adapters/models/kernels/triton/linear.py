@@ -1,10 +1,10 @@
 """Matrix products in Triton whose sums run in one order at every row count.
 
-Every output element is one chain: k rises from 0 in steps of 16 (one tensor-core instruction each), the products of
-a step are added to a float32 accumulator, and the total is rounded once. Tiles cut rows and columns, never k, so the
-tile that computes an element, its place in the tile and the number of rows cannot change the element's bits. Which
-operand is the tall one does not matter either, nor which instruction (on an H200 `wgmma` and `mma.sync` gave the same
-bits for every product tried); where a device differs, the numerics probe finds it.
+Every output element is one chain: k rises from 0 in steps of 16 (one tensor-core instruction each), the products of a
+step are added to a float32 accumulator, and the total is rounded once. Tiles cut rows and columns, never k. So the
+tile that computes an element, its place in the tile and the number of rows cannot change the element's bits. Neither
+does it matter which operand is the tall one, nor which instruction multiplies. On an H200 `wgmma` and `mma.sync` gave
+the same bits for every product tried. Where a device differs, the numerics probe finds it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def silu_times(gate, up, dtype: tl.constexpr):
-    """silu(gate) * up with each intermediate rounded to `dtype`, as an unfused implementation rounds it."""
+    """Return silu(gate) * up with each intermediate rounded to `dtype`, as an unfused implementation rounds it."""
     gate = gate.to(dtype).to(tl.float32)
     up = up.to(dtype).to(tl.float32)
     silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
@@ -40,9 +40,10 @@ def linear_narrow(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[rows, columns] = x @ w.T for few rows: bound by reading w once, so the weights are the tall operand.
+    """Compute out[rows, columns] = x @ w.T for few rows. Reading w once is the limit, so the weights are the tall
+    operand.
 
-    stride: from one row of out to the next. One program owns BLOCK_N weight rows over the whole depth; all programs
+    stride: from one row of out to the next. One program owns BLOCK_N weight rows over the whole depth. All programs
     stream their weights at the same time.
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -89,7 +90,9 @@ def linear_wide(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[rows, columns] = x @ w.T for many rows: bound by arithmetic; groups of row tiles share weights in L2."""
+    """Compute out[rows, columns] = x @ w.T for many rows. Arithmetic is the limit; groups of row tiles share weights
+    in L2.
+    """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     row_tiles = tl.cdiv(rows, BLOCK_M)
     column_tiles = tl.cdiv(columns, BLOCK_N)

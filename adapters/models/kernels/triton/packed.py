@@ -1,8 +1,9 @@
-"""Matrix products with packed weights: unpacked in registers, and added up in `linear`'s order.
+"""Matrix products with packed weights, unpacked in registers and added up in `linear`'s order.
 
-A weight becomes step * scale - least in float32, rounded to what is computed in, before it is multiplied: the very
-number that unpacking at load gives. The sums are those of `linear`: one chain over ascending k in steps of 16. So the
-bits are those of products with unpacked weights, at every row count. How words lie: `packed_numbers`.
+A weight becomes step * scale - least in float32, rounded to the dtype of the computation before it is multiplied.
+That is the very number that unpacking at load gives. The sums are those of `linear`: one chain over ascending k in
+steps of 16. So the bits are those of products with unpacked weights, at every row count. `packed_numbers` says how
+words lie.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from adapters.models.kernels.triton.linear import silu_times
 from adapters.models.kernels.triton.packed_numbers import weights_of
-from adapters.models.kernels.triton.packed_ring import fetch_weights, rings_of, taken_chunk
+from adapters.models.kernels.triton.packed_ring import fetch_weights, read_chunk, rings_of
 
 _silu_times = gluon.jit(silu_times.fn)
 
 
 @gluon.jit
-def _held(ptr, n, block, S: gl.constexpr, blocks, BLOCK: gl.constexpr, GROUP: gl.constexpr):
-    """Of each row the number in which those of a block's groups are; S: of each 32 columns the first or second 16."""
+def _load_held(ptr, n, block, S: gl.constexpr, blocks, BLOCK: gl.constexpr, GROUP: gl.constexpr):
+    """Load for each row the number that holds a block's groups; S selects the first or second 16 of each 32 columns."""
     if GROUP >= BLOCK:
         return gl.load(ptr + ((n // 8) * (blocks // (GROUP // BLOCK)) + block // (GROUP // BLOCK)) * 8 + n % 8)
     if GROUP * 4 >= BLOCK:
@@ -32,21 +33,23 @@ def _held(ptr, n, block, S: gl.constexpr, blocks, BLOCK: gl.constexpr, GROUP: gl
 @gluon.jit
 def _levels(matrix, n, block, S: gl.constexpr, blocks, FORM: gl.constexpr):
     _, scale_ptr, inner_ptr, least_ptr, own_ptr = matrix
-    scale = _held(scale_ptr, n, block, S, blocks, FORM.block, FORM.span)
-    inner, least, own = scale, scale, scale  # never read where there are none
+    scale = _load_held(scale_ptr, n, block, S, blocks, FORM.block, FORM.span)
+    inner = scale
+    least = scale
+    own = scale  # never read where there are none
     if FORM.inner:
-        inner = _held(inner_ptr, n, block, S, blocks, FORM.block, FORM.group)
+        inner = _load_held(inner_ptr, n, block, S, blocks, FORM.block, FORM.group)
     if FORM.least != "":
-        least = _held(least_ptr, n, block, S, blocks, FORM.block, FORM.group)
+        least = _load_held(least_ptr, n, block, S, blocks, FORM.block, FORM.group)
     if FORM.least == "own":
-        own = _held(own_ptr, n, block, S, blocks, FORM.block, FORM.span)
+        own = _load_held(own_ptr, n, block, S, blocks, FORM.block, FORM.span)
     return scale, inner, least, own
 
 
 @gluon.jit
 def _load(matrix, places, block, blocks, FORM: gl.constexpr):
-    """A block of some rows, as it is packed. matrix: pointers to its words, scales, inner ones, what is least, and the
-    scales of that.
+    """Load a block of some rows in packed form. matrix: pointers to its words, scales, inner scales, minima, and
+    scales of those.
     """
     n, t, c = places
     words = gl.load(matrix[0] + ((n // 8) * blocks + block) * 128 + (n % 8) * 16 + t * 4 + c)
@@ -59,7 +62,7 @@ def _load(matrix, places, block, blocks, FORM: gl.constexpr):
 
 @gluon.jit
 def _places(n0, stop, ROWS: gl.constexpr, WARPS: gl.constexpr):
-    """Rows, lanes of a row and words; no row is behind the last."""
+    """Return rows, lanes of a row, and words; no row lies behind the last one."""
     LANES: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 4, 1], [WARPS, 1, 1], [2, 1, 0])
     n = n0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, LANES)))[:, None, None]
     t = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, LANES)))[None, :, None]
@@ -79,7 +82,8 @@ def _store(acc, out_ptr, m0, n0, rows, columns, stride, GATED: gl.constexpr):
     if GATED:
         gate, up = gl.split(acc.reshape((acc.shape[0], acc.shape[1] // 2, 2)))
         out = _silu_times(gate, up, dtype)
-        n0, columns = n0 // 2, columns // 2
+        n0 = n0 // 2
+        columns = columns // 2
     else:
         out = acc.to(dtype)
     m = m0 + gl.arange(0, out.shape[0], layout=gl.SliceLayout(1, out.type.layout))[:, None]
@@ -110,11 +114,12 @@ def packed_narrow(
     PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """out[rows, columns] = x @ w.T for few rows. blocks: of a row of w. stride: from one row of out to the next.
+    """Compute out[rows, columns] = x @ w.T for few rows. blocks: of a row of w. stride: from one row of out to the
+    next.
 
-    A program owns BLOCK_N rows of w over the whole depth. STAGES chunks of CHUNK columns, of them and of x, are in
-    shared memory or on their way there; of the next chunk a warp already has its words while it multiplies this one.
-    Even chunks and odd ones have rooms of their own: else the compiler puts a barrier between what is fetched into one
+    A program owns BLOCK_N rows of w over the whole depth. STAGES chunks of CHUNK columns, of w and of x, are in
+    shared memory or on their way there. A warp already has its words of the next chunk while it multiplies this one.
+    Even and odd chunks have separate memory: otherwise the compiler puts a barrier between what is fetched into one
     and what is read from the other.
     """
     dtype: gl.constexpr = x_ptr.dtype.element_ty
@@ -127,7 +132,8 @@ def packed_narrow(
     LANES: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 4, 1], [num_warps, 1, 1], [2, 1, 0])
     n0 = gl.program_id(0) * BLOCK_N
     m0 = gl.program_id(1) * BLOCK_M
-    group0, groups = n0 // 8, gl.cdiv(columns, 8)
+    group0 = n0 // 8
+    groups = gl.cdiv(columns, 8)
     matrix = (words_ptr, scale_ptr, inner_ptr, least_ptr, own_ptr)
     c = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, LANES)))[None, None, :]
     m = m0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, ROWS))[:, None]
@@ -146,10 +152,11 @@ def packed_narrow(
         _fetch(x_ptr, buffers.index(at // 2), m, k + at * CHUNK, rows, depth)
     async_copy.wait_group(STAGES - 2)
     gl.thread_barrier()
-    w = taken_chunk(even_w, 0, COUNT, LANES, FORM)
+    w = read_chunk(even_w, 0, COUNT, LANES, FORM)
     acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=MMA)
     k += (STAGES - 1) * CHUNK
-    here, last = 0, HALF - 1
+    here = 0
+    last = HALF - 1
     for block in range(0, blocks, 2 * COUNT):
         behind = block + STAGES * COUNT
         after = (here + 1) % HALF
@@ -157,25 +164,25 @@ def packed_narrow(
         gl.thread_barrier()
         fetch_weights(matrix, even_w, here, group0, groups, behind, blocks, FORM, num_warps)
         _fetch(x_ptr, odd_x.index(last), m, k, rows, depth)
-        coming = taken_chunk(odd_w, here, COUNT, LANES, FORM)
-        acc = _multiplied(acc, even_x.index(here), w, c, FORM)
+        coming = read_chunk(odd_w, here, COUNT, LANES, FORM)
+        acc = _multiply_chunk(acc, even_x.index(here), w, c, FORM)
         async_copy.wait_group(STAGES - 2)
         gl.thread_barrier()
         fetch_weights(matrix, odd_w, here, group0, groups, behind + COUNT, blocks, FORM, num_warps)
         _fetch(x_ptr, even_x.index(here), m, k + CHUNK, rows, depth)
-        w = taken_chunk(even_w, after, COUNT, LANES, FORM)
-        acc = _multiplied(acc, odd_x.index(here), coming, c, FORM)
+        w = read_chunk(even_w, after, COUNT, LANES, FORM)
+        acc = _multiply_chunk(acc, odd_x.index(here), coming, c, FORM)
         k += 2 * CHUNK
         here, last = after, here
     async_copy.wait_group(0)
-    if PDL:  # not before: programs of products to come would crowd some processors and leave others
+    if PDL:  # only now: programs of the next product would crowd some processors and leave others idle
         gdc_launch_dependents()
     _store(acc, out_ptr, m0, n0, rows, columns, stride, GATED)
 
 
 @gluon.jit
-def _multiplied(acc, x, w, c, FORM: gl.constexpr):
-    """acc and a chunk's products. Behind the last block x is zeros, whatever w is multiplied with them."""
+def _multiply_chunk(acc, x, w, c, FORM: gl.constexpr):
+    """Return acc plus a chunk's products. Behind the last block x is zeros, whatever w is multiplied with them."""
     MMA: gl.constexpr = acc.type.layout
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
@@ -202,7 +209,7 @@ def unpack(
     PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Rows `[first, stop)` of w as what is computed in, `[stop - first, depth]`."""
+    """Unpack rows `[first, stop)` of w to the dtype of the computation, `[stop - first, depth]`."""
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     BLOCK: gl.constexpr = FORM.block
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, num_warps], [16, 8])

@@ -1,9 +1,9 @@
-"""What packed words stand for, in registers, as the tensor cores want it.
+"""The numbers that packed words stand for, in registers, as the tensor cores read them.
 
-Words lie as the registers of the tensor cores want their numbers, so nothing moves between lanes: lane t of four has,
-of every 16 columns of its row, 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, and takes four words at once. What lanes are at is
-`[rows, 4 lanes, 4 words]`; a block is the columns of a row's words. Eight rows lie side by side, block after block,
-and so do their levels, so that one copy brings what several threads read.
+Words lie as the registers of the tensor cores need their numbers, so nothing moves between lanes. Of every 16 columns
+of its row, lane t of four has columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, and it loads four words together. The work
+of the lanes has the shape `[rows, 4 lanes, 4 words]`. A block is the columns of a row's words. Eight rows lie side by
+side, block after block, and so do their levels, so that one copy brings what several threads read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from triton.experimental.gluon import language as gl
 
 @frozen
 class BlockForm:
-    """How a packed matrix lies, as `StepLayout` has it. scale: Triton's dtype. block: columns of one."""
+    """The layout of a packed matrix, as `StepLayout` has it. scale: Triton's dtype. block: columns of a block.
+    converts: the device converts E4M3 by an instruction.
+    """
 
     steps: str
     block: int
@@ -26,22 +28,22 @@ class BlockForm:
     scale: Any
     inner: bool
     least: str
-    converts: bool  # E4M3 is, by the device
+    converts: bool  # the device has an instruction for E4M3
 
     @property
     def at_once(self) -> bool:
-        """Can one multiply-add have a byte's number times its scale? What it subtracts has to be exact."""
+        """Whether one multiply-add can compute a byte's number times its scale; what it subtracts has to be exact."""
         return self.steps == "int8" and not self.inner and self.scale.primitive_bitwidth == 16
 
     @property
     def width(self) -> int:
-        """Bits of a step, once it has been looked up."""
+        """Bits of a step once it has been looked up."""
         return 4 if self.steps in {"uint4", "int4"} else 8
 
 
 @gluon.jit
 def _number(word, AT: gl.constexpr, FORM: gl.constexpr):
-    """What step AT of a word stands for, float32, exactly; of E4M3 2 ** -120 of that.
+    """Return the number that step AT of a word stands for, exactly, in float32; for E4M3 2 ** -120 of it.
 
     Whole numbers are put into the mantissa of a power of two, which is subtracted again.
     """
@@ -55,21 +57,21 @@ def _number(word, AT: gl.constexpr, FORM: gl.constexpr):
     OFFSET: gl.constexpr = 128 if WIDTH == 8 else 8 if FORM.steps == "int4" else 0
     if SHIFT > 0:
         word = word >> SHIFT
-    bits = _masked(word, MASK, (127 + 23 - PLACE) << 23)
+    bits = _mask_bits(word, MASK, (127 + 23 - PLACE) << 23)
     return bits.to(gl.float32, bitcast=True) - (2.0 ** (23 - PLACE) + OFFSET)
 
 
 @gluon.jit
-def _masked(word, MASK: gl.constexpr, BITS: gl.constexpr):
-    """word & MASK | BITS in one instruction, where the compiler takes two."""
+def _mask_bits(word, MASK: gl.constexpr, BITS: gl.constexpr):
+    """Return word & MASK | BITS in one instruction, where the compiler takes two."""
     return gl.inline_asm_elementwise(
         "lop3.b32 $0, $1, $2, $3, 0xea;", "=r,r,n,r", [word, MASK, BITS], dtype=gl.int32, is_pure=True, pack=1
     )
 
 
 @gluon.jit
-def _looked_up(word):
-    """A byte for each of a word's lower four steps: what IQ4's table has there, and 128."""
+def _look_up(word):
+    """Return a byte for each of a word's lower four steps: IQ4's table entry plus 128."""
     return gl.inline_asm_elementwise(
         """{
         .reg .b32 place, low, high, from;
@@ -91,7 +93,7 @@ def _looked_up(word):
 
 @gluon.jit
 def _of_word(held, c, BLOCK: gl.constexpr, GROUP: gl.constexpr, KIND: gl.constexpr):
-    """That of each word's group, float32."""
+    """Return the level of each word's group in float32."""
     if GROUP < BLOCK:
         COUNT: gl.constexpr = 2 if GROUP * 2 == BLOCK else 4
         held = held >> (c * COUNT // 4 * KIND.primitive_bitwidth).to(held.dtype)
@@ -101,8 +103,10 @@ def _of_word(held, c, BLOCK: gl.constexpr, GROUP: gl.constexpr, KIND: gl.constex
 
 @gluon.jit
 def _times_whole(outer, held, c, BLOCK: gl.constexpr, GROUP: gl.constexpr, SCALE: gl.constexpr):
-    """outer times each word's group's whole number. Several of them are held 128 greater, and put into the mantissa of
-    2 ** 15: with a scale of 16 bits what is subtracted again is exact.
+    """Return outer times the whole number of each word's group.
+
+    Several of them are stored 128 greater in one number, and put into the mantissa of 2 ** 15. With a 16-bit scale
+    what is subtracted again is exact.
     """
     if GROUP >= BLOCK:
         product = outer * held.to(gl.float32)
@@ -118,7 +122,7 @@ def _times_whole(outer, held, c, BLOCK: gl.constexpr, GROUP: gl.constexpr, SCALE
 
 @gluon.jit
 def _in_mantissa(word, at):
-    """2 ** 15 and byte `at` of a word."""
+    """Return 2 ** 15 plus byte `at` of a word."""
     return gl.inline_asm_elementwise(
         "prmt.b32 $0, $1, 0x47000000, $2;", "=r,r,r", [word, 0x7404 | at << 4], dtype=gl.float32, is_pure=True, pack=1
     )
@@ -126,10 +130,11 @@ def _in_mantissa(word, at):
 
 @gluon.jit
 def _scales(levels, c, FORM: gl.constexpr):
-    """What steps are multiplied with, and what is subtracted then."""
+    """Return what steps are multiplied with, and what is subtracted then."""
     scale, inner, least, own = levels
     outer = _of_word(scale, c, FORM.block, FORM.span, FORM.scale)
-    factor, below = outer, outer
+    factor = outer
+    below = outer
     if FORM.inner:
         factor = _times_whole(outer, inner, c, FORM.block, FORM.group, FORM.scale)
     if FORM.least == "own":
@@ -153,14 +158,15 @@ def _value(word, AT: gl.constexpr, scales, FORM: gl.constexpr):
 
 @gluon.jit
 def _four(word, AT: gl.constexpr, scales, FORM: gl.constexpr):
-    """A word's numbers of 16 columns: ..., one of a pair, half of the 16."""
+    """Return a word's numbers of 16 columns: ..., one of a pair, half of the 16."""
     FIRST: gl.constexpr = 0 if FORM.steps == "iq4" else AT
     if FORM.steps == "iq4":
-        word = _looked_up(word >> (4 * AT))
+        word = _look_up(word >> (4 * AT))
     if FORM.steps == "e4m3" and FORM.converts:
-        a, b, d, e = _converted(word)
+        a, b, d, e = _convert_e4m3(word)
         factor = scales[0]
-        low, high = gl.join(a * factor, b * factor), gl.join(d * factor, e * factor)
+        low = gl.join(a * factor, b * factor)
+        high = gl.join(d * factor, e * factor)
     else:
         low = gl.join(_value(word, FIRST, scales, FORM), _value(word, FIRST + 1, scales, FORM))
         high = gl.join(_value(word, FIRST + 2, scales, FORM), _value(word, FIRST + 3, scales, FORM))
@@ -168,8 +174,8 @@ def _four(word, AT: gl.constexpr, scales, FORM: gl.constexpr):
 
 
 @gluon.jit
-def _converted(word):
-    """What the four bytes of a word stand for in E4M3, float32."""
+def _convert_e4m3(word):
+    """Return the numbers that the four bytes of a word stand for in E4M3, float32."""
     return gl.inline_asm_elementwise(
         """{
         .reg .b16 low, high, a, b;
@@ -194,7 +200,9 @@ def _converted(word):
 
 @gluon.jit
 def weights_of(packed, c, LAYOUT: gl.constexpr, dtype: gl.constexpr, FORM: gl.constexpr):
-    """A loaded block as `[block, rows]` of what is computed in, laid out as the right side of a product."""
+    """Return a loaded block as `[block, rows]` in the dtype of the computation, laid out as the right side of a
+    product.
+    """
     words, first, second = packed
     found = _four(words, 0, _scales(first, c, FORM), FORM)
     if FORM.block == 128:

@@ -1,4 +1,4 @@
-"""Chunks of packed weights on their way into shared memory, and out of it into registers.
+"""Chunks of packed weights on their way into shared memory, and from there into registers.
 
 A ring has room for some chunks of words and of each kind of levels. Its slots are filled by asynchronous copies and
 read as `packed` reads memory: a block's words, and the levels of its groups.
@@ -13,14 +13,16 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 @gluon.jit
 def _ring(ptr, LENGTH: gl.constexpr, COUNT: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr):
-    """Room for STAGES times COUNT numbers of each row, eight rows side by side; words: LENGTH 128."""
+    """Allocate room for STAGES times COUNT numbers of each row, eight rows side by side; for words LENGTH is 128."""
     LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     return gl.allocate_shared_memory(ptr.dtype.element_ty, [STAGES, COUNT, GROUPS, LENGTH], LAYOUT)
 
 
 @gluon.jit
 def _fetch_numbers(ptr, buffer, group0, groups, first, limit, num_warps: gl.constexpr):
-    """Numbers `[first, first + COUNT)` of each row, of limit; of rows behind the last group the last one's."""
+    """Fetch numbers `[first, first + COUNT)` of each row, of `limit`; for rows behind the last group those of the
+    last one.
+    """
     COUNT: gl.constexpr = buffer.shape[0]
     GROUPS: gl.constexpr = buffer.shape[1]
     LENGTH: gl.constexpr = buffer.shape[2]
@@ -38,7 +40,7 @@ def _fetch_numbers(ptr, buffer, group0, groups, first, limit, num_warps: gl.cons
 
 @gluon.constexpr_function
 def _count(columns, block, group):
-    """Numbers of a row that so many columns have, where a block's groups are in one or two."""
+    """Return how many numbers of a row cover so many columns, where a block's groups share one or two numbers."""
     if group >= block:
         return max(1, columns // group)
     return columns // block * (1 if group * 4 >= block else 2)
@@ -46,7 +48,7 @@ def _count(columns, block, group):
 
 @gluon.constexpr_function
 def _share(block, group):
-    """Blocks that one number is for."""
+    """Return how many blocks one number serves."""
     return max(1, group // block)
 
 
@@ -55,7 +57,9 @@ def rings_of(matrix, CHUNK: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.const
     words_ptr, scale_ptr, inner_ptr, least_ptr, own_ptr = matrix
     words = _ring(words_ptr, 128, CHUNK // FORM.block, GROUPS, STAGES)
     scale = _ring(scale_ptr, 8, _count(CHUNK, FORM.block, FORM.span), GROUPS, STAGES)
-    inner, least, own = scale, scale, scale  # never read where there are none
+    inner = scale
+    least = scale
+    own = scale  # never read where there are none
     if FORM.inner:
         inner = _ring(inner_ptr, 8, _count(CHUNK, FORM.block, FORM.group), GROUPS, STAGES)
     if FORM.least != "":
@@ -69,7 +73,7 @@ def rings_of(matrix, CHUNK: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.const
 def _fetch_levels(
     ptr, ring, slot, group0, groups, block, blocks, BLOCK: gl.constexpr, GROUP: gl.constexpr, num_warps: gl.constexpr
 ):
-    """Of the same chunk what each group of GROUP columns has, as `_levels` has it."""
+    """Fetch the levels of the same chunk, one for each group of GROUP columns, as `_levels` reads them."""
     SHARE: gl.constexpr = _share(BLOCK, GROUP)
     TIMES: gl.constexpr = 1 if GROUP * 4 >= BLOCK else 2
     _fetch_numbers(ptr, ring.index(slot), group0, groups, block // SHARE * TIMES, blocks // SHARE * TIMES, num_warps)
@@ -77,7 +81,7 @@ def _fetch_levels(
 
 @gluon.jit
 def fetch_weights(matrix, rings, slot, group0, groups, block, blocks, FORM: gl.constexpr, num_warps: gl.constexpr):
-    """The chunk from this block on, as it is packed; what is behind the last one is zeros."""
+    """Fetch the chunk from this block on in packed form; data behind the last block is zeros."""
     words_ptr, scale_ptr, inner_ptr, least_ptr, own_ptr = matrix
     words, scale, inner, least, own = rings
     _fetch_numbers(words_ptr, words.index(slot), group0, groups, block, blocks, num_warps)
@@ -91,10 +95,10 @@ def fetch_weights(matrix, rings, slot, group0, groups, block, blocks, FORM: gl.c
 
 
 @gluon.jit
-def _taken_held(
+def _read_held(
     ring, slot, AT: gl.constexpr, S: gl.constexpr, LANES: gl.constexpr, BLOCK: gl.constexpr, GROUP: gl.constexpr
 ):
-    """As `_held`, of block AT of a chunk."""
+    """Read as `_load_held` does, for block AT of a chunk in the ring."""
     NUMBER: gl.constexpr = AT // _share(BLOCK, GROUP) * (1 if GROUP * 4 >= BLOCK else 2) + S
     COUNT: gl.constexpr = ring.shape[1]
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -103,38 +107,40 @@ def _taken_held(
 
 
 @gluon.jit
-def _taken_levels(rings, slot, AT: gl.constexpr, SECOND: gl.constexpr, LANES: gl.constexpr, FORM: gl.constexpr):
+def _read_levels(rings, slot, AT: gl.constexpr, SECOND: gl.constexpr, LANES: gl.constexpr, FORM: gl.constexpr):
     _, scale_ring, inner_ring, least_ring, own_ring = rings
     S_OUTER: gl.constexpr = SECOND if FORM.span * 4 < FORM.block else 0
-    scale = _taken_held(scale_ring, slot, AT, S_OUTER, LANES, FORM.block, FORM.span)
-    inner, least, own = scale, scale, scale
+    scale = _read_held(scale_ring, slot, AT, S_OUTER, LANES, FORM.block, FORM.span)
+    inner = scale
+    least = scale
+    own = scale
     if FORM.inner:
-        inner = _taken_held(inner_ring, slot, AT, SECOND, LANES, FORM.block, FORM.group)
+        inner = _read_held(inner_ring, slot, AT, SECOND, LANES, FORM.block, FORM.group)
     if FORM.least != "":
-        least = _taken_held(least_ring, slot, AT, SECOND, LANES, FORM.block, FORM.group)
+        least = _read_held(least_ring, slot, AT, SECOND, LANES, FORM.block, FORM.group)
     if FORM.least == "own":
-        own = _taken_held(own_ring, slot, AT, S_OUTER, LANES, FORM.block, FORM.span)
+        own = _read_held(own_ring, slot, AT, S_OUTER, LANES, FORM.block, FORM.span)
     return scale, inner, least, own
 
 
 @gluon.jit
-def _taken(rings, slot, AT: gl.constexpr, LANES: gl.constexpr, FORM: gl.constexpr):
-    """As `_load`, of block AT of a chunk that has come."""
+def _read_block(rings, slot, AT: gl.constexpr, LANES: gl.constexpr, FORM: gl.constexpr):
+    """Read as `_load` does, for block AT of a chunk that has arrived."""
     ring = rings[0]
     COUNT: gl.constexpr = ring.shape[1]
     CUBE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     cubes = ring._reinterpret(ring.dtype, (ring.shape[0] * COUNT, ring.shape[2] * 8, 4, 4), CUBE)  # noqa: SLF001
     words = cubes.index(slot * COUNT + AT).load(LANES)
-    first = _taken_levels(rings, slot, AT, 0, LANES, FORM)
+    first = _read_levels(rings, slot, AT, 0, LANES, FORM)
     second = first
     if FORM.group * 4 < FORM.block:
-        second = _taken_levels(rings, slot, AT, 1, LANES, FORM)
+        second = _read_levels(rings, slot, AT, 1, LANES, FORM)
     return words, first, second
 
 
 @gluon.jit
-def taken_chunk(rings, slot, COUNT: gl.constexpr, LANES: gl.constexpr, FORM: gl.constexpr):
-    found = (_taken(rings, slot, 0, LANES, FORM),)
+def read_chunk(rings, slot, COUNT: gl.constexpr, LANES: gl.constexpr, FORM: gl.constexpr):
+    found = (_read_block(rings, slot, 0, LANES, FORM),)
     for more in gl.static_range(1, COUNT):
-        found = found + (_taken(rings, slot, more, LANES, FORM),)  # noqa: RUF005
+        found = found + (_read_block(rings, slot, more, LANES, FORM),)  # noqa: RUF005
     return found

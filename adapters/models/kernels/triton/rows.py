@@ -12,7 +12,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def gather(table_ptr, tokens_ptr, out_ptr, width, BLOCK: tl.constexpr):
-    """out[row] = table[tokens[row]]. One program, one row. The table may be in host memory that the device can read."""
+    """Copy out[row] = table[tokens[row]], one row in each program. The table may be host memory that the device can
+    read.
+    """
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens_ptr + row).to(tl.int64)
     for first in range(0, width, BLOCK):
@@ -22,7 +24,9 @@ def gather(table_ptr, tokens_ptr, out_ptr, width, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens_ptr", "known", "count"])
 def bring_table(staged_ptr, tokens_ptr, table_ptr, known, count, BLOCK: tl.constexpr):
-    """table[:known] = tokens, the rest of its `count` numbers as staged, in host memory that the device can read."""
+    """Set table[:known] = tokens, and the rest of its `count` numbers to those staged in host memory that the device
+    can read.
+    """
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     staged = tl.load(staged_ptr + at, (at >= known) & (at < count), 0)
     tl.store(table_ptr + at, tl.where(at < known, tl.load(tokens_ptr + at, at < known, 0), staged), at < count)
@@ -41,9 +45,10 @@ def add_norm(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """residual[row] += delta[row] in place; out[row] = RMSNorm(residual[row]) * weight. One program, one row.
+    """Compute residual[row] += delta[row] in place and out[row] = RMSNorm(residual[row]) * weight. One program, one
+    row.
 
-    WIDE: the weight is float32, and what it is multiplied with is not rounded before.
+    WIDE: the weight is float32, and the normed row is not rounded before it is multiplied.
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     i = tl.arange(0, BLOCK)
@@ -66,7 +71,7 @@ def add_norm(
 
 
 @triton.jit
-def _normed(x, scale, weight, dtype: tl.constexpr, WIDE: tl.constexpr):
+def _normalize(x, scale, weight, dtype: tl.constexpr, WIDE: tl.constexpr):
     x = x * scale
     if not WIDE:
         x = x.to(dtype).to(tl.float32)
@@ -75,11 +80,11 @@ def _normed(x, scale, weight, dtype: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def _codes(numbers, inverse, dtype: tl.constexpr):
-    """The nearest code of each, or the even one of two."""
+    """Return the nearest code of each number, ties to even."""
     steps = numbers.to(tl.float32) * inverse
     if dtype == tl.int8:
         codes = (steps + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
-    else:  # as `encoded` in C does it: what a device or the interpreter makes of a cast is its own
+    else:  # as `encoded` in C does it, because a cast differs between devices and the interpreter
         bits = steps.to(tl.int32, bitcast=True)
         size = bits & 0x7FFFFFFF
         small = (tl.abs(steps) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
@@ -103,7 +108,7 @@ def _keep(
     PADDED: tl.constexpr,
     LIMIT: tl.constexpr,
 ):
-    """Heads of keys or values become the rows `at`, where they are `kept`: as they are, or as codes (LIMIT > 0)."""
+    """Write heads of keys or values to the rows `at`, where they are `kept`: as they are, or as codes (LIMIT > 0)."""
     size: tl.constexpr = 2 * HALF + REST
     d = tl.arange(0, HALF)
     width: tl.constexpr = size + (4 if LIMIT > 0 else 0)
@@ -117,7 +122,9 @@ def _keep(
         found = scale > 0.0
         inverse = tl.where(found, tl.div_rn(tl.zeros_like(most) + 1.0, tl.where(found, scale, 1.0)), 0.0)[:, None]
         tl.store(scales_ptr + (at * width + size) // 4, scale, kept)
-        lo, hi, rest = _codes(lo, inverse, coded), _codes(hi, inverse, coded), _codes(rest, inverse, coded)
+        lo = _codes(lo, inverse, coded)
+        hi = _codes(hi, inverse, coded)
+        rest = _codes(rest, inverse, coded)
     to = (at * width)[:, None]
     tl.store(to_ptr + to + d[None, :], lo, kept[:, None])
     tl.store(to_ptr + to + HALF + d[None, :], hi, kept[:, None])
@@ -158,13 +165,13 @@ def rotate_store(
     LIMIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program, one row, BLOCK of its q, k and v heads: bias, RMSNorm of q and k, half-split rotary, write k and v.
+    """Process one row and BLOCK of its q, k and v heads: bias, RMSNorm of q and k, half-split rotary, write k and v.
 
-    Of a head, what is rotated is read as its two halves `[BLOCK, HALF]`; the squares of a pair are added first, then
-    along the half, then those of the REST, which stays as it is. What the model does not have is not computed, and its
-    pointer is never read. WIDE: weights of norms are float32, and nothing is rounded before they are multiplied.
-    PAGE: rows of a page, where a slot's are in several; 0: they are in one piece. LIMIT: the greatest code of rows that
-    are coded (`RowForm`), whose scales are the caches' last four bytes of each; 0: they are kept as numbers.
+    The rotated part of a head is read as its two halves `[BLOCK, HALF]`. The squares of a pair are added first, then
+    those along the half, then those of the REST, which is not rotated. What the model does not have is not computed,
+    and its pointer is never read. WIDE: weights of norms are float32, and nothing is rounded before they are
+    multiplied. PAGE: rows of a page, where a slot's rows are paged; 0: they lie in one piece. LIMIT: the greatest
+    code of coded rows (`RowFormat`), whose scales are the last four bytes of each cached row; 0: rows are not coded.
     """
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
@@ -178,7 +185,8 @@ def rotate_store(
     position = tl.load(positions_ptr + row)
     slot = tl.load(slots_ptr + row)
     angle = tl.maximum(position, 0) * HALF + d
-    cos, sin = tl.load(cos_ptr + angle)[None, :], tl.load(sin_ptr + angle)[None, :]
+    cos = tl.load(cos_ptr + angle)[None, :]
+    sin = tl.load(sin_ptr + angle)[None, :]
     if HAS_BIAS:
         b_lo = tl.load(bias_ptr + of_head, known, 0.0).to(tl.float32)
         b_hi = tl.load(bias_ptr + of_head + HALF, known, 0.0).to(tl.float32)
@@ -193,10 +201,13 @@ def rotate_store(
     at = row * stride + of_head
     raw_lo = tl.load(qkv_ptr + at, known, 0.0)
     raw_hi = tl.load(qkv_ptr + at + HALF, known, 0.0)
-    lo, hi = raw_lo.to(tl.float32), raw_hi.to(tl.float32)
+    lo = raw_lo.to(tl.float32)
+    hi = raw_hi.to(tl.float32)
     if HAS_BIAS:
-        raw_lo, raw_hi = (lo + b_lo).to(dtype), (hi + b_hi).to(dtype)
-        lo, hi = raw_lo.to(tl.float32), raw_hi.to(tl.float32)
+        raw_lo = (lo + b_lo).to(dtype)
+        raw_hi = (hi + b_hi).to(dtype)
+        lo = raw_lo.to(tl.float32)
+        hi = raw_hi.to(tl.float32)
     if REST > 0:
         r = tl.arange(0, PADDED)
         within = known & (r < REST)[None, :]
@@ -210,12 +221,12 @@ def rotate_store(
         if REST > 0:
             squares += tl.sum(rest * rest, 1)
         scale = tl.rsqrt(squares / size + eps)[:, None]
-        lo = _normed(lo, scale, tl.where(is_q[:, None], q_lo[None, :], k_lo[None, :]), dtype, WIDE)
-        hi = _normed(hi, scale, tl.where(is_q[:, None], q_hi[None, :], k_hi[None, :]), dtype, WIDE)
+        lo = _normalize(lo, scale, tl.where(is_q[:, None], q_lo[None, :], k_lo[None, :]), dtype, WIDE)
+        hi = _normalize(hi, scale, tl.where(is_q[:, None], q_hi[None, :], k_hi[None, :]), dtype, WIDE)
         if REST > 0:
             q_rest = tl.load(q_norm_ptr + 2 * HALF + r, r < REST, 0.0).to(tl.float32)
             k_rest = tl.load(k_norm_ptr + 2 * HALF + r, r < REST, 0.0).to(tl.float32)
-            rest = _normed(rest, scale, tl.where(is_q[:, None], q_rest[None, :], k_rest[None, :]), dtype, WIDE)
+            rest = _normalize(rest, scale, tl.where(is_q[:, None], q_rest[None, :], k_rest[None, :]), dtype, WIDE)
     new_lo = (lo * cos - hi * sin).to(dtype)
     new_hi = (hi * cos + lo * sin).to(dtype)
     to_q = row * (HEADS * size) + of_head
@@ -225,11 +236,14 @@ def rotate_store(
         new_rest = rest.to(dtype)
         tl.store(q_ptr + row * (HEADS * size) + of_rest, new_rest, within & is_q[:, None])
     else:
-        new_rest, raw_rest = new_lo, raw_lo  # of the same shape, never read
+        new_rest = new_lo
+        raw_rest = raw_lo  # of the same shape, never read
     kept = (head >= HEADS) & (head < HEADS + 2 * KV) & (position >= 0)
     if PAGE > 0:
         page = tl.load(pages_ptr + slot * (capacity // PAGE) + tl.maximum(position, 0) // PAGE).to(tl.int64)
-        slot, capacity, position = page, PAGE, position % PAGE
+        slot = page
+        capacity = PAGE
+        position = position % PAGE
     at = (slot * KV + head - HEADS) * capacity + position
     _keep(k_ptr, k_scales, new_lo, new_hi, new_rest, at, kept & ~is_v, HALF, REST, PADDED, LIMIT)
     _keep(v_ptr, v_scales, raw_lo, raw_hi, raw_rest, at - KV * capacity, kept & is_v, HALF, REST, PADDED, LIMIT)

@@ -1,0 +1,303 @@
+"""Decode steps of a launch: one step, or step after step until a request needs a decision of the engine.
+
+Theory of operation
+-------------------
+
+A decode step is one forward of the target for all requests of a launch. For each request it feeds the last token and,
+if the draft proposed, the proposed tokens behind it. The target picks a token after each of these rows. Proposals that
+the target picks as well are kept, and so is its first pick that differs or goes beyond them. The rows of all other
+proposals are rolled back. So a step has four parts:
+
+1. *Propose*: the draft says what may follow (`speculation/proposer.py`).
+2. *Verify*: one forward and one pick per row; `accept_proposals` finds how many proposals stay.
+3. *DeliverOutcomes*: the shard commits the rows that stay, and the slot states get the kept tokens.
+4. *Follow*: the draft gets what the target left of these rows, so that its own context keeps up.
+
+A launch may allow `RunDecode.steps` steps. `DecodeRunner.run` takes them in one of three ways:
+
+* *Overlapped* (`overlapped_decode.py`): on a GPU without proposals, the next step begins before the last pick is read.
+* *Native* (`native_decode.py`): a single request on the CPU, with all four parts in one call of the compiled library.
+* *Plain*: `step`, again and again. This path serves everything, and the two others give the same bits.
+
+Invariants:
+
+* Out of memory before settling has changed nothing: every request of the step gets that failure, and may try again.
+* Out of memory while settling leaves some layers committed and others not: these slots are broken.
+* A draft that finds no memory never makes a step fail. It has a gap in its context, and proposes nothing there.
+* With a draft, all requests of a launch take another step or none does: a draft's cost is shared by those in the batch.
+
+Example: two requests with `steps=4`, and the first one ends after its second step. Without a draft the other one takes
+its four steps. With a draft the launch ends after two, and the engine composes the next one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from attrs import define, evolve, field, frozen
+
+from adapters.device.decode.native_decode import NativeDecodeStep, make_native_decode
+from adapters.device.decode.overlapped_decode import OverlappedDecode
+from adapters.device.decode.prefill import PromptPiece
+from adapters.device.lane.buckets import bucket_of
+from adapters.device.lane.lane import DeviceLane
+from adapters.device.lane.out_of_memory import is_out_of_memory, out_of_memory_failure
+from adapters.device.lane.running_batch import OutcomeQueue, RunningBatch, with_more_to_come
+from adapters.device.sampling.sampler import Draw, NotFinite, make_picker
+from adapters.device.slots.checkpoints import StateCheckpoints
+from adapters.device.slots.row_watch import RowWatch
+from adapters.device.slots.slot_table import SlotTable
+from adapters.device.slots.slots import SlotState, abandoned_failure, find_decode_misfit
+from adapters.device.speculation.acceptance import Acceptance, StepMember, accept_proposals, decode_outcome
+from adapters.device.speculation.proposal_tree import rows_to_keep
+from adapters.device.speculation.proposer import Proposer, make_members
+from adapters.models.decoder.shard import Kept, Shard
+from adapters.models.kernels.step import Forward, Segment, Step
+from effects.all import EffectRequest, Outcome
+from effects.decode import Decoded, RunDecode
+from effects.ids import DeviceFailed, RequestId
+from effects.prefill import PrefillAdvanced
+
+log = logging.getLogger("rekindle.device")
+
+NOT_CARRIED_OUT = DeviceFailed("broken", "not carried out")
+
+
+@frozen(eq=False)
+class VerifiedStep:
+    """The result of the forward of a step: the step as it ran, and per member what it keeps."""
+
+    step: Step
+    forward: Forward
+    found: Sequence[Acceptance | DeviceFailed]
+
+
+@define(eq=False)
+class DecodeRunner:
+    """Carries out decode steps. Every method is called on the lane.
+
+    buckets: row counts that forwards run with, ascending. is_abandoned: is a request given up? before_report: called
+    before outcomes are reported. row_watch: compares rows before each step. proposer: the draft, if there is one.
+    """
+
+    shard: Shard
+    buckets: Sequence[int]
+    lane: DeviceLane
+    slots: SlotTable
+    checkpoints: StateCheckpoints
+    is_abandoned: Callable[[RequestId], bool]
+    before_report: Callable[[], object]
+    row_watch: RowWatch
+    proposer: Proposer | None = None
+    native: NativeDecodeStep | None = field(init=False)
+    overlapped: OverlappedDecode = field(init=False)
+    _batch: RunningBatch | None = field(init=False, default=None)  # the launch that goes on step after step
+
+    def __attrs_post_init__(self) -> None:
+        self.native = make_native_decode(self.shard, self.buckets)
+        self.overlapped = OverlappedDecode(
+            self.shard, self.buckets, self.checkpoints, self.find_ready_slot, self.is_abandoned, self.follow
+        )
+
+    def close(self) -> None:
+        """Close the shard. The native steps go first, since they refer to its buffers."""
+        self.native = None
+        self.shard.close()
+
+    def run(self, asks: Sequence[EffectRequest], steps: OutcomeQueue) -> None:
+        """Take step after step, until each member has its last outcome or other work needs the lane.
+
+        Where it is called between two steps of a running launch, the requests join that launch instead.
+        """
+        if self._batch is not None:
+            self._batch.join(asks)
+            return
+        batch = RunningBatch(steps, self.lane, self.before_report)
+        self._batch = batch
+        try:
+            while asks:
+                asks = (
+                    self.overlapped.run(asks, batch) if self.overlapped.can_run(asks) else self._run_step(asks, batch)
+                )
+        finally:
+            self._batch = None
+
+    def _run_step(self, asks: Sequence[EffectRequest], batch: RunningBatch) -> Sequence[EffectRequest]:
+        """Take one step, report its outcomes, and return the asks of the next one, those that join included."""
+        self.row_watch.before(self.slots, asks)
+        outcomes = self.step(asks)
+        self.row_watch.behind(self.slots, asks)
+        following = list(map(self._next_ask, asks, outcomes))
+        if batch.should_stop() or (self.proposer is not None and None in following):
+            following = [None] * len(asks)
+        reported = list[tuple[RequestId, Outcome]]()
+        for ask, outcome, next_ask in zip(asks, outcomes, following, strict=True):
+            goes_on = next_ask is not None and isinstance(outcome, Decoded)
+            reported.append((ask.request, with_more_to_come(outcome) if goes_on else outcome))  # type: ignore[arg-type]
+        batch.report_outcomes(reported)
+        return [ask for ask in (*following, *batch.take_joining()) if ask is not None]
+
+    def _next_ask(self, ask: EffectRequest, outcome: Outcome) -> EffectRequest | None:
+        """Return the ask for a request's next step; None if the engine has to decide first."""
+        effect = ask.effect
+        if not (isinstance(effect, RunDecode) and isinstance(outcome, Decoded)) or effect.steps <= 1:
+            return None
+        state = self.slots.find(effect.slot, ask.request)
+        last = outcome.tokens[-1]
+        if isinstance(state, DeviceFailed) or last in state.stops or self.is_abandoned(ask.request):
+            return None
+        return EffectRequest(
+            ask.request,
+            RunDecode(effect.slot, state.valid, last, effect.propose, checkpoint=False, steps=effect.steps - 1),
+        )
+
+    def add_pages(self, asks: Sequence[EffectRequest]) -> None:
+        """Give slots the pages for the rows of these steps, before anything is launched."""
+        for ask in asks:
+            effect = ask.effect
+            if not isinstance(effect, RunDecode) or not effect.pages:
+                continue
+            if isinstance(self.slots.find(effect.slot, ask.request), SlotState):
+                self.shard.grow(effect.slot, effect.pages)
+
+    # --- one step ---
+
+    def _step_natively(self, ask: EffectRequest) -> Outcome | None:
+        """Take a single request's step in one call of the library. None: it is not served there, nothing happened."""
+        effect: RunDecode = ask.effect  # type: ignore[assignment] # it is one
+        started_ns = time.perf_counter_ns()
+        state = self.find_ready_slot(ask.request, effect)
+        if self.native is None or effect.checkpoint or isinstance(state, DeviceFailed):
+            return None
+        taken = self.native.step(effect.slot, state, effect.propose, self.proposer)
+        if taken is None:
+            return None
+        if not taken.tokens:
+            return DeviceFailed("broken", f"slot {effect.slot}: {NotFinite.at(state.valid + 1).detail}")
+        state.commit(taken.tokens)
+        if not taken.followed and self.proposer is not None:
+            step = Step((Segment(effect.slot, effect.position, 1),), bucket_of(self.buckets, 1))
+            self.follow(step, self.native.forward_of(step.bucket), (1,), (state,))
+        return Decoded(taken.tokens, taken.proposed, (), time.perf_counter_ns() - started_ns, taken.accepted)
+
+    def step(self, asks: Sequence[EffectRequest], piece: PromptPiece | None = None) -> tuple[Outcome, ...]:
+        """Take one decode step of all requests.
+
+        piece: rows of a prompt that go behind the decode rows in one forward. Their outcome is the last one. It is
+        missing where the piece was not computed: no request was left to decode.
+        """
+        if piece is None and len(asks) == 1 and (outcome := self._step_natively(asks[0])) is not None:
+            return (outcome,)
+        outcomes: list[Outcome] = [NOT_CARRIED_OUT] * len(asks)
+        taken: dict[int, tuple[int, SlotState, int]] = {}  # by slot: index in `asks`, state, most proposals
+        for index, ask in enumerate(asks):
+            effect: RunDecode = ask.effect  # type: ignore[assignment] # all of them are
+            state = self.find_ready_slot(ask.request, effect)
+            if isinstance(state, DeviceFailed):
+                outcomes[index] = state
+            else:
+                taken[effect.slot] = (index, state, effect.propose)
+                self.checkpoints.keep_before_step(ask.request, effect)
+        if not taken:
+            return tuple(outcomes)
+        started_ns = time.perf_counter_ns()
+        is_settling = False
+        try:
+            members = make_members(self.proposer, taken, self.shard.capacity)
+            verified = self._verify(members, piece)
+            is_settling = True
+            self._settle(verified, members, piece)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            if piece is not None:
+                if not is_settling:
+                    # The decode steps alone may find the memory that they did not find together with the piece.
+                    return (*self.step(asks), out_of_memory_failure(error))
+                outcomes.append(self.fail_half_settled(piece.slot, error))
+            for slot, (index, _, _) in taken.items():
+                outcomes[index] = self.fail_half_settled(slot, error) if is_settling else out_of_memory_failure(error)
+            return tuple(outcomes)
+        # With a piece it is not known how much of the time was the decode rows' share, so none is reported.
+        took_ns = time.perf_counter_ns() - started_ns if piece is None else 0
+        for member, found in zip(members, verified.found, strict=True):
+            outcomes[member.index] = decode_outcome(member, found, took_ns)
+        return tuple(outcomes) if piece is None else (*outcomes, PrefillAdvanced(piece.stop))
+
+    def find_ready_slot(self, request: RequestId, effect: RunDecode) -> SlotState | DeviceFailed:
+        """Return the slot's state if this decode step can be taken there now, else the failure that says why not."""
+        if self.is_abandoned(request):
+            return abandoned_failure(request)
+        state = self.slots.find(effect.slot, request)
+        if isinstance(state, DeviceFailed):
+            return state
+        return find_decode_misfit(state, effect, self.shard.capacity) or state
+
+    def fail_half_settled(self, slot: int, error: Exception) -> DeviceFailed:
+        """Break the slot: some layers' states may have moved and others not, so nothing can go on from them."""
+        failure = DeviceFailed("broken", f"slot {slot} was being settled: {error}")
+        self.slots.put(slot, failure)
+        return failure
+
+    def _verify(self, members: Sequence[StepMember], piece: PromptPiece | None) -> VerifiedStep:
+        """Run one forward for all, and find how far the target picks what was proposed.
+
+        The rows of a prompt piece come last and need no logits. So the logits are those of a step without them, and
+        its bits do not depend on the piece.
+        """
+        segments: list[Segment] = []
+        rows: list[Draw] = []
+        tokens: list[int] = []
+        first_rows: list[int] = []  # of each member, the row of its last token
+        for member in members:
+            first_rows.append(len(rows))
+            segments += member.tree.chain_segments(member.slot, member.state.valid)
+            rows += member.rows
+            tokens += member.tree.tokens
+        step = Step(tuple(segments), bucket_of(self.buckets, len(rows)))
+        whole = step
+        if piece is not None:
+            whole = piece.append_to(step, self.buckets)
+            tokens = tokens + piece.tokens
+        forward = self.shard.forward(whole, torch.from_numpy(np.array(tokens, np.int64)))
+        hidden = forward.hidden if whole.bucket == step.bucket else forward.hidden[: step.bucket]
+        picked = make_picker(self.shard.logits(step, hidden), rows, every=len(rows) == len(members))
+        found = [accept_proposals(member, picked, first) for member, first in zip(members, first_rows, strict=True)]
+        return VerifiedStep(whole, forward, found)
+
+    def _settle(self, verified: VerifiedStep, members: Sequence[StepMember], piece: PromptPiece | None) -> None:
+        """Commit what the target picked, and roll the rows of all other proposals back."""
+        step = verified.step
+        kept: list[Kept] = [rows_to_keep(one.path) if isinstance(one, Acceptance) else 0 for one in verified.found]
+        states = [member.state for member in members]
+        if piece is not None:
+            kept.append(piece.rows)
+            states.append(piece.state)
+        self.shard.commit(step, kept)
+        for member, one in zip(members, verified.found, strict=True):
+            if isinstance(one, Acceptance):
+                member.state.commit(one.tokens)
+        if piece is None:
+            self.follow(step, verified.forward, kept, states)
+        else:
+            # The engine asks for no proposals together with a piece, so all rows stay, as in a prefill.
+            self.follow(evolve(step, rows_only=True), verified.forward, kept, states)
+            piece.state.advance(piece.stop)
+
+    def follow(self, step: Step, forward: Forward, kept: Sequence[Kept], states: Sequence[SlotState]) -> None:
+        """Give the draft what the target left of the rows that stay.
+
+        The target's state has moved by now, whether or not the draft finds the memory to follow it.
+        """
+        if self.proposer is None:
+            return
+        try:
+            self.proposer.follow(step, forward.aux_hidden_states, kept, states)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            log.warning("the draft does not follow: %s", error)

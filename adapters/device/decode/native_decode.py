@@ -1,0 +1,180 @@
+"""Decode steps of a single request on the CPU, in one call of the compiled library each.
+
+Theory of operation
+-------------------
+
+On a CPU, a decode step of one request with a small model is short. Launching its parts from Python (the draft's
+proposals, the target's forward, the picks, the draft's rows of what stays) takes a noticeable share of that time. So
+the library can carry out all of it in one call (`rounds.h`). What is picked, kept and followed is what
+`DecodeRunner.step` finds with calls of their own, to the bit.
+
+* `NativeDecodeStep` belongs to one target. It makes a `FusedStep` for every pair of row count and draft block size.
+* A `FusedStep` keeps what the library knows of a request (its sampling settings, stop tokens and noise keys) as long
+  as the same request comes again.
+* The draft decides whether its proposals can be made in that call (`Proposer.plan_fused_step`).
+* Without proposals a draft still has to follow the row. Where its backlog has room, the library copies the row there
+  (`Proposer.find_next_row`); else `NativeStepResult.followed` is false and the caller gives it the row.
+
+`NativeDecodeStep.step` returns None for whatever is not served here, and nothing has happened then: batches, trees,
+log-probabilities, penalties, grammars, positional state, devices other than the CPU, and other kinds of drafts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+from weakref import ref
+
+from attrs import define, field
+
+from adapters.device.lane.buckets import bucket_of
+from adapters.device.lane.out_of_memory import is_out_of_memory
+from adapters.device.sampling.sampler import Sampler
+from adapters.device.slots.slots import SlotState
+from adapters.device.speculation.drafting import draft_sampling, noise_shares
+from adapters.device.speculation.proposer import NO_PROPOSALS, DraftRequest, LocalDraft, Proposer
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.shard import Shard
+from adapters.models.kernels.decode_pass import MOST_ROWS, DecodePass, DecodeRound, DraftPass, RoundOutcome
+from adapters.models.kernels.step import Forward
+from effects.ids import Tokens
+
+log = logging.getLogger("rekindle.device")
+
+
+class NativeStepResult(NamedTuple):
+    """The result of a step: what it picked and proposed, in the terms of `Decoded`.
+
+    tokens: empty if the logits were not finite. followed: the draft, if there is one, needs nothing more of this step.
+    """
+
+    tokens: Tokens
+    proposed: int
+    accepted: int
+    followed: bool = True
+
+
+@define(eq=False)
+class FusedStep:
+    """Steps of one width, for any request. What the round knows of a request stays while it is the same one.
+
+    draft: the draft's part of the round, if it has one. row_layers: the auxiliary layers that the round copies to a
+    draft's backlog; None before that was set up.
+    """
+
+    native: DecodeRound
+    draft: ref[DraftPass] | None
+    row_layers: Sequence[int] | None = field(init=False, default=None)
+    _sampler: Sampler | None = field(init=False, default=None)  # of the request that the round knows
+
+    def run(self, slot: int, state: SlotState, first: int, count: int) -> RoundOutcome:
+        """Run a step with `count` proposals from a draft context that begins at row `first`.
+
+        Raises what `DecodeRound.run` raises.
+        """
+        if self._sampler is not state.sampler:
+            sampler = state.sampler
+            guesses = [draft_sampling(sampler, share) for share in noise_shares(self.native.rows)]
+            self.native.describe(sampler.sampling, guesses, sorted(state.stops))
+            self._sampler = sampler
+        return self.native.run(slot, state.valid, first, state.tokens[-1], count)
+
+
+@define(eq=False)
+class NativeDecodeStep:
+    """The native steps of one target. buckets: row counts that forwards run with, ascending."""
+
+    shard: DenseShard
+    buckets: Sequence[int]
+    _targets: dict[int, DecodePass | None] = field(init=False, factory=dict)  # by rows
+    _steps: dict[tuple[int, int], FusedStep] = field(init=False, factory=dict)  # by rows, and rows of the draft's block
+
+    def step(self, slot: int, state: SlotState, most: int, proposer: Proposer | None) -> NativeStepResult | None:
+        """Take the slot's next step, with up to `most` proposals.
+
+        If the draft proposed, it has the rows that stay; nothing else has been committed yet. Returns None, and nothing
+        has happened, if the step is not served here or there is no memory for it.
+        """
+        if not state.sampler.cheap or state.sampler.native is None:
+            return None
+        try:
+            return self._step(slot, state, most, proposer)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            log.warning("a decode step in more calls than one: %s", error)
+            return None
+
+    def _step(self, slot: int, state: SlotState, most: int, proposer: Proposer | None) -> NativeStepResult | None:
+        depth = self.shard.capacity - state.valid - 1
+        plan = NO_PROPOSALS
+        if most and depth and proposer is not None:
+            found = proposer.plan_fused_step(DraftRequest(slot, state, most, depth))
+            if found is None:
+                return None  # proposals that have to be made in a call of their own
+            plan = found
+        step = self.find_fused_step(plan.draft, plan.count)
+        if step is None:
+            return None
+        if not plan.count:
+            return self._step_without_proposals(step, slot, state, proposer)
+        outcome = step.run(slot, state, plan.first, plan.count)
+        if outcome.followed:
+            state.add_draft_rows(state.valid, state.valid + len(outcome.tokens))
+        return NativeStepResult(outcome.tokens, outcome.proposed, outcome.accepted)
+
+    def _step_without_proposals(
+        self, step: FusedStep, slot: int, state: SlotState, proposer: Proposer | None
+    ) -> NativeStepResult:
+        """Take a step of one row. The draft's backlog gets the row in the same call if it has room for it."""
+        backlog = None if proposer is None else proposer.find_next_row(slot, state)
+        if backlog is None:
+            step.native.copy_late_row(None)
+            outcome = step.run(slot, state, state.valid, 0)
+            followed = proposer is None
+            return NativeStepResult(outcome.tokens, outcome.proposed, outcome.accepted, followed)
+        if step.row_layers != backlog.layers:
+            left = self.forward_of(step.native.rows).aux_hidden_states
+            step.native.leave([left[layer] for layer in backlog.layers])
+            step.row_layers = backlog.layers
+        rows = backlog.rows
+        step.native.copy_late_row(backlog.addresses, rows.first + rows.count)
+        outcome = step.run(slot, state, state.valid, 0)
+        rows.count += len(outcome.tokens)
+        return NativeStepResult(outcome.tokens, outcome.proposed, outcome.accepted)
+
+    def forward_of(self, rows: int) -> Forward:
+        """Return what a step of so many rows left. One must have been served here."""
+        target = self._targets[rows]
+        assert target is not None
+        return target.forward
+
+    def find_fused_step(self, draft: LocalDraft | None, count: int) -> FusedStep | None:
+        """Return the step with `count` proposals of `draft`, made on first use; None if the library cannot serve it."""
+        rows = bucket_of(self.buckets, 1 + count)
+        if rows not in self._targets:
+            self._targets[rows] = self.shard.build_pass(rows) if rows <= MOST_ROWS else None
+        target = self._targets[rows]
+        if target is None:
+            return None
+        native = draft.build_draft_pass(count, target) if draft is not None and count else None
+        if native is None and count:
+            return None
+        kind = rows, 0 if native is None else native.rows
+        known = self._steps.get(kind)
+        draft_now = None if native is None else ref(native)
+        # A draft whose weights have gone and come back has another native part.
+        if known is None or known.draft != draft_now:
+            known = FusedStep(target.build_round(draft_now), draft_now)
+            self._steps[kind] = known
+        return known
+
+
+def make_native_decode(shard: Shard, buckets: Sequence[int]) -> NativeDecodeStep | None:
+    """Return the native steps of a target; None if it is not on this host's CPU as a whole."""
+    parts = shard.parts if isinstance(shard, Pipeline) else (shard,)
+    if len(parts) > 1 or not isinstance(parts[0], DenseShard) or parts[0].device.type != "cpu":
+        return None
+    return NativeDecodeStep(parts[0], buckets)

@@ -1,0 +1,294 @@
+"""Decode steps whose next one begins before the host has read what they picked, so that a GPU always has work.
+
+Theory of operation
+-------------------
+
+A plain step has a gap: the device waits while the host reads the picks, decides which requests go on, and launches the
+next forward. But the next forward needs only the picked token ids, and these are on the device already. So the host
+launches step N + 1 with the picks of step N as its input, and only then reads what step N picked. The steps are still
+committed one after the other:
+
+    device:   forward N  | forward N+1            | forward N+2
+    host:     launch N+1 | read N, commit N, tell | launch N+2 | read N+1 ...
+
+The host does not know yet whether step N ended a request. If it did, step N + 1 has a row too many: that row is not
+committed, and its pick is dropped. A request that joins has its first row in the step after the one that runs.
+
+Some picks depend on the pick before them: a grammar, and penalties on the answer. Then step N + 1's forward is launched
+ahead, but its pick is launched only when step N is known (`InFlightStep.picking` is None until then).
+
+Invariants:
+
+* Exactly one step is launched beyond the last one that was read.
+* The host reads a step only after it has launched the next one, or when there is none.
+* `BatchMember.steps_left` counts the step in flight; no row is launched beyond it or beyond the slot's capacity.
+* Only plain steps come here: nothing is proposed, so each request has one row per step.
+
+Example: A and B decode, and step 5 picks A's stop token. Step 6 was launched for both. Reading step 5 marks A as ended,
+step 6 commits B's row only, and step 7 has B alone. A gets its last outcome with step 5.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from attrs import define, field
+from torch import Tensor
+
+from adapters.device.lane.buckets import bucket_of
+from adapters.device.lane.out_of_memory import is_out_of_memory, out_of_memory_failure
+from adapters.device.lane.running_batch import RunningBatch, with_more_to_come
+from adapters.device.sampling.sampler import Draw, Picked, Picking, Sampler, start_picking
+from adapters.device.slots.checkpoints import StateCheckpoints
+from adapters.device.slots.slots import SlotState
+from adapters.device.speculation.acceptance import Acceptance, StepMember, accept_proposals, decode_outcome
+from adapters.device.speculation.proposal_tree import chain
+from adapters.models.decoder.shard import Kept, Shard
+from adapters.models.kernels.factory import build_step_pacer
+from adapters.models.kernels.step import Forward, Segment, Step
+from adapters.models.kernels.step_pacer import StepPacer
+from effects.all import EffectRequest, Outcome
+from effects.decode import Decoded, RunDecode
+from effects.ids import DeviceFailed, RequestId
+from effects.job import Sampling
+
+log = logging.getLogger("rekindle.device")
+
+
+@define(eq=False)
+class BatchMember:
+    """One request of a launch.
+
+    steps_left: steps that it may still take, the one in flight included. has_ended: its last outcome is reported; a row
+    that it has in the step in flight is behind its end.
+    """
+
+    request: RequestId
+    member: StepMember
+    steps_left: int
+    has_ended: bool = False
+
+
+@define(eq=False)
+class InFlightStep:
+    """A step that the device runs now or will run next.
+
+    picking: the tokens that are picked from `logits`. It is None while the pick of the step before has to be known
+    first, because a grammar or penalties of a request ask for it.
+    """
+
+    rows: Sequence[BatchMember]
+    step: Step
+    forward: Forward
+    logits: Tensor
+    picking: Picking | None
+
+
+@define(eq=False)
+class OverlappedDecode:
+    """Runs overlapped decode steps. Every method is called on the lane. The fields are those of `DecodeRunner`.
+
+    has_prefill_backlog: does a prompt wait for another prompt to be computed?
+    """
+
+    shard: Shard
+    buckets: Sequence[int]
+    checkpoints: StateCheckpoints
+    find_ready_slot: Callable[[RequestId, RunDecode], SlotState | DeviceFailed]
+    is_abandoned: Callable[[RequestId], bool]
+    follow: Callable[[Step, Forward, Sequence[Kept], Sequence[SlotState]], object]
+    has_prefill_backlog: Callable[[], bool] = field(init=False, default=lambda: False)
+    _pacer: StepPacer = field(init=False)
+    _default_sampler: Sampler | None = field(init=False, default=None)  # for picks that are dropped
+    _in_flight: InFlightStep | None = field(init=False, default=None)  # set once a step before it has been read
+
+    def __attrs_post_init__(self) -> None:
+        self._pacer = build_step_pacer(self.shard.device)
+
+    def can_run(self, asks: Sequence[EffectRequest]) -> bool:
+        """Can these asks run overlapped? The device must run ahead of the host, and nothing may be proposed."""
+        effects = [ask.effect for ask in asks if isinstance(ask.effect, RunDecode)]
+        return (
+            self.shard.runs_ahead and not any(one.propose for one in effects) and any(one.steps > 1 for one in effects)
+        )
+
+    def run(self, asks: Sequence[EffectRequest], batch: RunningBatch) -> Sequence[EffectRequest]:
+        """Take steps until every request has its last outcome. Return the asks that are left, which are none."""
+        try:
+            members = self._begin_members(asks, batch)
+            self._run(self._launch_first(members, batch), batch)
+        finally:
+            self._in_flight = None
+        return ()
+
+    def is_done_with(self, slot: int) -> bool:
+        """Is the device done with every step that had a row of the slot? Called between two steps.
+
+        All steps before the one in flight have been read, so only that one counts. Copies that openings launched are
+        not covered.
+        """
+        return self._in_flight is not None and all(row.member.slot != slot for row in self._in_flight.rows)
+
+    def _run(self, running: InFlightStep | None, batch: RunningBatch) -> None:
+        started_ns = time.perf_counter_ns()
+        while running is not None:
+            self._settle(running)
+            staying = [] if batch.should_stop() else [row for row in running.rows if self._may_continue(row)]
+            joining = self._begin_members(batch.take_joining(), batch)
+            following = self._launch_next(running, staying, joining, batch)
+            assert running.picking is not None
+            picked = running.picking.read()
+            read_ns = time.perf_counter_ns()
+            outcomes = self._commit_picks(running, picked, read_ns - started_ns)
+            started_ns = read_ns
+            launched_again = set() if following is None else set(staying)
+            for row, outcome in outcomes:
+                row.has_ended = row not in launched_again or not continues_answer(row.member, outcome)
+            if following is not None and following.picking is None:
+                following.picking = self._start_picking(following.logits, following.rows)
+            reported = list[tuple[RequestId, Outcome]]()
+            for row, outcome in outcomes:
+                is_last = row.has_ended or not isinstance(outcome, Decoded)
+                reported.append((row.request, outcome if is_last else with_more_to_come(outcome)))  # type: ignore[arg-type]
+            batch.report_outcomes(reported)
+            self._in_flight = following
+            running = following
+
+    def _begin_members(self, asks: Sequence[EffectRequest], batch: RunningBatch) -> list[BatchMember]:
+        """Return the requests that can begin; report to the others why they cannot."""
+        members = list[BatchMember]()
+        for ask in asks:
+            effect: RunDecode = ask.effect  # type: ignore[assignment] # all of them are
+            state = self.find_ready_slot(ask.request, effect)
+            if isinstance(state, DeviceFailed):
+                batch.report_outcomes([(ask.request, state)])
+                continue
+            self.checkpoints.keep_before_step(ask.request, effect)
+            steps_left = min(effect.steps, self.shard.capacity - effect.position)
+            member = StepMember(0, effect.slot, state, chain((effect.token,)))
+            members.append(BatchMember(ask.request, member, steps_left))
+        return members
+
+    def _may_continue(self, row: BatchMember) -> bool:
+        """May it have a row in the next step, as far as that is known before the step in flight has been read?"""
+        return not row.has_ended and row.steps_left > 1 and not self.is_abandoned(row.request)
+
+    def _launch_first(self, rows: Sequence[BatchMember], batch: RunningBatch) -> InFlightStep | None:
+        """Launch the first step. Return None if no request is there, or no memory, which is reported."""
+        try:
+            return self._launch(rows, last_tokens(rows)) if rows else None
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            batch.report_outcomes([(row.request, out_of_memory_failure(error)) for row in rows])
+            return None
+
+    def _launch_next(
+        self,
+        running: InFlightStep,
+        staying: Sequence[BatchMember],
+        joining: Sequence[BatchMember],
+        batch: RunningBatch,
+    ) -> InFlightStep | None:
+        """Launch the step behind `running`: what its staying rows pick is fed, then the last tokens of those that join.
+
+        Return None if no request is left for it, or if there is no memory. Then the launch ends with `running`.
+        """
+        assert running.picking is not None
+        tokens = running.picking.tokens
+        try:
+            if len(staying) < len(running.rows):
+                indices = [index for index, row in enumerate(running.rows) if row in staying]
+                tokens = tokens[torch.tensor(indices, dtype=torch.int64).to(tokens.device, non_blocking=True)]
+            if joining:
+                tokens = torch.cat((tokens, last_tokens(joining).to(tokens.device, non_blocking=True)))
+            following = self._launch([*staying, *joining], tokens, len(staying)) if staying or joining else None
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            log.warning("no step ahead: %s", error)
+            batch.report_outcomes([(row.request, out_of_memory_failure(error)) for row in joining])
+            return None
+        for row in staying:
+            row.steps_left -= 1
+        return following
+
+    def _launch(self, rows: Sequence[BatchMember], tokens: Tensor, unread: int = 0) -> InFlightStep:
+        """Launch a step of one row per request. tokens: int64 `[R]`, on the device or the host.
+
+        unread: the first so many rows feed a token that the host has not read yet, one position further than the slot
+        state knows.
+
+        While prompts wait for each other, the one that is computed parallel to these steps decides when all of them are
+        answered. Then the steps are paced evenly, which leaves the device to it in between.
+        """
+        offsets = [int(index < unread) for index in range(len(rows))]
+        segments = tuple(
+            Segment(row.member.slot, row.member.state.valid + offset, 1)
+            for row, offset in zip(rows, offsets, strict=True)
+        )
+        step = Step(segments, bucket_of(self.buckets, len(rows)))
+        forward = self.shard.forward(step, tokens)
+        logits = self.shard.logits(step, forward.hidden)
+        if unread and self.has_prefill_backlog():
+            self._pacer.beat()
+        else:
+            self._pacer.stop()
+        picking = None
+        if all(row.member.state.sampler.picks_independently for row in rows[:unread]):
+            picking = self._start_picking(logits, rows, offsets)
+        return InFlightStep(rows, step, forward, logits, picking)
+
+    def _start_picking(self, logits: Tensor, rows: Sequence[BatchMember], offsets: Sequence[int] = ()) -> Picking:
+        """Launch the picks of a step. offsets: per row, positions beyond what the slot state knows; default 0.
+
+        A request that has ended is picked for without its own settings, which may refuse to go on behind the end.
+        """
+        draws = list[Draw]()
+        for row, offset in zip(rows, offsets or [0] * len(rows), strict=True):
+            state = row.member.state
+            sampler = self._find_default_sampler(state.sampler) if row.has_ended else state.sampler
+            draws.append(Draw(sampler, state.valid + offset + 1))
+        return start_picking(logits, draws)
+
+    def _find_default_sampler(self, sampler: Sampler) -> Sampler:
+        """Return a sampler without settings on the device of `sampler`, made once."""
+        if self._default_sampler is None:
+            self._default_sampler = Sampler(Sampling(), (), self.shard.vocab_size, sampler.device)
+        return self._default_sampler
+
+    def _settle(self, running: InFlightStep) -> None:
+        """Commit the rows of the requests that have not ended. Called before the next forward is launched."""
+        kept = [int(not row.has_ended) for row in running.rows]
+        self.shard.commit(running.step, kept)
+        self.follow(running.step, running.forward, kept, [row.member.state for row in running.rows])
+
+    def _commit_picks(
+        self, running: InFlightStep, picked: Sequence[Picked], took_ns: int
+    ) -> list[tuple[BatchMember, Decoded | DeviceFailed]]:
+        """Append what was picked to the answers that had not ended, and return the outcomes.
+
+        took_ns: since the step before was read, so it includes the wait for the device.
+        """
+        outcomes = list[tuple[BatchMember, Decoded | DeviceFailed]]()
+        for index, row in enumerate(running.rows):
+            if row.has_ended:
+                continue
+            found = accept_proposals(row.member, picked.__getitem__, index)
+            if isinstance(found, Acceptance):
+                row.member.state.commit(found.tokens)
+            outcomes.append((row, decode_outcome(row.member, found, took_ns)))
+        return outcomes
+
+
+def last_tokens(rows: Sequence[BatchMember]) -> Tensor:
+    """Return the last token of each slot, which the host knows and the next step feeds: int64 `[R]` on the host."""
+    return torch.tensor([row.member.state.tokens[-1] for row in rows], dtype=torch.int64)
+
+
+def continues_answer(member: StepMember, outcome: Decoded | DeviceFailed) -> bool:
+    """Does the answer go on behind this outcome, as far as its last token decides that?"""
+    return isinstance(outcome, Decoded) and outcome.tokens[-1] not in member.state.stops

@@ -1,0 +1,179 @@
+"""Prefill of a prompt on the device: in chunks, or one piece of it in a forward with decode steps.
+
+Theory of operation
+-------------------
+
+A prefill computes rows `[start, stop)` of a slot's prompt. It runs in chunks of the largest bucket, which is the most
+rows that one forward may have. The rows of a chunk need no logits: what counts are the target's caches, and the hidden
+states that a draft follows.
+
+* One effect may span several chunks. If the shard is a pipeline over several devices, `Pipeline.prefill` keeps all of
+  them busy: while the second device computes chunk 1, the first one computes chunk 2.
+* A shard that runs ahead of the host gets chunk N + 1 before chunk N is known to be done. So `run_prefill` yields one
+  chunk behind, and waits for an event of the device before it says that a chunk is in place.
+* A piece of a prompt can share a forward with decode steps (`PromptPiece`). The decode rows come first, so their
+  logits have the same bits as without the piece.
+
+Invariants:
+
+* A slot's rows count as valid only when the device has computed them.
+* When a request is given up, no further chunk begins. Chunks that have begun are finished on all shards, so that every
+  shard has the same rows.
+* If a chunk raises, the device is waited for before anything else: where its rows go may belong to another slot soon.
+
+Example: 5,000 rows with chunks of 2,048 are three forwards, of 2,048, 2,048 and 904 rows. The last one runs in the
+smallest bucket that has room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from adapters.device.lane.buckets import bucket_of
+from adapters.device.lane.prompt_lane import record_event
+from adapters.device.slots.slots import SlotState
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.shard import Shard
+from adapters.models.kernels.step import Forward, Segment, Step
+from effects.ids import DeviceFailed
+from effects.prefill import RunPrefill
+
+T = TypeVar("T")
+# Gets a step, what its forward left, how many rows of each segment stay, and the states of their slots.
+Follow: TypeAlias = Callable[[Step, Forward, Sequence[int], Sequence[SlotState]], object]
+
+
+@frozen(eq=False)
+class PromptPiece:
+    """Rows `[start, stop)` of a slot's prompt that go behind the decode rows of one forward."""
+
+    slot: int
+    start: int
+    stop: int
+    state: SlotState
+
+    @property
+    def rows(self) -> int:
+        """The number of its rows."""
+        return self.stop - self.start
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens that its rows feed."""
+        return self.state.tokens[self.start : self.stop]
+
+    def append_to(self, step: Step, buckets: Sequence[int]) -> Step:
+        """Return the step with these rows behind its own, which stay where they are."""
+        return Step(
+            (*step.segments, Segment(self.slot, self.start, self.rows)), bucket_of(buckets, step.rows + self.rows)
+        )
+
+
+def find_prompt_piece(
+    shard: Shard, chunk: int, state: SlotState | DeviceFailed, effect: RunPrefill
+) -> PromptPiece | None:
+    """Return the piece of a prefill that can share a forward with decode steps; None if it has to run by itself.
+
+    It cannot share one if the model has positional state, if the rows' log-probabilities are asked for, or if the rows
+    are not the next ones of the slot.
+    """
+    if isinstance(state, DeviceFailed) or shard.state_specs or effect.logprobs >= 0:
+        return None
+    return (
+        PromptPiece(effect.slot, effect.start, effect.stop, state)
+        if find_prefill_misfit(shard, chunk, state, effect) is None
+        else None
+    )
+
+
+def find_prefill_misfit(shard: Shard, chunk: int, state: SlotState, effect: RunPrefill) -> DeviceFailed | None:
+    """Return why these cannot be the slot's next rows; None if they can. chunk: rows of one forward."""
+    slot = effect.slot
+    start = effect.start
+    stop = effect.stop
+    if start != state.valid:
+        return DeviceFailed("broken", f"slot {slot} has {state.valid} rows; a chunk cannot start at {start}")
+    most = chunk * (shard.span if isinstance(shard, Pipeline) else 1)
+    if not 0 < stop - start <= most or stop > len(state.tokens):
+        limits = f"at most {most} of the prompt's {len(state.tokens)}"
+        return DeviceFailed("broken", f"slot {slot}: rows {start}..{stop} are not {limits}")
+    return None
+
+
+def run_prefill(
+    shard: Shard,
+    buckets: Sequence[int],
+    state: SlotState,
+    effect: RunPrefill,
+    given_up: Callable[[], bool],
+    *,
+    follow: Follow,
+) -> Iterator[int]:
+    """Compute the rows of a prefill, and yield after each chunk how many rows of the slot are in place.
+
+    For a shard that runs ahead of the host, this happens while the device is at the next chunk.
+    buckets: the largest is a chunk. given_up: no further chunk begins once it is true. follow: reads what the forward
+    of a chunk left, before the next one overwrites it.
+    """
+
+    def run_chunks() -> Iterator[tuple[int, torch.cuda.Event | None]]:
+        for step, forward in launch_chunks(shard, buckets, state, effect, given_up):
+            follow(step, forward, [step.rows], [state])
+            yield step.segments[0].start + step.rows, record_event(shard.device) if ahead else None
+
+    ahead = isinstance(shard, Pipeline) and shard.ahead
+    try:
+        for stop, event in delay_by_one(run_chunks()) if ahead else run_chunks():
+            if event is not None:
+                event.synchronize()
+            state.advance(stop)
+            yield stop
+    except BaseException:
+        # Chunks before this one may still run, and where their rows go may belong to another slot soon.
+        with suppress(RuntimeError):
+            shard.synchronize()
+        raise
+
+
+def delay_by_one(items: Iterable[T]) -> Iterator[T]:
+    """Yield each item once the next one has been asked for."""
+    pending = list[T]()
+    for item in items:
+        yield from pending
+        pending = [item]
+    yield from pending
+
+
+def launch_chunks(
+    shard: Shard,
+    buckets: Sequence[int],
+    state: SlotState,
+    effect: RunPrefill,
+    given_up: Callable[[], bool],
+) -> Iterator[tuple[Step, Forward]]:
+    """Launch the chunks, and yield each with what its forward left, to be read before the next one is asked for."""
+    chunk = max(buckets)
+    begun = list[Step]()
+
+    def chunks() -> Iterator[tuple[Step, Tensor]]:
+        for start in range(effect.start, effect.stop, chunk):
+            if begun and given_up():
+                return
+            rows = min(chunk, effect.stop - start)
+            step = Step((Segment(effect.slot, start, rows),), bucket_of(buckets, rows), rows_only=True)
+            begun.append(step)
+            yield step, torch.from_numpy(np.array(state.tokens[start : start + rows]))
+
+    if effect.stop - effect.start > chunk and isinstance(shard, Pipeline):
+        forwards = shard.prefill(chunks())
+    else:
+        forwards = (shard.forward(*one) for one in chunks())
+    for number, forward in enumerate(forwards):
+        yield begun[number], forward

@@ -1,0 +1,237 @@
+"""A launch while it runs: its members, those that join it, and the way of their outcomes to the event loop.
+
+Theory of operation
+-------------------
+
+A launch may take many decode steps on the lane before the engine hears of the last one. Tokens have to be sent while it
+goes on, and requests have to be able to join and leave. Three objects share the work:
+
+* `RunningBatch`, on the lane: the launch that goes on. Requests join it between two steps (`join`, `take_joining`), and
+  it ends when other work needs the lane (`should_stop`).
+* `OutcomeQueue`, between the threads: the outcomes of each step, in order. The lane puts them in. The first one wakes
+  the event loop, which takes all that are there when its turn comes. So at most one wake-up is under way, and an event
+  loop that falls behind merges several steps into one outcome instead of falling behind further.
+* `InFlightRequests`, on the event loop: for each request of a launch its lane and the callback for its outcomes.
+
+Invariants:
+
+* A request has outcomes with `more` set, then one without; then it is in no launch any more.
+* `OutcomeQueue.members` are the requests that have not had their last outcome. If the launch raises, exactly these
+  fail.
+* Merging changes only how outcomes are grouped: plain steps that follow each other become one, and of the chunks of a
+  prefill the last one stays. Steps with proposals are never merged: each of them says how many proposals were accepted.
+
+Example: steps give request 1 the tokens 5, 6, 7 while the event loop is busy. It gets one `Decoded((5, 6, 7),
+steps=3)`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+
+import anyio
+from attrs import define, field
+
+from adapters.device.lane.lane import DeviceLane
+from effects.all import EffectRequest, Launch, Outcome
+from effects.decode import Decoded
+from effects.ids import DeviceFailed, RequestId
+from effects.ports import DeliverOutcomes, LaunchFailed, RequestOutcome, SubmitLaunch
+from effects.prefill import PrefillAdvanced
+
+
+@define(eq=False)
+class OutcomeQueue:
+    """Outcomes of steps, or of prefill chunks, that the event loop has not taken yet, in order.
+
+    It holds at most as many entries as the launch may take steps. wake_reader: called on the lane when the first entry
+    comes. members: requests without a last outcome; only the lane changes them until the launch is done.
+    """
+
+    wake_reader: Callable[[OutcomeQueue], object]
+    members: dict[RequestId, None]
+    _steps: deque[Sequence[RequestOutcome]] = field(init=False, factory=deque)
+    _is_reader_woken: bool = field(init=False, default=False)
+
+    def put(self, step: Sequence[RequestOutcome]) -> None:
+        """Add the outcomes of one step, of all members or some of them. Called on the lane."""
+        for request, outcome in step:
+            if not has_more_to_come(outcome):
+                self.members.pop(request, None)
+        self._steps.append(step)
+        if not self._is_reader_woken:
+            self._is_reader_woken = True
+            self.wake_reader(self)
+
+    def take(self) -> tuple[RequestOutcome, ...]:
+        """Take all outcomes, merged. Called on the event loop."""
+        # Cleared first: a step that is put while this looks is either taken now, or wakes the event loop again.
+        self._is_reader_woken = False
+        return tuple(merge_steps([self._steps.popleft() for _ in range(len(self._steps))]))
+
+
+@define(eq=False)
+class RunningBatch:
+    """The launch that runs, and the requests that join it between two steps. Used on the lane only.
+
+    before_report: called before outcomes are reported.
+    """
+
+    steps: OutcomeQueue
+    lane: DeviceLane
+    before_report: Callable[[], object]
+    _joining: list[EffectRequest] = field(init=False, factory=list[EffectRequest])
+
+    def join(self, asks: Sequence[EffectRequest]) -> None:
+        """Make these requests members. They have their first row in the next step."""
+        self.steps.members |= dict.fromkeys(ask.request for ask in asks)
+        self._joining += asks
+
+    def take_joining(self) -> list[EffectRequest]:
+        """Return the asks of the requests that have joined since the last call."""
+        asks = self._joining
+        self._joining = []
+        return asks
+
+    def should_stop(self) -> bool:
+        """Should the launch end here? Called between two steps.
+
+        Requests that have just joined get one step before other work gets the lane.
+        """
+        return self.lane.serve_between_steps() and not self._joining
+
+    def report_outcomes(self, outcomes: Sequence[RequestOutcome]) -> None:
+        """Report the outcomes of a step to the event loop."""
+        self.before_report()
+        self.steps.put(outcomes)
+
+
+@define(eq=False)
+class InFlightRequests:
+    """The requests of all launches that are under way: for each its lane, and the callback for its outcomes.
+
+    Used on the event loop. abandoned: requests that are given up; lanes read it as well.
+    """
+
+    abandoned: set[RequestId] = field(init=False, factory=set[RequestId])
+    _launched: dict[RequestId, tuple[DeviceLane, DeliverOutcomes]] = field(init=False, factory=dict)
+
+    def begin(
+        self, launch: Launch, lane: DeviceLane, done: DeliverOutcomes, wake: Callable[..., object]
+    ) -> tuple[OutcomeQueue, Callable[[BaseException], None]]:
+        """Enter a launch. Return the queue for its outcomes, and what the lane calls if the launch raises."""
+        requests = [ask.request for ask in launch.asks]
+
+        def wake_reader(steps: OutcomeQueue) -> None:
+            with suppress(RuntimeError):  # the event loop has closed, and with it every caller
+                wake(self._deliver, steps)
+
+        def failed(error: BaseException) -> None:
+            with suppress(RuntimeError):
+                wake(self._fail, steps, error)
+
+        steps = OutcomeQueue(wake_reader, dict.fromkeys(requests))
+        self._launched |= dict.fromkeys(requests, (lane, done))
+        return steps, failed
+
+    def lane_of(self, request: RequestId) -> DeviceLane | None:
+        """Return the lane of the launch that the request is in; None if it is in none."""
+        return self._launched[request][0] if request in self._launched else None
+
+    def abandon(self, request: RequestId) -> None:
+        """Give the request up until its last outcome, if it is in a launch."""
+        if request in self._launched:
+            self.abandoned.add(request)
+
+    def _deliver(self, steps: OutcomeQueue) -> None:
+        found = dict[DeliverOutcomes, list[RequestOutcome]]()
+        for request, outcome in steps.take():
+            found.setdefault(self._launched[request][1], []).append((request, outcome))
+            if not has_more_to_come(outcome):
+                self._remove(request)
+        for done, outcomes in found.items():
+            done(outcomes)
+
+    def _fail(self, steps: OutcomeQueue, error: BaseException) -> None:
+        found = dict[DeliverOutcomes, list[RequestId]]()
+        for request in steps.members:
+            found.setdefault(self._remove(request), []).append(request)
+        for done, requests in found.items():
+            done(LaunchFailed(tuple(requests), error))
+
+    def _remove(self, request: RequestId) -> DeliverOutcomes:
+        self.abandoned.discard(request)
+        return self._launched.pop(request)[1]
+
+
+def merge_steps(steps: Iterable[Sequence[RequestOutcome]]) -> Iterator[RequestOutcome]:
+    """Merge the outcomes of several steps, per request.
+
+    Plain steps that follow each other become one outcome, and of prefill chunks the last one stays. Steps with
+    proposals, and failures, stay as they are.
+    """
+    whole = dict[RequestId, Outcome]()
+    for step in steps:
+        met = [(whole[request], outcome) for request, outcome in step if request in whole]
+        if any(isinstance(other, DeviceFailed) or has_proposals(one) or has_proposals(other) for one, other in met):
+            yield from whole.items()
+            whole.clear()
+        for request, outcome in step:
+            whole[request] = combine_outcomes(whole[request], outcome) if request in whole else outcome
+    yield from whole.items()
+
+
+def has_proposals(outcome: Outcome) -> bool:
+    """Was anything proposed in this step?"""
+    return isinstance(outcome, Decoded) and outcome.proposed > 0
+
+
+def add_decode_steps(one: Decoded, other: Decoded) -> Decoded:
+    """Return two outcomes of a request as one, `one` first. Its time is the mean of a step."""
+    steps = one.steps + other.steps
+    proposed = one.proposed + other.proposed
+    accepted = one.accepted + other.accepted
+    ns = (one.ns * one.steps + other.ns * other.steps) // steps
+    logprobs = one.logprobs + other.logprobs
+    return Decoded(one.tokens + other.tokens, proposed, logprobs, ns, accepted, steps, other.more)
+
+
+def with_more_to_come(one: Decoded) -> Decoded:
+    """Return the outcome marked as not the last one of its launch."""
+    return Decoded(one.tokens, one.proposed, one.logprobs, one.ns, one.accepted, one.steps, more=True)
+
+
+def has_more_to_come(outcome: Outcome) -> bool:
+    """Do more outcomes of this launch follow for the request?"""
+    return isinstance(outcome, Decoded | PrefillAdvanced) and outcome.more
+
+
+def combine_outcomes(one: Outcome, other: Outcome) -> Outcome:
+    """Return two outcomes of a request as one. A failure, or how far a prefill came, replaces what was before it."""
+    return add_decode_steps(one, other) if isinstance(one, Decoded) and isinstance(other, Decoded) else other
+
+
+async def perform_launch(submit: SubmitLaunch, launch: Launch) -> tuple[Outcome, ...]:
+    """Submit a launch and return the combined outcome of each request. A cancelled caller waits for it as well."""
+    finished = anyio.Event()
+    outcomes = dict[RequestId, Outcome]()
+    errors = list[BaseException]()
+
+    def collect(arrived: Sequence[RequestOutcome] | LaunchFailed) -> None:
+        if isinstance(arrived, LaunchFailed):
+            errors.append(arrived.error)
+        else:
+            for request, outcome in arrived:
+                earlier = outcomes.get(request)
+                outcomes[request] = outcome if earlier is None else combine_outcomes(earlier, outcome)
+        if errors or (len(outcomes) == len(launch.asks) and not any(map(has_more_to_come, outcomes.values()))):
+            finished.set()
+
+    submit(launch, collect)
+    with anyio.CancelScope(shield=True):
+        await finished.wait()
+    for error in errors:
+        raise error
+    return tuple(outcomes[ask.request] for ask in launch.asks)

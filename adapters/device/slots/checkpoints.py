@@ -1,0 +1,74 @@
+"""Checkpoints of positional state: kept in places of the device or beyond it, and restored when a slot is opened.
+
+A recurrent layer has one state per slot, behind all tokens so far, which cannot be taken back to an earlier token. So
+the engine's core chooses where a copy of the state is kept. Places are numbered, and the core knows their contents.
+What is remembered here is a check: a place that does not hold what the core says is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from attrs import define, field
+
+from adapters.device.slots.slots import SlotState
+from adapters.models.decoder.shard import Shard
+from effects.decode import RunDecode
+from effects.ids import PlaceId, RequestId, SlotId
+from effects.prefill import OpenSlot, RunPrefill
+
+# Keeps the state behind so many rows of a slot beyond the device. Called on the lane. Failures go to the log.
+KeepState: TypeAlias = Callable[[RequestId, SlotId, int], object]
+
+
+@define(eq=False)
+class StateCheckpoints:
+    """Keeps and restores states of the shard. Used on the lane.
+
+    keep_beyond_device: None if no store keeps states.
+    """
+
+    shard: Shard
+    keep_beyond_device: KeepState | None = None
+    _places: dict[PlaceId, list[int]] = field(factory=dict[PlaceId, "list[int]"])  # the tokens in front of each state
+
+    def latest_kept_row(self, rows: int) -> int:
+        """Return the row behind which a slot with so many settled rows has its state."""
+        return rows - rows % self.shard.state_block
+
+    def restore_state(self, origin: SlotState | None, effect: OpenSlot) -> None:
+        """Give the slot the state that it goes on from. Its rows are there already. Raises ValueError."""
+        source = effect.source
+        at = effect.state
+        place = effect.place
+        if not 0 <= at <= effect.keep:
+            raise ValueError(f"a state behind {at} rows, of which {effect.keep} are kept")
+        if place is not None:
+            if not 0 <= place < self.shard.state_places or self._places.get(place) != list(effect.prompt[:at]):
+                raise ValueError(f"place {place} does not have the state behind {at} tokens of the prompt")
+            self.shard.load_state(place, effect.slot)
+        elif at:
+            rows = 0 if origin is None else origin.valid
+            if not self.latest_kept_row(rows) <= at <= rows:
+                raise ValueError(f"slot {source}, with {rows} rows, has no state to go on from at {at}")
+            if source != effect.slot:
+                self.shard.copy_state(source, effect.slot)
+
+    def keep_after_chunk(self, request: RequestId, effect: RunPrefill, state: SlotState) -> None:
+        """Keep the state behind a prefill chunk, where the effect asks for it."""
+        if effect.place is not None:
+            self._places[effect.place] = state.tokens[: effect.stop]
+            self.shard.keep_state(effect.slot, effect.place)
+        if effect.checkpoint and self.keep_beyond_device is not None:
+            self.keep_beyond_device(request, effect.slot, effect.stop)
+
+    def keep_before_prefill(self, request: RequestId, effect: RunPrefill) -> None:
+        """Keep the state that a prefill goes on from, before its first row overwrites it, if the effect says so."""
+        if effect.held and self.keep_beyond_device is not None:
+            self.keep_beyond_device(request, effect.slot, effect.start)
+
+    def keep_before_step(self, request: RequestId, effect: RunDecode) -> None:
+        """Keep the state beyond the device before a decode step, where the effect asks for it."""
+        if effect.checkpoint and self.keep_beyond_device is not None:
+            self.keep_beyond_device(request, effect.slot, self.latest_kept_row(effect.position))

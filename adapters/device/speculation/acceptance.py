@@ -1,0 +1,77 @@
+"""The acceptance of proposals: what each member of a batched decode step keeps of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from attrs import frozen
+
+from adapters.device.sampling.sampler import DeadEnd, Draw, Pick, Picked
+from adapters.device.slots.slots import SlotState
+from adapters.device.speculation.proposal_tree import Tree
+from effects.decode import Decoded, Logprob
+from effects.ids import DeviceFailed, FailureKind, Tokens
+
+
+@frozen(eq=False)
+class StepMember:
+    """One request's part in a batched decode step: its last token and the proposals behind it."""
+
+    index: int  # of its ask in the launch
+    slot: int
+    state: SlotState
+    tree: Tree
+
+    @property
+    def rows(self) -> list[Draw]:
+        """The draws of its rows: each picks the token after one that is fed, given the proposals that lead there."""
+        first = self.state.valid + 1
+        sampler = self.state.sampler
+        return [Draw(sampler, first + len(path), path) for path in self.tree.paths()]
+
+
+@frozen
+class Acceptance:
+    """The part of a decode step that a member keeps.
+
+    path: the nodes that stay, from 0 on. logprobs: as in `Decoded`.
+    """
+
+    path: tuple[int, ...]
+    tokens: Tokens
+    logprobs: tuple[Logprob, ...]
+    accepted: int  # how many of the tokens were proposed
+
+
+def accept_proposals(member: StepMember, picked_at: Callable[[int], Picked], first: int) -> Acceptance | DeviceFailed:
+    """Walk down the tree along what the target picks.
+
+    The proposals that it picked as well are kept, and its first pick that differs or goes beyond them. Nothing is kept
+    past a token that ends the answer. first: the row of node 0 in the step.
+    """
+    node = 0
+    path = [0]
+    tokens: list[int] = []
+    logprobs: list[Logprob] = []
+    while True:
+        picked = picked_at(first + node)
+        if not isinstance(picked, Pick):
+            if not tokens:
+                kind: FailureKind = "dead_end" if isinstance(picked, DeadEnd) else "broken"
+                return DeviceFailed(kind, f"slot {member.slot}: {picked.detail}")
+            return Acceptance(tuple(path[:-1]), tuple(tokens), tuple(logprobs), len(tokens))
+        tokens.append(picked.token)
+        if picked.logprob is not None:
+            logprobs.append(picked.logprob)
+        child = member.tree.find_child(node, picked.token)
+        if child is None or picked.token in member.state.stops:
+            return Acceptance(tuple(path), tuple(tokens), tuple(logprobs), len(tokens) - (child is None))
+        node = child
+        path.append(node)
+
+
+def decode_outcome(member: StepMember, agreed: Acceptance | DeviceFailed, ns: int) -> Decoded | DeviceFailed:
+    """Return the outcome of what has been committed. ns: the time of the step."""
+    if isinstance(agreed, DeviceFailed):
+        return agreed
+    return Decoded(agreed.tokens, member.tree.size, agreed.logprobs, ns, agreed.accepted)

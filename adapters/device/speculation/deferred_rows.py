@@ -1,0 +1,112 @@
+"""What a target left of rows that a draft has not followed yet: spans of rows, and the memory that holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from attrs import define, field
+from torch import Tensor
+
+from adapters.device.slots.slots import SlotState
+from adapters.models.decoder.host_copy import move
+from adapters.models.kernels.host_addresses import HostAddresses, list_addresses
+from adapters.models.kernels.step import Segment
+
+ROWS_PER_COPY = 64  # rows whose copies share one tensor per layer
+
+
+@define(eq=False)
+class DeferredRows:
+    """Rows of a slot that follow each other, from position `start` on, which a draft will follow later.
+
+    What the target left of them is in `aux_hidden_states`, by layer: `count` rows from row `first` on. A fused decode
+    step may add rows at the end by raising `count`, as long as it stays below `room`. `counted` says how many of the
+    rows the backlog has counted so far.
+    """
+
+    state: SlotState
+    slot: int
+    start: int
+    count: int
+    aux_hidden_states: Mapping[int, Tensor]
+    first: int
+    counted: int = field(init=False, default=0)
+    room: int = field(init=False, default=0)
+
+    def append_rows(self, state: SlotState, segment: Segment, copies: Mapping[int, Tensor], first: int) -> bool:
+        """Add the rows if they follow the last one both in the sequence and in the copies. Return whether they did."""
+        follows = self.start + self.count == segment.start and self.first + self.count == first
+        if not (follows and self.aux_hidden_states is copies and self.state is state):
+            return False
+        self.count += segment.count
+        return True
+
+    def drop_first_rows(self, rows: int) -> bool:
+        """Drop so many rows at the front. Return whether none is left."""
+        self.start += rows
+        self.count -= rows
+        self.first += rows
+        return not self.count
+
+
+@define(eq=False)
+class DeferredRowBuffer:
+    """Holds copies of auxiliary hidden states, `ROWS_PER_COPY` rows or more in one tensor per layer.
+
+    Sharing a tensor makes the copy of one row cost no more than its bytes. A tensor is freed when no `DeferredRows`
+    refers to it any more. addresses: of the current tensors, if they are in host memory.
+    """
+
+    layers: Sequence[int]
+    addresses: HostAddresses | None = field(init=False, default=None)
+    _copies: dict[int, Tensor] = field(init=False, factory=dict)  # by layer, each `[at least ROWS_PER_COPY, D]`
+    # In host memory: per layer its number, the address of its copies, and the bytes of a row.
+    _places: Sequence[tuple[int, int, int]] = field(init=False, default=())
+    # From the buffers of `_source`: per layer the address to copy to, the one to copy from, and the bytes of a row.
+    _moves: Sequence[tuple[int, int, int]] = field(init=False, default=())
+    _source: Mapping[int, Tensor] | None = field(init=False, default=None)  # steps of one bucket come with the same one
+    _rows: int = field(init=False, default=0)  # that the current tensors have
+    _used: int = field(init=False, default=0)
+
+    def keep(self, hidden: Mapping[int, Tensor], rows: int) -> tuple[Mapping[int, Tensor], int]:
+        """Copy the first rows of each layer. Return the copies, `[at least rows, D]`, and their first row there."""
+        first = self._used
+        if first + rows > self._rows:
+            self._grow(hidden, max(rows, ROWS_PER_COPY))
+            first = 0
+        self._used = first + rows
+        if self._places and hidden is not self._source:
+            self._find_moves(hidden)
+        for to, source, width in self._moves:
+            move(to + first * width, source, rows * width)
+        if not self._moves:
+            for layer, copies in self._copies.items():
+                copies[first : first + rows].copy_(hidden[layer][:rows])
+        return self._copies, first
+
+    def _find_moves(self, hidden: Mapping[int, Tensor]) -> None:
+        """Look the addresses of these buffers up once: steps of one bucket come with the same ones again."""
+        is_contiguous = all(hidden[layer].is_contiguous() for layer, _, _ in self._places)
+        places = self._places if is_contiguous else ()
+        self._moves = [(to, hidden[layer].data_ptr(), width) for layer, to, width in places]
+        self._source = hidden
+
+    def _grow(self, hidden: Mapping[int, Tensor], room: int) -> None:
+        self._copies = {layer: hidden[layer].new_empty(room, *hidden[layer].shape[1:]) for layer in self.layers}
+        # Only now that the memory is there: the line above may raise.
+        self._rows = room
+        is_on_host = all(copy.device.type == "cpu" for copy in self._copies.values())
+        places = [(layer, copy.data_ptr(), copy.nbytes // room) for layer, copy in self._copies.items()]
+        self._places = places if is_on_host else ()
+        self._moves = ()
+        self._source = None
+        self.addresses = list_addresses([*self._copies.values()]) if is_on_host else None
+
+    @property
+    def spare(self) -> int:
+        """Unused rows of the current tensors; 0 if they are not in host memory."""
+        return 0 if self.addresses is None else self._rows - self._used
+
+    def mark_used(self, rows: int) -> None:
+        """Count rows that a fused decode step put there itself."""
+        self._used += rows

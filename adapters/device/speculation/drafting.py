@@ -1,0 +1,310 @@
+"""Proposals of a draft: its context follows the target, and it proposes what the target may pick.
+
+A draft proposes with the sampling settings and the noise of the request. The target picks the largest of its logits /
+temperature + noise. The draft does the same with its own logits and the same noise. They agree far more often than if
+the draft proposed its likeliest tokens. Only the likeliest tokens are looked at, because a proposal may be wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import islice
+from typing import TypeVar
+
+import torch
+from attrs import define, evolve, field, frozen
+from torch import Tensor
+
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.device.lane.out_of_memory import is_out_of_memory
+from adapters.device.sampling.sampler import Draw, Sampler, adjust_logits
+from adapters.device.speculation.draft_context import D, DraftContext
+from adapters.device.speculation.proposal_tree import Tree, chain, grow_tree, subtree
+from adapters.device.speculation.proposer import DraftRequest, FusedPlan, LocalDraft
+from adapters.models.drafts.cached_draft import BlockRequest
+from adapters.models.kernels.factory import build_sampling
+from adapters.models.kernels.noise import gumbel_of
+from adapters.models.kernels.truncation import make_column
+from effects.ids import DeviceFailed, RequestId
+from effects.job import Sampling
+from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
+
+log = logging.getLogger("rekindle.device")
+
+CANDIDATES = 64  # the draft's likeliest tokens, from which the proposal of a position is drawn
+# The share of the target's noise for the first proposal, and for those that are made without knowing the one before.
+FIRST_NOISE_SHARE = 0.8
+LATER_NOISE_SHARE = 0.6
+TOP_P_SHARE = 0.95  # of the request's top-p: the tail of a draft is less reliable than the target's
+CHILDREN = 8  # of a node; trees of the sizes that pay never reach more
+
+
+@define(eq=False)
+class DraftProposer(DraftContext[D], ABC):
+    """Proposals of a draft, wherever it runs.
+
+    A draft that is not loaded, or that finds no memory for its buffers, proposes nothing. nodes: the most proposals of
+    a tree. A tree is grown if more proposals are asked for than a chain may have; 0 means never.
+    """
+
+    nodes: int = 0
+
+    @abstractmethod
+    def grow_trees(self, requests: Sequence[DraftRequest], asks: Sequence[BlockRequest]) -> Sequence[Tree]:
+        """Return what may follow each of these requests, from the draft. Raises torch.OutOfMemoryError."""
+
+    # --- proposals ---
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Tree]:
+        """Return a tree per request; node 0 alone where the draft cannot propose."""
+        trees: dict[int, Tree] = {}
+        if self.draft.state == "loaded":
+            self.catch_up(*[request.slot for request in requests])
+            asks = {index: ask for index, request in enumerate(requests) if (ask := self._ask(request)).count > 0}
+            try:
+                grown = self.grow_trees([requests[index] for index in asks], list(asks.values())) if asks else ()
+                trees.update(zip(asks, grown, strict=True))
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                log.warning("no proposals: %s", error)
+        return [trees.get(index) or chain((request.state.tokens[-1],)) for index, request in enumerate(requests)]
+
+    def find_room(self, request: DraftRequest) -> tuple[int, int]:
+        """Follow the slot to its last row. Return the first row of its context, and how many proposals it may have."""
+        if self.draft.state != "loaded":
+            return request.state.valid, 0
+        self.catch_up(request.slot)
+        ask = self._ask(request)
+        return ask.first, ask.count
+
+    def _ask(self, request: DraftRequest) -> BlockRequest:
+        """Return the draft's part of a request. It asks for nothing if the draft has not followed all rows."""
+        first, position = request.state.draft_rows
+        count = min(request.most, request.depth, self.draft.block - 1) if first < position else 0
+        return BlockRequest(request.slot, first, position, request.state.tokens[-1], count)
+
+    # --- residency ---
+
+    def load_back(self, _: RequestId, __: LoadModel) -> ModelLoaded | DeviceFailed:
+        """Bring the weights in. Raises torch.OutOfMemoryError. A failure leaves the draft where it was."""
+        started = time.perf_counter_ns()
+        try:
+            moved = self.draft.load_back()
+        except (CheckpointError, OSError) as error:
+            return DeviceFailed("io", str(error))
+        return ModelLoaded(moved, time.perf_counter_ns() - started)
+
+    def offload(self, _: RequestId, effect: UnloadModel) -> ModelUnloaded:
+        """Send the weights to host memory, or drop them, once the draft has followed all rows."""
+        self.catch_up(*self._deferred)
+        started_ns = time.perf_counter_ns()
+        weights_bytes = self.draft.memory()["weights"]
+        if effect.keep:
+            self.draft.offload()
+        else:
+            self.draft.release()
+        return ModelUnloaded(weights_bytes, time.perf_counter_ns() - started_ns)
+
+
+P = TypeVar("P", bound=LocalDraft)
+
+
+@define(eq=False)
+class Drafting(DraftProposer[P]):
+    """A draft of this process."""
+
+    def plan_fused_step(self, request: DraftRequest) -> FusedPlan | None:
+        """Plan a chain of proposals. A tree has to be asked for by `propose`."""
+        if self.nodes and request.most >= self.draft.block:
+            return None
+        first, count = self.find_room(request)
+        return FusedPlan(self.draft, first, count)
+
+    def grow_trees(self, requests: Sequence[DraftRequest], asks: Sequence[BlockRequest]) -> list[Tree]:
+        """Return what the picker chose from the draft's logits."""
+        wanted = [
+            ProposalRequest(one.state.sampler, ask.position, ask.token, one.most, one.state.stops)
+            for one, ask in zip(requests, asks, strict=True)
+        ]
+        said = ProposalPicker(wanted, self.nodes if self.draft.branches else 0, self.draft.block)
+        self.draft.propose(asks, said)
+        return said.trees()
+
+
+@frozen(eq=False)
+class ProposalRequest:
+    """A request for proposals behind the token at `position`. most: proposals. stops: tokens that end the answer."""
+
+    sampler: Sampler
+    position: int
+    token: int
+    most: int
+    stops: frozenset[int]
+
+
+@define(eq=False)
+class ProposalPicker:
+    """Picks the proposals for these requests from a draft's logits. nodes, block: as in `Drafting`."""
+
+    requests: Sequence[ProposalRequest]
+    nodes: int
+    block: int
+    drafted: list[list[int]] = field(init=False)
+    grown: dict[int, Tree] = field(init=False, factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        self.drafted = [[] for _ in self.requests]
+
+    def __call__(self, parts: Sequence[Tensor]) -> list[list[int]]:
+        """Pick one token per row of logits `[n, V]`, which the draft gives per request.
+
+        Chains whose picks do not depend on the proposals before them are picked together, on the target's device.
+        """
+        found: list[list[int]] = [[] for _ in parts]
+        together: dict[int, Tensor] = {}
+        rows: list[Draw] = []
+        noise: list[float] = []
+        for index, (part, request) in enumerate(zip(parts, self.requests, strict=True)):
+            count = part.shape[0]
+            device = request.sampler.device
+            logits = part if part.device == device else part.to(device)
+            if count and self._wants_tree(request):
+                found[index] = self._grow_tree(index, logits)
+            elif count and request.sampler.plain:
+                together[index] = logits
+                rows += self._rows(index, count)
+                noise += noise_shares(count)
+            elif count:
+                found[index] = self._pick_one_by_one(index, logits)
+        if together:
+            first, *others = together.values()
+            tokens = iter(pick_guesses(torch.cat((first, *others)) if others else first, rows, noise))
+            for index, logits in together.items():
+                found[index] = list(islice(tokens, logits.shape[0]))
+        for index, more in enumerate(found):
+            self.drafted[index] += more
+        return found
+
+    def trees(self) -> list[Tree]:
+        """Return all that was picked. Nothing follows a token that ends the answer."""
+        return [
+            cut_after_stops(self.grown.get(index) or chain((request.token, *self.drafted[index])), request.stops)
+            for index, request in enumerate(self.requests)
+        ]
+
+    def _wants_tree(self, request: ProposalRequest) -> bool:
+        """Is a tree grown for it? Not with penalties, which would depend on the path to each token."""
+        return self.nodes > 0 and request.sampler.plain and request.most >= self.block
+
+    def _rows(self, index: int, count: int) -> list[Draw]:
+        """Return the draws of the next proposals, which do not depend on those before them."""
+        request = self.requests[index]
+        first = request.position + 1 + len(self.drafted[index])
+        return [Draw(request.sampler, first + row) for row in range(count)]
+
+    def _pick_one_by_one(self, index: int, logits: Tensor) -> list[int]:
+        """Pick each proposal as if those before it were part of the answer."""
+        request = self.requests[index]
+        before = self.drafted[index]
+        found = list[int]()
+        for number in range(len(logits)):
+            path = (*before, *found)
+            row = Draw(request.sampler, request.position + 1 + len(path), path)
+            found += pick_guesses(
+                adjust_logits(logits[number : number + 1], [row]), [row], noise_shares(len(logits))[number:][:1]
+            )
+        return found
+
+    def _grow_tree(self, index: int, logits: Tensor) -> list[int]:
+        """Grow a tree, and return its likeliest chain. Candidates are ranked by what a pick compares: noisy logits."""
+        request = self.requests[index]
+        ids, scores = rank_candidates(logits, self._rows(index, len(logits)), noise_shares(len(logits)))
+        values, order = scores.log_softmax(-1).topk(min(CHILDREN, scores.shape[-1]))
+        ranked = [
+            [(token, value) for token, value in zip(*pair, strict=True) if value > -math.inf]
+            for pair in zip(ids.gather(-1, order).tolist(), values.tolist(), strict=True)
+        ]
+        self.grown[index] = grow_tree(request.token, ranked, min(request.most, self.nodes))
+        return list(ids.gather(-1, order[:, :1]).flatten().tolist())
+
+
+def noise_shares(count: int) -> list[float]:
+    """Return the share of the target's noise with which each of `count` proposals of one block is picked.
+
+    With all of the noise, a perfect draft would pick the target's own tokens. The less a draft knows, the more its own
+    probabilities should count. All proposals but the first are made without knowing the token before them.
+    """
+    return [FIRST_NOISE_SHARE, *[LATER_NOISE_SHARE] * (count - 1)][:count]
+
+
+def pick_guesses(logits: Tensor, rows: Sequence[Draw], noise: Sequence[float]) -> list[int]:
+    """Pick one token per row of float32 `[R, V]`, bias and penalties included. noise: from `noise_shares`."""
+    warm = [index for index, row in enumerate(rows) if row.sampler.sampling.temperature]
+    if logits.is_cuda:
+        kernels = build_sampling(logits.device)
+        tokens, found = kernels.find_extremes(logits)
+        if warm:
+            samplings = [draft_sampling(rows[index].sampler, noise[index]) for index in warm]
+            positions = [rows[at].position for at in warm]
+            kernels.draw_tokens(logits, found, warm, samplings, positions, tokens=tokens, found=found)
+        return list(tokens.tolist())
+    if not warm:
+        return list(logits.argmax(-1).tolist())
+    native = rows[0].sampler.native
+    if native is not None:
+        wanted = [
+            (draft_sampling(row.sampler, share), row.position, None) for row, share in zip(rows, noise, strict=True)
+        ]
+        return [int(token) for (token, _, _), _ in native.pick(logits, logits, wanted)]
+    ids, scores = rank_candidates(logits, rows, noise)
+    return list(ids.gather(-1, scores.argmax(-1, keepdim=True)).flatten().tolist())
+
+
+def draft_sampling(sampler: Sampler, share: float) -> Sampling:
+    """Return the request's settings for a draft, made once. A share of the noise is that share of the temperature."""
+    found = sampler.draft_samplings.get(share)
+    own = sampler.sampling
+    if found is None:
+        found = evolve(own, temperature=share * own.temperature, top_p=TOP_P_SHARE * own.top_p, logprobs=-1)
+        sampler.draft_samplings[share] = found
+    return found
+
+
+def rank_candidates(logits: Tensor, rows: Sequence[Draw], noise: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Return the likeliest tokens of each row, int64 `[R, n]`, and the scores that a draw compares, float32 `[R, n]`.
+
+    A score is logit / temperature + a share of the noise, and -inf for a token that the request truncates. For a greedy
+    row it is the logit.
+    """
+    found, ids = logits.topk(min(CANDIDATES, logits.shape[-1]))
+    asked = [row.sampler.sampling for row in rows]
+    samplings = [sampling if sampling.temperature else Sampling(temperature=1) for sampling in asked]
+    warmth = make_column([sampling.temperature for sampling in samplings], found)
+    scaled = found / warmth
+    drawn = gumbel_of([(sampling.seed, row.position) for sampling, row in zip(asked, rows, strict=True)], ids)
+    shares_used = [share * (sampling.temperature > 0) for share, sampling in zip(noise, asked, strict=True)]
+    scores = scaled + drawn * make_column(shares_used, drawn)
+    shares = (scaled - (logits / warmth).logsumexp(-1, keepdim=True)).exp()
+    before = shares.cumsum(-1) - shares
+    most = make_column([sampling.top_k or CANDIDATES for sampling in samplings], ids)
+    out = torch.arange(ids.shape[1], device=ids.device) >= most
+    out |= before >= make_column([TOP_P_SHARE * sampling.top_p for sampling in samplings], before)
+    out |= shares < shares[:, :1] * make_column([sampling.min_p for sampling in samplings], shares)
+    return ids, scores.masked_fill_(out, -math.inf).float()
+
+
+def cut_after_stops(tree: Tree, stops: frozenset[int]) -> Tree:
+    """Return the tree without what follows a token that ends the answer."""
+    if stops.isdisjoint(tree.tokens[1:]):
+        return tree
+    ends = [node for node, token in enumerate(tree.tokens) if node and token in stops]
+    keep = {0}
+    for node in range(1, len(tree.tokens)):
+        if tree.parents[node] in keep and tree.parents[node] not in ends:
+            keep.add(node)
+    return subtree(tree, keep)

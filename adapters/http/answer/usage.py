@@ -1,0 +1,125 @@
+"""The figures that an answer has about itself: usage, timings, and the `rekindle` object."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from adapters.http.answer import cache_misses
+from adapters.http.answer.job_stream import FinishedChoice, PromptProgress
+from adapters.http.edge_options import EdgeOptions
+from effects.compression import WHOLE
+from effects.job import Report
+from effects.ports import ANSWER_STAGES, PROMPT_STAGES
+
+# Whether the answer has the call that the request requires.
+TOOL_CHOICE_RESULTS = {None: None, True: "kept", False: "not_kept"}
+
+
+def count_usage(ended: Sequence[FinishedChoice]) -> dict[str, Any]:
+    """Return the tokens of a whole request. Each prompt counts once, and the answers add up."""
+    first = {one.planned_job.prompt_index: one for one in reversed(ended)}.values()
+    prompt = sum(len(one.planned_job.job.prompt) for one in first)
+    answer = sum(one.tokens for one in ended)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": answer,
+        "total_tokens": prompt + answer,
+        "prompt_tokens_details": {"cached_tokens": sum(one.outcome.report.restored_tokens for one in first)},
+        "completion_tokens_details": {"reasoning_tokens": sum(one.reasoning_tokens for one in ended)},
+    }
+
+
+def make_progress(progress: PromptProgress, elapsed_ms: float) -> dict[str, Any]:
+    """Return llama.cpp's report of a prompt that is being read."""
+    report = {"total": progress.total, "cache": progress.cached, "processed": progress.done}
+    return {**report, "time_ms": round(elapsed_ms, 3)}
+
+
+def count_cache_writes(ended: FinishedChoice) -> int:
+    """Return how many tokens of the prompt were computed and are kept in the cache."""
+    report = ended.outcome.report
+    return max(0, min(report.cache.rows, len(ended.planned_job.job.prompt)) - report.restored_tokens)
+
+
+def make_timings(ended: FinishedChoice) -> dict[str, Any]:
+    """Return llama.cpp's figures: what was restored, computed and generated, and how fast."""
+    report = ended.outcome.report
+    computed = max(0, len(ended.planned_job.job.prompt) - report.restored_tokens)
+    prompt_ms = round(ended.outcome.spent_ms(PROMPT_STAGES), 3)
+    answer_ms = round(ended.outcome.spent_ms(ANSWER_STAGES), 3)
+    return {
+        "cache_n": report.restored_tokens,
+        "prompt_n": computed,
+        "prompt_ms": prompt_ms,
+        "prompt_per_token_ms": divide(prompt_ms, computed),
+        "prompt_per_second": divide(1000 * computed, prompt_ms),
+        "predicted_n": ended.tokens,
+        "predicted_ms": answer_ms,
+        "predicted_per_token_ms": divide(answer_ms, ended.tokens),
+        "predicted_per_second": divide(1000 * ended.tokens, answer_ms),
+    }
+
+
+def describe_choice(ended: FinishedChoice, options: EdgeOptions) -> dict[str, Any]:
+    """Return the `rekindle` object of one choice: what the engine did for it."""
+    report = ended.outcome.report
+    kept = report.cache.rows
+    return {
+        "restored_tokens": report.restored_tokens,
+        "remembered": 0 if ended.planned_job.pending_turn is None else ended.planned_job.pending_turn.remembered_tokens,
+        "tier": report.tier,
+        "miss": report.miss or None,
+        "prefix_cache": {
+            "scope": report.cache.scope,
+            "shared": report.cache.shared if report.cache.scope.startswith("auto") else None,
+            "selected": report.cache.boundary,
+            "kept": kept,
+            "reason": "disk_off"
+            if ended.planned_job.requests_scope and kept and not options.disk
+            else report.cache.reason,
+            "miss": cache_misses.describe_miss(ended),
+        },
+        "stabilized": list(ended.planned_job.stabilize_rules),
+        "compression": describe_compression(report),
+        "speculation": {
+            "rounds": report.decode_steps,
+            "proposed": report.proposed,
+            "accepted": report.accepted,
+            "acceptance_length": divide(report.completion_tokens, report.decode_steps),  # tokens per decode step
+            "why": report.speculation or None,
+        },
+        "tool_choice": TOOL_CHOICE_RESULTS[ended.planned_job.reader.check_choice(ended.called_functions)],
+        "numerics": options.numerics.get("mode", "exact"),
+        "stages_ms": {stage: round(spent_ms, 3) for stage, spent_ms in ended.outcome.stages_ms.items()},
+    }
+
+
+def describe_compression(report: Report) -> dict[str, Any] | None:
+    """Return what compression did to the prompt, or None if it was not asked for. `spans` are of the prompt as it was
+    sent, if they are known.
+    """
+    compression = report.compression
+    if compression is None:
+        return None
+    return {
+        "original_tokens": compression.original,
+        "kept_tokens": report.prompt_tokens,
+        "keep_ratio": compression.keep / WHOLE or None,
+        "spans": list(map(list, compression.kept)),
+        "forced_spans": list(map(list, compression.forced)),
+        "time_ms": round(compression.ns / 1e6, 3),
+        "why": compression.why_not or None,
+    }
+
+
+def describe_choices(ended: Sequence[FinishedChoice], options: EdgeOptions) -> dict[str, Any]:
+    """Return the first choice's `rekindle` object. With several choices, `jobs` lists the objects of all in their
+    order.
+    """
+    described = [describe_choice(one, options) for one in ended]
+    return described[0] if len(described) == 1 else {**described[0], "jobs": described}
+
+
+def divide(amount: float, parts: float) -> float:
+    return round(amount / parts, 3) if parts else 0.0

@@ -1,0 +1,103 @@
+"""The options of the HTTP edge, and its limits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from attrs import field, frozen
+
+from effects.compression import Mode
+from effects.job import Sampling
+from effects.scope import Scope
+
+# Contexts that a prompt may fill before it is scored. At the default ratio, what is kept of more fits no context.
+MAX_FROZEN_CONTEXTS = 20
+
+Points = tuple[tuple[int, int], ...]
+
+
+@frozen
+class CompressionDefaults:
+    """The options of compression that the server was started with.
+
+    keep: thousandths of a prompt that are kept. curve: thousandths by tokens of the prompt, ascending; it decides if
+    there is one. max_scored_tokens: tokens of a prompt that the prompt scorer takes at most; 0: there is no scorer.
+    freeze: messages that have aged are shortened once and for all.
+    """
+
+    mode: Mode = "off"
+    threshold: int = 32_000
+    keep: int = 50
+    curve: Points = ()
+    max_scored_tokens: int = 0
+    freeze: bool = False
+
+
+@frozen
+class EdgeOptions:
+    """The options of one server. Sizes are in bytes, times in seconds.
+
+    * model_id, aliases: what `model` in requests may say. any_model: it may say anything.
+    * max_ctx: tokens of prompt and answer together. vocab: token ids are below it.
+    * sampling: for requests that do not say; OpenAI's, unless the checkpoint says otherwise. Its seed and logprobs are
+      not used.
+    * scope: of the prefix cache, for requests that do not say.
+    * disk: whether there is a disk tier. A request cannot turn it on.
+    * stabilize: with `known`, what agents change in every prompt is left out or moved, if a request does not say `off`.
+    * numerics: shown as `rekindle.numerics`; its `mode` is `exact` or `fast`.
+    * allowed_hosts: names besides the loopback ones that a Host header may have. `*` accepts any; `0.0.0.0` or `::`
+      accepts any IP address.
+    * allowed_origins: `scheme://host[:port]` of pages that may call from a browser; `*`: any page.
+    * keepalive_s: seconds of silence before a stream says that the server is alive. sign_of_life_s: seconds of nothing
+      but pings before a stream of Messages has an event that clients count.
+    * retry_after_s: what a server that is not ready says.
+    """
+
+    model_id: str
+    max_ctx: int
+    vocab: int
+    aliases: tuple[str, ...] = ()
+    any_model: bool = False
+    sampling: Sampling = field(factory=lambda: Sampling(temperature=1))
+    scope: Scope = field(factory=Scope)
+    disk: bool = True
+    compression: CompressionDefaults = field(factory=CompressionDefaults)
+    stabilize: Literal["off", "known"] = "known"
+    api_keys: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    numerics: Mapping[str, Any] = field(factory=lambda: {"mode": "exact"})
+    model_info: Mapping[str, Any] = field(factory=dict)  # n_params, size, dtype ...: /v1/models shows them as `meta`
+    created: int = 0  # when the model was made or loaded, Unix time
+    version: str = "0"
+    max_body: int = 32 << 20
+    max_choices: int = 128  # as in OpenAI's API
+    max_prompts: int = 64
+    max_jobs: int = 512  # jobs of one request, prompts times choices: as many as slots and queue hold
+    body_timeout_s: float = 30
+    request_timeout_s: float | None = 600
+    write_timeout_s: float = 60
+    keepalive_s: float = 5
+    sign_of_life_s: float = 120
+    retry_after_s: int = 1
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """The number of tokens from which on prompts are refused, whatever is in them."""
+        # With freezing, messages are scored one by one, so the prompt may be longer than the scorer's limit.
+        frozen = MAX_FROZEN_CONTEXTS * self.max_ctx if self.compression.freeze else 0
+        return max(self.max_ctx, self.compression.max_scored_tokens + 1, frozen)
+
+    @property
+    def max_counted_tokens(self) -> int:
+        """The number of tokens of a prompt that are counted before it is refused as having at least so many. It is
+        twice the
+        context, or what the prompt scorer takes.
+        """
+        return max(2 * self.max_ctx, self.max_prompt_tokens)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the model, each once."""
+        return tuple(dict.fromkeys((self.model_id, *self.aliases)))

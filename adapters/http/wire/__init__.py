@@ -1,0 +1,4 @@
+"""Connections, bodies and errors: everything below a parsed request.
+
+Begin with `connection.py`. Imports no other room of the edge but its options.
+"""

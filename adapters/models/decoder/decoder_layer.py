@@ -1,0 +1,241 @@
+"""A decoder layer: its tensors by their published names, its products, its packed weights, and how it runs.
+
+Pre-norm, grouped-query attention with rotary embedding, gated SiLU: targets and drafts share it. What families differ
+in is in the shape: whether heads of queries and keys are normed, whether their projections have a bias, whether what
+was attended is gated, whether norms multiply with their weight or with one more, and whether the feed-forward is dense
+or one of experts (`feed_forward.py`). Layers that mix rows otherwise (`recurrent.py`) have the same frame of norms and
+feed-forward around them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
+
+from adapters.checkpoint.packed_matrix import PackedMatrix, PackedSource, StackedWeight, select_rows
+from adapters.checkpoint.safetensors_folder import Shapes
+from adapters.checkpoint.weight_source import WeightSource
+from adapters.models.decoder.embedding import host_table
+from adapters.models.decoder.feed_forward import (
+    FeedShape,
+    Matrix,
+    fed,
+    feed_matrices,
+    feed_products,
+    feed_tensors,
+    load_feed,
+)
+from adapters.models.decoder.host_experts import HostExperts
+from adapters.models.kernels.experts_interface import Experts, GatedWeights
+from adapters.models.kernels.interface import HeadPrep, Kernels
+from adapters.models.kernels.product_list import Weight
+from adapters.models.kernels.step_batch import Batch
+
+
+class LayerShape(FeedShape, Protocol):
+    @property
+    def num_heads(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def rms_norm_eps(self) -> float: ...
+
+    @property
+    def qk_norm(self) -> bool: ...
+
+    @property
+    def qkv_bias(self) -> bool: ...
+
+    @property
+    def output_gate(self) -> bool:
+        """Beside each head of queries a gate is projected; its sigmoid is multiplied with what was attended."""
+        ...
+
+    @property
+    def zero_centred(self) -> bool:
+        """Norms multiply with 1 + weight, in float32."""
+        ...
+
+
+@frozen
+class Frame:
+    """What every layer has around its mixing of rows. projection: all that it makes of its normed input, at once."""
+
+    input_norm: Tensor
+    projection: Any
+    out: Any
+    post_norm: Tensor
+    feed: GatedWeights | Experts
+    eps: float
+
+
+@frozen
+class DecoderLayer:
+    """One layer's weights, fused and packed. width: columns of queries, keys and values; a gate may be behind them."""
+
+    frame: Frame
+    prep: HeadPrep
+    width: int
+
+
+def frame_tensors(shape: LayerShape) -> dict[str, tuple[int, ...]]:
+    norm = (shape.hidden_size,)
+    return {"input_layernorm.weight": norm, "post_attention_layernorm.weight": norm, **feed_tensors(shape)}
+
+
+def layer_tensors(shape: LayerShape, prefix: str) -> Shapes:
+    """Published names, which begin with `prefix`, and shapes."""
+    hidden, head = shape.hidden_size, shape.head_dim
+    q, kv = shape.num_heads * head, shape.num_kv_heads * head
+    shapes = frame_tensors(shape) | {
+        "self_attn.q_proj.weight": (2 * q if shape.output_gate else q, hidden),
+        "self_attn.k_proj.weight": (kv, hidden),
+        "self_attn.v_proj.weight": (kv, hidden),
+        "self_attn.o_proj.weight": (hidden, q),
+    }
+    if shape.qk_norm:
+        shapes |= {"self_attn.q_norm.weight": (head,), "self_attn.k_norm.weight": (head,)}
+    if shape.qkv_bias:
+        shapes |= {f"self_attn.{part}_proj.bias": (q if part == "q" else kv,) for part in "qkv"}
+    return {prefix + name: size for name, size in shapes.items()}
+
+
+def layer_products(shape: LayerShape) -> tuple[Weight, ...]:
+    """A bias is no product: it is added where heads are prepared, and a sum of two rounds alike everywhere."""
+    head = shape.head_dim
+    q, kv = shape.num_heads * head, shape.num_kv_heads * head
+    return frame_products(shape, (2 * q if shape.output_gate else q) + 2 * kv, q)
+
+
+def frame_products(shape: LayerShape, projected: int, mixed: int) -> tuple[Weight, ...]:
+    """projected: columns that a row is projected to before it is mixed with others; mixed: that come out of that."""
+    hidden = shape.hidden_size
+    return (Weight(projected, hidden), Weight(hidden, mixed), *feed_products(shape))
+
+
+def layer_matrices(shape: LayerShape, prefix: str) -> Iterator[Matrix]:
+    """Every weight of the layer with the tensors that it is made of."""
+    projection, out = layer_products(shape)[:2]
+    head, own = shape.head_dim, prefix + "self_attn."
+    q, kv = shape.num_heads * head, shape.num_kv_heads * head
+    parts = [(f"{own}q_proj.weight", q), (f"{own}k_proj.weight", kv), (f"{own}v_proj.weight", kv)]
+    yield projection, (*parts, *parts[:1]) if shape.output_gate else tuple(parts)
+    yield out, ((f"{own}o_proj.weight", out.outputs),)
+    yield from feed_matrices(shape, prefix)
+
+
+@frozen
+class WeightReader:
+    """Reads weights onto a device, in the model's dtype. offloaded: where experts go that host memory keeps."""
+
+    weights: WeightSource
+    device: torch.device
+    dtype: torch.dtype
+    offloaded: HostExperts | None = None
+
+    def __call__(self, *names: str) -> Tensor:
+        """The named tensors, stacked along their rows."""
+        parts = [self.weights.read(name).to(self.device, self.dtype) for name in names]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).contiguous()
+
+    def table(self, *, on_host: bool) -> Tensor:
+        """The embedding, in host memory if that is wanted and the device can read it there."""
+        name = "model.embed_tokens.weight"
+        kept = host_table(self.weights.read(name).to(self.dtype)) if on_host else None
+        return self(name) if kept is None else kept
+
+    def matrix(self, *names: str) -> StackedWeight:
+        """The named tensors, one below the other, packed ones as they are."""
+        return StackedWeight(tuple(self._part(name) for name in names), self.dtype, self.device)
+
+    def head(self, table: Tensor | None) -> Tensor | StackedWeight:
+        """What logits are made with. table: the embedding that it is tied to, whose memory it shares where it can."""
+        if table is None:
+            return self.matrix("lm_head.weight")
+        name = "model.embed_tokens.weight"
+        return table if self._packed(name) is None else self.matrix(name)
+
+    def _part(self, name: str) -> Tensor | PackedMatrix:
+        source = self._packed(name)
+        return self(name) if source is None else source.read_packed(name)
+
+    def _packed(self, name: str) -> PackedSource | None:
+        source = self.weights
+        return source if isinstance(source, PackedSource) and source.find_layout(name) is not None else None
+
+    def wide(self, name: str) -> Tensor:
+        """One tensor in float32."""
+        return self.weights.read(name).to(self.device, torch.float32).contiguous()
+
+    def norm(self, name: str, *, zero_centred: bool) -> Tensor:
+        """What a norm multiplies with: as it is read, or 1 + that in float32, which the model's dtype would round."""
+        return self.wide(name) + 1 if zero_centred else self(name)
+
+
+def load_frame(
+    read: WeightReader, kernels: Kernels, shape: LayerShape, prefix: str, *, projection: StackedWeight, out: str
+) -> Frame:
+    """projection: as it is to be packed. out: the name of what rows go through once they are mixed."""
+    input_norm, post_norm = (
+        read.norm(f"{prefix}{place}_layernorm.weight", zero_centred=shape.zero_centred)
+        for place in ("input", "post_attention")
+    )
+    return Frame(
+        input_norm=input_norm,
+        projection=kernels.pack(projection),
+        out=kernels.pack(read.matrix(prefix + out)),
+        post_norm=post_norm,
+        feed=load_feed(read, kernels, shape, prefix),
+        eps=shape.rms_norm_eps,
+    )
+
+
+def load_layer(read: WeightReader, kernels: Kernels, shape: LayerShape, prefix: str) -> DecoderLayer:
+    attention, head = prefix + "self_attn.", shape.head_dim
+    projection = read.matrix(*(f"{attention}{part}_proj.weight" for part in "qkv"))
+    width = (shape.num_heads + 2 * shape.num_kv_heads) * head
+    if shape.output_gate:  # published head by head, `q | gate`; here all gates stand behind the values
+        both, *rest = projection.parts
+        q, gate = torch.arange(2 * shape.num_heads * head).view(shape.num_heads, 2, head).unbind(1)
+        parts = (select_rows(both, q.flatten()), *rest, select_rows(both, gate.flatten()))
+        projection = evolve(projection, parts=parts)
+
+    def head_norm(part: str) -> Tensor | None:
+        return read.norm(f"{attention}{part}_norm.weight", zero_centred=shape.zero_centred) if shape.qk_norm else None
+
+    prep = HeadPrep(
+        bias=read(*(f"{attention}{part}_proj.bias" for part in "qkv")) if shape.qkv_bias else None,
+        q_norm=head_norm("q"),
+        k_norm=head_norm("k"),
+        eps=shape.rms_norm_eps,
+    )
+    frame = load_frame(read, kernels, shape, prefix, projection=projection, out="self_attn.o_proj.weight")
+    return DecoderLayer(frame, prep, width)
+
+
+def projected(kernels: Kernels, frame: Frame, residual: Tensor, delta: Tensor | None) -> Tensor:
+    """Up to where rows mix: residual += delta, and what is projected of it. delta: what the layer before returned."""
+    return kernels.linear(kernels.add_norm(residual, delta, frame.input_norm, frame.eps), frame.projection)
+
+
+def gated(kernels: Kernels, layer: DecoderLayer, attended: Tensor, own: Tensor) -> Tensor:
+    """What was attended, times the sigmoid of the gate in what was projected, if there is one."""
+    if own.shape[1] == layer.width:
+        return attended
+    assert kernels.delta is not None
+    return kernels.delta.apply_gate(attended, own[:, layer.width :])
+
+
+def finished(kernels: Kernels, frame: Frame, residual: Tensor, mixed: Tensor, batch: Batch) -> Tensor:
+    """From there on; what is returned is still to be added to the residual stream."""
+    x = kernels.add_norm(residual, kernels.linear(mixed, frame.out), frame.post_norm, frame.eps)
+    return fed(kernels, frame.feed, x, batch)

@@ -1,0 +1,261 @@
+"""Dense decoders: their configuration, and what it says of tensors, products and the probe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any, ClassVar, Self, TypeVar
+
+import torch
+from attrs import astuple, evolve, frozen
+from torch import Tensor
+
+from adapters.checkpoint.checkpoint_error import CheckpointError, describe_value
+from adapters.checkpoint.config_fields import read_dtype, read_flag, read_positive, read_size
+from adapters.checkpoint.packed_matrix import StepLayout
+from adapters.checkpoint.safetensors_folder import Shapes
+from adapters.models.decoder.decoder_layer import layer_matrices, layer_products, layer_tensors
+from adapters.models.decoder.feed_forward import Matrix, idle_weights
+from adapters.models.decoder.rope import Rotary
+from adapters.models.decoder.tree_attention import check_tree
+from adapters.models.kernels.delta_interface import DeltaShape, make_raw_state, make_row_state
+from adapters.models.kernels.experts_interface import ExpertsShape
+from adapters.models.kernels.product_list import SMALL, TILE, Heads, Products, Weight
+from adapters.models.kernels.row_format import RowFormat
+from adapters.models.kernels.step import Step
+
+HEAD_ROWS = 64  # logits are asked for of decoded and verified rows, a batch of them at most; of more in turns
+_PROBED_VOCABULARY = 256
+
+
+@frozen
+class DenseConfig:
+    """H query heads and KV key/value heads of `head_dim`; H * head_dim need not equal hidden_size.
+
+    qk_norm: heads of queries and keys are normed. qkv_bias: their projections, and that of values, have a bias.
+    output_gate: what is attended is gated. zero_centred: norms multiply with 1 + weight.
+    by_key_head: of recurrent layers, as `RecurrentShape` says.
+    """
+
+    qk_norm: ClassVar[bool] = False
+    qkv_bias: ClassVar[bool] = False
+    output_gate: ClassVar[bool] = False
+    zero_centred: ClassVar[bool] = False
+    by_key_head: ClassVar[bool] = False
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    rope_theta: float
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    dtype: torch.dtype | None = None
+    """What config.json says the weights are in; None if it says nothing."""
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def rotary(self) -> Rotary:
+        return Rotary(self.head_dim, self.rope_theta)
+
+    @property
+    def delta(self) -> DeltaShape | None:
+        """Of the recurrent layers, where there are any."""
+        return None
+
+    @property
+    def experts(self) -> ExpertsShape | None:
+        """Of the layers whose feed-forward is one of experts, where there are any."""
+        return None
+
+    def shape_of(self, layer: int) -> DenseConfig:  # noqa: ARG002 - here, all layers are alike
+        """As of one layer: without experts, if its feed-forward is dense."""
+        return self
+
+    def recurrent(self, layer: int) -> bool:  # noqa: ARG002 - here, all layers attend
+        return False
+
+    def recurrent_layers(self, layers: range | None = None) -> int:
+        return sum(map(self.recurrent, range(self.num_layers) if layers is None else layers))
+
+    def kv_bytes_per_token(self, dtype: torch.dtype, layers: range | None = None) -> int:
+        attending = (self.num_layers if layers is None else len(layers)) - self.recurrent_layers(layers)
+        return 2 * attending * self.num_kv_heads * RowFormat(dtype).row_width(self.head_dim) * dtype.itemsize
+
+    def state_bytes(self, dtype: torch.dtype, device: str = "cpu", layers: range | None = None) -> tuple[int, int]:
+        count = self.recurrent_layers(layers)
+        if not count:
+            return 0, 0
+        held, place = (self._layer_state(*how, dtype, device) for how in ((1, 0), (0, 1)))
+        return count * held, count * place
+
+    def _layer_state(self, slots: int, places: int, dtype: torch.dtype, device: str) -> int:
+        assert self.delta is not None
+        kept = make_raw_state if device == "cuda" else make_row_state
+        state = kept(self.delta, slots, places, dtype, torch.device("meta"))
+        return sum(tensor.nbytes for tensor in astuple(state, recurse=False))
+
+    def tensors(self, layers: range | None = None) -> Shapes:
+        own = range(self.num_layers) if layers is None else layers
+        table = (self.vocab_size, self.hidden_size)
+        expected: dict[str, tuple[int, ...]] = {}
+        is_last = own.stop == self.num_layers
+        if own.start == 0 or (is_last and self.tie_word_embeddings):
+            expected["model.embed_tokens.weight"] = table
+        for layer in own:
+            expected |= self.layer_tensors(layer)
+        if is_last:
+            expected["model.norm.weight"] = (self.hidden_size,)
+            if not self.tie_word_embeddings:
+                expected["lm_head.weight"] = table
+        return expected
+
+    def layer_tensors(self, layer: int) -> Shapes:
+        return layer_tensors(self.shape_of(layer), f"model.layers.{layer}.")
+
+    def layer_products(self, layer: int) -> tuple[Weight, ...]:
+        return layer_products(self.shape_of(layer))
+
+    def products(
+        self,
+        rows: Sequence[int],
+        *,
+        capacity: int,
+        dtype: torch.dtype,
+        threads: int,
+        memory: int = 1 << 62,
+        layouts: Mapping[str, StepLayout] = {},
+    ) -> Products:
+        layers = [one for layer in range(self.num_layers) for one in self.layer_products(layer)]
+        head = Weight(self.vocab_size, self.hidden_size, most=HEAD_ROWS)
+        count = sum(one.outputs * one.inputs * (2 if one.gated else 1) for one in (*layers, head))
+        idle = sum(idle_weights(self.shape_of(layer)) for layer in range(self.num_layers))
+        parts = [part for one in self.matrices() for part in packed_parts(*one, layouts)] if layouts else []
+        plain = [part for part in parts if part.layout is None]
+        return Products(
+            weights=tuple(dict.fromkeys((*layers, head, *plain))),
+            packed=tuple(dict.fromkeys(part for part in parts if part.layout is not None)),
+            unpacked=(count + idle) * dtype.itemsize <= memory,
+            heads=(Heads(self.group, self.head_dim, -(-capacity // TILE) * TILE),),
+            deltas=(self.delta,) if self.delta is not None and self.recurrent_layers() else (),
+            rows=tuple(rows),
+            threads=(1 if count * dtype.itemsize <= SMALL else threads, threads),
+            wider=(count + idle) * 4 <= memory,
+        )
+
+    def layer_matrices(self, layer: int) -> Iterator[Matrix]:
+        return layer_matrices(self.shape_of(layer), f"model.layers.{layer}.")
+
+    def matrices(self, layers: range | None = None) -> Iterator[Matrix]:
+        own = range(self.num_layers) if layers is None else layers
+        for layer in own:
+            yield from self.layer_matrices(layer)
+        if own.stop == self.num_layers:
+            name = "model.embed_tokens.weight" if self.tie_word_embeddings else "lm_head.weight"
+            yield Weight(self.vocab_size, self.hidden_size, most=HEAD_ROWS), ((name, self.vocab_size),)
+
+    def probed(self) -> Sequence[tuple[DenseConfig, range]]:
+        """The embedding alone: the head is on the list of products, and nothing else happens to logits."""
+        return ((self._small(), range(1)),)
+
+    def _small(self, **changes: Any) -> Self:
+        changes |= {"vocab_size": _PROBED_VOCABULARY, "tie_word_embeddings": False, "dtype": None}
+        return evolve(self, num_layers=2, **changes)
+
+
+def check_arguments(
+    config: DenseConfig, layers: range, slots: int, capacity: int, lists: tuple[Sequence[int], Sequence[int]]
+) -> None:
+    """Of a shard of some layers. Raises ValueError. lists: the buckets, and the layers whose outputs are kept."""
+    buckets, aux_layers = lists
+    if layers.step != 1 or not 0 <= layers.start < layers.stop <= config.num_layers:
+        raise ValueError(f"{layers} is not a run of the model's {config.num_layers} layers")
+    if slots < 1 or not 1 <= capacity <= config.max_positions:
+        raise ValueError(f"{slots} slots of {capacity} rows; accepted: at least 1 of 1..{config.max_positions}")
+    if not buckets or any(bucket < 1 for bucket in buckets):
+        raise ValueError(f"buckets {tuple(buckets)} are not positive row counts")
+    if any(not 0 <= layer < config.num_layers for layer in aux_layers):
+        raise ValueError(f"aux_layers {tuple(aux_layers)}: not all in 0..{config.num_layers - 1}")
+
+
+def check_step(step: Step, inputs: Tensor, expected: tuple[int, ...], buckets: Sequence[int]) -> None:
+    """Of a forward. Raises ValueError. expected: the shape of its inputs."""
+    if step.bucket not in buckets:
+        raise ValueError(f"bucket {step.bucket} is not one of {tuple(buckets)}")
+    if not 0 < step.rows <= step.bucket or inputs.shape != expected:
+        raise ValueError(f"{step.rows} rows at bucket {step.bucket} do not go with inputs {tuple(inputs.shape)}")
+    if len({part[0].slot for part in step.parts}) != len(step.parts):
+        raise ValueError("a slot appears twice in one step")
+    if step.branches:
+        for part in step.parts:
+            check_tree(part)
+
+
+def packed_parts(weight: Weight, tensors: Sequence[tuple[str, int]], layouts: Mapping[str, StepLayout]) -> list[Weight]:
+    """What a weight of these tensors, one below the other, is multiplied as, if some of them are packed.
+
+    What gates and what is gated are packed alike, or unpacked.
+    """
+    found = [(layouts.get(name), rows) for name, rows in tensors]
+    kinds = {layout for layout, _ in found}
+    if kinds == {None} or (weight.gated and len(kinds) > 1):
+        return []
+    if weight.gated:
+        return [evolve(weight, layout=found[0][0])]
+    runs = [(layout, sum(rows for _, rows in run)) for layout, run in groupby(found, lambda one: one[0])]
+    whole = weight.outputs if len(runs) > 1 else 0
+    return [evolve(weight, outputs=rows, layout=layout, part_of=whole) for layout, rows in runs]
+
+
+ConfigT = TypeVar("ConfigT", bound=DenseConfig)
+
+
+def parse_dense(
+    raw: Mapping[str, Any], kind: type[ConfigT], *, head_dim: int | None = None, inner: int | None = None, **own: Any
+) -> ConfigT:
+    """Hugging Face's config.json, legacy or transformers-5 style. Raises CheckpointError.
+
+    head_dim: where none is told; by default the hidden size shared among the heads. inner: the intermediate size where
+    none is told, for models without a dense layer. own: the family's own fields; one
+    whose layers are of several kinds has read `layer_types` itself.
+    """
+    if raw.get("hidden_act", "silu") != "silu":
+        raise CheckpointError(
+            f"config.json: hidden_act {describe_value(raw['hidden_act'])} is not supported; accepted: 'silu'"
+        )
+    kinds = raw.get("layer_types") or []
+    sliding = not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)
+    if read_flag(raw, "use_sliding_window") or (sliding and "layer_types" not in own):
+        raise CheckpointError("config.json: sliding window attention is not supported; accepted: full attention")
+    heads, hidden = read_size(raw, "num_attention_heads"), read_size(raw, "hidden_size")
+    kv_heads = read_size(raw, "num_key_value_heads", heads)
+    size = read_size(raw, "head_dim", head_dim or max(1, hidden // heads))
+    if heads % kv_heads:
+        raise CheckpointError(
+            f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+        )
+    if size % 2:
+        raise CheckpointError(f"config.json: head_dim {size} is odd; rotary embedding needs an even one")
+    dtype = read_dtype(raw)
+    return kind(
+        vocab_size=read_size(raw, "vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=read_size(raw, "intermediate_size", inner),
+        num_layers=read_size(raw, "num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=size,
+        max_positions=read_size(raw, "max_position_embeddings"),
+        rms_norm_eps=read_positive(raw.get("rms_norm_eps", 1e-6), "rms_norm_eps"),
+        tie_word_embeddings=read_flag(raw, "tie_word_embeddings"),
+        dtype=None if dtype is None else getattr(torch, dtype),
+        **own,
+    )

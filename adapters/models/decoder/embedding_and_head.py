@@ -1,0 +1,58 @@
+"""Embedding and head of a target whose layers are elsewhere, for a draft that is here."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from attrs import define
+from torch import Tensor
+
+from adapters.checkpoint.weight_source import WeightSource
+from adapters.models.decoder.decoder_layer import WeightReader
+from adapters.models.decoder.shard import OutputHead, TargetHead
+from adapters.models.kernels.interface import Kernels
+from adapters.models.kernels.offload import count_bytes
+
+
+@define(eq=False, slots=False)
+class CopiedEnds:
+    """On a device of this process, read when somebody first asks for them: without a draft nobody does.
+
+    config: of a dense decoder. kernels: pack the head; None where there is no draft beside these layers.
+    """
+
+    config: Any
+    weights: WeightSource
+    kernels: Kernels | None
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def head(self) -> TargetHead:
+        output = self.output
+        return TargetHead(self.embedding, output.packed, output.norm)
+
+    @property
+    def _read(self) -> WeightReader:
+        return WeightReader(self.weights, self.device, self.dtype)
+
+    @cached_property
+    def embedding(self) -> Tensor:
+        return self._read("model.embed_tokens.weight")
+
+    @cached_property
+    def output(self) -> OutputHead:
+        if self.kernels is None:
+            raise ValueError("the head is not beside these layers")
+        norm = self._read.norm("model.norm.weight", zero_centred=self.config.zero_centred)
+        head = self._read.head(self.embedding if self.config.tie_word_embeddings else None)
+        return OutputHead(self.kernels.pack(head), norm)
+
+    @property
+    def nbytes(self) -> int:
+        """Of what was read so far."""
+        own = self.__dict__
+        output = own.get("output")
+        return count_bytes((own.get("embedding"), None if output is None else (output.packed, output.norm)))

@@ -1,0 +1,161 @@
+"""A layer's feed-forward, dense or shared out among experts: its tensors by their published names, and its products.
+
+An expert's tensors are called as they are where each has its own, `mlp.experts.N.gate_proj.weight`; checkpoints that
+stack those of all experts are cut up where they are opened.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterator, Mapping
+from typing import Protocol, TypeAlias
+
+from torch import Tensor
+
+from adapters.checkpoint.config_fields import LIMITS
+from adapters.checkpoint.packed_matrix import StackedWeight
+from adapters.checkpoint.safetensors_folder import StoredTensor, TensorEntry
+from adapters.models.decoder.host_experts import HostExperts
+from adapters.models.kernels.experts_interface import Experts, ExpertsShape, GatedWeights, run_feed_forward
+from adapters.models.kernels.interface import Kernels
+from adapters.models.kernels.product_list import Weight
+from adapters.models.kernels.step_batch import Batch
+
+_STACKED = re.compile(r"(.*\bmlp\.experts\.)(gate_up_proj|down_proj)")
+
+
+Matrix: TypeAlias = tuple[Weight, tuple[tuple[str, int], ...]]
+"""A weight, and the tensors of which it is made, one below the other, each with its rows."""
+
+
+class FeedShape(Protocol):
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def intermediate_size(self) -> int: ...
+
+    @property
+    def experts(self) -> ExpertsShape | None:
+        """None: dense, and the intermediate size is that."""
+        ...
+
+
+def feed_tensors(shape: FeedShape) -> dict[str, tuple[int, ...]]:
+    hidden, experts = shape.hidden_size, shape.experts
+    if experts is None:
+        return _gated_tensors("mlp.", hidden, shape.intermediate_size)
+    found: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (experts.count, hidden)}
+    for number in range(experts.count):
+        found |= _gated_tensors(f"mlp.experts.{number}.", hidden, experts.inner)
+    if experts.shared:
+        found |= _gated_tensors("mlp.shared_expert.", hidden, experts.shared)
+        found["mlp.shared_expert_gate.weight"] = (1, hidden)
+    return found
+
+
+def _gated_tensors(prefix: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{prefix}gate_proj.weight": (inner, hidden),
+        f"{prefix}up_proj.weight": (inner, hidden),
+        f"{prefix}down_proj.weight": (hidden, inner),
+    }
+
+
+def feed_products(shape: FeedShape) -> tuple[Weight, ...]:
+    """What a row is multiplied with, each as often as it is; and the router of the few experts that are probed."""
+    hidden, experts = shape.hidden_size, shape.experts
+    if experts is None:
+        return _gated_products(hidden, shape.intermediate_size)
+    shared = _gated_products(hidden, experts.shared) if experts.shared else ()
+    routers = (Weight(experts.router_outputs, hidden), Weight(experts.shrink_for_probe().router_outputs, hidden))
+    return (*routers, *_gated_products(hidden, experts.inner) * experts.chosen, *shared)
+
+
+def _gated_products(hidden: int, inner: int) -> tuple[Weight, ...]:
+    return Weight(inner, hidden, gated=True), Weight(hidden, inner)
+
+
+def feed_matrices(shape: FeedShape, prefix: str) -> Iterator[Matrix]:
+    hidden, experts = shape.hidden_size, shape.experts
+    if experts is None:
+        yield from _gated_matrices(hidden, shape.intermediate_size, f"{prefix}mlp.")
+        return
+    for number in range(experts.count):
+        yield from _gated_matrices(hidden, experts.inner, f"{prefix}mlp.experts.{number}.")
+    if experts.shared:
+        yield from _gated_matrices(hidden, experts.shared, f"{prefix}mlp.shared_expert.")
+
+
+def _gated_matrices(hidden: int, inner: int, prefix: str) -> Iterator[Matrix]:
+    gated, down = _gated_products(hidden, inner)
+    yield gated, tuple((f"{prefix}{part}_proj.weight", inner) for part in ("gate", "up"))
+    yield down, ((f"{prefix}down_proj.weight", hidden),)
+
+
+def idle_weights(shape: FeedShape) -> int:
+    """How many numbers there are that a row is not multiplied with."""
+    experts = shape.experts
+    return 0 if experts is None else 3 * (experts.count - experts.chosen) * experts.inner * shape.hidden_size
+
+
+class FeedReader(Protocol):
+    @property
+    def offloaded(self) -> HostExperts | None:
+        """Where a layer's experts go that host memory keeps; None: they stay where they are read."""
+        ...
+
+    def matrix(self, *names: str) -> StackedWeight:
+        """The named tensors, one below the other."""
+        ...
+
+
+def load_feed(read: FeedReader, kernels: Kernels, shape: FeedShape, prefix: str) -> GatedWeights | Experts:
+
+    def gated(place: str, *, packed: bool = True) -> GatedWeights:
+        gate, up, down = (f"{prefix}{place}.{part}_proj.weight" for part in ("gate", "up", "down"))
+        both, own = read.matrix(gate, up), read.matrix(down)
+        if not packed:
+            return GatedWeights(kernels.pack_gated(both.unpack()), kernels.pack(own.unpack()))
+        return GatedWeights(kernels.pack_gated(both), kernels.pack(own))
+
+    experts = shape.experts
+    if experts is None:
+        return gated("mlp")
+    each = (gated(f"mlp.experts.{number}", packed=kernels.packs_experts) for number in range(experts.count))
+    gates = ("gate", "shared_expert_gate") if experts.shared else ("gate",)
+    return Experts(
+        experts,
+        router=kernels.pack(read.matrix(*(f"{prefix}mlp.{gate}.weight" for gate in gates)).unpack()),
+        each=kernels.stack_experts(each, experts.count) if read.offloaded is None else read.offloaded.layer(each),
+        shared=gated("mlp.shared_expert") if experts.shared else None,
+    )
+
+
+def fed(kernels: Kernels, feed: GatedWeights | Experts, x: Tensor, batch: Batch) -> Tensor:
+    return kernels.experts(x, feed, batch) if isinstance(feed, Experts) else run_feed_forward(kernels, x, feed)
+
+
+def cut_up(name: str, entry: StoredTensor, wanted: Container[str]) -> Mapping[str, StoredTensor]:
+    """A tensor of all experts as those that each has: of `[E, 2 I, D]`, rows laid out `gate | up`, or `[E, D, I]`.
+
+    Any other is left as it is, as is one whose parts nobody wants; a prediction head's are looked at where it is read.
+    """
+    stack, shape = _STACKED.fullmatch(name), entry.shape
+    if (
+        not isinstance(entry, TensorEntry)
+        or stack is None
+        or len(shape) != 3
+        or not 1 <= shape[0] <= LIMITS["num_experts"]
+    ):
+        return {name: entry}
+    parts = ("gate_proj", "up_proj") if stack[2] == "gate_up_proj" else ("down_proj",)
+    known = stack[1].startswith("mtp.layers.0.") or f"{stack[1]}0.{parts[0]}.weight" in wanted
+    if shape[1] % len(parts) or not known:
+        return {name: entry}
+    height = shape[1] // len(parts)
+    return {
+        f"{stack[1]}{number}.{part}.weight": entry.slice_rows(number * shape[1] + place * height, height)
+        for number in range(shape[0])
+        for place, part in enumerate(parts)
+    }

@@ -1,0 +1,297 @@
+"""Experts in host memory: all of them, pinned; the hot ones on the device, too, the others brought as they are chosen.
+
+Everything is multiplied on the device, by the kernels and in the shapes that all experts have, so where an expert's
+weights lie changes no bits. What a layer's router has chosen is known before any of it is multiplied: those that have
+no place begin to come at once, on a stream of their own, and each waits for nothing but itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor
+
+from adapters.models.kernels.experts_interface import ChosenExperts, GatedWeights, StackedExperts
+from adapters.models.kernels.offload import allocate_pinned, list_tensors, map_tensors
+
+RING = 8  # experts on their way at once: what one row of a step chooses; of Qwen3-30B-A3B 72 MiB
+EVERY = 32  # steps between two reports of what was used
+_ALIGNED = 256
+
+
+@frozen
+class ExpertForm:
+    """How an expert's packed weights lie in a run of bytes: those of all experts alike."""
+
+    tree: Any  # on no device
+    size: int
+
+    @classmethod
+    def of(cls, weights: GatedWeights) -> ExpertForm:
+        parts = list(list_tensors(weights))
+        if any(part.layout is not torch.strided or not part.is_contiguous() for part in parts):
+            raise ValueError("experts in host memory: these kernels pack weights in a form that cannot be copied")
+        tree = map_tensors(weights, lambda part: torch.empty_like(part, device="meta"))
+        return cls(tree, sum(_whole(part.nbytes) for part in parts))
+
+    def over(self, memory: Tensor) -> GatedWeights:
+        """An expert whose weights are these bytes."""
+        at = 0
+
+        def view(part: Tensor) -> Tensor:
+            nonlocal at
+            start, at = at, at + _whole(part.nbytes)
+            return memory[start : start + part.nbytes].view(part.dtype).view(part.shape)
+
+        found = map_tensors(self.tree, view)
+        assert isinstance(found, GatedWeights)
+        return found
+
+    def stacked(self, memory: Tensor) -> StackedExperts:
+        """Those of all rows of `[n, size]` bytes."""
+        rows = len(memory)
+
+        def stack(first: Tensor) -> Tensor:
+            apart = self.size // first.element_size()
+            return first.as_strided((rows, *first.shape), (apart, *first.stride()))
+
+        return StackedExperts(map_tensors(self.over(memory[0]), stack))
+
+
+def _whole(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+@define(eq=False)
+class Spot:
+    """Memory on the device for one expert, number `at` there. arrived: who was to come is there; left: nothing reads
+    who was there.
+    """
+
+    at: int
+    memory: Tensor
+    weights: GatedWeights
+    arrived: torch.cuda.Event | None
+    left: torch.cuda.Event | None
+
+
+@define(eq=False)
+class HostExperts:
+    """Of the layers of one shard, in the order in which they are added. Every call runs on the lane's thread, but for
+    `memory`.
+
+    count: experts of a layer. room: bytes of the device, for the places and for those on their way. An expert's number
+    is counted through all layers.
+    """
+
+    device: torch.device
+    count: int
+    room: int
+    spots: list[Spot] = field(init=False, factory=list[Spot])
+    where: dict[int, int] = field(init=False, factory=dict[int, int])  # expert -> place
+    needed: int = field(init=False, default=0)  # experts that steps asked for, in all
+    brought: int = field(init=False, default=0)  # of those, how many had no place
+    moved: int = field(init=False, default=0)  # that were given one
+    _form: ExpertForm | None = field(init=False, default=None)
+    _places: StackedExperts | None = field(init=False, default=None)
+    _layers: list[Tensor] = field(init=False, factory=list[Tensor])
+    _ring: list[Spot] = field(init=False, factory=list[Spot])
+    _turn: int = field(init=False, default=0)
+    _uses: list[int] = field(init=False, factory=list[int])
+    _asked: int = field(init=False, default=0)  # times that a layer asked since the last report
+    _stream: torch.cuda.Stream | None = field(init=False, default=None)
+
+    # --- loading ---
+
+    def layer(self, each: Iterable[GatedWeights]) -> ChosenExperts:
+        """One more layer. each: its experts, on the device or on the host; none is kept where it was."""
+        first, memory = len(self._layers) * self.count, torch.empty(0)
+        for number, weights in enumerate(each):
+            if self._form is None:
+                self._form = ExpertForm.of(weights)
+                self._make_room(self._form)
+            if not number:
+                memory = allocate_pinned(self.count * self._form.size)
+            own = self._form.over(memory[number * self._form.size :][: self._form.size])
+            for target, source in zip(list_tensors(own), list_tensors(weights), strict=True):
+                target.copy_(source)
+        self._layers.append(memory)
+        self._uses += [0] * self.count
+        assert self._places is not None
+        return LayerOfExperts(self, first, self._places)
+
+    def _make_room(self, form: ExpertForm) -> None:
+        ring = max(1, min(RING, self.room // form.size))
+        places = max(0, self.room // form.size - ring)
+        cuda = self.device.type == "cuda"
+        self._stream = torch.cuda.Stream(self.device) if cuda else None  # type: ignore[no-untyped-call]
+        memory = torch.empty(ring + places, form.size, dtype=torch.uint8, device=self.device)
+        event = torch.cuda.Event if cuda else lambda: None
+        made = [Spot(at, row, form.over(row), event(), event()) for at, row in enumerate(memory)]
+        self._ring, self.spots, self._places = made[:ring], made[ring:], form.stacked(memory)
+
+    # --- what there is ---
+
+    @property
+    def experts(self) -> int:
+        return len(self._layers) * self.count
+
+    @property
+    def places(self) -> int:
+        return min(len(self.spots), self.experts)
+
+    @property
+    def device_bytes(self) -> int:
+        return 0 if self._form is None else (len(self._ring) + len(self.spots)) * self._form.size
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(layer.nbytes for layer in tuple(self._layers))
+
+    def shown(self) -> Mapping[str, int]:
+        """For `/props`: where they lie, and how often that was where they were needed."""
+        return {
+            "count": self.experts,
+            "on_device": len(self.where),
+            "expert_bytes": 0 if self._form is None else self._form.size,
+            "host_bytes": self.host_bytes,
+            "device_bytes": self.device_bytes,
+            "needed": self.needed,
+            "brought": self.brought,
+            "moved": self.moved,
+        }
+
+    # --- moving ---
+
+    def place(self, moves: Iterable[tuple[int, int]]) -> None:
+        """(place, expert): copied there; who was there has none any more. Steps go on meanwhile."""
+        held = {place: expert for expert, place in self.where.items()}
+        for place, expert in moves:
+            if not (0 <= place < self.places and 0 <= expert < self.experts) or expert in self.where:
+                raise ValueError(f"expert {expert} of {self.experts} to place {place} of {self.places}")
+            if (before := held.get(place)) is not None:
+                del self.where[before]
+            self.where[expert], held[place] = place, expert
+            self.moved += 1
+            self._copy(expert, self.spots[place], self._leaving(self.spots[place]))
+
+    def _leaving(self, spot: Spot) -> torch.cuda.Event | None:
+        """What was launched until now may still read it."""
+        if spot.left is not None:
+            spot.left.record()
+        return spot.left
+
+    def _copy(self, expert: int, spot: Spot, after: torch.cuda.Event | None) -> None:
+        layer, number = divmod(expert, self.count)
+        assert self._form is not None
+        source = self._layers[layer][number * self._form.size :][: self._form.size]
+        if self._stream is None or spot.arrived is None or after is None:
+            spot.memory.copy_(source)
+            return
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(after)
+            spot.memory.copy_(source, non_blocking=True)
+            spot.arrived.record(self._stream)
+
+    def fetch(self, first: int, numbers: Sequence[int]) -> Iterator[GatedWeights]:
+        """The weights of a layer's experts, in this order, whose first one is `first` of all; those that have no place
+        begin to come before the first is given out. What is given out is read before the next is asked for.
+        """
+        wanted = [first + number for number in numbers]
+        self._count(wanted)
+        missing = deque(expert for expert in wanted if expert not in self.where)
+        coming = deque(self._bring(missing.popleft()) for _ in range(min(len(missing), len(self._ring))))
+        for expert in wanted:
+            place = self.where.get(expert)
+            spot = coming.popleft() if place is None else self.spots[place]
+            if spot.arrived is not None:
+                spot.arrived.wait()
+            yield spot.weights
+            if place is None:
+                self._leaving(spot)
+                if missing:
+                    coming.append(self._bring(missing.popleft()))
+
+    def fetch_in_turns(self, first: int, numbers: Sequence[int]) -> Iterator[dict[int, int]]:
+        """The same, many at once, by the numbers of their spots: those that have a place first, while others come; then
+        these, in runs of half of what may be on its way, so that the next run comes while one is read.
+        """
+        wanted = [first + number for number in numbers]
+        self._count(wanted)
+        missing = [expert for expert in wanted if expert not in self.where]
+        half = max(1, len(self._ring) // 2)
+        runs = deque(missing[at : at + half] for at in range(0, len(missing), half))
+        coming = deque[list[tuple[int, Spot]]]()
+
+        def more() -> None:
+            if runs:
+                coming.append([(expert, self._bring(expert)) for expert in runs.popleft()])
+
+        for _ in range(len(self._ring) // half):
+            more()
+        there = [(expert, self.spots[self.where[expert]]) for expert in wanted if expert in self.where]
+        if there:
+            yield self._read(first, there)
+        while coming:
+            run = coming.popleft()
+            yield self._read(first, run)
+            for _, spot in run:
+                self._leaving(spot)
+            more()
+
+    def _read(self, first: int, run: Iterable[tuple[int, Spot]]) -> dict[int, int]:
+        """What is launched from now on finds them there."""
+        found = dict[int, int]()
+        for expert, spot in run:
+            if spot.arrived is not None:
+                spot.arrived.wait()
+            found[expert - first] = spot.at
+        return found
+
+    def _bring(self, expert: int) -> Spot:
+        spot = self._ring[self._turn % len(self._ring)]
+        self._turn += 1
+        self._copy(expert, spot, spot.left)
+        return spot
+
+    # --- what was used ---
+
+    def _count(self, wanted: Sequence[int]) -> None:
+        self._asked += 1
+        self.needed += len(wanted)
+        for expert in wanted:
+            self._uses[expert] += 1
+            self.brought += expert not in self.where
+
+    def report(self) -> tuple[int, ...]:
+        """Of every expert, the steps since the last report that needed it; nothing before there were enough."""
+        if self._asked < EVERY * len(self._layers):
+            return ()
+        uses, self._uses, self._asked = tuple(self._uses), [0] * self.experts, 0
+        return uses
+
+    def close(self) -> None:
+        """Give the memory back; it is of no use afterwards."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._layers.clear()
+        self.spots.clear()
+        self._ring.clear()
+        self._places = None
+
+
+class LayerOfExperts(ChosenExperts):
+    """Those of one layer, the first of which is `first` of all."""
+
+    def __init__(self, owner: HostExperts, first: int, places: StackedExperts) -> None:
+        self._owner, self._first, self.places = owner, first, places
+
+    def fetch(self, numbers: Sequence[int]) -> Iterator[GatedWeights]:
+        return self._owner.fetch(self._first, numbers)
+
+    def fetch_in_turns(self, numbers: Sequence[int]) -> Iterator[dict[int, int]]:
+        return self._owner.fetch_in_turns(self._first, numbers)

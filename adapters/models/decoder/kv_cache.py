@@ -1,0 +1,251 @@
+"""Keys and values of some layers, for every slot: one tensor, and all that rows are asked for, by name or place.
+
+Either every slot has memory of its own, in one piece, or its rows are in pages of a pool, wherever a table says.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from adapters.models.decoder.host_copy import copy
+from adapters.models.decoder.shard import NamedTensors
+from adapters.sequence_layout import RowSpec, dtype_name
+from effects.ids import PAGE, Span
+
+Piece: TypeAlias = tuple[int, int]  # a slot, and the number of a run of PAGE rows in it
+
+
+class KvCache:
+    """`[layers, 2, slots, KV, rows, hd]`, zeroed, so that what is masked is always finite.
+
+    names: of the layers, as in `layers.12`. rows: of a slot, in whole tiles of the kernels; in host memory they take up
+    some once they are written. capacity: of these, the ones that can be asked for; all by default. pages: of a pool
+    that slots are given permits from, host memory only: rows take up none any more when their slot no longer has the
+    page that permits them; 0: every slot may keep all of its rows.
+    """
+
+    table: Tensor | None = None
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        shape: tuple[int, int, int, int],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        capacity: int | None = None,
+        pages: int = 0,
+    ) -> None:
+        """shape: slots, KV, rows, hd."""
+        self.slots, heads, rows, width = shape
+        self.capacity = rows if capacity is None else capacity
+        keys = tuple(f"{name}.{part}" for name in names for part in "kv")
+        self.spec = RowSpec(keys, heads, width, dtype_name(dtype))
+        self.pages = pages
+        self._pieces = dict[int, Piece]()  # by page, the piece that it permits
+        self._permits = dict[Piece, int]()  # the other way round
+        self._counts = [0] * self.slots  # pages of each
+        self._make((len(names), 2, *shape), dtype, device)
+        # Keys and values of each layer, `[slots, KV, rows, hd]`.
+        self.layers: list[tuple[Tensor, Tensor]] = [(keys, values) for keys, values in self._all]
+
+    def _make(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self._memory: mmap.mmap | None = None
+        if device.type == "cpu" and torch.Size(shape).numel():
+            size = torch.Size(shape).numel() * dtype.itemsize
+            self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._all = torch.frombuffer(self._memory, dtype=dtype).view(shape)
+        else:
+            self._all = torch.zeros(shape, dtype=dtype, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """That rows may come to take."""
+        return min(self._all.nbytes, self.pages * PAGE * self.spec.token_bytes) if self.pages else self._all.nbytes
+
+    def check_span(self, slot: int, start: int, stop: int) -> None:
+        """Raises ValueError for rows that no slot has."""
+        if not 0 <= slot < self.slots:
+            raise ValueError(f"slot {slot} is not in 0..{self.slots - 1}")
+        if not 0 <= start < stop <= self.capacity:
+            raise ValueError(f"rows {start}..{stop} are not a span within a slot's {self.capacity} rows")
+
+    def rows(self, slot: int, start: int, stop: int) -> Tensor:
+        """Where they are: a view `[layers, 2, KV, stop - start, hd]`."""
+        self.check_span(slot, start, stop)
+        return self._all[:, :, slot, :, start:stop]
+
+    def put(self, layer: int, slot: int, start: int, keys: Tensor, values: Tensor) -> None:
+        """Rows from `start` on of one layer, each `[KV, rows, hd]`."""
+        for cache, rows in zip(self.layers[layer], (keys, values), strict=True):
+            cache[slot, :, start : start + rows.shape[1]] = rows
+
+    def seat(self, slot: int, source: int, keep: int, pages: Sequence[int]) -> None:
+        """Give the slot these pages in place of all that it had, and put the source's first `keep` rows into them.
+
+        The copy comes before memory is given back, so a page may come from the source itself.
+        """
+        self._check_pages(slot, 0, pages)
+        if keep > len(pages) * PAGE:
+            raise ValueError(f"slot {slot} keeps {keep} rows and is given {len(pages)} pages of {PAGE} for them")
+        lost = self._permit(slot, 0, pages)
+        if keep and source != slot:
+            self.copy(source, slot, 0, keep)
+        self._give_back(lost)
+
+    def grow(self, slot: int, pages: Sequence[int]) -> None:
+        """Give the slot these pages behind those that it has."""
+        self._check_pages(slot, self._counts[slot], pages)
+        self._give_back(self._permit(slot, self._counts[slot], pages))
+
+    def _check_pages(self, slot: int, first: int, pages: Sequence[int]) -> None:
+        """Raise ValueError for pages that are not in the pool, that come twice, or that the slot has no rows for."""
+        stop, most = first + len(pages), -(-self.capacity // PAGE)
+        if stop > most:
+            raise ValueError(f"slot {slot} is given {stop} pages; it has rows for {most}")
+        if len(set(pages)) < len(pages) or not all(0 <= page < self.pages for page in pages):
+            raise ValueError(f"pages {tuple(pages)} for slot {slot}: not all are in 0..{self.pages - 1}, each once")
+
+    def _permit(self, slot: int, first: int, pages: Sequence[int]) -> list[Piece]:
+        """Note that these pages permit the slot's pieces from `first` on. Return the pieces whose permit they were.
+
+        A page permits one piece at most, and a piece has one permit at most. A piece that gets another permit loses
+        its old one here; otherwise its memory would be given back when that old page goes to another slot.
+        """
+        given = [(slot, number) for number in range(first, first + len(pages))]
+        for piece in given:
+            self._pieces.pop(self._permits.pop(piece, -1), None)
+        lost = [self._pieces.pop(page) for page in pages if page in self._pieces]
+        for piece in lost:
+            del self._permits[piece]
+        for page, piece in zip(pages, given, strict=True):
+            self._pieces[page], self._permits[piece] = piece, page
+        self._counts[slot] = first + len(pages)
+        return lost
+
+    def _give_back(self, pieces: Iterable[Piece]) -> None:
+        """Return the memory of these pieces to the system: their rows are zeros then.
+
+        Bytes at the ends of a piece that do not fill one of the system's own pages stay.
+        """
+        if self._memory is None:
+            return
+        for slot, number in pieces:
+            rows = self._all[0, 0, slot, 0, number * PAGE : (number + 1) * PAGE]
+            step, size = self._all.stride(3) * rows.itemsize, rows.nbytes
+            for both in self._all[:, :, slot, 0, number * PAGE].flatten(0, 1):
+                begin = both.data_ptr() - self._all.data_ptr()
+                for at in range(begin, begin + step * self.spec.heads, step):
+                    start, stop = -(-at // mmap.PAGESIZE) * mmap.PAGESIZE, (at + size) // mmap.PAGESIZE * mmap.PAGESIZE
+                    if start < stop:
+                        self._memory.madvise(mmap.MADV_DONTNEED, start, stop - start)
+
+    def copy(self, source: int, target: int, start: int, stop: int) -> None:
+        for first, last in self.spans(start, stop):
+            self.rows(target, first, last).copy_(self.rows(source, first, last))
+
+    def spans(self, start: int, stop: int) -> Iterator[Span]:
+        """Those that `rows` has a view of, in order."""
+        yield start, stop
+
+    def export(self, slot: int, start: int, stop: int) -> NamedTensors:
+        """By name, each `[KV, stop - start, hd]`, on the host."""
+        parts = [self.rows(slot, *span).flatten(0, 1) for span in self.spans(start, stop)]
+        rows = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
+        host = torch.empty(rows.shape, dtype=rows.dtype).copy_(rows)
+        return dict(zip(self.spec.names, host, strict=True))
+
+    def import_(self, slot: int, start: int, rows: NamedTensors) -> None:
+        """What `export` gave, at `start`; ValueError for a name, shape or dtype that is not ours."""
+        odd = sorted(set(self.spec.names).symmetric_difference(rows))
+        if odd:
+            raise ValueError(f"rows of {len(self.spec.names) // 2} layers: {odd[0]} is odd")
+        first = rows[self.spec.names[0]]
+        count, dtype = first.shape[1] if first.dim() == 3 else 0, self._all.dtype
+        self.check_span(slot, start, start + count)
+        shape = (self.spec.heads, count, self.spec.width)
+        for name, tensor in rows.items():
+            if tensor.shape != shape or tensor.dtype != dtype:
+                raise ValueError(f"{name}: {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(shape)}")
+        for begin, end in self.spans(start, start + count):
+            for name, place in zip(self.spec.names, self.rows(slot, begin, end).flatten(0, 1), strict=True):
+                given = rows[name][:, begin - start : end - start]
+                if place.device.type == given.device.type == "cpu":
+                    copy(place, given)
+                else:
+                    place.copy_(given)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.layers.clear()
+        self._all = self._all.new_empty(0)
+        self._memory = None
+
+
+class PagedKvCache(KvCache):
+    """`[layers, 2, pages, KV, PAGE, hd]`, zeroed. Slots may have the same page, where their sequences begin alike.
+
+    table: int32 `[slots, pages of a slot]` on the device, for kernels, at an address that stays; what slots do not have
+    is some page all the same. Written on the lane, in order with what is launched there.
+    """
+
+    table: Tensor
+
+    def _make(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        layers, _, slots, heads, rows, width = shape
+        most = -(-rows // PAGE)  # of a slot
+        self._all = torch.zeros(layers, 2, self.pages, heads, PAGE, width, dtype=dtype, device=device)
+        # Before anybody is given pages, as while a server starts, slots have theirs in turn.
+        self._pages = [[(slot * most + at) % self.pages for at in range(most)] for slot in range(slots)]
+        self.table = torch.tensor(self._pages, dtype=torch.int32).to(device)
+
+    @property
+    def nbytes(self) -> int:
+        return self._all.nbytes + self.table.nbytes
+
+    def rows(self, slot: int, start: int, stop: int) -> Tensor:
+        """The same, of rows of one page."""
+        self.check_span(slot, start, stop)
+        number, first = divmod(start, PAGE)
+        if stop - start > PAGE - first:
+            raise ValueError(f"rows {start}..{stop} are in several pages of {PAGE}")
+        return self._all[:, :, self._pages[slot][number], :, first : first + stop - start]
+
+    def put(self, layer: int, slot: int, start: int, keys: Tensor, values: Tensor) -> None:
+        for begin, end in self.spans(start, start + keys.shape[1]):
+            number, first = divmod(begin, PAGE)
+            for cache, rows in zip(self.layers[layer], (keys, values), strict=True):
+                place = cache[self._pages[slot][number], :, first : first + end - begin]
+                place.copy_(rows[:, begin - start : end - start])
+
+    def spans(self, start: int, stop: int) -> Iterator[Span]:
+        while start < stop:
+            end = min(stop, (start // PAGE + 1) * PAGE)
+            yield start, end
+            start = end
+
+    def seat(self, slot: int, source: int, keep: int, pages: Sequence[int]) -> None:
+        self._check_pages(slot, 0, pages)
+        if keep > len(pages) * PAGE:
+            raise ValueError(f"slot {slot} keeps {keep} rows and is given {len(pages)} pages of {PAGE} for them")
+        before = self._pages[source][: -(-keep // PAGE)]
+        moves = [(old, new) for old, new in zip(before, pages, strict=False) if old != new]
+        read, written = {old for old, _ in moves}, {new for _, new in moves}
+        # A page that is both read and written is read before anything is written.
+        held = {old: self._all[:, :, old].clone() for old in read & written}
+        for old, new in moves:
+            self._all[:, :, new].copy_(held.get(old, self._all[:, :, old]))
+        self._counts[slot] = 0
+        self.grow(slot, pages)
+
+    def grow(self, slot: int, pages: Sequence[int]) -> None:
+        first, stop = self._counts[slot], self._counts[slot] + len(pages)
+        self._check_pages(slot, first, pages)
+        self._pages[slot][first:stop] = pages
+        self.table[slot, first:stop] = torch.tensor(pages, dtype=torch.int32)
+        self._counts[slot] = stop

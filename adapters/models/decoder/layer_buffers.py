@@ -1,0 +1,93 @@
+"""What a shard's forwards of one bucket write to, and which of its layers run at once there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import groupby
+
+import torch
+from attrs import define, field
+from torch import Tensor
+
+from adapters.models.decoder.decoder_layer import DecoderLayer
+from adapters.models.decoder.tree_attention import TreeAttention
+from adapters.models.kernels.experts_interface import Experts, GatedWeights
+from adapters.models.kernels.interface import AttentionMask, Embedding, FusedLayers, Kernels, Rope, WholeLayer
+from adapters.models.kernels.step import Forward
+from adapters.models.kernels.step_batch import StateBatch
+
+
+@define(eq=False)
+class Buffers:
+    """The static tensors of one bucket. fused_layers: layers that run together, by the first one's number."""
+
+    batch: StateBatch
+    hidden: Tensor
+    logits: Tensor | None
+    forward: Forward
+    fused_layers: Mapping[int, tuple[int, FusedLayers]]
+    tree: TreeAttention | None = field(init=False, default=None)
+
+    def logits_of(self, vocabulary: int) -> Tensor:
+        """Made when they are first asked for: a prefill's bucket never needs them, and they are large."""
+        if self.logits is None:
+            self.logits = torch.zeros(len(self.hidden), vocabulary, device=self.hidden.device)
+        return self.logits
+
+    @property
+    def nbytes(self) -> int:
+        aux_hidden_states = [one for one in self.forward.aux_hidden_states.values() if one is not self.hidden]
+        own = (self.logits, self.tree, self.batch.table, self.hidden, *aux_hidden_states)
+        return sum(one.nbytes for one in own if one is not None)
+
+
+def together(
+    kernels: Kernels,
+    layers: Mapping[int, tuple[DecoderLayer, tuple[Tensor, Tensor]]],
+    rope: Rope,
+    forward: Forward,
+    embedding: Tensor | None,
+) -> Mapping[int, tuple[int, FusedLayers]]:
+    """Of layers of attention, by number, and their caches: the runs that the kernels carry out at once, the ends by the
+    beginnings. embedding: of the model's first layer.
+    """
+    found, whole = dict[int, tuple[int, FusedLayers]](), list[tuple[int, WholeLayer]]()
+    for number, (layer, caches) in layers.items():
+        if not isinstance(layer.frame.feed, Experts):
+            before = forward.aux_hidden_states.get(number - 1)
+            whole.append((number, whole_layer(layer, layer.frame.feed, caches, before)))
+    for _, pairs in groupby(enumerate(whole), lambda pair: pair[1][0] - pair[0]):
+        run = [one for _, one in pairs]
+        made = kernels.fuse_layers(
+            [layer for _, layer in run],
+            rope,
+            len(forward.hidden),
+            Embedding(embedding) if run[0][0] == 0 and embedding is not None else None,
+        )
+        if made is not None:
+            found[run[0][0]] = run[-1][0] + 1, made
+    return found
+
+
+def whole_layer(
+    layer: DecoderLayer,
+    feed: GatedWeights,
+    caches: tuple[Tensor, Tensor],
+    before: Tensor | None = None,
+    mask: AttentionMask | None = None,
+) -> WholeLayer:
+    frame = layer.frame
+    return WholeLayer(
+        input_norm=frame.input_norm,
+        projection=frame.projection,
+        width=layer.width,
+        prep=layer.prep,
+        k_cache=caches[0],
+        v_cache=caches[1],
+        out=frame.out,
+        post_norm=frame.post_norm,
+        feed=feed,
+        eps=frame.eps,
+        before=before,
+        mask=AttentionMask(causal=True) if mask is None else mask,
+    )

@@ -1,0 +1,206 @@
+"""The positional state of some layers, for every slot: where it stands, what may go on from it, and places for more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from attrs import astuple, frozen
+from torch import Tensor
+
+from adapters.models.decoder.shard import Kept, NamedTensors
+from adapters.models.kernels.delta_interface import CHUNK, TAPS, UNSETTLED, DeltaKernels, DeltaShape, DeltaState
+from adapters.models.kernels.step import Step
+from adapters.sequence_layout import TensorSpec, dtype_name, torch_dtype
+
+_NOTHING = nullcontext()
+
+
+@frozen
+class Standing:
+    """base: of the state, a multiple of 64; None where it was imported and stands where the next forward starts.
+
+    rows: settled ones behind it, of which later rows find in the layers what they need. At most 63.
+    """
+
+    base: int | None
+    rows: int = 0
+
+
+class RecurrentCache:
+    """What layers with the gated delta rule keep, in tensors that their kernels make.
+
+    names: as in `layers.12`. Where there is no such layer, nothing is kept, and any step may start anywhere.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        shape: DeltaShape | None,
+        kernels: DeltaKernels | None,
+        *,
+        slots: int,
+        places: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        if names and (shape is None or kernels is None):
+            raise ValueError("these kernels have no operations for recurrent layers")
+        self.slots, self.places, self._kernels = slots, places if names else 0, kernels
+        self.layers, specs = list[DeltaState](), list[TensorSpec]()
+        if shape is not None and kernels is not None:
+            self.layers += (kernels.make_state(shape, slots, places, dtype, device) for _ in names)
+            memory = (shape.value_heads, shape.key_size, shape.value_size)
+            for name in names:
+                specs.append(TensorSpec(f"{name}.conv", dtype_name(dtype), (TAPS - 1, shape.channels)))
+                specs.append(TensorSpec(f"{name}.memory", "F32", memory))
+        self.specs = tuple(specs)
+        self._standing = [Standing(0)] * slots
+        self._kept = [Standing(None)] * places
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for layer in self.layers for tensor in astuple(layer, recurse=False))
+
+    # --- steps ---
+
+    def start(self, step: Step) -> tuple[int, ...]:
+        """Where the state of each segment's slot stands; from now on its rows behind the segment's start are forgotten.
+
+        Raises ValueError for a step that cannot go on from what is there.
+        """
+        if not self.layers:
+            return (0,) * len(step.segments)
+        if step.branches:
+            raise ValueError("a tree: each of its nodes would need a recurrent state of its own")
+        bases = tuple(self._base(segment.slot, segment.start) for segment in step.segments)
+        for segment in step.segments:
+            if segment.count > UNSETTLED and not step.rows_only:
+                rows = f"{segment.count} rows of slot {segment.slot}"
+                raise ValueError(f"{rows} in a step that may be rolled back; accepted: at most {UNSETTLED}")
+        for segment, base in zip(step.segments, bases, strict=True):
+            if not segment.start:
+                for layer in self.layers:
+                    layer.memory[segment.slot].zero_()
+                    layer.conv[segment.slot].zero_()
+            self._standing[segment.slot] = Standing(base, segment.start - base)
+        return bases
+
+    def _base(self, slot: int, start: int) -> int:
+        """Where the state stands that a forward of the slot from `start` on goes on from."""
+        if not start:
+            return 0
+        standing = self._standing[slot]
+        base = start if standing.base is None else standing.base
+        if base % CHUNK or not base <= start <= base + standing.rows:
+            raise ValueError(
+                f"slot {slot} has its state at {standing.base}, with {standing.rows} rows behind it; "
+                f"nothing continues from {start}"
+            )
+        return base
+
+    def settling(self, step: Step) -> AbstractContextManager[None]:
+        """Around a forward. One of rows only moves states as it goes: if it raises, they are put back; else all of its
+        rows are settled.
+        """
+        return self._settling(step) if step.rows_only and self.layers else _NOTHING
+
+    def restoring(self, step: Step) -> AbstractContextManager[None]:
+        """Around whatever settles a step of rows only: if it raises, each slot's state is where the step found it."""
+        return self._restoring(step) if step.rows_only and self.layers else _NOTHING
+
+    @contextmanager
+    def _settling(self, step: Step) -> Iterator[None]:
+        with self._restoring(step):
+            yield
+        for one in step.segments:
+            stop = one.start + one.count
+            self._standing[one.slot] = Standing(stop - stop % CHUNK, stop % CHUNK)
+
+    @contextmanager
+    def _restoring(self, step: Step) -> Iterator[None]:
+        bases = [self._base(one.slot, one.start) for one in step.segments]
+        saved = [
+            (tensor[one.slot], tensor[one.slot].clone())
+            for one, base in zip(step.segments, bases, strict=True)
+            if one.start
+            for layer in self.layers
+            for tensor in (astuple(layer, recurse=False) if one.start > base else (layer.memory, layer.conv))
+            if len(tensor)
+        ]
+        try:
+            yield
+        except BaseException:
+            for place, before in saved:
+                place.copy_(before)
+            for one, base in zip(step.segments, bases, strict=True):
+                self._standing[one.slot] = Standing(base, one.start - base)
+            raise
+
+    def commit(self, step: Step, kept: Sequence[Kept]) -> None:
+        if self._kernels is None or not self.layers:
+            return
+        for segment, keep in zip(step.segments, kept, strict=True):
+            base = self._base(segment.slot, segment.start)
+            rows = segment.start - base + (keep if isinstance(keep, int) else len(keep))
+            if rows >= CHUNK:
+                self._kernels.advance_state(self.layers, segment.slot, base)
+                base, rows = base + CHUNK, rows - CHUNK
+            self._standing[segment.slot] = Standing(base, rows)
+
+    # --- states ---
+
+    def copy(self, source: int, target: int) -> None:
+        """All that the source may go on with."""
+        for layer in self.layers:
+            for tensor in astuple(layer, recurse=False):
+                if len(tensor):
+                    tensor[target].copy_(tensor[source])
+        self._standing[target] = self._standing[source]
+
+    def keep(self, slot: int, place: int) -> None:
+        self._move(slot, self._place(place))
+        self._kept[place] = Standing(self._standing[slot].base)
+
+    def load(self, place: int, slot: int) -> None:
+        self._move(self._place(place), slot)
+        self._standing[slot] = self._kept[place]
+
+    def _place(self, place: int) -> int:
+        if not 0 <= place < self.places:
+            raise ValueError(f"place {place} is not one of {self.places}")
+        return self.slots + place
+
+    def _move(self, source: int, target: int) -> None:
+        for layer in self.layers:
+            layer.memory[target].copy_(layer.memory[source])
+            layer.conv[target].copy_(layer.conv[source])
+
+    def _tensors(self, slot: int) -> list[Tensor]:
+        """In the order of `specs`."""
+        return [tensor[slot] for layer in self.layers for tensor in (layer.conv, layer.memory)]
+
+    def export(self, slot: int) -> NamedTensors:
+        """On the host."""
+        return {
+            spec.name: torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+            for spec, tensor in zip(self.specs, self._tensors(slot), strict=True)
+        }
+
+    def import_(self, slot: int, state: NamedTensors) -> None:
+        """What `export` gave; ValueError for a name, shape or dtype that is not ours."""
+        odd = sorted({spec.name for spec in self.specs}.symmetric_difference(state))
+        if odd:
+            raise ValueError(f"state of {len(self.layers)} layers: {odd[0]} is odd")
+        for spec in self.specs:
+            tensor, dtype = state[spec.name], torch_dtype(spec.dtype)
+            if tensor.shape != spec.shape or tensor.dtype != dtype:
+                raise ValueError(f"{spec.name}: {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(spec.shape)}")
+        for spec, place in zip(self.specs, self._tensors(slot), strict=True):
+            place.copy_(state[spec.name])
+        self._standing[slot] = Standing(None)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.layers.clear()

@@ -1,0 +1,173 @@
+"""Rotary embedding: frequencies as families scale them, and the tables that kernels read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.checkpoint.config_fields import read_positive, read_rope
+from adapters.models.kernels.interface import Rope
+
+
+@frozen
+class Linear:
+    """Positions are divided by `factor`."""
+
+    factor: float
+
+    def scaled(self, powers: Tensor, theta: float) -> Tensor:  # noqa: ARG002 - not every scaling looks at theta
+        return 1.0 / powers / self.factor
+
+
+@frozen
+class Llama3:
+    """Wavelengths above original / low are stretched by `factor`, those below original / high stay, a ramp between."""
+
+    factor: float
+    low: float
+    high: float
+    original: float
+
+    def scaled(self, powers: Tensor, theta: float) -> Tensor:  # noqa: ARG002
+        plain = 1.0 / powers
+        wavelengths = 2 * math.pi / plain
+        stretched = torch.where(wavelengths > self.original / self.low, plain / self.factor, plain)
+        smooth = (self.original / wavelengths - self.low) / (self.high - self.low)
+        ramp = (1 - smooth) * stretched / self.factor + smooth * stretched
+        between = (wavelengths >= self.original / self.high) & (wavelengths <= self.original / self.low)
+        return torch.where(between, ramp, stretched)
+
+
+@frozen
+class Yarn:
+    """Frequencies of many turns within `original` positions stay, those of few are divided by `factor`.
+
+    fast, slow: the turns where the ramp between the two ends. attention: what cosines and sines are multiplied with.
+    truncate: the ramp starts and ends at whole pairs.
+    """
+
+    factor: float
+    original: float
+    fast: float
+    slow: float
+    attention: float
+    truncate: bool
+
+    def scaled(self, powers: Tensor, theta: float) -> Tensor:
+        head = 2 * len(powers)
+        low, high = (
+            head * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+            for turns in (self.fast, self.slow)
+        )
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head - 1)
+        width = high - low or 0.001
+        kept = 1 - ((torch.arange(head // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+        return 1.0 / (self.factor * powers) * (1 - kept) + 1.0 / powers * kept
+
+
+@frozen
+class Divided:
+    """Each frequency is divided by a factor of its own, as GGUF files tell it."""
+
+    factors: tuple[float, ...]
+
+    def scaled(self, powers: Tensor, theta: float) -> Tensor:  # noqa: ARG002
+        return 1.0 / powers / torch.tensor(self.factors)
+
+
+Scaling: TypeAlias = Linear | Llama3 | Yarn | Divided
+
+
+@frozen
+class Rotary:
+    """Half-split rotary embedding over the first `head_dim` numbers of a head, at absolute positions."""
+
+    head_dim: int
+    theta: float
+    scaling: Scaling | None = None
+
+    def tables(self, positions: int, device: torch.device) -> Rope:
+        """Computed on the host in float32, in the order of transformers, so that every device rotates alike."""
+        frequencies, scale = self.frequencies()
+        angles = torch.outer(torch.arange(positions).float(), frequencies)
+        cos, sin = angles.cos(), angles.sin_()
+        if scale != 1:
+            cos, sin = cos.mul_(scale), sin.mul_(scale)
+        return Rope(cos.to(device), sin.to(device))
+
+    def frequencies(self) -> tuple[Tensor, float]:
+        """Float32 `[hd / 2]`, and the factor of cosines and sines."""
+        powers = self.theta ** (torch.arange(0, self.head_dim, 2, dtype=torch.int64).float() / self.head_dim)
+        if self.scaling is None:
+            return 1.0 / powers, 1.0
+        scale = self.scaling.attention if isinstance(self.scaling, Yarn) else 1.0
+        return self.scaling.scaled(powers, self.theta), scale
+
+
+def parse_rope(
+    raw: Mapping[str, Any], accepted: Sequence[str], theta: float | None = None
+) -> tuple[float, Scaling | None]:
+    """Theta and scaling of a config.json. theta: where none is told; without it, it must be told."""
+    rope = read_rope(raw, accepted, theta)
+    base, kind = rope["rope_theta"], rope["rope_type"]
+    if kind == "default":
+        return base, None
+    if kind == "linear":
+        return base, Linear(_number(rope, "factor"))
+    if kind == "llama3":
+        low, high = _number(rope, "low_freq_factor"), _number(rope, "high_freq_factor")
+        if low >= high:
+            raise CheckpointError(f"config.json: low_freq_factor {low:g} is not below high_freq_factor {high:g}")
+        return base, Llama3(_number(rope, "factor"), low, high, _number(rope, "original_max_position_embeddings"))
+    return base, _yarn(rope, raw.get("max_position_embeddings"), base)
+
+
+def _number(rope: Mapping[str, Any], name: str) -> float:
+    if rope.get(name) is None:
+        raise CheckpointError(f"config.json: {name} of rope type {rope['rope_type']!r} is missing")
+    return read_positive(rope[name], name)
+
+
+def _yarn(rope: Mapping[str, Any], longest: object, theta: float) -> Yarn:
+    if theta <= 1:
+        raise CheckpointError(f"config.json: rope_theta {theta:g} is not above 1")
+    told = rope.get("original_max_position_embeddings")
+    original = read_positive(longest if told is None else told, "original_max_position_embeddings")
+    factor = rope.get("factor")
+    if factor is None and longest is not None:
+        factor = read_positive(longest, "max_position_embeddings") / original
+    factor = read_positive(factor, "factor")
+    truncate = rope.get("truncate")
+    if truncate is not None and not isinstance(truncate, bool):
+        raise CheckpointError(f"config.json: truncate {repr(truncate)[:40]} is not true or false")
+    return Yarn(
+        factor=factor,
+        original=original,
+        fast=read_positive(rope.get("beta_fast") or 32, "beta_fast"),
+        slow=read_positive(rope.get("beta_slow") or 1, "beta_slow"),
+        attention=_attention_factor(rope, factor),
+        truncate=truncate is not False,
+    )
+
+
+def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
+    told = rope.get("attention_factor")
+    if told is not None:
+        return read_positive(told, "attention_factor")
+
+    def grown(by: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0
+
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return grown(read_positive(rope["mscale"], "mscale")) / grown(
+            read_positive(rope["mscale_all_dim"], "mscale_all_dim")
+        )
+    return grown(1.0)

@@ -1,0 +1,305 @@
+"""How much of a prompt's end looks at each of its tokens: the attention of a small model, layer after layer.
+
+The whole prompt goes through one layer, part by part, before the next one is begun: only its hidden states, and one
+layer's keys and values, are ever there at once. A layer that attends is scored with its last queries as soon as all of
+its keys are known: softmax over the keys that each of them sees, of which the largest over heads and layers counts.
+Queries and keys are taken before they are rotated, so that what is far away weighs as much as what is near.
+
+A long prompt's attention is what takes time, and what is to be found in a text is mostly in the text around it. So rows
+far from the end attend to the first rows and to the latest thousands; those that ask, at the end, to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import Any
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor
+
+from adapters.checkpoint.weight_source import WeightSource
+from adapters.models.decoder.decoder_layer import DecoderLayer, WeightReader, finished, gated, load_layer, projected
+from adapters.models.decoder.dense_config import DenseConfig
+from adapters.models.decoder.recurrent_cache import RecurrentCache
+from adapters.models.decoder.recurrent_layer import DeltaLayer, load_delta_layer
+from adapters.models.kernels.interface import HeadPrep, Kernels
+from adapters.models.kernels.offload import OffloadableWeights
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.kernels.step_batch import StateBatch
+
+TAIL = 8  # last tokens, whose queries score
+TURN = 1024  # rows through all layers, between which others go on: as many as a target's chunk on a GPU
+POOL = 13  # tokens that a score is averaged over, it in the middle
+SINK = 256  # first rows, which all attend to: models put there what they do not look for
+WINDOW = 4096  # rows before a band that its rows attend to, beside the first ones
+BAND = 4096  # rows from a multiple of it on; bands, not portions, decide who attends to what
+ASKING = 512  # last rows, which attend to all
+
+
+@frozen
+class Portion:
+    """Rows that go through a layer together. low: of the rows before their band, they attend to those from there on and
+    to the first SINK; 0: to all.
+    """
+
+    start: int
+    stop: int
+    low: int = 0
+
+
+def portions(count: int, chunk: int) -> Iterator[Portion]:
+    """Of so many tokens, in order, each of a chunk's rows at most."""
+    asking = count - ASKING if count > WINDOW + BAND else 0
+    for first, last in pairwise(sorted({*range(0, count, BAND), asking, count})):
+        low = first // BAND * BAND - WINDOW
+        for start in range(first, last, chunk):
+            yield Portion(start, min(last, start + chunk), low if low > SINK and start < asking else 0)
+
+
+@frozen(eq=False)
+class ScorerWeights:
+    """Neither the last norm nor a head: nothing is generated."""
+
+    embedding: Tensor
+    layers: tuple[DecoderLayer | DeltaLayer, ...]
+
+
+@define(eq=False)
+class Scorer:
+    """A model of any family that is made of decoder layers, of which only the layers are read.
+
+    buckets: the row counts that its forwards run with. limit: tokens of a prompt at most.
+    """
+
+    config: DenseConfig
+    source: WeightSource
+    kernels: Kernels
+    device: torch.device
+    dtype: torch.dtype
+    buckets: tuple[int, ...]
+    limit: int
+    weights: OffloadableWeights[ScorerWeights] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.weights = OffloadableWeights(self._load, self.device)
+
+    @property
+    def chunk(self) -> int:
+        return self.buckets[-1]
+
+    def _load(self) -> ScorerWeights:
+        config, read = self.config, WeightReader(self.source, self.device, self.dtype)
+        layers = tuple(
+            (load_delta_layer if config.recurrent(layer) else load_layer)(
+                read, self.kernels, config.shape_of(layer), f"model.layers.{layer}."
+            )
+            for layer in range(config.num_layers)
+        )
+        return ScorerWeights(read("model.embed_tokens.weight"), layers)
+
+    def begin(self, tokens: tuple[int, ...]) -> Scoring:
+        """Raises torch.OutOfMemoryError. The weights must be loaded."""
+        return Scoring(self, tokens)
+
+
+@define(eq=False)
+class Scoring:
+    """One prompt on its way through the layers, a portion of one layer at a time."""
+
+    scorer: Scorer
+    tokens: tuple[int, ...]
+    layer: int = field(init=False, default=0)
+    done: int = field(init=False, default=0)  # portions of that layer
+    _portions: tuple[Portion, ...] = field(init=False)
+    _hidden: Tensor = field(init=False)  # [n, D], the residual stream before the layer, and behind it for rows done
+    _kv: Tensor = field(init=False)  # [2, 1, KV, n, hd], of the layer
+    _near: Tensor | None = field(init=False, default=None)  # the same of the rows that a band attends to
+    _keys: Tensor = field(init=False)  # [KV, n, hd], of the layer, not rotated
+    _tail: Tensor = field(init=False)  # [KV, G, TAIL, hd], queries of the layer, not rotated
+    _most: Tensor = field(init=False)  # [TAIL, n], the largest of all layers so far
+    _rope: Any = field(init=False)
+    _batches: dict[tuple[int, int], StateBatch] = field(init=False, factory=dict)  # by first row and rows
+    _states: RecurrentCache | None = field(init=False, default=None)
+
+    def __attrs_post_init__(self) -> None:
+        scorer, config, count = self.scorer, self.scorer.config, len(self.tokens)
+        if not TAIL <= count <= scorer.limit:
+            raise ValueError(f"a prompt of {count} tokens; accepted: {TAIL} to {scorer.limit}")
+        self._portions = tuple(portions(count, scorer.chunk))
+        tile = scorer.kernels.kv_tile
+        capacity = -(-count // tile) * tile
+        how: dict[str, Any] = {"device": scorer.device, "dtype": scorer.dtype}
+        heads = config.num_kv_heads, config.num_heads // config.num_kv_heads
+        self._rope = config.rotary.tables(capacity, scorer.device)
+        weights = scorer.weights.loaded
+        assert weights is not None, "the drafter is not loaded"
+        ids = torch.tensor(self.tokens, device=scorer.device)
+        self._hidden = torch.index_select(weights.embedding, 0, ids)
+        self._kv = torch.zeros(2, 1, heads[0], capacity, config.head_dim, **how)
+        if any(portion.low for portion in self._portions):
+            self._near = torch.zeros(2, 1, heads[0], SINK + WINDOW + BAND, config.head_dim, **how)
+        self._keys = torch.zeros(heads[0], count, config.head_dim, **how)
+        self._tail = torch.zeros(*heads, TAIL, config.head_dim, device=scorer.device)
+        self._most = torch.zeros(TAIL, count, device=scorer.device)
+        if any(config.recurrent(layer) for layer in range(config.num_layers)):
+            delta = scorer.kernels.delta
+            self._states = RecurrentCache(["layer"], config.delta, delta, slots=1, places=0, **how)
+
+    @property
+    def complete(self) -> bool:
+        return self.layer == len(self._layers)
+
+    @property
+    def _layers(self) -> tuple[DecoderLayer | DeltaLayer, ...]:
+        loaded = self.scorer.weights.loaded
+        assert loaded is not None, "the drafter is not loaded"
+        return loaded.layers
+
+    def advance(self) -> None:
+        """One more turn: at most as much work as TURN rows are, and as a chunk is, through all layers."""
+        rows, chunk = min(TURN, self.scorer.chunk) * len(self._layers), self.scorer.chunk
+        with torch.inference_mode():
+            for _ in range(-(-rows // chunk)):
+                if not self.complete:
+                    self._go_on()
+        if self.scorer.device.type == "cuda":
+            torch.cuda.current_stream(self.scorer.device).synchronize()
+
+    def _go_on(self) -> None:
+        layer, portion = self._layers[self.layer], self._portions[self.done]
+        self._forward(layer, portion, last=self.layer == len(self._layers) - 1)
+        self.done += 1
+        if self.done == len(self._portions):
+            if isinstance(layer, DecoderLayer):
+                self._score()
+            self.layer, self.done = self.layer + 1, 0
+
+    def _forward(self, layer: DecoderLayer | DeltaLayer, portion: Portion, *, last: bool) -> None:
+        rows = portion.stop - portion.start
+        bucket = next(bucket for bucket in self.scorer.buckets if bucket >= rows)
+        step = Step((Segment(0, portion.start, rows),), bucket, rows_only=True)
+        states = None if isinstance(layer, DecoderLayer) else self._states
+        batch = self._batch(step, states)
+        residual = self._hidden[portion.start : portion.stop]
+        if bucket > rows:
+            residual = torch.nn.functional.pad(residual, (0, 0, 0, bucket - rows))
+
+        def body() -> None:
+            delta = self._run(layer, residual, batch, portion, stops=last)
+            if delta is not None:
+                residual.add_(delta)
+
+        # A recorded graph would be of one layer's weights, so on CUDA none is.
+        with nullcontext() if states is None else states.settling(step):
+            self._launch(batch, body)
+        if bucket > rows:
+            self._hidden[portion.start : portion.stop] = residual[:rows]
+
+    def _launch(self, batch: StateBatch, body: Any) -> None:
+        if self.scorer.device.type == "cuda":
+            body()
+        else:
+            self.scorer.kernels.launch("score", batch, body)
+
+    def _batch(self, step: Step, states: RecurrentCache | None = None) -> StateBatch:
+        """What kernels are told of the step: for rows that attend, the same in every layer."""
+        [segment] = step.segments
+        key = (segment.start, segment.count)
+        batch = self._batches.get(key)
+        if batch is None or self._states is not None:
+            batch = self._batches[key] = batch or StateBatch(step.bucket, self.scorer.device)
+            batch.before, batch.settles = (0,) if states is None else states.start(step), True
+            batch.load(step, None)
+            self.scorer.kernels.prepare_step(batch)
+        return batch
+
+    def _run(
+        self, layer: DecoderLayer | DeltaLayer, residual: Tensor, batch: StateBatch, portion: Portion, *, stops: bool
+    ) -> Tensor | None:
+        """What is to be added to the residual stream; of the last layer nothing is wanted but its keys and queries."""
+        kernels = self.scorer.kernels
+        own = projected(kernels, layer.frame, residual, None)
+        if isinstance(layer, DeltaLayer):
+            assert kernels.delta is not None
+            assert self._states is not None
+            mixed = layer.mix(kernels.delta, own, self._states.layers[0], batch)
+        else:
+            self._take(own[: portion.stop - portion.start, : layer.width], layer.prep, portion.start)
+            if stops:
+                return None
+            k_cache, v_cache = self._kv
+            q = kernels.rotate_store(own[:, : layer.width], layer.prep, self._rope, batch, k_cache, v_cache)
+            mixed = gated(kernels, layer, self._attended(q, batch, portion), own)
+        return finished(kernels, layer.frame, residual, mixed, batch)
+
+    def _attended(self, q: Tensor, batch: StateBatch, portion: Portion) -> Tensor:
+        """Rows of a band see what they attend to side by side, in a cache of its own, which is read as any is: keys are
+        rotated already, each to where it stands.
+        """
+        kernels, (k_cache, v_cache) = self.scorer.kernels, self._kv
+        if not portion.low:
+            return kernels.attend(q, k_cache, v_cache, batch)
+        assert self._near is not None
+        band, moved = portion.start // BAND * BAND, portion.low - SINK
+        first = portion.low if portion.start == band else portion.start
+        self._near[..., :SINK, :] = self._kv[..., :SINK, :]
+        self._near[..., first - moved : portion.stop - moved, :] = self._kv[..., first : portion.stop, :]
+        [segment] = batch.segments
+        step = Step((Segment(0, portion.start - moved, segment.count),), batch.bucket, rows_only=True)
+        k_near, v_near = self._near
+        return kernels.attend(q, k_near, v_near, self._batch(step))
+
+    def _take(self, qkv: Tensor, prep: HeadPrep, start: int) -> None:
+        """The portion's keys, and its queries where the prompt's last tokens are in it."""
+        config, stop, count = self.scorer.config, start + len(qkv), len(self.tokens)
+        queries, kv = config.num_heads, config.num_kv_heads
+        heads = qkv.view(len(qkv), -1, config.head_dim)
+        bias = None if prep.bias is None else prep.bias.view(-1, config.head_dim)
+
+        def made(first: int, last: int, row: int, weight: Tensor | None) -> Tensor:
+            own = heads[row:, first:last].float()
+            return normed(own if bias is None else own + bias[first:last].float(), weight, prep.eps)
+
+        self._keys[:, start:stop] = made(queries, queries + kv, 0, prep.k_norm).transpose(0, 1)
+        first = max(start, count - TAIL)
+        if first < stop:
+            place = first - (count - TAIL)
+            asking = made(0, queries, first - start, prep.q_norm).view(stop - first, kv, -1, config.head_dim)
+            self._tail[:, :, place : place + stop - first] = asking.permute(1, 2, 0, 3)
+
+    def _score(self) -> None:
+        """No more than the weights of one head of keys are there at once."""
+        count, scale = len(self.tokens), self.scorer.config.head_dim**-0.5
+        rows = torch.arange(count - TAIL, count, device=self.scorer.device).unsqueeze(1)
+        hidden = torch.arange(count, device=self.scorer.device) > rows
+        for keys, group in zip(self._keys, self._tail, strict=True):
+            scores = ((group.flatten(0, 1) * scale) @ keys.float().T).view(*group.shape[:2], count)
+            weights = torch.softmax(scores.masked_fill_(hidden, float("-inf")), -1)
+            torch.maximum(self._most, weights.amax(0), out=self._most)
+
+    def scores(self) -> list[float]:
+        """Of every token: the mean over the last ones' queries, averaged over its neighbours."""
+        mean = self._most.mean(0)
+        half = POOL // 2
+        pooled = torch.nn.functional.avg_pool1d(
+            mean.view(1, 1, -1), POOL, stride=1, padding=half, count_include_pad=False
+        )
+        found: list[float] = pooled.view(-1).tolist()
+        return found
+
+    def drop(self) -> None:
+        """Nobody goes on with it; what it holds goes with it."""
+
+    @property
+    def nbytes(self) -> int:
+        near = 0 if self._near is None else self._near.nbytes
+        return near + sum(one.nbytes for one in (self._hidden, self._kv, self._keys, self._tail, self._most))
+
+
+def normed(heads: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    if weight is None:
+        return heads
+    return torch.rms_norm(heads, heads.shape[-1:], None, eps) * weight.float()

@@ -1,0 +1,156 @@
+"""Trees of proposals in one forward: every node gets the bits that it would get at the end of its chain.
+
+All products run once, at one bucket, for all nodes. Keys and values of all nodes are set aside; then, piece by piece in
+depth-first order, a chain piece's are put at their positions in the cache and its rows attend. What a row sees there
+are its ancestors: of every earlier piece only the part that is on its path has not been overwritten. The pieces of
+several slots go together, the first of each, then the second of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise, zip_longest
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor
+
+from adapters.models.decoder.kv_cache import KvCache
+from adapters.models.decoder.shard import Kept
+from adapters.models.kernels.interface import HeadPrep, Kernels, Rope
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.kernels.step_batch import Batch
+
+
+@frozen
+class TreePiece:
+    """A segment and where its rows start in the step."""
+
+    segment: Segment
+    row: int
+
+
+@frozen(eq=False)
+class Wave:
+    """Pieces of different slots that attend together; rows int64 `[bucket]`: theirs in the step, padded with 0."""
+
+    pieces: tuple[TreePiece, ...]
+    rows: Tensor
+    count: int
+    batch: Batch
+
+
+@define(eq=False)
+class TreeAttention:
+    """The static tensors of one bucket's trees, and the step that was loaded last.
+
+    cache: keys and values of every layer. Waves have the step's bucket, which is proven.
+    """
+
+    kernels: Kernels
+    bucket: int
+    tables: Rope
+    cache: KvCache
+    returned: tuple[int, torch.dtype]  # by attention: H * hd numbers of a row
+    flat: Batch = field(init=False)
+    rope: Rope = field(init=False)
+    aside: list[tuple[Tensor, Tensor]] = field(init=False)
+    out: Tensor = field(init=False)
+    waves: list[Wave] = field(init=False, factory=list)
+    _spare: list[Batch] = field(init=False, factory=list)
+
+    def __attrs_post_init__(self) -> None:
+        k, _ = self.cache.layers[0]
+        shape = (1, k.shape[1], self.bucket, k.shape[3])
+        self.flat = Batch(self.bucket, k.device)
+        self.rope = Rope(
+            *(table.new_zeros(self.bucket, table.shape[1]) for table in (self.tables.cos, self.tables.sin))
+        )
+        self.aside = [(k.new_zeros(shape), k.new_zeros(shape)) for _ in self.cache.layers]
+        width, dtype = self.returned
+        self.out = k.new_zeros(self.bucket, width, dtype=dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return self.out.nbytes + sum(k.nbytes + v.nbytes for k, v in self.aside)
+
+    def load(self, step: Step) -> None:
+        self.flat.load(Step((Segment(0, 0, step.rows),), self.bucket), None)
+        self.kernels.prepare_step(self.flat)
+        spans = [torch.arange(one.start, one.start + one.count) for one in step.segments]
+        positions = torch.cat(spans).to(self.tables.cos.device)
+        for table, rows in ((self.tables.cos, self.rope.cos), (self.tables.sin, self.rope.sin)):
+            torch.index_select(table, 0, positions, out=rows[: step.rows])
+        self.waves = [self._wave(number, pieces) for number, pieces in enumerate(waves_of(step))]
+
+    def _wave(self, number: int, pieces: tuple[TreePiece, ...]) -> Wave:
+        count = sum(piece.segment.count for piece in pieces)
+        if number == len(self._spare):
+            self._spare.append(Batch(self.bucket, self.flat.device, pages=self.cache.table))
+        batch = self._spare[number]
+        batch.load(Step(tuple(piece.segment for piece in pieces), self.bucket), None)
+        self.kernels.prepare_step(batch)
+        rows = torch.zeros(self.bucket, dtype=torch.int64)
+        torch.cat([torch.arange(one.row, one.row + one.segment.count) for one in pieces], out=rows[:count])
+        return Wave(pieces, rows.to(self.flat.device), count, batch)
+
+    def attend(self, number: int, qkv: Tensor, prep: HeadPrep) -> Tensor:
+        """`rotate_store` and `attend` of layer `number`, as if every path were a chain of its own. -> `[bucket, H
+        hd]`"""
+        (k_cache, v_cache), (k, v) = self.cache.layers[number], self.aside[number]
+        q = self.kernels.rotate_store(qkv, prep, self.rope, self.flat, k, v)
+        for wave in self.waves:
+            for piece in wave.pieces:
+                rows = slice(piece.row, piece.row + piece.segment.count)
+                self.cache.put(number, piece.segment.slot, piece.segment.start, k[0, :, rows], v[0, :, rows])
+            found = self.kernels.attend(q.index_select(0, wave.rows), k_cache, v_cache, wave.batch)
+            self.out.index_copy_(0, wave.rows[: wave.count], found[: wave.count])
+        return self.out
+
+    def settle(self, step: Step, kept: Sequence[Kept]) -> None:
+        """Put the accepted path of every tree at its positions."""
+        first = 0
+        for part, keep in zip(step.parts, kept, strict=True):
+            if keep:
+                path = check_path(part, tuple(range(keep)) if isinstance(keep, int) else keep)
+                rows = torch.tensor([first + row for row in path]).to(self.flat.device)
+                for number, (k, v) in enumerate(self.aside):
+                    self.cache.put(number, part[0].slot, part[0].start, k[0, :, rows], v[0, :, rows])
+            first += sum(segment.count for segment in part)
+
+
+def waves_of(step: Step) -> list[tuple[TreePiece, ...]]:
+    """The first piece of every slot, the second of every slot that has one, and so on."""
+    firsts = accumulate((segment.count for segment in step.segments), initial=0)
+    pieces = iter(TreePiece(segment, row) for segment, row in zip(step.segments, firsts, strict=False))
+    by_slot = [[next(pieces) for _ in part] for part in step.parts]
+    return [tuple(piece for piece in wave if piece is not None) for wave in zip_longest(*by_slot)]
+
+
+def check_tree(part: tuple[Segment, ...]) -> None:
+    """Raises ValueError for segments of one slot that are not the pieces of a tree in depth-first order."""
+    root = part[0].start
+    for before, piece in pairwise(part):
+        if not root < piece.start <= before.start + before.count:
+            span = f"rows {piece.start}..{piece.start + piece.count}"
+            raise ValueError(f"slot {piece.slot} appears twice in one step, and {span} do not branch off those before")
+
+
+def check_path(part: tuple[Segment, ...], path: tuple[int, ...]) -> tuple[int, ...]:
+    """The path, if it leads down from the root. Raises ValueError."""
+    parents = parents_of(part)
+    inside = all(0 <= row < len(parents) for row in path)
+    if path[0] or not inside or [parents[row] for row in path[1:]] != list(path[:-1]):
+        raise ValueError(f"rows {path} of slot {part[0].slot} are not a path from the root of its tree")
+    return path
+
+
+def parents_of(part: tuple[Segment, ...]) -> list[int]:
+    """Of every row of a tree the row that it follows; the root, row 0, has itself."""
+    latest, parents = dict[int, int](), list[int]()  # latest: position -> the last row so far that is there
+    for piece in part:
+        for position in range(piece.start, piece.start + piece.count):
+            row = len(parents)
+            parents.append(latest.get(position - 1, row))
+            latest[position] = row
+    return parents

@@ -1,0 +1,170 @@
+"""A DFlash draft's folder: config.json and safetensors, flat as published; any other drafter is refused by name.
+
+Everything is checked against the headers and the target before a byte of weights is allocated. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+
+from attrs import frozen
+from torch import Tensor
+
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.checkpoint.config_fields import read_json
+from adapters.checkpoint.safetensors_folder import (
+    Shapes,
+    TensorEntry,
+    check_tensors,
+    digest_tensors,
+    read_header,
+    scan_tensors,
+)
+from adapters.models.decoder.decoder_layer import layer_tensors
+from adapters.models.decoder.family import ModelConfig
+from adapters.models.drafts.dflash.config import DFlashConfig, DraftShapes, parse_draft_config, refuse_other_formats
+
+MASK_EMBEDDING = "mask_embedding"
+# Parts of tensor names that other drafters have; to leave such a tensor out would be to run a different model.
+_FOREIGN = {
+    "midlayer": "EAGLE",
+    "domino": "Domino",
+    "prefix_gru": "Domino",
+    "markov_head": "DSpark",
+    "confidence_head": "DSpark",
+    "selector": "DFlash 2",
+    "conv": "DFlash 2",
+    "attn_gate": "gated-attention",
+    "attention_sink_bias": "attention-sink",
+    "aux_hidden_norm": "normalised-tap",
+    "d2t": "Speculators",
+    "t2d": "Speculators",
+}
+_NATIVE_NAMES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
+_IGNORED = ("rotary_emb.inv_freq", "embed_tokens.weight", "lm_head.weight")  # recomputed; the target's are used
+
+
+def draft_tensors(config: DFlashConfig) -> Shapes:
+    """Published names and shapes."""
+    hidden = config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, len(config.aux_layers) * hidden),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    for layer in range(config.num_layers):
+        shapes |= layer_tensors(config, f"layers.{layer}.")
+    return shapes
+
+
+@frozen
+class DraftCheckpoint:
+    """An opened, validated draft. `open` reads headers only; `read` reads one tensor, named as published.
+
+    A tensor `mask_embedding` `[D]` is there if the folder has mask_embedding.safetensors: it stands for the target's
+    embedding of the mask token.
+    """
+
+    folder: Path
+    config: DFlashConfig
+    tensors: Mapping[str, TensorEntry]
+
+    @classmethod
+    def open(cls, folder: Path | str, target: ModelConfig) -> DraftCheckpoint:
+        """Raises CheckpointError, one line, for whatever keeps the folder from drafting for `target`."""
+        path = Path(folder)
+        _refuse_gguf(path)
+        if not path.is_dir():
+            raise CheckpointError(f"{path}: no such folder")
+        raw = read_json(path / "config.json")
+        try:
+            refuse_other_formats(raw)
+            tensors = _published(scan_tensors(path))
+            shapes = _shapes(tensors)
+            config = parse_draft_config(raw, shapes, target)
+        except CheckpointError as error:
+            text = str(error)
+            raise CheckpointError(text if text.startswith(str(path)) else f"{path}: {text}") from None
+        check_tensors(path, tensors, draft_tensors(config), f"a {config.num_layers}-layer DFlash draft")
+        mask = _mask_embedding(path, config.hidden_size)
+        return cls(path, config, tensors if mask is None else {**tensors, MASK_EMBEDDING: mask})
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, as stored, on the host. KeyError if the draft has none of that name."""
+        return self.tensors[name].read(name)
+
+    def has(self, name: str) -> bool:
+        return name in self.tensors
+
+    def digest(self) -> str:
+        """Identifies the weights, as `digest_of` does."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        return digest_tensors(self.tensors)
+
+
+def _refuse_gguf(path: Path) -> None:
+    found = [path] if path.suffix == ".gguf" else []
+    if path.is_dir() and not (path / "config.json").is_file():
+        found = sorted(path.glob("*.gguf"))
+    if found:
+        raise CheckpointError(f"{found[0]}: GGUF drafts are not supported; accepted: a folder with safetensors")
+
+
+def _published(scanned: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """The tensors that matter, by their published names: no `model.` prefix, transformers' own names translated."""
+    tensors: dict[str, TensorEntry] = {}
+    for full, entry in scanned.items():
+        bare = full.removeprefix("model.")
+        foreign = next((_FOREIGN[key] for part in bare.split(".") for key in _FOREIGN if part.startswith(key)), None)
+        if foreign is not None:
+            raise CheckpointError(
+                f"tensor {bare} belongs to a {foreign} drafter, which is not supported; accepted: plain DFlash"
+            )
+        if bare.endswith(_IGNORED):
+            continue
+        name = _NATIVE_NAMES.get(bare, bare)
+        if name in tensors:
+            raise CheckpointError(f"tensor {name} is there twice, under different names")
+        tensors[name] = entry
+    return tensors
+
+
+def _shapes(tensors: Mapping[str, TensorEntry]) -> DraftShapes:
+    """D, heads and so on as the tensors have them; only what is needed for that is looked at."""
+
+    def rows_of(name: str, dimensions: int) -> tuple[int, ...]:
+        if name not in tensors:
+            raise CheckpointError(f"tensor {name} is missing; accepted: a flat DFlash checkpoint")
+        shape = tensors[name].shape
+        if len(shape) != dimensions or 0 in shape:
+            raise CheckpointError(f"tensor {name} has shape {list(shape)}, not {dimensions} dimensions above zero")
+        return shape
+
+    hidden, fused = rows_of("fc.weight", 2)
+    layers = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
+    [head] = rows_of("layers.0.self_attn.q_norm.weight", 1)
+    q, kv = (rows_of(f"layers.0.self_attn.{part}_proj.weight", 2)[0] for part in "qk")
+    inner = rows_of("layers.0.mlp.gate_proj.weight", 2)[0]
+    if fused % hidden:
+        raise CheckpointError(f"tensor fc.weight has shape {[hidden, fused]}: not a whole number of target layers")
+    if q % head or kv % head or (q // head) % (kv // head):
+        raise CheckpointError(f"layer 0 has {q} query and {kv} key rows, which heads of {head} do not divide evenly")
+    return DraftShapes(hidden, inner, len(layers), q // head, kv // head, head, fused // hidden)
+
+
+def _mask_embedding(folder: Path, hidden: int) -> TensorEntry | None:
+    file = folder / f"{MASK_EMBEDDING}.safetensors"
+    if not file.is_file():
+        if (folder / f"{MASK_EMBEDDING}.pt").exists():
+            raise CheckpointError(f"{folder}: mask_embedding.pt is a pickle; accepted: mask_embedding.safetensors")
+        return None
+    found = list(read_header(file).values())
+    if len(found) != 1 or found[0].shape not in ((hidden,), (1, hidden)):
+        shapes = [list(entry.shape) for entry in found]
+        raise CheckpointError(f"{file}: tensors of shapes {shapes}; accepted: one of shape {[hidden]}")
+    return found[0]

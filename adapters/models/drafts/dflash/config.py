@@ -1,0 +1,231 @@
+"""A DFlash draft's configuration: config.json against the tensors' shapes and the target, or one clear refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from attrs import frozen
+
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.checkpoint.config_fields import read_flag, read_positive, read_size
+from adapters.models.decoder.family import ModelConfig
+from adapters.models.decoder.rope import Rotary, parse_rope
+from adapters.models.kernels.interface import AttentionMask
+
+DEFAULT_BLOCK = 16
+LARGEST_BLOCK = 128
+NATIVE = "muse_glimmer_assistant"  # what transformers calls its own DFlash draft
+_KINDS = ("full_attention", "sliding_attention")
+
+
+@frozen
+class DraftShapes:
+    """What the tensors say: D, I, layers, H, KV, hd and K, the number of target layers that feed the context."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_aux_layers: int
+
+
+@frozen
+class DFlashConfig:
+    """A DFlash draft: Qwen3 layers over a block `[seed, MASK, ...]` behind context rows that the target's layers give.
+
+    aux_layers: the target's layers whose outputs are fused into the context, in the order of `fc`. block: B, the seed
+    and at most B - 1 proposals. masks: for each layer, what a row of the block sees.
+    """
+
+    qk_norm: ClassVar[bool] = True
+    qkv_bias: ClassVar[bool] = False
+    output_gate: ClassVar[bool] = False
+    zero_centred: ClassVar[bool] = False
+    experts: ClassVar[None] = None
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary: Rotary
+    masks: tuple[AttentionMask, ...]
+    aux_layers: tuple[int, ...]
+    block: int
+    mask_token_id: int
+    rms_norm_eps: float = 1e-6
+
+    def row_facts(self) -> tuple[object, ...]:
+        """Besides weights, all that the numbers of a context row depend on."""
+        return (self.aux_layers, self.rotary, self.rms_norm_eps, self.num_kv_heads)
+
+    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+
+
+def parse_draft_config(raw: Mapping[str, Any], shapes: DraftShapes, target: ModelConfig) -> DFlashConfig:
+    """config.json of a draft whose tensors have these shapes, for this target. Raises CheckpointError.
+
+    A field of DFlash's own is looked for in `dflash_config`, then at top level. A size that config.json leaves out is
+    what the tensors say; one that it has must agree.
+    """
+    refuse_other_formats(raw)
+    own = raw.get("dflash_config", {})
+    if not isinstance(own, Mapping):
+        raise CheckpointError("config.json: dflash_config is not an object")
+    fields = {**raw, **{name: value for name, value in own.items() if value is not None}}
+    if shapes.head_dim % 2:
+        raise CheckpointError(f"config.json: head_dim {shapes.head_dim} is odd; rotary embedding needs an even one")
+    _compare_sizes(raw, shapes)
+    _compare_target(fields, shapes, target)
+    block = _integer(fields.get("block_size", DEFAULT_BLOCK), "block_size", 2, LARGEST_BLOCK)
+    return DFlashConfig(
+        hidden_size=shapes.hidden_size,
+        intermediate_size=shapes.intermediate_size,
+        num_layers=shapes.num_layers,
+        num_heads=shapes.num_heads,
+        num_kv_heads=shapes.num_kv_heads,
+        head_dim=shapes.head_dim,
+        rotary=Rotary(shapes.head_dim, *parse_rope(raw, ("default", "yarn"))),
+        masks=_masks(fields, shapes.num_layers, block),
+        aux_layers=_aux_layers(fields, shapes.num_aux_layers, target.num_layers),
+        block=block,
+        mask_token_id=_mask_token_id(fields, target.vocab_size),
+        rms_norm_eps=read_positive(raw.get("rms_norm_eps", 1e-6), "rms_norm_eps"),
+    )
+
+
+def refuse_other_formats(raw: Mapping[str, Any]) -> None:
+    """Drafts that are told by their config.json to be something else."""
+    for name in ("speculators_model_type", "speculators_config", "transformer_layer_config", "draft_vocab_size"):
+        if raw.get(name) is not None:
+            raise CheckpointError(
+                f"config.json: {name} {repr(raw[name])[:40]}: drafts in Speculators format are not supported; "
+                "accepted: flat DFlash checkpoints (fc, hidden_norm, norm, layers.N.*)"
+            )
+    kind = raw.get("model_type", "qwen3")
+    if kind not in ("qwen3", NATIVE):
+        raise CheckpointError(
+            f"config.json: model_type {repr(kind)[:80]} is not a supported draft; accepted: 'qwen3', {NATIVE!r}"
+        )
+    if raw.get("hidden_act", "silu") != "silu":
+        raise CheckpointError(
+            f"config.json: hidden_act {repr(raw['hidden_act'])[:80]} is not supported; accepted: 'silu'"
+        )
+    if raw.get("quantization_config") is not None:
+        raise CheckpointError("config.json: quantization_config is not supported; accepted: unquantised weights")
+    if read_flag(raw, "attention_bias"):
+        raise CheckpointError("config.json: attention_bias true is not supported; accepted: false")
+
+
+def formula_aux_layers(layers: int, count: int) -> tuple[int, ...]:
+    """The auxiliary layers of a draft whose config.json names none: evenly spread from layer 1 to the last but two."""
+    if count == 1:
+        return (layers // 2,)
+    return tuple(round(1 + index * (layers - 4) / (count - 1)) for index in range(count))
+
+
+def _compare_sizes(raw: Mapping[str, Any], shapes: DraftShapes) -> None:
+    told = {
+        "hidden_size": shapes.hidden_size,
+        "intermediate_size": shapes.intermediate_size,
+        "num_hidden_layers": shapes.num_layers,
+        "num_attention_heads": shapes.num_heads,
+        "num_key_value_heads": shapes.num_kv_heads,
+        "head_dim": shapes.head_dim,
+    }
+    for name, found in told.items():
+        if raw.get(name) is not None and read_size(raw, name) != found:
+            raise CheckpointError(f"config.json: {name} is {raw[name]}, but the tensors' shapes say {found}")
+
+
+def _compare_target(fields: Mapping[str, Any], shapes: DraftShapes, target: ModelConfig) -> None:
+    facts = (
+        ("hidden_size", shapes.hidden_size, target.hidden_size),
+        ("num_target_layers", fields.get("num_target_layers"), target.num_layers),
+        ("vocab_size", fields.get("vocab_size"), target.vocab_size),
+        ("target_hidden_size", fields.get("target_hidden_size"), target.hidden_size),
+    )
+    for name, ours, theirs in facts:
+        if ours is not None and ours != theirs:
+            raise CheckpointError(
+                f"config.json: {name} is {repr(ours)[:40]}, but the target has {theirs}: a draft of another target"
+            )
+
+
+def _aux_layers(fields: Mapping[str, Any], count: int, layers: int) -> tuple[int, ...]:
+    ids = fields.get("target_layer_ids")
+    named = ids is not None
+    aux_layers = ids if named else list(formula_aux_layers(layers, count))
+    if not isinstance(aux_layers, list) or not all(
+        isinstance(layer, int) and not isinstance(layer, bool) for layer in aux_layers
+    ):
+        raise CheckpointError(f"config.json: target_layer_ids {repr(aux_layers)[:80]} is not a list of layer numbers")
+    if len(aux_layers) != count:
+        raise CheckpointError(
+            f"config.json: target_layer_ids names {len(aux_layers)} layers, but fc.weight is as wide as {count} of them"
+        )
+    if len(set(aux_layers)) != count or not all(0 <= layer < layers for layer in aux_layers):
+        how = "are" if named else "are missing, and those derived from the number of layers are"
+        raise CheckpointError(
+            f"config.json: target_layer_ids {how} {repr(aux_layers)[:80]}; accepted: different ones of 0..{layers - 1}"
+        )
+    return tuple(aux_layers)
+
+
+def _masks(fields: Mapping[str, Any], layers: int, block: int) -> tuple[AttentionMask, ...]:
+    """Sliding layers are causal within the block and full ones see all of it, unless config.json says `causal`.
+
+    Transformers' own drafts see both ways in either kind, and their windows do not count the row itself.
+    """
+    native = fields.get("model_type") == NATIVE
+    kinds = _layer_kinds(fields, layers)
+    causal = False if native else fields.get("causal")
+    if causal is not None and not isinstance(causal, bool):
+        raise CheckpointError(f"config.json: causal {repr(causal)[:40]} is not true or false")
+    window = 0
+    if "sliding_attention" in kinds:
+        if fields.get("use_sliding_window") is False:
+            raise CheckpointError("config.json: layer_types has sliding_attention, but use_sliding_window is false")
+        window = _integer(fields.get("sliding_window"), "sliding_window", 1, 1 << 24) + native
+    masks = []
+    for kind in kinds:
+        sliding = kind == "sliding_attention"
+        mask = AttentionMask(causal=sliding if causal is None else causal, window=window if sliding else 0)
+        if sliding and not mask.causal and window < block:
+            raise CheckpointError(
+                f"config.json: sliding_window {window} is smaller than block_size {block} in a layer that is not causal"
+            )
+        masks.append(mask)
+    return tuple(masks)
+
+
+def _layer_kinds(fields: Mapping[str, Any], layers: int) -> Sequence[str]:
+    kinds = fields.get("layer_types")
+    if kinds is None:
+        if not read_flag(fields, "use_sliding_window"):
+            return ["full_attention"] * layers
+        first = _integer(fields.get("max_window_layers", 28), "max_window_layers", 0, 1 << 16)
+        return ["full_attention" if layer < first else "sliding_attention" for layer in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in _KINDS for kind in kinds):
+        raise CheckpointError(
+            f"config.json: layer_types {repr(kinds)[:80]} is not {layers} times one of {', '.join(_KINDS)}"
+        )
+    return kinds
+
+
+def _mask_token_id(fields: Mapping[str, Any], vocab: int) -> int:
+    if fields.get("mask_token_id") is None:
+        raise CheckpointError("config.json: mask_token_id is missing")
+    return _integer(fields["mask_token_id"], "mask_token_id", 0, vocab - 1)
+
+
+def _integer(value: object, name: str, lowest: int, highest: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not lowest <= value <= highest:
+        raise CheckpointError(f"config.json: {name} {repr(value)[:40]} is not an integer in {lowest}..{highest}")
+    return value

@@ -1,0 +1,113 @@
+"""What a DFlash draft makes of its target's hidden states before anything else, beside the target: where the draft is
+in another process, D values a row cross instead of those of all auxiliary layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor
+
+from adapters.models.decoder.decoder_layer import WeightReader
+from adapters.models.decoder.pipelined_chunks import current, inference
+from adapters.models.drafts.dflash.config import DFlashConfig
+from adapters.models.drafts.draft_parts import DraftWeights
+from adapters.models.kernels.interface import Kernels
+from adapters.models.kernels.offload import OffloadableWeights
+from adapters.models.kernels.step import Step
+from adapters.models.kernels.step_batch import Batch
+
+
+@frozen
+class ProjectionWeights:
+    fc: Any
+    norm: Tensor
+
+
+@define(eq=False)
+class ProjectionBuffers:
+    """The static tensors of one bucket. fused: `[bucket, K D]`; out: `[bucket, D]`."""
+
+    batch: Batch
+    fused: Tensor
+    out: Tensor
+
+
+@define(eq=False)
+class FeatureProjection:
+    """norm(fc(all of them)), as the draft itself would. kernels: an instance of its own, of the target's kind."""
+
+    config: DFlashConfig
+    source: DraftWeights
+    kernels: Kernels
+    device: torch.device
+    dtype: torch.dtype
+    _offloadable: OffloadableWeights[ProjectionWeights] = field(init=False)
+    _buffers: dict[int, ProjectionBuffers] = field(factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        self._offloadable = OffloadableWeights(self._load, self.device)
+        self._offloadable.load_back()
+
+    def _load(self) -> ProjectionWeights:
+        with current(self.device):
+            read = WeightReader(self.source, self.device, self.dtype)
+            return ProjectionWeights(self.kernels.pack(read("fc.weight")), read("hidden_norm.weight"))
+
+    @property
+    def numbers(self) -> str:
+        return repr(self.kernels.bit_signature)
+
+    def features(self, step: Step, aux_hidden_states: Mapping[int, Tensor]) -> Tensor:
+        loaded = self._offloadable.loaded
+        assert loaded is not None, "the projection is parked"
+        buffers = self._at(step.bucket)
+
+        def body() -> None:
+            joined = self.kernels.linear(buffers.fused, loaded.fc)
+            buffers.out.copy_(self.kernels.add_norm(joined, None, loaded.norm, self.config.rms_norm_eps))
+
+        with inference(), current(self.device):
+            here = [aux_hidden_states[layer].to(self.device) for layer in self.config.aux_layers]
+            torch.cat(here, 1, out=buffers.fused)
+            buffers.batch.load(step, None)
+            self.kernels.prepare_step(buffers.batch)
+            self.kernels.launch("project", buffers.batch, body)
+        return buffers.out
+
+    def offload(self) -> int:
+        self._forget()
+        return self._offloadable.offload()
+
+    def load_back(self) -> int:
+        """Raises as `OffloadableWeights.load_back`."""
+        return self._offloadable.load_back()
+
+    def release(self) -> None:
+        self._forget()
+        self._offloadable.release()
+
+    def memory(self) -> Mapping[str, int]:
+        held = sum(
+            one.batch.table.nbytes + one.fused.nbytes + one.out.nbytes for one in tuple(self._buffers.values())
+        )  # asked from other threads, too
+        return {"weights": self._offloadable.weights_bytes, "host": self._offloadable.host_bytes, "buffers": held}
+
+    def _forget(self) -> None:
+        """Recorded graphs have the weights' addresses in them."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.kernels = self.kernels.copy_for_shard()
+        self._buffers.clear()
+
+    def _at(self, bucket: int) -> ProjectionBuffers:
+        if bucket not in self._buffers:
+            how: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+            width = self.config.hidden_size
+            fused = torch.zeros(bucket, len(self.config.aux_layers) * width, **how)
+            out = torch.zeros(bucket, width, **how)
+            self._buffers[bucket] = ProjectionBuffers(Batch(bucket, self.device), fused, out)
+        return self._buffers[bucket]

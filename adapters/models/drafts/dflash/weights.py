@@ -1,0 +1,63 @@
+"""A DFlash draft's weights as its kernels want them, and what is multiplied with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attrs import evolve, frozen
+from torch import Tensor
+
+from adapters.models.decoder.decoder_layer import DecoderLayer, WeightReader, layer_products, load_layer
+from adapters.models.drafts.cached_draft import cache_rows
+from adapters.models.drafts.dflash.checkpoint import MASK_EMBEDDING
+from adapters.models.drafts.dflash.config import DFlashConfig
+from adapters.models.drafts.draft_parts import DraftWeights
+from adapters.models.kernels.interface import Kernels
+from adapters.models.kernels.product_list import TILE, Heads, Products, Weight
+
+
+@frozen
+class DraftLayer:
+    """One draft layer; kv is the part of its qkv that context rows go through."""
+
+    decoder: DecoderLayer
+    kv: Any
+
+
+@frozen
+class LoadedDraft:
+    """All weights. mask: `[D]`, in the place of the target's embedding of the mask token."""
+
+    fc: Any
+    hidden_norm: Tensor
+    norm: Tensor
+    mask: Tensor | None
+    layers: tuple[DraftLayer, ...]
+
+
+def load_draft(read: WeightReader, weights: DraftWeights, kernels: Kernels, config: DFlashConfig) -> LoadedDraft:
+    def layer(prefix: str) -> DraftLayer:
+        kv = read(*(f"{prefix}self_attn.{part}_proj.weight" for part in "kv"))
+        return DraftLayer(load_layer(read, kernels, config, prefix), kernels.pack(kv))
+
+    return LoadedDraft(
+        fc=kernels.pack(read("fc.weight")),
+        hidden_norm=read("hidden_norm.weight"),
+        norm=read("norm.weight"),
+        mask=read(MASK_EMBEDDING).flatten() if weights.has(MASK_EMBEDDING) else None,
+        layers=tuple(layer(f"layers.{index}.") for index in range(config.num_layers)),
+    )
+
+
+def products(config: DFlashConfig, target: Products, *, capacity: int, vocab: int) -> Products:
+    """What the CPU kernels multiply for a draft, in the steps of its target. capacity: context rows of a slot."""
+    hidden, size = config.hidden_size, config.head_dim
+    weights = (
+        Weight(hidden, len(config.aux_layers) * hidden),
+        *layer_products(config),
+        Weight(2 * config.num_kv_heads * size, hidden),
+    )
+    head = Weight(vocab, hidden)
+    heads = Heads(config.num_heads // config.num_kv_heads, size, cache_rows(capacity, config.block, TILE))
+    own = tuple(dict.fromkeys(one for one in weights if one != head))
+    return evolve(target, weights=own, heads=(heads,), deltas=())

@@ -1,0 +1,53 @@
+"""A prediction head's weights as its kernels want them, and what is multiplied with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attrs import evolve, frozen
+from torch import Tensor
+
+from adapters.models.decoder.decoder_layer import DecoderLayer, WeightReader, layer_products, load_layer
+from adapters.models.drafts.cached_draft import cache_rows
+from adapters.models.drafts.mtp.checkpoint import LAYER, HeadConfig
+from adapters.models.kernels.interface import Kernels
+from adapters.models.kernels.product_list import TILE, Heads, Products, Weight
+
+
+@frozen
+class LoadedHead:
+    """All weights. kv: the part of the layer's projection that context rows go through."""
+
+    embedding_norm: Tensor
+    hidden_norm: Tensor
+    fc: Any
+    layer: DecoderLayer
+    kv: Any
+    norm: Tensor
+
+
+def load_head(read: WeightReader, kernels: Kernels, config: HeadConfig) -> LoadedHead:
+    def norm(name: str) -> Tensor:
+        return read.norm(f"mtp.{name}.weight", zero_centred=config.layer.zero_centred)
+
+    return LoadedHead(
+        embedding_norm=norm("pre_fc_norm_embedding"),
+        hidden_norm=norm("pre_fc_norm_hidden"),
+        fc=kernels.pack(read("mtp.fc.weight")),
+        layer=load_layer(read, kernels, config.layer, LAYER),
+        kv=kernels.pack(read(*(f"{LAYER}self_attn.{part}_proj.weight" for part in "kv"))),
+        norm=norm("norm"),
+    )
+
+
+def head_products(config: HeadConfig, target: Products, *, capacity: int, vocab: int) -> Products:
+    """What the CPU kernels multiply for a head, in the steps of its target. capacity: context rows of a slot."""
+    shape, hidden = config.layer, config.hidden_size
+    weights = (
+        Weight(hidden, 2 * hidden),
+        *layer_products(shape),
+        Weight(2 * config.num_kv_heads * config.head_dim, hidden),
+    )
+    heads = Heads(shape.num_heads // shape.num_kv_heads, shape.head_dim, cache_rows(capacity, config.block, TILE))
+    own = tuple(dict.fromkeys(one for one in weights if one != Weight(vocab, hidden)))
+    return evolve(target, weights=own, heads=(heads,), deltas=())

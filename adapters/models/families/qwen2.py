@@ -1,0 +1,31 @@
+"""Qwen2 and Qwen2.5 (dense): projections of queries, keys and values have a bias.
+
+Published files say how sliding windows would be set up (`sliding_window`, `max_window_layers`) and that they are not
+used (`use_sliding_window` false): these are served, and files that use them are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from attrs import frozen
+
+from adapters.models.decoder.dense_config import DenseConfig, parse_dense
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.family import Family
+from adapters.models.decoder.rope import parse_rope
+
+
+@frozen
+class Qwen2Config(DenseConfig):
+    qkv_bias: ClassVar[bool] = True
+
+
+def parse(raw: Mapping[str, Any]) -> Qwen2Config:
+    """rope_theta must be told, as with qwen3: transformers' default is not that of any published model."""
+    theta, _ = parse_rope(raw, ("default",))
+    return parse_dense(raw, Qwen2Config, rope_theta=theta)
+
+
+FAMILY = Family("qwen2", parse, DenseShard)

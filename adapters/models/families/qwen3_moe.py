@@ -1,0 +1,47 @@
+"""Qwen3 with experts: its attention is that of the dense one, of its feed-forwards all or some are of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attrs import evolve, field, frozen
+
+from adapters.checkpoint.config_fields import refuse_flag
+from adapters.models.decoder.dense_config import DenseConfig, parse_dense
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.experts_config import read_dense_layers, read_experts
+from adapters.models.decoder.family import Family
+from adapters.models.decoder.rope import parse_rope
+from adapters.models.families.qwen3 import HEAD_DIM, Qwen3Config
+from adapters.models.kernels.experts_interface import ExpertsShape
+
+
+@frozen
+class Qwen3MoeConfig(Qwen3Config):
+    """experts: None only of one dense layer. dense_layers: those without any."""
+
+    experts: ExpertsShape | None = field(kw_only=True)
+    dense_layers: tuple[int, ...] = field(kw_only=True, default=())
+
+    def shape_of(self, layer: int) -> DenseConfig:
+        return evolve(self, experts=None) if layer in self.dense_layers else self
+
+    def probed(self) -> Sequence[tuple[DenseConfig, range]]:
+        """A layer of few experts and a dense one, as far as there are such."""
+        assert self.experts is not None
+        kinds = dict.fromkeys((0,) if layer in self.dense_layers else () for layer in range(self.num_layers))
+        few = self.experts.shrink_for_probe()
+        return tuple((self._small(experts=few, dense_layers=dense), range(1)) for dense in kinds)
+
+
+def parse(raw: Mapping[str, Any]) -> Qwen3MoeConfig:
+    """rope_theta must be told, as with qwen3. Raises CheckpointError."""
+    refuse_flag(raw, "attention_bias")
+    theta, _ = parse_rope(raw, ("default",))
+    experts, dense = read_experts(raw, normed=False, shared=False), read_dense_layers(raw)
+    own: dict[str, Any] = {"experts": experts, "dense_layers": dense, "rope_theta": theta}
+    return parse_dense(raw, Qwen3MoeConfig, head_dim=HEAD_DIM, **own)
+
+
+FAMILY = Family("qwen3_moe", parse, DenseShard)

@@ -1,0 +1,313 @@
+"""Attention on a CPU: by the compiled library, or by products and a softmax over spans of a slot's cache.
+
+Without the library a span of keys is multiplied with the queries, the scores go through softmax, and the weights are
+multiplied with the values. Spans are whole tiles, and products run with row counts that were proven. A key that is
+not seen weighs exactly zero, and zeros change no bit of a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+from attrs import define, evolve, field, frozen
+from torch import Tensor
+
+from adapters.models.kernels.interface import AttentionMask, Rope
+from adapters.models.kernels.multiplier import Multiplier, dtype_name
+from adapters.models.kernels.product_list import (
+    COUNTS,
+    NATIVE,
+    QUERIES,
+    TILE,
+    Heads,
+    ProductPlan,
+    ServedHeads,
+    UnprovenProductError,
+    count_query_rows,
+    span_of,
+)
+from adapters.models.kernels.row_format import format_of
+from adapters.models.kernels.step import Segment
+from adapters.models.kernels.step_batch import Batch, BlockBatch
+
+_TERMS = 1024  # keys of one product with values where there is no plan
+
+
+@frozen
+class ScoreMask:
+    """A mask `[rows or 1, 1, n]` that is added to the scores of the n keys from `key` on: 0 where a row sees them,
+    else -inf.
+    """
+
+    key: int
+    scores: Tensor
+
+
+@frozen
+class Span:
+    """Rows that attend together to the keys `[first, stop)`: those of `segment`, which begin at `row` of the batch."""
+
+    segment: Segment
+    row: int
+    first: int
+    stop: int
+    masks: tuple[ScoreMask, ...]
+
+
+@define(eq=False)
+class StepPlan:
+    """The plan of one step that its layers share. Its parts are made when the first layer asks for them."""
+
+    segments: tuple[Segment, ...]
+    _angles: tuple[Tensor, Tensor] | None = None
+    _spans: dict[AttentionMask | None, list[Span]] = field(init=False, factory=dict)
+    _seen: dict[AttentionMask, tuple[Tensor, Tensor]] = field(init=False, factory=dict)
+
+    @cached_property
+    def segments_with_rows(self) -> list[tuple[int, Segment]]:
+        """The segments, each with its first row of the batch."""
+        rows = accumulate((segment.count for segment in self.segments), initial=0)
+        return list(zip(rows, self.segments, strict=False))
+
+    def find_seen_keys(self, mask: AttentionMask, batch: BlockBatch) -> tuple[Tensor, Tensor]:
+        """Return the first key that each row of blocks sees, and the key behind the last one: int64 `[R]` both."""
+        found = self._seen.get(mask)
+        if found is None:
+            low = batch.firsts
+            if mask.window:
+                low = torch.maximum(low, batch.positions - mask.window + 1)
+            found = self._seen[mask] = low, batch.positions + 1 if mask.causal else batch.lengths
+        return found
+
+    def make_spans_once(self, mask: AttentionMask | None, make: Callable[[], list[Span]]) -> list[Span]:
+        """Return the spans of one kind of mask, made once a step."""
+        found = self._spans.get(mask)
+        if found is None:
+            found = self._spans[mask] = make()
+        return found
+
+    def gather_angles(self, rope: Rope, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines for the rotated part of each head, gathered once a step.
+
+        Both are float32 `[R, 1, n]`: factors of the part itself, and of the part with its halves swapped.
+        """
+        if self._angles is None:
+            at = batch.positions.clamp(min=0)
+            cos = rope.cos[at]
+            sin = rope.sin[at]
+            self._angles = torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1)
+        return self._angles
+
+    def check_caches(self, slots: int, rows: int) -> None:
+        """Raise IndexError for rows that the caches do not have."""
+        for segment in self.segments:
+            if not 0 <= segment.slot < slots or not 0 <= segment.start <= segment.start + segment.count <= rows:
+                raise IndexError(f"{segment} in {slots} slots of {rows} rows")
+
+    def write_caches(self, keys: Tensor, values: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+        """Write keys and values, each `[R, KV, hd]`, at the slots and positions of their rows."""
+        form = format_of(k_cache)
+        k = form.encode(keys).transpose(0, 1)
+        v = form.encode(values).transpose(0, 1)
+        for row, segment in self.segments_with_rows:
+            slot = segment.slot
+            start = segment.start
+            count = segment.count
+            k_cache.select(0, slot).narrow(1, start, count).copy_(k.narrow(1, row, count))
+            v_cache.select(0, slot).narrow(1, start, count).copy_(v.narrow(1, row, count))
+
+
+@define(eq=False)
+class CpuAttention:
+    """Attention of one shard, with an output buffer for each bucket.
+
+    plan: the shapes in which products run; None: in whatever shape comes, and nothing is promised.
+    """
+
+    kernels: Multiplier
+    dtype: torch.dtype
+    plan: ProductPlan | None
+    _outputs: dict[int, Tensor] = field(init=False, factory=dict)
+    _attentions: dict[tuple[int, int], ServedHeads] = field(init=False, factory=dict)
+    _later: Tensor = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        rows = torch.arange(QUERIES).unsqueeze(1)
+        self._later = _make_mask(torch.arange(QUERIES + TILE) > rows)  # keys counted from the first row's own
+
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
+        plan = batch.plan
+        how = self._find_proven(*q.shape[2:])
+        capacity = k_cache.shape[2]
+        if how.dtype == NATIVE:
+            return self._attend_natively(q, k_cache, v_cache, batch, how, (None, batch.lengths))
+
+        def make() -> list[Span]:
+            return [
+                span for row, one in plan.segments_with_rows for span in self._causal_spans(row, one, how, capacity)
+            ]
+
+        return self._attend_spans(q, k_cache, v_cache, batch, plan.make_spans_once(None, make))
+
+    def attend_block(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, mask: AttentionMask
+    ) -> Tensor:
+        plan = batch.plan
+        how = self._find_proven(*q.shape[2:])
+        capacity = k_cache.shape[2]
+        if how.dtype == NATIVE:
+            return self._attend_natively(q, k_cache, v_cache, batch, how, plan.find_seen_keys(mask, batch))
+
+        def make() -> list[Span]:
+            pairs = zip(plan.segments_with_rows, batch.before, strict=True)
+            return [
+                span
+                for (row, one), before in pairs
+                for span in self._block_spans(row, one, before, mask, how, capacity)
+            ]
+
+        return self._attend_spans(q, k_cache, v_cache, batch, plan.make_spans_once(mask, make))
+
+    def is_native(self, group: int, size: int, rows: int) -> bool:
+        """Return whether the compiled library attends in steps of so many rows."""
+        how = self._find_proven(group, size)
+        return how.dtype == NATIVE and (self.plan is None or not self.plan.steps or rows in how.rows)
+
+    def _find_proven(self, group: int, size: int) -> ServedHeads:
+        found = self._attentions.get((group, size))
+        if found is None:
+            way = (
+                NATIVE if self.kernels.native_attention is not None else dtype_name(self.kernels.attention_dtypes()[0])
+            )
+            unproven = ServedHeads(Heads(group, size, 0), way, () if way == NATIVE else COUNTS, _TERMS)
+            found = unproven if self.plan is None else self.plan.find_attention(group, size)
+            self._attentions[group, size] = found
+        return found
+
+    def _attend_natively(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: Batch,
+        how: ServedHeads,
+        seen: tuple[Tensor | None, Tensor],
+    ) -> Tensor:
+        own = self.kernels.native_attention
+        if own is None:
+            raise UnprovenProductError("a plan for attention of our own, and this installation has none")
+        if self.plan is not None and self.plan.steps and batch.bucket not in how.rows:
+            raise UnprovenProductError(f"attention of {batch.bucket} rows; proven: {how.rows}")
+        batch.plan.check_caches(k_cache.shape[0], k_cache.shape[2])
+        return own.attend(q, batch.slots, seen, k_cache, v_cache)
+
+    def _causal_spans(self, row: int, segment: Segment, how: ServedHeads, capacity: int) -> Iterator[Span]:
+        done = 0
+        group = how.heads.group
+        while done < segment.count:
+            start = segment.start + done
+            count = min(count_query_rows(group, span_of(start + QUERIES, capacity), how.rows), segment.count - done)
+            stop = span_of(start + count, capacity)
+            yield Span(
+                Segment(segment.slot, start, count), row + done, 0, stop, self._mask_later_keys(start, count, stop)
+            )
+            done += count
+
+    def _mask_later_keys(self, start: int, count: int, stop: int) -> tuple[ScoreMask, ...]:
+        near = min(stop - start, self._later.shape[2])
+        masks = [ScoreMask(start, self._later[:count, :, :near])]
+        if start + near < stop:
+            masks.append(ScoreMask(start + near, _make_mask(torch.ones(1, stop - start - near, dtype=torch.bool))))
+        return tuple(masks)
+
+    @staticmethod
+    def _block_spans(
+        row: int, segment: Segment, before: int, mask: AttentionMask, how: ServedHeads, capacity: int
+    ) -> Iterator[Span]:
+        """Cut a block into spans. A sliding window is read from the key tile on in which it starts."""
+        end = segment.start + segment.count
+        low = mask.lowest(before, segment.start)
+        first = low // TILE * TILE
+        keys = span_of(end - first, capacity)
+        first = min(first, capacity - keys)
+        together = count_query_rows(how.heads.group, keys, how.rows)
+        for done in range(0, segment.count, together):
+            rows = torch.arange(segment.start + done, min(segment.start + done + together, end)).unsqueeze(1)
+            masks = []
+            if low > first:
+                masks.append(ScoreMask(first, _make_mask(torch.ones(1, low - first, dtype=torch.bool))))
+            if mask.window:
+                masks.append(ScoreMask(low, _make_mask(torch.arange(low, end) <= rows - mask.window)))
+            last = rows if mask.causal else rows.new_tensor([[end - 1]])
+            masks.append(ScoreMask(segment.start, _make_mask(torch.arange(segment.start, first + keys) > last)))
+            part = evolve(segment, start=segment.start + done, count=len(rows))
+            yield Span(part, row + done, first, first + keys, tuple(masks))
+
+    def _attend_spans(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, spans: list[Span]) -> Tensor:
+        if len(spans) == 1 and spans[0].segment.count == batch.bucket:
+            return self._attend_span(q, k_cache, v_cache, spans[0]).to(self.dtype)
+        out = self._output_buffer(q, batch)
+        for span in spans:
+            out.narrow(0, span.row, span.segment.count).copy_(self._attend_span(q, k_cache, v_cache, span))
+        return out
+
+    def _output_buffer(self, q: Tensor, batch: Batch) -> Tensor:
+        out = self._outputs.get(batch.bucket)
+        if out is None:
+            out = self._outputs[batch.bucket] = torch.zeros(batch.bucket, q[0].numel(), dtype=self.dtype)
+        return out
+
+    def _attend_span(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, span: Span) -> Tensor:
+        """Attend over one span: `[count, H hd]`, float32 or in the dtype of products.
+
+        The heads of a group go together, so that keys and values are read once. Scores are float32 in every dtype:
+        rounded to bfloat16 they would be the coarsest step of the whole model.
+        """
+        count = span.segment.count
+        keys = span.stop - span.first
+        how = self._find_proven(*q.shape[2:])
+        form = format_of(k_cache)
+        k_slot = k_cache.select(0, span.segment.slot).narrow(1, span.first, keys)
+        v_slot = v_cache.select(0, span.segment.slot).narrow(1, span.first, keys)
+        rows = q.narrow(0, span.row, count)
+        group = q.shape[2]
+        most = next((proven for proven in how.rows if proven >= count * group), 0)
+        if not most:
+            raise UnprovenProductError(f"attention of {count * group} query rows; proven: {how.rows}")
+        parts = []
+        for head in range(q.shape[1]):
+            asking = rows.select(1, head).reshape(count * group, -1)
+            if most > count * group:
+                asking = torch.cat((asking, asking.new_zeros(most - count * group, asking.shape[1])))
+            scores = self.kernels.multiply(asking, form.decode(k_slot.select(0, head)).float())
+            wide = scores.narrow(0, 0, count * group).view(count, group, keys)
+            for mask in span.masks:
+                wide.narrow(2, mask.key - span.first, mask.scores.shape[2]).add_(mask.scores)
+            torch.softmax(scores, -1, out=scores)  # in place: large buffers that come and go cost page faults
+            found = self._weigh_values(scores, form.decode(v_slot.select(0, head)), how)
+            parts.append(found.narrow(0, 0, count * group).view(count, -1))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def _weigh_values(self, weights: Tensor, values: Tensor, how: ServedHeads) -> Tensor:
+        """Multiply weights float32 `[M, n]` with values `[n, hd]`; the sums of `terms` keys each are added up in
+        float32.
+        """
+        dtype = getattr(torch, how.dtype)
+        if len(values) <= how.terms:
+            return self.kernels.multiply(weights.to(dtype), values.to(dtype).t())
+        terms = zip(torch.split(weights, how.terms, 1), torch.split(values, how.terms), strict=True)
+        first, *rest = (
+            self.kernels.multiply(some.to(dtype).contiguous(), those.to(dtype).t()) for some, those in terms
+        )
+        total = first.float()
+        for part in rest:
+            total += part
+        return total
+
+
+def _make_mask(hidden: Tensor) -> Tensor:
+    """Turn bool `[rows, keys]` into float32 `[rows, 1, keys]`, to be added to the scores of every head of a group."""
+    return torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf")).unsqueeze(1)

@@ -1,0 +1,349 @@
+"""Kernels for CPUs: products of the compiled library and of oneDNN, called so that a row's bits do not depend on its
+bucket.
+
+Four rules make a row's bits its own:
+* A product runs with a row count that was proven to agree with all others in use (`proof/`). A step with more rows is
+  multiplied in pieces, one with fewer is padded. How oneDNN cuts a sum differs with the row count, the processor and
+  the threads.
+* Where the compiled library is installed, it also does what happens to rows between products (`native/rows.py`).
+* Activations run inside the product, whose vector tails are masked. An ATen elementwise loop may end in scalar code,
+  so outside of products only correctly rounded operations touch the rows (+, *, /, sqrt, casts), and softmax over
+  rows of whole vectors.
+* Attention is made of such products as well (`attention.py`).
+
+Without a plan nothing is cut, padded or promised: that is for tests and for the proof itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from adapters.checkpoint.packed_matrix import PackedMatrix, StackedWeight
+from adapters.models.kernels.cpu import layers as fused
+from adapters.models.kernels.cpu import onednn
+from adapters.models.kernels.cpu.attention import CpuAttention, StepPlan
+from adapters.models.kernels.cpu.delta import CpuDelta
+from adapters.models.kernels.cpu.heads import PreparedHeadsCache, rotate_heads
+from adapters.models.kernels.cpu.native.attention import NativeAttention
+from adapters.models.kernels.cpu.native.delta import NativeDelta, has_room_for
+from adapters.models.kernels.cpu.native.library import find_library
+from adapters.models.kernels.cpu.native.norm_and_head import NativeHead
+from adapters.models.kernels.cpu.native.products import DTYPE_CODES, NativePacked, NativeProducts, NativeWeight
+from adapters.models.kernels.cpu.native.rows import NativeRows
+from adapters.models.kernels.cpu.packed import CpuPacking, CpuStack, CpuWeight, check_rows
+from adapters.models.kernels.cpu.thread_tuning import ThreadTuning
+from adapters.models.kernels.decode_pass import DecodePass, DraftPass
+from adapters.models.kernels.delta_interface import DeltaKernels, DeltaShape
+from adapters.models.kernels.experts_interface import Experts, list_experts, run_experts
+from adapters.models.kernels.interface import (
+    AttentionMask,
+    ContextLayer,
+    ContextPass,
+    Embedding,
+    FusedContext,
+    FusedLayers,
+    HeadPrep,
+    Rope,
+    WholeLayer,
+)
+from adapters.models.kernels.multiplier import dtype_name
+from adapters.models.kernels.product_list import (
+    NARROW,
+    NATIVE,
+    TILE,
+    ProductPlan,
+    Products,
+    Proof,
+    UnprovenProductError,
+)
+from adapters.models.kernels.proof.prover import prove
+from adapters.models.kernels.row_format import format_of
+from adapters.models.kernels.step import Forward
+from adapters.models.kernels.step_batch import Batch, BlockBatch
+
+T = TypeVar("T")
+
+# oneDNN's AMX kernels read 16-bit inputs in blocks of this many columns. A NaN past the end of a row would spread.
+_COLUMNS = 32
+
+
+class CpuKernels:
+    """Implements `Kernels`. It keeps only what the steps of one shard share; the weights belong to the shard.
+
+    plan: the shapes in which products run; a product that is not in it raises UnprovenProductError. own: use the
+    compiled library where this installation has it.
+    """
+
+    kv_tile = TILE
+    is_paged = False
+    packs_experts = True
+    stack_experts = staticmethod(list_experts)
+
+    def __init__(self, dtype: torch.dtype, plan: ProductPlan | None = None, *, own: bool = True) -> None:
+        self._dtype = dtype
+        self._plan = plan
+        found = find_library() if own else None
+        fits = found is not None and dtype in DTYPE_CODES
+        self._native = None if found is None else NativeProducts(found, found.serving, dtype if fits else None)
+        self._packed = None if self._native is None else CpuPacking(self._native, plan)
+        self._rows = NativeRows(found, found.serving) if found is not None and fits else None
+        self._tunings: dict[tuple[str, int], ThreadTuning] = {}
+        self._heads: dict[int, tuple[CpuWeight | CpuStack, NativeHead | None]] = {}  # by rows
+        self._heads_of = PreparedHeadsCache()
+        self._own_attention = NativeAttention(found, found.serving, dtype) if found is not None and fits else None
+        self._attention = CpuAttention(self, dtype, plan)
+        self._own_rule = NativeDelta(found, found.serving) if found is not None and fits else None
+        in_c = plan is None or all(served.way == NATIVE for served in plan.deltas)
+        self.delta: DeltaKernels | None = self._own_rule if in_c and self._own_rule is not None else CpuDelta(plan)
+
+    @property
+    def name(self) -> str:
+        native = "" if self._native is None else "native-"
+        return f"{native}{'onednn' if onednn.ONEDNN else 'aten'}-{dtype_name(self._dtype)}"
+
+    @property
+    def bit_signature(self) -> tuple[object, ...]:
+        return () if self._plan is None else self._plan.bit_signature()
+
+    def copy_for_shard(self) -> CpuKernels:
+        return self.with_plan(self._plan)
+
+    # --- products, in no particular pieces ---
+
+    def attention_dtypes(self) -> Sequence[torch.dtype]:
+        own = [self._dtype] if onednn.supports(self._dtype) else []
+        return tuple(dict.fromkeys([*own, torch.float32]))
+
+    def ways(self, *, wider: bool) -> Sequence[str]:
+        own = [NATIVE] if self._native is not None and (wider or self._dtype in DTYPE_CODES) else []
+        return [*own, *(dtype_name(dtype) for dtype in self.attention_dtypes()[: 2 if wider else 1])]
+
+    def operand_dtype(self, way: str) -> torch.dtype:
+        if way == NATIVE:
+            return self._dtype if self._dtype in DTYPE_CODES else torch.float32
+        return getattr(torch, way)
+
+    def reorder(self, weight: Tensor, way: str) -> Tensor | NativeWeight:
+        if way != NATIVE:
+            return onednn.reorder(weight)
+        if self._native is None:
+            raise UnprovenProductError("a plan for products of our own, and this installation has none")
+        return self._native.pack(weight)
+
+    def pack_steps(self, matrix: PackedMatrix) -> NativePacked | None:
+        return None if self._packed is None else self._packed.pack_matrix(matrix)
+
+    def multiply(self, x: Tensor, weight: Any) -> Tensor:
+        if isinstance(weight, NativePacked) and self._native is not None:
+            return self._native.multiply_packed(x, weight)
+        return self._multiply_native(x, weight) if isinstance(weight, NativeWeight) else onednn.multiply(x, weight)
+
+    def multiply_gated(self, x: Tensor, gate: Any, up: Any) -> Tensor:
+        if isinstance(gate, NativePacked) and self._native is not None:
+            return self._native.multiply_packed(x, gate, up)
+        return (
+            self._multiply_native(x, gate, up) if isinstance(gate, NativeWeight) else onednn.multiply_gated(x, gate, up)
+        )
+
+    def _multiply_native(self, x: Tensor, weight: NativeWeight, up: NativeWeight | None = None) -> Tensor:
+        assert self._native is not None
+        return self._native.multiply(x, weight, up)
+
+    @property
+    def native_attention(self) -> NativeAttention | None:
+        return self._own_attention
+
+    def native_rule(self, shape: DeltaShape) -> NativeDelta | None:
+        return self._own_rule if has_room_for(shape) else None
+
+    def make_batched_rule(self) -> CpuDelta:
+        return CpuDelta(None)
+
+    # --- what is proven of them ---
+
+    def prove(self, products: Products, known: ProductPlan | None = None) -> Proof:
+        return prove(self, products, known)
+
+    def with_plan(self, plan: ProductPlan | None) -> CpuKernels:
+        return CpuKernels(self._dtype, plan, own=self._native is not None)
+
+    # --- weights ---
+
+    def pack(self, weight: Tensor | StackedWeight) -> CpuWeight | CpuStack:
+        if isinstance(weight, Tensor):
+            return self._pack(weight, gated=False)
+        stack = (
+            None if self._packed is None else self._packed.pack_stack(weight, lambda one: self._pack(one, gated=False))
+        )
+        return self._pack(weight.unpack(), gated=False) if stack is None else stack
+
+    def pack_gated(self, weight: Tensor | StackedWeight) -> CpuWeight | CpuStack:
+        if isinstance(weight, Tensor):
+            return self._pack(*weight.chunk(2), gated=True)
+        stack = None if self._packed is None else self._packed.pack_gated(weight)
+        return self._pack(*weight.unpack().chunk(2), gated=True) if stack is None else stack
+
+    def _pack(self, *weights: Tensor, gated: bool) -> CpuWeight:
+        outputs, inputs = weights[0].shape
+        way = self.ways(wider=True)[0]
+        pieces = None
+        if self._plan is not None:
+            served = self._plan.find_weight(outputs, inputs, gated=gated)
+            way = served.way
+            if self._plan.steps:
+                pieces = {rows: served.piece_rows(rows) for rows in self._plan.steps}
+        dtype = self.operand_dtype(way)
+        whole = way == NATIVE or dtype is torch.float32
+        columns = inputs if whole else -(-inputs // _COLUMNS) * _COLUMNS
+        parts = [weight.to(dtype) for weight in weights]
+        spare = columns - inputs
+        wide = (torch.nn.functional.pad(part, (0, spare)) if spare else part for part in parts)
+        return CpuWeight(tuple(self.reorder(weight.contiguous(), way) for weight in wide), dtype, columns, pieces)
+
+    def linear(self, x: Tensor, packed: CpuWeight | CpuStack) -> Tensor:
+        if isinstance(packed, CpuStack):
+            check_rows(x, packed.steps)
+            return packed.linear(x.to(self.operand_dtype(NATIVE)), lambda one: self.linear(x, one)).to(self._dtype)
+        [weight] = packed.weights
+        return self._multiply_in_pieces(x, packed, lambda rows: self.multiply(rows, weight))
+
+    def gated_linear(self, x: Tensor, packed: CpuWeight | CpuStack) -> Tensor:
+        if isinstance(packed, CpuStack):
+            check_rows(x, packed.steps)
+            return packed.gated_linear(x.to(self.operand_dtype(NATIVE))).to(self._dtype)
+        gate, up = packed.weights
+        return self._multiply_in_pieces(x, packed, lambda rows: self.multiply_gated(rows, gate, up))
+
+    def experts(self, x: Tensor, experts: Experts, batch: Batch) -> Tensor:
+        return run_experts(self, x, experts, batch, self._pad_row_count)
+
+    def _pad_row_count(self, rows: int) -> int:
+        """Return the smallest row count of a step that holds so many rows: products of such steps are proven."""
+        steps = () if self._plan is None else self._plan.steps
+        return next((count for count in steps if count >= rows), rows)
+
+    def _multiply_in_pieces(self, x: Tensor, packed: CpuWeight, multiply: Callable[[Tensor], Tensor]) -> Tensor:
+        rows, inputs = x.shape
+        check_rows(x, packed.pieces)
+        count = rows if packed.pieces is None else packed.pieces[rows]
+        x = x.to(packed.dtype)
+        if count == rows and packed.columns == inputs:
+            return multiply(x).to(self._dtype)
+        if count > rows or packed.columns > inputs:
+            padded = x.new_zeros(max(count, rows), packed.columns)
+            padded[:rows, :inputs] = x
+            x = padded
+        found = multiply(x) if len(x) == count else torch.cat([multiply(part) for part in torch.split(x, count)])
+        return found[:rows].to(self._dtype)
+
+    def add_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        if self._rows is not None:
+            return self._rows.add_norm(residual, delta, weight, eps)
+        if delta is not None:
+            residual.add_(delta)
+        return torch.rms_norm(residual.to(weight.dtype), weight.shape, weight, eps).to(residual.dtype)
+
+    def fuse_layers(
+        self, layers: Sequence[WholeLayer], rope: Rope, rows: int, embedding: Embedding | None
+    ) -> FusedLayers | None:
+        if self._own_attention is None:
+            return None
+        native = self._own_attention.compiled
+        found = fused.fuse_layers(native, layers, rope, rows, self._dtype, embedding, self._heads_of)
+        return found if found is not None and self._attention.is_native(*found.attention_heads, rows) else None
+
+    def fuse_context(
+        self, fc: Any, norm: Tensor, eps: float, layers: Sequence[ContextLayer], rope: Rope, rows: int
+    ) -> FusedContext | None:
+        if self._rows is None:
+            return None
+        return fused.fuse_context(self._rows.compiled, (fc, norm, eps), layers, rope, rows, self._heads_of)
+
+    def build_pass(
+        self,
+        layers: FusedLayers,
+        ending: tuple[Tensor, float, CpuWeight | CpuStack],
+        batch: Batch,
+        forward: Forward,
+        logits: Tensor,
+    ) -> DecodePass | None:
+        return fused.build_pass(layers, ending, batch, forward, logits, self.launch)
+
+    def build_draft_pass(
+        self, block: DecodePass, contexts: Sequence[ContextPass], left: Sequence[Tensor], mask: int
+    ) -> DraftPass | None:
+        return fused.build_draft_pass(block, contexts, left, mask)
+
+    def embed(self, table: Tensor, tokens: Tensor, out: Tensor) -> Tensor:
+        return torch.index_select(table, 0, tokens, out=out)
+
+    def write_logits(self, hidden: Tensor, norm: Tensor, eps: float, packed: CpuWeight | CpuStack, out: Tensor) -> None:
+        known, own = self._heads.get(rows := hidden.shape[0], (None, None))
+        if known is not packed:
+            own = None if self._rows is None else fused.fuse_head(self._rows.compiled, norm, eps, packed, rows)
+            self._heads[rows] = packed, own
+        if own is None:
+            out.copy_(self.linear(self.add_norm(hidden, None, norm, eps), packed))
+        else:
+            own.write_logits(hidden, out)
+
+    def prepare_step(self, batch: Batch) -> None:
+        batch.plan = StepPlan(batch.segments)
+
+    def rotate_store(
+        self, qkv: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor
+    ) -> Tensor:
+        kv = k_cache.shape[1]
+        head = format_of(k_cache).head_size(k_cache.shape[3])
+        queries = qkv.shape[1] // head - 2 * kv
+        if self._rows is not None:
+            q = self._prepare_heads_natively(self._rows, qkv, prep, rope, batch, k_cache, v_cache)
+            return q.view(batch.bucket, kv, queries // kv, head)
+        rotated, values = rotate_heads(qkv, self._heads_of(prep, (queries, kv, head)), rope, batch, kv)
+        batch.plan.write_caches(rotated[:, queries:], values, k_cache, v_cache)
+        return rotated[:, :queries].contiguous().view(batch.bucket, kv, queries // kv, head)
+
+    def store(self, kv: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor) -> None:
+        if self._rows is not None:
+            self._prepare_heads_natively(self._rows, kv, prep, rope, batch, k_cache, v_cache)
+            return
+        head = format_of(k_cache).head_size(k_cache.shape[3])
+        keys, values = rotate_heads(
+            kv, self._heads_of(prep, (0, k_cache.shape[1], head)), rope, batch, k_cache.shape[1]
+        )
+        batch.plan.write_caches(keys, values, k_cache, v_cache)
+
+    def _prepare_heads_natively(
+        self, own: NativeRows, x: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor
+    ) -> Tensor:
+        slots, kv, capacity, width = k_cache.shape
+        head = format_of(k_cache).head_size(width)
+        batch.plan.check_caches(slots, min(capacity, len(rope.cos)))
+        heads = self._heads_of(prep, (x.shape[1] // head - 2 * kv, kv, head))
+        return own.prepare_heads(x, heads, rope, (batch.slots, batch.positions), k_cache, v_cache)
+
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
+        return self._attention.attend(q, k_cache, v_cache, batch)
+
+    def attend_block(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, mask: AttentionMask
+    ) -> Tensor:
+        return self._attention.attend_block(q, k_cache, v_cache, batch, mask)
+
+    def launch(self, name: str, batch: Batch, body: Callable[[], T]) -> T:
+        if self._plan is None:
+            return body()
+        narrow, wide = self._plan.threads
+        threads = torch.get_num_threads()
+        if threads != wide:
+            raise UnprovenProductError(f"products were proven for {wide} threads, and there are {threads} now")
+        if batch.bucket > NARROW or narrow == wide:
+            return body()
+        kind = (name, batch.bucket)
+        if kind not in self._tunings:
+            self._tunings[kind] = ThreadTuning(narrow, wide)
+        return self._tunings[kind].run(body)

@@ -1,0 +1,199 @@
+// Attention of each row over its own interval of its slot's keys. The result over the keys of one tile is computed from
+// zero, with the greatest score and the sum of weights there, by chains over ascending terms as in every product
+// (tiles.h). Tiles stand at multiples of KEYS and are joined in ascending order. So a row's bits depend neither on the
+// rows that are computed with it nor on the threads that compute tiles.
+#define ASKING 96      // queries that go over a tile together: its keys and values are made ready once for all of them
+#define SCORED (KEYS + 16) // room for a row's scores: rows never a power of two apart
+#define PARTS (1L << 22) // numbers that tiles which are shared out may leave behind
+
+typedef struct {
+    const isa_t *isa;
+    const float *queries; // [rows, kv, group, size]
+    const int64_t *slots, *lows, *highs;
+    const char *keys, *values;
+    long kv, group, size, slot, head; // slot, head: bytes between them in the cache
+    void *out;
+    int form, out_brain;
+    const long *blocks; // first rows of those that go together, and how many they are
+    long tiles, asking; // tiles that are shared out one by one, and the most queries that go over one; or no tiles
+    float *parts;       // what is found in tiles that are shared out
+    atomic_int failed;
+} attention_t;
+
+typedef struct {
+    float *queries, *keys, *values, *scores, *products, *parts, *joined;
+} bench_t; // of one thread
+
+static long columns_of(long size) { return (size + 31) / 32 * 32; }
+static long part_of(long size) { return columns_of(size) + 16; }
+
+static int bench_of(bench_t *bench, long asking, long size) {
+    static _Thread_local float *room;
+    static _Thread_local long there;
+    const long columns = columns_of(size);
+    const long sizes[] = {asking * (size + 16), KEYS * size, KEYS * columns, asking * SCORED, asking * columns,
+                          asking * part_of(size), asking * part_of(size)};
+    float **const to[] = {&bench->queries,  &bench->keys,  &bench->values, &bench->scores,
+                          &bench->products, &bench->parts, &bench->joined};
+    long all = 0;
+    for (int i = 0; i < 7; i++) all += (sizes[i] + 15) / 16 * 16;
+    if (there < all) {
+        free(room);
+        room = aligned_alloc(64, (size_t)all * sizeof(float));
+        there = room ? all : 0;
+        if (!room) return -1;
+    }
+    float *at = room;
+    for (int i = 0; i < 7; at += (sizes[i++] + 15) / 16 * 16) *to[i] = at;
+    return 0;
+}
+
+// The results of some rows' queries over one tile.
+static void over_tile(
+    const attention_t *job, const bench_t *bench, long row, long rows, long head, long tile, long stop, float *parts
+) {
+    const long size = job->size, group = job->group, start = tile * KEYS, columns = columns_of(size);
+    const long count = stop - start < KEYS ? stop - start : KEYS, asking = rows * group;
+    const long from = job->slots[row] * job->slot + head * job->head + start * row_width(size, job->form) * number_size(job->form);
+    job->isa->turn(job->keys + from, size, count, bench->keys, job->form);
+    job->isa->multiply(
+        asking, (int)((count + 31) / 32), FLOATS, bench->queries, size + 16, (const char *)bench->keys, size * 128, size,
+        bench->scores, SCORED, 0
+    );
+    for (long i = 0; i < asking; i++) {
+        const long low = job->lows ? job->lows[row + i / group] : 0, high = job->highs[row + i / group];
+        job->isa->weigh(bench->scores + i * SCORED, low - start, high - start, count, parts + i * part_of(size));
+    }
+    job->isa->align(job->values + from, size, count, bench->values, job->form);
+    job->isa->multiply(
+        asking, (int)(columns / 32), FLOATS, bench->scores, SCORED, (const char *)bench->values, count * 128, count,
+        bench->products, columns, 0
+    );
+    for (long i = 0; i < asking; i++)
+        memcpy(parts + i * part_of(size) + 2, bench->products + i * columns, (size_t)size * sizeof(float));
+}
+
+static void join_tile(const attention_t *job, long row, long rows, long tile, const float *parts, float *joined) {
+    const long width = part_of(job->size);
+    for (long i = 0; i < rows * job->group; i++) {
+        const long low = job->lows ? job->lows[row + i / job->group] : 0, high = job->highs[row + i / job->group];
+        if (low < high && low / KEYS <= tile && tile * KEYS < high)
+            job->isa->join(joined + i * width, parts + i * width, job->size, tile == low / KEYS);
+    }
+}
+
+static void put_out(const attention_t *job, long row, long rows, long head, const float *joined) {
+    const long size = job->size, group = job->group;
+    for (long i = 0; i < rows * group; i++) {
+        const long at = row + i / group, to = ((at * job->kv + head) * group + i % group) * size;
+        const long low = job->lows ? job->lows[at] : 0;
+        if (low < job->highs[at]) job->isa->finish(joined + i * part_of(size), size, job->out, to, job->out_brain);
+        else memset((char *)job->out + to * (job->out_brain ? 2 : 4), 0, (size_t)size * (job->out_brain ? 2 : 4));
+    }
+}
+
+static void seen_of(const attention_t *job, long row, long rows, long *first, long *stop) {
+    *first = *stop = 0;
+    for (long i = row; i < row + rows; i++) {
+        const long low = job->lows ? job->lows[i] : 0, high = job->highs[i];
+        if (low >= high) continue;
+        if (!*stop || low / KEYS < *first) *first = low / KEYS;
+        if (high > *stop) *stop = high;
+    }
+}
+
+// unit: a block of rows and a head of keys; and one of the tiles, where these are shared out.
+static void attend_unit(void *of, long unit) {
+    attention_t *const job = of;
+    const long pair = job->tiles ? unit / job->tiles : unit, head = pair % job->kv;
+    const long row = job->blocks[2 * (pair / job->kv)], rows = job->blocks[2 * (pair / job->kv) + 1];
+    const long size = job->size, asking = rows * job->group, only = job->tiles ? unit % job->tiles : -1;
+    long first, stop;
+    bench_t bench;
+    seen_of(job, row, rows, &first, &stop);
+    if (only >= 0 && (only < first || only * KEYS >= stop)) return;
+    if (bench_of(&bench, asking, size)) {
+        atomic_store(&job->failed, 1);
+        return;
+    }
+    for (long i = 0; i < asking; i++) {
+        const float *const from = job->queries + (((row + i / job->group) * job->kv + head) * job->group + i % job->group) * size;
+        memcpy(bench.queries + i * (size + 16), from, (size_t)size * sizeof(float));
+    }
+    if (only >= 0) {
+        float *const parts = job->parts + unit * job->asking * part_of(size);
+        over_tile(job, &bench, row, rows, head, only, stop, parts);
+        return;
+    }
+    for (long tile = first; tile * KEYS < stop; tile++) {
+        over_tile(job, &bench, row, rows, head, tile, stop, bench.parts);
+        join_tile(job, row, rows, tile, bench.parts, bench.joined);
+    }
+    put_out(job, row, rows, head, bench.joined);
+}
+
+// Joins the results of tiles that several threads computed, in the order of tiles.
+static void join_shared(void *of, long pair) {
+    attention_t *const job = of;
+    const long row = job->blocks[2 * (pair / job->kv)], rows = job->blocks[2 * (pair / job->kv) + 1];
+    const long each = job->asking * part_of(job->size);
+    long first, stop;
+    bench_t bench;
+    seen_of(job, row, rows, &first, &stop);
+    if (bench_of(&bench, rows * job->group, job->size)) {
+        atomic_store(&job->failed, 1);
+        return;
+    }
+    for (long tile = first; tile * KEYS < stop; tile++)
+        join_tile(job, row, rows, tile, job->parts + (pair * job->tiles + tile) * each, bench.joined);
+    put_out(job, row, rows, pair % job->kv, bench.joined);
+}
+
+// queries[rows, kv, group, size] -> out[rows, kv, group, size]: each row attends to the keys [low, high) of its slot, at no
+// keys (or low >= high) it gets zeros. slot, head: numbers between slots and between heads of keys and values alike.
+// Returns 0, or -1 where there is no memory.
+int rekindle_attend(
+    const float *queries, long rows, long kv, long group, long size, const int64_t *slots, const int64_t *lows,
+    const int64_t *highs, const void *keys, const void *values, long slot, long head, int form, void *out,
+    int out_brain, int threads, int level
+) {
+    static _Thread_local long *blocks;
+    static _Thread_local float *parts;
+    static _Thread_local long block_room, part_room;
+    const long most = group < ASKING ? ASKING / group : 1, each = number_size(form);
+    if (block_room < rows) {
+        free(blocks);
+        blocks = malloc((size_t)(2 * rows) * sizeof(long));
+        block_room = blocks ? rows : 0;
+        if (!blocks) return -1;
+    }
+    long count = 0, widest = 0, stop = 0;
+    for (long row = 0; row < rows; row++) {
+        const int goes_on = count && slots[row] == slots[row - 1] && blocks[2 * count - 1] < most;
+        if (!goes_on) {
+            blocks[2 * count] = row;
+            blocks[2 * count++ + 1] = 0;
+        }
+        if (++blocks[2 * count - 1] > widest) widest = blocks[2 * count - 1];
+        if (highs[row] > stop) stop = highs[row];
+    }
+    const long pairs = count * kv, tiles = (stop + KEYS - 1) / KEYS, asking = widest * group;
+    attention_t job = {isa_of(level), queries, slots, lows, highs, keys, values, kv, group, size, slot * each,
+                       head * each, out, form, out_brain, blocks, 0, asking, NULL, 0};
+    const long left = pairs * tiles * asking * part_of(size);
+    if (threads > 1 && tiles > 1 && pairs < 2L * threads && left <= PARTS) {
+        if (part_room < left) {
+            free(parts);
+            parts = aligned_alloc(64, (size_t)(left + 15) / 16 * 16 * sizeof(float));
+            part_room = parts ? left : 0;
+            if (!parts) return -1;
+        }
+        job.tiles = tiles;
+        job.parts = parts;
+        share(threads, pairs * tiles, attend_unit, &job);
+        if (!atomic_load(&job.failed)) share(threads, pairs, join_shared, &job);
+    } else {
+        share(threads, pairs, attend_unit, &job);
+    }
+    return atomic_load(&job.failed) ? -1 : 0;
+}

@@ -1,0 +1,324 @@
+"""Launches of attention on a CUDA device: tiles, splits of the keys, and the memory for partial results.
+
+`KV_TILE` and `SPLIT` are constants because they can change bits. Tiles of queries and the number of stages are free.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from attrs import define, field
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as LaidOut
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from adapters.models.kernels.cuda.tiles import count_parts, round_up_to_power, rows_to_plan
+from adapters.models.kernels.interface import ALONE, NARROW, AttentionMask
+from adapters.models.kernels.row_format import format_of
+from adapters.models.kernels.step_batch import Batch, BlockBatch
+from adapters.models.kernels.triton import attention, hopper_attention, rows
+from adapters.models.kernels.triton import block_attention as block
+from adapters.models.kernels.triton_launch import launch
+from effects.ids import PAGE
+
+KV_TILE = 64
+SPLIT = 256
+SCRATCH_BYTES = 256 << 20
+BLOCK_SPLITS = 64  # splits of a block's keys, at most, so that one tile holds a head's partials
+LOG2_E = 1.4426950408889634
+AHEAD = {"K_STAGES": 4, "V_STAGES": 3}  # tiles that are loaded ahead, so that two programs share a processor's memory
+
+
+@define
+class StepTiles:
+    """The step's row tiles on the device. stale: the running body has not computed them yet. merges: see
+    `CudaAttention.merges_in_kernel`.
+    """
+
+    tiles: Tensor | None = None
+    tile: int = 0
+    stale: bool = True
+    merges: bool = False
+
+
+def cache_sizes(cache: Tensor, batch: Batch) -> tuple[int, int, int]:
+    """Return slots, heads and rows of a slot, whether or not rows are paged."""
+    if batch.pages is None:
+        return cache.shape[0], cache.shape[1], cache.shape[2]
+    slots, count = batch.pages.shape
+    return slots, cache.shape[1], count * PAGE
+
+
+def describe_cache(cache: Tensor, tile: int) -> tuple[Any, Tensor]:
+    """Return how kernels read tiles of rows, and where the scales of coded rows are (of other rows anything, never
+    read).
+    """
+    if not format_of(cache).is_coded:
+        return TensorDescriptor.from_tensor(cache.view(-1, cache.shape[-1]), [tile, cache.shape[-1]]), cache
+    return cache, cache.view(torch.float32)
+
+
+def describe_blocks(matrix: Tensor, *block: int) -> LaidOut:
+    """Return a descriptor by which bulk copies bring blocks of a matrix in the layout that `wgmma` reads."""
+    return LaidOut.from_tensor(matrix, [*block], shared_layout(block, matrix.dtype))
+
+
+@cache
+def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """Return the shared-memory layout of a block. Cached, because computing it takes as long as the launch that needs
+    it.
+    """
+    number = gl.float16 if dtype == torch.float16 else gl.bfloat16
+    return gl.NVMMASharedLayout.get_default_for([*block], number)
+
+
+def launch_options(warps: int, pdl: bool | None) -> dict[str, Any]:
+    """Return the options of every launch. pdl: the kernel may start while the one before it drains (programmatic
+    dependent launch).
+    """
+    return {"PDL": pdl, "num_warps": warps, "launch_pdl": pdl}
+
+
+@define(eq=False)
+class CudaAttention:
+    """Attention of one shard. Scratch memory is kept for good, because recorded graphs hold its address.
+
+    processors: of the device. shared: bytes of shared memory that a program may have. hopper: the kernels for Hopper
+    may run, which load keys and values ahead. planned_bodies: names of the bodies that have read the step's tiles.
+    running: the body that runs now.
+    """
+
+    device: torch.device
+    processors: int
+    shared: int
+    pdl: bool | None
+    hopper: bool = False
+    running: str = ""
+    planned_bodies: set[str] = field(init=False, factory=set)
+    _partials: dict[tuple[int, ...], tuple[Tensor, Tensor]] = field(init=False, factory=dict)
+    _counts: dict[int, Tensor] = field(init=False, factory=dict)
+    _usual: Tensor = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._usual = torch.zeros(1, device=self.device)
+
+    def _options(self, warps: int) -> dict[str, Any]:
+        return launch_options(warps, self.pdl)
+
+    def merges_in_kernel(self, batch: Batch) -> bool:
+        """Return whether the program that writes the last partial of a row merges all of them, in place of a separate
+        kernel.
+
+        For more rows the separate kernel is quicker. The answer must be the same for all steps that one graph is
+        recorded for.
+        """
+        if not self.hopper or batch.bucket > ALONE or isinstance(batch, BlockBatch):
+            return False
+        return all(one.count == 1 for one in batch.segments)
+
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
+        bucket, heads, head = q.shape
+        slots, kv, capacity = cache_sizes(k_cache, batch)
+        pages = batch.positions if batch.pages is None else batch.pages  # never read without
+        group = heads // kv
+        padded = round_up_to_power(group)
+        splits = count_parts(capacity, SPLIT)
+        query_tile, key_tile = (32, 32) if q.dtype == torch.float32 else (64, KV_TILE)
+        tiles = self._step_tiles(batch, query_tile // padded, slots)
+        limit = len(tiles)
+        out = torch.empty_like(q)
+        scale = head**-0.5 * LOG2_E
+        shape = {"HEADS": heads, "KV": kv, "GROUP": group, "PADDED": padded, "SPLIT": SPLIT}
+        shape |= {"PAGE": 0 if batch.pages is None else PAGE}
+        if bucket > NARROW or bucket * heads * splits * head * 4 > SCRATCH_BYTES:
+            rows_of, options = self._cache_arguments(q, (k_cache, v_cache), query_tile, key_tile)
+            grid = (limit * kv,)
+            launch(
+                attention.attend_chain, grid, q, *rows_of, tiles, out, pages, capacity, limit, scale, **shape, **options
+            )
+            return out.view(bucket, -1)
+        acc, sums = self._scratch(heads, splits, head)
+        programs = min(limit * splits * kv, 2 * self.processors)  # while one computes, the other one's rows come
+        assert programs >= kv
+        to = (tiles, acc, sums, pages, capacity, limit, splits, scale)
+        shape["LIMIT"] = NARROW  # the same for every bucket and any number of slots: one kernel to be compiled
+        at_once = 16 if head <= 128 else 8
+        ahead = self.hopper and not format_of(k_cache).is_coded and head in (64, 128) and q.dtype.itemsize == 2
+        merged = ahead and batch.plan.merges
+        if ahead:
+            tiled = (describe_blocks(cache.view(-1, head), key_tile, head) for cache in (k_cache, v_cache))
+            options = AHEAD | {"AT_ONCE": min(at_once, max(1, 128 // padded)) if merged else 0} | self._options(4)
+            options["enable_fp_fusion"] = False
+            given = (q, *tiled, *to, self._partial_counts(kv), out)
+            launch(hopper_attention.attend_splits_ahead, (programs,), *given, **shape, **options)
+        else:
+            rows_of, options = self._cache_arguments(q, (k_cache, v_cache), query_tile, key_tile)
+            launch(attention.attend_splits, (programs,), q, *rows_of, *to, **shape, **options)
+        if not merged:
+            launch(
+                attention.merge,
+                (bucket, heads),
+                acc,
+                sums,
+                batch.positions,
+                out,
+                splits,
+                HEADS=heads,
+                HEAD=head,
+                SPLIT=SPLIT,
+                AT_ONCE=at_once,
+                enable_fp_fusion=False,
+                maxnreg=168,  # one warp, and all its loads in flight: the compiler would trade them for occupancy
+                **self._options(1),
+            )
+        return out.view(bucket, -1)
+
+    def attend_block(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, mask: AttentionMask
+    ) -> Tensor:
+        bucket, heads, head = q.shape
+        _, kv, capacity, _ = k_cache.shape
+        split = SPLIT
+        while split * BLOCK_SPLITS < capacity:
+            split *= 2
+        splits = count_parts(capacity, split)
+        query_tile, key_tile = (32, 32) if q.dtype == torch.float32 else (64, KV_TILE)
+        padded = round_up_to_power(heads // kv)
+        acc, sums = self._block_scratch(bucket, heads, splits, head)
+        out = torch.empty_like(q)
+        launch(
+            block.attend_splits,
+            (2 * self.processors,),
+            q,
+            TensorDescriptor.from_tensor(k_cache.view(-1, head), [key_tile, head]),
+            TensorDescriptor.from_tensor(v_cache.view(-1, head), [key_tile, head]),
+            batch.slots,
+            batch.positions,
+            batch.starts,
+            batch.lengths,
+            batch.firsts,
+            acc,
+            sums,
+            bucket,
+            capacity,
+            splits,
+            head**-0.5 * LOG2_E,
+            HEADS=heads,
+            KV=kv,
+            GROUP=heads // kv,
+            PADDED=padded,
+            HEAD=head,
+            BLOCK_M=query_tile,
+            BLOCK_N=key_tile,
+            SPLIT=split,
+            TILE=query_tile // padded,
+            ROWS=round_up_to_power(bucket),
+            CAUSAL=mask.causal,
+            WINDOW=mask.window,
+            **self._attention_options(q, query_tile, key_tile),
+        )
+        launch(
+            block.merge,
+            (bucket, heads),
+            acc,
+            sums,
+            batch.starts,
+            batch.lengths,
+            batch.firsts,
+            out,
+            splits,
+            HEADS=heads,
+            HEAD=head,
+            SPLIT=split,
+            LIMIT=round_up_to_power(splits),
+            WINDOW=mask.window,
+            **self._options(4),
+        )
+        return out.view(bucket, -1)
+
+    def _cache_arguments(
+        self, q: Tensor, caches: tuple[Tensor, Tensor], query_tile: int, key_tile: int
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments for keys, values and the scales of both, and the constants that describe them."""
+        keys, values = (describe_cache(cache, key_tile) for cache in caches)
+        shape = {"HEAD": q.shape[2], "BLOCK_M": query_tile, "BLOCK_N": key_tile, "CODED": format_of(caches[0]).is_coded}
+        return (keys[0], values[0], keys[1], values[1]), shape | self._attention_options(q, query_tile, key_tile)
+
+    def _attention_options(self, q: Tensor, query_tile: int, key_tile: int) -> dict[str, Any]:
+        head = q.shape[2]
+        size = q.dtype.itemsize
+        wide = q.dtype == torch.float32
+        fits = (self.shared - 4096 - 2 * query_tile * head * size) // (2 * key_tile * head * size)
+        stages = 1 if wide else max(1, min(3 if head <= 128 else 2, fits))
+        own = {"enable_fp_fusion": False, "PRECISION": "ieee" if wide else "tf32", "STAGES": stages}
+        return self._options(8 if wide or head > 128 else 4) | own
+
+    def _block_scratch(self, bucket: int, heads: int, splits: int, head: int) -> tuple[Tensor, Tensor]:
+        """Return memory for partials of blocks. A block has few splits, so every bucket has its own."""
+        key = (bucket, heads, splits, head)
+        if key not in self._partials:
+            self._partials[key] = (
+                torch.empty(key, dtype=torch.float32, device=self.device),
+                torch.empty(bucket, heads, splits, 2, dtype=torch.float32, device=self.device),
+            )
+        return self._partials[key]
+
+    def _scratch(self, heads: int, splits: int, head: int) -> tuple[Tensor, Tensor]:
+        """Return memory where splits leave their partials. It is kept for good, because recorded graphs hold its
+        address.
+        """
+        key = (heads, splits, head)
+        if key not in self._partials:
+            sizes = (min(NARROW, SCRATCH_BYTES // (heads * splits * head * 4)), heads, splits)
+            self._partials[key] = (
+                torch.empty(*sizes, head, dtype=torch.float32, device=self.device),
+                torch.empty(*sizes, 2, dtype=torch.float32, device=self.device),
+            )
+        return self._partials[key]
+
+    def _partial_counts(self, kv: int) -> Tensor:
+        """Return how many partials of each row and key head have been written: zero between two launches."""
+        if kv not in self._counts:
+            self._counts[kv] = torch.zeros(ALONE, kv, dtype=torch.int32, device=self.device)
+        return self._counts[kv]
+
+    def _step_tiles(self, batch: Batch, tile: int, slots: int) -> Tensor:
+        """Return the step's tiles. Kernels read them without waiting for the kernel before, so they must exist long
+        before.
+        """
+        plan: StepTiles = batch.plan
+        if plan.tiles is None:
+            limit = min(batch.bucket, count_parts(batch.bucket, tile) + slots + 1)
+            plan.tiles = torch.zeros(limit, 8, dtype=torch.int32, device=self.device)
+            plan.tile = tile
+        if plan.stale:
+            self.plan_tiles(batch)
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()
+        self.planned_bodies.add(self.running)
+        return plan.tiles
+
+    def plan_tiles(self, batch: Batch) -> None:
+        """Compute the step's tiles on the device."""
+        plan: StepTiles = batch.plan
+        assert plan.tiles is not None
+        limit = len(plan.tiles)
+        launch(
+            rows.plan_tiles,
+            (1,),
+            batch.slots,
+            batch.positions,
+            plan.tiles,
+            batch.bucket,
+            limit,
+            TILE=plan.tile,
+            SPLIT=SPLIT,
+            ROWS=rows_to_plan(batch.bucket),
+            num_warps=4,
+        )
+        if self.pdl:  # a kernel with PDL could begin before the tiles are written, one behind a usual launch cannot
+            self._usual.abs_()
+        plan.stale = False

@@ -1,0 +1,310 @@
+"""Launches of the gated delta rule on a CUDA device: the plan of a step's chunks, tiles, and memory for factors.
+
+The rows that a slot keeps behind its state are raw: keys and values as the convolution leaves them, in the model's
+dtype, and the gates' inputs. Everything else about a chunk is computed anew in each step. So rows have the same bits
+in every step, and computing costs less than reading would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+from attrs import define, field, frozen
+from torch import Tensor
+
+from adapters.models.kernels.cuda.attention import launch_options
+from adapters.models.kernels.delta_interface import (
+    CHUNK,
+    RING,
+    TAPS,
+    DeltaShape,
+    DeltaState,
+    DeltaWeights,
+    make_raw_state,
+)
+from adapters.models.kernels.step_batch import StateBatch
+from adapters.models.kernels.triton import delta, delta_rows
+from adapters.models.kernels.triton_launch import launch
+
+SIZES = (16, 32, 64, 128)
+FIELDS = 8  # numbers of a chunk in the plan
+TILE = 64  # values of a head in one program
+AT_ONCE = 8  # heads of a program that works on single rows
+# Pieces of bfloat16 that hold the inputs exactly, and pieces that are taken of computed numbers.
+PIECES = {torch.bfloat16: (1, 2), torch.float16: (2, 2), torch.float32: (3, 3)}
+
+
+@frozen(eq=False)
+class ChunkPlan:
+    """The chunks of a step. chunks: int32 `[limit, 8]`. runs: int32 `[segments + 1, 2]`, the last one for padded
+    rows.
+    """
+
+    chunks: Tensor
+    runs: Tensor
+
+
+@frozen(eq=False)
+class FactorScratch:
+    """Memory for the factors of one layer at a time, kept for good because recorded graphs hold its address."""
+
+    mix: Tensor
+    fold: Tensor
+    lines: Tensor
+
+
+@define(eq=False)
+class CudaDelta:
+    """Implements `DeltaKernels` for one CUDA device."""
+
+    device: torch.device
+    pdl: bool | None
+    running: str = ""
+    planned_bodies: set[str] = field(
+        init=False, factory=set
+    )  # the bodies that have asked for the step's chunks, by name
+    _plans: dict[int, ChunkPlan] = field(init=False, factory=dict)
+    _stale: bool = field(init=False, default=True)
+    _factors: dict[tuple[int, ...], FactorScratch] = field(init=False, factory=dict)
+
+    def make_state(
+        self, shape: DeltaShape, slots: int, places: int, dtype: torch.dtype, device: torch.device
+    ) -> DeltaState:
+        for size in (shape.key_size, shape.value_size):
+            if size not in SIZES:
+                accepted = ", ".join(map(str, SIZES))
+                raise ValueError(f"recurrent heads of {size} are not supported on CUDA; accepted: {accepted}")
+        return make_raw_state(shape, slots, places, dtype, device)
+
+    def convolve(self, mixed: Tensor, weights: DeltaWeights, state: DeltaState, batch: StateBatch) -> Tensor:
+        """Convolve in the model's dtype. Query and key heads are divided by their length already."""
+        shape = weights.shape
+        out = torch.empty(mixed.shape, dtype=mixed.dtype, device=mixed.device)
+        programs = triton.cdiv(2 * shape.key_heads, AT_ONCE) + triton.cdiv(shape.value_heads, AT_ONCE)
+        launch(
+            delta_rows.convolve,
+            (len(mixed), programs),
+            mixed,
+            weights.taps,
+            state.inputs,
+            state.conv,
+            state.keys,
+            batch.slots,
+            batch.positions,
+            batch.bases,
+            out,
+            mixed.stride(0),
+            AT_ONCE=AT_ONCE,
+            SETTLES=batch.settles,
+            **_head_constants(shape),
+            **self._options(4),
+        )
+        if batch.settles:
+            self._keep_rows(mixed, state.inputs, state.conv, batch)
+        return out
+
+    def delta_rule(
+        self, convolved: Tensor, gates: Tensor, weights: DeltaWeights, state: DeltaState, batch: StateBatch
+    ) -> Tensor:
+        plan = self._step_chunks(batch, len(state.inputs))
+        out = self._run(convolved, gates, weights, state, plan, settles=batch.settles)
+        if batch.settles:
+            self._keep_rows(convolved[:, weights.shape.keys :], state.keys, None, batch)
+        return out
+
+    def _run(
+        self,
+        convolved: Tensor,
+        gates: Tensor,
+        weights: DeltaWeights,
+        state: DeltaState,
+        plan: ChunkPlan,
+        *,
+        settles: bool,
+    ) -> Tensor:
+        shape = weights.shape
+        limit = len(plan.chunks)
+        segments = len(plan.runs) - 1
+        inputs, parts = PIECES[convolved.dtype]
+        scratch = self._scratch(limit, shape, parts)
+        sizes = _head_constants(shape) | {"INPUTS": inputs, "PARTS": parts}
+        scale = shape.key_size**-0.5
+        wide = {"enable_fp_fusion": False, "num_stages": 1, **self._options(4)}
+        launch(
+            delta.factor,
+            (limit, shape.value_heads),
+            plan.chunks,
+            convolved,
+            gates,
+            state.keys,
+            state.decays,
+            weights.rate,
+            weights.dt_bias,
+            scratch.mix,
+            scratch.fold,
+            scratch.lines,
+            gates.stride(0),
+            scale,
+            **sizes,
+            **wide,
+        )
+        out = torch.empty(len(convolved), shape.value_heads, shape.value_size, device=self.device)
+        tile = min(TILE, shape.value_size)
+        launch(
+            delta.scan,
+            (segments + 1, shape.value_heads * (shape.value_size // tile)),
+            plan.chunks,
+            plan.runs,
+            convolved,
+            state.keys,
+            state.decays,
+            scratch.mix,
+            scratch.fold,
+            scratch.lines,
+            state.memory,
+            out,
+            segments,
+            len(convolved),
+            scale,
+            TILE=tile,
+            SETTLES=settles,
+            **sizes,
+            **wide,
+        )
+        return out
+
+    def _keep_rows(self, rows: Tensor, ring: Tensor, edge: Tensor | None, batch: StateBatch) -> None:
+        plan = self._step_chunks(batch, len(ring))
+        width = ring.shape[2]
+        block = 128
+        launch(
+            delta_rows.keep,
+            (len(plan.runs) - 1, triton.cdiv(width, block)),
+            plan.chunks,
+            plan.runs,
+            rows,
+            ring,
+            ring if edge is None else edge,
+            rows.stride(0),
+            WIDTH=width,
+            EDGE=edge is not None,
+            BLOCK=block,
+            **self._options(4),
+        )
+
+    def advance_state(self, states: Sequence[DeltaState], slot: int, base: int) -> None:
+        """Run a settled step of no rows over a whole chunk that is in the rings."""
+        plan = ChunkPlan(
+            torch.tensor([[0, 0, slot, base, CHUNK, 0, 0, 0]], dtype=torch.int32, device=self.device),
+            torch.tensor([[0, 1], [0, 0]], dtype=torch.int32, device=self.device),
+        )
+        last = base % RING + CHUNK
+        for state in states:
+            _, heads, key_size, value_size = state.memory.shape
+            keys = (state.keys.shape[2] - heads * value_size) // key_size
+            shape = DeltaShape(keys, heads, key_size, value_size)
+            nothing = state.keys.new_empty(0, shape.channels)
+            unread = DeltaWeights(shape, state.decays, state.decays, state.decays)  # by rows that are not new
+            self._run(nothing, nothing, unread, state, plan, settles=True)
+            state.conv[slot] = state.inputs[slot, last - TAPS + 1 : last]
+
+    def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        rows, heads, size = x.shape
+        out = torch.empty(rows, heads * size, dtype=gate.dtype, device=gate.device)
+        launch(
+            delta_rows.gated_norm,
+            (rows, triton.cdiv(heads, AT_ONCE)),
+            x,
+            gate,
+            weight,
+            out,
+            gate.stride(0),
+            eps,
+            HEADS=heads,
+            DV=size,
+            AT_ONCE=AT_ONCE,
+            **self._options(4),
+        )
+        return out
+
+    def apply_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        rows, width = x.shape
+        out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+        launch(
+            delta_rows.gate,
+            (rows, triton.cdiv(width, 1024)),
+            x,
+            gate,
+            out,
+            x.stride(0),
+            gate.stride(0),
+            width,
+            BLOCK=1024,
+            **self._options(4),
+        )
+        return out
+
+    def _options(self, warps: int) -> dict[str, Any]:
+        return launch_options(warps, self.pdl)
+
+    def _scratch(self, limit: int, shape: DeltaShape, parts: int) -> FactorScratch:
+        key = (triton.next_power_of_2(limit), shape.value_heads, parts, shape.key_size)
+        if key not in self._factors:
+            room = key[:2]
+            kind = torch.bfloat16
+            self._factors[key] = FactorScratch(
+                torch.empty(*room, parts, CHUNK, CHUNK, dtype=kind, device=self.device),
+                torch.empty(*room, parts, shape.key_size, CHUNK, dtype=kind, device=self.device),
+                torch.empty(*room, 3, CHUNK, device=self.device),
+            )
+        return self._factors[key]
+
+    def _step_chunks(self, batch: StateBatch, slots: int) -> ChunkPlan:
+        """Return the step's chunks. Kernels that read them wait for the kernels before them."""
+        if batch.bucket not in self._plans:
+            segments = min(batch.bucket, slots)
+            limit = min(batch.bucket, batch.bucket // CHUNK + 2 * segments)
+            self._plans[batch.bucket] = ChunkPlan(
+                torch.zeros(limit, FIELDS, dtype=torch.int32, device=self.device),
+                torch.zeros(segments + 1, 2, dtype=torch.int32, device=self.device),
+            )
+            self._stale = True
+        if self._stale:
+            self.plan_chunks(batch)
+        self.planned_bodies.add(self.running)
+        return self._plans[batch.bucket]
+
+    def begin_body(self, name: str, batch: StateBatch) -> None:
+        """Prepare for a body that runs or is recorded: plan its chunks first, if it is known to need them."""
+        self._stale = True
+        self.running = name
+        if name in self.planned_bodies and batch.bucket in self._plans:
+            self.plan_chunks(batch)
+
+    def plan_chunks(self, batch: StateBatch) -> None:
+        """Compute the step's chunks on the device."""
+        plan = self._plans[batch.bucket]
+        launch(
+            delta_rows.plan_chunks,
+            (1,),
+            batch.slots,
+            batch.positions,
+            batch.counts,
+            plan.chunks,
+            plan.runs,
+            batch.bucket,
+            len(plan.chunks),
+            len(plan.runs) - 1,
+            ROWS=triton.next_power_of_2(batch.bucket),
+            LIMIT=triton.next_power_of_2(len(plan.chunks)),
+            RUNS=triton.next_power_of_2(len(plan.runs)),
+            num_warps=4,
+        )
+        self._stale = False
+
+
+def _head_constants(shape: DeltaShape) -> dict[str, int]:
+    return {"KEY_HEADS": shape.key_heads, "HEADS": shape.value_heads, "DK": shape.key_size, "DV": shape.value_size}

@@ -1,0 +1,88 @@
+"""Launches that draw tokens on a GPU and weigh picked ones, two each (`triton/draw_kernel.py`).
+
+A draw is the one that a host makes of the same logits (`cpu/host_draw.py`). Whatever is compared or summed has a single
+right answer, and the noise is found by logarithms that have one as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adapters.models.kernels.exact_exp import exp_factors
+from adapters.models.kernels.exact_functions import MOST_TAKEN
+from adapters.models.kernels.noise import noise_key
+from adapters.models.kernels.triton.draw_kernel import part_draws, part_weights, row_draws, row_leaders
+from adapters.models.kernels.triton_launch import launch
+from effects.job import Sampling
+
+BLOCK = 1024  # logits of one program
+WARPS = 8  # of 32 threads each
+TAKEN = 64  # tokens of the top-k that a program looks at together
+OPTIONS: dict[str, Any] = {"BLOCK": BLOCK, "num_warps": WARPS, "enable_fp_fusion": False}
+
+
+def draw_tokens(
+    logits: Tensor,
+    extremes: Tensor,
+    rows: Sequence[int],
+    samplings: Sequence[Sampling],
+    positions: Sequence[int],
+    *,
+    tokens: Tensor,
+    found: Tensor,
+) -> None:
+    """Draw a token from each of some rows; the arguments are those of `SamplingKernels.draw_tokens`."""
+    width, parts, padded = count_parts(logits)
+    asked = describe_draws(rows, samplings, positions, width).to(logits.device, non_blocking=True)
+    keys, sums, winners = (new_numbers(logits, len(rows), parts) for _ in range(3))
+    scores = torch.empty(len(rows), parts, dtype=torch.float64, device=logits.device)
+    shared = (logits, extremes, asked, exp_factors(str(logits.device)), keys, sums, winners, scores)
+    sizes = (logits.stride(0), width, parts)
+    taken = new_numbers(logits, len(rows), MOST_TAKEN)
+    launch(part_draws, (len(rows), parts), *shared, *sizes, **OPTIONS)
+    launch(row_draws, (len(rows),), *shared, taken, tokens, found, *sizes, PARTS=padded, TAKEN=TAKEN, **OPTIONS)
+
+
+def describe_draws(rows: Sequence[int], samplings: Sequence[Sampling], positions: Sequence[int], width: int) -> Tensor:
+    """Return what the kernels read about each draw: int64 `[R, 6]` on the host, as their `asked_of` reads it."""
+    whole = [
+        (row, noise_key(sampling.seed, position), min(sampling.top_k or width, width))
+        for row, sampling, position in zip(rows, samplings, positions, strict=True)
+    ]
+    floats = [(one.temperature, math.log(one.min_p) if one.min_p else -math.inf, one.top_p) for one in samplings]
+    bits = torch.tensor(floats, dtype=torch.float64).view(torch.int64)
+    return torch.cat((torch.tensor(whole, dtype=torch.int64), bits), 1)
+
+
+def weigh_tokens(logits: Tensor, extremes: Tensor, rows: Sequence[int], tokens: Tensor, count: int) -> Tensor:
+    """Return what `SamplingKernels.weigh_tokens` does. extremes: those of `logits`."""
+    width, parts, padded = count_parts(logits)
+    out = torch.empty(len(rows), 2 + 2 * count, dtype=torch.float64, device=logits.device)
+    at = torch.tensor(rows, dtype=torch.int64).to(logits.device, non_blocking=True)
+    keys = new_numbers(logits, len(rows), parts)
+    sums = new_numbers(logits, len(rows), parts)
+    sizes = (logits.stride(0), width, parts)
+    weights = (logits, extremes, at, exp_factors(str(logits.device)), keys, sums)
+    launch(part_weights, (len(rows), parts), *weights, *sizes, **OPTIONS)
+    leaders = (logits, extremes, at, tokens, keys, sums, out)
+    launch(row_leaders, (len(rows),), *leaders, *sizes, count, PARTS=padded, **OPTIONS)
+    return out
+
+
+def count_parts(logits: Tensor) -> tuple[int, int, int]:
+    """Return the width of a row, how many parts of BLOCK logits it has, and the power of two that holds these parts."""
+    width = logits.shape[-1]
+    parts = -(-width // BLOCK)
+    return width, parts, 1 << (parts - 1).bit_length()
+
+
+def new_numbers(like: Tensor, *shape: int) -> Tensor:
+    """Return an int64 tensor of its own. A view into another tensor may begin at other multiples of bytes, and Triton
+    compiles a kernel anew for those.
+    """
+    return torch.empty(shape, dtype=torch.int64, device=like.device)

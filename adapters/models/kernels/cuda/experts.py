@@ -1,0 +1,218 @@
+"""Launches of a layer of experts on a CUDA device: six, however many experts there are, and none waits for the host.
+
+Where a layer's experts lie in one piece, an expert's number is the place of its weights. Of experts in host memory,
+those on the device have places in one piece. They go through the same kernels, in as many turns as it takes to bring
+the others. Tiles are free, as everywhere: no tile cuts a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+from attrs import define, evolve, frozen
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from adapters.models.kernels.cuda.attention import launch_options
+from adapters.models.kernels.experts_interface import (
+    ChosenExperts,
+    Experts,
+    ExpertsShape,
+    GatedWeights,
+    PackedProducts,
+    run_feed_forward,
+)
+from adapters.models.kernels.step_batch import Batch
+from adapters.models.kernels.triton import experts as programs
+from adapters.models.kernels.triton_launch import launch
+
+_COUNTED = 1024  # pairs that a program counts at once
+_FEW = 64  # pairs, whose tiles do not fill the device unless they are narrow
+
+
+@frozen
+class GroupTile:
+    """The step of one program: pairs x columns x depth, its warps, and the steps that are loaded ahead."""
+
+    pairs: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.pairs, self.columns, self.depth
+
+    @property
+    def has_tall_weights(self) -> bool:
+        """Return whether the weights are the taller operand, of which a tensor core takes 64 rows: where there are
+        fewer pairs.
+        """
+        return self.pairs < 64
+
+
+def choose_group_tile(pairs: int, experts: int, dtype: torch.dtype, shared: int) -> GroupTile:
+    """Choose a tile for as many pairs as an expert has on average; weights are read once for each tile.
+
+    shared: bytes of shared memory that a program may have, which bounds how many steps are loaded ahead.
+    """
+    each = triton.cdiv(pairs, experts)
+    if dtype == torch.float32:
+        tile = GroupTile(16, 32, 32, 4, 3) if each <= 16 else GroupTile(64, 64, 32, 8, 3)
+    elif each <= 16:
+        tile = GroupTile(16, 64, 128, 4, 5) if pairs <= _FEW else GroupTile(16, 128, 128, 4, 3)
+    else:
+        tile = GroupTile(64, 256, 64, 8, 3) if each <= 64 else GroupTile(128, 256, 64, 8, 3)
+    fits = (shared - 4096) // ((tile.pairs + tile.columns) * tile.depth * dtype.itemsize)
+    return evolve(tile, stages=max(1, min(tile.stages, fits)))
+
+
+@frozen
+class PairTiles:
+    """The assignment of pairs to experts, on the device, for the experts of one turn."""
+
+    pairs: Tensor
+    tiles: Tensor
+    total: Tensor
+
+
+@define(eq=False)
+class CudaExperts:
+    """Layers of experts on one device. shared: bytes of shared memory that a program may have. pdl: see
+    `launch_options`.
+    """
+
+    shared: int
+    pdl: bool | None
+
+    def run_experts(
+        self, kernels: PackedProducts, x: Tensor, experts: Experts, weights: GatedWeights, batch: Batch
+    ) -> Tensor:
+        """Run x through a layer of experts. weights: of all places, one behind the other, in `[places, N, K]`."""
+        shape = experts.shape
+        rows = len(x)
+        chosen, shares = self.choose_experts(kernels.linear(x, experts.router), shape, batch.positions)
+        tile = choose_group_tile(chosen.numel(), shape.count, x.dtype, self.shared)
+        inner = x.new_empty(chosen.numel(), shape.inner)
+        made = x.new_empty(chosen.numel(), x.shape[1])
+        for places in self._fetch_places(experts, chosen):
+            dealt = self._deal_pairs(chosen, places, tile, shape)
+            self._multiply_groups(x, weights.gate_up.weight, inner, dealt, tile, share=shape.chosen)
+            self._multiply_groups(inner, weights.down.weight, made, dealt, tile)
+        own = made if experts.shared is None else run_feed_forward(kernels, x, experts.shared)  # never read without
+        out = torch.empty_like(x)
+        block = min(1024, triton.next_power_of_2(x.shape[1]))
+        launch(
+            programs.add_up,
+            (rows, triton.cdiv(x.shape[1], block)),
+            made,
+            shares,
+            own,
+            batch.positions,
+            out,
+            x.shape[1],
+            ACTIVE=shape.chosen,
+            RANKS=shares.shape[1],
+            SHARED=bool(shape.shared),
+            BLOCK=block,
+            enable_fp_fusion=False,
+            **launch_options(4, self.pdl),
+        )
+        return out
+
+    def choose_experts(self, logits: Tensor, shape: ExpertsShape, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the experts of each row, int32 `[R, k]`, E in padded rows; and their weights, float32 `[R, n]`,
+        followed by the shared expert's.
+        """
+        rows = len(logits)
+        ranks = triton.next_power_of_2(shape.chosen + bool(shape.shared))
+        chosen = torch.empty(rows, shape.chosen, dtype=torch.int32, device=logits.device)
+        shares = torch.empty(rows, ranks, dtype=torch.float32, device=logits.device)
+        launch(
+            programs.choose,
+            (rows,),
+            logits,
+            positions,
+            chosen,
+            shares,
+            COUNT=shape.count,
+            ACTIVE=shape.chosen,
+            EXPERTS=triton.next_power_of_2(shape.count),
+            RANKS=ranks,
+            NORMED=shape.is_normalized,
+            SHARED=bool(shape.shared),
+            **launch_options(1, self.pdl),
+        )
+        return chosen, shares
+
+    def _fetch_places(self, experts: Experts, chosen: Tensor) -> Iterator[Tensor | None]:
+        """Yield where the weights of each turn's experts are, int32 `[E]`, -1 for experts of other turns; None: all
+        are in place.
+        """
+        if not isinstance(experts.each, ChosenExperts):
+            yield None
+            return
+        count = experts.shape.count
+        uses = torch.bincount(chosen.flatten(), minlength=count)[:count].tolist()
+        for turn in experts.each.fetch_in_turns([number for number, used in enumerate(uses) if used]):
+            places = [turn.get(number, -1) for number in range(count)]
+            yield torch.tensor(places, dtype=torch.int32).to(chosen.device, non_blocking=True)
+
+    def _deal_pairs(self, chosen: Tensor, places: Tensor | None, tile: GroupTile, shape: ExpertsShape) -> PairTiles:
+        pairs = chosen.numel()
+        some = min(pairs, shape.count)  # experts with pairs: each may have a tile that is not full
+        dealt = PairTiles(
+            torch.empty_like(chosen.view(-1)),
+            chosen.new_empty((pairs + some * (tile.pairs - 1)) // tile.pairs, 4),
+            chosen.new_empty(1),
+        )
+        launch(
+            programs.deal,
+            (shape.count,),
+            chosen,
+            chosen if places is None else places,  # never read without
+            dealt.pairs,
+            dealt.tiles,
+            dealt.total,
+            pairs,
+            COUNT=shape.count,
+            EXPERTS=triton.next_power_of_2(shape.count),
+            PLACED=places is not None,
+            TILE=tile.pairs,
+            BLOCK=min(_COUNTED, triton.next_power_of_2(pairs)),
+            **launch_options(4, self.pdl),
+        )
+        return dealt
+
+    def _multiply_groups(
+        self, x: Tensor, weight: Tensor, out: Tensor, dealt: PairTiles, tile: GroupTile, share: int = 1
+    ) -> None:
+        """Multiply the pairs of each expert with its weight. share: pairs that have one row of x in common; 1: each
+        has its own.
+        """
+        _, columns, depth = weight.shape
+        descriptor = TensorDescriptor.from_tensor(weight, [1, tile.columns, tile.depth])
+        launch(
+            programs.multiply_groups,
+            (len(dealt.tiles) * triton.cdiv(columns, tile.columns),),
+            x,
+            descriptor,
+            out,
+            dealt.pairs,
+            dealt.tiles,
+            dealt.total,
+            columns,
+            depth,
+            SHARE=share,
+            BLOCK_M=tile.pairs,
+            BLOCK_N=tile.columns,
+            BLOCK_K=tile.depth,
+            STAGES=tile.stages,
+            TALL=tile.has_tall_weights,
+            GATED=out.shape[1] * 2 == columns,
+            PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+            **launch_options(tile.warps, self.pdl),
+        )

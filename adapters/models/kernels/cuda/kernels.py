@@ -1,0 +1,338 @@
+"""CUDA kernels of the decoder layer: Triton programs whose bits do not depend on the bucket, the row or its
+neighbours.
+
+This module launches; `triton/` says what is computed and why its order is fixed. Attention's launches are in
+`attention.py`, the tiles of products in `tiles.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any, TypeVar
+
+import torch
+import triton
+from attrs import define, field, frozen
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from adapters.checkpoint.packed_matrix import StackedWeight
+from adapters.models.kernels.cuda.attention import (
+    KV_TILE,
+    CudaAttention,
+    StepTiles,
+    cache_sizes,
+    describe_blocks,
+    launch_options,
+)
+from adapters.models.kernels.cuda.cuda_graphs import GraphCache
+from adapters.models.kernels.cuda.delta import CudaDelta
+from adapters.models.kernels.cuda.experts import CudaExperts
+from adapters.models.kernels.cuda.packed import CudaPacking, CudaStack
+from adapters.models.kernels.cuda.tiles import (
+    H200_SHARED,
+    choose_tile,
+    choose_tile_ahead,
+    count_parts,
+    round_up_to_power,
+)
+from adapters.models.kernels.decode_pass import DecodePass, DraftPass
+from adapters.models.kernels.experts_interface import (
+    ChosenExperts,
+    EveryExpert,
+    Experts,
+    GatedWeights,
+    StackedExperts,
+    run_experts,
+)
+from adapters.models.kernels.interface import NARROW, AttentionMask, FusedContext, FusedLayers, HeadPrep, Rope
+from adapters.models.kernels.offload import list_tensors, map_tensors
+from adapters.models.kernels.product_list import ProductPlan, Products, Proof
+from adapters.models.kernels.row_format import LIMITS, format_of
+from adapters.models.kernels.step_batch import Batch, BlockBatch, StateBatch
+from adapters.models.kernels.triton import hopper, linear, rows
+from adapters.models.kernels.triton_launch import launch
+from effects.ids import PAGE
+
+T = TypeVar("T")
+
+HEAD_SIZES = (16, 32, 64, 128, 256)
+
+
+@frozen
+class CudaWeight:
+    """A weight `[N, K]` as products read it; gated ones hold gate rows and up rows in turn."""
+
+    weight: Tensor
+    gated: bool = False
+
+
+def can_be_grouped(weights: GatedWeights) -> bool:
+    """Return whether products of many such experts can be one launch."""
+    return isinstance(weights.gate_up, CudaWeight) and isinstance(weights.down, CudaWeight)
+
+
+def _pad_row_count(rows: int) -> int:
+    """Pad the rows of an expert: up to NARROW one tile holds them all, and a tile's rows are a power of two."""
+    return round_up_to_power(rows) if rows <= NARROW else rows
+
+
+@define(eq=False)
+class TritonKernels:
+    """`Kernels` for one CUDA device.
+
+    pdl: let a kernel start while the one before it drains; the default is wherever the device can (compute
+    capability 9.0 on). Bits are the same either way.
+    """
+
+    device: torch.device
+    pdl: bool | None = None
+    graphs: GraphCache = field(init=False)
+    _processors: int = field(init=False, default=4)
+    _shared: int = field(init=False, default=H200_SHARED)
+    _hopper: bool = field(init=False, default=False)
+    _attention: CudaAttention = field(init=False)
+    grouped_experts: CudaExperts = field(init=False)
+    _packing: CudaPacking = field(init=False)
+
+    name = "triton-1"
+    kv_tile = KV_TILE
+    is_paged = True
+    packs_experts = False  # the products of all of a layer's are one launch
+    delta: CudaDelta = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.graphs = GraphCache(self.device)
+        if self.device.type == "cuda":
+            properties = torch.cuda.get_device_properties(self.device)
+            self._processors = properties.multi_processor_count
+            index = torch.cuda.current_device() if self.device.index is None else self.device.index
+            self._shared = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
+            self.pdl = properties.major >= 9 if self.pdl is None else self.pdl
+            self._hopper = properties.major == 9
+        self.delta = CudaDelta(self.device, self.pdl)
+        self._attention = CudaAttention(self.device, self._processors, self._shared, self.pdl, self._hopper)
+        self.grouped_experts = CudaExperts(self._shared, self.pdl)
+        self._packing = CudaPacking(self.device, self._processors, self._shared, self.pdl)
+
+    @property
+    def bit_signature(self) -> tuple[object, ...]:
+        return ()
+
+    def copy_for_shard(self) -> TritonKernels:
+        return TritonKernels(self.device, self.pdl)
+
+    def prove(self, products: Products, known: ProductPlan | None = None) -> Proof:  # noqa: ARG002
+        """Every element is one chain over ascending K whatever the shape: the probe's whole layer is the proof."""
+        return Proof(None)
+
+    def with_plan(self, plan: ProductPlan | None) -> TritonKernels:  # noqa: ARG002
+        return self.copy_for_shard()
+
+    def pack(self, weight: Tensor | StackedWeight) -> CudaWeight | CudaStack:
+        if isinstance(weight, StackedWeight):
+            return self._packing.pack_stack(weight, self._pack) or self._pack(weight.unpack())
+        return self._pack(weight)
+
+    def _pack(self, weight: Tensor) -> CudaWeight:
+        if weight.shape[1] * weight.element_size() % 16:
+            raise ValueError(
+                f"a weight of shape {tuple(weight.shape)} cannot be used on CUDA: a row must be a multiple of 16 bytes"
+            )
+        return CudaWeight(weight.contiguous())
+
+    def pack_gated(self, weight: Tensor | StackedWeight) -> CudaWeight | CudaStack:
+        if isinstance(weight, StackedWeight):
+            return self._packing.pack_gated(weight) or self.pack_gated(weight.unpack())
+        gate, up = weight.chunk(2)
+        return CudaWeight(self._pack(torch.stack((gate, up), 1).flatten(0, 1)).weight, gated=True)
+
+    def linear(self, x: Tensor, packed: CudaWeight | CudaStack) -> Tensor:
+        if isinstance(packed, CudaStack):
+            return self._packing.multiply(x, packed, self._multiply)
+        columns = packed.weight.shape[0]
+        out = x.new_empty(x.shape[0], columns // 2 if packed.gated else columns)
+        self._multiply(x, packed.weight, out, gated=packed.gated)
+        return out
+
+    def gated_linear(self, x: Tensor, packed: CudaWeight | CudaStack) -> Tensor:
+        return self.linear(x, packed)
+
+    def stack_experts(self, each: Iterable[GatedWeights], count: int) -> EveryExpert:
+        """Copy one expert after the other, so that no more than one is in memory twice."""
+        rest = iter(each)
+        first = next(rest)
+        if not can_be_grouped(first):
+            return (first, *rest)
+        stack = map_tensors(first, lambda part: part.new_empty(count, *part.shape))
+        for number, weights in enumerate(chain((first,), rest)):
+            for target, source in zip(list_tensors(stack), list_tensors(weights), strict=True):
+                target[number].copy_(source)
+        return StackedExperts(stack)
+
+    def experts(self, x: Tensor, experts: Experts, batch: Batch) -> Tensor:
+        """Run a layer of experts. Where the host has to know the router's choice, layer by layer, nothing of the
+        shard can be recorded as a graph.
+        """
+        each = experts.each
+        if isinstance(each, StackedExperts):
+            return self.grouped_experts.run_experts(self, x, experts, each.weights, batch)
+        self.graphs.enabled = False
+        if isinstance(each, ChosenExperts) and can_be_grouped(each.places.weights):
+            return self.grouped_experts.run_experts(self, x, experts, each.places.weights, batch)
+        return run_experts(self, x, experts, batch, _pad_row_count)
+
+    def _multiply(self, x: Tensor, w: Tensor, out: Tensor, *, gated: bool) -> None:
+        (count, depth) = x.shape
+        columns = w.shape[0]
+        precision = "ieee" if x.dtype == torch.float32 else "tf32"
+        if self._hopper and count <= NARROW and x.dtype != torch.float32:
+            self._multiply_ahead(x, w, out, gated=gated)
+            return
+        tile = choose_tile(count, columns, gated, x.dtype, self._processors, self._shared)
+        x_desc = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
+        w_desc = TensorDescriptor.from_tensor(w, [tile.columns, tile.depth])
+        shape = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "STAGES": tile.stages}
+        options = self._options(tile.warps) | {"GATED": gated, "PRECISION": precision}
+        sizes = (count, columns, depth, out.stride(0))
+        if count <= NARROW:
+            grid = (count_parts(columns, tile.columns), count_parts(count, tile.rows))
+            launch(linear.linear_narrow, grid, w_desc, x_desc, out, *sizes, **shape, **options)
+        else:
+            options["GROUP"] = 8 if gated else 4
+            grid = (count_parts(count, tile.rows) * count_parts(columns, tile.columns), 1)
+            launch(linear.linear_wide, grid, x_desc, w_desc, out, *sizes, **shape, **options)
+
+    def _multiply_ahead(self, x: Tensor, w: Tensor, out: Tensor, *, gated: bool) -> None:
+        (count, depth) = x.shape
+        columns = w.shape[0]
+        tile = choose_tile_ahead(count, x.dtype, self._shared)
+        grid = (count_parts(columns, tile.columns), count_parts(count, tile.rows))
+        descriptors = describe_blocks(w, tile.columns, tile.depth), describe_blocks(x, tile.rows, tile.depth)
+        options = self._options(tile.warps) | {"STAGES": tile.stages, "GATED": gated}
+        launch(hopper.linear_ahead, grid, *descriptors, out, count, columns, depth, out.stride(0), **options)
+
+    def _options(self, warps: int) -> dict[str, Any]:
+        return launch_options(warps, self.pdl)
+
+    def add_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        out = torch.empty_like(residual)
+        count, width = residual.shape
+        block = round_up_to_power(width)
+        launch(
+            rows.add_norm,
+            (count,),
+            residual,
+            residual if delta is None else delta,
+            weight,
+            out,
+            width,
+            eps,
+            HAS_DELTA=delta is not None,
+            WIDE=weight.dtype != residual.dtype,
+            BLOCK=block,
+            **self._options(4 if block <= 2048 else 8),
+        )
+        return out
+
+    def rotate_store(
+        self, qkv: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor
+    ) -> Tensor:
+        (_, kv, capacity) = cache_sizes(k_cache, batch)
+        form = format_of(k_cache)
+        head = form.head_size(k_cache.shape[3])
+        coded = form.is_coded
+        if head not in HEAD_SIZES:
+            raise ValueError(f"head_dim {head} is not supported on CUDA; accepted: {', '.join(map(str, HEAD_SIZES))}")
+        heads = qkv.shape[1] // head - 2 * kv  # none, if rows are only stored
+        q = qkv.new_empty(len(qkv), heads, head)
+        at_once = 8
+        grid = (len(qkv), count_parts(heads + 2 * kv, at_once))
+        rotated = 2 * rope.cos.shape[1]
+        bias, q_norm, k_norm = (rope.cos if one is None else one for one in (prep.bias, prep.q_norm, prep.k_norm))
+        launch(
+            rows.rotate_store,
+            grid,
+            qkv,
+            bias,  # where there is none, some address that is never read
+            q_norm,
+            k_norm,
+            rope.cos,
+            rope.sin,
+            batch.slots,
+            batch.positions,
+            q,
+            k_cache,
+            v_cache,
+            *(cache.view(torch.float32) if coded else cache for cache in (k_cache, v_cache)),
+            batch.positions if batch.pages is None else batch.pages,  # never read without
+            qkv.stride(0),
+            capacity,
+            prep.eps,
+            HEADS=heads,
+            KV=kv,
+            HALF=rotated // 2,
+            REST=head - rotated,
+            PADDED=round_up_to_power(head - rotated),
+            HAS_BIAS=prep.bias is not None,
+            HAS_NORM=prep.k_norm is not None,
+            WIDE=prep.k_norm is not None and prep.k_norm.dtype != qkv.dtype,
+            BLOCK=at_once,
+            PAGE=0 if batch.pages is None else PAGE,
+            LIMIT=LIMITS.get(form.dtype, 0.0),
+            enable_fp_fusion=not coded,  # so that codes are those that torch makes
+            **self._options(4),
+        )
+        return q
+
+    def store(self, kv: Tensor, prep: HeadPrep, rope: Rope, batch: Batch, k_cache: Tensor, v_cache: Tensor) -> None:
+        self.rotate_store(kv, prep, rope, batch, k_cache, v_cache)
+
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch) -> Tensor:
+        return self._attention.attend(q, k_cache, v_cache, batch)
+
+    def attend_block(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: BlockBatch, mask: AttentionMask
+    ) -> Tensor:
+        return self._attention.attend_block(q, k_cache, v_cache, batch, mask)
+
+    def fuse_layers(self, *_: object) -> FusedLayers | None:
+        return None
+
+    def fuse_context(self, *_: object) -> FusedContext | None:
+        return None
+
+    def build_pass(self, *_: object) -> DecodePass | None:
+        return None
+
+    def build_draft_pass(self, *_: object) -> DraftPass | None:
+        return None
+
+    def embed(self, table: Tensor, tokens: Tensor, out: Tensor) -> Tensor:
+        if table.device == out.device:
+            return torch.index_select(table, 0, tokens, out=out)
+        launch(rows.gather, (len(tokens),), table, tokens, out, table.shape[1], BLOCK=1024, num_warps=4)
+        return out
+
+    def write_logits(self, hidden: Tensor, norm: Tensor, eps: float, packed: Any, out: Tensor) -> None:
+        out.copy_(self.linear(self.add_norm(hidden, None, norm, eps), packed))
+
+    def prepare_step(self, batch: Batch) -> None:
+        if batch.plan is None:
+            batch.plan = StepTiles()
+        batch.plan.stale = True
+        batch.plan.merges = self._attention.merges_in_kernel(batch)
+
+    def launch(self, name: str, batch: Batch, body: Callable[[], T]) -> T:
+        def run_planned() -> T:
+            batch.plan.stale = True
+            self._attention.running = name
+            if isinstance(batch, StateBatch):
+                self.delta.begin_body(name, batch)
+            if name in self._attention.planned_bodies and batch.plan.tiles is not None:
+                self._attention.plan_tiles(batch)
+            return body()
+
+        merges = batch.plan.merges = batch.plan.merges and name in self._attention.planned_bodies
+        return self.graphs.run((name, batch.bucket, merges), run_planned)

@@ -1,0 +1,278 @@
+"""Packed weights on CUDA: which stay packed, how they lie on the device, and how they are multiplied.
+
+Few rows are multiplied by kernels that unpack in registers. For many rows it is cheaper to unpack a part of the
+weight once and to multiply with that as with any weight. The memory of the part is reused for the next one. Both ways
+sum alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import triton
+from attrs import define, evolve, field, frozen
+from torch import Tensor
+from torch.nn.functional import pad
+from triton.experimental.gluon import language as gl
+
+from adapters.checkpoint.packed_matrix import PackedMatrix, StackedWeight, StepLayout
+from adapters.models.kernels.cuda.attention import launch_options
+from adapters.models.kernels.cuda.tiles import count_parts
+from adapters.models.kernels.interface import NARROW
+from adapters.models.kernels.packed_formats import block_columns, has_packed_kernel
+from adapters.models.kernels.triton import packed
+from adapters.models.kernels.triton.packed_numbers import BlockForm
+from adapters.models.kernels.triton_launch import launch
+
+SCRATCH_BYTES = 128 << 20  # for unpacked weights: a whole one, or pieces that keep every processor busy
+_WIDEST = 256  # columns of a tile of the products
+_PIECE = 1 << 24  # steps that are rearranged together
+_SIDE = 8  # rows that lie side by side
+_ROOMY = 160 << 10  # bytes of shared memory
+_CONVERTS = (8, 9)  # compute capability from which E4M3 has instructions
+_LARGEST = 2.0**7  # scale of E4M3; without those instructions scales are stored 2 ** 120 times as great
+_NUMBERS = {"float16": gl.float16, "bfloat16": gl.bfloat16, "float32": gl.float32}
+_WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+_HELD = {16: torch.int16, 32: torch.int32, 64: torch.int64}
+
+
+@frozen(eq=False)
+class CudaPackedMatrix:
+    """A packed matrix as `triton/packed.py` reads it. columns: of x; the words may have zeros behind them."""
+
+    layout: StepLayout
+    outputs: int
+    columns: int
+    words: Tensor
+    scale: Tensor
+    inner: Tensor | None
+    least: Tensor | None
+    own: Tensor | None
+    converts_e4m3: bool
+
+    @property
+    def blocks(self) -> int:
+        return self.words.shape[1]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors of the layout. A tensor that the layout does not have is replaced by the words, which are never
+        read in its place.
+        """
+        levels = (self.scale, self.inner, self.least, self.own)
+        return [self.words, *(self.words if one is None else one for one in levels)]
+
+    @property
+    def block_form(self) -> BlockForm:
+        own = self.layout
+        scale = _NUMBERS[self.layout.scale]
+        levels = (own.group, own.span, scale, own.inner, own.least)
+        return BlockForm(own.steps, block_columns(own), *levels, self.converts_e4m3)
+
+
+@frozen(eq=False)
+class CudaStack:
+    """A weight made of parts, one below the other, at least one of them packed. gated: one part with gate rows and up
+    rows in turn. widths: outputs of each part.
+    """
+
+    parts: tuple[Any, ...]
+    widths: tuple[int, ...]
+    gated: bool = False
+
+
+class Multiply(Protocol):
+    """A product with a weight `[N, K]` that is not packed."""
+
+    def __call__(self, x: Tensor, w: Tensor, out: Tensor, *, gated: bool) -> None: ...
+
+
+@define(eq=False)
+class CudaPacking:
+    """Packs and multiplies weights of one device. Its scratch memory is kept for good, because recorded graphs hold
+    its address.
+    """
+
+    device: torch.device
+    processors: int
+    shared: int
+    pdl: bool | None
+    _scratch: Tensor | None = field(init=False, default=None)
+
+    def pack_stack(self, stack: StackedWeight, plain: Callable[[Tensor], Any]) -> CudaStack | None:
+        """Return the packed stack, or None where it is to be unpacked. plain: packs a part that is not packed."""
+        joined = stack.merge_parts()
+        parts = [
+            self._pack_matrix(part, stack.dtype) if isinstance(part, PackedMatrix) else None for part in joined.parts
+        ]
+        if all(part is None for part in parts):
+            return None
+        pairs = zip(parts, joined.parts, strict=True)
+        filled = (plain(joined.unpack_part(part)) if own is None else own for own, part in pairs)
+        return CudaStack(tuple(filled), tuple(part.shape[0] for part in joined.parts))
+
+    def pack_gated(self, stack: StackedWeight) -> CudaStack | None:
+        """Return a gate and what it gates, packed alike, or None where they are to be unpacked."""
+        gate, up = stack.parts
+        if not isinstance(gate, PackedMatrix) or not isinstance(up, PackedMatrix) or gate.layout != up.layout:
+            return None
+        pairs = zip(gate.tensors, up.tensors, strict=True)
+        both = (None if one is None or two is None else torch.stack((one, two), 1).flatten(0, 1) for one, two in pairs)
+        own = self._pack_matrix(PackedMatrix(gate.layout, *both), stack.dtype)  # type: ignore[arg-type]
+        return None if own is None else CudaStack((own,), (own.outputs,), gated=True)
+
+    def _pack_matrix(self, matrix: PackedMatrix, dtype: torch.dtype) -> CudaPackedMatrix | None:
+        if not has_packed_kernel(matrix.layout, matrix.shape[1], dtype):
+            return None
+        if self._scratch is None:
+            self._scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=self.device)
+        return pack_steps(matrix, self.device)
+
+    def multiply(self, x: Tensor, weight: CudaStack, plain: Multiply) -> Tensor:
+        share = 2 if weight.gated else 1
+        out = x.new_empty(len(x), sum(weight.widths) // share)
+        at = 0
+        for part, width in zip(weight.parts, weight.widths, strict=True):
+            columns = out[:, at : at + width // share]
+            if not isinstance(part, CudaPackedMatrix):
+                plain(x, part.weight, columns, gated=False)
+            elif len(x) <= NARROW:
+                tile = choose_packed_tile(len(x), part.outputs, self.processors, self.shared)
+                multiply_narrow(x, part, columns, tile, gated=weight.gated, pdl=self.pdl)
+            else:
+                self._multiply_wide(x, part, columns, plain, gated=weight.gated)
+            at += width // share
+        return out
+
+    def _multiply_wide(self, x: Tensor, weight: CudaPackedMatrix, out: Tensor, plain: Multiply, *, gated: bool) -> None:
+        assert self._scratch is not None
+        share = 2 if gated else 1
+        whole = self._scratch.view(x.dtype)
+        pieces = triton.cdiv(weight.outputs, len(whole) // weight.columns // _WIDEST * _WIDEST)
+        most = triton.cdiv(weight.outputs, pieces * _WIDEST) * _WIDEST
+        for first in range(0, weight.outputs, most):
+            stop = min(first + most, weight.outputs)
+            part = whole[: (stop - first) * weight.columns].view(stop - first, weight.columns)
+            unpack_rows(weight, first, part, self.pdl)
+            plain(x, part, out[:, first // share : stop // share], gated=gated)
+
+
+def pack_steps(matrix: PackedMatrix, device: torch.device) -> CudaPackedMatrix | None:
+    """Arrange a packed matrix for which there are kernels; None for scales that are too great."""
+    layout = matrix.layout
+    (rows, columns) = matrix.shape
+    scale = matrix.scale
+    converts = layout.steps == "e4m3" and torch.cuda.get_device_capability(device) >= _CONVERTS
+    if layout.steps == "e4m3":
+        if float(scale.abs().max()) > _LARGEST:
+            return None
+        layout = evolve(layout, scale="float32")
+        scale = scale.float() * (1.0 if converts else 2.0**120)
+    block = block_columns(layout)
+    step = max(1, _PIECE // columns // _SIDE)
+    words = torch.empty(-(-rows // _SIDE), -(-columns // block), 128, dtype=torch.int32, device=device)
+    for first in range(0, len(words), step):
+        piece = matrix.steps[first * _SIDE : (first + step) * _SIDE].to(device)
+        words[first : first + step].copy_(arrange_words(piece, layout))
+
+    def levels(one: Tensor | None, group: int) -> Tensor | None:
+        return None if one is None else _arrange_levels(one.to(device), group, block, words.shape[1])
+
+    scales = levels(scale, layout.span)
+    assert scales is not None
+    inner = levels(matrix.inner, layout.group)
+    least = levels(matrix.least, layout.group)
+    return CudaPackedMatrix(
+        layout, rows, columns, words, scales, inner, least, levels(matrix.own, layout.span), converts
+    )
+
+
+def arrange_words(steps: Tensor, layout: StepLayout) -> Tensor:
+    """Arrange steps `[rows, K]` as int32 words `[rows / 8, K / block, 128]`, filled up with zeros.
+
+    Of each of eight rows, each of four lanes has four words. Word c of lane t takes the block's columns from c *
+    block / 4 on, and of each 16 of them, in ascending bits, columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
+    """
+    block = block_columns(layout)
+    (rows, columns) = steps.shape
+    steps = pad(steps.view(torch.uint8), (0, -columns % block, 0, -rows % _SIDE))
+    if layout.steps == "int8":
+        steps = steps ^ 128
+    each = block // 16
+    lanes = steps.view(-1, _SIDE, steps.shape[1] // block, 4, each // 4, 2, 4, 2)  # ..., word, 16, half, lane, pair
+    lanes = lanes.permute(0, 2, 1, 6, 3, 4, 5, 7).reshape(len(lanes), -1, 128, each)
+    if each == 8:
+        lanes = lanes[..., 0::2] | lanes[..., 1::2] << 4
+    return lanes.contiguous().view(torch.int32).squeeze(-1)
+
+
+def _arrange_levels(one: Tensor, group: int, block: int, blocks: int) -> Tensor:
+    """Arrange scales or minima as `[rows / 8, numbers, 8]`. Those of a block's groups are joined in one number, so
+    that one load brings them; whole numbers are then stored 128 greater.
+
+    Groups of 16 of 128 columns take two numbers: the first halves of all words, and the second halves.
+    """
+    held = block // group
+    if held > 1:
+        one = pad(one.view(_WHOLE[one.itemsize]), (0, blocks * held - one.shape[1]))
+        one = one ^ -128 if one.dtype == torch.int8 else one
+        if held == 8:
+            one = one.view(len(one), -1, 4, 2).transpose(2, 3).flatten(1)
+            held = 4
+        one = one.contiguous().view(_HELD[held * one.itemsize * 8])
+    one = pad(one, (0, 0, 0, -len(one) % _SIDE))
+    return one.view(len(one) // _SIDE, _SIDE, -1).transpose(1, 2).contiguous()
+
+
+@frozen
+class PackedTile:
+    """Rows of x and of the weight that a program has, columns of both that are loaded together, its warps, and the
+    number of such chunks that fit: an even number.
+    """
+
+    rows: int
+    columns: int
+    chunk: int
+    warps: int = 4
+    stages: int = 4
+
+
+def choose_packed_tile(count: int, outputs: int, processors: int, shared: int) -> PackedTile:
+    """Choose the tile of a packed product. shared: bytes of shared memory that a program may have.
+
+    A product takes no less time than its chain over the columns, so programs are small. 4,096 outputs at 32 a program
+    are about one program for each processor, which leaves room for programs of further rows. Where there are many
+    outputs anyway, 64 a program read less of x, and more rows unpack less often. All but one tile need at most 99 KiB
+    of shared memory, what the smallest GPUs have.
+    """
+    many = outputs >= 96 * processors
+    if count <= 16 or (count <= 64 and not many):
+        return PackedTile(16, 64, 128) if many else PackedTile(16, 32, 256)
+    return PackedTile(32, 64, 256, warps=8) if count <= 32 and shared >= _ROOMY else PackedTile(64, 64, 128)
+
+
+def multiply_narrow(
+    x: Tensor, weight: CudaPackedMatrix, out: Tensor, tile: PackedTile, *, gated: bool, pdl: bool | None
+) -> None:
+    grid = (count_parts(weight.outputs, tile.columns), count_parts(len(x), tile.rows))
+    sizes = (len(x), weight.outputs, weight.columns, weight.blocks, out.stride(0))
+    constants = {
+        "BLOCK_M": tile.rows,
+        "BLOCK_N": tile.columns,
+        "CHUNK": tile.chunk,
+        "STAGES": tile.stages,
+        "FORM": weight.block_form,
+        "GATED": gated,
+    }
+    launch(packed.packed_narrow, grid, *weight.tensors, x, out, *sizes, **constants, **launch_options(tile.warps, pdl))
+
+
+def unpack_rows(weight: CudaPackedMatrix, first: int, out: Tensor, pdl: bool | None) -> None:
+    """Unpack as many rows as out has, from row `first` on, rounded to out's dtype."""
+    grid = (triton.cdiv(len(out), 64), weight.blocks)
+    sizes = (first, first + len(out), weight.columns, weight.blocks)
+    launch(
+        packed.unpack, grid, *weight.tensors, out, *sizes, BLOCK_N=64, FORM=weight.block_form, **launch_options(4, pdl)
+    )

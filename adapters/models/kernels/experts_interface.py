@@ -1,0 +1,210 @@
+"""Mixture of experts: many feed-forwards, of which each row goes through a few, and the weighted sum of their
+results.
+
+Three rules keep a row's bits independent of its neighbours:
+* A row's experts follow from its own logits alone; of equal logits the expert with the lower number is taken.
+* The rows of an expert are multiplied in a row count that is proven, where neighbours never matter.
+* The results of a row's experts are added one after the other in float32, the most wanted expert first.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
+
+from adapters.models.kernels.offload import map_tensors
+from adapters.models.kernels.step_batch import Batch
+from adapters.models.kernels.vector_functions import apply_in_vectors
+
+_VECTOR = 64  # a row of logits is padded to a multiple of this, whole vectors on every processor
+_PROBED = 6  # experts of a probed layer, of which a row goes through two; only the router depends on their number
+
+
+@frozen
+class ExpertsShape:
+    """The experts of a layer: `count` of them with `inner` columns each, of which a row goes through `chosen`.
+
+    is_normalized: the weights of the chosen experts add up to one. shared: columns of one more expert that all rows
+    go through, with a gate of its own; 0: there is none.
+    """
+
+    count: int
+    chosen: int
+    inner: int
+    is_normalized: bool
+    shared: int = 0
+
+    @property
+    def router_outputs(self) -> int:
+        """Outputs of the router: a logit for each expert, and the gate of the shared one."""
+        return self.count + (1 if self.shared else 0)
+
+    def shrink_for_probe(self) -> ExpertsShape:
+        """Return a layer with few experts, whose products are the same ones as those of all."""
+        return evolve(self, count=min(self.count, _PROBED), chosen=min(self.chosen, 2))
+
+
+@frozen(eq=False)
+class GatedWeights:
+    """Packed weights of a gated feed-forward: `down @ (silu(gate @ x) * (up @ x))`."""
+
+    gate_up: Any
+    down: Any
+
+
+@frozen(eq=False)
+class StackedExperts:
+    """The experts of one layer in one piece: every tensor of `weights` holds those of all experts, by number."""
+
+    weights: GatedWeights
+
+    def __getitem__(self, number: int) -> GatedWeights:
+        found = map_tensors(self.weights, lambda stack: stack[number])
+        assert isinstance(found, GatedWeights)
+        return found
+
+
+EveryExpert: TypeAlias = Sequence[GatedWeights] | StackedExperts
+
+
+class ChosenExperts(ABC):
+    """The experts of one layer whose weights are brought to the device once it is known which are chosen.
+
+    places: the device memory that they are brought to; each expert gets a part of it.
+    """
+
+    places: StackedExperts
+
+    @abstractmethod
+    def fetch(self, numbers: Sequence[int]) -> Iterable[GatedWeights]:
+        """Return the weights of these experts in this order. Each is read before the next one is asked for."""
+
+    @abstractmethod
+    def fetch_in_turns(self, numbers: Sequence[int]) -> Iterable[Mapping[int, int]]:
+        """Bring all of these experts, some in each turn, and return their places by number. The launches that read a
+        turn are made before the next turn is asked for.
+        """
+
+
+@frozen(eq=False)
+class Experts:
+    """The weights of a layer of experts. router: packed, `[E, D]`, with one more row for the shared expert's gate.
+
+    each: the experts by number. Only those that some row goes through are asked for, once a step and in ascending
+    order.
+    """
+
+    shape: ExpertsShape
+    router: Any
+    each: EveryExpert | ChosenExperts
+    shared: GatedWeights | None
+
+    def weights_of(self, numbers: Sequence[int]) -> Iterable[GatedWeights]:
+        each = self.each
+        return each.fetch(numbers) if isinstance(each, ChosenExperts) else (each[number] for number in numbers)
+
+
+class PackedProducts(Protocol):
+    def linear(self, x: Tensor, packed: Any) -> Tensor: ...
+
+    def gated_linear(self, x: Tensor, packed: Any) -> Tensor: ...
+
+
+@frozen(eq=False)
+class Dispatch:
+    """The rows of each expert side by side, behind those of experts with lower numbers, and padded.
+
+    experts, sizes: the experts that have rows, and how many with padding. sources: which row of x each of these rows
+    is. places: where the results of a row's experts are among them, row by row, the most wanted expert first.
+    """
+
+    experts: tuple[int, ...]
+    sizes: list[int]
+    sources: Tensor
+    places: Tensor
+
+
+def list_experts(each: Iterable[GatedWeights], count: int) -> EveryExpert:  # noqa: ARG001
+    """Return the experts of a layer as they are, for kernels that compute one expert after the other."""
+    return tuple(each)
+
+
+def run_feed_forward(kernels: PackedProducts, x: Tensor, weights: GatedWeights) -> Tensor:
+    return kernels.linear(kernels.gated_linear(x, weights.gate_up), weights.down)
+
+
+def run_experts(
+    kernels: PackedProducts, x: Tensor, experts: Experts, batch: Batch, padded: Callable[[int], int] = int
+) -> Tensor:
+    """Run x `[R, D]` through its experts: `[R, D]`. Padded rows go through no expert and become zeros.
+
+    padded: returns the row count to which so many rows of an expert are padded, so that the product is a proven one.
+    """
+    shape = experts.shape
+    rows = sum(segment.count for segment in batch.segments)
+    logits = kernels.linear(x, experts.router)[:rows].float()
+    chosen, weights = choose_experts(logits[:, : shape.count], shape)
+    where = dispatch_rows(chosen, shape.count, padded)
+    parts = torch.split(x.index_select(0, where.sources), where.sizes)
+    weighted = zip(parts, experts.weights_of(where.experts), strict=True)
+    made = torch.cat([run_feed_forward(kernels, part, weights) for part, weights in weighted])
+    by_rank = made.index_select(0, where.places).view(rows, shape.chosen, -1)
+    total = add_in_order(by_rank.float() * weights.unsqueeze(2))
+    if experts.shared is not None:
+        own = run_feed_forward(kernels, x, experts.shared)[:rows]
+        total = total + own.float() * apply_in_vectors(torch.sigmoid, logits[:, shape.count :].contiguous())
+    out = torch.zeros_like(x)
+    out[:rows] = total
+    return out
+
+
+def choose_experts(logits: Tensor, shape: ExpertsShape) -> tuple[Tensor, Tensor]:
+    """Return the numbers of each row's experts, int64 `[n, k]`, and their weights in float32. logits: float32 `[n,
+    E]`.
+
+    The greatest logit comes first, and of equal logits the lower number. For that the logits become integers that
+    compare alike, from which each expert's number is subtracted. All of them differ, so there is one way to sort
+    them.
+    """
+    bits = (logits + 0.0).view(torch.int32)  # makes -0 equal to 0
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+    numbers = torch.arange(shape.count, device=logits.device)
+    chosen = ((ordered << 16) - numbers).topk(shape.chosen).indices
+    whole = torch.nn.functional.pad(logits, (0, -shape.count % _VECTOR), value=-torch.inf)
+    weights = whole.softmax(1).gather(1, chosen)
+    return chosen, weights / add_in_order(weights).unsqueeze(1) if shape.is_normalized else weights
+
+
+def dispatch_rows(chosen: Tensor, count: int, padded: Callable[[int], int]) -> Dispatch:
+    """Sort rows by expert. Waits for the device, because only the device knows how many rows an expert has."""
+    flat = chosen.flatten()
+    order = flat.argsort(stable=True)
+    experts = list[int]()
+    sizes = list[int]()
+    shifts = [0] * count
+    before = first = 0
+    for number, rows in enumerate(torch.bincount(flat, minlength=count).tolist()):
+        if rows:
+            shifts[number] = first - before
+            experts.append(number)
+            sizes.append(padded(rows))
+            first = first + sizes[-1]
+            before = before + rows
+    shift = torch.tensor(shifts, device=flat.device)
+    at = torch.arange(len(flat), device=flat.device) + shift[flat[order]]
+    sources = flat.new_zeros(first)
+    places = torch.empty_like(flat)
+    sources[at] = order // chosen.shape[1]
+    places[order] = at
+    return Dispatch(tuple(experts), sizes, sources, places)
+
+
+def add_in_order(parts: Tensor) -> Tensor:
+    """Add up the second dimension one after the other: `[n, k, ...]` becomes `[n, ...]`."""
+    return reduce(torch.add, parts.unbind(1))

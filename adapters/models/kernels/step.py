@@ -1,0 +1,70 @@
+"""One forward as data: which rows of which slots it computes, and which tensors it leaves behind.
+
+Kernels, decoders and drafts all read these three classes, so they stand below the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from itertools import groupby
+from operator import attrgetter
+
+from attrs import frozen
+from torch import Tensor
+
+_slot = attrgetter("slot")
+
+
+@frozen
+class Segment:
+    """`count` consecutive rows of one slot's sequence, from position `start` on."""
+
+    slot: int
+    start: int
+    count: int
+
+
+@frozen
+class Step:
+    """One forward as data: the segments' rows in order, padded up to `bucket` rows.
+
+    A prefill chunk is one segment. A batched decode has one segment of one row per request. A verification has one
+    segment of block-size rows per request, or a tree: several segments of one slot, one after the other. They are the
+    chain pieces of the tree in depth-first order, so the row before a piece's first row is the last row so far at the
+    position before it. Only the root is at the first position.
+
+    rows_only: no logits or hidden states will be asked for, as in prefill. The target's last layer then stops once
+    its keys and values are written; auxiliary hidden states of earlier layers are written as always.
+    """
+
+    segments: tuple[Segment, ...]
+    bucket: int
+    rows_only: bool = False
+
+    @cached_property
+    def rows(self) -> int:
+        return sum([segment.count for segment in self.segments])
+
+    @cached_property
+    def parts(self) -> tuple[tuple[Segment, ...], ...]:
+        """The segments of each slot, in order."""
+        return tuple([tuple(part) for _, part in groupby(self.segments, _slot)])
+
+    @property
+    def branches(self) -> bool:
+        """Whether the step has a tree."""
+        return len(self.parts) < len(self.segments)
+
+
+@frozen
+class Forward:
+    """The tensors that one forward leaves behind: static buffers of the shard, to be read before the next forward.
+
+    hidden: `[bucket, D]` in the model's dtype, the residual stream after the shard's last layer (no final norm). It
+    means nothing on the last shard after a step of `rows_only`. aux_hidden_states: layer index -> `[bucket, D]`, the
+    residual stream after that decoder layer (what a DFlash draft reads).
+    """
+
+    hidden: Tensor
+    aux_hidden_states: Mapping[int, Tensor]

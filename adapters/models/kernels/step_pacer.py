@@ -1,0 +1,27 @@
+"""The pace of decode steps beside a prefill, as an interface; `factory.build_step_pacer` builds one."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class StepPacer(Protocol):
+    """Holds a step back until the steps before it have had their usual time, so that steps end at an even pace."""
+
+    def beat(self) -> None:
+        """Hold the current step back, if it came early. Called in the steps' stream, right behind a step."""
+        ...
+
+    def stop(self) -> None:
+        """End the pace. The next `beat` begins a new one and holds nothing back."""
+        ...
+
+
+class NoStepPacer:
+    """Implements `StepPacer` where nothing overlaps a step, as on a processor: it holds nothing back."""
+
+    def beat(self) -> None:
+        """Do nothing."""
+
+    def stop(self) -> None:
+        """Do nothing."""

@@ -1,0 +1,338 @@
+"""The numerics probe: proves, on this machine, that a row's bits do not depend on how it was computed.
+
+First every product that serving can ask for, shape by shape and with the threads that will serve (`kernels/proof.py`);
+what agrees, and is quickest among that, becomes the plan that the kernels keep to. Then one decoder layer of every kind
+that the family has, of the model's own shapes, with random weights, as a check that the list is whole: every bucket is
+compared with a chunk of C rows, bit for bit, hidden rows and K and V rows, wherever the rows stand in the step, alone
+and next to other slots, across the boundaries of the kernels' key tiles (where products have no plan, packed as the
+model's are); layers with a recurrent state in a manner of
+their own (`state_probe.py`). Nothing is left out for lack of time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor
+
+from adapters.checkpoint.packed_matrix import StepLayout
+from adapters.models.decoder.family import Family, ModelConfig
+from adapters.models.decoder.shard import BUCKETS, Shard
+from adapters.models.kernels.interface import Kernels
+from adapters.models.kernels.product_list import Proof
+from adapters.models.kernels.row_format import RowFormat
+from adapters.models.kernels.seeded import make_generator
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.numerics.probe_result import BLOCK_SIZE, Numerics, kept_under, machine
+from adapters.models.numerics.state_probe import StateBench
+from adapters.models.numerics.synthetic import RandomWeights, packed_in
+from adapters.sequence_layout import torch_dtype
+
+_MAX_BOUNDARIES = 16
+_NARROW = 8  # buckets up to this one mostly decode, so single rows are tried over every span
+PROBED_SLOTS = 3
+_FINGERPRINT_ROWS = 64
+_EXPERTS = 2  # the arithmetic of experts, of which nothing that was kept of another is taken
+
+
+def probe_key(
+    family: Family,
+    config: ModelConfig,
+    kernels: Kernels,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    rows: torch.dtype | None = None,
+    chunk: int,
+    capacity: int,
+    sizes: Sequence[int] = BUCKETS,
+    memory: int = 1 << 62,
+    layouts: Mapping[str, StepLayout] = {},
+) -> str:
+    """Under which an outcome may be kept: 32 hex digits over all that the probe depends on."""
+    how: dict[str, Any] = {"capacity": capacity, "dtype": dtype, "memory": memory, "layouts": layouts}
+    listed = config.products(buckets_of(sizes, chunk), threads=torch.get_num_threads(), **how)
+    kinds = (family.model_type, tuple(config.probed()), *(() if config.experts is None else (_EXPERTS,)))
+    return kept_under(listed, kernels, device, (kinds, chunk, capacity, tuple(sizes), str(dtype), str(rows or dtype)))
+
+
+def buckets_of(sizes: Sequence[int], chunk: int) -> tuple[int, ...]:
+    return (*(bucket for bucket in sorted(sizes) if bucket < chunk), chunk)
+
+
+def probe(
+    family: Family,
+    config: ModelConfig,
+    kernels: Kernels,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    rows: torch.dtype | None = None,
+    chunk: int,
+    capacity: int,
+    sizes: Sequence[int] = BUCKETS,
+    memory: int = 1 << 62,
+    layouts: Mapping[str, StepLayout] = {},
+) -> Numerics:
+    """Take the measure of `kernels` on `device`; a second or two. The kernels themselves are left as they were.
+
+    rows: what keys and values are kept in; by default the dtype. memory: bytes that weights may take in host memory.
+    layouts: of tensors that may be multiplied as they are packed.
+    """
+    start = time.perf_counter()
+    buckets, threads = buckets_of(sizes, chunk), torch.get_num_threads()
+    how: dict[str, Any] = {"capacity": capacity, "dtype": dtype, "memory": memory, "layouts": layouts}
+    proof = kernels.prove(config.products(buckets, threads=threads, **how))
+    shape: dict[str, Any] = {"device": device, "dtype": dtype, "rows": rows, "capacity": capacity, "buckets": buckets}
+    found = [
+        _layer(family, small, layers, kernels, proof, layouts=own, **shape)
+        for small, layers, own in packed_in(config.probed(), layouts if proof.plan is None else {})
+    ]
+    broken = {bucket: why for one in found for bucket, why in one.broken.items()}
+    kept = tuple(bucket for bucket in buckets if bucket not in broken)
+    buckets_hold = proof.holds and chunk not in broken and (len(kept) > 1 or len(buckets) == 1)
+    if not buckets_hold:
+        narrow = [bucket for bucket in buckets[:-1] if all(bucket in one.widths for one in found)]
+        kept = tuple(sorted({*narrow[:1], chunk}))
+    fingerprint = "-".join(one.fingerprint for one in found)
+    return Numerics(
+        mode="buckets" if buckets_hold else "grid",
+        buckets=kept,
+        block_size=BLOCK_SIZE if buckets_hold else chunk,
+        chunk=chunk,
+        kernels=kernels.name,
+        threads=threads if device.type == "cpu" else 0,
+        numerics_class=f"{machine(kernels, device)}, {_served(kept, proof, threads)}, {fingerprint}",
+        seconds=time.perf_counter() - start,
+        checks=sum(one.checks for one in found) + proof.checks,
+        spans=sum(one.spans for one in found),
+        shapes=proof.shapes,
+        plan=proof.plan,
+        failures=(*proof.failures, *broken.values()),
+    )
+
+
+@frozen
+class LayerFindings:
+    """Of one kind of layer. broken: why a bucket may not serve. widths: where single rows may, if buckets do not."""
+
+    broken: Mapping[int, str]
+    widths: frozenset[int]
+    checks: int
+    spans: int
+    fingerprint: str
+
+
+def _layer(
+    family: Family,
+    config: ModelConfig,
+    layers: range,
+    kernels: Kernels,
+    proof: Proof,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    rows: torch.dtype | None,
+    capacity: int,
+    buckets: tuple[int, ...],
+    layouts: Mapping[str, StepLayout],
+) -> LayerFindings:
+    stored = torch.float32 if device.type == "cpu" else dtype
+    weights = RandomWeights(config, 1, device, stored, config.hidden_size**-0.5, layouts)
+    shard = family.build(
+        config,
+        weights,
+        kernels.with_plan(proof.plan),
+        device=device,
+        dtype=dtype,
+        rows=rows,
+        layers=layers,
+        slots=PROBED_SLOTS,
+        capacity=capacity,
+        buckets=buckets,
+        state_places=1,
+    )
+    try:
+        bench: LayerBench | StateBench
+        if shard.state_specs:
+            bench = StateBench(shard, capacity)
+            spans = bench.run()
+        else:
+            bench = LayerBench(shard, config.hidden_size, capacity)
+            spans = bench.run(kernels.kv_tile, every=proof.plan is None)
+        whole = proof.holds and not bench.broken
+        widths = frozenset(buckets[:-1] if whole else bench.widths())
+        return LayerFindings(bench.broken, widths, bench.checks, spans, bench.fingerprint)
+    finally:
+        shard.close()
+
+
+def _served(buckets: Sequence[int], proof: Proof, threads: int) -> str:
+    """16 hex digits of the shapes that serve: whoever serves in others shares nothing with us."""
+    plan = None if proof.plan is None else proof.plan.bit_signature()
+    parts = (tuple(buckets), plan, 0 if proof.single else threads, proof.digest)
+    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+
+
+@frozen
+class Computed:
+    """What one segment left: hidden `[n, D]`, each KV tensor `[KV, n, hd]`."""
+
+    start: int
+    hidden: Tensor
+    kv: Mapping[str, Tensor]
+
+    def part(self, start: int, stop: int) -> Computed:
+        rows = slice(start - self.start, stop - self.start)
+        return Computed(start, self.hidden[rows], {name: tensor[:, rows] for name, tensor in self.kv.items()})
+
+    def tensors(self) -> list[Tensor]:
+        return [self.hidden, *self.kv.values()]
+
+
+def same_bits(ours: Computed, theirs: Computed) -> bool:
+    return all(
+        torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+        for a, b in zip(ours.tensors(), theirs.tensors(), strict=True)
+    )
+
+
+@define(eq=False)
+class LayerBench:
+    """Runs segments of one token sequence, whose earlier K and V rows are random, and compares what comes out."""
+
+    shard: Shard
+    hidden_size: int
+    capacity: int
+    vectors: Tensor | None = field(init=False, default=None)
+    tokens: Tensor = field(init=False)
+    broken: dict[int, str] = field(init=False, factory=dict)
+    checks: int = field(init=False, default=0)
+    fingerprint: str = field(init=False, default="")
+
+    def __attrs_post_init__(self) -> None:
+        shard, generator = self.shard, make_generator(2)
+        self.tokens = torch.randint(0, shard.vocab_size, (self.capacity,), generator=generator)
+        generator = make_generator(3, shard.device)
+        if shard.layers.start:  # hidden states come in, one vector for each token of the vocabulary
+            table = torch.empty(shard.vocab_size, self.hidden_size, device=shard.device, dtype=shard.dtype)
+            self.vectors = table.normal_(generator=generator)
+        spec, form, rows = shard.row_spec, RowFormat(torch_dtype(shard.row_spec.dtype)), dict[str, Tensor]()
+        shape = (spec.heads, self.capacity, form.head_size(spec.width))
+        for name in spec.names:
+            drawn = torch.empty(shape, device=shard.device, dtype=shard.dtype)
+            rows[name] = form.encode(drawn.normal_(generator=generator))
+        shard.import_rows(0, 0, rows)
+        for slot in range(1, PROBED_SLOTS):
+            shard.copy_rows(0, slot, self.capacity)
+
+    def compute(self, bucket: int, *segments: Segment) -> list[Computed]:
+        """The rows of every segment; slots all hold the same sequence."""
+        step = Step(segments, bucket)
+        inputs = torch.cat([self.tokens[segment.start : segment.start + segment.count] for segment in segments])
+        if self.vectors is not None:
+            padding = inputs.new_zeros(bucket - len(inputs))
+            inputs = self.vectors[torch.cat((inputs, padding)).to(self.vectors.device)]
+        hidden = self.shard.forward(step, inputs).hidden
+        found, row = [], 0
+        for segment in segments:
+            rows, stop = slice(row, row + segment.count), segment.start + segment.count
+            kv = self.shard.export_rows(segment.slot, segment.start, stop)
+            found.append(Computed(segment.start, hidden[rows].clone(), kv))
+            row += segment.count
+        return found
+
+    def run(self, tile: int, *, every: bool) -> int:
+        """Check every bucket at key tile boundaries, `every` sampled one or the first and the last; returns how
+        many."""
+        rows = min(self.shard.buckets[-1], self.capacity)
+        last = self.capacity - rows
+        at = [min(max(0, boundary - rows // 2), last) for boundary in boundaries(tile, self.capacity)]
+        thorough = {0, *at[:1]}
+        starts = dict.fromkeys([*sorted(thorough), last, *(at if every else ())])
+        for start in starts:
+            self.check_span(start, rows, tile, thorough=start in thorough)
+        return len(starts)
+
+    def check_span(self, start: int, rows: int, tile: int, *, thorough: bool) -> None:
+        """Compare pieces of `[start, start + rows)` with the whole of it, computed as one chunk of C."""
+        chunk = self.shard.buckets[-1]
+        [whole] = self.compute(chunk, Segment(0, start, rows))
+        if not self.fingerprint:
+            self._take_fingerprint(whole.part(start, start + min(rows, _FINGERPRINT_ROWS)))
+        edge = min(max(start + 1, (start // tile + 1) * tile), start + rows - 1)
+        for bucket in self.shard.buckets:
+            for at, count in pieces(start, rows, edge, bucket, thorough=thorough):
+                if bucket in self.broken:
+                    break
+                [part] = self.compute(bucket, Segment(0, at, count))
+                self._compare(bucket, "alone", whole, part)
+            if thorough and bucket not in self.broken:
+                self._check_batch(bucket, whole, start, rows, edge)
+            if bucket in self.broken:
+                self.shard.import_rows(0, start, whole.kv)
+
+    def _check_batch(self, bucket: int, whole: Computed, start: int, rows: int, edge: int) -> None:
+        """Neighbours: segments of three slots in one step, each as it came out of the chunk."""
+        count = max(1, min(bucket // PROBED_SLOTS, rows))
+        ends = {start, min(edge, start + rows - count), start + rows - count}
+        segments = [Segment(slot, at, count) for slot, at in enumerate(sorted(ends))]
+        if sum(segment.count for segment in segments) > bucket:
+            return
+        for slot in range(1, PROBED_SLOTS):
+            self.shard.import_rows(slot, start, whole.kv)
+        for part in self.compute(bucket, *segments):
+            self._compare(bucket, "batched", whole, part)
+
+    def _compare(self, bucket: int, how: str, whole: Computed, part: Computed) -> None:
+        stop = part.start + len(part.hidden)
+        self.checks += 1
+        if bucket not in self.broken and not same_bits(whole.part(part.start, stop), part):
+            chunk = self.shard.buckets[-1]
+            self.broken[bucket] = (
+                f"bucket {bucket}: rows {part.start}..{stop - 1}, {how}, differ from a chunk of {chunk}"
+            )
+
+    def _take_fingerprint(self, rows: Computed) -> None:
+        digest = hashlib.blake2b(digest_size=8)
+        for tensor in rows.tensors():
+            digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
+        self.fingerprint = digest.hexdigest()
+
+    def widths(self) -> set[int]:
+        """The buckets at which a row is the same alone, in another place and among others."""
+        at, other, found = self.capacity // 2, self.capacity // 3, set[int]()
+        for bucket in self.shard.buckets[:-1]:
+            [alone] = self.compute(bucket, Segment(0, at, 1))
+            _, batched, _ = self.compute(bucket, Segment(1, other, 1), Segment(0, at, 1), Segment(2, at, 1))
+            if same_bits(alone, batched):
+                found.add(bucket)
+        return found
+
+
+def boundaries(tile: int, capacity: int) -> list[int]:
+    """Key tile boundaries up to the capacity, at most 16: all of them, or evenly many with the first and the last."""
+    count = capacity // tile
+    if count <= _MAX_BOUNDARIES:
+        return [tile * index for index in range(1, count + 1)]
+    spread = {round(1 + (count - 1) * index / (_MAX_BOUNDARIES - 1)) for index in range(_MAX_BOUNDARIES)}
+    return [tile * index for index in sorted(spread)]
+
+
+def pieces(start: int, rows: int, edge: int, bucket: int, *, thorough: bool) -> list[tuple[int, int]]:
+    """(position, count) of the pieces of `[start, start + rows)` that a bucket computes; one straddles `edge`."""
+    end = start + rows
+    full = min(bucket, rows)
+    straddling = min(max(start, edge - max(1, full // 2)), end - full)
+    found = [(straddling, full)]
+    if thorough or bucket <= _NARROW:
+        found += [(edge, 1), (edge - 1, 1), (end - 1, 1)]
+    if thorough:
+        odd, at = max(1, full - 1), min(start + BLOCK_SIZE, end - 1)
+        found += [(start, full), (end - odd, odd), (at, min(bucket, end - at))]
+    return list(dict.fromkeys(found))

@@ -1,0 +1,183 @@
+"""What the numerics probe found, as a value that can be kept, and what it holds for: machine, libraries, kernels."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any, Literal
+
+import torch
+from attrs import evolve, frozen
+from cattrs import Converter
+from cattrs.errors import BaseValidationError
+
+from adapters.models.kernels.interface import Kernels
+from adapters.models.kernels.product_list import ProductPlan, Products, check_plan
+
+BLOCK_SIZE = 64
+_VERSION = 9
+_RECURRENT = 1  # counts with the ways of recurrent layers, which other models are not to be proven anew for
+_BETWEEN = 1  # counts with what is proven of row counts that are no bucket, which are a processor's alone
+_INSTRUCTION_SETS = ("avx2", "avx512_f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16")
+# What a user may set that changes which kernels the libraries choose.
+SWITCHES = (
+    *("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_CPU_ISA_HINTS", "DNNL_CPU_ISA_HINTS"),
+    *("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE", "ATEN_CPU_CAPABILITY", "MKL_CBWR"),
+    "MKL_ENABLE_INSTRUCTIONS",
+)
+
+
+@frozen
+class Numerics:
+    """What the probe found, and so what the engine may do.
+
+    mode: "buckets", any bucket gives a row the same bits, so any position that is a multiple of `block_size` may be
+    started from and decoded rows are as good as prefilled ones; or "grid", whole chunks of C from position 0 and
+    decoding at the one width `buckets[0]`.
+    buckets: ascending; the last one is C, the chunk of a prefill.
+    plan: the shapes in which products were proven, for kernels that need one.
+    numerics_class: within one class the same request gives the same bits. Device kind, instruction set or GPU, torch
+    build, kernels, the shapes that serve, and a fingerprint of computed bits, which stands for whatever else matters.
+    """
+
+    mode: Literal["buckets", "grid"]
+    buckets: tuple[int, ...]
+    block_size: int
+    chunk: int
+    kernels: str
+    threads: int
+    numerics_class: str
+    seconds: float
+    checks: int
+    spans: int
+    shapes: int = 0
+    plan: ProductPlan | None = None
+    failures: tuple[str, ...] = ()
+
+    @property
+    def batch_rows(self) -> int:
+        """Rows that one decode step may hold: any in buckets, the one width in a grid."""
+        return self.chunk if self.mode == "buckets" else self.buckets[0]
+
+    def shown(self) -> Mapping[str, Any]:
+        """JSON-ready, for people."""
+        return {
+            "shapes": self.mode,
+            "buckets": list(self.buckets),
+            "block_size": self.block_size,
+            "chunk": self.chunk,
+            "kernels": self.kernels,
+            "threads": self.threads,
+            "class": self.numerics_class,
+            "probe": {
+                "seconds": round(self.seconds, 3),
+                "checks": self.checks,
+                "spans": self.spans,
+                "products": self.shapes,
+            },
+            "products": [] if self.plan is None else self.plan.describe_lines(),
+            "failures": list(self.failures),
+        }
+
+    def to_json(self) -> str:
+        return json.dumps({"version": _VERSION, **_converter.unstructure(self)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Numerics:
+        """What `to_json` wrote; ValueError for anything else."""
+        value = json.loads(text)
+        if not isinstance(value, dict) or value.pop("version", None) != _VERSION:
+            raise ValueError("not the outcome of this version's numerics probe")
+        try:
+            found = _converter.structure(value, cls)
+        except (BaseValidationError, TypeError, ValueError) as error:
+            raise ValueError("the numerics probe's outcome has missing or malformed fields") from error
+        buckets = found.buckets
+        sound = all(bucket > 0 for bucket in buckets) and buckets == tuple(sorted(set(buckets)))
+        if not sound or not buckets or buckets[-1] != found.chunk:
+            raise ValueError("the numerics probe's outcome has impossible buckets")
+        if found.plan is not None:
+            check_plan(found.plan)
+        return found
+
+
+def joined(parts: Sequence[tuple[range, Numerics]]) -> Numerics:
+    """Of a target whose runs of layers are computed in what was found for each, all with the same chunk.
+
+    Where all are of one class, which layers were computed where is no part of it. Where they are not, what layers are
+    of which class is; and the plan is that of the last ones, beside which a draft is.
+    """
+    found = [one for _, one in parts]
+    classes = list(dict.fromkeys(one.numerics_class for one in found))
+    if len(classes) == 1:
+        return found[0]
+    grid = [one for one in found if one.mode == "grid"]
+    common = tuple(bucket for bucket in found[0].buckets if all(bucket in one.buckets for one in found))
+    runs = [(name, [layers for layers, _ in run]) for name, run in groupby(parts, lambda part: part[1].numerics_class)]
+    return evolve(
+        found[0],
+        mode="grid" if grid else "buckets",
+        buckets=tuple(sorted({*common[:1], common[-1]})) if grid else common,
+        block_size=max(one.block_size for one in found),
+        kernels=", ".join(dict.fromkeys(one.kernels for one in found)),
+        threads=max(one.threads for one in found),
+        numerics_class="; ".join(f"layers {run[0].start}..{run[-1].stop - 1}: {name}" for name, run in runs),
+        seconds=sum(one.seconds for one in {one.numerics_class: one for one in found}.values()),
+        checks=sum(one.checks for one in {one.numerics_class: one for one in found}.values()),
+        plan=found[-1].plan,
+        failures=tuple(dict.fromkeys(why for one in found for why in one.failures)),
+    )
+
+
+def plan_to_json(plan: ProductPlan | None) -> str:
+    return json.dumps({"version": _VERSION, "plan": _converter.unstructure(plan)})
+
+
+def plan_from_json(text: str) -> ProductPlan | None:
+    """What `plan_to_json` wrote; ValueError for anything else."""
+    value = json.loads(text)
+    if not isinstance(value, dict) or value.get("version") != _VERSION:
+        raise ValueError("not a plan of this version's products")
+    try:
+        found = None if value.get("plan") is None else _converter.structure(value["plan"], ProductPlan)
+    except (BaseValidationError, TypeError, ValueError) as error:
+        raise ValueError("a plan of products has missing or malformed fields") from error
+    return None if found is None else check_plan(found)
+
+
+def _exactly(value: Any, kind: type) -> Any:
+    """JSON's own types only: nothing is converted."""
+    if type(value) is not kind and not (kind is float and type(value) is int):
+        raise TypeError(f"{value!r} is not {kind.__name__}")
+    return value
+
+
+_converter = Converter(forbid_extra_keys=True)
+for _kind in (int, str, float, bool):
+    _converter.register_structure_hook(_kind, _exactly)
+
+
+def kept_under(listed: Products, kernels: Kernels, device: torch.device, more: object = None) -> str:
+    """Under which the proof of a list of products may be kept, and whatever else was measured: 32 hex digits."""
+    own = [_RECURRENT] if listed.deltas else []
+    own += [_BETWEEN] if device.type == "cpu" else []
+    parts = (_VERSION, str(device), torch.get_num_threads(), machine(kernels, device), listed, more, *own)
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+
+
+def machine(kernels: Kernels, device: torch.device) -> str:
+    """Device kind, instruction set or GPU, torch build and kernels, in words."""
+    build = f"torch {torch.__version__}"
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return f"cuda sm_{properties.major}{properties.minor} {properties.name}, {build}, {kernels.name}"
+    found = torch.cpu.get_capabilities()
+    sets = [name for name in _INSTRUCTION_SETS if found.get(name)]
+    sets += [f"{name}={os.environ[name]}" for name in SWITCHES if name in os.environ]
+    name = found.get("cpu_name") or platform.processor() or platform.machine()
+    isa = torch.backends.cpu.get_cpu_capability()
+    return f"cpu {platform.machine()} {name} {isa} ({' '.join(sets)}), {build}, {kernels.name}"

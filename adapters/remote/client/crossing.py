@@ -1,0 +1,77 @@
+"""Tensors that cross to a daemon, and those that are asked of it, for a target's layers and a draft alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from adapters.models.decoder.shard import NamedTensors
+from adapters.remote.client.peer import Peer
+from adapters.remote.protocol.channel import ConnectionBroken
+from adapters.remote.protocol.lent_memory import Lender
+from adapters.remote.protocol.messages import (
+    MOST_RUNS,
+    Described,
+    ImportRows,
+    ImportRuns,
+    Lent,
+    LentRun,
+    Nothing,
+    Op,
+    T,
+    Unacceptable,
+    WireMessage,
+)
+from adapters.remote.protocol.payload_tensors import TensorBytes, described, unpacked
+from adapters.sequence_layout import RowSpec, TensorSpec
+
+
+def given(lender: Lender | None, tensors: NamedTensors) -> tuple[tuple[Described, ...], tuple[Lent, ...], NamedTensors]:
+    """What a daemon is told of tensors, and what has to be sent: nothing where it sees them, and reads them until it
+    answers.
+    """
+    lent = () if lender is None else lender.lent(tensors)
+    return ((), lent, {}) if lent else (described(tensors), (), tensors)
+
+
+def import_rows(peer: Peer, slot: int, start: int, rows: NamedTensors) -> None:
+    tensors, lent, sent = given(peer.lender, rows)
+    peer.ask(Op.IMPORT_ROWS, ImportRows(slot, start, tensors, lent), Nothing, list(sent.values()))
+
+
+def import_runs(
+    peer: Peer, slot: int, spec: RowSpec, runs: Sequence[tuple[int, Tensor]], keep: Sequence[object]
+) -> None:
+    """Put rows `[names, heads, rows, width]` of `spec` there, each from its start on. Those that the daemon sees itself
+    are posted, and `keep`, whose memory they are in, is referred to until it has them.
+    """
+    lender, seen = peer.lender, list[LentRun]()
+    for start, rows in runs:
+        if lender is not None and (lent := lender.run(spec, start, rows)) is not None:
+            seen.append(lent)
+        else:
+            import_rows(peer, slot, start, dict(zip(spec.names, rows, strict=True)))
+    for at in range(0, len(seen), MOST_RUNS):
+        some = tuple(seen[at : at + MOST_RUNS])
+        peer.post(Op.IMPORT_RUNS, ImportRuns(slot, some), keep, spec.token_bytes * sum(run.count for run in some))
+
+
+def expected_of(specs: Sequence[TensorSpec]) -> tuple[Described, ...]:
+    return tuple(Described(one.name, one.dtype, one.shape) for one in specs)  # type: ignore[arg-type]
+
+
+def asked_tensors(
+    peer: Peer, op: Op, message: WireMessage, kind: type[T], *, sent: NamedTensors, expected: tuple[Described, ...]
+) -> tuple[T, TensorBytes]:
+    """What a daemon answers with tensors, which are to be read before anything else is asked. Anything but what is
+    expected, in that order, is a violation, and the daemon is not believed any more: raises RowsLost, as `Peer.ask`.
+    """
+    done, frame = peer.ask(op, message, kind, list(sent.values()))
+    try:
+        found = unpacked(done.tensors, frame.payload)  # type: ignore[attr-defined]
+    except Unacceptable as error:
+        raise peer.lose(ConnectionBroken(str(error))) from error
+    if found.tensors != expected:
+        raise peer.lose(ConnectionBroken("it answered with other tensors than were asked for"))
+    return done, found

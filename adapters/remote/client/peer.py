@@ -1,0 +1,350 @@
+"""A shard's daemon as the server sees it: asked over a connection that is made anew, with all that is set up on it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import TypeAlias, TypeVar
+
+from attrs import define, field
+from msgspec import structs
+from torch import Tensor
+
+from adapters.models.numerics.probe_result import Numerics
+from adapters.remote.client.dial import Dial
+from adapters.remote.client.pending_answers import Posted, PostedQuestion, PostedRefused
+from adapters.remote.protocol.channel import Channel, ConnectionBroken, WireFrame, failed, failure
+from adapters.remote.protocol.draft_messages import DraftReady, LoadDraft
+from adapters.remote.protocol.handshake import greet
+from adapters.remote.protocol.lent_memory import Lender
+from adapters.remote.protocol.messages import (
+    Facts,
+    Loaded,
+    LoadLayers,
+    Offer,
+    Op,
+    Prove,
+    Unacceptable,
+    WireMessage,
+    decoded,
+    encoded,
+)
+from adapters.remote.protocol.peer_expectation import Deadlines, ExpectedModel
+from adapters.remote.protocol.scorer_messages import DrafterReady, LoadDrafter
+from effects.ids import SlotId
+from effects.ports import RowsLost
+
+T = TypeVar("T", bound=WireMessage)
+Load: TypeAlias = LoadLayers | LoadDraft | LoadDrafter
+Ready: TypeAlias = Loaded | DraftReady | DrafterReady
+LOADING: dict[type[Load], Op] = {LoadLayers: Op.LOAD, LoadDraft: Op.LOAD_DRAFT, LoadDrafter: Op.LOAD_DRAFTER}
+A = TypeVar("A", bound=Ready)
+log = logging.getLogger("rekindle.shard")
+PAUSE_S = 5.0
+PAUSE_SHARE = 50  # times as long as a try took: a port where nobody listens says so in 0.3 ms
+
+
+@define(eq=False)
+class Peer:
+    """Everything is asked by one thread at a time. pause_s: after it could not be had again, everybody is told at once
+    for so long, or less where it took no time to find that out. error, gone: why it is not there; empty while it is.
+
+    restarts: times that it was had anew. hops, hop_ns: of forwards, the time that was not computing there. waits:
+    whoever asks when it is gone waits until it is had anew; else that is for somebody who calls `again`.
+    """
+
+    dial: Dial
+    secret: bytes
+    version: str
+    model: ExpectedModel
+    deadlines: Deadlines = field(factory=Deadlines)
+    pause_s: float = PAUSE_S
+    waits: bool = True
+    error: str = ""
+    gone: str = ""
+    restarts: int = 0
+    hops: int = 0
+    hop_ns: int = 0
+    computed_ns: int = 0
+    facts: Facts | None = None
+    slots: int = 0
+    _channel: Channel | None = None
+    _opening: Channel | None = None  # it is not set up yet
+    _request: int = 2  # after those of the hello
+    _posted: Posted = field(factory=Posted)
+    _lock: threading.RLock = field(factory=threading.RLock)
+    _told: Callable[[str], object] | None = None
+    _proof: tuple[Prove, Offer] | None = None
+    _load: tuple[Load, Ready] | None = None
+    _refused_until: float = 0.0
+    _closed: bool = False
+
+    # --- to begin with ---
+
+    def connect(self) -> Facts:
+        """Have it, and be sure who it is. Raises RowsLost."""
+        with self._lock:
+            try:
+                self._channel = self._opened()
+            except (ConnectionBroken, OSError) as error:
+                raise self.lose(error) from error
+            assert self.facts is not None
+            return self.facts
+
+    def prove(self, asked: Prove) -> Numerics:
+        """What holds for layers that it computes. Raises RowsLost, or what it failed with."""
+        found = self.ask(Op.PROVE, asked, Offer, seconds=self.deadlines.prove)[0]
+        self._proof = asked, found
+        return Numerics.from_json(found.outcome)
+
+    def load(self, asked: LoadLayers) -> Loaded:
+        """Raises RowsLost, or what it failed with."""
+        return self._load_first(asked, Loaded)
+
+    def load_draft(self, asked: LoadDraft) -> DraftReady:
+        """As `load`."""
+        return self._load_first(asked, DraftReady)
+
+    def load_drafter(self, asked: LoadDrafter) -> DrafterReady:
+        """As `load`."""
+        return self._load_first(asked, DrafterReady)
+
+    def _load_first(self, asked: Load, kind: type[A]) -> A:
+        with self._lock:
+            try:
+                loaded = self._loaded(self._living(), asked, kind)
+            except ConnectionBroken as error:
+                raise self.lose(error) from error
+            self.slots, self._load = asked.slots, (asked, loaded)
+            return loaded
+
+    def lost_to(self, told: Callable[[str], object]) -> None:
+        """From now on this hears, before anybody else does, that all rows are gone, and why; and it is had anew."""
+        self._told = told
+
+    # --- asking ---
+
+    def ask(
+        self, op: Op, message: WireMessage, answer: type[T], tensors: Sequence[Tensor] = (), *, seconds: float = 0
+    ) -> tuple[T, WireFrame]:
+        """What it says; the frame is to be read before anything else is asked.
+
+        Raises RowsLost where it is gone or makes no sense. Else what it failed with: ValueError where it refused,
+        torch.OutOfMemoryError, RuntimeError.
+        """
+        with self._lock:
+            channel = self._living()
+            try:
+                return self._asked(channel, op, message, answer, tensors, seconds=seconds or self.deadlines.step)
+            except ConnectionBroken as error:
+                raise self.lose(error) from error
+            except PostedRefused as error:
+                raise self._refused(str(error)) from error
+
+    def heard(self) -> None:
+        """All that was posted has been answered. Raises RowsLost where something was refused, too."""
+        with self._lock:
+            if self._channel is None:
+                raise RowsLost((), f"{self.dial.name}: {self.error}")
+            try:
+                refused = self._posted.answers(self._channel, self.deadlines.step)
+            except ConnectionBroken as error:
+                raise self.lose(error) from error
+            if refused:
+                raise self._refused(refused)
+
+    def post(self, op: Op, message: WireMessage, keep: Sequence[object] = (), nbytes: int = 0) -> None:
+        """Ask without waiting: its answer is read before that of whatever is asked next. One that failed is a loss.
+
+        nbytes: of rows that it reads in memory that is lent, to which `keep` is referred until then.
+        """
+        with self._lock:
+            if nbytes and self._posted.crowded(nbytes):
+                self.heard()
+            channel = self._living()
+            try:
+                self._posted.add(PostedQuestion(op, self._sent(channel, op, message, ()), keep, nbytes))
+            except ConnectionBroken as error:
+                raise self.lose(error) from error
+
+    def spent(self, waited_ns: int, computed_ns: int) -> None:
+        """On a forward."""
+        self.hops += 1
+        self.hop_ns += max(0, waited_ns - computed_ns)
+        self.computed_ns += computed_ns
+
+    def close(self) -> None:
+        """Any number of times, from any thread."""
+        self._closed = True
+        for channel in (self._channel, self._opening):
+            if channel is not None:
+                channel.close()
+        self.dial.end()
+
+    @property
+    def lender(self) -> Lender | None:
+        """Of memory that it sees."""
+        return None if self._channel is None else self._channel.lender
+
+    @property
+    def ended(self) -> bool:
+        """By any thread: is its connection of no use, as far as that can be seen without asking?"""
+        return not self._closed and ((channel := self._channel) is None or channel.ended)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Held by whoever asks and then reads the frame."""
+        return self._lock
+
+    def figures(self) -> Mapping[str, float]:
+        return {
+            "hops": self.hops,
+            "hop_seconds": self.hop_ns / 1e9,
+            "compute_seconds": self.computed_ns / 1e9,
+            "restarts": self.restarts,
+        }
+
+    def look(self) -> None:
+        """On the thread that asks, while nothing is asked: if it is gone, say so, and try to have it again."""
+        with self._lock, suppress(RowsLost):
+            if self._channel is not None and self._channel.ended:
+                self.lose(ConnectionBroken("the other end has closed the connection"))
+            if self._channel is None:
+                self._living()
+
+    # --- how ---
+
+    def _sent(self, channel: Channel, op: Op, message: WireMessage, tensors: Sequence[Tensor]) -> int:
+        self._request = request = (self._request + 1) % (1 << 32)
+        channel.send(op, request, encoded(message), tensors, seconds=self.deadlines.step)
+        return request
+
+    def _asked(
+        self,
+        channel: Channel,
+        op: Op,
+        message: WireMessage,
+        answer: type[T],
+        tensors: Sequence[Tensor] = (),
+        *,
+        seconds: float,
+    ) -> tuple[T, WireFrame]:
+        request = self._sent(channel, op, message, tensors)
+        refused = self._posted.answers(channel, seconds)
+        frame = channel.answer(op, request, seconds)
+        if refused:  # what came for this question is of rows that are not believed any more
+            raise PostedRefused(refused)
+        if failed(frame):
+            raise failure(channel, frame)
+        try:
+            return decoded(frame.arguments, answer), frame
+        except Unacceptable as error:
+            raise channel.broken(str(error)) from error
+
+    def _living(self) -> Channel:
+        """The connection, or a new one to a daemon that has nothing of what the last one had. Raises RowsLost."""
+        if self._closed:
+            raise RowsLost((), f"{self.dial.name} is closed")
+        if self._channel is not None:
+            return self._channel
+        if time.monotonic() < self._refused_until or self._told is None or not self.waits:
+            raise RowsLost((), f"{self.dial.name}: {self.error}")
+        return self.again()
+
+    def again(self) -> Channel:
+        """Have it anew, with all that was set up on it. Raises RowsLost.
+
+        Whoever does not wait for it is told so meanwhile: nobody has the lock for longer than it takes to say it.
+        """
+        began = time.monotonic()
+        try:
+            channel = self._opening = self._opened()
+            self._again(channel)
+        except (ConnectionBroken, OSError, ValueError, RuntimeError) as error:
+            now = time.monotonic()
+            self._refused_until = now + min(self.pause_s, PAUSE_SHARE * (now - began))
+            raise RowsLost((), self._gone(error)) from error  # what there was is lost already
+        self._channel = channel
+        self._opening = None
+        self.error = self.gone = ""
+        self.restarts += 1
+        log.warning("shard %s is there again after %.1f s", self.dial.name, time.monotonic() - began)
+        return channel
+
+    def _opened(self) -> Channel:
+        channel = self.dial.open()
+        facts = greet(channel, self.secret, self.version, self.dial.hello_s)
+        for name, theirs, ours in (
+            ("weights", facts.weights, self.model.weights),
+            ("configuration", facts.config, self.model.config),
+        ):
+            if theirs != ours:
+                raise channel.broken(f"it has another model: its {name} are {theirs[:40]}, those here {ours[:40]}")
+        self.facts = facts
+        return channel
+
+    def _again(self, channel: Channel) -> None:
+        """A new one computes as the last one did, and has the same room."""
+        if self._proof is not None:
+            asked, found = self._proof
+            asked = structs.replace(asked, offers=(*asked.offers[:15], found))
+            now, _ = self._asked(channel, Op.PROVE, asked, Offer, seconds=self.deadlines.prove)
+            before = Numerics.from_json(found.outcome)
+            if _bits(Numerics.from_json(now.outcome)) != _bits(before):
+                raise ValueError("it computes otherwise than before")
+        if self._load is not None:
+            asked_for, before_that = self._load
+            loaded = self._loaded(channel, asked_for, type(before_that))
+            if loaded.shape != before_that.shape:
+                raise ValueError("it has other rows or states than before")
+
+    def _loaded(self, channel: Channel, asked: Load, kind: type[A]) -> A:
+        """Both ends let payloads be as large as this model needs, in shared memory where there is some."""
+        shared = self.dial.share(asked.shared)
+        asked = asked if shared is not None else structs.replace(asked, shared=(0, 0))
+        loaded, _ = self._asked(channel, LOADING[type(asked)], asked, kind, seconds=self.deadlines.load)
+        channel.limit, channel.shared = asked.limit, shared if loaded.shared else None
+        return loaded
+
+    def lose(self, error: Exception) -> RowsLost:
+        """It is gone, and its rows with it. Whoever is to hear that has heard it when this returns."""
+        return self._rows_lost(self._gone(error))
+
+    def _refused(self, why: str) -> RowsLost:
+        """What was not waited for was refused: the rows are lost, and the process stays."""
+        self.error = why
+        log.warning("shard %s has refused what it was told: %s", self.dial.name, why)
+        return self._rows_lost(f"shard {self.dial.name}: {why}")
+
+    def _rows_lost(self, why: str) -> RowsLost:
+        if self._told is None:
+            return RowsLost(map(SlotId, range(self.slots)), why)
+        self._told(why)
+        return RowsLost((), why)
+
+    def _gone(self, error: Exception) -> str:
+        """Nothing is left of it. Why, in words."""
+        for channel in (self._channel, self._opening):
+            if channel is not None:
+                channel.close(str(error))
+        self._channel = self._opening = None
+        self._posted.clear()
+        became, before = self.dial.end(), self.gone
+        reason = (error.strerror if isinstance(error, OSError) else "") or str(error)
+        self.error = f"{reason}; {became}" if became else reason
+        if not self._closed:
+            self.gone = self.error
+            level = logging.DEBUG if before == self.gone else logging.WARNING  # a try that found nothing new
+            log.log(level, "shard %s is lost: %s", self.dial.name, self.error)
+        return f"shard {self.dial.name}: {self.error}"
+
+
+def _bits(numerics: Numerics) -> tuple[object, ...]:
+    return numerics.numerics_class, numerics.mode, numerics.buckets, numerics.block_size

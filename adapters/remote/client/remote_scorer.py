@@ -1,0 +1,184 @@
+"""A drafter in another process: a prompt's tokens cross once, and its scores when it is through all layers there.
+
+What becomes of that process is a drafter's failure, as any: the prompt is served as it is. The process is had again by
+whoever next wants something scored.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from itertools import count
+from typing import Literal
+
+import torch
+from attrs import define, field
+
+from adapters.remote.client.peer import Peer
+from adapters.remote.protocol.channel import ConnectionBroken
+from adapters.remote.protocol.draft_messages import DraftBytes, DraftMoved, SendAway
+from adapters.remote.protocol.frames import MOST_PAYLOAD
+from adapters.remote.protocol.load_request import SHARED
+from adapters.remote.protocol.messages import Described, Nothing, Op, T, Unacceptable, WireMessage
+from adapters.remote.protocol.payload_tensors import described, unpacked
+from adapters.remote.protocol.peer_expectation import Deadlines
+from adapters.remote.protocol.scorer_messages import DrafterReady, DropScoring, LoadDrafter, PromptAdvanced, ScorePrompt
+from effects.ports import RowsLost
+
+DRAFTER_DEADLINES = Deadlines(step=60)  # a chunk through all layers of a small model, on few cores
+
+
+def loading_drafter(most: int, *, fast: bool) -> LoadDrafter:
+    """What crosses at once: a prompt's tokens, or its scores."""
+    limit = 4 * most + MOST_PAYLOAD
+    room = min(SHARED, limit)
+    return LoadDrafter(most, fast, limit, (room, room))
+
+
+@define(eq=False)
+class RemoteWeights:
+    """Of the drafter, in its process. Asked on the lane; what they say of themselves, by anybody.
+
+    loaded: they are to be there. In which of the process's lives they were fetched is known, so that those of another
+    one are fetched again before anything is scored with them.
+    """
+
+    peer: Peer
+    loaded: Literal[True] | None = None
+    lives: int = 0
+    _fetched: int = -1
+    _memory: DraftBytes = (0, 0, 0, 0)
+
+    def __attrs_post_init__(self) -> None:
+        self.peer.lost_to(self._lost)
+
+    def _lost(self, _: str) -> None:
+        self.lives += 1
+        self._memory = (0, 0, 0, 0)
+
+    @property
+    def weights_bytes(self) -> int:
+        return self._memory[0]
+
+    @property
+    def host_bytes(self) -> int:
+        return self._memory[1]
+
+    def load_back(self) -> int:
+        """Raises OSError where it cannot be had, and torch.OutOfMemoryError."""
+        done = self.ask(Op.FETCH_DRAFT, Nothing(), DraftMoved, seconds=self.peer.deadlines.load)
+        self.loaded, self._fetched, self._memory = True, self.lives, done.memory
+        return done.bytes
+
+    def there(self) -> None:
+        """Also where the process is another one than had them. As `load_back`."""
+        if self._fetched != self.lives:
+            self.load_back()
+
+    def offload(self) -> None:
+        self._send_away(keep=True)
+
+    def release(self) -> None:
+        self._send_away(keep=False)
+
+    def _send_away(self, *, keep: bool) -> None:
+        self.loaded = None
+        if self._fetched == self.lives:  # else there is nothing to send
+            with suppress(OSError):
+                self._memory = self.ask(Op.SEND_DRAFT_AWAY, SendAway(keep), DraftMoved).memory
+
+    def ask(self, op: Op, message: WireMessage, kind: type[T], *, seconds: float = 0) -> T:
+        """Raises OSError for whatever it fails with, but for torch.OutOfMemoryError."""
+        return self.asked(op, message, kind, {}, seconds=seconds)[0]
+
+    def asked(
+        self, op: Op, message: WireMessage, kind: type[T], tensors: dict[str, torch.Tensor], *, seconds: float = 0
+    ) -> tuple[T, dict[str, torch.Tensor]]:
+        """And copies of the tensors that came."""
+        with self.peer.lock:
+            try:
+                done, frame = self.peer.ask(op, message, kind, list(tensors.values()), seconds=seconds)
+            except torch.OutOfMemoryError:
+                raise
+            except RowsLost as error:
+                raise ConnectionError(str(error)) from error
+            except ValueError as error:  # refused: nothing has changed there
+                raise OSError(f"{self.peer.dial.name} has refused {op.name.lower()}: {error}") from error
+            except RuntimeError as error:
+                raise self.useless(f"{op.name.lower()}: {error}") from error
+            try:
+                found = unpacked(getattr(done, "tensors", ()), frame.payload)
+            except Unacceptable as error:
+                raise self.useless(f"{op.name.lower()}: {error}") from error
+            return done, {name: tensor.clone() for name, tensor in found.views().items()}
+
+    def useless(self, why: str) -> ConnectionError:
+        """What it says is of no use any more."""
+        return ConnectionError(str(self.peer.lose(ConnectionBroken(why))))
+
+
+@define(eq=False)
+class RemoteScorer:
+    """As `adapters.models.decoder.scorer.Scorer` has it."""
+
+    peer: Peer
+    asked: LoadDrafter
+    weights: RemoteWeights = field(init=False)
+    _ready: DrafterReady = field(init=False)
+    _numbers: count[int] = field(init=False, factory=count)
+
+    def __attrs_post_init__(self) -> None:
+        """Raises RowsLost, or what loading failed with."""
+        self._ready = self.peer.load_drafter(self.asked)
+        self.weights = RemoteWeights(self.peer)
+
+    @property
+    def chunk(self) -> int:
+        return self._ready.chunk
+
+    def begin(self, tokens: tuple[int, ...]) -> RemoteScoring:
+        """Raises OSError, and torch.OutOfMemoryError."""
+        self.weights.there()
+        return RemoteScoring(self.weights, next(self._numbers) % (1 << 31), tokens, self.weights.lives)
+
+
+@define(eq=False)
+class RemoteScoring:
+    """One prompt. life: of the process that has what is done of it."""
+
+    weights: RemoteWeights
+    number: int
+    tokens: tuple[int, ...]
+    life: int
+    nbytes: int = 0  # there
+    _begun: bool = False
+    _scores: list[float] | None = None
+
+    @property
+    def complete(self) -> bool:
+        return self._scores is not None
+
+    def advance(self) -> None:
+        """Raises OSError where the process that began it is gone, and torch.OutOfMemoryError."""
+        if self.life != self.weights.lives:
+            raise ConnectionError(f"the process that was scoring the prompt is gone: {self.weights.peer.error}")
+        tokens = {} if self._begun else {"tokens": torch.tensor(self.tokens, dtype=torch.int32)}
+        self._begun = True
+        message = ScorePrompt(self.number, described(tokens))
+        began = time.perf_counter_ns()
+        done, found = self.weights.asked(Op.SCORE, message, PromptAdvanced, tokens)
+        self.weights.peer.spent(time.perf_counter_ns() - began, done.ns)
+        self.nbytes = done.held
+        if found:
+            if done.tensors != (Described("scores", "F32", (len(self.tokens),)),):
+                raise self.weights.useless("it answered with other scores than were asked for")
+            self._scores = found["scores"].tolist()
+
+    def scores(self) -> list[float]:
+        assert self._scores is not None, "the prompt is on its way"
+        return self._scores
+
+    def drop(self) -> None:
+        if self._begun and not self.complete and self.life == self.weights.lives:
+            with suppress(OSError):
+                self.weights.ask(Op.DROP_SCORING, DropScoring(self.number), Nothing)

@@ -1,0 +1,155 @@
+"""The other end, where it has a draft: rows are followed and proposals picked here, and token ids are what returns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+from attrs import define
+from torch import Tensor
+
+from adapters.device.sampling.sampler import Sampler
+from adapters.device.speculation.drafting import ProposalPicker, ProposalRequest
+from adapters.models.drafts.cached_draft import BlockRequest, CachedDraft
+from adapters.models.kernels.step import Step
+from adapters.remote.daemon.answer_handlers import Answering, Ops
+from adapters.remote.protocol.draft_messages import (
+    AskedProposals,
+    CopyContext,
+    DraftBytes,
+    DraftMoved,
+    DraftProposed,
+    DraftReady,
+    DraftRound,
+    FollowedRows,
+    ProposedTree,
+    SendAway,
+)
+from adapters.remote.protocol.lent_memory import LentTensors
+from adapters.remote.protocol.messages import (
+    Described,
+    Exported,
+    HeldRows,
+    ImportRows,
+    Nothing,
+    Op,
+    RowSpan,
+    Unacceptable,
+    step_of,
+)
+from adapters.remote.protocol.payload_tensors import TensorBytes, described
+from adapters.sequence_layout import dtype_name
+from effects.job import Sampling
+
+
+@define(eq=False)
+class ServedDraft:
+    """vocab: of the target. nodes: of trees; 0: chains. weights, facts: digests of what it is."""
+
+    draft: CachedDraft[Any]
+    vocab: int
+    nodes: int
+    weights: str
+    facts: str
+    _told: DraftBytes | None = None
+    ops: ClassVar[Ops]
+
+    @property
+    def device(self) -> torch.device:
+        return self.draft.device
+
+    def loaded(self, *, shared: bool) -> DraftReady:
+        rows = self.draft.row_spec
+        held = HeldRows(rows.names, rows.heads, rows.width, rows.dtype)  # type: ignore[arg-type]
+        own = self.weights, self.facts, self.draft.identity, self.draft.branches
+        return DraftReady(*own, held, self._memory(), shared=shared)
+
+    def close(self) -> None:
+        self.draft.close()
+
+    def _memory(self) -> DraftBytes:
+        held = self.draft.memory()
+        self._told = held["weights"], held["host"], held["kv"], held["buffers"]
+        return self._told
+
+    # --- rounds ---
+
+    def round(self, asked: DraftRound, given: TensorBytes) -> Answering:
+        if self.draft.state != "loaded":
+            raise Unacceptable(f"the draft's weights are {self.draft.state}")
+        began, told = time.perf_counter_ns(), self._told
+        self._follow(asked.follow, given)
+        trees = self._proposed(asked.asked) if asked.asked else ()
+        memory = self._memory()
+        took = time.perf_counter_ns() - began
+        return Answering(DraftProposed(took, tuple(trees), None if memory == told else memory))
+
+    def _follow(self, follow: Sequence[FollowedRows], given: TensorBytes) -> None:
+        rows = sum(len(one.tokens) for one in follow)
+        dtype = dtype_name(self.draft.dtype)
+        accepted = (Described("features", dtype, (rows, self.draft.hidden_size)),) if follow else ()  # type: ignore[arg-type]
+        if given.tensors != accepted:
+            raise Unacceptable(f"rows that are followed come with their features; here {accepted}")
+        features = given.views()["features"] if follow else torch.empty(0)
+        for step, tokens in _steps(follow, self.vocab):
+            self.draft.take(step, tokens, features[: step.rows])
+            features = features[step.rows :]
+
+    def _proposed(self, asked: Sequence[AskedProposals]) -> Iterator[ProposedTree]:
+        nodes = self.nodes if self.draft.branches else 0
+        said = ProposalPicker([self._following(one) for one in asked], nodes, self.draft.block)
+        asks = [BlockRequest(one.slot, one.first, one.position, one.token, one.count) for one in asked]
+        self.draft.propose(asks, said)
+        return (ProposedTree(tree.tokens, tree.parents) for tree in said.trees())
+
+    def _following(self, asked: AskedProposals) -> ProposalRequest:
+        """With a sampler that is the server's own as far as it is known here."""
+        sampling = Sampling(asked.temperature, asked.top_k, asked.top_p, asked.min_p, seed=asked.seed)
+        sampler = Sampler(sampling, (), self.vocab, self.device)
+        return ProposalRequest(sampler, asked.position, asked.token, asked.most, frozenset(asked.stops))
+
+    # --- rows and weights ---
+
+    def copy(self, asked: CopyContext, _: TensorBytes) -> Answering:
+        self.draft.copy_rows(asked.slot, asked.target, asked.start, asked.stop)
+        return Answering(Nothing())
+
+    def export_rows(self, asked: RowSpan, _: TensorBytes) -> Answering:
+        found = self.draft.export_rows(asked.slot, asked.start, asked.stop)
+        return Answering(Exported(described(found)), found)
+
+    def import_rows(self, asked: ImportRows, given: TensorBytes | LentTensors) -> Answering:
+        self.draft.import_rows(asked.slot, asked.start, given.views())
+        return Answering(Nothing())
+
+    def fetch(self, _: Nothing, __: TensorBytes) -> Answering:
+        moved = self.draft.load_back()
+        return Answering(DraftMoved(moved, self._memory()))
+
+    def send_away(self, asked: SendAway, _: TensorBytes) -> Answering:
+        held = self.draft.memory()["weights"]
+        if asked.keep:
+            self.draft.offload()
+        else:
+            self.draft.release()
+        return Answering(DraftMoved(held, self._memory()))
+
+
+ServedDraft.ops = {
+    Op.DRAFT_ROUND: (DraftRound, ServedDraft.round),
+    Op.COPY_CONTEXT: (CopyContext, ServedDraft.copy),
+    Op.EXPORT_ROWS: (RowSpan, ServedDraft.export_rows),
+    Op.IMPORT_ROWS: (ImportRows, ServedDraft.import_rows),
+    Op.FETCH_DRAFT: (Nothing, ServedDraft.fetch),
+    Op.SEND_DRAFT_AWAY: (SendAway, ServedDraft.send_away),
+}
+
+
+def _steps(follow: Sequence[FollowedRows], vocab: int) -> Iterator[tuple[Step, Tensor]]:
+    for one in follow:
+        step = step_of(one.step)
+        if step.rows != len(one.tokens) or max(one.tokens, default=0) >= vocab:
+            raise Unacceptable(f"{len(one.tokens)} tokens for {step.rows} rows, or one that the model does not have")
+        yield step, torch.tensor(one.tokens)

@@ -1,0 +1,268 @@
+"""The other end, where it has layers of a target: what is asked of them, asked of a `Shard` here."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+from typing import ClassVar
+
+import numpy as np
+import torch
+from attrs import define, field
+from torch import Tensor
+
+from adapters.models.decoder.host_copy import Integers, bits
+from adapters.models.decoder.shard import NamedTensors, Shard
+from adapters.models.kernels.step import Step
+from adapters.remote.daemon.answer_handlers import Answering, Ops
+from adapters.remote.protocol.lent_memory import LentTensors
+from adapters.remote.protocol.messages import (
+    Commit,
+    CopyRows,
+    CopyState,
+    Described,
+    Exported,
+    Forwarded,
+    HeldRows,
+    ImportRows,
+    ImportRuns,
+    ImportState,
+    LentRun,
+    Loaded,
+    Nothing,
+    OneSlot,
+    Op,
+    RowSpan,
+    RunStep,
+    Settle,
+    SlotPlace,
+    StepSettled,
+    Unacceptable,
+    step_of,
+    with_logits,
+)
+from adapters.remote.protocol.payload_tensors import TensorBytes, bytes_of, described
+from adapters.sequence_layout import dtype_name, torch_dtype
+
+
+@define(eq=False)
+class ServedLayers:
+    """layers, hidden_size: of the whole model."""
+
+    shard: Shard
+    layers: int
+    hidden_size: int
+    _settling: AbstractContextManager[None] | None = None
+    _inputs: dict[int, Tensor] = field(factory=dict[int, Tensor])
+    _seen: set[tuple[int, bool, bool]] = field(factory=set["tuple[int, bool, bool]"])
+    ops: ClassVar[Ops]
+
+    @property
+    def device(self) -> torch.device:
+        return self.shard.device
+
+    def loaded(self, *, shared: bool) -> Loaded:
+        shard, rows = self.shard, self.shard.row_spec
+        return Loaded(
+            capacity=shard.capacity,
+            vocab=shard.vocab_size,
+            dtype=dtype_name(shard.dtype),  # type: ignore[arg-type]
+            rows=HeldRows(rows.names, rows.heads, rows.width, rows.dtype),  # type: ignore[arg-type]
+            states=tuple(Described(one.name, one.dtype, one.shape) for one in shard.state_specs),  # type: ignore[arg-type]
+            state_block=shard.state_block,
+            state_places=shard.state_places,
+            memory=self._memory(),
+            shared=shared,
+        )
+
+    def close(self) -> None:
+        if self._settling is not None:
+            self._settling.__exit__(None, None, None)
+            self._settling = None
+        self._inputs.clear()
+        self.shard.close()
+
+    def _memory(self) -> tuple[int, int, int]:
+        held = self.shard.memory()
+        return held["weights"], held["kv"], held["buffers"]
+
+    # --- steps ---
+
+    def forward(self, asked: RunStep, given: TensorBytes) -> Answering:
+        """Logits come with the hidden states they are of: they will be asked for."""
+        shard, step, began = self.shard, self._step(step_of(asked.step)), time.perf_counter_ns()
+        left = shard.forward(step, self._input(step, given) if shard.layers.start else self._tokens(step, given))
+        found = {f"aux.{layer}": hidden[: step.rows] for layer, hidden in left.aux_hidden_states.items()}
+        if not (step.rows_only and self._last):
+            found["hidden"] = left.hidden[: step.rows]
+        if self._last and with_logits(step):
+            found["logits"] = shard.logits(step, left.hidden)[: step.rows]
+        shard.synchronize()
+        return self._forwarded(step, found, began)
+
+    def logits(self, asked: RunStep, given: TensorBytes) -> Answering:
+        if not self._last:
+            raise Unacceptable("these layers have no head")
+        step, began = self._step(step_of(asked.step)), time.perf_counter_ns()
+        return self._forwarded(step, {"logits": self.shard.logits(step, self._input(step, given))[: step.rows]}, began)
+
+    def _forwarded(self, step: Step, found: dict[str, Tensor], began: int) -> Answering:
+        took, shape = time.perf_counter_ns() - began, (step.bucket, step.rows_only, step.branches)
+        changed = shape not in self._seen  # buffers are made when they are first used
+        self._seen.add(shape)
+        return Answering(Forwarded(took, described(found), self._memory() if changed else None), found)
+
+    @property
+    def _last(self) -> bool:
+        return self.shard.layers.stop == self.layers
+
+    def _step(self, step: Step) -> Step:
+        """As far as no shard checks it: there is room for what is counted."""
+        if step.bucket not in self.shard.buckets or not 0 < step.rows <= step.bucket:
+            raise Unacceptable(f"{step.rows} rows at bucket {step.bucket}; accepted: {self.shard.buckets}")
+        for segment in step.segments:
+            self._slot(segment.slot)
+        return step
+
+    def _slot(self, *slots: int) -> None:
+        for slot in slots:
+            if slot >= self.shard.slots:
+                raise Unacceptable(f"slot {slot} is not in 0..{self.shard.slots - 1}")
+
+    def _place(self, place: int) -> None:
+        if place >= self.shard.state_places:
+            raise Unacceptable(f"place {place} is not one of {self.shard.state_places}")
+
+    def _tokens(self, step: Step, given: TensorBytes) -> Tensor:
+        """Of real rows. A GPU that looks up what is no token is of no use to anybody any more."""
+        if given.tensors != (accepted := Described("tokens", "I64", (step.rows,)),):
+            raise Unacceptable(f"the first layers of a model are given tokens; here {accepted}")
+        tokens = given.views()["tokens"].clone()
+        if not 0 <= int(tokens.min()) <= int(tokens.max()) < self.shard.vocab_size:
+            raise Unacceptable(f"a step of what are no tokens; accepted: 0..{self.shard.vocab_size - 1}")
+        return tokens
+
+    def _input(self, step: Step, given: TensorBytes) -> Tensor:
+        """Hidden states, of which only real rows came: those after them are finite, and nobody's."""
+        shard, rows = self.shard, step.rows
+        accepted = Described("hidden", dtype_name(shard.dtype), (rows, self.hidden_size))  # type: ignore[arg-type]
+        if given.tensors != (accepted,):
+            raise Unacceptable(f"a step is given hidden states in the model's dtype; here {accepted}")
+        if step.bucket not in self._inputs:
+            shape = (step.bucket, self.hidden_size)
+            self._inputs[step.bucket] = torch.zeros(shape, dtype=shard.dtype, pin_memory=shard.device.type == "cuda")
+        (piece,), own = given.pieces, self._inputs[step.bucket]
+        bytes_of(own)[: piece.nbytes] = piece
+        return own.to(shard.device)
+
+    def commit(self, asked: Commit, _: TensorBytes) -> Answering:
+        self.shard.commit(self._step(step_of(asked.step)), asked.kept)
+        return Answering(Nothing())
+
+    def settle(self, asked: Settle, _: TensorBytes) -> Answering:
+        """What the next forward settles is put back if a later shard fails."""
+        step = self._step(step_of(asked.step))
+        if self._settling is not None:  # a server that has lost its rows says nothing more of a step
+            self._settle_with(RuntimeError("the server has begun another step"))
+        settling = self.shard.settling(step)
+        settling.__enter__()
+        self._settling = settling
+        return Answering(Nothing())
+
+    def settled(self, asked: StepSettled, _: TensorBytes) -> Answering:
+        if self._settling is None:
+            raise Unacceptable("no step is being settled")
+        self._settle_with(RuntimeError("a later shard failed") if asked.raised else None)
+        return Answering(Nothing())
+
+    def _settle_with(self, error: RuntimeError | None) -> None:
+        """End the step that is being settled, well or not."""
+        settling, self._settling = self._settling, None
+        assert settling is not None
+        if error is None:
+            settling.__exit__(None, None, None)
+            return
+        try:
+            settling.__exit__(type(error), error, None)
+        except RuntimeError as raised:
+            if raised is not error:
+                raise
+
+    # --- rows and states ---
+
+    def copy_rows(self, asked: CopyRows, _: TensorBytes) -> Answering:
+        self._slot(asked.source, asked.target)
+        self.shard.copy_rows(asked.source, asked.target, asked.count)
+        return Answering(Nothing())
+
+    def copy_state(self, asked: CopyState, _: TensorBytes) -> Answering:
+        self._slot(asked.source, asked.target)
+        self.shard.copy_state(asked.source, asked.target)
+        return Answering(Nothing())
+
+    def export_rows(self, asked: RowSpan, _: TensorBytes) -> Answering:
+        return _moved(self.shard.export_rows(asked.slot, asked.start, asked.stop))
+
+    def import_rows(self, asked: ImportRows, given: TensorBytes | LentTensors) -> Answering:
+        self._slot(asked.slot)
+        self.shard.import_rows(asked.slot, asked.start, given.views())
+        return Answering(Nothing())
+
+    def import_runs(self, asked: ImportRuns, given: LentTensors) -> Answering:
+        self._slot(asked.slot)
+        for run in asked.lent:
+            self._put(asked.slot, run, given.borrower.run(self.shard.row_spec, run))
+        return Answering(Nothing())
+
+    def _put(self, slot: int, run: LentRun, rows: Integers) -> None:
+        """At once where both are in host memory, tensor by tensor where not."""
+        shard, spec = self.shard, self.shard.row_spec
+        if shard.device.type == "cpu":
+            own = bits(shard.rows(slot, run.start, run.start + run.count))
+            np.copyto(own, rows.reshape(own.shape))
+        else:
+            named = torch.from_numpy(rows).view(torch_dtype(spec.dtype))
+            shard.import_rows(slot, run.start, dict(zip(spec.names, named, strict=True)))
+
+    def export_state(self, asked: OneSlot, _: TensorBytes) -> Answering:
+        self._slot(asked.slot)
+        return _moved(self.shard.export_state(asked.slot))
+
+    def import_state(self, asked: ImportState, given: TensorBytes | LentTensors) -> Answering:
+        self._slot(asked.slot)
+        self.shard.import_state(asked.slot, given.views())
+        return Answering(Nothing())
+
+    def keep_state(self, asked: SlotPlace, _: TensorBytes) -> Answering:
+        self._slot(asked.slot)
+        self._place(asked.place)
+        self.shard.keep_state(asked.slot, asked.place)
+        return Answering(Nothing())
+
+    def load_state(self, asked: SlotPlace, _: TensorBytes) -> Answering:
+        self._slot(asked.slot)
+        self._place(asked.place)
+        self.shard.load_state(asked.place, asked.slot)
+        return Answering(Nothing())
+
+
+def _moved(found: NamedTensors) -> Answering:
+    return Answering(Exported(described(found)), found)
+
+
+ServedLayers.ops = {
+    Op.FORWARD: (RunStep, ServedLayers.forward),
+    Op.LOGITS: (RunStep, ServedLayers.logits),
+    Op.COMMIT: (Commit, ServedLayers.commit),
+    Op.SETTLE: (Settle, ServedLayers.settle),
+    Op.SETTLED: (StepSettled, ServedLayers.settled),
+    Op.COPY_ROWS: (CopyRows, ServedLayers.copy_rows),
+    Op.COPY_STATE: (CopyState, ServedLayers.copy_state),
+    Op.EXPORT_ROWS: (RowSpan, ServedLayers.export_rows),
+    Op.IMPORT_ROWS: (ImportRows, ServedLayers.import_rows),
+    Op.IMPORT_RUNS: (ImportRuns, ServedLayers.import_runs),
+    Op.EXPORT_STATE: (OneSlot, ServedLayers.export_state),
+    Op.IMPORT_STATE: (ImportState, ServedLayers.import_state),
+    Op.KEEP_STATE: (SlotPlace, ServedLayers.keep_state),
+    Op.LOAD_STATE: (SlotPlace, ServedLayers.load_state),
+}

@@ -1,0 +1,99 @@
+"""The other end, where it has a drafter: tokens come, and a score for each when the prompt is through all layers."""
+
+from __future__ import annotations
+
+import time
+from typing import ClassVar
+
+import torch
+from attrs import define, field
+
+from adapters.models.decoder.scorer import TAIL, Scorer, Scoring
+from adapters.remote.daemon.answer_handlers import Answering, Ops
+from adapters.remote.protocol.draft_messages import DraftBytes, DraftMoved, SendAway
+from adapters.remote.protocol.messages import Described, Nothing, Op, Unacceptable
+from adapters.remote.protocol.payload_tensors import TensorBytes, described
+from adapters.remote.protocol.scorer_messages import (
+    MOST_SCORINGS,
+    DrafterReady,
+    DropScoring,
+    PromptAdvanced,
+    ScorePrompt,
+)
+
+
+@define(eq=False)
+class ServedDrafter:
+    scorer: Scorer
+    _underway: dict[int, Scoring] = field(init=False, factory=dict)
+    ops: ClassVar[Ops]
+
+    @property
+    def device(self) -> torch.device:
+        return self.scorer.device
+
+    def loaded(self, *, shared: bool) -> DrafterReady:
+        return DrafterReady(self.scorer.chunk, self._memory(), shared)
+
+    def close(self) -> None:
+        self._underway.clear()
+        self.scorer.weights.release()
+
+    def _memory(self) -> DraftBytes:
+        buffers = sum(scoring.nbytes for scoring in self._underway.values())
+        return self.scorer.weights.weights_bytes, self.scorer.weights.host_bytes, 0, buffers
+
+    def score(self, asked: ScorePrompt, given: TensorBytes) -> Answering:
+        """What fails leaves nothing of the prompt."""
+        began, scoring = time.perf_counter_ns(), self._underway.pop(asked.number, None)
+        if given.tensors:
+            scoring = self._begun(given)
+        if scoring is None:
+            raise Unacceptable(f"nothing of prompt {asked.number} was scored before")
+        scoring.advance()
+        found, held = dict[str, torch.Tensor](), scoring.nbytes
+        if scoring.complete:
+            found, held = {"scores": torch.tensor(scoring.scores())}, 0
+        else:
+            self._underway[asked.number] = scoring
+        return Answering(PromptAdvanced(time.perf_counter_ns() - began, held, described(found)), found)
+
+    def _begun(self, given: TensorBytes) -> Scoring:
+        [tokens, *others] = given.tensors
+        count, vocab = tokens.shape[0] if len(tokens.shape) == 1 else 0, self.scorer.config.vocab_size
+        accepted = Described("tokens", "I32", (count,))
+        if others or tokens != accepted or not TAIL <= count <= self.scorer.limit:
+            raise Unacceptable(f"a prompt is {TAIL} to {self.scorer.limit} tokens")
+        if len(self._underway) == MOST_SCORINGS:
+            raise Unacceptable(f"{MOST_SCORINGS} prompts are on their way already")
+        if self.scorer.weights.loaded is None:
+            raise Unacceptable("the drafter's weights were not fetched")
+        ids: tuple[int, ...] = tuple(given.views()["tokens"].tolist())
+        if min(ids) < 0 or max(ids) >= vocab:
+            raise Unacceptable(f"a token that is not one of {vocab}")
+        return self.scorer.begin(ids)
+
+    def drop(self, asked: DropScoring, _: TensorBytes) -> Answering:
+        self._underway.pop(asked.number, None)
+        return Answering(Nothing())
+
+    def fetch(self, _: Nothing, __: TensorBytes) -> Answering:
+        moved = self.scorer.weights.load_back()
+        return Answering(DraftMoved(moved, self._memory()))
+
+    def send_away(self, asked: SendAway, _: TensorBytes) -> Answering:
+        held = self.scorer.weights.weights_bytes
+        self._underway.clear()
+        if asked.keep:
+            self.scorer.weights.offload()
+        else:
+            self.scorer.weights.release()
+        return Answering(DraftMoved(held, self._memory()))
+
+
+ServedDrafter.ops = {
+    Op.SCORE: (ScorePrompt, ServedDrafter.score),
+    Op.DROP_SCORING: (DropScoring, ServedDrafter.drop),
+    Op.FETCH_DRAFT: (Nothing, ServedDrafter.fetch),
+    Op.SEND_DRAFT_AWAY: (SendAway, ServedDrafter.send_away),
+}

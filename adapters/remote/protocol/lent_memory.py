@@ -1,0 +1,169 @@
+"""Memory of a server's that its daemons see: rows that lie in it are named to them, and copied once, where they go."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import threading
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from attrs import define, field, frozen
+from torch import Tensor
+
+from adapters.models.decoder.host_copy import Integers
+from adapters.remote.protocol import shared_memory
+from adapters.remote.protocol.messages import Lent, LentRun, Unacceptable
+from adapters.sequence_layout import ELEMENT_BYTES, RowSpec, dtype_name, torch_dtype
+
+Mapped: TypeAlias = "ctypes.Array[ctypes.c_ubyte]"
+
+
+@define(eq=False)
+class Lender:
+    """Memory of a server's, of which its daemons see all: what lies in it is named to them, and not sent. It grows."""
+
+    descriptor: int
+    _size: int = 0
+    _spans: list[tuple[int, int, int]] = field(factory=list["tuple[int, int, int]"])  # addresses, place of the first
+    _lock: threading.Lock = field(factory=threading.Lock)
+
+    @classmethod
+    def opened(cls) -> Lender | None:
+        """None where the system has no such memory."""
+        if (descriptor := shared_memory.made()) is None:
+            return None
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+        return cls(descriptor)
+
+    def take(self, size: int) -> Tensor:
+        """More of it: uint8. Raises MemoryError."""
+        whole = -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        with self._lock:
+            begin = self._size
+            try:
+                os.ftruncate(self.descriptor, begin + whole)
+                self._size += whole
+                found = torch.frombuffer(mmap.mmap(self.descriptor, whole, offset=begin), dtype=torch.uint8)
+            except OSError as error:
+                raise MemoryError(f"{size} bytes of shared memory: {error.strerror}") from error
+            self._spans.append((found.data_ptr(), found.data_ptr() + whole, begin))
+        return found[:size]
+
+    def lent(self, tensors: Mapping[str, Tensor]) -> tuple[Lent, ...]:
+        """Where they lie. Nothing, if one of them does not lie in here."""
+        found = list[Lent]()
+        for alike in rows_of(tensors):
+            names, (first, *others) = tuple(name for name, _ in alike), [one for _, one in alike]
+            if (place := self._place(first.data_ptr())) is None:
+                return ()
+            apart = (others[0].data_ptr() - first.data_ptr()) // first.itemsize if others else 0
+            dtype, shape = dtype_name(first.dtype), tuple(first.shape)
+            found.append(Lent(names, dtype, shape, place, apart, first.stride()))  # type: ignore[arg-type]
+        return tuple(found)
+
+    def run(self, spec: RowSpec, start: int, rows: Tensor) -> LentRun | None:
+        """The same of rows `[names, heads, rows, width]` of a kept run. None, too, if they lie as no run of `spec`."""
+        names, heads, count, width = rows.shape
+        of_head = rows.stride(1)
+        if rows.stride() != (heads * of_head, of_head, width, 1) or of_head % width:
+            return None
+        if (names, heads, width, dtype_name(rows.dtype)) != (len(spec.names), spec.heads, spec.width, spec.dtype):
+            return None
+        place = self._place(rows.data_ptr())
+        return None if place is None else LentRun(start, count, place, of_head // width)
+
+    def _place(self, address: int) -> int | None:
+        return next((at + address - begin for begin, end, at in self._spans if begin <= address < end), None)
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)  # what was taken stays for as long as somebody refers to it
+
+
+def rows_of(tensors: Mapping[str, Tensor]) -> list[list[tuple[str, Tensor]]]:
+    """Neighbours of one form that lie at one distance in one piece of memory, as all rows of a run do."""
+    found = list[list[tuple[str, Tensor]]]()
+    for name, one in tensors.items():
+        if found and goes_on([each for _, each in found[-1]], one):
+            found[-1].append((name, one))
+        else:
+            found.append([(name, one)])
+    return found
+
+
+def goes_on(row: list[Tensor], one: Tensor) -> bool:
+    last, apart = row[-1], one.data_ptr() - row[-1].data_ptr()
+    alike = (last.dtype, last.shape, last.stride()) == (one.dtype, one.shape, one.stride())
+    together = last.untyped_storage().data_ptr() == one.untyped_storage().data_ptr() and apart >= 0
+    return alike and together and (len(row) == 1 or apart == last.data_ptr() - row[-2].data_ptr())
+
+
+@define(eq=False)
+class Borrower:
+    """The same in a daemon, which only reads it."""
+
+    descriptor: int
+    _mapped: Mapped | None = None
+
+    def tensors(self, lent: tuple[Lent, ...]) -> dict[str, Tensor]:
+        """Raises Unacceptable for what is not in there."""
+        for one in lent:
+            if len(one.shape) != len(one.strides) or one.place % ELEMENT_BYTES[one.dtype]:
+                raise Unacceptable(f"{one.names[0]} is lent as no tensor can lie")
+        memory = self._bytes(max(one.end for one in lent))
+        return {name: view for one in lent for name, view in zip(one.names, _whole(one, memory), strict=True)}
+
+    def run(self, spec: RowSpec, lent: LentRun) -> Integers:
+        """The bits of rows `[names, heads, rows, width]` of `spec`. Raises Unacceptable for what is not in there."""
+        size, names, heads = ELEMENT_BYTES[spec.dtype], len(spec.names), spec.heads
+        row, of_head = spec.width * size, spec.width * size * lent.room
+        if lent.count > lent.room or lent.place % size:
+            raise Unacceptable(f"{lent.count} rows are lent as no run of {lent.room} can lie")
+        memory = self._bytes(lent.place + (names * heads - 1) * of_head + lent.count * row)
+        shape, strides = (names, heads, lent.count, spec.width), (heads * of_head, of_head, row, size)
+        return np.ndarray(shape, f"i{size}", memory, lent.place, strides)  # type: ignore[arg-type]
+
+    def _bytes(self, size: int) -> Mapped:
+        """All of it, so many at least. Raises Unacceptable."""
+        if self._mapped is None or len(self._mapped) < size:
+            try:
+                self._mapped = self._all(size)
+            except (OSError, ValueError) as error:
+                raise Unacceptable(f"what is lent is not there: {error}") from error
+        return self._mapped
+
+    def _all(self, size: int) -> Mapped:
+        if not fcntl.fcntl(self.descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise ValueError("shared memory could be taken away")
+        whole = os.fstat(self.descriptor).st_size
+        if whole < size:
+            raise ValueError(f"{size} bytes of shared memory, which has {whole}")
+        mapped = mmap.mmap(self.descriptor, whole, prot=mmap.PROT_READ)
+        address = np.frombuffer(mapped, np.uint8).ctypes.data  # torch warns of what may not be written
+        found = (ctypes.c_ubyte * whole).from_address(address)
+        found.owner = mapped  # type: ignore[attr-defined]
+        return found
+
+
+def _whole(one: Lent, memory: Mapped) -> Tensor:
+    """`[names, ...]`."""
+    dtype, place, shape = torch_dtype(one.dtype), one.place, (len(one.names), *one.shape)
+    if not all(shape):
+        return torch.empty(shape, dtype=dtype)
+    flat = torch.frombuffer(memory, dtype=dtype, offset=place, count=(one.end - place) // dtype.itemsize)
+    return flat.as_strided(shape, (one.apart, *one.strides))
+
+
+@frozen(eq=False)
+class LentTensors:
+    """What the server has lent, where it has it. It is to be read before it is answered."""
+
+    lent: tuple[Lent, ...]
+    borrower: Borrower
+
+    def views(self) -> dict[str, Tensor]:
+        return self.borrower.tensors(self.lent)

@@ -1,0 +1,83 @@
+"""Tensors in a payload: the arguments describe them by name, element type and shape; they lie one after the other, each
+at a multiple of 64 bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from adapters.remote.protocol.messages import Described, Unacceptable
+from adapters.sequence_layout import dtype_name, torch_dtype
+
+ALIGN = 64
+
+
+def described(tensors: Mapping[str, Tensor]) -> tuple[Described, ...]:
+    return tuple(Described(name, dtype_name(one.dtype), tuple(one.shape)) for name, one in tensors.items())  # type: ignore[arg-type]
+
+
+def places(tensors: Sequence[Described]) -> tuple[list[int], int]:
+    """Where each begins, and how many bytes they take together."""
+    found, at = list[int](), 0
+    for one in tensors:
+        at = -(-at // ALIGN) * ALIGN
+        found.append(at)
+        at += one.nbytes
+    return found, at
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Of a contiguous tensor in host memory, where they are; it lives as long as this does.
+
+    By its address: what torch and numpy would make of it on the way takes longer than what a decode step sends.
+    """
+    block = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    block.owner = tensor  # type: ignore[attr-defined]
+    return memoryview(block).cast("B")
+
+
+def flattened(tensors: Iterable[Tensor]) -> list[memoryview]:
+    """The payload in pieces: each tensor's bytes, and what lies between."""
+    found, at = list[memoryview](), 0
+    for one in tensors:
+        if gap := -at % ALIGN:
+            found.append(_GAP[:gap])
+        host = (one if one.device.type == "cpu" else one.cpu()).contiguous()
+        found.append(bytes_of(host))
+        at += gap + host.nbytes
+    return [piece for piece in found if piece.nbytes]
+
+
+_GAP = memoryview(bytes(ALIGN))
+
+
+@frozen(eq=False)
+class TensorBytes:
+    """What a payload holds: the bytes of each tensor, where they are."""
+
+    tensors: tuple[Described, ...]
+    pieces: tuple[memoryview, ...]
+
+    def views(self) -> dict[str, Tensor]:
+        """As tensors, without a copy."""
+        found = dict[str, Tensor]()
+        for one, piece in zip(self.tensors, self.pieces, strict=True):
+            dtype = torch_dtype(one.dtype)
+            flat = torch.frombuffer(piece, dtype=dtype) if piece.nbytes else torch.empty(0, dtype=dtype)
+            found[one.name] = flat.view(one.shape)
+        return found
+
+
+def unpacked(tensors: tuple[Described, ...], payload: memoryview) -> TensorBytes:
+    """Raises Unacceptable for a payload that does not hold exactly these."""
+    begins, total = places(tensors)
+    if total != payload.nbytes:
+        raise Unacceptable(f"tensors of {total} bytes in a payload of {payload.nbytes}")
+    if len({one.name for one in tensors}) != len(tensors):
+        raise Unacceptable("two tensors of one name")
+    return TensorBytes(tensors, tuple(payload[at : at + one.nbytes] for one, at in zip(tensors, begins, strict=True)))

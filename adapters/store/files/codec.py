@@ -1,0 +1,46 @@
+"""Chooses how rows are compressed: `zstd` makes smaller files, `store` is for disks that outrun decoding."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal, TypeAlias
+
+from attrs import define
+
+from adapters.store.files import seekable
+from adapters.store.files.seekable import Compress
+
+Fixed: TypeAlias = Literal["zstd", "store"]
+Codec: TypeAlias = Literal["auto"] | Fixed
+LEVELS: dict[Fixed, int] = {"store": -5, "zstd": 1}  # -5 leaves KV as it is and decodes at the speed of memory
+# Pieces that are read and decoded at once. Two for each core: while one waits for the disk, another is decoded.
+DECODERS = max(4, min(16, 2 * (os.cpu_count() or 1)))
+# Ratios of restore times are in thousandths, zstd files to plain ones.
+EQUAL_RATIO = 1000  # both kinds of files are restored as quickly
+REQUIRED_RATIO = 900  # `auto` takes zstd below it; less of a gain is not worth the processor
+SLOW_RATIO = 1200  # above it the log names the option
+
+
+def compute_ratio(store: int, zstd: int) -> int:
+    """Return how long zstd files take against plain ones, in thousandths. 0 where either time is not known (0)."""
+    return max(1, EQUAL_RATIO * zstd // store) if store and zstd else 0
+
+
+def choose_codec(ratio: int) -> Fixed:
+    """Choose for `auto` by what `compute_ratio` returned. Where nothing is known, it is `store`."""
+    return "zstd" if 0 < ratio < REQUIRED_RATIO else "store"
+
+
+@define
+class CodecChooser:
+    """Gives each file its compressor. measured_choice: what `auto` comes to, known before anybody is served."""
+
+    codec: Codec
+    measured_choice: Fixed = "store"
+
+    @property
+    def choice(self) -> Fixed:
+        return self.measured_choice if self.codec == "auto" else self.codec
+
+    def create_compressor(self) -> Compress:
+        return seekable.create_compressor(LEVELS[self.choice])

@@ -1,0 +1,274 @@
+"""Encodes and parses the files of runs: safetensors content in seekable zstd frames (docs/CACHE_FORMAT.md).
+
+The content is canonical: what a file's header must be follows from the run and from our own model. A file is never
+asked for shapes, it is compared.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, Literal, TypeAlias, get_args
+
+from attrs import evolve, field, frozen
+
+from adapters.sequence_layout import ELEMENT_BYTES, RowSpec, TensorSpec
+from adapters.store.block_keys import (
+    KEY_BYTES,
+    TOKEN_BYTES,
+    chain_keys,
+    compute_draft_root,
+    compute_root,
+    derive_checkpoint_key,
+)
+from adapters.store.files import seekable
+from adapters.store.files.seekable import Buffer, Compress, Damaged, Sizes
+
+VERSION = 3
+FRAME = 2 << 20  # content bytes of a frame of tensors
+MAX_HEAD_BYTES = 8 << 20  # bytes of the first frame: header and token ids
+MAX_HEADER_BYTES = 1 << 20  # bytes of the header alone: 10,000 tensors
+MAX_START = 1 << 24  # tokens before a run
+MAX_HANDLE = 1 << 48  # turns: a million a second for nine years
+MAX_IDENTITY = 128  # characters
+DIGEST = 16  # bytes
+INFIX, SUFFIX = "-", ".safetensors.zst"
+
+# The target's KV rows; a draft's own rows for the same tokens; the target's positional state behind one block.
+Kind: TypeAlias = Literal["rows", "draft", "state"]
+
+
+class Newer(Exception):
+    """A file of a later format: not ours to read, and not ours to delete."""
+
+
+class Outdated(Exception):
+    """A file of an earlier format, which nothing reads any more."""
+
+
+@frozen
+class DraftLayout:
+    """A draft's rows. identity: of the draft, as `Layout.identity` is of the target."""
+
+    identity: str
+    rows: RowSpec
+
+
+def sort_by_alignment(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
+    """Wide elements first, so that each tensor begins at a multiple of its element's size."""
+    return tuple(sorted(specs, key=lambda spec: -ELEMENT_BYTES[spec.dtype]))
+
+
+@frozen
+class Layout:
+    """The layout of what one target keeps, with its draft if there is one.
+
+    state: tensors of a model whose state at a position cannot be cut out of rows. Where there are any, a prefix can be
+    continued only from a position that has a checkpoint.
+    """
+
+    identity: str
+    block_size: int
+    rows: RowSpec
+    draft: DraftLayout | None = None
+    state: tuple[TensorSpec, ...] = field(default=(), converter=sort_by_alignment)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the target's rows for one token."""
+        return self.rows.token_bytes
+
+    def get_specs(self, kind: Kind, tokens: int) -> tuple[TensorSpec, ...]:
+        """Return the tensors in the order in which they lie, end to end."""
+        return self.state if kind == "state" else self._get_row_spec(kind).tensor_specs(tokens)
+
+    def compute_size(self, kind: Kind, tokens: int) -> int:
+        """Bytes of them all."""
+        if kind == "state":
+            return sum(spec.nbytes for spec in self.state)
+        return tokens * self._get_row_spec(kind).token_bytes
+
+    def _get_row_spec(self, kind: Kind) -> RowSpec:
+        if kind == "rows":
+            return self.rows
+        assert self.draft is not None, "no draft, so its rows have no layout"
+        return self.draft.rows
+
+    def compute_root(self, kind: Kind, salt: str = "") -> bytes:
+        """The parent of the first block. Another draft finds the target's rows, and not this draft's."""
+        if kind == "rows":
+            return compute_root(self.identity, self.block_size, salt)
+        assert self.draft is not None, "only rows have a root"
+        return compute_draft_root(self.identity, self.draft.identity, self.block_size, salt)
+
+
+@frozen
+class Run:
+    """The blocks that a file holds. tokens are packed.
+
+    A checkpoint stands behind its one block: its parent is that block's key. since: where the checkpoint before it is.
+    """
+
+    start: int
+    parent: bytes
+    keys: tuple[bytes, ...]
+    tokens: bytes
+    kind: Kind = "rows"
+    since: int = 0
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def stop(self) -> int:
+        """Tokens up to its end."""
+        return self.start + self.length
+
+
+@frozen
+class FileHead:
+    """The description that a file begins with. frames: digest over the checksums of all frames but the first."""
+
+    run: Run
+    identity: str
+    block_size: int
+    frames: bytes
+
+
+def format_name(key: bytes, handle: int) -> str:
+    return f"{key.hex()}{INFIX}{handle:016x}{SUFFIX}"
+
+
+def parse_name(name: str) -> tuple[bytes, int] | None:
+    """(key of the last block, handle), or None if the name is not one of ours. The handle may be one that cannot be."""
+    stem = name.removesuffix(SUFFIX)
+    key, _, handle = stem.partition(INFIX)
+    digits = set(key + handle) <= set("0123456789abcdef")
+    if stem == name or len(key) != 2 * KEY_BYTES or len(handle) != 16 or not digits:
+        return None
+    return bytes.fromhex(key), int(handle, 16)
+
+
+def digest_frames(checksums: Iterable[bytes]) -> bytes:
+    """Binds frames to their head: under it, no frames but these, in this order. It costs no look at their contents."""
+    return blake2b(b"".join(checksums), digest_size=DIGEST).digest()
+
+
+def encode_head(run: Run, layout: Layout, frames: bytes) -> bytes:
+    """Everything before the tensors: the safetensors header, then the token ids, its first tensor.
+
+    frames: their digest.
+    """
+    count, at = run.length, len(run.tokens)
+    about = {
+        "rekindle_kv": str(VERSION),
+        "kind": run.kind,
+        "identity": layout.identity,
+        "grain": str(layout.block_size),
+        "start": str(run.start),
+        "parent": run.parent.hex(),
+        "key": run.keys[-1].hex(),
+        "frames": frames.hex(),
+    }
+    if run.kind == "draft":
+        assert layout.draft is not None, "no draft, so its rows have no layout"
+        about["draft"] = layout.draft.identity
+    if run.kind == "state":
+        about["since"] = str(run.since)
+    tensors: dict[str, Any] = {
+        "__metadata__": about,
+        "tokens": {"dtype": "I32", "shape": [count], "data_offsets": [0, at]},
+    }
+    for spec in layout.get_specs(run.kind, count):
+        offsets = [at, at + spec.nbytes]
+        tensors[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": offsets}
+        at += spec.nbytes
+    raw = json.dumps(tensors, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    return len(raw).to_bytes(8, "little") + raw + run.tokens
+
+
+def split_frames(size: int) -> list[tuple[int, int]]:
+    """The spans of the rows' bytes that are frames of their own."""
+    return [(at, min(at + FRAME, size)) for at in range(0, size, FRAME)]
+
+
+def encode_run(run: Run, layout: Layout, data: Buffer, codec: Compress) -> list[bytes]:
+    """Return what to write, in order: the frame of the head, those of the rows, the seek table."""
+    view, spans = memoryview(data), split_frames(len(memoryview(data)))
+    rows = [codec.compress(view[start:stop]) for start, stop in spans]
+    first = encode_head(run, layout, digest_frames(map(seekable.read_checksum, rows)))
+    frames = [codec.compress(first), *rows]
+    sizes = [len(first), *(stop - start for start, stop in spans)]
+    return [*frames, seekable.encode_table([(len(frame), size) for frame, size in zip(frames, sizes, strict=True)])]
+
+
+def check_frames(frames: Sequence[Sizes], data: int) -> None:
+    """Raises Damaged unless the frames hold a head, and then `data` bytes of tensors, cut as we cut them."""
+    if [content for _, content in frames[1:]] != [stop - start for start, stop in split_frames(data)]:
+        raise Damaged("the frames' sizes are not those of these rows")
+
+
+def parse_head(raw: Buffer) -> FileHead:
+    """Parse the head of a file of any identity.
+
+    Raises Damaged, Newer or Outdated.
+    """
+    try:
+        size = int.from_bytes(raw[:8], "little")
+        if size > min(len(raw) - 8, MAX_HEADER_BYTES):
+            raise Damaged("the header goes beyond its frame")
+        about = check_metadata(json.loads(bytes(raw[8 : 8 + size]))["__metadata__"])
+        check_version(int(about["rekindle_kv"]))
+        run = parse_run(about, bytes(raw[8 + size :]))
+        identity, block_size, key = about["identity"], int(about["grain"]), bytes.fromhex(about["key"])
+        frames = bytes.fromhex(about["frames"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Damaged(f"the header cannot be read: {type(error).__name__}") from error
+    if (
+        not 1 <= block_size <= MAX_START
+        or not 0 <= run.start <= MAX_START
+        or len(run.parent) != KEY_BYTES
+        or run.start % block_size
+    ):
+        raise Damaged("the header's numbers cannot be")
+    blocks, rest = divmod(len(run.tokens), block_size * TOKEN_BYTES)
+    if rest or not blocks or (run.kind == "state" and (blocks != 1 or not 0 <= run.since <= run.start)):
+        raise Damaged("the tokens are not whole blocks")
+    run = evolve(run, keys=compute_keys(run, block_size))
+    if run.keys[-1] != key:
+        raise Damaged("the tokens do not have the key that the header says")
+    return FileHead(run, identity, block_size, frames)
+
+
+def check_metadata(about: Mapping[str, Any]) -> Mapping[str, str]:
+    """Metadata of safetensors is strings, and ours is plain ones. Raises ValueError or AttributeError."""
+    if not all(type(value) is str and value.isascii() and value.isprintable() for value in about.values()):
+        raise ValueError("no plain strings")
+    if len(about.get("identity", "")) > MAX_IDENTITY:
+        raise ValueError("no identity is as long")
+    return about
+
+
+def check_version(version: int) -> None:
+    if version > VERSION:
+        raise Newer(f"format {version}")
+    if version < VERSION:
+        raise Outdated(f"format {version}")
+
+
+def parse_run(about: Mapping[str, Any], tokens: bytes) -> Run:
+    """Without its keys, and nothing checked but the types. Raises ValueError, KeyError or TypeError."""
+    kind = about["kind"]
+    if kind not in get_args(Kind):
+        raise ValueError("of no kind")
+    since = int(about["since"]) if kind == "state" else 0
+    return Run(int(about["start"]), bytes.fromhex(about["parent"]), (), tokens, kind, since)
+
+
+def compute_keys(run: Run, block_size: int) -> tuple[bytes, ...]:
+    if run.kind == "state":
+        return (derive_checkpoint_key(run.parent),)
+    return chain_keys(run.parent, run.tokens, block_size)

@@ -1,0 +1,254 @@
+"""Reading a run back: bounded by what it must be, its pieces read and decoded side by side into their place."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import io
+import mmap
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, wait
+from contextlib import contextmanager
+from typing import cast
+
+from attrs import frozen
+
+from adapters.store.files import seekable
+from adapters.store.files.file_format import (
+    MAX_HEAD_BYTES,
+    Layout,
+    Run,
+    check_frames,
+    digest_frames,
+    encode_head,
+    split_frames,
+)
+from adapters.store.files.private_folder import PrivateFolder
+from adapters.store.files.seekable import Damaged, Sizes
+
+PIECE_BYTES = (2 << 20) + (64 << 10)  # bytes that are read at once: a frame that did not get smaller, and the head
+PAGE = 4096  # direct reads begin and end at its multiples
+CACHED_SHARE = 0.5  # of a file's pages
+LIBC = ctypes.CDLL(None)
+_free_scratch = deque[mmap.mmap]()  # mappings that are not in use
+
+
+@frozen
+class Expected:
+    """The size that a file was written with, and the run that must be in it."""
+
+    size: int
+    run: Run
+    layout: Layout
+
+
+class RunFile(io.FileIO):
+    """A run's file, to be read once and whole. aiofiles wraps it: opening is one hop to a thread, `readinto` another.
+
+    What is in the page cache is read from there. What is not is read once and needs no place in it: to find one for
+    every page takes more processor time than everything else that is done with the content.
+    """
+
+    def __init__(
+        self,
+        folder: PrivateFolder,
+        name: str,
+        expected: Expected,
+        pool: Executor,
+        *,
+        then: Callable[[], object] = lambda: None,
+        past_cache: bool = False,
+    ) -> None:
+        """Raises OSError.
+
+        pool: its threads help reading. then: called on the reading thread when all is in place. past_cache: what is in
+        the page cache is not taken from it either, where the file system can do that.
+        """
+        super().__init__(name, opener=lambda name, _: folder.open_existing(name))
+        self._expected, self._pool, self._then = expected, pool, then
+        try:
+            self.size = os.fstat(self.fileno()).st_size
+            self.direct = (past_cache or not is_cached(self.fileno(), self.size)) and enable_direct_reads(self.fileno())
+            if not self.direct and hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(self.fileno(), 0, self.size, os.POSIX_FADV_WILLNEED)
+        except BaseException:
+            self.close()
+            raise
+
+    def readinto(self, buffer: object) -> int:
+        """Fill it with the run's tensors, end to end (`Layout.views` names them), and close the file.
+
+        Raises Damaged where the file is not exactly the one that we would write for this run, OSError where reading
+        fails.
+        """
+        target = cast("memoryview", buffer)
+        try:
+            self._fill(target)
+        finally:
+            self.close()
+        self._then()
+        return len(target)
+
+    def _fill(self, target: memoryview) -> None:
+        if self.size != self._expected.size:
+            raise Damaged("the file has another size than when it was written")
+        frames = read_table(self, 1 + len(split_frames(len(target))))
+        check_frames(frames, len(target))
+        own, *others = group_frames(frames)
+        futures = [self._pool.submit(read_batch, self, batch, target) for batch in others]
+        try:
+            read = [read_batch(self, own, target)]
+        except (Damaged, OSError):
+            for future in futures:
+                future.cancel()
+            raise
+        finally:
+            wait(futures)  # behind this no thread writes into the target or reads the file
+        read += [future.result() for future in futures]
+        checksums = [one for batch in read for one in batch.checksums]
+        if read[0].head != encode_head(self._expected.run, self._expected.layout, digest_frames(checksums)):
+            raise Damaged("the file holds another run, or another model's")
+
+    @contextmanager
+    def read_piece(self, at: int, length: int) -> Iterator[memoryview]:
+        """Its content, inside the block; of a direct file whole pages are read. Raises Damaged if there is less."""
+        first = at % PAGE if self.direct else 0
+        with borrow_scratch(first + length) as space:
+            read_fully(self.fileno(), space if self.direct else space[:length], at - first, first + length)
+            yield space[first : first + length]
+
+
+@frozen
+class FrameBatch:
+    """Neighbouring frames: where they begin in the file, and where their contents begin (the head is before 0)."""
+
+    at: int
+    frames: tuple[Sizes, ...]
+    content: int
+
+    @property
+    def compressed_bytes(self) -> int:
+        return sum(packed for packed, _ in self.frames)
+
+
+def is_cached(descriptor: int, size: int) -> bool:
+    """Is most of the file in the page cache? Asking does not bring it there."""
+    if not size or not hasattr(LIBC, "mincore"):
+        return True
+    import numpy as np  # noqa: PLC0415 - who only looks at a folder need not wait for it
+
+    try:
+        with mmap.mmap(descriptor, size, prot=mmap.PROT_READ) as mapped:
+            pages = np.zeros(-(-size // PAGE), np.uint8)
+            address = np.frombuffer(mapped, np.uint8).ctypes.data
+            failed = LIBC.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_void_p(pages.ctypes.data))
+    except (OSError, BufferError):
+        return True
+    return bool(failed) or int((pages & 1).sum()) > CACHED_SHARE * len(pages)
+
+
+def enable_direct_reads(descriptor: int) -> bool:
+    """From now on reads go past the page cache; False where the file system cannot do that, as those in memory."""
+    if not hasattr(os, "O_DIRECT"):
+        return False
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_DIRECT)
+    except OSError:
+        return False
+    return True
+
+
+@frozen
+class BatchResult:
+    """The result of reading one batch, beside the contents. head: of the batch that begins with it."""
+
+    checksums: tuple[bytes, ...]
+    head: bytes = b""
+
+
+def read_table(file: RunFile, frames: int) -> list[Sizes]:
+    length = seekable.compute_table_size(frames)
+    if length > file.size:
+        raise Damaged("the file is too short")
+    with file.read_piece(file.size - length, length) as raw:
+        return seekable.parse_table(raw, file.size)
+
+
+def read_batch(file: RunFile, batch: FrameBatch, target: memoryview) -> BatchResult:
+    at, head, checksums = batch.content, b"", list[bytes]()
+    with file.read_piece(batch.at, batch.compressed_bytes) as raw:
+        for packed, content in batch.frames:
+            if at < 0:
+                head = read_head_frame(raw[:packed], content)
+            else:
+                seekable.decompress(raw[:packed], target[at : at + content])
+                checksums.append(seekable.read_checksum(raw[:packed]))
+            raw, at = raw[packed:], at + content  # noqa: PLW2901 - what is left of it
+    return BatchResult(tuple(checksums), head)
+
+
+def read_head_frame(frame: memoryview, content: int) -> bytes:
+    if content > MAX_HEAD_BYTES:
+        raise Damaged("the header is too long")
+    found = bytearray(content)
+    seekable.decompress(frame, memoryview(found))
+    return bytes(found)
+
+
+def group_frames(frames: list[Sizes]) -> list[FrameBatch]:
+    """Neighbours that are read together."""
+    together: list[list[Sizes]] = [[]]
+    for frame in frames:
+        if together[-1] and sum(packed for packed, _ in together[-1]) + frame[0] > PIECE_BYTES:
+            together.append([])
+        together[-1].append(frame)
+    found, at, content = list[FrameBatch](), 0, -frames[0][1]
+    for group in together:
+        found.append(FrameBatch(at, tuple(group), content))
+        at += sum(packed for packed, _ in group)
+        content += sum(size for _, size in group)
+    return found
+
+
+@contextmanager
+def borrow_scratch(length: int) -> Iterator[memoryview]:
+    """Whole pages to read into, the same ones again and again: pages that were never touched are slow."""
+    whole = -(-length // PAGE) * PAGE
+    try:
+        space = _free_scratch.pop()
+    except IndexError:
+        space = mmap.mmap(-1, PIECE_BYTES + 2 * PAGE)
+    if len(space) >= whole:
+        yield memoryview(space)[:whole]
+        _free_scratch.append(space)
+    else:
+        yield memoryview(mmap.mmap(-1, whole))
+
+
+def prepare_scratch(count: int) -> None:
+    """So many readers will find such pages, before anybody waits for them."""
+    import numpy as np  # noqa: PLC0415 - who only looks at a folder need not wait for it
+
+    for _ in range(count - len(_free_scratch)):
+        space = mmap.mmap(-1, PIECE_BYTES + 2 * PAGE)
+        np.frombuffer(space, np.uint8).fill(0)
+        _free_scratch.append(space)
+
+
+def read_fully(descriptor: int, view: memoryview, at: int, least: int) -> None:
+    """Read into `view` until it has `least` bytes. A read may give less than it was asked for."""
+    done = 0
+    while done < least:
+        count = os.preadv(descriptor, [view[done:]], at + done)
+        if not count:
+            raise Damaged("the file ends early")
+        done += count
+
+
+def read_exactly(descriptor: int, at: int, length: int) -> bytearray:
+    """So many bytes. Raises Damaged if there are fewer."""
+    raw = bytearray(length)
+    read_fully(descriptor, memoryview(raw), at, length)
+    return raw

@@ -1,0 +1,88 @@
+"""The zstd seekable format: independent frames with checksums, and at the end, in a skippable frame, where each begins.
+
+https://github.com/facebook/zstd/blob/dev/contrib/seekable_format/zstd_seekable_compression_format.md
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias
+
+import zstandard
+
+SKIPPABLE, SEEKABLE = 0x184D2A5E, 0x8F92EAB1
+MOST_FRAMES = 1 << 14  # with contents of 2 MiB that is 32 GiB; only sizes that were made up are more
+CHECKSUM = 4  # bytes at a frame's end
+HEAD, ROW, FOOT = struct.Struct("<II"), struct.Struct("<II"), struct.Struct("<IBI")
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+Sizes: TypeAlias = tuple[int, int]  # of one frame: compressed, content
+
+
+class Damaged(Exception):
+    """A file is not what it should be. The message says what is wrong with it."""
+
+
+class Compress(Protocol):
+    def compress(self, data: Buffer) -> bytes: ...
+
+
+def create_compressor(level: int) -> Compress:
+    """Frames carry their content's size and checksum. For one thread at a time."""
+    return zstandard.ZstdCompressor(level=level, write_checksum=True, write_content_size=True)
+
+
+def compute_table_size(frames: int) -> int:
+    return HEAD.size + frames * ROW.size + FOOT.size
+
+
+def encode_table(frames: Sequence[Sizes]) -> bytes:
+    rows = b"".join(ROW.pack(*sizes) for sizes in frames)
+    return HEAD.pack(SKIPPABLE, len(rows) + FOOT.size) + rows + FOOT.pack(len(frames), 0, SEEKABLE)
+
+
+def parse_frame_count(footer: Buffer) -> int:
+    """From a file's last FOOT.size bytes."""
+    count, flags, magic = FOOT.unpack(footer)
+    if magic != SEEKABLE or flags:
+        raise Damaged("no seek table at the end")
+    if count > MOST_FRAMES:
+        raise Damaged("it says that it has more frames than any file of ours")
+    return int(count)
+
+
+def parse_table(raw: Buffer, file_size: int) -> list[Sizes]:
+    """Raises Damaged unless the frames and the table fill the file exactly and no frame's sizes are absurd."""
+    count = parse_frame_count(raw[-FOOT.size :])
+    if len(raw) != compute_table_size(count) or HEAD.unpack(raw[: HEAD.size]) != (SKIPPABLE, len(raw) - HEAD.size):
+        raise Damaged("the seek table's own size is wrong")
+    frames = [(int(packed), int(content)) for packed, content in ROW.iter_unpack(raw[HEAD.size : -FOOT.size])]
+    if sum(packed for packed, _ in frames) + len(raw) != file_size:
+        raise Damaged("the frames do not fill the file")
+    if any(not 0 < packed <= compute_bound(content) for packed, content in frames):
+        raise Damaged("a frame's sizes cannot be")
+    return frames
+
+
+def compute_bound(content: int) -> int:
+    """Bytes that zstd needs at most for so many (ZSTD_compressBound, and a checksum)."""
+    return content + (content >> 8) + 1024
+
+
+def read_checksum(frame: Buffer) -> bytes:
+    """Return the checksum of a frame's content (XXH64, the lower half), which `decompress` compares."""
+    return bytes(frame[-CHECKSUM:])
+
+
+def decompress(frame: Buffer, target: memoryview) -> None:
+    """Fill `target` with the content of exactly one frame, checksum compared. Releases the GIL while it works."""
+    try:
+        about = zstandard.get_frame_parameters(frame)
+        if about.content_size != len(target) or not about.has_checksum or about.dict_id:
+            raise Damaged("a frame's header is not ours")
+        with zstandard.ZstdDecompressor().stream_reader(frame) as reader:
+            if reader.readinto(target) != len(target) or reader.read(1):
+                raise Damaged("a frame has another length than it says")
+    except zstandard.ZstdError as error:
+        raise Damaged(f"a frame does not decompress: {error}") from error

@@ -1,0 +1,98 @@
+"""Keeps a cache folder in order: removes and quarantines files, and logs and counts what went wrong."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
+
+from attrs import define, field
+
+from adapters.store.file_names import QUARANTINE, classify_name
+from adapters.store.files.file_format import Newer, Outdated
+from adapters.store.files.private_folder import PrivateFolder
+from adapters.store.files.seekable import Damaged
+
+log = logging.getLogger("rekindle.store")
+
+KINDS = ("run", "journal", "recent", "codec")  # of files, as they are labelled where damage is counted
+MOST_QUARANTINED = 8  # files that are kept for people to look at
+
+
+@define(eq=False)
+class FolderUpkeep:
+    """Upkeep of one folder, callable from any thread."""
+
+    folder: PrivateFolder
+    lock: threading.RLock
+    counts: Counter[str] = field(factory=Counter[str])
+    damaged_files: Counter[str] = field(factory=lambda: Counter(dict.fromkeys(KINDS, 0)))  # files that were found so
+    _quarantined: dict[str, None] = field(
+        factory=dict[str, None]
+    )  # names of what is quarantined, the first to go first
+    _is_failing: bool = False
+
+    def register_quarantined(self, names: Iterable[str]) -> None:
+        """Register the files that an earlier process has quarantined."""
+        self._quarantined = dict.fromkeys(sorted(name for name in names if classify_name(name) == "aside"))
+
+    def remove(self, name: str) -> None:
+        with suppress(OSError):
+            self.folder.remove(name)
+
+    def read_small(self, name: str, most: int = -1) -> bytes:
+        """Nothing, where reading fails. most: bytes of it."""
+        try:
+            descriptor = self.folder.open_existing(name)
+            with open(descriptor, "rb") as file:  # noqa: PTH123 - by descriptor
+                return file.read(most)
+        except OSError:
+            self.counts["read_errors"] += 1
+            return b""
+
+    def report_rebuilt(self, kind: str, which: str) -> None:
+        self.counts["rebuilt"] += 1
+        self.damaged_files[kind] += 1
+        log.warning("torn or damaged, and written anew: %s", which)
+
+    def report_write(self, error: OSError | MemoryError | None) -> None:
+        """Or not: one line when that starts, one when it is over."""
+        if error is not None:
+            self.counts["write_errors"] += 1
+            if not self._is_failing:
+                log.warning("the prefix cache cannot be written (%s); requests go on", error)
+        elif self._is_failing:
+            log.info("the prefix cache is written again")
+        self._is_failing = error is not None
+
+    def dispose_unreadable(self, name: str, error: Exception) -> None:
+        """Count a file that could not be read. An outdated one is removed, a damaged one is put aside."""
+        if isinstance(error, Outdated):
+            self.counts["outdated"] += 1
+            self.remove(name)
+        elif isinstance(error, Damaged):
+            self.quarantine(name, str(error))
+        else:
+            self.counts["newer" if isinstance(error, Newer) else "read_errors"] += 1
+
+    def quarantine(self, name: str, why: str) -> None:
+        """The last few are kept for a look."""
+        self.counts["quarantined"] += 1
+        self.damaged_files["run"] += 1
+        log.warning("a damaged cache file is put aside: %s: %s", name, why)
+        aside = QUARANTINE + name
+        try:
+            self.folder.rename(name, aside)
+        except OSError:
+            self.remove(name)
+            return
+        with self.lock:
+            self._quarantined.pop(aside, None)
+            self._quarantined[aside] = None
+            gone = list(self._quarantined)[:-MOST_QUARANTINED]
+            for one in gone:
+                del self._quarantined[one]
+        for one in gone:
+            self.remove(one)

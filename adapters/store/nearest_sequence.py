@@ -1,0 +1,42 @@
+"""Finds where a prompt leaves what is kept: the most similar sequence, and what that has instead of the rest.
+
+What hangs on the last block that is there is looked at, and nothing else: the next block of the same run, and the last
+run that came behind it. So this costs the same however much is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from adapters.store.block_keys import TOKEN_BYTES, unpack_tokens
+from effects.ports import MAX_DIVERGED_TOKENS, Divergence
+
+if TYPE_CHECKING:
+    from adapters.store.block_index import BlockIndex
+    from effects.ids import Tier
+
+
+def find_nearest_divergence(indices: Mapping[Tier, BlockIndex], key: bytes, at: int, rest: bytes) -> Divergence | None:
+    """key: of the last block that is kept, `at` tokens into the prompt, or the root. rest: packed tokens of the prompt
+    behind it, a block at least.
+    """
+    found = [
+        Divergence(
+            at + shared,
+            unpack_tokens(other[shared * TOKEN_BYTES : (shared + MAX_DIVERGED_TOKENS) * TOKEN_BYTES]),
+            place,
+        )
+        for place, index in indices.items()
+        for other in index.get_continuations(key)
+        for shared in (count_common_tokens(rest, other),)
+    ]
+    return max(found, key=lambda one: one.at, default=None)
+
+
+def count_common_tokens(one: bytes, other: bytes) -> int:
+    """Tokens that two packed sequences begin with alike; they differ within a block."""
+    shared = 0
+    while (token := one[shared : shared + TOKEN_BYTES]) and token == other[shared : shared + TOKEN_BYTES]:
+        shared += TOKEN_BYTES
+    return shared // TOKEN_BYTES

@@ -1,0 +1,124 @@
+"""A store from its limits: budgets, folder, codec."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from adapters.store.block_index import BlockIndex
+from adapters.store.disk_tier import DiskTier
+from adapters.store.files import read_run
+from adapters.store.files.codec import DECODERS, Codec, CodecChooser
+from adapters.store.files.file_format import Kind, Layout
+from adapters.store.files.private_folder import FolderUnusable, PrivateFolder
+from adapters.store.host_tier import HostTier
+from adapters.store.recent_prompts import MAX_BYTES, RecentPrompts
+from adapters.store.slab_memory import ALIGN, SlabMemory
+from adapters.store.store import RUN_BYTES, RUNS_IN_FLIGHT, Store
+from adapters.store.tier import ReadableTier
+from adapters.watched_thread import WatchedThread
+
+GPU_RUN_BYTES = 32 << 20  # a copy of less does not reach the bus's speed
+MOVING_RUNS = 8  # runs that are on their way to or from the device
+MAX_PINNED_BYTES = (
+    8 << 30
+)  # what is on its way from a GPU: 50k tokens of an 8B model, while a disk takes in 1 to 5 GB/s
+PINNED_SHARE = 16  # of the machine's memory, that may take the 16th part
+QUEUE_SHARE = 8  # of the machine's memory, what waits to be written may take the 8th part
+RECENT_SHARE = 16  # of the disk's budget, recent prompts may take the 16th part
+
+
+def open_store(
+    layout: Layout,
+    path: Path | None,
+    *,
+    host_bytes: int = 0,
+    disk_bytes: int = 0,
+    codec: Codec = "auto",
+    memory: SlabMemory | None = None,
+) -> Store[ReadableTier] | None:
+    """None if there is nothing to keep anything in. Raises FolderUnusable.
+
+    path: the disk tier's folder. memory: as the function of that name makes it.
+    """
+    if path is None and not host_bytes:
+        return None
+    pool = create_memory(host_bytes, pin=False) if memory is None else memory
+    run_bytes, lock = choose_run_bytes(pin=pool.pin), threading.RLock()
+    if pool.pin:
+        pool.slab = choose_slab_bytes(layout, run_bytes)
+    disk = None if path is None else open_disk(layout, PrivateFolder.open(path), lock, budget=disk_bytes, codec=codec)
+    ready = threading.Event()
+    WatchedThread("store-memory", partial(prepare_memory, pool, run_bytes, ready)).start()
+    if disk is not None:
+        disk.max_queued_bytes = max(disk.max_queued_bytes, host_bytes, get_physical_memory() // QUEUE_SHARE)
+    host = HostTier(create_index(layout, host_bytes), pool)
+    tiers = (host,) if disk is None else (host, disk)  # the quickest first: a further tier is put in here
+    return Store(layout, tiers, lock, run_bytes, memory_ready=ready)
+
+
+def create_memory(host_bytes: int, *, pin: bool, source: Callable[[int], Tensor] | None = None) -> SlabMemory:
+    """For what host memory keeps, and what is on its way. pin: a GPU copies from it, so it is page-locked. source: as
+    `Memory` has it.
+    """
+    moving = MOVING_RUNS * choose_run_bytes(pin=pin)
+    most = host_bytes + (max(moving, min(MAX_PINNED_BYTES, get_physical_memory() // PINNED_SHARE)) if pin else moving)
+    return SlabMemory(most, pin, source)
+
+
+def choose_run_bytes(*, pin: bool) -> int:
+    """Bytes of rows that are saved together."""
+    return GPU_RUN_BYTES if pin else RUN_BYTES
+
+
+def choose_slab_bytes(layout: Layout, run_bytes: int) -> int:
+    """Return the bytes of memory to register at once, few of them: a run of rows, or some where positional state is
+    larger, so that little is left over.
+    """
+    run, state = compute_longest_run(layout, run_bytes), layout.compute_size("state", 0)
+    return run * max(1, -(-state // run))
+
+
+def compute_longest_run(layout: Layout, run_bytes: int) -> int:
+    """Bytes of the longest run of rows, the target's or its draft's, as `Memory` gives them."""
+    kinds: tuple[Kind, ...] = ("rows",) if layout.draft is None else ("rows", "draft")
+    blocks = [layout.compute_size(kind, layout.block_size) for kind in kinds]
+    most = max(max(1, run_bytes // block) * block for block in blocks)
+    return -(-most // ALIGN) * ALIGN
+
+
+def get_physical_memory() -> int:
+    """Bytes of memory that the machine has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def prepare_memory(memory: SlabMemory, run_bytes: int, ready: threading.Event) -> None:
+    """Prepare memory that the first restore would otherwise have to wait for."""
+    try:
+        memory.map_buffers(run_bytes, MOVING_RUNS)
+        read_run.prepare_scratch(DECODERS + RUNS_IN_FLIGHT)
+    finally:
+        ready.set()
+
+
+def open_disk(
+    layout: Layout, folder: PrivateFolder, lock: threading.RLock, *, budget: int, codec: Codec = "auto"
+) -> DiskTier:
+    """The folder is the disk's from here on, and closed if it cannot be read."""
+    recents = RecentPrompts(max_bytes=min(MAX_BYTES, budget // RECENT_SHARE))
+    disk = DiskTier(folder, layout, create_index(layout, budget), lock, CodecChooser(codec), recents)
+    try:
+        disk.start()
+    except OSError as error:
+        folder.close()
+        raise FolderUnusable(f"{folder.path}: {error.strerror}") from error
+    return disk
+
+
+def create_index(layout: Layout, budget: int) -> BlockIndex:
+    return BlockIndex(budget, layout.block_size, layout.compute_root("rows"))

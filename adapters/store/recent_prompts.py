@@ -1,0 +1,220 @@
+"""The recent prompts that scope `auto` compares with, each kept as what it does not share with an earlier one.
+
+A salt goes before a prompt as tokens that no vocabulary has: prompts share nothing unless they have the same.
+
+In a file they are a header and records as in the journal; the body of one: serial, serial of the earlier prompt (0:
+none), tokens shared with it, and the packed tokens after those. What follows a record that does not check is not read.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Iterable, Iterator
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from attrs import define, evolve, field, frozen
+
+from adapters.store.block_keys import TOKEN_BYTES, pack_tokens, unpack_tokens
+from adapters.store.files.append_log import frame_record, parse_records
+from effects.ids import Tokens
+from effects.ports import MAX_DIVERGED_TOKENS, Divergence
+
+if TYPE_CHECKING:
+    import numpy as np
+
+PREFIX = "recent-"
+MAGIC = b"rekindle-recent-1\n"
+BODY = struct.Struct("<QQI")
+MAX_PROMPTS = 256  # prompts
+MAX_BYTES = 64 << 20  # of packed tokens
+SLACK = 1 << 20  # bytes of a file beyond twice what it says, before it is written anew
+MAX_FILE_BYTES = 2 * MAX_BYTES + 2 * SLACK
+SALT_TOKENS = 4  # tokens
+CHUNK = 4096  # tokens that are compared at once: most prompts differ soon
+
+
+@frozen(eq=False)
+class RecentPrompt:
+    """One prompt: the first `shared` tokens of `parent`, then `rest` (packed). parent: a serial; 0 is no prompt."""
+
+    serial: int
+    parent: int
+    shared: int
+    rest: bytes
+
+    @property
+    def length(self) -> int:
+        return self.shared + len(self.rest) // TOKEN_BYTES
+
+
+@define(eq=False)
+class RecentPrompts:
+    """The last `most` prompts, fewer where they take more than `most_bytes`. Safe to use from several threads.
+
+    What two prompts share is compared, and held, once: the time that a comparison takes depends on what is held.
+    """
+
+    max_prompts: int = MAX_PROMPTS
+    max_bytes: int = MAX_BYTES
+    held_bytes: int = 0  # bytes of packed tokens
+    _prompts: dict[int, RecentPrompt] = field(
+        factory=dict[int, RecentPrompt]
+    )  # the oldest first; parents before children
+    _last: int = 0  # serial
+    _lock: threading.RLock = field(factory=threading.RLock)
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def longest_match(self, prompt: Tokens, window: int) -> int:
+        """Return the longest common beginning, in tokens, of the prompt and any of the last `window` prompts."""
+        if window < 1:
+            return 0
+        with self._lock:
+            return max(list(self._count_shared_tokens(pack_tokens(prompt)).values())[-window:], default=0)
+
+    def add(self, prompt: Tokens) -> RecentPrompt:
+        """It is the most recent one from now on."""
+        return self.add_and_compare(prompt, 0)[1]
+
+    def add_and_compare(
+        self, prompt: Tokens, window: int, salt: str = ""
+    ) -> tuple[int, RecentPrompt, Divergence | None]:
+        """Do `longest_match` and `add` with one comparison.
+
+        Also return where the prompt leaves the most similar of all.
+        """
+        before = encode_salt(salt)
+        packed = before + pack_tokens(prompt)
+        with self._lock:
+            found = self._count_shared_tokens(packed)
+            likest = max(list(found.values())[-window:], default=0) if window > 0 else 0
+            parent = max(found, key=lambda serial: (found[serial], serial), default=0)
+            shared = found.get(parent, 0)
+            diverged = (
+                self._find_divergence(parent, shared, len(before) // TOKEN_BYTES)
+                if shared * TOKEN_BYTES < len(packed)
+                else None
+            )
+            recent = RecentPrompt(self._last + 1, parent if shared else 0, shared, packed[shared * TOKEN_BYTES :])
+            self._keep(recent)
+            self.trim()
+        return max(0, likest - len(before) // TOKEN_BYTES), recent, diverged
+
+    def _find_divergence(self, serial: int, shared: int, before: int) -> Divergence | None:
+        """Return what prompt `serial` has behind its first `shared` tokens.
+
+        None if it ends there. before: tokens of the salt.
+        """
+        while serial and shared < self._prompts[serial].shared:
+            serial = self._prompts[serial].parent
+        if not serial or shared < before:
+            return None
+        one = self._prompts[serial]
+        start = (shared - one.shared) * TOKEN_BYTES
+        following = unpack_tokens(one.rest[start : start + MAX_DIVERGED_TOKENS * TOKEN_BYTES])
+        return Divergence(shared - before, following, "none") if following and following[0] >= 0 else None
+
+    def restore(self, recent: RecentPrompt) -> bool:
+        """Add a prompt as it was stored; the caller trims at the end. Return False if it cannot have been stored so."""
+        with self._lock:
+            parent = self._prompts.get(recent.parent)
+            most = 0 if parent is None else parent.length
+            if recent.serial <= self._last or recent.shared > most or (recent.parent and parent is None):
+                return False
+            self._keep(recent)
+        return True
+
+    def list_prompts(self) -> list[RecentPrompt]:
+        """Return all prompts in an order in which they can be restored."""
+        with self._lock:
+            return list(self._prompts.values())
+
+    def trim(self) -> None:
+        """The oldest go first."""
+        with self._lock:
+            while len(self._prompts) > self.max_prompts or (self.held_bytes > self.max_bytes and self._prompts):
+                self._drop(next(iter(self._prompts.values())))
+
+    def _keep(self, recent: RecentPrompt) -> None:
+        self._prompts[recent.serial] = recent
+        self._last = recent.serial
+        self.held_bytes += len(recent.rest)
+
+    def _count_shared_tokens(self, packed: bytes) -> dict[int, int]:
+        """Tokens that each prompt shares with this one."""
+        import numpy as np  # noqa: PLC0415 - who only looks at a folder need not wait for it
+
+        mine, found = np.frombuffer(packed, np.int32), {0: 0}
+        for serial, recent in self._prompts.items():
+            shared = found[recent.parent]
+            if shared >= recent.shared:
+                shared = recent.shared + count_common(mine[recent.shared :], np.frombuffer(recent.rest, np.int32))
+            found[serial] = shared
+        del found[0]
+        return found
+
+    def _drop(self, oldest: RecentPrompt) -> None:
+        """Remove the oldest prompt. The first of those that share tokens with it takes them over for the others."""
+        del self._prompts[oldest.serial]
+        self.held_bytes -= len(oldest.rest)
+        heir: RecentPrompt | None = None
+        for recent in [recent for recent in self._prompts.values() if recent.parent == oldest.serial]:
+            parent, shared = (0, 0) if heir is None else (heir.serial, min(heir.shared, recent.shared))
+            taken = oldest.rest[shared * TOKEN_BYTES : recent.shared * TOKEN_BYTES]
+            self._prompts[recent.serial] = evolve(recent, parent=parent, shared=shared, rest=taken + recent.rest)
+            self.held_bytes += len(taken)
+            heir = heir or recent
+
+
+def encode_salt(salt: str) -> bytes:
+    """A digest as tokens, the first of which is below 0."""
+    if not salt:
+        return b""
+    digest = bytearray(blake2b(salt.encode(), digest_size=SALT_TOKENS * TOKEN_BYTES).digest())
+    digest[TOKEN_BYTES - 1] |= 0x80
+    return bytes(digest)
+
+
+def count_common(one: np.ndarray, other: np.ndarray) -> int:
+    """Count the equal elements that two arrays begin with."""
+    most = min(len(one), len(other))
+    for start in range(0, most, CHUNK):
+        stop = min(start + CHUNK, most)
+        differ = one[start:stop] != other[start:stop]
+        if differ.any():
+            return start + int(differ.argmax())
+    return most
+
+
+def encode_prompt(recent: RecentPrompt) -> bytes:
+    return frame_record(BODY.pack(recent.serial, recent.parent, recent.shared) + recent.rest)
+
+
+def encode_snapshot(recents: Iterable[RecentPrompt]) -> Iterator[bytes]:
+    """A whole file that says: these."""
+    yield MAGIC
+    yield from map(encode_prompt, recents)
+
+
+def restore_prompts(raw: bytes, recents: RecentPrompts) -> bool:
+    """Put what a file says into `recents`. False if it did not end with a record's end."""
+    at = len(MAGIC)
+    if raw[:at] != MAGIC:
+        return False
+    for body, end in parse_records(raw, at):
+        recent = parse_prompt(body)
+        if recent is None or not recents.restore(recent):
+            break
+        at = end
+    recents.trim()
+    return at == len(raw)
+
+
+def parse_prompt(body: bytes) -> RecentPrompt | None:
+    if len(body) < BODY.size or (len(body) - BODY.size) % TOKEN_BYTES:
+        return None
+    serial, parent, shared = BODY.unpack_from(body)
+    return RecentPrompt(serial, parent, shared, body[BODY.size :])

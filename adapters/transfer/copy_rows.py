@@ -1,0 +1,248 @@
+"""Copies rows and positional state between a slot and buffers in host memory. Used by the saver and the restorer.
+
+A *run* of rows lies in its buffer (uint8) as `[names, heads, rows, width]`, in the order of `RowSpec.names`: the keys
+of a layer, then its values, then those of the next layer. A target may consist of several parts (shards), each with
+some of the layers. A `RowMover` copies one part's share of a buffer; `first` says at which name that share begins.
+
+Where a part's rows are decides how they are copied:
+
+* in host memory: all of the span at once, by the C library (`host_copy`);
+* on a GPU: page by page, since a slot's rows lie in pages of PAGE rows. Each page is one strided copy
+  (`strided_copy`), on a stream of its own, so that it neither waits for the running computation nor occupies the
+  processors that compute. It waits only for *marks*: events that the lane has recorded behind everything it launched;
+* in another process: the part is not addressable. Rows are exported and imported through it, on the lane.
+
+Invariants: when `copy_in` or `copy_out` returns, the bytes are there. The shapes of both sides are compared, so a
+buffer of another layout raises and never writes elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Protocol, TypeAlias, cast
+
+import torch
+from attrs import define
+from torch import Tensor
+
+from adapters.models.decoder.host_copy import copy
+from adapters.models.decoder.shard import NamedTensors
+from adapters.sequence_layout import RowSpec, TensorSpec, torch_dtype
+from adapters.transfer.strided_copy import copy_box
+from effects.ids import PAGE, Span
+
+_free_streams = dict[torch.device, deque[torch.cuda.Stream]]()  # streams that are not in use
+# (rows to copy, uint8 memory that holds a run, the row at which the run begins)
+BufferedRun: TypeAlias = tuple[Span, Tensor, int]
+# For each GPU an event behind everything that the lane had launched; copies on other streams wait for it.
+DeviceMarks: TypeAlias = Mapping[torch.device, torch.cuda.Event]
+NO_MARKS: DeviceMarks = {}
+
+
+class RowHolder(Protocol):
+    """A shard or a draft that has rows of slots, on any device; see `adapters.models.decoder.shard.Shard`."""
+
+    @property
+    def row_spec(self) -> RowSpec: ...
+
+    @property
+    def addressed(self) -> bool: ...
+
+    def rows(self, slot: int, start: int, stop: int) -> Tensor: ...
+
+    def export_rows(self, slot: int, start: int, stop: int) -> NamedTensors: ...
+
+
+class RemoteRowHolder(RowHolder, Protocol):
+    """A part in another process: its rows are exported and imported by name."""
+
+    def import_runs(self, slot: int, runs: Sequence[tuple[int, Tensor]], keep: Sequence[object]) -> None:
+        """Send rows, each `[names, heads, rows, width]` in the order of `row_spec`, to be written from its start on.
+
+        Later calls to the part find them, or raise RowsLost. keep: objects that own the memory; referred to until it
+        has been read.
+        """
+        ...
+
+
+class TargetPart(RowHolder, Protocol):
+    """One of the shards that a target consists of."""
+
+    @property
+    def state_specs(self) -> tuple[TensorSpec, ...]: ...
+
+    @property
+    def state_block(self) -> int: ...
+
+    def export_state(self, slot: int) -> NamedTensors: ...
+
+    def import_state(self, slot: int, state: NamedTensors) -> None: ...
+
+
+@define(eq=False)
+class RowMover:
+    """Copies the rows of one part: in a buffer its tensors begin at number `first` of those of `rows`."""
+
+    part: RowHolder
+    rows: RowSpec
+    first: int = 0
+
+    @property
+    def is_addressable(self) -> bool:
+        """Say whether rows can be copied on any thread, and not only through the part itself on the lane."""
+        return self.part.addressed
+
+    def send_runs(self, slot: int, runs: Sequence[BufferedRun], keep: Sequence[object]) -> None:
+        """Send runs to a part in another process. keep: the objects that own their memory."""
+        cast("RemoteRowHolder", self.part).import_runs(slot, [self._view_run(*run) for run in runs], keep)
+
+    def _view_run(self, span: Span, data: Tensor, begin: int) -> tuple[int, Tensor]:
+        """`_view_part(data)`, of these rows; in one step, since each takes longer than naming what it comes to."""
+        rows, names, (start, stop) = self.rows, len(self.part.row_spec.names), span
+        of_head = data.nbytes // rows.token_bytes * rows.width
+        form = (names, rows.heads, stop - start, rows.width), (rows.heads * of_head, of_head, rows.width, 1)
+        at = self.first * rows.heads * of_head + (start - begin) * rows.width
+        typed = data.view(torch_dtype(rows.dtype))
+        return start, typed.as_strided(*form, typed.storage_offset() + at)
+
+    def copy_in(self, slot: int, span: Span, data: Tensor, begin: int, after: DeviceMarks = NO_MARKS) -> None:
+        """Copy rows `span` into the slot, on any thread; `data` (uint8) holds a run that begins at row `begin`.
+
+        They are there when this returns. Raises ValueError for a wrong shape, RuntimeError where the device fails.
+        """
+        own, places = self._view_part(data), self._view_slot(slot, span)
+        device = places[0][1].device
+        if device.type == "cuda":
+            with borrow_stream(device, after):
+                for (first, last), target in places:
+                    copy_box(target, view_by_layer(own)[..., first - begin : last - begin, :])
+        else:
+            for (first, last), target in places:
+                copy(target, view_by_layer(own)[..., first - begin : last - begin, :])
+
+    def copy_out(self, slot: int, span: Span, data: Tensor, after: DeviceMarks = NO_MARKS) -> None:
+        """Copy rows `span` of the slot out into `data` (uint8); they are there when this returns.
+
+        Called on the lane; of an addressable part on any thread, while no step changes these rows. Raises RuntimeError
+        or RowsLost.
+        """
+        own = self._view_part(data)
+        if not self.part.addressed:
+            source = self.part.export_rows(slot, *span)
+            for name, view in zip(self.part.row_spec.names, own, strict=True):
+                view.copy_(source[name])
+            return
+        places = self._view_slot(slot, span)
+        device = places[0][1].device
+        if device.type == "cuda":
+            with borrow_stream(device, after):
+                for (first, last), rows in places:
+                    copy_box(view_by_layer(own)[..., first - span[0] : last - span[0], :], rows)
+        else:
+            for (first, last), rows in places:
+                copy(view_by_layer(own)[..., first - span[0] : last - span[0], :], rows)
+
+    def _view_slot(self, slot: int, span: Span) -> list[tuple[Span, Tensor]]:
+        """Return views of the slot's rows: page by page on a GPU, all at once in host memory."""
+        spans = [*split_pages(*span)]
+        if self.part.rows(slot, *spans[0]).device.type != "cuda":
+            spans = [span]
+        return [(each, self.part.rows(slot, *each)) for each in spans]
+
+    def _view_part(self, data: Tensor) -> Tensor:
+        """Return this part's share of a buffer as `[names, heads, tokens, width]`, without a copy."""
+        rows, tokens = self.rows, data.nbytes // self.rows.token_bytes
+        whole = data.view(torch_dtype(rows.dtype)).view(len(rows.names), rows.heads, tokens, rows.width)
+        return whole[self.first : self.first + len(self.part.row_spec.names)]
+
+
+def split_pages(start: int, stop: int) -> Iterator[Span]:
+    """Yield the span page by page: a part on a GPU has a view of one page at most."""
+    while start < stop:
+        end = min(stop, (start // PAGE + 1) * PAGE)
+        yield start, end
+        start = end
+
+
+def view_by_layer(tensors: Tensor) -> Tensor:
+    """Return `[names, ...]` as `[layers, 2, ...]`: keys and values."""
+    return tensors.view(-1, 2, *tensors.shape[1:])
+
+
+def create_movers(parts: Iterable[RowHolder], rows: RowSpec) -> tuple[RowMover, ...]:
+    """Return a mover for each part that has rows. ValueError unless together they have those of `rows`."""
+    having = [part for part in parts if part.row_spec.names]
+    names = tuple(name for part in having for name in part.row_spec.names)
+    if names != rows.names:
+        odd = sorted(set(names).symmetric_difference(rows.names)) or ["their order"]
+        raise ValueError(f"the parts do not have the rows that are kept: {odd[0]} is odd")
+    firsts = accumulate((len(part.row_spec.names) for part in having), initial=0)
+    return tuple(RowMover(part, rows, first) for part, first in zip(having, firsts, strict=False))
+
+
+@define(eq=False)
+class StateMover:
+    """Copies the positional state of a slot, on the lane. In a buffer the tensors of `specs` lie end to end."""
+
+    parts: Sequence[TargetPart]
+    specs: Sequence[TensorSpec]
+
+    def locate_state(self, rows: int) -> int:
+        """Return where the state of a slot with so many rows stands: some parts keep it at multiples only."""
+        return rows - max((rows % part.state_block for part in self.parts if part.state_specs), default=0)
+
+    def copy_in(self, slot: int, data: Tensor) -> None:
+        """Write the state into the slot. Raises ValueError or RuntimeError where that fails."""
+        state = view_tensors(self.specs, data)
+        for part in self.parts:
+            if part.state_specs:
+                part.import_state(slot, {spec.name: state[spec.name] for spec in part.state_specs})
+
+    def copy_out(self, slot: int, data: Tensor) -> None:
+        into = view_tensors(self.specs, data)
+        for part in self.parts:
+            if part.state_specs:
+                for name, tensor in part.export_state(slot).items():
+                    into[name].copy_(tensor)
+
+
+def view_tensors(specs: Iterable[TensorSpec], data: Tensor) -> NamedTensors:
+    """Return `data` (uint8, all tensors end to end) as the named tensors, without a copy."""
+    found, at = dict[str, Tensor](), 0
+    for spec in specs:
+        found[spec.name] = data[at : at + spec.nbytes].view(torch_dtype(spec.dtype)).view(spec.shape)
+        at += spec.nbytes
+    return found
+
+
+def record_marks(devices: Iterable[torch.device]) -> DeviceMarks:
+    """Record an event on each GPU behind everything that was launched so far, on the lane."""
+    streams = [torch.cuda.current_stream(one) for one in devices if one.type == "cuda"]
+    return {stream.device: stream.record_event() for stream in streams}
+
+
+@contextmanager
+def borrow_stream(device: torch.device, after: DeviceMarks = NO_MARKS) -> Iterator[None]:
+    """Make a stream of its own the current one, so that copies wait neither for each other nor for computation.
+
+    Streams are used again, by any thread. When the block ends, all copies on it are done, even if it raised.
+    """
+    free = _free_streams.setdefault(device, deque())
+    try:
+        stream = free.pop()
+    except IndexError:
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    try:
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            stream.query()  # CUDA's driver has no context on a new thread until its runtime has been called
+            if device in after:
+                stream.wait_event(after[device])
+            try:
+                yield
+            finally:
+                stream.synchronize()
+    finally:
+        free.append(stream)

@@ -1,0 +1,218 @@
+"""Measures how fast rows are loaded on this machine, from files and from host memory, before any request is served.
+
+It uses what will serve: the same readers, as many runs at once, the same copies into a slot; one run after the other
+where that only has to tell whether it is as it was.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import cycle
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from attrs import define, field
+
+from adapters.store.block_index import Entry
+from adapters.store.block_keys import KEY_BYTES, TOKEN_BYTES
+from adapters.store.disk_tier import DiskTier
+from adapters.store.files import seekable
+from adapters.store.files.codec import LEVELS, Fixed
+from adapters.store.files.file_format import Run, encode_run, format_name
+from adapters.store.files.private_folder import TEMPORARY
+from adapters.store.files.read_run import Expected
+from adapters.store.files.seekable import Damaged
+from adapters.store.slab_memory import Buffer
+from adapters.store.store import RUNS_IN_FLIGHT, Store
+from adapters.store.tier import ReadableTier
+from adapters.transfer.copy_rows import RowHolder, RowMover, create_movers
+
+LIMIT_NS = 40_000_000  # after which a measurement takes no more runs: six that are on their way are finished
+SINGLE_NS = 20_000_000  # after which no further one is read by itself
+MAX_SINGLE_LOADS = 2  # read by themselves at most: the first one finds a disk that was idle
+MAX_RUNS = 2 * RUNS_IN_FLIGHT  # of its own that are read at most
+SAMPLE_BYTES = 4 << 20  # content bytes of a file that is only written to be read
+MIN_FILE_BYTES = 2 * SAMPLE_BYTES  # bytes of its own files that say how fast many of them are read
+BUDGET_SHARE = 4  # of the budget for files, samples take the 4th part at most, while they are there
+
+Load: TypeAlias = Callable[[], int]  # the bytes of rows that it brought into the slot
+
+
+@define(eq=False)
+class CopyMeasurement:
+    """Measurements with one store and one unused slot. Called on the lane before any request is served. Raises OSError
+    or MemoryError, or RuntimeError where a device has no memory.
+
+    target: its parts. capacity: rows of the slot. computed: how many of its first ones are rows of tokens. Times are
+    nanoseconds to load one token's rows, those of a draft included; 0: none.
+    """
+
+    store: Store[ReadableTier]
+    target: Sequence[RowHolder]
+    capacity: int
+    computed_rows: int
+    _movers: tuple[RowMover, ...] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._movers = create_movers(self.target, self.store.layout.rows)
+
+    def measure_alone(self, loads: Sequence[Load]) -> int:
+        """Return the time with as many loads at once as a restore has. Each load is made at most once."""
+        end = time.perf_counter_ns() + LIMIT_NS
+        with ThreadPoolExecutor(RUNS_IN_FLIGHT, "rehearsal") as pool:
+            return self._start_loads(pool, iter(loads), lambda: time.perf_counter_ns() > end)()
+
+    def measure_single(self, loads: Sequence[Load]) -> int:
+        """Return the shortest time of a few loads, made one after the other, as far as there is time."""
+        end, times = time.perf_counter_ns() + SINGLE_NS, list[int]()
+        for load in loads[:MAX_SINGLE_LOADS]:
+            started = time.perf_counter_ns()
+            if done := load():
+                times.append(max(1, (time.perf_counter_ns() - started) * self._token_bytes // done))
+            if time.perf_counter_ns() > end:
+                break
+        return min(times, default=0)
+
+    def measure_during(self, loads: Sequence[Load], compute: Callable[[], object]) -> tuple[int, int]:
+        """(the same, nanoseconds of one `compute`) while both go on; it is carried out once at least."""
+        started, times, over = time.perf_counter_ns(), list[int](), list[bool]()
+        with ThreadPoolExecutor(RUNS_IN_FLIGHT, "rehearsal") as pool:
+            finished = self._start_loads(pool, cycle(loads), lambda: bool(over))
+            try:
+                while not times or time.perf_counter_ns() - started < LIMIT_NS:
+                    before = time.perf_counter_ns()
+                    compute()
+                    times.append(time.perf_counter_ns() - before)
+            finally:
+                over.append(True)
+            return finished(), sum(times) // len(times)
+
+    def _start_loads(
+        self, pool: ThreadPoolExecutor, loads: Iterator[Load], over: Callable[[], bool]
+    ) -> Callable[[], int]:
+        started = time.perf_counter_ns()
+
+        def work() -> int:
+            done = 0
+            for load in loads:
+                done += load()
+                if over():
+                    break
+            return done
+
+        futures = [pool.submit(work) for _ in range(RUNS_IN_FLIGHT)]
+
+        def finished() -> int:
+            done = sum(future.result() for future in futures)
+            took = time.perf_counter_ns() - started
+            return max(1, took * self._token_bytes // done) if done else 0
+
+        return finished
+
+    @property
+    def _token_bytes(self) -> int:
+        """Bytes of one token's rows, those of a draft included."""
+        layout = self.store.layout
+        return layout.token_bytes + (0 if layout.draft is None else layout.draft.rows.token_bytes)
+
+    # --- what is loaded ---
+
+    def create_copies(self) -> list[Load]:
+        """Return loads that copy from host memory."""
+        tokens = self._count_tokens(self.store.run_bytes)
+        buffers = [
+            self.store.memory.allocate(self.store.layout.compute_size("rows", tokens)) for _ in range(RUNS_IN_FLIGHT)
+        ]
+        for buffer in buffers:
+            buffer.data.numpy().fill(0)
+        return [partial(self._copy_in, buffer, tokens, number) for number, buffer in enumerate(buffers)]
+
+    @contextmanager
+    def lease_files(self, disk: DiskTier) -> Iterator[list[Load]]:
+        """Its own, which stay while they are read. None, where there are too few to tell."""
+        index = disk.index
+        with self.store.lock:
+            mine = [one for one in index.entries.values() if one.kind == "rows" and one.origin == index.origin]
+            chosen = sorted(mine, key=lambda one: -one.size)[:MAX_RUNS]
+            for entry in chosen:
+                entry.leases += 1
+        enough = sum(entry.size for entry in chosen) >= MIN_FILE_BYTES
+        try:
+            yield [self._make_file_load(disk, entry, number) for number, entry in enumerate(chosen)] if enough else []
+        finally:
+            with self.store.lock:
+                for entry in chosen:
+                    entry.leases -= 1
+
+    def _make_file_load(self, disk: DiskTier, entry: Entry, number: int) -> Load:
+        expected = Expected(entry.size, entry.run, disk.layout)
+        return partial(self._read_file, disk, disk.get_file_name(entry), expected, number, entry)
+
+    @contextmanager
+    def write_samples(self, disk: DiskTier, codec: Fixed) -> Iterator[list[Load]]:
+        """Files of the slot's first rows, written for this and removed again; no more than there is time for."""
+        layout, block_size = self.store.layout, self.store.layout.block_size
+        tokens, names = self._count_tokens(min(SAMPLE_BYTES, self.store.run_bytes)), list[str]()
+        run = Run(
+            0, layout.compute_root("rows"), (bytes(KEY_BYTES),) * (tokens // block_size), bytes(tokens * TOKEN_BYTES)
+        )
+        parts = encode_run(run, layout, self._make_content(tokens), seekable.create_compressor(LEVELS[codec]))
+        size = sum(map(len, parts))
+        most, end = min(RUNS_IN_FLIGHT, disk.index.budget // BUDGET_SHARE // size), time.perf_counter_ns() + LIMIT_NS
+        try:
+            while len(names) < most and (not names or time.perf_counter_ns() < end):
+                names.append(
+                    TEMPORARY + format_name(run.keys[-1], RUNS_IN_FLIGHT * list(LEVELS).index(codec) + len(names))
+                )
+                with os.fdopen(disk.folder.create(names[-1]), "wb") as file:
+                    file.writelines(parts)
+                    file.flush()
+                    os.fsync(file.fileno())
+            expected = Expected(size, run, layout)
+            yield [partial(self._read_file, disk, name, expected, number) for number, name in enumerate(names)]
+        finally:
+            for name in names:
+                with suppress(OSError):
+                    disk.folder.remove(name)
+
+    def _count_tokens(self, size: int) -> int:
+        """Whole blocks of so many bytes, as far as a slot has them; one at least."""
+        block_size = self.store.layout.block_size
+        return max(1, min(size // self.store.layout.token_bytes, self.capacity) // block_size) * block_size
+
+    def _make_content(self, tokens: int) -> memoryview:
+        """Return real rows of this model, repeated at distances that zstd does not see."""
+        known = min(tokens, self.computed_rows)
+        there = torch.empty(known * self.store.layout.token_bytes, dtype=torch.uint8)
+        for mover in self._movers:
+            mover.copy_out(0, (0, known), there)
+        return np.resize(there.numpy(), self.store.layout.compute_size("rows", tokens)).data
+
+    def _read_file(self, disk: DiskTier, name: str, expected: Expected, number: int, entry: Entry | None = None) -> int:
+        """entry: of a run that is kept, not of a sample."""
+        run, layout = expected.run, disk.layout
+        buffer = self.store.memory.allocate(layout.compute_size("rows", run.length))
+        try:
+            disk.read_past_cache(name, expected, buffer.data.numpy().data)
+        except Damaged as error:
+            if entry is not None:
+                disk.quarantine(entry, str(error))
+            return 0
+        except OSError:
+            return 0  # whoever needs it will say so
+        return self._copy_in(buffer, run.length, number)
+
+    def _copy_in(self, buffer: Buffer, tokens: int, number: int) -> int:
+        """Side by side, as the runs of a prompt are, as far as the slot has room."""
+        count = min(tokens, self.capacity)
+        at = number % (self.capacity // count) * count
+        for mover in self._movers:
+            if mover.is_addressable:
+                mover.copy_in(0, (at, at + count), buffer.data, at)
+        return buffer.data.nbytes

@@ -1,0 +1,267 @@
+"""Copies kept rows back into slots beside the device lane, and tells the lane when a slot holds them.
+
+The problem: to read 100 MiB from a disk and copy them to a GPU takes tens of milliseconds. The lane must compute for
+other requests meanwhile, and for the same one: the planner may compute the front of a prompt while its rest is loaded.
+
+How a restore works (`Restorer.restore`):
+
+1. The lease is cut into *moves* (`plan_moves`), one for each entry and span of rows. A move has a list of movers that
+   have not copied it yet: one for each part of the target (or of the draft).
+2. Moves whose rows are in host memory are copied at once. The others are read by RUNS_IN_FLIGHT tasks, in order; the
+   thread that has read a run also copies it, because its processor cache holds it (`_copy_after_read`).
+3. No row may be written before everything has passed that was asked of the slot's earlier request: its *fence*
+   (`fence.py`). What is read earlier than that waits in memory and is copied afterwards (`_copy_moves`).
+4. Parts that are addressable from here are written by COPY_THREADS threads for each GPU. The others are sent their runs
+   on the lane, in pieces of PIECE_BYTES, because the lane owns the connection to them.
+5. On the lane (`_commit`): import the positional state, if there is one, and only then count the rows as held.
+
+Invariants: the slot belongs to the request while a restore is in flight, and no step reads rows that have not been
+acknowledged; so threads may write them. Only the lane changes what the slot is known to hold. The lease is released
+whatever happens. A failure leaves the rows before it, from the front on without a gap; a target with positional state
+needs all of its rows and the checkpoint, or it gets none.
+
+Example: 0..512 of a prompt are kept, 0..256 in host memory and the rest in two files; the planner computes 0..64. There
+are three moves: 64..256, 256..384 and 384..512. If the last file is damaged, the answer is `BlocksRestored(64, 384)`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import TypeAlias
+
+import anyio
+from attrs import define, field
+
+from adapters.device.lane.lane import DeviceLane
+from adapters.device.slots.slots import SlotState
+from adapters.store.files.file_format import Kind
+from adapters.store.files.seekable import Damaged
+from adapters.store.lease import Lease
+from adapters.store.slab_memory import Buffer
+from adapters.store.store import RUNS_IN_FLIGHT, Store
+from adapters.store.tier import ReadableTier
+from adapters.transfer.copy_rows import RowMover, StateMover
+from adapters.transfer.fence import Fences
+from adapters.transfer.run_moves import ABANDONED, QueuedCopies, Restore, RunMove, plan_moves
+from effects.ids import DeviceFailed, RequestId, StoreFailed
+from effects.ports import RowsLost
+from effects.prefill import OpenSlot
+from effects.restore import BlocksRestored, RestoreBlocks
+
+log = logging.getLogger("rekindle.store")
+
+PIECE_BYTES = 32 << 20  # rows that the lane copies or sends in one go: a few milliseconds
+# Threads that copy rows of one restore into slots, for each GPU: more threads than cores would not copy faster.
+COPY_THREADS = min(RUNS_IN_FLIGHT, os.cpu_count() or 1)
+CopyFutures: TypeAlias = list[Future[None]]
+WORKERS = 2 * RUNS_IN_FLIGHT  # threads that open, read and copy runs: two restores in full, more of them take turns
+
+
+@define(eq=False)
+class Restorer:
+    """Restores what a lease holds. Public methods are called on the event loop. draft: movers of the draft, if any."""
+
+    store: Store[ReadableTier]
+    lane: DeviceLane
+    fences: Fences
+    target: Sequence[RowMover]
+    draft: Sequence[RowMover]
+    state: StateMover
+    workers: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(WORKERS, "store-restore"))
+    _restoring: dict[RequestId, Restore] = field(factory=dict[RequestId, Restore])
+
+    def raise_fence(self, request: RequestId, effect: OpenSlot) -> None:
+        """Raise a fence behind the opening of the slot, so that a restore does not have to wait for later work."""
+        self.fences.raise_fence(request, effect)
+
+    def abandon(self, request: RequestId) -> None:
+        """Stop a restore in flight after the runs that are being copied."""
+        if (restore := self._restoring.get(request)) is not None:
+            restore.abandoned = True
+
+    async def restore(self, request: RequestId, effect: RestoreBlocks) -> BlocksRestored | StoreFailed:
+        """Restore and return what has come, without a gap from `effect.start` on. The lease is released in any case."""
+        lease, started = self.store.get_lease(effect.lease), time.perf_counter_ns()
+        if lease.states and effect.stop not in lease.checkpoints:
+            self.store.release(effect.lease)
+            return StoreFailed("broken", f"there are checkpoints at {lease.checkpoints}, not at {effect.stop}")
+        by_kind: Mapping[Kind, Sequence[RowMover]] = {"rows": self.target, "draft": self.draft, "state": ()}
+        now = Restore(effect, self.fences.get_fence(request, effect.slot), tuple(plan_moves(lease, effect, by_kind)))
+        self._restoring[request] = now
+        try:
+            return await self._restore(request, lease, now, started)
+        finally:
+            del self._restoring[request]
+            self.store.release(effect.lease)
+
+    async def _restore(
+        self, request: RequestId, lease: Lease, now: Restore, started: int
+    ) -> BlocksRestored | StoreFailed:
+        effect = now.effect
+        held, queue = list[RunMove](), deque[RunMove]()
+        for move in now.moves:
+            (queue if self._is_read(move) else held).append(move)
+        with anyio.CancelScope(shield=True):  # what threads do is waited for
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._copy_held, now, held)
+                for _ in range(min(RUNS_IN_FLIGHT, len(queue))):
+                    tasks.start_soon(self._read_and_copy, now, queue)
+        taken, ready = time.perf_counter_ns() - started, now.collect_ready()
+        if now.failure is not None and lease.states:
+            return now.failure  # rows alone do not continue a sequence that has a state beside them
+        failure = await self.lane.run(partial(self._commit, request, now, ready))
+        stop = max((move.span[1] for move in ready if move.kind == "rows"), default=effect.start)
+        if failure is not None or (stop == effect.start and not lease.states):
+            return failure or now.failure or ABANDONED
+        loaded = sum(map(self._count_bytes, ready)) + sum(
+            self._count_bytes(move) for move in now.moves if move.kind == "state"
+        )
+        self.store.count_restore(lease.tier, loaded, taken / 1e9)
+        log.info(
+            "request %d: %d tokens, %d bytes restored from %s in %.1f ms%s",
+            *(request, stop - effect.start, loaded, lease.tier, taken / 1e6),
+            f"; then {now.failure.detail}" if now.failure else "",
+            extra={"request": request},
+        )
+        return BlocksRestored(effect.start, stop, loaded, taken)
+
+    def _is_read(self, move: RunMove) -> bool:
+        return self.store.get_lower_tier(move.part.tier) is not None
+
+    async def _copy_held(self, now: Restore, moves: Sequence[RunMove]) -> None:
+        """Copy what is in host memory."""
+        for move in moves:
+            move.buffer = self.store.memory_tier.rows[move.part.entry.handle]
+        await self._copy_moves(now, moves)
+
+    async def _read_and_copy(self, now: Restore, queue: deque[RunMove]) -> None:
+        """Read and copy moves from the queue, as one of several tasks, until it is empty or the restore is over."""
+        while queue and not now.is_over:
+            move = queue.popleft()
+            at_once = partial(self._copy_after_read, now, move)
+            try:
+                tier = self.store.get_lower_tier(move.part.tier)
+                assert tier is not None, "rows in host memory are not read"
+                move.buffer = await tier.read(move.part.entry, self.store.memory, self.workers, at_once)
+            except Damaged as error:
+                now.record_failure([move], StoreFailed("broken", str(error)))
+            except OSError as error:
+                now.record_failure([move], StoreFailed("io", error.strerror or str(error)))
+            except MemoryError:
+                now.record_failure([move], StoreFailed("out_of_memory", "no memory to read into"))
+            else:
+                await self._copy_moves(now, [move])
+
+    def _copy_after_read(self, now: Restore, move: RunMove, buffer: Buffer) -> None:
+        """Copy a move on the thread that has read it: to wake another one would take longer."""
+        self.store.promote(move.part.entry, buffer)
+        move.buffer = buffer
+        if not now.fence.passed:
+            return
+        left = tuple(move.missing_movers)
+        for mover in left:
+            if not mover.is_addressable:  # what fails here is sent again by `_copy_moves`, and raises there
+                self.lane.post(partial(now.send_runs, mover, [move]), lambda _: None)
+        for mover in left:
+            if mover.is_addressable and move.failure is None:
+                now.copy_run(mover, move)
+
+    async def _copy_moves(self, now: Restore, moves: Sequence[RunMove]) -> None:
+        """Copy moves from memory into the slot, all parts at the same time.
+
+        A checkpoint keeps its buffer until `_commit`.
+        """
+        coming = deque(move for move in moves if move.missing_movers and move.failure is None)
+        while coming and not now.is_over:
+            await self._copy_piece(now, self._take_piece(coming))
+        for move in moves:
+            if move.kind != "state":
+                move.buffer = None
+
+    def _take_piece(self, coming: deque[RunMove]) -> list[RunMove]:
+        """Take the next moves: PIECE_BYTES of them where the lane has to send some, else all."""
+        piece = [coming.popleft()]
+        asked = any(not mover.is_addressable for move in (*piece, *coming) for mover in move.missing_movers)
+        while coming and (not asked or sum(map(self._count_bytes, (*piece, coming[0]))) <= PIECE_BYTES):
+            piece.append(coming.popleft())
+        return piece
+
+    async def _copy_piece(self, now: Restore, moves: Sequence[RunMove]) -> None:
+        pairs = [(mover, move) for move in moves for mover in tuple(move.missing_movers)]
+        near = deque(pair for pair in pairs if pair[0].is_addressable)
+        far = [*dict.fromkeys(mover for mover, _ in pairs if not mover.is_addressable)]
+        if far:
+            beside = await self.lane.run(partial(self._send_on_lane, now, far, moves, near))
+        else:
+            await now.fence.wait()
+            beside = self._start_copies(now, near, 0)
+        if (failure := now.fence.failure) is not None:
+            now.record_failure(moves, failure)
+        for one in beside:
+            if not one.done():
+                await asyncio.wrap_future(one)
+            one.result()
+
+    def _start_copies(self, now: Restore, near: QueuedCopies, asked: int) -> CopyFutures:
+        abreast = COPY_THREADS * max(1, len(now.fence.marks))
+        count = min(max(0, abreast - asked - 1) if asked else abreast, len(near))
+        return [self.workers.submit(now.copy_queued, near) for _ in range(count if now.fence.passed else 0)]
+
+    def _send_on_lane(
+        self, now: Restore, far: Sequence[RowMover], moves: Sequence[RunMove], near: QueuedCopies
+    ) -> CopyFutures:
+        """Send moves to parts elsewhere, then copy those of parts here meanwhile.
+
+        Called on the lane, behind the fence.
+        """
+        if not now.fence.passed:
+            return []
+        for mover in far:
+            now.send_runs(mover, moves)
+        beside = self._start_copies(now, near, len(far))
+        now.copy_queued(near)
+        return beside
+
+    def _commit(self, request: RequestId, now: Restore, ready: list[RunMove]) -> StoreFailed | None:
+        """Say that the slot holds what has come, its state first. Called on the lane."""
+        state = self.fences.find_slot(now.effect.slot, request)
+        if isinstance(state, DeviceFailed):
+            return StoreFailed(state.kind, state.detail)
+        checkpoints = [move for move in now.moves if move.kind == "state"]
+        for move in checkpoints:
+            if (failure := self._import_state(state, now, move)) is not None:
+                return failure
+            state.resume(now.effect.stop)
+        for move in ready:
+            if move.kind == "rows" and not checkpoints:
+                state.add_loaded_rows(*move.span)
+            elif move.kind == "draft":
+                state.add_draft_rows(*move.span)
+        return None
+
+    def _import_state(self, state: SlotState, now: Restore, move: RunMove) -> StoreFailed | None:
+        """Import the positional state, without which the rows are of no use."""
+        slot, start, rows = now.effect.slot, now.effect.start, state.valid + state.rows_ahead
+        if move.buffer is None:
+            return move.failure or ABANDONED
+        if rows < start:
+            return StoreFailed("broken", f"slot {slot} has {rows} rows; a state goes with those from {start} on")
+        try:
+            self.state.copy_in(slot, move.buffer.data)
+        except (ValueError, RuntimeError, RowsLost) as error:
+            state.valid, state.rows_ahead = (
+                0,
+                rows,
+            )  # some of it may be overwritten, so nothing can go on from the old state
+            return StoreFailed("lost", str(error))
+        return None
+
+    def _count_bytes(self, move: RunMove) -> int:
+        return self.store.layout.compute_size(move.kind, move.span[1] - move.span[0])

@@ -1,0 +1,91 @@
+"""Redaction: a trace without its text that still replays.
+
+Every token is replaced by a digest of the sequence up to it. The digest is keyed, and the key is thrown away. So equal
+prefixes stay equal, which is all that the core compares, and nothing else can be read from them. Stop tokens stay what
+they are. The effects of a redacted trace are those that a second fold over the redacted events asks for.
+"""
+
+from __future__ import annotations
+
+import secrets
+from hashlib import blake2b
+
+from attrs import define, evolve, field
+
+from effects.decode import Decoded
+from effects.ids import RequestId, Tokens
+from effects.pflash import PromptCompressed
+from engine.core.event_loop import Envelope
+from states.events import Event, ForEngine, ForModel, ForRequest, Submitted
+from states.request_states import Held, Speculating, get_remainder
+from states.world import Output, World, advance
+
+
+@define
+class SequenceDigests:
+    """The digests of one request: of all its tokens so far, and of its prompt alone, from which an answer starts."""
+
+    latest: bytes = b""
+    prompt_end: bytes = b""
+
+
+@define
+class Redactor:
+    """Folds redacted events into a world of its own. key: random, and never written."""
+
+    world: World
+    key: bytes = field(factory=lambda: secrets.token_bytes(32), repr=False)
+    _digests: dict[RequestId, SequenceDigests] = field(factory=dict[RequestId, "SequenceDigests"])
+
+    def redact_envelope(self, envelope: Envelope) -> tuple[Envelope, tuple[Output, ...], World]:
+        """Return the envelope without its text, what it asks for, and the world after it."""
+        match envelope.happened:
+            case ForRequest(request, event):
+                envelope = evolve(envelope, happened=ForRequest(request, self.redact_event(request, event)))
+            case ForEngine() | ForModel():
+                pass
+        self.world, outs = advance(self.world, envelope.happened)
+        for left in self._digests.keys() - self.world.requests.keys():
+            del self._digests[left]
+        return envelope, outs, self.world
+
+    def redact_event(self, request: RequestId, event: Event) -> Event:
+        """Return the event without tokens, names, biases and probabilities that could tell its text."""
+        match event:
+            case Submitted(job):
+                sampling = evolve(job.sampling, logit_bias=(), grammar=None)
+                # names are digests of text, which somebody who guesses it could recognise
+                parts = tuple(evolve(part, name="") for part in job.compression.parts)
+                compression = evolve(job.compression, parts=parts)
+                prompt = self.redact_prompt(request, job.prompt)
+                return Submitted(evolve(job, prompt=prompt, sampling=sampling, compression=compression))
+            case PromptCompressed(prompt, _) if prompt:
+                return evolve(event, prompt=self.redact_prompt(request, prompt))
+            case Decoded(tokens):
+                state = self.world.requests.get(request)
+                stops = get_remainder(state).prompt.job.stop_tokens if isinstance(state, Held) else ()
+                if isinstance(state, Speculating) and not state.answer.tokens:
+                    self._digests[request].latest = self._digests[
+                        request
+                    ].prompt_end  # its first, or its first once more
+                return evolve(event, tokens=self.redact_tokens(request, tokens, stops), logprobs=())
+            case _:
+                return event
+
+    def redact_prompt(self, request: RequestId, tokens: Tokens) -> Tokens:
+        """Return the digests of a prompt, which begins the sequence of its request."""
+        links = self._digests[request] = SequenceDigests()
+        redacted = self.redact_tokens(request, tokens, ())
+        links.prompt_end = links.latest
+        return redacted
+
+    def redact_tokens(self, request: RequestId, tokens: Tokens, stops: Tokens) -> Tokens:
+        """Return digests that continue the request's sequence. stops: tokens that stay what they are."""
+        links = self._digests.setdefault(request, SequenceDigests())
+        out = list[int]()
+        link = links.latest
+        for token in tokens:
+            link = blake2b(link + token.to_bytes(8, "little"), key=self.key, digest_size=16).digest()
+            out.append(token if token in stops else int.from_bytes(link[:5], "little"))
+        links.latest = link
+        return tuple(out)

@@ -1,0 +1,124 @@
+"""Times of requests by stage, as a fold over envelopes: live in a server, or over a trace."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from attrs import define, field
+
+from effects.ids import RequestId
+from effects.ports import MAX_RECENT_SHOWN, Stage
+from effects.residency import LoadModel, UnloadModel
+from engine.core.event_loop import Envelope
+from states import request_states
+from states.world import Output, World
+
+STAGES: Mapping[type[request_states.State], Stage] = {
+    request_states.Waiting: "Waiting",
+    request_states.LookingUp: "LookingUp",
+    request_states.Restoring: "Restoring",
+    request_states.Fetching: "Fetching",
+    request_states.Compressing: "Compressing",
+    request_states.Releasing: "Releasing",
+    request_states.Unparking: "Unparking",
+    request_states.Prefilling: "Prefilling",
+    request_states.Speculating: "Speculating",
+    request_states.Snapshotting: "Snapshotting",
+    request_states.Parking: "Parking",
+    request_states.Draining: "Draining",
+    request_states.Recovering: "Recovering",
+    request_states.Yielding: "Yielding",
+}
+"""What is told of each state that a request can be seen in; `New` and `Done` are left within the fold."""
+BEHIND: Mapping[type[request_states.State], tuple[LoadModel | UnloadModel, Stage]] = {
+    request_states.Fetching: (LoadModel("drafter"), "Compressing"),
+    request_states.Releasing: (UnloadModel("drafter"), "Prefilling"),
+    request_states.Unparking: (LoadModel("draft"), "Prefilling"),
+}
+"""States in which weights are to be moved: the move, and what it is for."""
+
+
+def stage_of(state: request_states.State, world: World) -> Stage:
+    """Return the stage that is told of a request in this state.
+
+    A move of weights waits for its lane as other work does, and often there is nothing to move. Until the lane carries
+    such a move out, the request waits for the work behind it, and that is what is told.
+    """
+    if type(state) not in BEHIND:
+        return STAGES[type(state)]
+    move, behind = BEHIND[type(state)]
+    running = [ask.effect for lane in world.lanes.values() for ask in lane.running]
+    if any(type(one) is type(move) and one.name == move.name for one in running):
+        return STAGES[type(state)]
+    if isinstance(state, request_states.Unparking) and state.slot_lease.valid_rows >= state.prompt.prefill_rows:
+        return "Speculating"
+    return behind
+
+
+@define
+class RequestMeter:
+    """Measures stages. `stages_ms` is shown in a response. stage: is called with the name and seconds of each stage
+    that ends.
+    """
+
+    stage: Callable[[Stage, float], None] | None = None  # hears (stage, seconds)
+    _current_stage: dict[RequestId, tuple[Stage, int]] = field(factory=dict[RequestId, tuple[Stage, int]])
+    _spent: dict[RequestId, dict[Stage, int]] = field(factory=dict[RequestId, dict[Stage, int]])
+    _closed_requests: deque[RequestId] = field(factory=deque[RequestId])  # whose stream has closed; the last of them
+    _now_ns: int = 0
+
+    def observe(self, envelope: Envelope, _: tuple[Output, ...], before: World, after: World) -> None:
+        """Note the stage of every request after an event.
+
+        An event of one request moves others too: one that gets the slot that became free, or one that only waited for a
+        model.
+        """
+        self._now_ns = envelope.at_ns
+        for request, state in after.requests.items():
+            if before.requests.get(request) is not state or type(state) in BEHIND:
+                self.enter_stage(request, stage_of(state, after))
+        for request in before.requests:
+            if request not in after.requests:
+                self.enter_stage(request, None)
+
+    def enter_stage(self, request: RequestId, stage: Stage | None) -> None:
+        """End the current stage of a request and begin another. stage: None when the request has left the world."""
+        was, since = self._current_stage.get(request, (None, self._now_ns))
+        if was == stage:
+            return
+        if was is None:
+            self._spent[request] = {}
+        else:
+            if (spent := self._spent.get(request)) is not None:
+                spent[was] = spent.get(was, 0) + self._now_ns - since
+            if self.stage is not None:
+                self.stage(was, (self._now_ns - since) / 1e9)
+        if stage is not None:
+            self._current_stage[request] = (stage, self._now_ns)
+        else:
+            self._current_stage.pop(request, None)
+
+    def close_stream(self, request: RequestId) -> Mapping[Stage, float]:
+        """Return the milliseconds in each stage so far, when the stream of a request closes.
+
+        What the request does after that is still measured.
+        """
+        self._closed_requests.append(request)
+        if len(self._closed_requests) > MAX_RECENT_SHOWN:
+            self._spent.pop(self._closed_requests.popleft(), None)
+        # what follows has only just begun
+        return {stage: spent for stage, spent in self.stages_ms(request).items() if spent}
+
+    def stages_ms(self, request: RequestId, now_ns: int | None = None) -> Mapping[Stage, float]:
+        """Return the milliseconds in each stage so far, for requests whose stream is open and for the last that have
+        closed.
+
+        now_ns: by the clock that stamps events; None means the time of the last event.
+        """
+        spent = dict(self._spent.get(request, {}))
+        if request in self._current_stage:
+            stage, since = self._current_stage[request]
+            now = self._now_ns if now_ns is None else now_ns
+            spent[stage] = spent.get(stage, 0) + now - since
+        return {stage: round(ns / 1e6, 3) for stage, ns in spent.items()}

@@ -1,0 +1,220 @@
+"""Submissions: the engine takes jobs here, gives each an id and a stream, and puts answers into the stream."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+import anyio
+from attrs import define, evolve, field
+
+from effects.ids import RequestId
+from effects.job import Job, Report
+from effects.ports import Activity, CancelReason, Closed, Divergence, JobAcceptance, Message, Status
+from effects.scope import parse_scope
+from effects.stream import CloseStream, EmitTokens, ReportProgress
+from engine.core.cache_misses import explain_miss
+from engine.core.event_loop import EventLoop
+from engine.core.prefill_log import PrefillLog
+from engine.core.request_meter import RequestMeter, stage_of
+from engine.core.status import RequestHistory, kv_pages, list_running, show_rates, slot_status
+from states import residency
+from states.events import Cancelled, ForRequest, Submitted
+
+log = logging.getLogger("rekindle")
+
+
+@define
+class EngineTicket:
+    """The stream of one request. It cannot overflow: it holds one message a token, one a chunk, and the
+    last, at most.
+    """
+
+    request: RequestId
+    _cancel: Callable[[RequestId, CancelReason], None]
+    _messages: deque[Message] = field(factory=deque[Message])
+    _told: Callable[[], object] = lambda: None
+    _cancelled: bool = False
+    _closed: bool = False
+    _done: int = 0  # prompt tokens that the client was told are in place
+    _answering: bool = False
+
+    def put(self, message: Message) -> None:
+        assert not self._closed, "the stream is closed already"
+        if isinstance(message, ReportProgress):
+            if self._answering or message.done < self._done:
+                return  # of a prompt that is computed again, behind the client's back
+            self._done = message.done
+        self._answering = self._answering or isinstance(message, EmitTokens)
+        self._closed = isinstance(message, Closed)
+        self._messages.append(message)
+        self._told()
+
+    def next_message(self) -> Message | None:
+        return self._messages.popleft() if self._messages else None
+
+    def set_listener(self, listener: Callable[[], object]) -> None:
+        self._told = listener
+
+    async def __aiter__(self) -> AsyncIterator[Message]:
+        while True:
+            while (message := self.next_message()) is not None:
+                yield message
+                if isinstance(message, Closed):
+                    return
+            news = anyio.Event()
+            self.set_listener(news.set)
+            await news.wait()
+
+    def cancel(self, reason: CancelReason) -> None:
+        if not (self._cancelled or self._closed):
+            self._cancelled = True
+            self._cancel(self.request, reason)
+
+
+@define
+class Submissions:
+    """Takes jobs, and has the streams of live requests.
+
+    `event_loop.limit` bounds the live requests, so that the inbox is bounded too. facts: what never changes: numerics,
+    model, settings. live: returns what does: memory, the cache. on_closed: is called with the last message of every
+    stream. find_divergence: returns where a prompt left what is kept; asked once, when its request ends.
+    """
+
+    event_loop: EventLoop
+    meter: RequestMeter
+    facts: Mapping[str, Any]  # what never changes: numerics, model, settings
+    live: Callable[[], Mapping[str, Any]]  # what does: memory, the cache
+    on_closed: Callable[[Closed], None]
+    find_divergence: Callable[
+        [RequestId, Report], Divergence | None
+    ]  # where a prompt left what is kept; asked once, at its end
+    history: RequestHistory = field(factory=RequestHistory)
+    prefill_log: PrefillLog = field(factory=PrefillLog)
+    _tickets: dict[RequestId, EngineTicket] = field(factory=dict[RequestId, EngineTicket])
+    _last_id: int = 0
+    _is_draining: bool = False
+
+    def submit(self, job: Job) -> EngineTicket:
+        """Take a job and return its stream. A job that is refused has its last message in the stream already."""
+        self._last_id += 1
+        ticket = EngineTicket(RequestId(self._last_id), self.cancel)
+        if self._is_draining:
+            ticket.put(Closed("shutdown", Report(len(job.prompt)), "the server is shutting down", {}))
+        elif len(self._tickets) >= self.event_loop.limit:
+            ticket.put(Closed("queue_full", Report(len(job.prompt)), "too many requests at once", {}))
+        else:
+            self._tickets[ticket.request] = ticket
+            self.event_loop.post(ForRequest(ticket.request, Submitted(job)))
+        return ticket
+
+    def cancel(self, request: RequestId, reason: CancelReason) -> None:
+        if request in self._tickets:
+            self.event_loop.post(ForRequest(request, Cancelled(reason)))
+
+    def emit(self, request: RequestId, effect: EmitTokens | ReportProgress) -> None:
+        if isinstance(effect, ReportProgress):
+            self.prefill_log.log_progress(request, effect)
+        self._tickets[request].put(effect)
+
+    def close_stream(self, request: RequestId, effect: CloseStream) -> None:
+        """Put the last message into a request's stream, with its report, and log what was restored."""
+        self.prefill_log.forget(request)
+        diverged = self.find_divergence(request, effect.report)
+        miss = explain_miss(effect.report, diverged, self.event_loop.world.settings)
+        report = evolve(effect.report, miss=miss)
+        closed = Closed(effect.finish, report, effect.detail, self.meter.close_stream(request), diverged)
+        if report.cache.scope:
+            log.info("request %d: %s", request, describe_cache_use(report, self.live()), extra={"request": request})
+        self._tickets.pop(request).put(closed)
+        self.history.add_closed(request, closed)
+        self.on_closed(closed)
+
+    @property
+    def _is_queue_full(self) -> bool:
+        slots = self.event_loop.world.slots
+        most = self.event_loop.world.settings.max_queue
+        return len(slots.waiting) >= most and all(slot.holder is not None for slot in slots.slots)
+
+    def get_acceptance(self) -> JobAcceptance:
+        return "draining" if self._is_draining else "queue_full" if self._is_queue_full else "ready"
+
+    def status(self) -> Status:
+        """Return the status that every door returns, with all that this engine reports."""
+        world = self.event_loop.world
+        live = self.live()
+        slots = world.slots.slots
+        return Status(
+            state="draining" if self._is_draining else "ready",
+            slots=tuple(slot_status(number, slot, world) for number, slot in enumerate(slots)),
+            slots_busy=sum(slot.holder is not None for slot in slots),
+            queue=len(world.slots.waiting),
+            queue_full=self._is_queue_full,
+            troubles=live.get("troubles", {}),
+            outages=live.get("outages", {}),
+            props={
+                **self.facts,
+                **live,
+                "kv_pages": kv_pages(world),
+                "rates_ns": show_rates(world.rates),
+                "runtime": {
+                    "draft_residency": residency.describe_residency(
+                        world.models, world.settings, count_model_bytes(live)
+                    )
+                },
+                "requests": dict(Counter(stage_of(state, world) for state in world.requests.values())),
+            },
+        )
+
+    def activity(self) -> Activity:
+        world = self.event_loop.world
+        now_ns = self.event_loop.clock_ns()
+        recent = self.history.recent(self.meter, now_ns)
+        return Activity(list_running(world, self.meter, now_ns), recent, self.history.totals(world))
+
+    async def drain(self, grace_s: float) -> bool:
+        """Refuse new requests, give the others `grace_s` seconds to end, then cancel them.
+
+        Returns True if no request was cancelled.
+        """
+        self._is_draining = True
+        with anyio.move_on_after(grace_s):
+            await self.wait_until_empty()
+        cut = list(self._tickets)
+        for request in cut:
+            self.cancel(request, "shutdown")
+        await self.wait_until_empty()
+        return not cut
+
+    async def wait_until_empty(self) -> None:
+        """Wait until no request is live and every stream is closed."""
+        while self.event_loop.world.requests or self._tickets:  # noqa: ASYNC110 - at the very end; an event would cost all
+            await anyio.sleep(0.01)
+
+
+def count_model_bytes(live: Mapping[str, Any]) -> Mapping[str, tuple[int, int]]:
+    """Return the bytes of each model's weights, on its device and in host memory, as the memory ledger counts them."""
+    models: Mapping[str, Mapping[str, int]] = live.get("memory", {}).get("models", {})
+    return {name: (places["device"], places["host"]) for name, places in models.items()}
+
+
+def describe_cache_use(report: Report, live: Mapping[str, Any]) -> str:
+    """Return for the log what was kept of a request, under which policy, and what of it was restored, by shard."""
+    scope = parse_scope(report.cache.scope)
+    recent = live.get("full_cache", {}).get("recent", 0)
+    window = f" window={scope.count} recent={recent}" if scope.kind == "auto" else ""
+    came = f"{report.restored_tokens} of {report.prompt_tokens} prompt tokens restored ({report.tier})"
+    return f"{report.cache}{window}; {came}{report.miss and ', '}{report.miss}{describe_adoption(report, live)}"
+
+
+def describe_adoption(report: Report, live: Mapping[str, Any]) -> str:
+    """Return which shards took the restored rows. Each takes those of its own layers, in whichever process it is."""
+    shards = live.get("memory", {}).get("shards", ()) if report.restored_tokens else ()
+    each = [
+        f"{first}-{stop - 1}@{one['device']} {'remote' if one['remote'] else 'local'}={report.restored_tokens}"
+        for one in shards
+        for first, stop in (one["layers"],)
+    ]
+    return f"; adopted by {', '.join(each)}" if each else ""

@@ -1,0 +1,60 @@
+"""Connect a loaded draft with its executor, and offload it while no request needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from adapters.device.device_events import DeviceEventPort, DraftProcessChanged
+from adapters.device.speculation.drafting import Drafting, DraftProposer
+from adapters.device.speculation.proposer import DraftModel
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.kernels.interface import Kernels
+from adapters.models.open_checkpoint import Checkpoint
+from adapters.remote.client.attach_remote_draft import RemoteDrafting
+from adapters.remote.client.remote_draft import RemoteDraft
+from effects.ids import RequestId
+from engine.loading.load_draft import FoundDraft, placed_draft
+from engine.settings import start_progress
+from engine.settings.options import Options
+from states.residency import make_unload
+from states.settings import Settings
+
+
+def sent_away(drafting: DraftProposer[DraftModel] | None, settings: Settings) -> None:
+    """Offload the draft, since no request needs it yet."""
+    if drafting is not None and settings.residency.draft != "keep":
+        drafting.offload(RequestId(0), make_unload(settings.residency, "draft"))
+
+
+def beside_last(kernels: Sequence[Kernels | None]) -> Kernels:
+    """Return the kernels for the last layers, which are in this process wherever the layers are."""
+    last = kernels[-1]
+    assert last is not None
+    return last
+
+
+def add_draft(
+    found: FoundDraft | None,
+    options: Options,
+    checkpoint: Checkpoint,
+    shard: Pipeline,
+    *,
+    events: DeviceEventPort,
+    step: start_progress.StepListener,
+    **placing: Any,
+) -> DraftProposer[Any] | None:
+    """Return the draft that was found, ready for an executor. placing: of `placed_draft`.
+
+    events: where a draft in another process reports that this process is gone, or there again.
+    """
+    if found is None:
+        return None
+    step(start_progress.DRAFT)
+    draft = placed_draft(found, options, checkpoint, shard, **placing)
+    if isinstance(draft, RemoteDraft):
+        drafting: DraftProposer[Any] = RemoteDrafting(draft, shard.buckets)
+        draft.told(lambda is_there: events.report(DraftProcessChanged(is_there)))
+    else:
+        drafting = Drafting(draft, shard.buckets, options.speculation.ddtree_budget)
+    return drafting

@@ -1,0 +1,92 @@
+"""A model loads on its device thread while the start does other things. What is timed waits until those are done."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+
+import anyio.to_thread
+import torch
+from attrs import field, frozen
+
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.device.lane.lane import DeviceLane
+from engine.loading.device_survey import choose_devices
+from engine.loading.load_draft import choose_draft_device
+from engine.loading.load_target import Target, load_on_lane
+from engine.settings import start_progress
+from engine.settings.options import Options
+from engine.settings.user_error import UserError, build_memory_error
+
+
+@frozen(eq=False)
+class BackgroundLoad:
+    """A target that is being loaded on its lane.
+
+    result: the target, or what kept it from being loaded. measuring_allowed: set when the rest of the start is done, so
+    that nothing disturbs measurements. cancelled: set when nobody waits for the target any more.
+    """
+
+    lane: DeviceLane
+    result: Future[Target] = field(factory=Future[Target])
+    measuring_allowed: threading.Event = field(factory=threading.Event)
+    cancelled: threading.Event = field(factory=threading.Event)
+
+    async def wait_for_target(self) -> Target:
+        """Return the target when it is loaded. Raises UserError with one line for whatever keeps it from
+        being served.
+        """
+        self.measuring_allowed.set()
+        try:
+            return await anyio.to_thread.run_sync(self.result.result)
+        except CheckpointError as error:
+            self.lane.close()
+            raise UserError(str(error)) from error
+        except torch.OutOfMemoryError as error:
+            self.lane.close()
+            devices = ", ".join(map(str, self.lane.devices))
+            raise build_memory_error("the model", devices, "fewer --slots or a smaller --max-ctx", error) from error
+        except BaseException:
+            self.lane.close()
+            raise
+
+    def cancel(self) -> bool:
+        """End the load with its current step. Returns False if that step takes longer than 10 s."""
+        self.cancelled.set()
+        self.measuring_allowed.set()
+        return self.lane.close()
+
+
+class LoadCancelled(Exception):
+    """The load was cancelled: nobody waits for the target."""
+
+
+def begin_load(
+    options: Options, step: start_progress.StepListener = start_progress.ignore_step, only: str | None = None
+) -> BackgroundLoad:
+    """Begin to load a target on its lane.
+
+    only: the identity that is wanted. If the target has another one, Mismatched is raised before shards are built.
+    """
+    *others, last = choose_devices(options.placement)
+    beginning = BackgroundLoad(DeviceLane(last, (*others, choose_draft_device(options.speculation, last))))
+
+    def next_step(step_: str, done: int = 0, total: int = 0) -> None:
+        if step_ in start_progress.TIMED and not total:
+            beginning.measuring_allowed.wait()
+        if beginning.cancelled.is_set():
+            raise LoadCancelled
+        step(step_, done, total)
+
+    def load() -> None:
+        beginning.result.set_result(load_on_lane(options, beginning.lane, next_step, only))
+
+    beginning.lane.post(load, beginning.result.set_exception)
+    return beginning
+
+
+async def load_target(
+    options: Options, step: start_progress.StepListener = start_progress.ignore_step, only: str | None = None
+) -> Target:
+    """Load a target and wait for it, for callers that have nothing else to do meanwhile."""
+    return await begin_load(options, step, only).wait_for_target()

@@ -1,0 +1,63 @@
+"""The executor of a loaded target: complete, with its draft, its scoring model, its store and its prompt lane."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attrs import evolve
+
+from adapters.device.executor import DeviceExecutor
+from adapters.device.executor_parts import ExecutorParts, Handler
+from adapters.device.lane.lane import DeviceLane
+from adapters.device.speculation.drafting import DraftProposer
+from adapters.transfer.transfer import Transfer
+from effects.all import Outcome
+from effects.ids import ModelName, RequestId
+from effects.pflash import CompressPrompt
+from effects.residency import LoadModel, UnloadModel
+from engine.loading.load_scorer import Drafter
+from states.settings import Settings
+
+
+def build_executor(
+    parts: ExecutorParts,
+    settings: Settings,
+    *,
+    drafting: DraftProposer[Any] | None,
+    drafter: Drafter | None,
+    transfer: Transfer | None,
+) -> DeviceExecutor:
+    """Return the executor that serves. parts: what is known before the scoring model and the store are there.
+
+    Grammars are not known yet, since the text is read meanwhile. `engine.serving.serve` makes an executor with them.
+    """
+    whole = evolve(
+        parts,
+        handlers=model_handlers(drafting, drafter),
+        prompt_lane=DeviceLane(parts.lane.device, purpose="prompts") if settings.beside_rows else None,
+        keep_state=None if transfer is None else transfer.saver.save_checkpoint,
+    )
+    return DeviceExecutor(whole)
+
+
+def model_handlers(drafting: DraftProposer[Any] | None, drafter: Drafter | None) -> dict[type, Handler]:
+    """Return what carries out the effects on other models than the target, where these are on the target's lane."""
+    # By model: what brings it in, and what sends it away.
+    movers: dict[ModelName, tuple[Handler, Handler]] = {}
+    handlers: dict[type, Handler] = {}
+    if drafting is not None:
+        movers["draft"] = (drafting.load_back, drafting.offload)
+    if drafter is not None and drafter.beside is None:
+        movers["drafter"] = (drafter.compressor.load, drafter.compressor.unload)
+        handlers[CompressPrompt] = drafter.compressor.compress
+
+    def load(request: RequestId, effect: LoadModel) -> Outcome:
+        return movers[effect.name][0](request, effect)
+
+    def unload(request: RequestId, effect: UnloadModel) -> Outcome:
+        return movers[effect.name][1](request, effect)
+
+    if movers:
+        handlers[LoadModel] = load
+        handlers[UnloadModel] = unload
+    return handlers

@@ -1,0 +1,264 @@
+"""How long chunks and decode steps take on this machine: measured at start, or kept from an earlier one.
+
+The scheduler decides by these rates until it has seen better ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence, Set
+from hashlib import blake2b
+from itertools import chain
+
+import torch
+from attrs import evolve
+
+from adapters.device.executor import DeviceExecutor
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.shard import Shard
+from adapters.models.kernels.interface import NARROW
+from adapters.models.kernels.step import Segment, Step
+from effects.all import EffectRequest, Outcome
+from effects.decode import Decoded, RunDecode
+from effects.ids import DeviceFailed, RequestId, SlotId
+from effects.job import Sampling
+from effects.prefill import OpenSlot, RunPrefill
+from engine.loading.device_survey import Placement
+from engine.settings.calibration_cache import CalibrationCache, are_similar
+from states import launch_prices
+from states.rates import FIRST_SPAN, Rates
+
+BUDGET_NS = 1_600_000_000  # for all decode steps: a slow model is measured once
+STEADY = 8  # they fall, if one is less by more than that part
+PASSES = 4
+IN_A_ROW = 4  # steps
+STRIDE = 7919  # between the tokens that are tried
+CONTEXT = 64  # rows before a measured decode step
+VERSION = 4  # of what is kept
+MOST_NS = 10**11
+TRIES = 2  # to find that what was kept still holds: something may have been in the way of the first
+BUSY = 4  # times as long, and others use the machine: they would be in the way of measuring all of it again, too
+FAR = {"cpu": 2048, "cuda": 16384}  # chunks are measured at 0 and up to here; beyond, time grows as it does between
+
+MIXED_ROWS = 64  # on a CPU, where a row takes about as long in any forward: streams wait for a quarter of a chunk
+
+
+def choose_mixed_rows(devices: Set[str]) -> int:
+    """Return how many prompt rows a forward may have beside decode steps. 0: none.
+
+    devices: the kinds of device that have layers. It is 0 with a GPU: there both can run at once
+    (`choose_concurrent_rows`), or they take turns.
+    """
+    return MIXED_ROWS if devices == {"cpu"} else 0
+
+
+def choose_concurrent_rows(plan: Sequence[Placement], shard: Shard, buckets: Sequence[int], *, drafted: bool) -> int:
+    """Return the number of rows above which a prefill runs beside decode steps. 0: no prefill does.
+
+    That needs one GPU of this process that has the whole model, without a draft and without recurrent state. buckets:
+    those that were proven. Without the bucket of that many rows, narrower forwards would run with the buffers of wider
+    ones; without a wider bucket no prefill is that wide.
+    """
+    here = len(plan) == 1 and plan[0].is_local and plan[0].device.type == "cuda" and NARROW in buckets[:-1]
+    return NARROW if here and shard.runs_ahead and not drafted and not shard.state_specs else 0
+
+
+def choose_prefill_span(shard: Pipeline, *, concurrent: bool) -> int:
+    """Return the number of chunks that one prefill effect may span.
+
+    On devices that are only launched ahead, a span is used beside decode steps or not at all: nothing would make such a
+    launch give way on their lane.
+    """
+    return shard.span if concurrent or not shard.ahead else 1
+
+
+def load_or_measure_rates(
+    kept: CalibrationCache,
+    key: str,
+    executor: DeviceExecutor,
+    shard: Shard,
+    *,
+    chunk: int,
+    context: int,
+    widths: Sequence[int],
+) -> Rates:
+    """Return the rates that an earlier start kept, if they still hold, or measure them.
+
+    They hold if a chunk and the two plainest decode steps still take about as long. If those are quicker now, something
+    disturbed the earlier start, and the quicker times replace the earlier ones.
+    """
+    before = kept.recall(key, from_json)
+    rows = min(chunk, context)
+    for _ in range(TRIES):
+        if before is None:
+            break
+        near = time_call(lambda: run_chunk(shard, 0, rows, chunk)) // rows
+        now = Rates((near,), decode=measure_decode(executor, shard, context, widths[:2], passes=2))
+        if do_rates_agree(before, now):
+            if (better := take_quicker_steps(before, now)) != before:
+                kept.remember(key, to_json(better))
+            return better
+    found = measure_rates(executor, shard, chunk=chunk, context=context, widths=widths)
+    kept.remember(key, to_json(found))
+    return found
+
+
+def build_rates_key(*facts: object) -> str:
+    """Return the key under which rates are kept: 32 hex digits over what they depend on. facts: the identity among
+    them.
+    """
+    parts = (VERSION, torch.get_num_threads(), os.cpu_count(), *facts)
+    return blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+
+
+def do_rates_agree(before: Rates, now: Rates) -> bool:
+    """Return whether a few rates, measured again, are about as they were before."""
+    steps = {tuple(key): ns for *key, ns, _ in before.decode}
+    near = are_similar(now.prefill[0], before.prefill[0], BUSY) if before.prefill else False
+    return near and all(are_similar(ns, steps.get(tuple(key), 0), BUSY) for *key, ns, _ in now.decode)
+
+
+def take_quicker_steps(before: Rates, now: Rates) -> Rates:
+    """Return the earlier rates with the decode steps of `now` that took less. The times of mixed steps are kept."""
+    found = {(span, members, rows): (ns, beside) for span, members, rows, ns, beside in before.decode}
+    plain = 0
+    for span, members, rows, ns, beside in now.decode:  # the plain one comes first
+        if ns < found[span, members, rows][0]:
+            found[span, members, rows] = ns, beside and plain
+        plain = plain or found[span, members, rows][0]
+    return evolve(before, decode=tuple((*key, ns, beside) for key, (ns, beside) in found.items()))
+
+
+def to_json(rates: Rates) -> str:
+    """Return rates as JSON for the calibration cache."""
+    return json.dumps({"version": VERSION, "prefill": rates.prefill, "decode": rates.decode})
+
+
+def from_json(text: str) -> Rates:
+    """Read what `to_json` wrote. Raises ValueError for anything else."""
+    value = json.loads(text)
+    match value:
+        case {"version": number, "prefill": [*prefill], "decode": [*decode], **more} if number == VERSION and not more:
+            lists = [prefill, *decode]
+        case _:
+            raise ValueError("not what this version keeps of times")
+    if not all(isinstance(each, list) and all(type(ns) is int and 0 <= ns <= MOST_NS for ns in each) for each in lists):
+        raise ValueError("a time that cannot be")
+    return Rates(
+        prefill=tuple(prefill),
+        decode=tuple((span, members, rows, ns, plain) for span, members, rows, ns, plain in decode),
+    )
+
+
+def measure_rates(executor: DeviceExecutor, shard: Shard, *, chunk: int, context: int, widths: Sequence[int]) -> Rates:
+    """Measure chunks and decode steps, on the lane, before any request is served.
+
+    context: the rows that a slot may come to have. widths: numbers of proposals, ascending.
+    """
+    return Rates(
+        prefill=measure_prefill(shard, chunk, context), decode=measure_decode(executor, shard, context, widths)
+    )
+
+
+def measure_prefill(shard: Shard, chunk: int, context: int) -> tuple[int, ...]:
+    """Return nanoseconds per token by position, as `Rates.prefill` has them. Two chunks are measured, with a straight
+    line between them.
+    """
+    rows = min(chunk, context)
+    far = (min(context, FAR[shard.device.type]) - rows) // shard.state_block * shard.state_block
+    near_ns = time_quickest(lambda: run_chunk(shard, 0, rows, chunk))
+    slope = max(0.0, time_quickest(lambda: run_chunk(shard, far, rows, chunk)) - near_ns) / far if far else 0.0
+    found = list[int]()
+    start = 0
+    stop = FIRST_SPAN
+    while start < context:
+        middle = (start + min(stop, context)) / 2
+        found.append(max(1, round((near_ns + slope * max(0.0, middle - rows / 2)) / rows)))
+        start = stop
+        stop = stop * 2
+    return tuple(found)
+
+
+def run_chunk(shard: Shard, start: int, rows: int, chunk: int) -> None:
+    """Compute one chunk of so many rows at `start` and wait for it."""
+    step = Step((Segment(0, start, rows),), chunk, rows_only=True)
+    if start and shard.state_specs:
+        shard.import_state(0, shard.export_state(0))  # any will do, and goes on from wherever a chunk starts
+    shard.forward(step, torch.tensor(make_tokens(shard, rows)))
+    shard.synchronize()
+
+
+def make_tokens(shard: Shard, count: int) -> list[int]:
+    """Return tokens that differ from each other: rows of one repeated token would be unlike any that are kept."""
+    return [number * STRIDE % shard.vocab_size for number in range(count)]
+
+
+def time_quickest(work: Callable[[], None]) -> int:
+    """Return the nanoseconds of the quicker one of two calls."""
+    return min(time_call(work) for _ in range(2))
+
+
+def time_call(work: Callable[[], None]) -> int:
+    """Return the nanoseconds of a call."""
+    start = time.perf_counter_ns()
+    work()
+    return time.perf_counter_ns() - start
+
+
+def measure_decode(
+    executor: DeviceExecutor, shard: Shard, context: int, widths: Sequence[int], passes: int = PASSES
+) -> launch_prices.DecodeTimes:
+    """Measure the launches of one request, its draft included, as `Rates.decode` has them.
+
+    Widths take turns, so that a disturbance costs one time of each width and not all of one; the quickest counts. Some
+    launches of a width follow each other as they do when requests are served: the device goes on alone, and each takes
+    less time. The first may warm up, and lets the draft catch up.
+    """
+    slot = SlotId(0)
+    known = min(CONTEXT, context // 2)
+    started = time.perf_counter_ns()
+    tokens = make_tokens(shard, known)
+    # of each launch the outcomes before it
+    rounds = list[dict[int, int]]()
+    begun = list[int]()
+
+    def following(outcomes: Sequence[Outcome]) -> EffectRequest | None:
+        if not outcomes:
+            return EffectRequest(RequestId(0), RunPrefill(slot, 0, known - 1))
+        if isinstance(outcomes[-1], DeviceFailed):
+            return None
+        new = outcomes[begun[-1] :] if begun else ()
+        tokens.extend(chain.from_iterable(done.tokens for done in new if isinstance(done, Decoded)))
+        if begun and len(begun) % len(widths) == 0:
+            rounds.append(least(outcomes[begun[-len(widths)] :]))
+            if enough(rounds, time.perf_counter_ns() - started, passes // 2):
+                return None
+        width = widths[len(begun) % len(widths)]
+        begun.append(len(outcomes))
+        return EffectRequest(RequestId(0), RunDecode(slot, len(tokens) - 1, tokens[-1], width, steps=IN_A_ROW))
+
+    if known < 2:
+        return ()
+    outcomes = executor.rehearse(OpenSlot(slot, slot, 0, tuple(tokens), Sampling()), following)
+    found = least(outcomes)
+    shapes = {launch_prices.Shape(0, 1, 1 + width if width else 0).key: ns for width, ns in found.items()}
+    return tuple((*key, ns, found.get(0, 0) if key[2] else 0) for key, ns in sorted(shapes.items()))
+
+
+def least(outcomes: Sequence[Outcome]) -> dict[int, int]:
+    """The quickest launch with so many proposals."""
+    times: dict[int, int] = {}
+    for done in outcomes:
+        if isinstance(done, Decoded):
+            times[done.proposed] = min(done.ns, times.get(done.proposed, done.ns))
+    return dict(sorted(times.items()))
+
+
+def enough(rounds: Sequence[dict[int, int]], spent_ns: int, wanted: int) -> bool:
+    """Of `wanted` rounds at least, the last one brought nothing that is clearly quicker; or they take too long."""
+    *before, last = rounds
+    known = {width: min(one.get(width, ns) for one in before) for width, ns in last.items()} if before else last
+    falls = any(ns + ns // STEADY < known[width] for width, ns in last.items())
+    return spent_ns > BUDGET_NS or (len(rounds) >= wanted and not falls)

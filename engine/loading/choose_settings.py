@@ -1,0 +1,106 @@
+"""The settings that the engine starts with, from options, the loaded model and measured rates."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from adapters.device.executor import DeviceExecutor
+from adapters.device.executor_parts import ExecutorParts
+from adapters.device.speculation.proposer import DraftModel
+from adapters.models.decoder.pipeline import Pipeline
+from engine.loading.calibrate_compute import (
+    build_rates_key,
+    choose_concurrent_rows,
+    choose_mixed_rows,
+    choose_prefill_span,
+    load_or_measure_rates,
+)
+from engine.loading.device_survey import Placement, count_state_tokens
+from engine.loading.load_draft import (
+    BATCH_ROWS,
+    choose_proposal_widths,
+    count_most_proposals,
+    is_short_of_memory,
+)
+from engine.loading.load_scorer import FoundDrafter, cannot_stay
+from engine.loading.memory_estimate import shares_pages
+from engine.loading.plan_load import ProvenPlan
+from engine.loading.shard_peers import (
+    describe_placement,
+)
+from engine.settings.calibration_cache import CalibrationCache
+from engine.settings.options import Options
+from states.residency import resolve_residency
+from states.settings import Settings
+
+log = logging.getLogger("rekindle")
+
+
+def choose_settings(
+    options: Options,
+    parts: ExecutorParts,
+    shard: Pipeline,
+    draft: DraftModel | None,
+    scores: FoundDrafter | None = None,
+    *,
+    plan: Sequence[Placement],
+    proven: ProvenPlan,
+    kept: CalibrationCache,
+) -> Settings:
+    """Return the settings that the engine starts with, and measure their rates. They do not know of a store yet."""
+    fit, numerics = proven.fit, proven.numerics
+    has_draft, stateful = draft is not None, bool(shard.state_specs)
+    branches = draft is not None and draft.branches and not stateful
+    no_trees = options.speculation.ddtree and has_draft and not branches
+    if no_trees:
+        why = "each node of a tree would need a state of its own in this model's recurrent layers" if stateful else ""
+        log.warning("--ddtree: %s; chains are proposed", why or "a prediction head says one token after the other")
+    tree = options.speculation.ddtree_budget if options.speculation.ddtree and branches else 0
+    residency, message = resolve_residency(
+        options.speculation.residency_policy,
+        has_draft=has_draft,
+        has_prompt_scorer=scores is not None,
+        low_memory=is_short_of_memory(shard.device),
+        scorer_low_memory=scores is not None and cannot_stay(scores),
+    )
+    if message:
+        log.warning(message)
+    block, has_buckets = count_most_proposals(draft, shard), numerics.mode == "buckets"
+    concurrent_rows = choose_concurrent_rows(plan, shard, numerics.buckets, drafted=has_draft) if has_buckets else 0
+    shape: dict[str, Any] = {
+        "chunk": numerics.chunk,
+        "context": fit.context,
+        "widths": choose_proposal_widths(block, tree),
+    }
+    places = (
+        describe_placement(shard.parts) if draft is None else f"{describe_placement(shard.parts)},draft@{draft.place}"
+    )
+    places += "" if options.weights.device_expert_bytes is None else f",experts {options.weights.experts}"
+    times = build_rates_key(proven.identity, None if draft is None else draft.identity, places, shape)
+    return Settings(
+        slots=shard.slots,
+        max_context=fit.context,
+        pages=fit.pages,
+        shares_pages=bool(fit.pages) and not stateful and shares_pages(plan),
+        max_queue=options.http.max_queue,
+        chunk=numerics.chunk,
+        span=choose_prefill_span(shard, concurrent=bool(concurrent_rows)),
+        block_size=numerics.block_size,
+        keep_decoded=has_buckets,
+        batch_rows=min(BATCH_ROWS, numerics.batch_rows),
+        mixed_rows=choose_mixed_rows({one.compute_device.type for one in plan}) if has_buckets else 0,
+        beside_rows=concurrent_rows,
+        block=block,
+        tree=tree,
+        no_trees=no_trees,
+        residency=residency,
+        rates=load_or_measure_rates(kept, times, DeviceExecutor(parts), shard, **shape),
+        min_tokens=options.cache.kv_cache_min_tokens,
+        stateful=stateful,
+        state_places=shard.state_places,
+        state_tokens=count_state_tokens(shard),
+        interval=options.cache.kv_cache_interval,
+        cold_max=options.cache.kv_cache_cold_max,
+    )

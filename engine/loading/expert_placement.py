@@ -1,0 +1,78 @@
+"""`--experts`: how much device memory the experts get that host memory keeps, and which experts begin there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from attrs import evolve
+
+from adapters.models.decoder.family import ModelConfig
+from adapters.models.decoder.host_experts import RING, HostExperts
+from engine.loading.device_survey import Placement, host_memory
+from engine.settings.formatting import format_bytes
+from engine.settings.model_options import WeightOptions
+from engine.settings.user_error import UserError
+from states import experts
+from states.settings import Settings
+
+INNER = ".mlp.experts."
+
+
+def count_expert_weights(config: ModelConfig, layers: range | None = None) -> int:
+    """Return how many weights the experts of these layers have together. Shared experts do not count."""
+    shapes = config.tensors(layers)
+    return sum(math.prod(shape) for name, shape in shapes.items() if INNER in name and name.startswith("model."))
+
+
+def choose_expert_bytes(
+    weights: WeightOptions, config: ModelConfig, dtype: torch.dtype, plan: Sequence[Placement], left: int
+) -> int:
+    """Return the bytes of the device for experts. 0: host memory keeps no experts. Raises UserError.
+
+    It is what was asked for, or half of `left`, and no more than all experts take. left: bytes of the device that
+    nothing else takes.
+    """
+    if weights.device_expert_bytes is None:
+        return 0
+    asked = f"--experts {weights.experts}"
+    if config.experts is None:
+        raise UserError(f"{asked}: the model has no experts; accepted: device")
+    if len(plan) > 1 or not plan[0].is_local:
+        raise UserError(f"{asked}: accepted with one CUDA device of this process, and --target-devices names others")
+    if plan[0].device.type == "cpu":
+        raise UserError(f"{asked}: on a CPU experts are in host memory as it is; accepted: device, or a CUDA device")
+    whole = count_expert_weights(config) * dtype.itemsize
+    if whole > host_memory() * 3 // 4:
+        raise UserError(
+            f"{asked}: its experts take {format_bytes(whole)}, and three quarters of this machine's memory are less"
+        )
+    one = 3 * config.experts.inner * config.hidden_size * dtype.itemsize
+    given = weights.device_expert_bytes or left // 2
+    if given < one:
+        raise UserError(
+            f"{asked}: one expert takes {format_bytes(one)}, and there would be {format_bytes(max(0, given))} for them"
+        )
+    return min(given, whole + RING * one)
+
+
+def place_first_experts(hosted: HostExperts | None) -> None:
+    """Copy the experts to the device that the world has there at its beginning. Called on the lane."""
+    if hosted is not None:
+        hosted.place(enumerate(experts.make_residents(hosted.experts, hosted.places).places))
+
+
+def with_expert_counts(settings: Settings, hosted: HostExperts | None) -> Settings:
+    """Return the settings with the numbers of experts and of places for them."""
+    if hosted is None:
+        return settings
+    return evolve(settings, experts=hosted.experts, expert_places=hosted.places)
+
+
+def describe_expert_placement(hosted: HostExperts | None) -> str:
+    """Return what the start line says about experts in host memory."""
+    if hosted is None:
+        return ""
+    there = f"{hosted.places:,} of {hosted.experts:,} on the device"
+    return f"  experts=host ({format_bytes(hosted.host_bytes)}; {there}, {format_bytes(hosted.device_bytes)})"

@@ -1,0 +1,328 @@
+"""The draft of a target: found, checked and loaded."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from attrs import evolve, frozen
+
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.checkpoint.safetensors_folder import StoredTensor
+from adapters.device.speculation.proposer import DraftModel
+from adapters.models.decoder.dense_config import HEAD_ROWS
+from adapters.models.decoder.embedding_and_head import CopiedEnds
+from adapters.models.decoder.family import ModelConfig
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.pipelined_chunks import current
+from adapters.models.decoder.shard import TargetHead
+from adapters.models.drafts.cached_draft import CachedDraft
+from adapters.models.drafts.dflash.checkpoint import DraftCheckpoint
+from adapters.models.drafts.dflash.draft import DFlashDraft
+from adapters.models.drafts.dflash.projection import FeatureProjection
+from adapters.models.drafts.dflash.weights import products as block_products
+from adapters.models.drafts.draft_parts import DraftShape, Projection
+from adapters.models.drafts.mtp.checkpoint import HeadCheckpoint
+from adapters.models.drafts.mtp.draft import MtpDraft
+from adapters.models.drafts.mtp.projection import LastHidden
+from adapters.models.drafts.mtp.weights import head_products
+from adapters.models.kernels.interface import Kernels
+from adapters.models.kernels.product_list import Products, Weight
+from adapters.models.numerics.probe_result import Numerics, kept_under, plan_from_json, plan_to_json
+from adapters.models.open_checkpoint import Checkpoint
+from adapters.remote.client.peer import Peer
+from adapters.remote.client.remote_draft import RemoteDraft
+from adapters.remote.protocol.load_request import loading_draft
+from effects.ports import RowsLost
+from engine.loading.device_survey import Placement, build_kernels, choose_device
+from engine.settings.calibration_cache import CalibrationCache
+from engine.settings.model_options import SpeculationOptions
+from engine.settings.options import Options
+from engine.settings.paths import OWN, choose_draft_name
+from engine.settings.user_error import UserError, build_memory_error
+
+log = logging.getLogger("rekindle")
+
+WIDTHS = (3, 7, 15)  # proposals of the decode steps that are measured at start
+BATCH_ROWS = 64  # rows of one batched decode step at most
+FEWER = "fewer --slots, a smaller --max-ctx or --draft none"
+
+
+@frozen
+class FoundDraft:
+    """A draft that was asked for, checked against its target. name: as `--draft` has it. weights: how many it has."""
+
+    name: str
+    shape: DraftShape
+    weights: int
+    digest: str  # of these
+    products: Callable[..., Products]
+    build: Callable[..., CachedDraft[Any]]
+    projection: Callable[[Kernels, torch.device, torch.dtype], Projection]
+
+    @property
+    def digests(self) -> tuple[str, str]:
+        """Return digests of the weights and of the format of rows. Drafts with equal digests are the same draft."""
+        return self.digest, blake2b(repr(self.shape.row_facts()).encode(), digest_size=16).hexdigest()
+
+
+def find_draft(options: Options, target: Checkpoint) -> FoundDraft | None:
+    """Return the draft that was asked for, or that comes with a demo. Raises UserError if it cannot draft for this
+    target.
+    """
+    found = named_draft(choose_draft_name(options.speculation.draft, options.model.model), target)
+    if found is None and options.speculation.ddtree:
+        log.warning("--ddtree: there is no draft whose proposals could branch (--draft none)")
+    return found
+
+
+def named_draft(name: str, target: Checkpoint) -> FoundDraft | None:
+    """Return the draft of this name. Raises UserError."""
+    if name == "none":
+        return None
+    try:
+        return find_own_head(target) if name == OWN else find_dflash(Path(name), target.config)
+    except CheckpointError as error:
+        raise UserError(f"--draft {error}") from error
+
+
+def check_provable(found: FoundDraft | None, numerics: Numerics) -> FoundDraft | None:
+    """Return the draft, or None if its proposals could not be verified bit for bit with these numerics."""
+    if found is not None and numerics.mode != "buckets":
+        log.warning("no draft: its proposals could not be verified exactly, since row counts differ here")
+        return None
+    return found
+
+
+def find_dflash(folder: Path, target: ModelConfig) -> FoundDraft:
+    found = DraftCheckpoint.open(folder, target)
+    config = found.config
+    return FoundDraft(
+        str(folder),
+        config,
+        count_weights(found.tensors),
+        found.digest(),
+        partial(block_products, config),
+        partial(DFlashDraft, config, found),
+        partial(FeatureProjection, config, found),
+    )
+
+
+def find_own_head(target: Checkpoint) -> FoundDraft:
+    found = HeadCheckpoint.open(target)
+    config = found.config
+    return FoundDraft(
+        OWN,
+        config,
+        count_weights(found.tensors),
+        found.digest(),
+        partial(head_products, config),
+        partial(MtpDraft, config, found),
+        lambda *_: LastHidden(config.aux_layers[0]),
+    )
+
+
+def count_weights(tensors: Mapping[str, StoredTensor]) -> int:
+    return sum(math.prod(entry.shape) for entry in tensors.values())
+
+
+def choose_draft_device(speculation: SpeculationOptions, target: torch.device) -> torch.device:
+    """Return the device of the draft: the option's, or the device `target` of the last layers. Raises UserError."""
+    if not speculation.draft_device or speculation.remote_location is not None:
+        return target
+    found = choose_device(speculation.draft_device, "--draft-device")
+    return torch.device("cuda", found.index or 0) if found.type == "cuda" else torch.device("cpu")
+
+
+def build_draft_kernels(
+    found: FoundDraft,
+    config: ModelConfig,
+    shard: Pipeline,
+    kernels: Kernels,
+    *,
+    numerics: Numerics,
+    kept: CalibrationCache,
+    fast: bool,
+) -> Kernels:
+    """Of the kind of the target's, `kernels`. What the draft multiplies beyond its target's products is proven beside
+    them, so another draft changes no answer.
+
+    A draft whose products cannot be proven drafts all the same, but what it proposes after a restore may differ.
+    """
+    plan = numerics.plan
+    if plan is None:
+        return kernels.copy_for_shard()
+    target = config.products(plan.steps, capacity=shard.capacity, dtype=shard.dtype, threads=plan.threads[1])
+    listed = found.products(evolve(target, threads=plan.threads), capacity=shard.capacity, vocab=config.vocab_size)
+    key = kept_under(listed, kernels, shard.device, (str(shard.dtype), plan))
+    proven = kept.load_or_make(key, lambda: kernels.prove(listed, plan).plan, plan_to_json, plan_from_json)
+    return kernels.with_plan(evolve(proven, steps=()) if fast and proven is not None else proven)
+
+
+def plan_draft_placement(speculation: SpeculationOptions, target: torch.device, peer: Peer | None = None) -> Placement:
+    """Return where the draft goes. target: as in `choose_draft_device`. peer: the process that has it. Raises
+    UserError.
+    """
+    if peer is not None:
+        return Placement(range(0), torch.device("cpu"), peer)
+    return Placement(range(0), choose_draft_device(speculation, target))
+
+
+class TargetRoom(Protocol):
+    """The room of a target that its draft has as well, named as in `Shard`."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def slots(self) -> int: ...
+
+    @property
+    def capacity(self) -> int: ...
+
+    @property
+    def buckets(self) -> tuple[int, ...]: ...
+
+
+def build_own_kernels(
+    found: FoundDraft,
+    config: ModelConfig,
+    shard: TargetRoom,
+    device: torch.device,
+    *,
+    kept: CalibrationCache,
+    fast: bool,
+) -> Kernels:
+    """Return kernels for a device that has no layers of the target. All products of the draft are proven there, the
+    head too.
+    """
+    with current(device):
+        kernels, threads = build_kernels(device, shard.dtype), torch.get_num_threads()
+        target = config.products(shard.buckets, capacity=shard.capacity, dtype=shard.dtype, threads=threads)
+        own = found.products(target, capacity=shard.capacity, vocab=config.vocab_size)
+        head = Weight(config.vocab_size, config.hidden_size, most=HEAD_ROWS)
+        listed = evolve(own, weights=(*own.weights, head))
+        key = kept_under(listed, kernels, device, (str(shard.dtype), "apart"))
+        proven = kept.load_or_make(key, lambda: kernels.prove(listed).plan, plan_to_json, plan_from_json)
+        return kernels.with_plan(evolve(proven, steps=()) if fast and proven is not None else proven)
+
+
+def placed_draft(
+    found: FoundDraft,
+    options: Options,
+    checkpoint: Checkpoint,
+    shard: Pipeline,
+    *,
+    peer: Peer | None,
+    kernels: Kernels,
+    numerics: Numerics,
+    kept: CalibrationCache,
+) -> DraftModel:
+    """Where it was asked for. kernels: of the target's last layers. peer: of a process that has the draft. Raises
+    UserError.
+    """
+    if peer is not None:
+        beside = build_draft_kernels(
+            found,
+            checkpoint.config,
+            shard,
+            kernels,
+            numerics=numerics,
+            kept=kept,
+            fast=options.runtime.numerics == "fast",
+        )
+        return load_remote_draft(found, options, checkpoint, shard, peer, kernels=beside)
+    device, fast, config = (
+        choose_draft_device(options.speculation, shard.device),
+        options.runtime.numerics == "fast",
+        checkpoint.config,
+    )
+    if device == shard.device:
+        own = build_draft_kernels(found, config, shard, kernels, numerics=numerics, kept=kept, fast=fast)
+    else:
+        own = build_own_kernels(found, config, shard, device, kept=kept, fast=fast)
+    try:
+        return build_draft(found, shard, own, device, checkpoint, head=shard.head if device == shard.device else None)
+    except torch.OutOfMemoryError as error:
+        raise build_memory_error("the draft", f"{device} beside the model", FEWER, error) from error
+    except ValueError as error:
+        raise UserError(f"--draft {found.name}: {error}") from error
+
+
+def load_remote_draft(
+    found: FoundDraft,
+    options: Options,
+    checkpoint: Checkpoint,
+    shard: Pipeline,
+    peer: Peer,
+    *,
+    kernels: Kernels,
+) -> RemoteDraft:
+    """kernels: of what is projected beside the target."""
+    asked = loading_draft(
+        *(checkpoint.config, found.shape, shard.dtype),
+        slots=shard.slots,
+        capacity=shard.capacity,
+        buckets=shard.buckets,
+        bits=options.weights.quantized_bits,
+        nodes=options.speculation.ddtree_budget,
+        rows=BATCH_ROWS,
+        fast=options.runtime.numerics == "fast",
+    )
+    try:
+        projection = found.projection(kernels, shard.device, shard.dtype)
+        return RemoteDraft(peer, asked, found.shape, found.digests, projection)
+    except torch.OutOfMemoryError as error:
+        raise build_memory_error("the draft", peer.dial.name, FEWER, error) from error
+    except (ValueError, RowsLost) as error:
+        raise UserError(f"--draft-device {peer.dial.name}: {error}") from error
+
+
+def build_draft(
+    found: FoundDraft,
+    room: TargetRoom,
+    kernels: Kernels,
+    device: torch.device,
+    checkpoint: Checkpoint,
+    *,
+    head: TargetHead | None = None,
+) -> CachedDraft[Any]:
+    """head: of the target beside it, which it shares; None: it has copies."""
+
+    def copies() -> TargetHead:
+        return CopiedEnds(checkpoint.config, checkpoint, kernels, room.dtype, device).head
+
+    how: dict[str, Any] = {"slots": room.slots, "capacity": room.capacity, "buckets": room.buckets}
+    return found.build(kernels, copies if head is None else head, device=device, dtype=room.dtype, **how)
+
+
+def is_short_of_memory(device: torch.device, coming: int = 0) -> bool:
+    """Return whether less than a twentieth of the device's memory is left once everything is loaded. A CPU can page."""
+    if device.type != "cuda":
+        return False
+    free, total = torch.cuda.mem_get_info(device)
+    return (free - coming) * 20 < total
+
+
+def count_most_proposals(draft: DraftModel | None, shard: Pipeline) -> int:
+    """Of one decode step, at most. Where the model has positional state, what can be taken back is one block of it: the
+    token that is fed, and the proposals after it.
+    """
+    wanted = 0 if draft is None else draft.block - 1
+    most = min(wanted, shard.state_block - 1) if shard.state_specs else wanted
+    if most < wanted:
+        log.warning(
+            "the draft proposes %d tokens at once; %d can be taken back here, and no more are asked for", wanted, most
+        )
+    return most
+
+
+def choose_proposal_widths(block: int, tree: int) -> list[int]:
+    """Return the numbers of proposals whose decode steps are measured. block: most of a chain; tree: of a tree."""
+    return sorted({0, block, max(block, tree), *(width for width in WIDTHS if width < block)})

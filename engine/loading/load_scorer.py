@@ -1,0 +1,251 @@
+"""The prompt scorer (`--prefill-drafter`) of prompt compression: found, checked against its target, and loaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import define, evolve, frozen
+
+from adapters import demo
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.device.compression.score_prompt import Compressor, PromptScorerLane, build_token_marks, log_drop_failure
+from adapters.device.lane.lane import DeviceLane
+from adapters.http.edge_options import MAX_FROZEN_CONTEXTS
+from adapters.http.history.frozen_messages import FRESH_MESSAGES
+from adapters.models.decoder.dense_config import DenseConfig
+from adapters.models.decoder.scorer import Scorer
+from adapters.models.numerics.probe_result import Numerics
+from adapters.models.open_checkpoint import Checkpoint, resolve_dtype
+from adapters.remote.client.peer import Peer
+from adapters.remote.client.remote_scorer import RemoteScorer, loading_drafter
+from adapters.remote.protocol.messages import Prove
+from adapters.sequence_layout import dtype_name
+from adapters.text.tokenizer import Tokenizer
+from adapters.watched_thread import WatchedThread
+from effects.ids import LaneId, RequestId
+from effects.ports import RowsLost
+from engine.loading.device_survey import Placement, choose_chunk, choose_device, prove, read_boot_id
+from engine.loading.identity import compute_identity
+from engine.loading.load_draft import is_short_of_memory
+from engine.loading.memory_estimate import estimate_weights, measure_remote_free
+from engine.settings.calibration_cache import CalibrationCache
+from engine.settings.model_options import RuntimeOptions
+from engine.settings.options import Options
+from engine.settings.user_error import UserError
+from states.settings import Settings
+
+log = logging.getLogger("rekindle")
+
+BESIDE = LaneId(1)  # of a drafter on a device of its own
+CUDA_CHUNK = 4096  # rows at once on a GPU: so narrow a model is done with fewer before the host has asked for more
+
+
+@frozen
+class FoundDrafter:
+    """A drafter that was asked for, checked against its target. name: as `--prefill-drafter` has it."""
+
+    name: str
+    checkpoint: Checkpoint
+    device: torch.device  # of this process
+    limit: int
+    tokenizer: Tokenizer
+    peer: Peer | None = None  # of the process that it is in, where that is another one
+
+    @property
+    def place(self) -> str:
+        return str(self.device) if self.peer is None else self.peer.dial.name
+
+
+@define(eq=False)
+class Drafter:
+    """What the engine knows of it. beside: what works on its lane, if it has one of its own."""
+
+    found: FoundDrafter
+    compressor: Compressor
+    lane: DeviceLane
+    beside: PromptScorerLane | None = None
+    identity: str = ""  # of the model and the numerics that it scores with
+
+    @property
+    def threads(self) -> tuple[WatchedThread, ...]:
+        return () if self.beside is None else (self.beside.lane.thread,)
+
+    def memory(self) -> Mapping[str, int]:
+        device, host = self.compressor.weights_bytes
+        return {"weights": device, "host": host, "buffers": self.compressor.buffers}
+
+    def abandon(self, request: RequestId) -> None:
+        """Drop what was scored for a request, after what is in flight."""
+        if self.beside is not None:
+            self.beside.abandon(request)
+        elif not self.lane.closed:
+            self.lane.post(partial(self.compressor.forget, request), log_drop_failure)
+
+    def close(self) -> None:
+        if self.beside is not None:
+            self.beside.close()
+        if self.found.peer is not None:
+            self.found.peer.close()
+
+
+def drafter_folder(options: Options) -> Path:
+    """Or its GGUF file."""
+    return demo.FOLDERS.get(options.scorer_name) or Path(options.scorer_name)
+
+
+def find_drafter(
+    options: Options, folder: Path, target: torch.device, context: int, *, peer: Peer | None = None
+) -> FoundDrafter | None:
+    """folder: of the target. peer: of a drafter in another process. Raises UserError for one that cannot score its
+    prompts.
+    """
+    name = options.scorer_name
+    if not name:
+        return None
+    path = drafter_folder(options)
+    try:
+        checkpoint, tokenizer = Checkpoint.open(path), Tokenizer.load(path)
+        own = tokenizer if path == folder else Tokenizer.load(folder)
+    except CheckpointError as error:
+        raise UserError(f"--prefill-drafter {error}") from error
+    config = checkpoint.config
+    if not isinstance(config, DenseConfig):
+        family = checkpoint.family.model_type
+        raise UserError(f"--prefill-drafter {name}: {family} models cannot score; accepted: those of decoder layers")
+    check_tokenizer(name, tokenizer, own, config.vocab_size)
+    chosen = options.compression.prefill_drafter_device
+    device = torch.device("cpu")
+    if peer is None:
+        device = choose_device(chosen, "--prefill-drafter-device") if chosen else target
+    return FoundDrafter(name, checkpoint, device, min(config.max_positions, MAX_FROZEN_CONTEXTS * context), own, peer)
+
+
+def check_tokenizer(name: str, tokenizer: Tokenizer, own: Tokenizer, vocab: int) -> None:
+    """Raise UserError if the tokenizers differ: tokens are selected by id, so an id must be the same text in both."""
+    theirs, ours = (one.full.get_vocab(with_added_tokens=True) for one in (tokenizer, own))
+    if theirs != ours:
+        odd = min(theirs.items() ^ ours.items(), key=lambda item: (item[1], item[0]))
+        why = f"its tokenizer is another than the model's (token {odd[1]}: {odd[0]!r} is in one of them only)"
+        raise UserError(f"--prefill-drafter {name[:200]}: {why}; accepted: a model with the same one")
+    if own.size > vocab:
+        raise UserError(
+            f"--prefill-drafter {name[:200]}: its vocab_size is {vocab}, and tokens go up to {own.size - 1}"
+        )
+
+
+def add_drafter(
+    found: FoundDrafter | None,
+    options: Options,
+    lane: DeviceLane,
+    *,
+    settings: Settings,
+    kept: CalibrationCache,
+) -> tuple[Drafter | None, Settings]:
+    """At work, and what that means for decisions. Its weights are read when they are needed, unless they are to stay.
+
+    lane: the target's.
+    """
+    if found is None:
+        return None, settings
+    compressor, named = build(found, options, kept)
+    settings = load_if_kept(compressor, settings)
+    if found.peer is None and on(lane, found.device):
+        return Drafter(found, compressor, lane, identity=named), evolve(settings, drafter=found.limit)
+    beside = PromptScorerLane(compressor, DeviceLane(found.device))
+    settings = evolve(settings, drafter=found.limit, drafter_lane=BESIDE)
+    return Drafter(found, compressor, beside.lane, beside, named), settings
+
+
+def cannot_stay(found: FoundDrafter) -> bool:
+    """Return whether its device is short of memory once its weights are there. The target and the draft are loaded.
+
+    A device of another process says only how much is free, so there the weights have to fit into that.
+    """
+    config, dtype = found.checkpoint.config, resolve_dtype("auto", found.checkpoint)
+    size = estimate_weights(config, dtype, found.device, range(config.num_layers))
+    if found.peer is None:
+        return is_short_of_memory(found.device, size)
+    place = Placement(range(config.num_layers), found.device, found.peer)
+    return place.compute_device.type == "cuda" and size > measure_remote_free(place)
+
+
+def load_if_kept(compressor: Compressor, settings: Settings) -> Settings:
+    """Read the weights where they are to stay between requests.
+
+    Where there is no room for them after all, `auto` releases them after each use. `persistent` was asked for, so it
+    raises torch.OutOfMemoryError.
+    """
+    if settings.residency.drafter != "keep":
+        return settings
+    try:
+        compressor.scorer.weights.load_back()
+    except torch.OutOfMemoryError:
+        if settings.residency.policy != "auto":
+            raise
+        log.warning("the drafter is released after each use: its device has no room to keep it")
+        return evolve(settings, residency=evolve(settings.residency, drafter="release"))
+    return settings
+
+
+def on(lane: DeviceLane, device: torch.device) -> bool:
+    """Is it one of the lane's, so that they would wait for each other?"""
+    return device in lane.devices or device.type == lane.device.type == "cpu"
+
+
+def build(found: FoundDrafter, options: Options, kept: CalibrationCache) -> tuple[Compressor, str]:
+    """And its identity. Raises UserError."""
+    dtype = resolve_dtype("auto", found.checkpoint)
+    checkpoint, config = found.checkpoint.rounded(dtype), found.checkpoint.config
+    tokenizer = found.tokenizer
+    controls = frozenset(control.id for control in tokenizer.controls.values())
+    marks = build_token_marks([tokenizer.token_bytes(token) for token in range(tokenizer.size)], controls)
+    if found.peer is not None:
+        remote, numerics = apart(found, found.peer, options, dtype)
+        return Compressor(remote, marks), compute_identity(checkpoint, dtype, numerics, options.runtime.numerics)
+    assert isinstance(config, DenseConfig)
+    place = Placement(range(config.num_layers), found.device)
+    runtime = evolve(options.runtime, chunk=scored_at_once(options.runtime, place))
+    numerics, (kernels,) = prove(options.weights, runtime, checkpoint, dtype, (place,), context=found.limit, kept=kept)
+    assert kernels is not None, "its device is here"
+    scorer = Scorer(config, checkpoint, kernels, found.device, dtype, numerics.buckets, found.limit)
+    return Compressor(scorer, marks), compute_identity(checkpoint, dtype, numerics, options.runtime.numerics)
+
+
+def scored_at_once(runtime: RuntimeOptions, place: Placement) -> int:
+    """Return the rows of one forward of the scorer."""
+    return CUDA_CHUNK if place.compute_device.type == "cuda" else choose_chunk(runtime, (place,))
+
+
+def apart(found: FoundDrafter, peer: Peer, options: Options, dtype: torch.dtype) -> tuple[RemoteScorer, Numerics]:
+    """In the process of `peer`, which says itself what holds there."""
+    config = found.checkpoint.config
+    place = Placement(range(config.num_layers), found.device, peer)
+    kept_in: Any = dtype_name(dtype)
+    try:
+        numerics = peer.prove(
+            Prove(kept_in, kept_in, scored_at_once(options.runtime, place), found.limit, read_boot_id())
+        )
+        return RemoteScorer(peer, loading_drafter(found.limit, fast=options.runtime.numerics == "fast")), numerics
+    except (ValueError, RowsLost) as error:
+        raise UserError(f"--prefill-drafter-device {found.place}: {error}") from error
+
+
+def pflash(options: Options, settings: Settings, drafter: Drafter | None) -> Mapping[str, Any]:
+    """`/props.pflash`."""
+    return {
+        "mode": options.compression.prefill_compression,
+        "threshold": options.compression.prefill_threshold,
+        "keep_ratio": options.compression.prefill_keep_ratio,
+        "curve": [[tokens, keep / 1000] for tokens, keep in options.compression.keep_ratio_curve],
+        "drafter": None if drafter is None else Path(drafter.found.name).name,
+        "device": None if drafter is None else drafter.found.place,
+        "most_tokens": settings.drafter,
+        "draft_residency": settings.residency.policy,
+        "freeze": options.cache.disk_prefix_cache_compress,
+        "hot_window": FRESH_MESSAGES,
+    }

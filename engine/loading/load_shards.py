@@ -1,0 +1,143 @@
+"""Shards of a target's layers, each on its device, and where their weights come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from adapters.checkpoint.finite_check import defer_finite_checks
+from adapters.checkpoint.upload import MAX_PENDING_BYTES, PIECE_BYTES, Upload
+from adapters.checkpoint.weight_source import WeightSource
+from adapters.models.decoder.embedding_and_head import CopiedEnds
+from adapters.models.decoder.host_experts import HostExperts
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.pipelined_chunks import current
+from adapters.models.decoder.shard import Shard
+from adapters.models.kernels.interface import Kernels
+from adapters.models.open_checkpoint import Checkpoint
+from adapters.remote.client.remote_shard import RemoteShard
+from adapters.remote.protocol.load_request import loading
+from adapters.store.slab_memory import Buffer, SlabMemory
+from engine.loading.device_survey import Placement, free_memory
+
+
+@frozen(eq=False)
+class ShardRoom:
+    """What every shard of a target has room for.
+
+    capacity: rows of a slot, in tokens. buckets: row counts of its forwards, ascending. rows: the dtype of cached keys
+    and values. fast: numerics are `fast`. state_places: checkpoints of recurrent state. aux_layers: layers whose hidden
+    states the draft reads. pages: of the pool that slots share; 0: each slot has rows of its own. hosted: experts in
+    host memory. hosts_embedding: the embedding stays in host memory.
+    """
+
+    slots: int
+    capacity: int
+    buckets: tuple[int, ...]
+    rows: torch.dtype
+    fast: bool
+    state_places: int
+    aux_layers: tuple[int, ...] = ()
+    pages: int = 0
+    hosted: HostExperts | None = None
+    hosts_embedding: bool = False
+
+
+def build_shards(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    plan: Sequence[Placement],
+    kernels: Sequence[Kernels | None],
+    sources: Sequence[WeightSource],
+    *,
+    room: ShardRoom,
+) -> Pipeline:
+    """Build the shard of each placement on its device, with the tensors of its own layers and no others.
+
+    kernels, sources: of each shard, as `prove` and `stage_weights` return them. Shards in other processes have no pages
+    and keep nothing in host memory.
+    """
+    shared: dict[str, Any] = {  # what shards here and in other processes are told alike
+        "slots": room.slots,
+        "capacity": room.capacity,
+        "buckets": room.buckets,
+        "rows": room.rows,
+        "state_places": room.state_places,
+        "aux_layers": room.aux_layers,
+    }
+    parts = list[Shard]()
+    for place, own, weights in zip(plan, kernels, sources, strict=True):
+        if place.peer is not None:
+            ends = CopiedEnds(checkpoint.config, checkpoint, own, dtype, place.device)
+            asked = loading(checkpoint.config, dtype, place.layers, fast=room.fast, **shared)
+            shape = checkpoint.config.hidden_size, checkpoint.config.num_layers
+            parts.append(RemoteShard(place.peer, asked, ends, *shape))
+            continue
+        assert own is not None
+        with current(place.device):
+            shard = checkpoint.family.build(
+                checkpoint.config,
+                weights,
+                own,
+                device=place.device,
+                dtype=dtype,
+                layers=place.layers,
+                pages=room.pages,
+                offloaded=room.hosted,
+                offload_embedding=room.hosts_embedding,
+                **shared,
+            )
+            parts.append(shard)
+    return Pipeline(parts)
+
+
+@contextmanager
+def stage_weights(
+    checkpoint: Checkpoint, plan: Sequence[Placement], memory: SlabMemory, dtype: torch.dtype
+) -> Iterator[Sequence[WeightSource]]:
+    """Yield the source of each shard's weights.
+
+    Weights of a GPU are uploaded before the shard asks for them. The upload begins at once, as long as three quarters
+    of the free memory stay free, since proofs need memory too. If a CPU has layers, uploads wait, because its proof may
+    change how much memory the rest has. memory: what weights are copied through. dtype: the one that they will have.
+    """
+    own = {number: one for number, one in enumerate(plan) if one.is_local and one.device.type == "cuda"}
+    taken = list[Buffer]()  # theirs while they are known
+
+    def buffer() -> Tensor:
+        one = memory.allocate(PIECE_BYTES)
+        taken.append(one)
+        return one.data
+
+    uploads = {number: upload_weights(checkpoint, one, buffer, dtype) for number, one in own.items()}
+    try:
+        if all(one.device.type == "cuda" for one in plan if one.is_local):
+            for one in uploads.values():
+                one.start()
+        with defer_finite_checks():
+            yield [uploads.get(number, checkpoint) for number in range(len(plan))]
+    finally:
+        for one in uploads.values():
+            one.close()
+        taken.clear()  # whoever still knows where weights came from shall not hold the pool's memory
+
+
+def upload_weights(
+    checkpoint: Checkpoint, place: Placement, buffer: Callable[[], Tensor], dtype: torch.dtype
+) -> Upload:
+    """Return the upload of one shard to its GPU."""
+    return Upload(
+        source=checkpoint,
+        tensors=checkpoint.tensors,
+        names=checkpoint.config.tensors(place.layers),
+        device=place.device,
+        new_buffer=buffer,
+        on_tensor_read=checkpoint.heard,
+        served_dtype=dtype,
+        max_pending_bytes=max(MAX_PENDING_BYTES, free_memory(place.device) // 4),
+    )

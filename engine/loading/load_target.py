@@ -1,0 +1,327 @@
+"""From options to a loaded target: the only place that constructs the model side."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+import torch
+from attrs import asdict, define, evolve
+from attrs.filters import exclude
+
+from adapters import demo
+from adapters.device.executor import DeviceExecutor
+from adapters.device.executor_parts import ExecutorParts
+from adapters.device.lane.buckets import row_counts
+from adapters.device.lane.lane import DeviceLane
+from adapters.device.speculation.proposer import DraftModel
+from adapters.models.decoder.host_experts import HostExperts
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.kernels.row_format import row_dtype
+from adapters.models.numerics.probe_result import Numerics
+from adapters.models.open_checkpoint import Checkpoint, resolve_dtype
+from adapters.remote.client.peer import Peer
+from adapters.remote.client.remote_draft import RemoteDraft
+from adapters.remote.client.remote_shard import RemoteShard
+from adapters.sequence_layout import torch_dtype
+from adapters.transfer.transfer import Transfer
+from adapters.watched_thread import WatchedThread
+from effects.ports import RowsLost
+from effects.scope import Scope
+from engine.loading.attach_draft import add_draft, beside_last, sent_away
+from engine.loading.build_executor import build_executor
+from engine.loading.choose_settings import choose_settings
+from engine.loading.device_survey import plan_placement
+from engine.loading.expert_placement import place_first_experts, with_expert_counts
+from engine.loading.load_draft import (
+    BATCH_ROWS,
+    FoundDraft,
+    check_provable,
+    find_draft,
+)
+from engine.loading.load_scorer import Drafter, add_drafter, find_drafter, pflash
+from engine.loading.load_shards import ShardRoom, build_shards, stage_weights
+from engine.loading.memory_estimate import build_host_experts, hosts_embedding
+from engine.loading.open_store import build_layout, open_transfer, transfer_memory, with_store
+from engine.loading.plan_load import LoadPlan, ProvenPlan, prove_plan
+from engine.loading.shard_peers import (
+    RemotePeers,
+    connect_peers,
+    describe_draft,
+    describe_scorer,
+    describe_shard,
+    list_remote_flags,
+    name_device,
+)
+from engine.loading.warm_up import warm_up, warm_up_sampling
+from engine.settings import start_progress
+from engine.settings.calibration_cache import CalibrationCache
+from engine.settings.model_catalog import choose_served_name
+from engine.settings.model_options import ModelOptions
+from engine.settings.options import Options
+from engine.settings.paths import find_model_folder, find_user_folder
+from engine.settings.user_error import UserError
+from states.settings import Settings
+
+log = logging.getLogger("rekindle")
+
+
+@define
+class Target:
+    """A model that is ready to be asked, and what the engine and the edge need to know of it."""
+
+    folder: Path
+    checkpoint: Checkpoint
+    shard: Pipeline
+    lane: DeviceLane
+    executor: DeviceExecutor
+    numerics: Numerics
+    settings: Settings
+    identity: str
+    model_id: str
+    mode: str  # exact or fast
+    freezes: bool  # messages that have aged, where a drafter is
+    scope: Scope  # of requests that do not say
+    kept: CalibrationCache
+    draft: DraftModel | None = None
+    drafter: Drafter | None = None
+    offloaded: HostExperts | None = None
+    pflash: Mapping[str, Any] = {}
+    transfer: Transfer | None = None  # None: neither host memory nor disk keep anything
+
+    @property
+    def numerics_shown(self) -> Mapping[str, Any]:
+        return {"mode": self.mode, **self.numerics.shown()}
+
+    @property
+    def weights(self) -> int:
+        """Bytes, but for experts that are in host memory."""
+        held = self.shard.memory()
+        return held["weights"] + held["host"]
+
+    @property
+    def model_info(self) -> Mapping[str, Any]:
+        config = self.checkpoint.config
+        return {
+            "n_ctx_train": config.max_positions,
+            "dtype": str(self.shard.dtype).removeprefix("torch."),
+            "kv_dtype": str(torch_dtype(self.shard.row_spec.dtype)).removeprefix("torch."),
+            "size": self.weights,
+            "packed": list(self.checkpoint.forms),
+            "bits_per_weight": round(self.checkpoint.bits, 2),
+            "bits_in_memory": round(self.checkpoint.bits_of(self.weights), 2),
+            "quantize_error": self.checkpoint.error,
+        }
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        devices = ", ".join(dict.fromkeys(map(name_device, self.shard.parts)))
+        return {
+            "model": {"id": self.model_id, "identity": self.identity, "device": devices, **self.model_info},
+            "pflash": self.pflash,
+            "settings": asdict(self.settings, filter=exclude("rates")),  # those change: `rates_ns`
+        }
+
+    @property
+    def threads(self) -> tuple[WatchedThread, ...]:
+        """Threads whose troubles /health reports."""
+        store = () if self.transfer is None else self.transfer.store.threads
+        return (*self.executor.threads, *store, *(() if self.drafter is None else self.drafter.threads))
+
+    @property
+    def has_disk(self) -> bool:
+        return self.transfer is not None and bool(self.transfer.store.lower_tiers)
+
+    @property
+    def peers(self) -> tuple[Peer, ...]:
+        """The other processes that have its shards."""
+        return tuple(part.peer for part in self.shard.parts if isinstance(part, RemoteShard))
+
+    @property
+    def outages(self) -> Mapping[str, str]:
+        """Why shards are gone, by name. Without them no request can be answered."""
+        return {f"shard {peer.dial.name}": peer.gone for peer in self.peers if peer.gone}
+
+    def live(self) -> Mapping[str, Any]:
+        return {**self._live(), "outages": self.outages}
+
+    def _live(self) -> Mapping[str, Any]:
+        damaged: Mapping[str, int] = self.kept.damaged
+        if self.transfer is None:
+            return {"memory": self.memory(0), "damaged": damaged, "full_cache": {"disk_policy": "off"}}
+        cache = self.transfer.store.collect_figures()
+        policy = str(self.scope) if self.has_disk else "off"
+        return {
+            "memory": self.memory(cache["host"]["bytes"]),
+            "damaged": {**damaged, **self.transfer.store.damaged_files},
+            "full_cache": {**cache, "disk_policy": policy},
+        }
+
+    def memory(self, blocks: int) -> Mapping[str, Any]:
+        """The ledger, in bytes: where each model's weights are, the slots' rows and buffers, the cache's blocks."""
+        target = self.shard.memory()
+        host = target["host"] + (0 if self.offloaded is None else self.offloaded.host_bytes)
+        draft = {} if self.draft is None else self.draft.memory()
+        parts = [describe_shard(part) for part in self.shard.parts]
+        others = {"draft": draft, **({} if self.drafter is None else {"drafter": self.drafter.memory()})}
+        models = {name: {"device": one["weights"], "host": one["host"]} for name, one in others.items() if one}
+        return {
+            "models": {"target": {"device": target["weights"], "host": host}, **models},
+            "experts": None if self.offloaded is None else self.offloaded.shown(),
+            "shards": parts,
+            "draft": None if self.draft is None else describe_draft(self.draft),
+            "drafter": None if self.drafter is None else describe_scorer(self.drafter),
+            "slots": {"target": target["kv"], "draft": draft.get("kv", 0)},
+            "buffers": {"target": target["buffers"], **{name: one.get("buffers", 0) for name, one in others.items()}},
+            "blocks": {"host": blocks},
+            "pool": {"host": 0 if self.transfer is None else self.transfer.store.memory.slab_bytes},
+        }
+
+    @property
+    def numerics_line(self) -> str:
+        buckets = self.numerics.buckets
+        return f"numerics={self.mode} ({self.numerics.mode}, buckets {buckets[0]}..{buckets[-1]})"
+
+    async def close(self) -> None:
+        """Close the copies beside the lane first, then the lane, then the files that it handed over."""
+        if self.transfer is not None:
+            await anyio.to_thread.run_sync(self.transfer.saver.close)
+        await anyio.to_thread.run_sync(self.executor.close)
+        if isinstance(self.draft, RemoteDraft):  # whose process would wait for more
+            await anyio.to_thread.run_sync(self.draft.close)
+        if self.drafter is not None:
+            await anyio.to_thread.run_sync(self.drafter.close)
+        if self.transfer is not None:
+            await anyio.to_thread.run_sync(self.transfer.close)
+
+
+class Mismatched(Exception):
+    """The model has another identity, which is the argument, than the one that is wanted."""
+
+
+def load_on_lane(
+    options: Options, lane: DeviceLane, step: start_progress.StepListener, only: str | None = None
+) -> Target:
+    """Load a target on its lane. only: the identity that is wanted. Raises UserError or Mismatched."""
+    if options.runtime.threads and any(device.type == "cpu" for device in lane.devices):
+        torch.set_num_threads(options.runtime.threads)
+    folder = find_model_folder(options.model)
+    checkpoint = Checkpoint.open(folder)
+    apart = connect_peers(options, folder, checkpoint)
+    try:
+        target = load_over(apart, checkpoint, options, lane, step=step, only=only)
+    except RowsLost as error:
+        apart.close()
+        raise UserError(f"{list_remote_flags(options)}: {error}") from error
+    except BaseException:
+        apart.close()
+        raise
+    for peer in apart.shards:
+        if peer is not None:
+            peer.lost_to(target.executor.lose_all_slots)
+    return target
+
+
+def load_over(
+    apart: RemotePeers,
+    checkpoint: Checkpoint,
+    options: Options,
+    lane: DeviceLane,
+    *,
+    step: start_progress.StepListener,
+    only: str | None,
+) -> Target:
+    """Load a target over the processes that have its parts. apart: those processes."""
+    dtype, fast = resolve_dtype(options.weights.dtype, checkpoint), options.runtime.numerics == "fast"
+    checkpoint = (
+        checkpoint.quantised(options.weights.quantized_bits) if options.weights.quantized_bits else checkpoint
+    ).rounded(dtype)
+    plan, opened = plan_placement(options.placement, checkpoint.config, apart.shards), find_draft(options, checkpoint)
+    load_plan = LoadPlan(options, checkpoint, dtype, plan, opened, apart.draft)
+    fit = load_plan.choose_fit()
+    kept = CalibrationCache(find_user_folder(), proving=lambda: step(start_progress.PROBE))
+    memory = transfer_memory(options.cache, [one.device for one in plan], apart.lender)
+    heard = checkpoint.followed(start_progress.count_parts(step, start_progress.WEIGHTS, len(checkpoint.tensors)))
+    away = hosts_embedding(checkpoint.config, dtype, plan, checkpoint.layouts)
+    with warm_up_sampling(plan, checkpoint.config.vocab_size), stage_weights(heard, plan, memory, dtype) as sources:
+        proven = prove_plan(load_plan, fit, kept=kept, step=step)
+        fit, numerics, kernels, named = proven.fit, proven.numerics, proven.kernels, proven.identity
+        if only not in {None, named}:
+            raise Mismatched(named)
+        found = apart.keep_draft(check_provable(opened, numerics))
+        scores = find_drafter(options, checkpoint.folder, plan[-1].device, fit.context, peer=apart.drafter)
+        step(start_progress.WEIGHTS)
+        hosted = build_host_experts(options, checkpoint, dtype, plan)
+        room = plan_shard_room(options, proven, dtype, found, hosted, hosts_embedding=away)
+        shard = build_shards(heard, dtype, plan, kernels, sources, room=room)
+    place_first_experts(hosted)
+    parts = ExecutorParts(shard, numerics.buckets, lane, fast=fast, experts=hosted)
+    placing: dict[str, Any] = {"kernels": beside_last(kernels), "numerics": numerics, "kept": kept, "peer": apart.draft}
+    drafting = add_draft(found, options, checkpoint, shard, events=parts.events, step=step, **placing)
+    draft = None if drafting is None else drafting.draft
+    parts = evolve(parts, proposer=drafting)
+    step(start_progress.WARM_UP)
+    warm_up(shard, draft, BATCH_ROWS)
+    step(start_progress.MEASURE)
+    settings = choose_settings(options, parts, shard, draft, scores, plan=plan, proven=proven, kept=kept)
+    settings = with_expert_counts(settings, hosted)
+    drafter, settings = add_drafter(scores, options, lane, settings=settings, kept=kept)
+    step(start_progress.CACHE)
+    kind = build_layout(shard, draft, named, numerics.block_size)
+    moving = open_transfer(options.cache, kind, shard, parts.slots, lane, drafting=drafting, memory=memory)
+    settings = settings if moving is None else with_store(settings, moving, shard, chunk=numerics.chunk, kept=kept)
+    executor = build_executor(parts, settings, drafting=drafting, drafter=drafter, transfer=moving)
+    sent_away(drafting, settings)
+    return Target(
+        folder=find_model_folder(options.model),
+        checkpoint=checkpoint,
+        shard=shard,
+        lane=lane,
+        executor=executor,
+        numerics=numerics,
+        settings=settings,
+        identity=named,
+        model_id=choose_model_id(options.model),
+        mode=options.runtime.numerics,
+        freezes=options.cache.disk_prefix_cache_compress,
+        scope=options.cache.default_scope,
+        kept=kept,
+        draft=draft,
+        drafter=drafter,
+        offloaded=hosted,
+        pflash=pflash(options, settings, drafter),
+        transfer=moving,
+    )
+
+
+def plan_shard_room(
+    options: Options,
+    proven: ProvenPlan,
+    dtype: torch.dtype,
+    draft: FoundDraft | None,
+    hosted: HostExperts | None,
+    *,
+    hosts_embedding: bool,
+) -> ShardRoom:
+    """Return what every shard of the target has room for."""
+    fast = options.runtime.numerics == "fast"
+    return ShardRoom(
+        slots=proven.fit.slots,
+        capacity=proven.fit.context,
+        buckets=row_counts(proven.numerics.buckets, fast=fast),
+        rows=row_dtype(options.weights.kv_dtype, dtype),
+        fast=fast,
+        state_places=options.cache.state_checkpoints,
+        aux_layers=() if draft is None else draft.shape.aux_layers,
+        pages=proven.fit.pages,
+        hosted=hosted,
+        hosts_embedding=hosts_embedding,
+    )
+
+
+def choose_model_id(model: ModelOptions) -> str:
+    """Return the name of the model in answers: of a demo, or of its repository, folder or file."""
+    return model.model if model.model in demo.FOLDERS else choose_served_name(find_model_folder(model))

@@ -1,0 +1,299 @@
+"""How much memory of each device a model will take, before any of it is loaded, and how much each device has.
+
+The estimates count what the memory ledger will show after the load.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from adapters.checkpoint.packed_matrix import StepLayout
+from adapters.models.decoder.dense_config import HEAD_ROWS
+from adapters.models.decoder.family import ModelConfig
+from adapters.models.decoder.host_experts import HostExperts
+from adapters.models.kernels.product_list import ProductPlan
+from adapters.models.kernels.row_format import row_dtype
+from adapters.models.open_checkpoint import Checkpoint
+from adapters.remote.client.peer import Peer
+from engine.loading.device_survey import (
+    Placement,
+    check_memory,
+    choose_chunk,
+    free_memory,
+    host_memory,
+    measure_host_slots,
+)
+from engine.loading.expert_placement import choose_expert_bytes, count_expert_weights
+from engine.loading.load_draft import FoundDraft, plan_draft_placement
+from engine.loading.memory_fit import SLOTS, DeviceNeed, Fit, fit_page_pool, fit_slots
+from engine.loading.packed_estimate import count_packed_products, list_host_products, list_packed_tensors
+from engine.settings.formatting import format_bytes
+from engine.settings.model_options import RuntimeOptions
+from engine.settings.options import Options
+from engine.settings.user_error import UserError
+
+log = logging.getLogger("rekindle")
+EMBEDDING = "model.embed_tokens.weight"
+SPARE = 1 << 30  # bytes of a GPU at least, and a tenth of it: its context, graphs, what kernels need for a moment
+
+
+def choose_fit(
+    options: Options,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    plan: Sequence[Placement],
+    draft: FoundDraft | None,
+    *,
+    peer: Peer | None = None,
+    layouts: Mapping[str, StepLayout] = {},
+    proven: ProductPlan | None = None,
+) -> Fit:
+    """Return the slots and the context that were asked for, or what there is memory for. Raises UserError.
+
+    peer, layouts, proven: as in `estimate_needs`.
+    """
+    if options.runtime.max_ctx > config.max_positions:
+        raise UserError(
+            f"--max-ctx {options.runtime.max_ctx}: the model was made for at most {config.max_positions} tokens"
+        )
+    asked = estimate_needs(options, config, dtype, plan, draft, peer=peer, layouts=layouts, proven=proven)
+    found = compute_fit(options.runtime, asked, config.max_positions, plan)
+    if found.fits and not options.runtime.max_ctx and found.context < config.max_positions:
+        of = f"{found.context} of the model's {config.max_positions} tokens"
+        log.warning("--max-ctx: %s, which is what there is memory for in %d slots", of, found.slots)
+    if found.pages:
+        if found.context < options.runtime.max_ctx:
+            log.warning(
+                "--max-ctx: %d of %d tokens, which is what --kv-memory holds", found.context, options.runtime.max_ctx
+            )
+        log.info("rows of %d tokens in %d pages, for %d slots", found.rows, found.pages, found.slots)
+    for need in asked:
+        if (taken := need.compute_taken(found)) > need.available:
+            short = f"{format_bytes(taken)} are needed, and {format_bytes(need.available)} can be had"
+            log.warning("%s: %s for %d slots of %d tokens", need.name, short, found.slots, found.context)
+    on_host = draft is not None and plan_draft_placement(options.speculation, plan[-1].device, peer).is_on_host
+    shape, rows = draft.shape if draft and on_host else None, row_dtype(options.weights.kv_dtype, dtype)
+    check_memory(measure_host_slots(config, shape, dtype, rows, plan), options.cache.state_checkpoints, found)
+    return found
+
+
+def compute_fit(runtime: RuntimeOptions, asked: Sequence[DeviceNeed], limit: int, plan: Sequence[Placement]) -> Fit:
+    """Return how many slots of which length fit.
+
+    Slots share a pool of pages on CUDA devices, or if the size of the pool was asked for. Else every slot has rows of
+    its own. Raises UserError if a pool was asked for and shards in other processes keep the rows, since those have no
+    pages.
+    """
+    local = all(one.is_local for one in plan)
+    if runtime.kv_memory and not local:
+        raise UserError("--kv-memory: shards in other processes keep whole slots; --slots and --max-ctx say how much")
+    on_cuda = local and all(one.compute_device.type == "cuda" for one in plan)
+    if not (on_cuda or runtime.kv_memory):
+        return fit_slots(asked, limit, runtime.slots, runtime.max_ctx)
+    slots = runtime.slots or (0 if on_cuda else SLOTS[0])
+    return fit_page_pool(asked, limit, slots, runtime.max_ctx, runtime.kv_memory << 20)
+
+
+def shares_pages(plan: Sequence[Placement]) -> bool:
+    """Return whether two slots may have the same page. The kernels of a CPU read rows in one piece, so
+    theirs may not.
+    """
+    return all(one.compute_device.type == "cuda" for one in plan)
+
+
+def estimate_needs(
+    options: Options,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    plan: Sequence[Placement],
+    draft: FoundDraft | None,
+    *,
+    peer: Peer | None = None,
+    layouts: Mapping[str, StepLayout] = {},
+    proven: ProductPlan | None = None,
+) -> list[DeviceNeed]:
+    """Return the needs of each device, and of the host if it keeps weights for a GPU.
+
+    peer: the process that has the draft, if another one does. layouts: of tensors that may stay packed in products.
+    proven: which products a CPU computes from packed weights; None: as it is expected.
+    """
+    hosted = estimate_expert_bytes(options, config, dtype, plan, layouts)
+    table = (
+        math.prod(config.tensors()[EMBEDDING]) * dtype.itemsize if hosts_embedding(config, dtype, plan, layouts) else 0
+    )
+    drafted = plan_draft_placement(options.speculation, plan[-1].device, peer)
+    found = list[DeviceNeed]()
+    for memory in dict.fromkeys((*(one.memory for one in plan), *(() if draft is None else (drafted.memory,)))):
+        places = [one for one in plan if one.memory == memory]
+        first = (*places, drafted)[0]
+        here, device = [one.layers for one in places], first.compute_device
+        states = [config.state_bytes(dtype, device.type, layers) for layers in here]
+        fixed = sum(estimate_weights(config, dtype, device, layers, layouts, proven=proven) for layers in here)
+        if hosted and places:
+            fixed += hosted - count_expert_weights(config) * dtype.itemsize
+        if plan[0] in places:
+            fixed -= table
+        fixed += options.cache.state_checkpoints * sum(place for _, place in states)
+        own, row = (
+            0,
+            sum(config.kv_bytes_per_token(row_dtype(options.weights.kv_dtype, dtype), layers) for layers in here),
+        )
+        if plan[-1] in places:
+            fixed += estimate_buffers(options.runtime, config, dtype, plan)
+        if draft is not None and memory == drafted.memory:
+            fixed += estimate_buffers(options.runtime, config, dtype, plan) + draft.weights * choose_itemsize(
+                config, dtype, device
+            )
+            own = draft.shape.kv_bytes_per_token(dtype)
+            row += own
+            if not drafted.is_local or plan[-1] not in places:  # with copies of the embedding and of the head
+                fixed += 2 * config.vocab_size * config.hidden_size * dtype.itemsize
+        state = sum(held for held, _ in states)
+        name = str(device)
+        free = measure_available(device) if first.is_local or first.is_on_host else measure_remote_free(first)
+        found.append(DeviceNeed(name, free, fixed, row, state, once=len(here) * estimate_rope(config), own=own))
+    if hosted or table:
+        host, experts = torch.device("cpu"), count_expert_weights(config) * dtype.itemsize if hosted else 0
+        found.append(DeviceNeed(str(host), measure_available(host), experts + table, 0))
+    return found
+
+
+def hosts_embedding(
+    config: ModelConfig, dtype: torch.dtype, plan: Sequence[Placement], layouts: Mapping[str, StepLayout]
+) -> bool:
+    """Return whether the embedding stays in host memory.
+
+    A step reads only a few of its rows, and a GPU has better use for the memory if weights take more than half of it.
+    An embedding that is also the head is read whole, so it stays on the device.
+    """
+    one, shapes = plan[0], config.tensors()
+    if not one.is_local or one.compute_device.type != "cuda" or "lm_head.weight" not in shapes:
+        return False
+    return 2 * estimate_weights(config, dtype, one.compute_device, one.layers, layouts) > measure_allowed(
+        one.compute_device
+    )
+
+
+def estimate_expert_bytes(
+    options: Options,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    plan: Sequence[Placement],
+    layouts: Mapping[str, StepLayout],
+) -> int:
+    """Return the bytes of the device for experts in host memory. 0: host memory keeps none. Raises UserError."""
+    if options.weights.device_expert_bytes is None:
+        return 0
+    one = plan[0]
+    rest = (
+        estimate_weights(config, dtype, one.device, one.layers, layouts)
+        - count_expert_weights(config, one.layers) * dtype.itemsize
+    )
+    return choose_expert_bytes(
+        options.weights,
+        config,
+        dtype,
+        plan,
+        measure_available(one.device) - rest - estimate_buffers(options.runtime, config, dtype, plan),
+    )
+
+
+def build_host_experts(
+    options: Options, checkpoint: Checkpoint, dtype: torch.dtype, plan: Sequence[Placement]
+) -> HostExperts | None:
+    """Return empty experts in host memory for the shard to fill. None: experts stay with their layers. Raises
+    UserError.
+    """
+    config = checkpoint.config
+    given = estimate_expert_bytes(options, config, dtype, plan, checkpoint.layouts)
+    return HostExperts(plan[0].device, config.experts.count, given) if given and config.experts else None
+
+
+def measure_available(device: torch.device) -> int:
+    """Return the bytes that a model may take: of a GPU what is free now less a reserve, of a host three quarters of
+    all.
+    """
+    if device.type != "cuda":
+        return host_memory() * 3 // 4
+    most = measure_allowed(device)
+    return max(0, min(free_memory(device), most) - max(SPARE, most // 10))
+
+
+def measure_allowed(device: torch.device) -> int:
+    """Return the bytes that this process may take of a GPU."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    return int(total * torch.cuda.get_per_process_memory_fraction(device))
+
+
+def measure_remote_free(place: Placement) -> int:
+    """Return the free bytes of a device in another process, as it said when it started."""
+    free = 0 if place.peer is None or place.peer.facts is None else place.peer.facts.free
+    return free * 3 // 4 if place.compute_device.type == "cpu" else max(0, free - SPARE)
+
+
+def choose_itemsize(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
+    """Return the bytes of a weight. A CPU may keep float32 if products are faster so."""
+    if device.type != "cpu":
+        return dtype.itemsize
+    return torch.float32.itemsize if list_host_products(config, dtype).wider else dtype.itemsize
+
+
+def estimate_weights(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    layers: range,
+    layouts: Mapping[str, StepLayout] = {},
+    *,
+    proven: ProductPlan | None = None,
+) -> int:
+    """Return the bytes of weights as a device keeps them.
+
+    On a CPU a head is packed, so it exists beside the embedding that it is tied to. The same holds on CUDA if the file
+    packs it. proven: as in `estimate_needs`.
+    """
+    shapes = dict(config.tensors(layers))
+    table = math.prod(shapes.pop(EMBEDDING, (0,)))
+    tied = layers.stop == config.num_layers and "lm_head.weight" not in shapes
+    if device.type == "cpu":
+        numbers = sum(map(math.prod, shapes.values())) + (table if tied else 0)
+        less, taken = count_packed_products(config, dtype, layers, layouts, proven) if layouts else (0, 0)
+        return table * dtype.itemsize + (numbers - less) * choose_itemsize(config, dtype, device) + taken
+    kept, head = list_packed_tensors(shapes, layouts, dtype), {EMBEDDING: config.tensors()[EMBEDDING]} if tied else {}
+    own = sum(list_packed_tensors(head, layouts, dtype).values())
+    plain = sum(math.prod(shape) for name, shape in shapes.items() if name not in kept)
+    return (table + plain) * dtype.itemsize + own + sum(kept.values())
+
+
+def outgrows_estimate(
+    checkpoint: Checkpoint, dtype: torch.dtype, plan: Sequence[Placement], proven: ProductPlan | None
+) -> bool:
+    """Return whether packed weights take more host memory than was expected before anything was proven."""
+    config, layouts, host = checkpoint.config, checkpoint.layouts, torch.device("cpu")
+    here = [one.layers for one in plan if one.is_local and one.compute_device.type == "cpu"]
+    if proven is None or not layouts:
+        return False
+    return any(
+        estimate_weights(config, dtype, host, layers, layouts, proven=proven)
+        > estimate_weights(config, dtype, host, layers, layouts)
+        for layers in here
+    )
+
+
+def estimate_buffers(
+    runtime: RuntimeOptions, config: ModelConfig, dtype: torch.dtype, plan: Sequence[Placement]
+) -> int:
+    """Return the bytes of buffers of all buckets: hidden rows for up to two chunks, and logits for up to twice
+    HEAD_ROWS.
+    """
+    hidden = 2 * choose_chunk(runtime, plan) * config.hidden_size * dtype.itemsize
+    return hidden + 2 * HEAD_ROWS * config.vocab_size * torch.float32.itemsize
+
+
+def estimate_rope(config: ModelConfig) -> int:
+    """Return the bytes of sines and cosines for one position."""
+    return 2 * torch.float32.itemsize * config.head_dim

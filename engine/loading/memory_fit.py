@@ -1,0 +1,143 @@
+"""How many slots of which length fit into memory, from estimates, before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from attrs import evolve, frozen
+
+from effects.ids import PAGE
+
+SLOTS = (4, 2, 1)  # by default: as many as leave each long enough
+MORE = (16, 8)  # where these take little of what is there, though each is as long as the model can
+LITTLE = 4  # part of it: a quarter, since what slots keep stays in memory that others may want
+POOLED = (16, 8, 4, 2, 1)  # the same, where slots share pages: they cost what their sequences take, and no more
+ENOUGH = 32768  # tokens: an agent's session; to have more of them is worth more than longer ones
+LEAST = 1024
+
+
+@frozen
+class DeviceNeed:
+    """What a device has and what is asked of it, in bytes.
+
+    available: what it has. fixed: weights, buffers and checkpoints. row: of one token in each slot. own: the part of
+    `row` that every slot has for itself even if slots share pages. state: of each slot. once: of one token of the
+    longest sequence, for all slots together.
+    """
+
+    name: str
+    available: int
+    fixed: int
+    row: int
+    state: int = 0
+    once: int = 0
+    own: int = 0
+
+    def compute_taken(self, fit: Fit) -> int:
+        """Return the bytes that this fit takes of the device."""
+        own = fit.slots * fit.context * (self.own if fit.pages else self.row)
+        pages = fit.pages * PAGE * (self.row - self.own)
+        return self.fixed + self.once * fit.context + fit.slots * self.state + own + pages
+
+    def spares_memory(self, fit: Fit) -> bool:
+        """Return whether the slots take at most a quarter of what is left beside `fixed`."""
+        return self.compute_taken(fit) - self.fixed <= (self.available - self.fixed) // LITTLE
+
+
+@frozen
+class Fit:
+    """So many slots of so many tokens. fits: whether there is memory for them, as far as can be known before the load.
+
+    pages: pages of PAGE rows that the slots share; 0: each slot has room for the whole context.
+    """
+
+    slots: int
+    context: int
+    fits: bool = True
+    pages: int = 0
+
+    @property
+    def rows(self) -> int:
+        """The rows of all slots together."""
+        return self.pages * PAGE or self.slots * self.context
+
+
+def fit_slots(needs: Sequence[DeviceNeed], limit: int, slots: int = 0, context: int = 0) -> Fit:
+    """Return the fit to serve with, if every slot has rows of its own.
+
+    limit: tokens that the model was made for. slots, context: what was asked for; 0: what fits. If no number of slots
+    was asked for, there are more than four if those take little. Else there are four, two or one, until each is as long
+    as the model allows, or long enough.
+    """
+    more = [count for count in MORE if all(need.spares_memory(Fit(count, context or limit)) for need in needs)]
+    tried = [
+        Fit(count, longest)
+        for count in ((slots,) if slots else (*more, *SLOTS))
+        if (longest := next((each for each in list_lengths(context, limit) if has_room(needs, count, each)), 0))
+    ]
+    enough = [one for one in tried if one.context >= min(limit, ENOUGH)]
+    best = enough[:1] or sorted(tried, key=lambda one: -one.context)[:1]
+    return best[0] if best else Fit(slots or SLOTS[-1], context or min(limit, LEAST), fits=False)
+
+
+def fit_page_pool(needs: Sequence[DeviceNeed], limit: int, slots: int = 0, context: int = 0, memory: int = 0) -> Fit:
+    """Return the fit to serve with, if slots can share a pool of pages.
+
+    memory: bytes of the pool; 0: all that is left. The pool holds at least one sequence of the longest length. If there
+    is memory for the whole context of every slot, each slot gets rows of its own: attention over pages takes a fifth to
+    a third longer.
+    """
+    whole = Fit(slots or POOLED[0], context or limit)
+    if not memory and has_room(needs, whole.slots, whole.context):
+        return whole
+    tried = [find_longest_context(needs, limit, count, context, memory) for count in ((slots,) if slots else POOLED)]
+    enough = [one for one in tried if one.context >= min(limit, ENOUGH)]
+    best = enough[:1] or sorted(tried, key=lambda one: -one.context)[:1]
+    if best and best[0].context:
+        return best[0]
+    least = Fit(slots or SLOTS[-1], context or min(limit, LEAST), fits=False)
+    found = count_pages(needs, slots or POOLED[0], least.context, memory) if memory else 0
+    if found:  # what was asked for decides how long sequences are
+        return Fit(slots or POOLED[0], min(least.context, found * PAGE), pages=found)
+    return evolve(least, pages=-(-least.context // PAGE))
+
+
+def find_longest_context(needs: Sequence[DeviceNeed], limit: int, slots: int, context: int, memory: int) -> Fit:
+    """Return the longest context of which the pool holds one sequence. Its context is 0 if the pool holds none."""
+    for each in list_lengths(context, limit):
+        if (found := count_pages(needs, slots, each, memory)) * PAGE >= each:
+            return Fit(slots, each, pages=found)
+    return Fit(slots, 0)
+
+
+def count_pages(needs: Sequence[DeviceNeed], slots: int, context: int, memory: int) -> int:
+    """Return the pages of the pool, at most as many as all slots can use."""
+    each = [PAGE * (need.row - need.own) for need in needs]
+    left = [
+        need.available - need.compute_taken(Fit(slots, context, pages=1)) + page
+        for need, page in zip(needs, each, strict=True)
+    ]
+    paged = [one // page for one, page in zip(left, each, strict=True) if page]  # a host with weights alone has no rows
+    most = memory // sum(each) if memory else min(paged)
+    return max(0, min(most, slots * -(-context // PAGE)))
+
+
+def has_room(needs: Sequence[DeviceNeed], slots: int, context: int) -> bool:
+    """Return whether every device has memory for so many slots of so many tokens."""
+    return all(need.compute_taken(Fit(slots, context)) <= need.available for need in needs)
+
+
+def list_lengths(context: int, limit: int) -> Iterator[int]:
+    """Yield the context that was asked for, or lengths to try, the longest first.
+
+    The lengths are far apart, so that small differences in free memory between two starts seldom change the choice:
+    rates and proofs are kept for each length.
+    """
+    if context or limit <= LEAST:
+        yield context or limit
+        return
+    yield limit
+    power = 1 << (limit - 1).bit_length()
+    while power >= LEAST:
+        yield from (step for step in (power + power // 2, power) if step < limit)
+        power //= 2

@@ -1,0 +1,107 @@
+"""The store behind the slots, in host memory and on disk, as the options ask for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import evolve
+
+from adapters.device.lane.lane import DeviceLane
+from adapters.device.slots.slot_table import SlotTable
+from adapters.device.speculation.drafting import DraftProposer
+from adapters.device.speculation.proposer import DraftModel
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.remote.protocol.lent_memory import Lender
+from adapters.store.files.file_format import DraftLayout, Layout
+from adapters.store.files.private_folder import FolderUnusable
+from adapters.store.open_store import create_memory, open_store
+from adapters.store.slab_memory import SlabMemory
+from adapters.store.store import Store
+from adapters.store.tier import ReadableTier
+from adapters.transfer.transfer import Transfer, create_transfer
+from adapters.watched_thread import WatchedThread
+from engine.loading.calibrate_restore import add_restore_times
+from engine.settings.calibration_cache import CalibrationCache
+from engine.settings.paths import find_cache_folder
+from engine.settings.server_options import CacheOptions
+from engine.settings.user_error import UserError
+from states.settings import Settings
+
+log = logging.getLogger("rekindle")
+
+
+def build_layout(shard: Pipeline, draft: DraftModel | None, named: str, block_size: int) -> Layout:
+    """Return the layout of snapshot files: rows of the target and of its draft, and recurrent states."""
+    kept = None if draft is None else DraftLayout(draft.identity, draft.row_spec)
+    return Layout(named, block_size, shard.row_spec, kept, shard.state_specs)
+
+
+def disk_folder(cache: CacheOptions) -> Path | None:
+    """Return the folder of the disk tier, or None if there is none."""
+    if not (cache.uses_disk and cache.kv_cache_budget):
+        return None
+    return cache.kv_cache_dir or find_cache_folder()
+
+
+def transfer_memory(cache: CacheOptions, devices: Iterable[torch.device], lender: Lender | None) -> SlabMemory:
+    """Return the memory through which rows and weights are copied to and from devices, and in which the host tier is.
+
+    It is pinned for a GPU. Otherwise processes that were launched here share it, if there are any.
+    """
+    pin = any(device.type == "cuda" for device in devices)
+    return create_memory(cache.host_cache_budget << 20, pin=pin, source=None if lender is None else lender.take)
+
+
+def build_store(cache: CacheOptions, layout: Layout, memory: SlabMemory) -> Store[ReadableTier] | None:
+    """Return the store. A folder that cannot be used stops the start only if it was named by an option."""
+    folder = disk_folder(cache)
+
+    def open_with(chosen: Path | None) -> Store[ReadableTier] | None:
+        return open_store(
+            layout,
+            chosen,
+            host_bytes=cache.host_cache_budget << 20,
+            disk_bytes=cache.kv_cache_budget << 20,
+            codec=cache.kv_cache_codec,
+            memory=memory,
+        )
+
+    try:
+        return open_with(folder)
+    except FolderUnusable as error:
+        if cache.kv_cache_dir is not None:
+            raise UserError(f"--kv-cache-dir {error}") from error
+        log.warning("prompts are not kept on disk: %s", error)
+        return open_with(None)
+
+
+def open_transfer(
+    cache: CacheOptions,
+    kind: Layout,
+    shard: Pipeline,
+    slots: SlotTable,
+    lane: DeviceLane,
+    *,
+    drafting: DraftProposer[Any] | None,
+    memory: SlabMemory,
+) -> Transfer | None:
+    """Return what copies rows between slots and the store, or None if the options ask for no store."""
+    store = build_store(cache, kind, memory)
+    if store is None:
+        return None
+    follow = (lambda _: None) if drafting is None else drafting.catch_up
+    draft = None if drafting is None else drafting.draft
+    return create_transfer(store, shard.parts, lane, slots.find, draft=draft, catch_up=follow)
+
+
+def with_store(
+    settings: Settings, moving: Transfer, shard: Pipeline, *, chunk: int, kept: CalibrationCache
+) -> Settings:
+    """Return the settings with a store and the measured rates of loading from it."""
+    rates = add_restore_times(settings.rates, moving.store, shard, chunk=chunk, kept=kept)
+    WatchedThread("store-pool", moving.store.memory.register_all).start()  # now that nothing is timed any more
+    return evolve(settings, store=True, rates=rates)

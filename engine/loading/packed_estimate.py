@@ -1,0 +1,75 @@
+"""How much memory weights take that stay packed in products, on a CPU and on a GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from adapters.checkpoint.packed_matrix import StepLayout
+from adapters.checkpoint.safetensors_folder import Shapes
+from adapters.models.decoder.dense_config import packed_parts
+from adapters.models.decoder.family import ModelConfig
+from adapters.models.kernels.factory import explain_missing_library
+from adapters.models.kernels.packed_formats import PANEL, has_packed_kernel
+from adapters.models.kernels.product_list import ProductPlan, Products, Weight
+from engine.loading.device_survey import (
+    host_memory,
+)
+
+
+def list_host_products(config: ModelConfig, dtype: torch.dtype) -> Products:
+    """Return the products of the model as a CPU would compute them."""
+    return config.products((1,), capacity=1, dtype=dtype, threads=1, memory=host_memory() // 2)
+
+
+def count_packed_products(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    layers: range,
+    layouts: Mapping[str, StepLayout],
+    proven: ProductPlan | None,
+) -> tuple[int, int]:
+    """Return how many weights a CPU keeps packed in products, and the bytes that those take, 32 outputs at a time."""
+    expected = proven is None and keeps_packed(config, dtype)
+
+    def stays(part: Weight) -> bool:
+        if part.layout is None:
+            return True
+        if proven is None:
+            return expected and part.layout.fits(part.inputs)
+        return proven.multiplies_packed(part.outputs, part.inputs, part.layout, gated=part.gated)
+
+    numbers = taken = 0
+    for weight, tensors in config.matrices(layers):
+        parts, each = packed_parts(weight, tensors, layouts), 2 if weight.gated else 1
+        if all(map(stays, parts)):
+            for part in parts:
+                if part.layout is not None:
+                    numbers += each * part.outputs * part.inputs
+                    taken += each * round(-(-part.outputs // PANEL) * PANEL * part.inputs * part.layout.bits / 8)
+    return numbers, taken
+
+
+def keeps_packed(config: ModelConfig, dtype: torch.dtype) -> bool:
+    """Return whether a CPU is expected to compute products from packed weights.
+
+    Measured times decide in the end. A processor with matrix tiles may be faster with unpacked weights if there is
+    memory for them.
+    """
+    tiles = dtype != torch.float32 and bool(torch.cpu.get_capabilities().get("amx_bf16"))
+    return not explain_missing_library() and not (tiles and list_host_products(config, dtype).unpacked)
+
+
+def list_packed_tensors(shapes: Shapes, layouts: Mapping[str, StepLayout], dtype: torch.dtype) -> dict[str, int]:
+    """Return the bytes of the tensors that a GPU keeps packed. Experts do not stay packed; gates only if their partner
+    does.
+    """
+    found = dict[str, int]()
+    for name, shape in shapes.items():
+        layout, both = layouts.get(name), [name.replace("gate_proj", "up_proj"), name.replace("up_proj", "gate_proj")]
+        alike = {layouts.get(one) for one in both} == {layout}
+        if layout is not None and alike and ".experts." not in name and has_packed_kernel(layout, shape[1], dtype):
+            found[name] = math.ceil(math.prod(shape) * layout.bits / 8)
+    return found

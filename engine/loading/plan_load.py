@@ -1,0 +1,92 @@
+"""What a start decides before weights are read: a plan, and then what is proven of that plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from attrs import frozen
+
+from adapters.models.kernels.interface import Kernels
+from adapters.models.kernels.product_list import ProductPlan
+from adapters.models.kernels.row_format import row_dtype
+from adapters.models.numerics.probe_result import Numerics
+from adapters.models.open_checkpoint import Checkpoint
+from adapters.remote.client.peer import Peer
+from engine.loading.device_survey import Placement, choose_chunk, prove
+from engine.loading.identity import compute_identity
+from engine.loading.load_draft import FoundDraft
+from engine.loading.memory_estimate import choose_fit, outgrows_estimate
+from engine.loading.memory_fit import Fit
+from engine.loading.warm_up import compile_and_digest
+from engine.settings import start_progress
+from engine.settings.calibration_cache import CalibrationCache
+from engine.settings.options import Options
+
+
+@frozen(eq=False)
+class LoadPlan:
+    """What a start has decided before anything is proven: the model, its dtype, where its layers go, and its draft.
+
+    placements: of the shards, in the order of their layers. remote_draft: the process that has the draft, if another
+    one has it.
+    """
+
+    options: Options
+    checkpoint: Checkpoint
+    dtype: torch.dtype
+    placements: Sequence[Placement]
+    draft: FoundDraft | None
+    remote_draft: Peer | None = None
+
+    def choose_fit(self, proven: ProductPlan | None = None) -> Fit:
+        """Return the slots and the context that there is memory for. proven: which products keep weights packed."""
+        return choose_fit(
+            self.options,
+            self.checkpoint.config,
+            self.dtype,
+            self.placements,
+            self.draft,
+            peer=self.remote_draft,
+            layouts=self.checkpoint.layouts,
+            proven=proven,
+        )
+
+    def prove(self, context: int, kept: CalibrationCache) -> tuple[Numerics, tuple[Kernels | None, ...]]:
+        """Prove numerics for a context of so many tokens, and return them with the kernels of each shard."""
+        options = self.options
+        return prove(
+            options.weights, options.runtime, self.checkpoint, self.dtype, self.placements, context=context, kept=kept
+        )
+
+
+@frozen(eq=False)
+class ProvenPlan:
+    """What is known before weights are read: the room, the numerics, the kernels of each shard, and the identity."""
+
+    fit: Fit
+    numerics: Numerics
+    kernels: tuple[Kernels | None, ...]
+    identity: str
+
+
+def prove_plan(plan: LoadPlan, fit: Fit, *, kept: CalibrationCache, step: start_progress.StepListener) -> ProvenPlan:
+    """Prove numerics on every device, and compute the identity of the model.
+
+    fit: as it was estimated. If fewer weights stay packed than the estimate expected, there is less room for rows: then
+    the fit is chosen anew, and numerics are proven for it.
+    """
+    checkpoint = plan.checkpoint
+    placements = plan.placements
+    options = plan.options
+    rows = row_dtype(options.weights.kv_dtype, plan.dtype)
+    chunk = choose_chunk(options.runtime, placements)
+    digest = compile_and_digest(
+        checkpoint, placements, plan.dtype, rows=rows, fit=fit, chunk=chunk, kept=kept, step=step
+    )
+    numerics, kernels = plan.prove(fit.context, kept)
+    if outgrows_estimate(checkpoint, plan.dtype, placements, numerics.plan):
+        fit = plan.choose_fit(numerics.plan)
+        numerics, kernels = plan.prove(fit.context, kept)
+    identity = compute_identity(checkpoint, plan.dtype, numerics, options.runtime.numerics, rows, digest=digest)
+    return ProvenPlan(fit, numerics, kernels, identity)

@@ -1,0 +1,274 @@
+"""Make what serving would make at its first use before any request waits for it: kernels, graphs, buffers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, nullcontext
+from contextvars import copy_context
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+
+from adapters.device.sampling.sampler import Draw, Picking, Sampler, start_picking
+from adapters.device.speculation.proposer import DraftModel
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.pipelined_chunks import current
+from adapters.models.decoder.shard import BUCKETS, Shard
+from adapters.models.drafts.cached_draft import CachedDraft, first_tokens
+from adapters.models.kernels.collector_pause import pause_collector
+from adapters.models.kernels.factory import build_compiler, build_step_pacer
+from adapters.models.kernels.interface import ALONE
+from adapters.models.kernels.layer_kinds import run_one_of_each
+from adapters.models.kernels.sampling_interface import PENDING
+from adapters.models.kernels.step import Segment, Step
+from adapters.models.numerics.probe import PROBED_SLOTS, buckets_of, probe_key
+from adapters.models.numerics.synthetic import RandomWeights, packed_in
+from adapters.models.open_checkpoint import Checkpoint
+from effects.ids import PAGE
+from effects.job import Sampling
+from engine.loading.device_survey import (
+    Placement,
+    build_kernels,
+    build_probe_inputs,
+    is_compile_cache_empty,
+    set_compile_cache,
+)
+from engine.loading.load_draft import TargetRoom
+from engine.loading.memory_fit import Fit
+from engine.settings import start_progress
+from engine.settings.calibration_cache import CalibrationCache
+
+log = logging.getLogger("rekindle")
+
+SAMPLINGS = (
+    Sampling(logprobs=1),
+    Sampling(temperature=1.0),
+    Sampling(temperature=0.6, top_k=20, top_p=0.95, min_p=0.01),
+    Sampling(temperature=0.8, repetition_penalty=1.1, presence_penalty=0.5, logit_bias=((0, 1.0),)),
+)
+READING_S = 0.2  # a step's kernels, at most: what takes longer is compiled
+PASSES = {"cpu": 1, "cuda": 2}  # once for kernels and buffers; a graph is recorded, and replayed, the second time
+
+
+def compile_kernels(
+    checkpoint: Checkpoint,
+    plan: Sequence[Placement],
+    dtype: torch.dtype,
+    *,
+    rows: torch.dtype,
+    fit: Fit,
+    chunk: int,
+    kept: CalibrationCache,
+    step: start_progress.StepListener,
+) -> None:
+    """Compile what steps of each bucket launch on a GPU, side by side, or read what an earlier start compiled.
+
+    Later in the process the kernels would be compiled one after the other. The steps run one layer of each kind of the
+    model, with random weights. If nothing was proven yet they are taken twice, the first time without a launch
+    (`compile_first`). What fails here fails again where it matters.
+
+    kept: outcomes of the probe, which launches kernels that nothing else launches.
+    """
+    device = find_gpu(plan)
+    if device is None:
+        return
+    compiler = build_compiler()
+    major, minor = torch.cuda.get_device_capability(device)
+    answers = (compiler.start_key(), compiler.start_tool_versions(10 * major + minor))
+    buckets = buckets_of(BUCKETS, chunk)
+    asked = build_probe_inputs(checkpoint, device, (dtype, rows), chunk, fit.context)
+    probed = kept.has_proof(probe_key(checkpoint.family, checkpoint.config, build_kernels(device, dtype), **asked))
+    paged = [{"slots": fit.slots, "pages": -(-fit.context // PAGE)}] if fit.pages else []
+    kinds = paged if paged and probed else [{"slots": PROBED_SLOTS, "pages": 0}, *paged]
+    shape: dict[str, Any] = {"device": device, "dtype": dtype, "rows": rows, "buckets": buckets}
+    with torch.inference_mode(), current(device):
+        for small, layers, own in packed_in(checkpoint.config.probed(), checkpoint.layouts):
+            weights = RandomWeights(small, 1, device, dtype, layouts=own)
+            shards = list[Shard]()
+            try:
+                for kind in kinds:
+                    kernels = build_kernels(device, dtype)
+                    kernels.graphs.enabled = False  # type: ignore[attr-defined] # these are Triton's
+                    how = {**shape, **kind, "layers": layers, "capacity": fit.context}
+                    shards.append(checkpoint.family.build(small, weights, kernels, **how))
+            except torch.OutOfMemoryError as error:
+                log.debug("kernels are compiled later: %s", error)
+            for thread in answers:
+                thread.join()
+            step(start_progress.COMPILE)
+            steps = [partial(compile_step, *one) for one in product(shards, range(len(buckets)))]
+            if not probed:
+                compile_first(steps)
+            run_side_by_side(steps)
+            for shard in shards:
+                shard.synchronize()
+                shard.close()
+
+
+def compile_and_digest(checkpoint: Checkpoint, plan: Sequence[Placement], dtype: torch.dtype, **how: Any) -> str:
+    """Return the digest of the weights, computed on a thread while kernels are compiled. how: as in
+    `compile_kernels`.
+    """
+    with ThreadPoolExecutor(1, "digest") as executor:
+        digest = executor.submit(checkpoint.digest)
+        compile_kernels(checkpoint, plan, dtype, **how)
+    return digest.result()
+
+
+def compile_first(steps: Sequence[Callable[[], object]]) -> None:
+    """Have other processes compile what these steps launch, without launching anything. For an empty compile cache."""
+    with ThreadPoolExecutor(1, "compile-first") as thread:
+        log_failures([thread.submit(copy_context().run, compile_requested, steps)])
+
+
+def compile_requested(steps: Sequence[Callable[[], object]]) -> None:
+    """Take the steps without launches, and compile in other processes what they asked for."""
+    with build_compiler().collect_requests() as requests, ThreadPoolExecutor(1, "asking") as thread:
+        begun = [thread.submit(copy_context().run, step) for step in steps]
+    log_failures(begun)
+    requests.compile_in_processes()
+
+
+def log_failures(steps: Iterable[Future[Any]]) -> None:
+    """Log what could not be compiled; it is compiled later."""
+    for error in filter(None, (one.exception() for one in steps)):
+        log.debug("some kernels are compiled later: %s", error)
+
+
+def run_side_by_side(steps: Sequence[Callable[[], None]]) -> None:
+    """Run steps on threads of their own.
+
+    Each begins when the one before it has ended, until one takes so long that it must be compiling; a kernel that
+    several need is compiled once. Reading compiled kernels needs the interpreter for 0.15 s in all. Threads that read
+    side by side take three times as long.
+    """
+    with build_compiler().compile_in_threads(), ThreadPoolExecutor(len(steps) or 1, "first-steps") as threads:
+        begun = list[Future[None]]()
+        only_read = True
+        for step in steps:
+            begun.append(threads.submit(copy_context().run, step))
+            only_read = only_read and bool(wait(begun[-1:], READING_S).done)
+    log_failures(begun)
+
+
+def compile_step(shard: Shard, number: int) -> None:
+    """Run a step of one bucket, in a slot of its own if there are enough.
+
+    A bucket that attends in a different way from the second time on runs twice.
+    """
+    bucket = shard.buckets[number]
+    step = Step((Segment(number % shard.slots, 0, 1),), bucket)
+    with torch.inference_mode(), current(shard.device):
+        for _ in range(2 if bucket <= ALONE else 1):
+            shard.forward(step, torch.zeros(1, dtype=torch.int64))
+
+
+def find_gpu(plan: Sequence[Placement]) -> torch.device | None:
+    """Return the first GPU of this process, or None."""
+    return next((one.device for one in plan if one.is_local and one.device.type == "cuda"), None)
+
+
+@contextmanager
+def warm_up_sampling(plan: Sequence[Placement], vocab: int) -> Iterator[None]:
+    """Sample tokens in every way on a thread, while the lane has little to launch.
+
+    torch loads what an operation launches at its first use, 0.3 s in all. The driver blocks other launches meanwhile,
+    but not the interpreter. If a CPU has layers too, this ends before they are proven, since that is timed. What fails
+    here fails again where it matters.
+    """
+    device = find_gpu(plan)
+    picked = list[Future[None]]()
+    with ThreadPoolExecutor(1, "picks") as executor:
+        if device is not None:
+            set_compile_cache()
+            picked.append(executor.submit(sample_in_every_way, device, vocab, first=is_compile_cache_empty()))
+        if any(one.is_local and one.device.type == "cpu" for one in plan):
+            wait(picked)
+        yield
+    for error in filter(None, (one.exception() for one in picked)):
+        log.debug("what picks tokens is loaded later: %s", error)
+
+
+def sample_in_every_way(device: torch.device, vocab: int, *, first: bool) -> None:
+    """Sample and wait for the results. first: no kernel was ever compiled here."""
+    build_compiler().start_key().join()
+    if first:
+        compile_first([partial(sample_each, device, vocab)])
+    for one in sample_each(device, vocab):
+        one.read()
+
+
+def sample_each(device: torch.device, vocab: int) -> list[Picking]:
+    """Sample in every way, all of them at once, and each by itself."""
+    with torch.inference_mode(), current(device):
+        logits = torch.zeros(len(SAMPLINGS), vocab, device=device)
+        rows = [Draw(Sampler(sampling, (0,), vocab, device), 1) for sampling in SAMPLINGS]
+        for row in rows:
+            row.sampler.append([0] * (PENDING + 1))
+        build_step_pacer(device).beat()  # as what picks does, it loads something
+        return [start_picking(logits, asked) for asked in (rows, *([row] for row in rows))]
+
+
+def warm_up(shard: Pipeline, draft: DraftModel | None, most_rows: int) -> None:
+    """Run every bucket, and every shape of the draft. most_rows: of one batched decode step."""
+    passes = max(PASSES[device.type] for device in shard.devices)
+    with pause_collector() if passes > 1 else nullcontext():  # once, and not for each graph
+        run_all_shapes(shard, draft, most_rows, passes)
+
+
+def run_all_shapes(shard: Pipeline, draft: DraftModel | None, most_rows: int, passes: int) -> None:
+    # What is told apart by how it attends, attends in a way of its own from the second time on.
+    alone = (1, 1, 2) if passes > 1 else (1,)
+    each = ((bucket, rows) for bucket in shard.buckets for rows in (alone if bucket <= ALONE else (1,)))
+    sizes = [(bucket, rows) for bucket, rows in each if rows <= bucket]  # `--numerics fast` has one of a single row
+    for behind in reversed(range(passes)):
+        release_cached_memory(shard.devices)
+        with run_one_of_each() if behind else nullcontext():
+            for bucket, rows in sizes:
+                run_steps(shard, draft, bucket, rows, logits=bucket <= most_rows)
+    if isinstance(draft, CachedDraft):
+        rehearse_proposals(draft, shard.slots, most_rows, passes)
+
+
+def run_steps(shard: Pipeline, draft: DraftModel | None, bucket: int, rows: int, *, logits: bool) -> None:
+    """Run a step of a prompt, and one whose logits are needed."""
+    segments = (Segment(0, 0, rows),)
+    tokens = torch.zeros(rows, dtype=torch.int64)
+    step = Step(segments, bucket, rows_only=True)
+    left = shard.forward(step, tokens)
+    if draft is not None:
+        draft.extend(step, tokens, left.aux_hidden_states)
+    if logits:
+        step = Step(segments, bucket)
+        shard.logits(step, shard.forward(step, tokens).hidden)
+
+
+def release_cached_memory(devices: Iterable[torch.device]) -> None:
+    """Return memory that torch caches. A recorded graph has memory of its own and cannot use what is cached."""
+    for device in devices:
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.empty_cache()
+
+
+def warm_up_own_draft(draft: CachedDraft[Any], room: TargetRoom, most_rows: int) -> None:
+    """Run every shape of a draft in its own process, without its target: rows come projected."""
+    passes = PASSES[draft.device.type]
+    token = torch.zeros(1, dtype=torch.int64)
+    width = draft.hidden_size
+    for bucket in room.buckets * passes:
+        draft.take(Step((Segment(0, 0, 1),), bucket), token, torch.zeros(1, width, dtype=draft.dtype))
+    rehearse_proposals(draft, room.slots, most_rows, passes)
+
+
+def rehearse_proposals(draft: CachedDraft[Any], slots: int, most_rows: int, passes: int) -> None:
+    """Propose in every shape that the draft has."""
+    shapes = list(draft.rehearsals(slots, most_rows))
+    for _ in range(passes):
+        release_cached_memory((draft.device,))
+        for requests in shapes:
+            draft.propose(requests, first_tokens)

@@ -1,0 +1,52 @@
+"""The lines that a server prints and logs once it is ready."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+from adapters.http.wire.server import RunningServer
+from engine.loading.expert_placement import describe_expert_placement
+from engine.loading.load_target import Target
+from engine.loading.shard_peers import describe_placement
+from engine.settings.formatting import format_bytes
+from engine.settings.options import Options
+
+log = logging.getLogger("rekindle")
+LOOPBACK = {"127.0.0.1", "::1", "localhost"}
+
+
+def describe_costs(target: Target) -> str:
+    """Return for the start line what weights, a token of context and a state take, and where experts are."""
+    checkpoint, shard = target.checkpoint, target.shard
+    error = "" if checkpoint.error is None else f", error {checkpoint.error:.2%}"
+    forms = "; ".join(checkpoint.forms[:3]) or str(shard.dtype).removeprefix("torch.")
+    state, away = sum(spec.nbytes for spec in shard.state_specs), shard.memory()["host"]
+    kept = f", {checkpoint.bits_of(target.weights):.1f} in memory" if checkpoint.forms else ""
+    on_host = f", {format_bytes(away)} of it in host memory" if away else ""
+    line = f"  weights={forms} ({checkpoint.bits:.1f} bits{kept}{error}, {format_bytes(target.weights)}{on_host})"
+    line += f"{describe_expert_placement(target.offloaded)}  context={format_bytes(shard.row_spec.token_bytes)} a token"
+    kept, own = target.model_info["kv_dtype"], target.model_info["dtype"]
+    line += "" if kept == own else f" in {kept}"
+    return line + (f", {format_bytes(state)} a state" if state else "")
+
+
+def announce(options: Options, target: Target, serving: RunningServer, seconds: float) -> None:
+    """Print a line that a script can wait for, then a command that a person can paste."""
+    host = f"[{serving.host}]" if ":" in serving.host else serving.host
+    url = f"http://{host}:{serving.port}"
+    if options.http.host not in LOOPBACK and not options.http.api_key:
+        log.warning("listening on %s without --api-key-file: anybody who can reach it can use it", options.http.host)
+    if "*" in options.http.allow_origin and not options.http.api_key:
+        log.warning("--allow-origin * without --api-key-file: any web page that a browser here shows can use it")
+    facts = f"model={target.model_id}  ctx={target.settings.max_context}  slots={target.settings.slots}"
+    facts += f"  layers={describe_placement(target.shard.parts)}"
+    facts += describe_costs(target)
+    drafted = "none" if target.draft is None else f"{target.settings.block} a decode step"
+    print(
+        f"ready  {url}  {facts}  draft={drafted}  {target.numerics_line}  in {seconds:.1f} s",
+        flush=True,
+    )
+    body = json.dumps({"messages": [{"role": "user", "content": "What is Rekindle?"}]})
+    key = " -H 'Authorization: Bearer KEY'" if options.http.api_key else ""
+    print(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'", flush=True)

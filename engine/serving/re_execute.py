@@ -1,0 +1,308 @@
+"""Replay on the real model: the recorded effects are executed again, in order, and their tokens compared.
+
+No draft is needed, whatever the trace was recorded with. What the target accepted then is proposed to it again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import Any
+
+import anyio
+from attrs import define, evolve, field
+from cyclopts import CycloptsError
+from torch import Tensor
+
+from adapters.device.executor import DeviceExecutor
+from adapters.device.slots.slots import SlotState
+from adapters.device.speculation.proposal_tree import Tree, chain
+from adapters.device.speculation.proposer import DraftRequest, Proposer
+from adapters.models.decoder.shard import Kept
+from adapters.models.kernels.step import Step
+from adapters.text.grammars.grammar import Grammars
+from adapters.text.tokenizer import Tokenizer
+from effects.all import EffectRequest, Launch, Outcome
+from effects.decode import Decoded, RunDecode
+from effects.ids import DeviceFailed, RequestId, Span, Tokens
+from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
+from effects.restore import BlocksRestored, RestoreBlocks
+from engine.core.event_loop import Envelope
+from engine.core.replay import Replay, ReplayDiffers, format_record, until_cut_line
+from engine.core.trace import LINE_LIMIT, BadTrace, Header, TraceLine, read_trace_lines
+from engine.loading.background_load import load_target
+from engine.loading.load_target import Mismatched
+from engine.settings.config_file import parse_values
+from engine.settings.options import Options
+from engine.settings.progress import count_progress
+from engine.settings.user_error import UserError
+from states.events import ForRequest
+from states.world import Output
+
+EXECUTED = (RunPrefill, RunDecode)
+MOST = 63  # tokens that are proposed in a row
+AHEAD = LINE_LIMIT  # characters between a launch and its outcomes: room for the longest prompt to come in meanwhile
+
+
+@define
+class LineLookahead:
+    """The lines of a trace in order, with a look ahead. A damaged line raises when its turn comes."""
+
+    lines: Iterator[TraceLine]
+    _next: deque[TraceLine] = field(factory=deque[TraceLine])
+    _broken: BadTrace | None = None
+
+    def __iter__(self) -> Iterator[TraceLine]:
+        while self._next or self._read_line():
+            yield self._next.popleft()
+        if self._broken is not None:
+            raise self._broken
+
+    def _read_line(self) -> bool:
+        try:
+            self._next.append(next(self.lines))
+        except BadTrace as error:
+            self._broken = error
+        except StopIteration:
+            pass
+        else:
+            return True
+        return False
+
+    def collect_recorded_tokens(self, launch: Launch) -> dict[RequestId, Tokens]:
+        """Return the tokens that each decode step of a launch brought when it was recorded.
+
+        Raises BadTrace if its outcomes are too far ahead.
+        """
+        missing = {ask.request for ask in launch.asks if isinstance(ask.effect, RunDecode)}
+        found = dict[RequestId, Tokens]()
+        seen = 0
+        size = 0
+        while missing and (seen < len(self._next) or self._read_line()):
+            line = self._next[seen]
+            seen = seen + 1
+            size = size + line.size
+            match line.record:
+                case Envelope(happened=ForRequest(request, Decoded() | DeviceFailed() as outcome)) if (
+                    request in missing
+                ):
+                    missing.remove(request)
+                    found[request] = outcome.tokens if isinstance(outcome, Decoded) else ()
+                case _ if size > AHEAD:
+                    raise BadTrace(f"line {line.number}: no outcome yet of {format_record(launch)}")
+        return found
+
+
+@define(eq=False)
+class RecordedProposer(Proposer):
+    """Proposes the tokens that the recorded decode steps brought. recorded: of the next decode step, by request."""
+
+    vocab: int
+    recorded: Mapping[RequestId, Tokens] = field(factory=dict[RequestId, Tokens])
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Tree]:
+        return [chain((request.state.tokens[-1], *self.list_upcoming(request))) for request in requests]
+
+    def list_upcoming(self, request: DraftRequest) -> Tokens:
+        """Return all but the last of the tokens of the next outcome. A trace is hostile input, so tokens
+        are checked.
+        """
+        known = takewhile(lambda token: 0 <= token < self.vocab, self.recorded.get(request.state.request, ())[:-1])
+        return tuple(islice(known, min(request.most, request.depth, MOST)))
+
+    def follow(
+        self, step: Step, aux_hidden_states: Mapping[int, Tensor], kept: Sequence[Kept], states: Sequence[SlotState]
+    ) -> None:
+        """It knows what comes."""
+
+    def catch_up(self, slot: int) -> None:
+        """It knows what comes."""
+
+    def inherit_rows(self, source: int, target: int, state: SlotState) -> None:
+        """It knows what comes."""
+
+
+@define
+class TraceExecution:
+    """Executes recorded effects, and holds their outcomes until the recorded ones come.
+
+    Of a launch of several steps each step is executed when its outcome comes, for each request; what it brought is
+    proposed as in any other launch. Rows that were restored are computed here, as soon as the rows before them are.
+    """
+
+    executor: DeviceExecutor
+    chunk: int
+    stateful: bool
+    proposer: RecordedProposer
+    lookahead: LineLookahead
+    outcomes: dict[RequestId, Outcome] = field(factory=dict[RequestId, Outcome])
+    pending_steps: dict[RequestId, RunDecode] = field(
+        factory=dict[RequestId, RunDecode]
+    )  # the next step of who goes on alone
+    restores: dict[RequestId, RestoreBlocks] = field(factory=dict[RequestId, RestoreBlocks])
+    computed_rows: dict[RequestId, int] = field(factory=dict[RequestId, int])  # rows that are computed
+    waiting_rows: dict[RequestId, Span] = field(factory=dict[RequestId, Span])  # rows that wait for those before them
+    tokens: int = 0
+
+    async def carry_out(self, number: int, out: Output) -> None:
+        match out:
+            case Launch(asks) if any(isinstance(ask.effect, RunDecode) and ask.effect.steps > 1 for ask in asks):
+                self.pending_steps |= {ask.request: ask.effect for ask in asks if isinstance(ask.effect, RunDecode)}
+            case Launch(asks) if isinstance(asks[0].effect, EXECUTED):
+                if isinstance(asks[0].effect, RunDecode):
+                    self.proposer.recorded = self.lookahead.collect_recorded_tokens(out)
+                for ask, outcome in zip(asks, await self.executor.perform(out), strict=True):
+                    self.outcomes[ask.request] = outcome
+                    if isinstance(outcome, PrefillAdvanced):
+                        self.computed_rows[ask.request] = outcome.stop
+                        await self.compute_loaded(number, ask.request)
+            case EffectRequest(request, OpenSlot() as opening):
+                self.computed_rows[request] = opening.state if self.stateful else opening.keep
+                self.executor.open(request, opening)
+            case EffectRequest(request, RestoreBlocks() as restore):
+                self.restores[request] = restore
+            case _:
+                pass
+
+    async def compare(self, number: int, envelope: Envelope) -> None:
+        """Compare a recorded event with what was executed. Raises ReplayDiffers."""
+        match envelope.happened:
+            case ForRequest(request, Decoded() as recorded):
+                actual = await self.next_step(request, recorded) or self.outcomes.pop(request, None)
+                if not isinstance(actual, Decoded) or (actual.tokens, actual.logprobs) != (
+                    recorded.tokens,
+                    recorded.logprobs,
+                ):
+                    raise build_difference(number, envelope, actual)
+                self.tokens += len(recorded.tokens)
+            case ForRequest(_, PrefillAdvanced(more=True)):
+                pass  # the last word of that prefill says all of it
+            case ForRequest(request, PrefillAdvanced(stop)):
+                actual = self.outcomes.pop(request, None)
+                if not isinstance(actual, PrefillAdvanced) or actual.stop != stop:
+                    raise build_difference(number, envelope, actual)
+            case ForRequest(request, BlocksRestored(start, stop)):
+                self.waiting_rows[request] = (start, stop)
+                await self.compute_loaded(number, request)
+            case ForRequest(request, DeviceFailed()):
+                self.outcomes.pop(request, None)
+                self.pending_steps.pop(request, None)
+            case _:
+                pass  # what is on the lane for it answers yet
+
+    async def next_step(self, request: RequestId, recorded: Decoded) -> Outcome | None:
+        """Execute the next step of a launch of several steps. Returns None if the request is in none."""
+        step = self.pending_steps.pop(request, None)
+        if step is None:
+            return None
+        if recorded.more and recorded.tokens:
+            position = step.position + len(recorded.tokens)
+            self.pending_steps[request] = evolve(step, position=position, token=recorded.tokens[-1], checkpoint=False)
+        self.proposer.recorded = {request: recorded.tokens}
+        one = Launch((EffectRequest(request, evolve(step, propose=min(len(recorded.tokens) - 1, MOST), steps=1)),))
+        return (await self.executor.perform(one))[0]
+
+    async def compute_loaded(self, number: int, request: RequestId) -> None:
+        """Compute recorded restored rows as prefill, since their blocks may be gone. The rows are equal bit for bit.
+
+        The restore may have ended before the rows in front of it were computed. Then these rows follow once those are
+        there.
+        """
+        start, stop = self.waiting_rows.get(request, (0, 0))
+        if self.stateful:  # rows before `start` may be there without the state behind them, which is what was loaded
+            start = min(start, self.computed_rows.get(request, 0))
+        if self.computed_rows.get(request, 0) < start or start >= stop:
+            return
+        del self.waiting_rows[request]
+        slot = self.restores[request].slot
+        for at in range(start, stop, self.chunk):
+            chunk = RunPrefill(slot, at, min(at + self.chunk, stop))
+            (outcome,) = await self.executor.perform(Launch((EffectRequest(request, chunk),)))
+            if not isinstance(outcome, PrefillAdvanced):
+                raise build_difference(number, f"rows {start}..{stop} of request {request} were restored", outcome)
+        self.computed_rows[request] = stop
+
+    def forget_ended(self, living: Set[RequestId]) -> None:
+        """Forget all requests that have left the world."""
+        for kept in (self.outcomes, self.pending_steps, self.restores, self.computed_rows, self.waiting_rows):
+            for request in kept.keys() - living:
+                del kept[request]
+
+
+def build_difference(number: int, recorded: object, executed: Outcome | None) -> ReplayDiffers:
+    return ReplayDiffers(f"line {number}: {format_record(recorded)}\n  executed: {executed}")
+
+
+async def execute(path: Path, model: str | None, until: int | None = None) -> tuple[Replay, int]:
+    """Execute a trace up to and including event `until`. Returns the replay, and how many tokens were compared.
+
+    Raises BadTrace, ReplayDiffers or UserError.
+    """
+    header, lines = read_trace_lines(path)
+    if header.redacted:
+        raise UserError(f"{path} is redacted: it replays, but its tokens are gone and cannot be executed")
+    try:
+        target = await load_target(read_options(header, model), only=header.identity)
+    except Mismatched as error:
+        raise UserError(
+            f"{path} was recorded with model and numerics {header.identity[:40]}, these are {error}: "
+            "the tokens are only promised to be equal within one identity"
+        ) from error
+    try:
+        run = Replay.from_header(header)
+        remembered = RecordedProposer(target.checkpoint.config.vocab_size)
+        ahead = LineLookahead(lines)
+        match = Grammars(Tokenizer.load(target.folder)).match
+        executor = DeviceExecutor(evolve(target.executor.parts, proposer=remembered, match_grammar=match))
+        execution = TraceExecution(executor, header.settings.chunk, header.settings.stateful, remembered, ahead)
+        for line in until_cut_line(with_progress(ahead)):
+            envelope = line.record
+            if not isinstance(envelope, Envelope):
+                run.feed(line.number, envelope)
+                continue
+            if until is not None and envelope.seq > until:
+                return run, execution.tokens
+            outs = run.feed(line.number, envelope)
+            await execution.compare(line.number, envelope)
+            for out in outs:
+                await execution.carry_out(line.number, out)
+            execution.forget_ended(run.world.requests.keys())
+        run.finish()
+        return run, execution.tokens
+    finally:
+        await target.close()
+
+
+def with_progress(lines: Iterable[TraceLine]) -> Iterator[TraceLine]:
+    with count_progress("executed lines") as step:
+        for line in lines:
+            yield line
+            step()
+
+
+def read_options(header: Header, model: str | None) -> Options:
+    """Return the options of a trace that decide its numbers. Raises UserError, since traces are hostile input."""
+    names = (
+        *("model", "device", "target_devices", "target_layer_split", "dtype", "max_ctx", "numerics", "slots", "chunk"),
+        *("threads", "state_checkpoints", "quantize", "kv_dtype", "kv_memory"),
+    )
+    wanted: dict[str, Any] = {name: header.config[name] for name in names if name in header.config}
+    if model is not None:
+        wanted["model"] = model
+    wanted |= {"disk_prefix_cache": "off", "host_cache_budget": 0, "draft": "none"}
+    # What was left open was chosen then, by the memory that there was.
+    chosen = {"slots": header.settings.slots, "max_ctx": header.settings.max_context}
+    try:
+        parse_values(wanted)
+        options = parse_values(wanted | chosen)
+    except CycloptsError as error:
+        raise UserError(f"the trace's header: {error}") from error
+    if any(one.address for one in options.placement.locations):
+        raise UserError("the trace's header: shards at tcp:// are not reached for a trace's sake")
+    return options
+
+
+def execute_file(path: Path, model: str | None, until: int | None = None) -> tuple[Replay, int]:
+    return anyio.run(execute, path, model, until)

@@ -1,0 +1,318 @@
+"""`rekindle serve`: listen, load, be ready, serve, drain."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import AsyncIterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+import anyio
+import anyio.to_thread
+from anyio import TASK_STATUS_IGNORED
+from anyio.abc import TaskStatus
+from attrs import define, evolve
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from adapters.device.executor import DeviceExecutor
+from adapters.device.sampling.grammar_mask import Match
+from adapters.http.apis.registry import make_error_response
+from adapters.http.app import build_app
+from adapters.http.edge_options import CompressionDefaults, EdgeOptions
+from adapters.http.history.answer_tokens import TurnMemory
+from adapters.http.history.frozen_messages import FrozenMessages
+from adapters.http.history.history_loader import HistoryLoader
+from adapters.http.history.persistent_lru import PersistentLru
+from adapters.http.history.response_store import ResponseStore
+from adapters.http.page import files
+from adapters.http.wire.errors import unavailable
+from adapters.http.wire.server import RunningServer, serve_app
+from adapters.watched_thread import WatchedThread
+from effects.job import Sampling
+from engine import __version__
+from engine.core.trace import VERSION, Header, Recorder
+from engine.loading.background_load import BackgroundLoad
+from engine.loading.load_target import Target
+from engine.loading.load_text import Reading, load_text
+from engine.loading.open_store import disk_folder
+from engine.loading.shard_peers import collect_remote_figures
+from engine.serving.announce import announce
+from engine.serving.memory_trim import tidied
+from engine.serving.watch_shards import ShardWatch
+from engine.serving.wiring import CompressionParts, StatusSources, run_engine
+from engine.settings.options import Options
+from engine.settings.preflight import build_bind_error
+from engine.settings.start_progress import TOKENIZER, StartProgress
+from engine.settings.user_error import UserError, find_innermost, report_error
+
+log = logging.getLogger("rekindle")
+FILES = 8192  # descriptors: 4,096 connections, and the files of cache and checkpoint
+RESPONSES, TURNS, FROZEN = "responses", "turns", "frozen"  # folders in that of the cache
+LATE_S = 0.8  # after the grace period, for everything to be closed
+WRITING_S = 0.2  # what has been answered is still being written: let it, for a moment
+
+
+def run_server(options: Options, steps: StartProgress, beginning: BackgroundLoad, reading: Reading) -> NoReturn:
+    """Serve until a signal ends it. The exit status is 0 after a clean drain, and 1 if requests were cancelled."""
+    raise_file_limit()
+    try:
+        status = anyio.run(serve_until_signal, options, steps, beginning, reading)
+    except (UserError, BaseExceptionGroup) as error:
+        reason = find_innermost(error)
+        if not beginning.cancel() and isinstance(reason, UserError):
+            steps.finish()
+            exit_process(
+                report_error(reason)
+            )  # its step takes long, and an interpreter that ends meanwhile would crash
+        if reason is error:
+            raise
+        raise reason from error
+    exit_process(status)
+
+
+def raise_file_limit() -> None:
+    """Raise the limit of open files: a shell often allows fewer than connections and cache files need."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < FILES:
+        most = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+
+
+def exit_process(status: int) -> NoReturn:
+    """End the process at once. Everything of ours is closed; taking torch apart would take a second, a CUDA context
+    several.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(status)
+
+
+@define
+class LoadingGate:
+    """Answers 503 while the model loads, except for the page, which says so. Then the application answers."""
+
+    app: ASGIApp | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            for phase in ("startup", "shutdown"):
+                await receive()
+                await send({"type": f"lifespan.{phase}.complete"})
+        elif self.app is not None:
+            await self.app(scope, receive, send)
+        elif (file := files.load_files().get(files.page_path(scope, scope["path"]))) and scope["method"] in {
+            "GET",
+            "HEAD",
+        }:
+            await files.make_file_response(file, Headers(scope=scope))(scope, receive, send)
+        else:
+            await make_error_response(scope, unavailable("Loading model", 1))(scope, receive, send)
+
+
+async def serve_until_signal(
+    options: Options, steps: StartProgress, beginning: BackgroundLoad, reading: Reading
+) -> int:
+    """Listen, load and serve. Returns the exit status."""
+    gate, stop = LoadingGate(), anyio.Event()
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(watch_signals, signals, gate, stop, options.http.grace)
+            serving: RunningServer = await tasks.start(listen, options, gate)
+            clean = await serve_model(options, gate, serving, stop, steps=steps, beginning=beginning, reading=reading)
+            tasks.cancel_scope.cancel()
+    return 0 if clean else 1
+
+
+async def listen(
+    options: Options, gate: LoadingGate, *, task_status: TaskStatus[RunningServer] = TASK_STATUS_IGNORED
+) -> None:
+    """Run the HTTP server. Raises UserError if it cannot listen."""
+    try:
+        await serve_app(gate, options.http.host, options.http.port, on_listening=task_status.started)
+    except (OSError, UnicodeError) as error:  # UnicodeError: no name that could be looked up
+        raise build_bind_error(options.http, error) from error
+
+
+async def watch_signals(
+    signals: AsyncIterable[signal.Signals], gate: LoadingGate, stop: anyio.Event, grace: float
+) -> None:
+    """Drain at the first signal. Stop at once at a second one, or at one while the model loads."""
+    async for number in signals:
+        if stop.is_set() or gate.app is None:
+            log.warning("stopping at once")
+            os._exit(128 + number)
+        stop.set()
+        late = threading.Timer(grace + LATE_S, exit_late)
+        late.daemon = True
+        late.start()
+
+
+def exit_late() -> None:
+    """End the process because something that cannot be cancelled still runs: a kernel, a tokenizer, a slow disk."""
+    log.error("not everything has ended in time: stopping at once")
+    os._exit(1)
+
+
+async def serve_model(
+    options: Options,
+    gate: LoadingGate,
+    serving: RunningServer,
+    stop: anyio.Event,
+    *,
+    steps: StartProgress,
+    beginning: BackgroundLoad,
+    reading: Reading,
+) -> bool:
+    """Serve from the load to the end of the drain. Returns True if no request was cut short."""
+    steps(TOKENIZER)
+    text = await load_text(options.model, reading)
+    try:
+        target = await beginning.wait_for_target()
+    except BaseException:
+        await text.aclose()
+        raise
+    try:
+        target = with_grammars(target, text.grammars.match)
+        recorder, archive, memory = build_recorder(options, target), ResponseStore(), TurnMemory()
+        frozen = FrozenMessages(scorer_identity=target.drafter.identity) if target.freezes and target.drafter else None
+        histories: dict[str, PersistentLru] = {RESPONSES: archive, TURNS: memory}
+        if frozen is not None:
+            histories[FROZEN] = frozen
+        recall = HistoryLoader(histories, disk_folder(options.cache))
+        watch = ShardWatch(target.peers, target.lane)
+        async with run_engine(
+            target.settings,
+            target.executor,
+            transfer=target.transfer,
+            status=StatusSources(
+                facts=target.facts,
+                live=target.live if frozen is None else partial(collect_live_properties, target, frozen),
+                threads=(*target.threads, watch.thread),
+            ),
+            compression=CompressionParts(target.drafter, (lambda *_: None) if frozen is None else frozen.store),
+            recorder=recorder,
+            paranoid=options.diagnostics.paranoid,
+        ) as running:
+            running.metrics.watch_shards(
+                partial(collect_remote_figures, target.shard.parts, target.draft, target.drafter)
+            )
+            about = edge_options(options, target, text.sampling)
+            gate.app = build_app(
+                running.submissions, text, about, running.metrics, archive, turns=memory, frozen=frozen, loader=recall
+            )
+            watch.start()
+            steps.finish()
+            freeze_collected()
+            announce(options, target, serving, time.monotonic() - steps.began)
+            async with anyio.create_task_group() as background:
+                background.start_soon(tidied, running.event_loop, target.lane)
+                background.start_soon(recall.run)
+                await wait_for_stop(stop, target.executor.threads)
+                background.cancel_scope.cancel()
+            log.info("draining: newcomers are refused, running requests get %g s, or stop again", options.http.grace)
+            deadline = anyio.current_time() + options.http.grace
+            clean = await running.submissions.drain(options.http.grace)
+            clean = await close_connections(serving, deadline) and clean
+            if not clean:
+                log.warning("%g s are over: what was still running was cut short", options.http.grace)
+        watch.close()
+        for history in histories.values():
+            await history.close(deadline)
+        await text.aclose()
+        return clean
+    finally:
+        await target.close()
+
+
+def with_grammars(target: Target, match: Match) -> Target:
+    """Return the target with an executor that holds answers to their grammars. It takes the place of the first one."""
+    return evolve(target, executor=DeviceExecutor(evolve(target.executor.parts, match_grammar=match)))
+
+
+def collect_live_properties(target: Target, frozen: FrozenMessages) -> Mapping[str, Any]:
+    """Return what /props shows now, with the messages that were frozen."""
+    live = target.live()
+    return {**live, "damaged": {**live["damaged"], FROZEN: frozen.damaged_count}, "frozen": frozen.count_figures()}
+
+
+def freeze_collected() -> None:
+    """Freeze all objects that exist: otherwise the collector looks through them for 0.1 s in the middle
+    of a request.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+async def wait_for_stop(stop: anyio.Event, threads: Sequence[WatchedThread], every_s: float = 1) -> None:
+    """Wait for the stop event. Raises UserError if a thread has died that the server cannot work without."""
+    while not stop.is_set():
+        if dead := [thread for thread in threads if thread.is_dead]:
+            raise UserError(f"the thread {dead[0].name} has died ({dead[0].trouble}); the log above says where")
+        with anyio.move_on_after(every_s):
+            await stop.wait()
+
+
+async def close_connections(serving: RunningServer, deadline: float) -> bool:
+    """End the connections. Returns True if all answers were written before the deadline."""
+    serving.stop()
+    with anyio.CancelScope(deadline=max(deadline, anyio.current_time() + WRITING_S)):
+        await serving.end_event.wait()
+        return True
+    serving.stop(now=True)
+    return False
+
+
+def build_recorder(options: Options, target: Target) -> Recorder | None:
+    """Start to record a trace, if one is asked for. Raises UserError if its file cannot be written."""
+    if options.diagnostics.trace is None:
+        return None
+    header = Header(
+        VERSION, __version__, target.settings, target.identity, options.redacted_values(), options.diagnostics.redact
+    )
+    recorder = Recorder(options.diagnostics.trace, header)
+    try:
+        recorder.start()
+    except OSError as error:
+        raise UserError(f"--trace {options.diagnostics.trace}: {error.strerror or error}") from error
+    return recorder
+
+
+def edge_options(options: Options, target: Target, sampling: Sampling) -> EdgeOptions:
+    """Return the options of the HTTP edge."""
+    return EdgeOptions(
+        model_id=target.model_id,
+        max_ctx=target.settings.max_context,
+        vocab=target.checkpoint.config.vocab_size,
+        api_keys=options.http.api_key,
+        aliases=options.model.alias,
+        any_model=options.model.any_model,
+        allowed_origins=tuple(map(str.lower, options.http.allow_origin)),
+        allowed_hosts=(options.http.host.lower(), *map(str.lower, options.http.allow_host)),
+        numerics=target.numerics_shown,
+        model_info=target.model_info,
+        sampling=sampling,
+        scope=target.scope,
+        disk=target.has_disk,
+        compression=CompressionDefaults(
+            options.compression.prefill_compression,
+            options.compression.prefill_threshold,
+            round(options.compression.prefill_keep_ratio * 1000),
+            options.compression.keep_ratio_curve,
+            target.settings.drafter,
+            freeze=target.freezes,
+        ),
+        stabilize=options.http.stabilize,
+        created=int(time.time()),
+        version=__version__,
+        max_body=options.http.max_body << 20,
+        max_jobs=target.settings.slots + options.http.max_queue,
+        request_timeout_s=options.http.request_timeout,
+    )

@@ -1,0 +1,44 @@
+"""The options of `rekindle models`, which describe a server that has not been started."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import attrs
+from attrs import frozen
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from engine.settings.option_types import Device, check_device, check_devices, check_experts, parse_integer
+from engine.settings.options import Options, build_options
+
+
+@frozen(kw_only=True)
+class FitOptions:
+    """The options of `rekindle serve` that decide whether a model fits."""
+
+    device: Annotated[Device, Parameter(validator=check_device)] = "auto"
+    """auto (CUDA where there is one), cpu, cuda or cuda:N."""
+
+    target_devices: Annotated[str, Parameter(validator=check_devices)] = ""
+    """In the place of --device: layers over several, such as cuda:0,cpu:0."""
+
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], Parameter()] = "auto"
+    """What weights are kept in, and rows where nobody says."""
+
+    kv_dtype: Annotated[Literal["auto", "bf16", "fp8", "int8"], Parameter()] = "auto"
+    """What rows are kept in."""
+
+    experts: Annotated[str, Parameter(validator=check_experts)] = "device"
+    """device, or host:N: in host memory, and in N GiB of the CUDA device those that are used most."""
+
+    max_ctx: Annotated[int, Parameter(converter=parse_integer, validator=Number(gte=0, lte=1 << 21))] = 0
+    """Tokens of prompt and answer together; 0: what fits."""
+
+    slots: Annotated[int, Parameter(converter=parse_integer, validator=Number(gte=0, lte=64))] = 0
+    """Sequences at once; 0: 16, or fewer where memory is short."""
+
+    @property
+    def serve_options(self) -> Options:
+        """The same as options of `rekindle serve`."""
+        return build_options(**attrs.asdict(self))

@@ -1,0 +1,40 @@
+"""Where the model is, and where files are kept that a later start finds again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from platformdirs import user_cache_dir
+
+from adapters import demo
+from engine.settings.model_options import ModelOptions
+from engine.settings.options import Options
+
+OWN = "mtp"  # in the place of a draft's folder: the model's own prediction head
+SHIPPED = {"demo": str(demo.FOLDER / "draft"), "demo-hybrid": OWN}
+"""What `auto` takes for models that come with a draft."""
+
+
+def find_user_folder() -> Path:
+    return Path(user_cache_dir("rekindle", appauthor=False))
+
+
+def find_cache_folder() -> Path:
+    """Return the folder of the prefix cache, unless an option names another."""
+    return find_user_folder() / "kv"
+
+
+def find_model_folder(model: ModelOptions) -> Path:
+    """Return the folder of the model, or its GGUF file."""
+    return demo.FOLDERS.get(model.model) or Path(model.model)
+
+
+def choose_draft_name(asked: str, model: str) -> str:
+    """Return the draft's folder, OWN or `none`. asked: the value of `--draft`."""
+    return SHIPPED.get(model, "none") if asked == "auto" else asked
+
+
+def list_weight_folders(options: Options) -> tuple[Path, ...]:
+    """Return the folders of the model and of a draft that has one of its own."""
+    draft = choose_draft_name(options.speculation.draft, options.model.model)
+    return (find_model_folder(options.model), *(() if draft in {"none", OWN} else (Path(draft),)))

@@ -1,0 +1,50 @@
+"""`rekindle bench`: serve, needles."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from engine.tools.bench.bench_options import LoadOptions
+from engine.tools.bench.needles_options import NeedleOptions
+
+BENCH = """Measure a server over HTTP.
+
+`rekindle bench serve --concurrency 1,4,16`
+
+`rekindle bench needles --keep 0.1`
+"""
+bench = App(name="bench", help=BENCH, sort_key=6)
+
+
+@bench.command(name="serve")
+def bench_serve(load: Annotated[LoadOptions, Parameter(name="*")] = LoadOptions()) -> int:  # noqa: B008 - a frozen value
+    """Send requests to any OpenAI-compatible server and time what comes back. Ctrl-C shows what there is until then.
+
+    Prompts are new in every run, so that no cache answers for the model, unless they are told to share something.
+
+    `rekindle bench serve --concurrency 1,4,16`
+
+    `rekindle bench serve --url http://127.0.0.1:8080 --prompt-tokens 2048 --answer-tokens 64 --json > peer.json`
+
+    `rekindle bench serve --rate 0.5,1,2 --prompt-tokens 200-4000 --shared-prefix 150 --plot load.svg`
+
+    `rekindle bench serve --log today.jsonl.zst --concurrency 4 --requests 100`
+    """
+    from engine.tools.bench.measure_server import run_bench  # noqa: PLC0415
+
+    return run_bench(load)
+
+
+@bench.command(name="needles")
+def bench_needles(wanted: Annotated[NeedleOptions, Parameter(name="*")] = NeedleOptions()) -> int:  # noqa: B008 - a frozen value
+    """Hide facts in long texts and ask a Rekindle server for them: whole, compressed, and shortened blindly as much.
+
+    `rekindle bench needles --lengths 2000,8000 --keep 0.1 --plot needles.svg`
+
+    `rekindle bench needles --needles 1 --depths 0.1,0.5,0.9 --questions 10 --json > needles.json`
+    """
+    from engine.tools.bench.needles import run_needles  # noqa: PLC0415
+
+    return run_needles(wanted)

@@ -1,0 +1,52 @@
+"""All levels as one picture: tokens a second, first tokens, and how long the next token takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.settings.plot_style import COLORS, GREY, LEFT, STYLE, save_figure, set_title
+from engine.tools.bench.bench_figures import SHARES, LoadFigures, collect_gaps
+from engine.tools.bench.load_level import Level
+
+MOST_POINTS = 2000  # of one line
+
+
+def draw_load(path: Path, levels: Sequence[Level], every: Sequence[LoadFigures], title: str) -> None:
+    """Raises OSError."""
+    from matplotlib import rc_context  # noqa: PLC0415 - takes half a second
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    with rc_context(STYLE):
+        figure = Figure(figsize=(12, 4.2))
+        figure.subplots_adjust(left=LEFT, right=0.985, top=0.8, bottom=0.12, wspace=0.22)
+        together, first, between = figure.subplots(1, 3)
+        names = [one.level for one in every]
+        together.bar(names, [one.tokens_s for one in every], color=COLORS[0], width=0.6, label="together")
+        streams = [one.stream_tokens_s[0] if one.stream_tokens_s else 0.0 for one in every]
+        together.plot(names, streams, "o", color=COLORS[1], label="of a stream, p50")
+        together.set(title="Tokens a second")
+        together.margins(y=0.25)  # room for the legend
+        together.set_axisbelow(True)
+        together.legend(frameon=False, loc="upper left", ncols=2)
+        for at, share in enumerate(SHARES):
+            found = [(one.level, one.first_token_ms[at]) for one in every if one.first_token_ms]
+            if found:
+                first.plot(*zip(*found, strict=True), "o-", color=COLORS[at], label=f"p{share}")
+        first.set(title="First token, ms")
+        first.set_ylim(bottom=0)
+        first.legend(*first.get_legend_handles_labels(), frameon=False)
+        measured = [level for level in levels if level.samples]
+        for at, level in enumerate(measured):
+            waits = sorted(collect_gaps(level))
+            shown = waits[:: max(1, len(waits) // MOST_POINTS)]
+            shares = [100 * (number + 1) / len(shown) for number in range(len(shown))]
+            between.step(shown, shares, where="post", color=COLORS[at % len(COLORS)], label=level.name)
+        if any(map(any, map(collect_gaps, measured))):  # events that come together have nothing between them
+            between.set_xscale("log")
+            between.legend(frameon=False, loc="lower right")
+        between.axhline(99, color=GREY, linewidth=0.8, linestyle=":")
+        between.set(title="Next token within so many ms, %")
+        between.set_ylim(0, 101)
+        set_title(figure, title)
+        save_figure(figure, path)

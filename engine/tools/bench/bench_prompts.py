@@ -1,0 +1,115 @@
+"""The prompts of a load: new ones in every run, or ones that share as much as they are asked to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain, cycle
+from random import Random
+
+from attrs import define, field, frozen
+
+from effects.ids import Tokens
+from engine.tools.bench.bench_options import LoadOptions, parse_lengths
+from engine.tools.simulation.logs.logged_requests import Session
+
+# Token ids that are ordinary in every vocabulary: control tokens and bytes come first or last in those that are known.
+LOW = 100
+HIGH = 4000
+# One token each, with the space before it, in about every vocabulary.
+WORDS = (
+    *("the", "of", "and", "to", "in", "is", "that", "for", "it", "was", "on", "are", "as", "with", "be", "this", "by"),
+    *(
+        "from",
+        "at",
+        "have",
+        "not",
+        "but",
+        "or",
+        "an",
+        "they",
+        "which",
+        "you",
+        "one",
+        "we",
+        "all",
+        "her",
+        "she",
+        "there",
+    ),
+    *("would", "their", "been", "if", "more", "when", "will", "no", "out", "so", "said", "what", "up", "its", "about"),
+)
+
+
+@frozen(eq=False)
+class LoadPrompt:
+    """One request: what is asked, and how long the answer may be."""
+
+    tokens: Tokens
+    answer: int
+
+    @property
+    def text(self) -> str:
+        return " ".join(WORDS[token % len(WORDS)] for token in self.tokens)
+
+
+@define(eq=False)
+class Prompts:
+    """The prompts of all levels. Each is drawn from the run's seed, the level's name and its number, so that how the
+    answers come in changes none.
+    """
+
+    load: LoadOptions
+    seed: int
+    sessions: Sequence[Session] = ()
+    _shared: Tokens = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._shared = draw_tokens(seeded_random(f"{self.seed} shared"), self.load.shared_prefix)
+
+    def make_chains(self, level: str, count: int) -> Iterator[Iterator[LoadPrompt]]:
+        """`count` prompts in all. Those of one chain are sent one after the other, as their client did."""
+        if self.sessions and not self.load.lengths_only:
+            return self._read_log(level, count)
+        return (iter((prompt,)) for prompt in self._draw(level, count))
+
+    def _draw(self, level: str, count: int) -> Iterator[LoadPrompt]:
+        draw = seeded_random(f"{self.seed} {level}")
+        prompts = parse_lengths(self.load.prompt_tokens)
+        answers = parse_lengths(self.load.answer_tokens)
+        logged = cycle(
+            (request.length, len(request.answer))
+            for session in self.sessions
+            for agent in session.agents
+            for request in agent.requests
+        )
+        for _ in range(count):
+            length, answer = next(logged) if self.sessions else (draw.randint(*prompts), draw.randint(*answers))
+            own = draw_tokens(draw, max(1, length - len(self._shared)))
+            yield LoadPrompt((*self._shared, *own), answer)
+
+    def _read_log(self, level: str, count: int) -> Iterator[Iterator[LoadPrompt]]:
+        """The log's agents in order, and again from the first one as often as it takes, with other tokens each time."""
+        left = count
+        turn = 0
+        while left > 0:
+            ids = list(range(LOW, HIGH))
+            seeded_random(f"{self.seed} {level} {turn}").shuffle(ids)
+            turn += 1
+            for agent in chain.from_iterable(session.agents for session in self.sessions):
+                requests = agent.requests[:left]
+                left -= len(requests)
+                if requests:
+                    yield (LoadPrompt(self._rename_tokens(one.prompt, ids), len(one.answer)) for one in requests)
+
+    def _rename_tokens(self, tokens: Tokens, ids: Sequence[int]) -> Tokens:
+        """Equal tokens stay equal, so that prompts share what they shared; others' ids may mean anything here."""
+        return (*self._shared, *(ids[token % len(ids)] for token in tokens))
+
+
+def seeded_random(what: str) -> Random:
+    """Always the same for one text."""
+    return Random(what)  # noqa: S311 - repeatable, not secret
+
+
+def draw_tokens(draw: Random, count: int) -> Tokens:
+    return tuple(draw.choices(range(LOW, HIGH), k=count))

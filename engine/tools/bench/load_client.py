@@ -1,0 +1,140 @@
+"""One request over HTTP: sent, streamed, and every piece of its answer timed as it comes.
+
+Events of many streams come at once, and handling one takes 0.1 ms: what is timed by a clock that is looked at in its
+turn is late by all that came with it. So the clock here is the time at which the event loop's selector returned.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import aclosing
+from selectors import DefaultSelector, SelectorKey
+from typing import Any
+
+import httpx2
+import msgspec
+from attrs import define, field
+
+from engine.settings.sse_client import Chunk, StreamBroken, Usage, describe_error, read_chunks
+from engine.settings.user_error import UserError
+from engine.tools.bench.bench_options import LoadOptions
+from engine.tools.bench.bench_prompts import LoadPrompt
+
+OPEN_ENDED = httpx2.Limits(max_connections=None, max_keepalive_connections=None)  # as many as there are streams
+
+
+@define(eq=False)
+class Sample:
+    """The outcome of one request. Times are seconds of one clock; `times`: when each event with text came."""
+
+    sent: float
+    times: list[float] = field(factory=list[float])
+    ended: float = 0.0
+    prompt: int | None = None  # tokens, as the server counts
+    answer: int | None = None
+    cached: int | None = None
+    error: str = ""
+
+    @property
+    def first(self) -> float | None:
+        return self.times[0] - self.sent if self.times else None
+
+    @property
+    def tokens(self) -> int:
+        """A server that does not say is taken to send one with each event."""
+        return len(self.times) if self.answer is None else self.answer
+
+
+class TimestampSelector(DefaultSelector):
+    """A selector that notes when the event loop last learnt that data had come. at: that time, in seconds of
+    `perf_counter`.
+    """
+
+    at = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[SelectorKey, int]]:
+        ready = super().select(timeout)
+        self.at = time.perf_counter()
+        return ready
+
+
+@define(eq=False)
+class LoadClient:
+    """All requests of a run go through it. clock: says when what is read now has come."""
+
+    load: LoadOptions
+    http: httpx2.AsyncClient
+    model: str = ""
+    clock: Callable[[], float] = time.perf_counter
+
+    @staticmethod
+    def from_options(load: LoadOptions) -> LoadClient:
+        headers = {"Authorization": f"Bearer {load.api_key}"} if load.api_key else {}
+        http = httpx2.AsyncClient(
+            base_url=load.base, headers=headers, timeout=load.timeout, limits=OPEN_ENDED, trust_env=False
+        )
+        return LoadClient(load, http, load.model)
+
+    async def find_model(self) -> None:
+        """Return the model that the server has. Raises UserError if no server answers."""
+        try:
+            answer = await self.http.get("/v1/models")
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            raise UserError(f"--url {self.load.url}: nobody answers there ({describe_error(error)})") from error
+        if answer.status_code in (401, 403):
+            raise UserError(f"--url {self.load.url}: HTTP {answer.status_code}: --api-key is missing or wrong")
+        if not self.model:
+            try:
+                self.model = str(answer.json()["data"][0]["id"])
+            except (ValueError, LookupError, TypeError) as error:
+                raise UserError(f"--url {self.load.url}: it lists no models; name one with --model") from error
+
+    def build_body(self, prompt: LoadPrompt) -> tuple[str, dict[str, Any]]:
+        load = self.load
+        body: dict[str, Any] = {"model": self.model, "max_tokens": prompt.answer, "temperature": load.temperature}
+        body |= {"stream": True, "stream_options": {"include_usage": True}, **load.more}
+        if load.api == "chat":
+            return "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": prompt.text}]}
+        return "/v1/completions", {**body, "prompt": prompt.text if load.words else list(prompt.tokens)}
+
+    async def ask(self, prompt: LoadPrompt, sample: Sample) -> None:
+        """Send a prompt and fill in the sample as the answer comes."""
+        path, body = self.build_body(prompt)
+        content = msgspec.json.encode(body)
+        sample.sent = time.perf_counter()
+        try:
+            headers = {"Content-Type": "application/json"}
+            async with self.http.stream("POST", path, content=content, headers=headers) as answer:
+                await read_answer(answer, sample, self.clock)
+        except StreamBroken as error:
+            sample.error = str(error)
+        except httpx2.HTTPError as error:
+            sample.error = describe_error(error)
+        sample.ended = time.perf_counter()
+
+
+async def read_answer(answer: httpx2.Response, sample: Sample, clock: Callable[[], float]) -> None:
+    """Read server-sent events until the stream ends. Raises StreamBroken."""
+    async with aclosing(read_chunks(answer, clock)) as coming:
+        async for now, chunk in coming:
+            add_event(chunk, now, sample)
+    if not sample.times:
+        raise StreamBroken("an answer without text")
+
+
+def add_event(chunk: Chunk, now: float, sample: Sample) -> None:
+    """Add an event that came at `now`."""
+    if any(choice.answer_text for choice in chunk.choices):
+        sample.times.append(now)
+    if chunk.usage is not None:
+        count_usage(chunk.usage, sample)
+    if sample.cached is None and chunk.timings is not None:
+        sample.cached = chunk.timings.cache_n
+
+
+def count_usage(usage: Usage, sample: Sample) -> None:
+    sample.prompt = usage.prompt_tokens
+    sample.answer = usage.completion_tokens
+    if usage.prompt_tokens_details is not None:
+        sample.cached = usage.prompt_tokens_details.cached_tokens

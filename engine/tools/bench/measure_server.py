@@ -1,0 +1,143 @@
+"""`rekindle bench serve`: levels of load one after the other, then table, JSON, plot, also when interrupted."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from asyncio import SelectorEventLoop
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+import attrs
+from rich.console import Console
+
+from engine.settings import plot_style
+from engine.settings.progress import count_progress
+from engine.settings.user_error import UserError, find_innermost
+from engine.tools.bench.bench_figures import LoadFigures, compute_figures
+from engine.tools.bench.bench_options import LoadOptions, parse_lengths
+from engine.tools.bench.bench_plot import draw_load
+from engine.tools.bench.bench_prompts import Prompts
+from engine.tools.bench.bench_report import print_report
+from engine.tools.bench.load_client import LoadClient, TimestampSelector
+from engine.tools.bench.load_level import Level
+from engine.tools.simulation.logs.read_log import read_logs
+
+# requests of a level by default
+LEAST = 8
+EACH = 4
+AT_A_RATE = 32
+INTERRUPTED = 130
+
+
+def run_bench(load: LoadOptions) -> int:
+    """Run a load and report it. Raises UserError or OSError. The exit status is 1 if a request failed."""
+    check_options(load)
+    sessions = read_logs(load.log).sessions if load.log else []
+    prompts = Prompts(load, secrets.randbits(32) if load.seed is None else load.seed, sessions)
+    levels = list[Level]()
+    interrupted = False
+    client = LoadClient.from_options(load)
+    selector = TimestampSelector()
+    client.clock = lambda: selector.at
+    try:
+        anyio.run(
+            measure_levels,
+            client,
+            prompts,
+            levels,
+            backend_options={"loop_factory": lambda: SelectorEventLoop(selector)},
+        )
+    except KeyboardInterrupt:
+        interrupted = True
+    except BaseExceptionGroup as group:
+        raise find_innermost(group) from group
+    every = [compute_figures(level) for level in levels if level.samples]
+    if load.json:
+        print(json.dumps(build_json(client, prompts, levels, every, interrupted=interrupted), indent=2))
+    else:
+        print_report(Console(), describe_run(client), every, list_notes(prompts, interrupted=interrupted))
+    if load.plot is not None and every:
+        draw_load(load.plot, levels, every, describe_run(client))
+    return INTERRUPTED if interrupted else int(any(one.errors or one.unsent for one in every))
+
+
+def check_options(load: LoadOptions) -> None:
+    """Check the options before anything is sent. Raises UserError."""
+    if load.plot is not None:
+        plot_style.check_plot_path(load.plot)
+    if load.lengths_only and not load.log:
+        raise UserError("--lengths-only needs --log")
+    if load.rate and load.concurrency != "1":
+        raise UserError("--concurrency and --rate: one of them; at a rate as many are open as come in")
+    if not load.log and load.shared_prefix >= parse_lengths(load.prompt_tokens)[0]:
+        raise UserError(
+            f"--shared-prefix {load.shared_prefix}: accepted: less than --prompt-tokens {load.prompt_tokens}"
+        )
+
+
+async def measure_levels(client: LoadClient, prompts: Prompts, levels: list[Level]) -> None:
+    load = client.load
+    wanted = [Level(0, rate) for rate in load.rates] or [Level(streams, 0.0) for streams in load.streams]
+    counts = [load.requests or (AT_A_RATE if one.rate else max(LEAST, EACH * one.streams)) for one in wanted]
+    async with client.http:
+        await client.find_model()
+        with count_progress("requests answered", sum(counts)) as step:
+            for level, count in zip(wanted, counts, strict=True):
+                levels.append(level)
+                await level.run(
+                    client, prompts, count, lambda level=level: step(name=f"{level.name}: requests answered")
+                )
+
+
+def describe_run(client: LoadClient) -> str:
+    load = client.load
+    if load.log:
+        lengths = f"prompts and answers as in {', '.join(path.name for path in load.log)}"
+    else:
+        lengths = f"prompts of {load.prompt_tokens} tokens, answers of {load.answer_tokens}"
+    return f"{client.model or 'a model'} at {load.base}, {load.api}: {lengths}"
+
+
+def list_notes(prompts: Prompts, *, interrupted: bool) -> list[str]:
+    load = prompts.load
+    lines = list[str]()
+    if interrupted:
+        lines.append("Interrupted: these are the figures until then.")
+    if load.shared_prefix:
+        lines.append(f"All prompts begin with the same {load.shared_prefix} tokens.")
+    return [*lines, f"The same prompts again: --seed {prompts.seed}"]
+
+
+def build_json(
+    client: LoadClient, prompts: Prompts, levels: Sequence[Level], every: Sequence[LoadFigures], *, interrupted: bool
+) -> dict[str, Any]:
+    """Return what --json prints. The key of the server is left out."""
+    options = attrs.asdict(client.load, filter=attrs.filters.exclude("api_key", "json", "plot"))
+    return {
+        "url": client.load.base,
+        "model": client.model,
+        "seed": prompts.seed,
+        "interrupted": interrupted,
+        "options": {**options, "log": [path.name for path in client.load.log]},
+        "levels": [{**attrs.asdict(one), "hit_share": one.hit_share} for one in every],
+        "requests": {
+            level.name: [build_request_json(level, at) for at in range(len(level.samples))] for level in levels
+        },
+    }
+
+
+def build_request_json(level: Level, at: int) -> dict[str, Any]:
+    """Return one request. Times are seconds from the beginning of its level."""
+    sample = level.samples[at]
+    return {
+        "sent_s": round(sample.sent - level.began, 6),
+        "first_token_ms": None if sample.first is None else round(1e3 * sample.first, 3),
+        "ended_s": round(sample.ended - level.began, 6) if sample.ended else None,
+        "prompt_tokens": sample.prompt,
+        "cached_tokens": sample.cached,
+        "answer_tokens": sample.tokens,
+        "events": len(sample.times),
+        "error": sample.error or None,
+    }

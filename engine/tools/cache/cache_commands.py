@@ -1,0 +1,121 @@
+"""`rekindle cache`: ls, verify, gc."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+from cyclopts.validators import Number
+
+from engine.settings.option_types import Quiet
+
+CACHE = """Look at a folder of kept prompts, check it, and make it smaller.
+
+`rekindle cache ls --text`
+"""
+cache = App(name="cache", help=CACHE, sort_key=5)
+Folder = Annotated[Path | None, Parameter(name="DIR")]
+
+
+@cache.command(sort_key=1)
+def ls(
+    folder: Folder = None,
+    /,
+    *,
+    text: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    model: Path | None = None,
+    all_: Annotated[bool, Parameter(name="--all", negative="", show_default=False)] = False,
+    json_: Annotated[bool, Parameter(name="--json", negative="", show_default=False)] = False,
+) -> int:
+    """Show what is kept: models, sequences, tokens, sizes, hits. A server may be using the folder meanwhile.
+
+    `rekindle cache ls --text`
+
+    `rekindle cache ls ~/kv --all --json`
+
+    Parameters
+    ----------
+    folder
+        A --kv-cache-dir; by default the one that `rekindle serve` uses by default.
+    text
+        Show how each sequence begins, as text.
+    model
+        Checkpoint whose tokenizer makes the text; the demo's if there is none.
+    all_
+        Every sequence, not only those used last.
+    json_
+        Print JSON, and nothing else, on standard output.
+    """
+    from engine.settings.paths import find_cache_folder  # noqa: PLC0415
+    from engine.tools.cache.list_cache import ls as show  # noqa: PLC0415
+
+    return show(folder or find_cache_folder(), text=text, model=model, everything=all_, as_json=json_)
+
+
+@cache.command(sort_key=2)
+def verify(
+    folder: Folder = None,
+    /,
+    *,
+    json_: Annotated[bool, Parameter(name="--json", negative="", show_default=False)] = False,
+    quiet: Quiet = False,
+) -> int:
+    """Read everything, compare every checksum and key, change nothing. Exit status 1 if a file is damaged.
+
+    `rekindle cache verify`
+
+    `rekindle cache verify ~/kv --json`
+
+    Parameters
+    ----------
+    folder
+        A --kv-cache-dir; by default the one that `rekindle serve` uses by default.
+    json_
+        Print JSON, and nothing else, on standard output.
+    quiet
+        Do not tell how far it has got.
+    """
+    from engine.settings.paths import find_cache_folder  # noqa: PLC0415
+    from engine.settings.progress import silence_progress  # noqa: PLC0415
+    from engine.tools.cache.verify_cache import verify as check  # noqa: PLC0415
+
+    with silence_progress(quiet):
+        return check(folder or find_cache_folder(), as_json=json_)
+
+
+@cache.command(sort_key=3)
+def gc(
+    folder: Folder = None,
+    /,
+    *,
+    budget: Annotated[int | None, Parameter(validator=Number(gte=0, lte=1 << 30))] = None,
+    identity: Annotated[str, Parameter(show_default=False)] = "",
+    all_: Annotated[bool, Parameter(name="--all", negative="", show_default=False)] = False,
+    dry_run: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+) -> int:
+    """Remove damaged and unfinished files, and what else is named here. No server may be using the folder.
+
+    `rekindle cache gc --budget 2048`
+
+    `rekindle cache gc --all --dry-run`
+
+    Parameters
+    ----------
+    folder
+        A --kv-cache-dir; by default the one that `rekindle serve` uses by default.
+    budget
+        MiB that may stay; what is worth least goes first, as in the server.
+    identity
+        Keep only this model's files: the beginning of an identity as `ls` shows it.
+    all_
+        Remove everything that is kept.
+    dry_run
+        Only say what would be removed.
+    """
+    from engine.settings.paths import find_cache_folder  # noqa: PLC0415
+    from engine.tools.cache.collect_garbage import RemovalOptions  # noqa: PLC0415
+    from engine.tools.cache.collect_garbage import gc as collect  # noqa: PLC0415
+
+    unwanted = RemovalOptions(None if budget is None else budget << 20, identity, all_)
+    return collect(folder or find_cache_folder(), unwanted, dry_run=dry_run)

@@ -1,0 +1,84 @@
+"""The content of a cache folder, by identity: the model and its numerics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from attrs import frozen
+from rich.console import Console
+
+from adapters.store import survey_folder
+from adapters.store.block_keys import compute_root
+from adapters.store.files.private_folder import FolderUnusable, PrivateFolder
+from adapters.store.survey_folder import Survey, SurveyedFile
+from engine.settings.formatting import WIDTH
+from engine.settings.user_error import UserError
+
+SHOWN_IDENTITY = 12  # hex digits
+
+
+@frozen
+class Identity:
+    """The files of one identity."""
+
+    name: str
+    block_size: int
+    files: tuple[SurveyedFile, ...]
+
+    @property
+    def rows(self) -> list[SurveyedFile]:
+        """The snapshots, each once."""
+        return [one for one in self.files if one.entry.kind == "rows"]
+
+    @property
+    def size(self) -> int:
+        return sum(one.entry.size for one in self.files)
+
+    @property
+    def content(self) -> int:
+        return sum(one.content for one in self.files)
+
+    @property
+    def tokens(self) -> int:
+        """Whose rows are kept, each once."""
+        return sum(one.entry.length for one in self.rows)
+
+    @property
+    def used(self) -> int:
+        return max(one.entry.last_turn for one in self.files)
+
+    @property
+    def hits(self) -> int:
+        return sum(one.entry.hits for one in self.files)
+
+    @property
+    def origin(self) -> bytes:
+        return compute_root(self.name, self.block_size)
+
+
+def list_identities(found: Survey) -> list[Identity]:
+    """Used last, listed first."""
+    groups: dict[tuple[str, int], list[SurveyedFile]] = {}
+    for one in found.kept:
+        groups.setdefault((one.identity, one.block_size), []).append(one)
+    each = [Identity(name, block_size, tuple(files)) for (name, block_size), files in groups.items()]
+    return sorted(each, key=lambda identity: (-identity.used, identity.name))
+
+
+@contextmanager
+def open_for_reading(path: Path) -> Iterator[PrivateFolder]:
+    """A cache folder, only to read in. Raises UserError."""
+    try:
+        folder = survey_folder.open_for_survey(path)
+    except FolderUnusable as error:
+        raise UserError(str(error)) from error
+    try:
+        yield folder
+    finally:
+        folder.close()
+
+
+def widen(console: Console) -> Console:
+    return console if console.is_terminal else Console(width=WIDTH + 10)

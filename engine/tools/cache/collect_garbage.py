@@ -1,0 +1,117 @@
+"""`rekindle cache gc`: takes away what is of no use, and what is asked for, as a server would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from attrs import define, frozen
+from rich.console import Console
+
+from adapters.store import index_journal, recent_prompts, survey_folder
+from adapters.store.block_index import BlockIndex
+from adapters.store.files.private_folder import FolderUnusable, PrivateFolder
+from adapters.store.survey_folder import Survey, SurveyedFile
+from engine.settings.formatting import format_bytes
+from engine.settings.user_error import UserError
+from engine.tools.cache.cache_folder import SHOWN_IDENTITY, Identity, list_identities, open_for_reading, widen
+
+
+@frozen
+class RemovalOptions:
+    """What gc is to remove besides files that are of no use. identity: the beginning of the one to keep."""
+
+    budget: int | None = None  # bytes
+    identity: str = ""
+    everything: bool = False
+
+
+@define
+class Removal:
+    """Names by the reason that they go."""
+
+    names: dict[str, str]
+    left: list[SurveyedFile]
+
+    def add(self, names: Iterable[str], why: str) -> None:
+        self.names |= dict.fromkeys(names, why)
+
+
+def gc(path: Path, unwanted: RemovalOptions, *, dry_run: bool) -> int:
+    """Needs the folder for itself, but for a dry run. Raises UserError, OSError."""
+    with open_for_reading(path) as folder:
+        if dry_run:
+            print_removal(survey_folder.survey(folder), path, unwanted, done=False)
+            return 0
+    try:
+        owned = PrivateFolder.open(path)
+    except FolderUnusable as error:
+        raise UserError(str(error)) from error
+    try:
+        found = survey_folder.survey(owned)
+        removal = print_removal(found, path, unwanted, done=True)
+        for name in removal.names:
+            owned.remove(name)
+        owned.write_file(
+            index_journal.NAME, [b"".join(index_journal.encode_snapshot(one.entry for one in removal.left))]
+        )
+    finally:
+        owned.close()
+    return 0
+
+
+def print_removal(found: Survey, path: Path, unwanted: RemovalOptions, *, done: bool) -> Removal:
+    removal = describe_removal(found, unwanted)
+    console = widen(Console())
+    reasons = dict.fromkeys(removal.names.values())
+    for why in reasons:
+        names = [name for name, reason in removal.names.items() if reason == why]
+        console.print(f"{len(names):,} {why}: {format_bytes(found.bytes_of(names))}", highlight=False)
+    freed = found.bytes_of(list(removal.names))
+    left = sum(one.entry.size for one in removal.left)
+    word = "freed" if done else "would be freed"
+    kept = f"kept files: {len(removal.left):,}, {format_bytes(left)}"
+    console.print(f"{path}: {format_bytes(freed)} {word}, {kept}", highlight=False, soft_wrap=True)
+    return removal
+
+
+def describe_removal(found: Survey, unwanted: RemovalOptions) -> Removal:
+    """Decided before anything is touched. Raises UserError."""
+    removal = Removal({}, list(found.kept))
+    removal.add([*found.quarantined, *found.damaged], "damaged")
+    removal.add(found.temporary, "unfinished")
+    removal.add(found.outdated, "of an earlier format")
+    if unwanted.everything:
+        removal.add([*(one.name for one in found.kept), *found.unreadable, *found.recent_prompts], "kept")
+        removal.left = []
+        return removal
+    each = list_identities(found)
+    if unwanted.identity:
+        chosen = choose_removal(each, unwanted.identity)
+        removal.left = [one for one in found.kept if one.identity == chosen.name]
+        mine = {recent_prompts.PREFIX + one.origin.hex() for one in each if one.name == chosen.name}
+        others = [one.name for one in found.kept if one.identity != chosen.name]
+        removal.add([*others, *(name for name in found.recent_prompts if name not in mine)], "of other identities")
+    if unwanted.budget is not None and removal.left:
+        shrink_to_budget(removal, unwanted.budget, max(removal.left, key=lambda one: one.entry.last_turn).entry.origin)
+    return removal
+
+
+def choose_removal(each: Sequence[Identity], wanted: str) -> Identity:
+    matching = {one.name: one for one in each if one.name.startswith(wanted.lower())}
+    if len(matching) != 1:
+        known = ", ".join(dict.fromkeys(one.name[:SHOWN_IDENTITY] for one in each)) or "none"
+        what = "no identity begins" if not matching else "several identities begin"
+        raise UserError(f"--identity {wanted[:40]}: {what} so; accepted: the beginning of one of those here: {known}")
+    (one,) = matching.values()
+    return one
+
+
+def shrink_to_budget(removal: Removal, budget: int, origin: bytes) -> None:
+    """Choose what the server itself would evict for a smaller budget. origin: of the identity that goes last."""
+    index = BlockIndex(budget, block_size=1, origin=origin)
+    twice = [one for one in removal.left if not index.add(one.entry)]
+    gone = {entry.handle for entry in index.make_room(0)} | {one.entry.handle for one in twice}
+    names = [one.name for one in removal.left if one.entry.handle in gone]
+    removal.add(names, "over the budget")
+    removal.left = [one for one in removal.left if one.entry.handle not in gone]

@@ -1,0 +1,194 @@
+"""`rekindle cache ls`: what is kept, and under which sequences."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text as Line
+
+from adapters import demo
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.store import survey_folder
+from adapters.store.block_keys import TOKEN_BYTES
+from adapters.store.survey_folder import Survey, SurveyedFile, group_sequences
+from effects.ids import Tokens
+from engine.settings.formatting import format_bytes
+from engine.settings.user_error import UserError
+from engine.tools.cache.cache_folder import SHOWN_IDENTITY, Identity, list_identities, open_for_reading, widen
+
+LISTED = 20  # sequences, unless all are asked for
+SHOWN_TOKENS = 200  # of a sequence's beginning
+
+
+def ls(path: Path, *, text: bool, model: Path | None, everything: bool, as_json: bool) -> int:
+    """Raises UserError."""
+    decode = build_decoder(model) if text or model is not None else None
+    with open_for_reading(path) as folder:
+        found = survey_folder.survey(folder)
+    each = list_identities(found)
+    if as_json:
+        print(json.dumps({"folder": str(path), **build_json(found, each, decode)}, indent=2))
+        return 0
+    console = widen(Console())
+    console.print(print_summary(path, found, each))
+    if each:
+        console.print(build_identity_table(each))
+    for identity in each:
+        show_sequences(console, identity, decode, None if everything else LISTED)
+    return 0
+
+
+def build_decoder(model: Path | None) -> Callable[[Tokens], str]:
+    from adapters.text.tokenizer import Tokenizer  # noqa: PLC0415 - only who asks for text waits for it
+
+    folder = model or demo.FOLDER
+    try:
+        return Tokenizer.load(folder).decode
+    except CheckpointError as error:
+        raise UserError(f"--model {folder}: {error}") from error
+
+
+def print_summary(path: Path, found: Survey, each: Sequence[Identity]) -> Line:
+    files = sum(len(identity.files) for identity in each)
+    tokens = sum(identity.tokens for identity in each)
+    line = Line(f"{path}: ", style="bold")
+    line.append(f"{format_bytes(sum(found.sizes.values()))}, {files:,} kept files, {tokens:,} tokens", style="not bold")
+    others = [
+        (found.damaged, "damaged"),
+        (found.unreadable, "unreadable"),
+        (found.quarantined, "put aside as damaged"),
+        (found.temporary, "unfinished"),
+        (found.outdated, "of an earlier format"),
+        (found.newer, "of a later format"),
+        (found.strangers, "not ours"),
+    ]
+    for names, what in others:
+        if names:
+            line.append(f"; {len(names)} {what}", style="yellow")
+    if found.journal is None or not found.journal.whole:
+        line.append("; the journal is missing or torn, the next start makes up for it", style="yellow")
+    return line
+
+
+def build_table(*columns: str) -> Table:
+    """The first column is words, the others are figures."""
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for number, column in enumerate(columns):
+        made.add_column(column, justify="right" if number else "left", no_wrap=True)
+    return made
+
+
+def build_identity_table(each: Sequence[Identity]) -> Table:
+    made = build_table(
+        "identity", "block size", "runs", "draft", "states", "tokens", "on disk", "ratio", "hits", "last used"
+    )
+    for one in each:
+        kinds = [sum(file.entry.kind == kind for file in one.files) for kind in ("rows", "draft", "state")]
+        counts = (str(one.block_size), *(f"{count:,}" for count in kinds), f"{one.tokens:,}")
+        made.add_row(
+            one.name[:SHOWN_IDENTITY],
+            *counts,
+            format_bytes(one.size),
+            format_ratio(one.files),
+            str(one.hits),
+            str(one.used),
+        )
+    return made
+
+
+def format_ratio(files: Iterable[SurveyedFile]) -> str:
+    """Return how much smaller the files are than their content."""
+    listed = list(files)
+    return f"{sum(one.content for one in listed) / max(1, sum(one.entry.size for one in listed)):.2f}x"
+
+
+def show_sequences(
+    console: Console, identity: Identity, decode: Callable[[Tokens], str] | None, most: int | None
+) -> None:
+    every = group_sequences(identity.files)
+    console.print()
+    console.print(f"Sequences of {identity.name[:SHOWN_IDENTITY]}, used last first:", highlight=False)
+    made = build_table("tokens", "new from", "runs", "on disk", "ratio", "hits", "last used")
+    made.columns[0].justify = "right"
+    if decode is not None:
+        made.expand = True
+        made.add_column("text there", no_wrap=True, overflow="ellipsis", ratio=1)
+    for one in every[:most]:
+        files = one.files
+        cells = [
+            f"{one.stop:,}",
+            f"{one.start:,}" if one.whole else f"{one.start:,}, front gone",
+            f"{len(files):,}",
+            format_bytes(sum(file.entry.size for file in files)),
+            format_ratio(files),
+            str(one.hits),
+            str(one.used),
+        ]
+        if decode is not None:
+            made.add_row(*cells, Line("… " * bool(one.start) + format_entry(files[0].entry.tokens, decode)))
+        else:
+            made.add_row(*cells)
+    console.print(made)
+    if most is not None and len(every) > most:
+        console.print(f"and {len(every) - most:,} more: --all", style="dim")
+
+
+def format_entry(packed: bytes, decode: Callable[[Tokens], str]) -> str:
+    """How these tokens begin, in one line of what a terminal may show: it could be anything."""
+    tokens = tuple(memoryview(packed[: SHOWN_TOKENS * TOKEN_BYTES]).cast("i"))
+    text = "".join(char if char.isprintable() else " " for char in decode(tokens))
+    return " ".join(text.split())
+
+
+def read_texts(one: survey_folder.StoredSequence, decode: Callable[[Tokens], str] | None) -> dict[str, str]:
+    if decode is None:
+        return {}
+    return {"text": format_entry(one.beginning, decode), "new_text": format_entry(one.files[0].entry.tokens, decode)}
+
+
+def build_json(found: Survey, each: Sequence[Identity], decode: Callable[[Tokens], str] | None) -> dict[str, Any]:
+    """Return what --json prints."""
+    return {
+        "bytes": sum(found.sizes.values()),
+        "identities": [
+            {
+                "identity": one.name,
+                "block_size": one.block_size,
+                "files": len(one.files),
+                "runs": len(one.rows),
+                "tokens": one.tokens,
+                "bytes": one.size,
+                "content_bytes": one.content,
+                "hits": one.hits,
+                "last_used_turn": one.used,
+                "sequences": [
+                    {
+                        "tokens": sequence.stop,
+                        "new_from": sequence.start,
+                        "whole": sequence.whole,
+                        "files": [file.name for file in sequence.files],
+                        "bytes": sum(file.entry.size for file in sequence.files),
+                        "content_bytes": sum(file.content for file in sequence.files),
+                        "hits": sequence.hits,
+                        "last_used_turn": sequence.used,
+                        **read_texts(sequence, decode),
+                    }
+                    for sequence in group_sequences(one.files)
+                ],
+            }
+            for one in each
+        ],
+        "damaged": found.damaged,
+        "unreadable": found.unreadable,
+        "put_aside": found.quarantined,
+        "unfinished": found.temporary,
+        "outdated": found.outdated,
+        "newer": found.newer,
+        "not_ours": found.strangers,
+        "journal_whole": found.journal is not None and found.journal.whole,
+    }

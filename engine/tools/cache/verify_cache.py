@@ -1,0 +1,41 @@
+"""`rekindle cache verify`: every file is read to its end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text as Line
+
+from adapters.store import survey_folder
+from engine.settings.formatting import format_bytes, format_count
+from engine.settings.progress import count_progress
+from engine.tools.cache.cache_folder import open_for_reading, widen
+
+
+def verify(path: Path, *, as_json: bool) -> int:
+    """1 if a file is damaged. Raises UserError."""
+    damaged: dict[str, str] = {}
+    with open_for_reading(path) as folder:
+        found = survey_folder.survey(folder)
+        names = sorted([*(one.name for one in found.kept), *found.damaged, *found.unreadable])
+        with count_progress("files read", len(names)) as step:
+            for name, wrong in survey_folder.verify_runs(folder, names):
+                step()
+                if wrong:
+                    damaged[name] = wrong
+        for name in found.recent_prompts:
+            if wrong := survey_folder.check_recents(folder, name):
+                damaged[name] = wrong
+    checked = sum(found.sizes.get(name, 0) for name in names)
+    if as_json:
+        print(json.dumps({"folder": str(path), "files": len(names), "bytes": checked, "damaged": damaged}, indent=2))
+    else:
+        console = widen(Console())
+        for name, wrong in damaged.items():
+            console.print(Line(f"{name}: {wrong}", style="red"), soft_wrap=True)
+        console.print(
+            f"{format_count(len(names), 'file')} read, {format_bytes(checked)}: {len(damaged)} damaged", highlight=False
+        )
+    return 1 if damaged else 0

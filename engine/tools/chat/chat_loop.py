@@ -1,0 +1,147 @@
+"""`rekindle chat`: prompts in, answers out, until Ctrl-D; or one of each, where the prompt comes from a pipe."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import anyio
+import httpx2
+from attrs import define
+from platformdirs import user_state_path
+from rich.console import Console
+from rich.text import Text as Line
+
+from engine.settings.formatting import format_count
+from engine.settings.sse_client import StreamBroken, describe_error
+from engine.settings.user_error import UserError, find_innermost
+from engine.tools.chat.chat_client import ChatAnswer, ChatPeer
+from engine.tools.chat.chat_options import ChatOptions
+from engine.tools.chat.conversation_file import COMMANDS, KEYS, Command, TypedConversation, parse_command, read_prompt
+from engine.tools.chat.find_server import find_peer
+from engine.tools.chat.render_answer import choose_view, without_echo
+
+MOST_HISTORY = 1000  # lines
+INTERRUPTED = 130
+TYPED = 0  # the descriptor of what a person types
+
+
+def run_chat(model: str, options: ChatOptions) -> int:
+    """Raises UserError. Exit status 1 if the one answer to a pipe failed."""
+    piped = None if sys.stdin.isatty() else sys.stdin.read()
+    if piped is not None and not piped.strip():
+        raise UserError("standard input is no terminal, and there is no prompt in it")
+    out = Console()
+    err = Console(stderr=True)
+    with find_peer(model, options, options.key(os.environ), err) as server:
+        chat = ChatSession(server, TypedConversation(options.system), out, err)
+        if piped is not None:
+            answer = chat.answer(piped.strip())
+            return 1 if answer is None else INTERRUPTED if answer.cancelled else 0
+        return chat.converse()
+
+
+@define(eq=False)
+class ChatSession:
+    """out: where answers go; err: where everything else does that is not asked for."""
+
+    peer: ChatPeer
+    talk: TypedConversation
+    out: Console
+    err: Console
+
+    def converse(self) -> int:
+        self.note(f"{self.peer.model} at {self.peer.base}; /help lists what else there is, Ctrl-D leaves")
+        line = enable_history(user_state_path("rekindle", appauthor=False) / "chat_history")
+        while True:
+            try:
+                prompt = read_prompt(line)
+                if command := parse_command(prompt):
+                    self.obey(command)
+                elif prompt and (answer := self.answer(prompt)) is not None:
+                    self.note(answer.line)
+            except EOFError:
+                self.out.print()
+                return 0
+            except KeyboardInterrupt:  # what was being typed is dropped
+                self.out.print()
+            except UserError as error:
+                self.complain(str(error))
+
+    def answer(self, prompt: str) -> ChatAnswer | None:
+        """Shown as it comes, and part of the conversation from then on. Ctrl-C ends it, and what has come stays. None:
+        it failed, which was told."""
+        answer = ChatAnswer()
+        why = ""
+        with without_echo(TYPED), choose_view(self.out) as shown:
+            try:
+                anyio.run(self.peer.ask, self.talk.add_question(prompt), answer, shown.show)
+            except KeyboardInterrupt:
+                answer.cancelled = True
+            except (StreamBroken, httpx2.HTTPError, BaseExceptionGroup) as error:
+                why = describe_failure(error)
+        if answer.text:
+            self.talk.add_answer(prompt, answer.text)
+        if why:
+            self.complain(why)
+            return None
+        return answer
+
+    def obey(self, command: Command) -> None:
+        path = Path(command.file).expanduser()
+        try:
+            match command.name:
+                case "save":
+                    self.talk.save(path)
+                    self.note(f"{format_count(len(self.talk.messages), 'message')} kept in {path}")
+                case "load":
+                    self.talk.load(path)
+                    self.note(f"{format_count(len(self.talk.messages), 'message')} of {path} are the conversation now")
+                case "clear":
+                    self.talk.clear()
+                    self.note("the conversation begins anew")
+                case "help":
+                    self.note("\n".join((*COMMANDS.values(), *KEYS)))
+        except OSError as error:
+            raise UserError(f"{path}: {(error.strerror or str(error)).lower()}") from error
+
+    def note(self, text: str) -> None:
+        self.out.print(Line(text, style="dim"), soft_wrap=True)
+
+    def complain(self, text: str) -> None:
+        self.err.print(Line(f"rekindle: {text}", style="red"), soft_wrap=True)
+
+
+def describe_failure(error: BaseException) -> str:
+    """Return a failure in one line. An error that is no failure of a request is a bug, and raised again."""
+    reason = find_innermost(error)
+    if isinstance(reason, StreamBroken):
+        return str(reason)
+    if isinstance(reason, httpx2.HTTPError):
+        return describe_error(reason)
+    raise error
+
+
+def enable_history(file: Path) -> Callable[[str], str]:
+    """Reads a line, with what was typed before at hand, where this Python has readline."""
+    try:
+        import readline  # noqa: PLC0415 - it changes how a terminal is read, and not every Python has it
+    except ImportError:
+        return input
+    with suppress(OSError):
+        readline.read_history_file(file)
+    readline.set_history_length(MOST_HISTORY)
+    return partial(keep_history, file, readline.write_history_file)
+
+
+def keep_history(file: Path, write: Callable[[Path], None], shown: str) -> str:
+    line = input(shown)
+    with suppress(OSError):  # a home that cannot be written has no history
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file.touch(mode=0o600)
+        write(file)
+    return line

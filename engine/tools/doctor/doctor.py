@@ -1,0 +1,43 @@
+"""Tells what was found, as it is found. Exit status 1 if something keeps a server from working as it should."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import attrs
+from rich.console import Console
+from rich.text import Text as Line
+
+from engine.settings.options import Options
+from engine.settings.progress import announce_if_slow
+from engine.tools.doctor.examine_machine import examine
+from engine.tools.doctor.findings import Finding, Verdict
+
+STYLES: dict[Verdict, str] = {"well": "green", "warning": "yellow", "fault": "red"}
+WIDE = 13  # columns of what a finding is about
+
+
+def run_doctor(options: Options, *, as_json: bool) -> int:
+    """Raises UserError."""
+    out = Console()
+    found = list[Finding]()
+    watched = Console(stderr=True)
+    with watched.status("examining") if watched.is_terminal else announce_if_slow("examining"):
+        for finding in examine(options, os.environ):
+            found.append(finding)
+            if not as_json:
+                print_findings(out, finding)
+    sound = all(one.verdict != "fault" for one in found)
+    if as_json:
+        print(json.dumps({"sound": sound, "findings": [attrs.asdict(one) for one in found]}, indent=2))
+    return 0 if sound else 1
+
+
+def print_findings(out: Console, finding: Finding) -> None:
+    line = Line(f"{finding.about:{WIDE}}")
+    line.append(f"{finding.verdict:{WIDE - 4}}", style=STYLES[finding.verdict])
+    line.append(finding.told)
+    out.print(line, soft_wrap=True)
+    if finding.remedy:
+        out.print(Line(f"{'':{2 * WIDE - 4}}{finding.remedy}", style="bold"), soft_wrap=True)

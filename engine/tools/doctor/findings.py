@@ -1,0 +1,121 @@
+"""Findings, with their remedies, from facts that were collected elsewhere."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypeAlias
+
+from attrs import frozen
+
+from engine.settings.formatting import format_bytes, format_count
+
+Verdict: TypeAlias = Literal["well", "warning", "fault"]
+FILES = 8192  # descriptors that a server asks for
+SCARCE = 1 << 30  # bytes of memory that should be there for anything to be loaded
+SLOW = 100e6  # bytes a second: a block of a 4B model, 9 MB, takes 0.1 s then, as its 64 tokens do at 700 a second
+
+
+@frozen
+class Finding:
+    """remedy: what a person can do about it; empty where all is well."""
+
+    about: str
+    verdict: Verdict
+    told: str
+    remedy: str = ""
+
+
+@frozen
+class DiskFacts:
+    """Facts about the folder of the prefix cache, in bytes and bytes a second. trouble: why it cannot be used."""
+
+    folder: str
+    trouble: str = ""
+    in_use: bool = False
+    free: int = 0
+    kept: int = 0
+    write: float = 0.0
+    read: float = 0.0
+
+
+def disk(facts: DiskFacts, budget: int) -> Finding:
+    if facts.trouble:
+        remedy = "name a folder of your own with --kv-cache-dir, or serve with --disk-prefix-cache off"
+        return Finding("cache", "fault", facts.trouble, remedy)
+    summary = f"{facts.folder}: {format_bytes(facts.kept)} kept, {format_bytes(facts.free)} free, "
+    summary += f"{format_bytes(facts.write)}/s written, {format_bytes(facts.read)}/s read"
+    summary += "; a server is using it" if facts.in_use else ""
+    if facts.free + facts.kept < budget:
+        remedy = f"--kv-cache-budget is {budget >> 20} MiB: lower it, or put --kv-cache-dir on another disk"
+        return Finding("cache", "warning", summary, remedy)
+    if facts.read < SLOW:
+        remedy = "restoring may take longer than computing: put --kv-cache-dir on a quicker disk"
+        return Finding("cache", "warning", summary, remedy)
+    return Finding("cache", "well", summary)
+
+
+def memory(total: int, free: int, limit: int | None) -> Finding:
+    """limit: of a container, where there is one."""
+    summary = f"{format_bytes(free)} of {format_bytes(total)} are free"
+    if limit is not None and limit < total:
+        remedy = "what fits is reckoned with the whole machine: choose --max-ctx and --slots, or raise the limit"
+        return Finding("memory", "warning", f"{summary}; this container may take {format_bytes(limit)}", remedy)
+    if free < SCARCE:
+        return Finding("memory", "warning", summary, "end something else, or serve a smaller model")
+    return Finding("memory", "well", summary)
+
+
+def files(hard: int | None) -> Finding:
+    """None: as many as anybody wants."""
+    if hard is not None and hard < FILES:
+        remedy = f"`ulimit -Hn {FILES}`, or nofile in /etc/security/limits.conf; with systemd LimitNOFILE={FILES}"
+        return Finding("limits", "warning", f"{hard} open files, so fewer connections than 4,096", remedy)
+    return Finding("limits", "well", f"{'any number of' if hard is None else f'{hard:,}'} open files")
+
+
+def device(name: str, *, cuda: bool, driver: bool) -> Finding:
+    """cuda: torch can use one. driver: the system has one."""
+    if driver and not cuda:
+        remedy = "install a torch that was built for CUDA (https://pytorch.org), or look whether `nvidia-smi` works"
+        return Finding("device", "warning", f"{name}, though there is an NVIDIA GPU", remedy)
+    return Finding("device", "well", name)
+
+
+def port(number: int, *, taken: bool, ours: bool) -> Finding:
+    if taken and not ours:
+        return Finding("port", "warning", f"{number} is taken by another program", "serve with --port 8001")
+    return Finding("port", "well", f"{number}: {'a server answers there' if taken else 'free'}")
+
+
+def environment(names: Sequence[str], options: Sequence[str]) -> Finding:
+    """names: REKINDLE_... variables that are set. One that is no option is not heard, and nothing else tells of it."""
+    known = {name.upper() for name in (*options, "config")}
+    if odd := [name for name in names if name.removeprefix("REKINDLE_") not in known]:
+        close = difflib.get_close_matches(odd[0].removeprefix("REKINDLE_"), sorted(known), 1)
+        remedy = f"did you mean REKINDLE_{close[0]}?" if close else "unset it, or see `rekindle serve --help`"
+        return Finding("environment", "warning", f"no option: {', '.join(odd)}", remedy)
+    return Finding("environment", "well", ", ".join(names) or "no REKINDLE_... variable is set")
+
+
+def switches(found: Mapping[str, str]) -> Finding:
+    """Variables that change which kernels libraries choose, and with them the numerics class."""
+    if not found:
+        return Finding("kernels", "well", "no variable changes what libraries choose")
+    summary = ", ".join(f"{name}={value}" for name, value in found.items())
+    remedy = "answers and kept prompts are of another class than without; unset what you did not mean"
+    return Finding("kernels", "warning", summary, remedy)
+
+
+def numerics(mode: str, summary: str) -> Finding:
+    if mode == "buckets":
+        return Finding("numerics", "well", summary)
+    remedy = "answers are exact, but slower, and without a draft: another --dtype or --threads may do better"
+    return Finding("numerics", "warning", summary, remedy)
+
+
+def models(names: Sequence[str]) -> Finding:
+    summary = (
+        f"{format_count(len(names), 'model')} in ~/models and the Hugging Face cache, besides those that come with it"
+    )
+    return Finding("models", "well", f"{summary}; `rekindle models` tells which fit")

@@ -1,0 +1,259 @@
+"""`rekindle models`: what is on this machine, whether it fits, with how much context, and what would help if not."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from attrs import frozen
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from adapters import demo
+from adapters.checkpoint.checkpoint_error import CheckpointError
+from adapters.checkpoint.gguf.gguf_tensor import GgufTensor
+from adapters.checkpoint.safetensors_folder import StoredTensor
+from adapters.models.decoder.family import ModelConfig
+from adapters.models.kernels.row_format import row_dtype
+from adapters.models.open_checkpoint import Checkpoint, resolve_dtype
+from effects.ids import PAGE
+from engine.loading.device_survey import choose_devices, plan_placement
+from engine.loading.expert_placement import count_expert_weights
+from engine.loading.load_draft import find_draft
+from engine.loading.memory_estimate import compute_fit, estimate_needs
+from engine.loading.memory_fit import DeviceNeed, Fit
+from engine.settings.formatting import format_bytes
+from engine.settings.model_catalog import LocalModel, find_hub_folder, find_own_folder, list_local_models
+from engine.settings.options import Options, evolve_options
+from engine.settings.progress import announce_if_slow, count_progress
+from engine.settings.user_error import UserError
+from engine.tools.cache.cache_folder import widen
+
+
+@frozen(kw_only=True)
+class Listed:
+    """One model. why: it is not served; empty if it is. pages: of rows, that all slots share; 0: each has room for the
+    whole context. devices: bytes taken and there, by name. bits: of one weight, as it is stored. token: bytes of memory
+    that a token of context takes; state: that a sequence takes however long it is. experts: bytes of theirs, which host
+    memory keeps."""
+
+    name: str
+    path: str
+    why: str = ""
+    family: str = ""
+    parameters: int = 0
+    bytes: int = 0
+    stored: str = ""
+    bits: float = 0.0
+    dtype: str = ""
+    kv_dtype: str = ""
+    limit: int = 0
+    slots: int = 0
+    context: int = 0
+    pages: int = 0
+    token: int = 0
+    state: int = 0
+    experts: int = 0
+    fits: bool = False
+    devices: dict[str, tuple[int, int]] = attrs.field(factory=dict)
+    advice: tuple[str, ...] = ()
+
+
+def run_models(options: Options, *, as_json: bool) -> int:
+    """options: what would be served with, but for the model. Raises UserError."""
+    shipped = [LocalModel(name, path) for name, path in demo.FOLDERS.items()]
+    with announce_if_slow("looking for models"):
+        models = [*shipped, *list_local_models(os.environ)]
+    found = list[Listed]()
+    with count_progress("models read", len(models)) as step:
+        for model in models:
+            found.append(list_model(model, options))
+            step()
+    if as_json:
+        print(json.dumps([attrs.asdict(one) for one in found], indent=2))
+    else:
+        print_models(widen(Console()), found)
+    return 0
+
+
+def list_model(model: LocalModel, options: Options) -> Listed:
+    """Read the headers of a model, and nothing else, and say how it would be served."""
+    options = evolve_options(options, model=model.name if model.name in demo.FOLDERS else str(model.path))
+    named: dict[str, Any] = {"name": model.name, "path": str(model.path)}
+    try:
+        checkpoint = Checkpoint.open(model.path)
+        draft = find_draft(options, checkpoint)
+    except (CheckpointError, UserError) as error:
+        return Listed(**named, why=str(error).removeprefix(f"{model.path}: "))
+    config = checkpoint.config
+    dtype = resolve_dtype(options.weights.dtype, checkpoint)
+    if not can_host_experts(options, config):
+        options = evolve_options(options, experts="device")
+
+    def tried(**changes: Any) -> tuple[list[DeviceNeed], Fit]:
+        """As it would be with other options."""
+        other = evolve_options(options, **changes)
+        kind = resolve_dtype(other.weights.dtype, checkpoint)
+        asked = estimate_needs(
+            other, config, kind, plan_placement(other.placement, config), draft, layouts=checkpoint.layouts
+        )
+        return asked, compute_fit(other.runtime, asked, config.max_positions, plan_placement(other.placement, config))
+
+    asked, fit = tried()
+    return Listed(
+        **named,
+        family=checkpoint.family.model_type,
+        parameters=sum(math.prod(entry.shape) for entry in checkpoint.tensors.values()),
+        bytes=sum(file.stat().st_size for file in {file for one in checkpoint.tensors.values() for file in one.files}),
+        stored=find_main_format(checkpoint),
+        bits=round(checkpoint.bits, 2),
+        dtype=shorten_dtype(dtype),
+        kv_dtype=shorten_dtype(row_dtype(options.weights.kv_dtype, dtype)),
+        limit=config.max_positions,
+        **attrs.asdict(fit),
+        token=sum(need.row for need in asked),
+        state=sum(need.state for need in asked),
+        experts=0 if options.weights.device_expert_bytes is None else count_expert_weights(config) * dtype.itemsize,
+        devices={need.name: (need.compute_taken(fit), need.available) for need in asked},
+        advice=tuple(
+            f"--{name.replace('_', '-')} {CHANGES[name]}"
+            for name in list_alternatives(options, config, dtype)
+            if is_better(tried(**{name: CHANGES[name]})[1], fit, config.max_positions)
+        ),
+    )
+
+
+def can_host_experts(options: Options, config: ModelConfig) -> bool:
+    """Return whether its experts could be in host memory, beside the one device that it would run on."""
+    devices = choose_devices(options.placement)
+    return (
+        config.experts is not None
+        and [one.type for one in devices] == ["cuda"]
+        and not options.placement.locations[0].is_remote
+    )
+
+
+# What may help: an option of those that decide, and a value that takes less.
+CHANGES: dict[str, Any] = {
+    "experts": "host",
+    "slots": 1,
+    "max_ctx": 8192,
+    "dtype": "bfloat16",
+    "kv_dtype": "int8",
+    "device": "cpu",
+}
+
+
+def list_alternatives(options: Options, config: ModelConfig, dtype: torch.dtype) -> Iterator[str]:
+    """Yield other options that contradict nothing that was asked for, and change something."""
+    if options.weights.device_expert_bytes is None and can_host_experts(options, config):
+        yield "experts"
+    if not options.runtime.slots:
+        yield "slots"
+    if not options.runtime.max_ctx:
+        yield "max_ctx"
+    if options.weights.dtype == "auto" and dtype == torch.float32:
+        yield "dtype"
+    if options.weights.kv_dtype == "auto":
+        yield "kv_dtype"
+    if options.placement.device == "auto" and not options.placement.target_devices and torch.cuda.is_available():
+        yield "device"
+
+
+def is_better(other: Fit, fit: Fit, limit: int) -> bool:
+    """Return whether it fits where it did not, or with a longer context."""
+    if not fit.fits:
+        return other.fits
+    return fit.context < limit and other.fits and other.context > fit.context
+
+
+def find_main_format(checkpoint: Checkpoint) -> str:
+    """The type that most bytes of it have."""
+    counts = Counter[str]()
+    for entry in checkpoint.tensors.values():
+        counts[kind(entry)] += math.prod(entry.shape)
+    return counts.most_common(1)[0][0]
+
+
+def kind(entry: StoredTensor) -> str:
+    return (
+        entry.stored.packing.name if isinstance(entry, GgufTensor) else entry.packing_name or shorten_dtype(entry.dtype)
+    )
+
+
+def shorten_dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def print_models(console: Console, found: list[Listed]) -> None:
+    names = ("model", "family", "size", "stored", "served in", "fits", "context", "memory")
+    table = Table(*names, box=None, pad_edge=False)
+    for one in found:
+        if one.why:
+            continue
+        memory = "\n".join(
+            f"{format_bytes(taken)} of {format_bytes(there)}, {name}" for name, (taken, there) in one.devices.items()
+        )
+        table.add_row(
+            escape(one.name),
+            one.family,
+            f"{format_parameters(one.parameters)}, {format_bytes(one.bytes)}",
+            f"{one.stored},\n{one.bits:.1f} bits",
+            one.dtype if one.kv_dtype == one.dtype else f"{one.dtype},\nrows {one.kv_dtype}",
+            format_verdict(one),
+            format_price(one),
+            memory,
+        )
+    console.print(table)
+    for line in list_notes(found):
+        console.print(line, style="dim", soft_wrap=True, markup=False, highlight=False)
+
+
+def format_verdict(one: Listed) -> str:
+    if not one.fits:
+        return "[red]no[/red]"
+    many = f"{one.slots} x {one.context:,} tokens"
+    if one.pages:
+        many = f"{one.slots} x up to {one.context:,} tokens,\n{one.pages * PAGE:,} together"
+    return many if one.context >= one.limit else f"{many}\nof {one.limit:,}"
+
+
+def format_price(one: Listed) -> str:
+    """Return the memory that a token takes, and a sequence if there is recurrent state."""
+    return f"{format_bytes(one.token)} a token" + (f",\n{format_bytes(one.state)} a slot" if one.state else "")
+
+
+def list_notes(found: list[Listed]) -> Iterator[str]:
+    for one in found:
+        if one.why:
+            yield f"{one.name}: not served: {one.why}"
+        elif not one.fits:
+            more = " or ".join(one.advice) or "a smaller model, or more devices (--target-devices cuda:0,cpu:0)"
+            yield f"{one.name}: does not fit; what would help: {more}"
+        elif one.experts:
+            experts = format_bytes(one.experts)
+            yield f"{one.name}: its experts, {experts}, in host memory; those used most on the device, too"
+        elif one.advice:
+            yield f"{one.name}: a longer context: {' or '.join(one.advice)}"
+    where = f"{format_path(find_own_folder())} and {format_path(find_hub_folder(os.environ))}"
+    yield f"Looked for in {where}. Serve one by its name: rekindle serve NAME"
+
+
+def format_path(path: Path) -> str:
+    home = Path.home()
+    return f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)
+
+
+def format_parameters(parameters: int) -> str:
+    for unit, scale in (("B", 1e9), ("M", 1e6)):
+        if parameters >= scale:
+            return f"{parameters / scale:.3g}{unit}"
+    return f"{parameters / 1e3:.0f}K"

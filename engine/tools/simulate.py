@@ -1,0 +1,151 @@
+"""`rekindle simulate`: what cache policies would have done with requests that were logged: table, JSON, plot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+from attrs import evolve
+from rich.console import Console
+
+from effects.compression import WHOLE, Compression
+from effects.scope import Scope
+from engine.settings.formatting import format_count
+from engine.settings.plot_style import check_plot_path
+from engine.settings.progress import count_progress
+from engine.settings.user_error import UserError
+from engine.tools.simulation.logs.logged_requests import MOST_TOKENS
+from engine.tools.simulation.logs.read_log import Logs, read_logs
+from engine.tools.simulation.parallel_runs import count_cores, run_side_by_side
+from engine.tools.simulation.simulate_scope import Setup, Simulation, fit_settings
+from engine.tools.simulation.simulated_costs import Costs, list_figures, read_costs
+from engine.tools.simulation.simulation_options import SimulationOptions
+from engine.tools.simulation.simulation_plot import draw_simulation
+from engine.tools.simulation.simulation_report import print_report
+from engine.tools.simulation.tally import FinishedRun
+from states.settings import Settings
+
+MIB = 1 << 20
+LONG = 1 << 23  # tokens of all runs: some seconds, which a process is worth
+
+
+def run(paths: Sequence[Path], wanted: SimulationOptions) -> int:
+    """Raises UserError or OSError."""
+    if wanted.plot is not None:
+        check_plot_path(wanted.plot)
+    logs = read_logs(paths, wanted.model, shared_head=wanted.shared_head)
+    setup = build_setup(wanted, logs)
+    runs = run_scopes(setup, logs, wanted.scopes)
+    if wanted.json:
+        print(json.dumps(build_json(wanted, logs, setup, runs), indent=2))
+    else:
+        print_report(Console(), logs, setup, runs)
+    if wanted.plot is not None:
+        draw_simulation(wanted.plot, runs, describe_run(logs, runs[0]))
+    return 0
+
+
+def describe_run(logs: Logs, run: FinishedRun) -> str:
+    figures_ = run.figures
+    tokens = f"{figures_.prompt_tokens / 1e6:,.1f} million prompt tokens"
+    return f"{format_count(figures_.requests, 'request')} of {format_count(len(logs.sessions), 'session')}, {tokens}"
+
+
+def build_setup(wanted: SimulationOptions, logs: Logs) -> Setup:
+    try:
+        costs = logs.measured.apply_to(Costs(), "recorded in the traces")
+    except (ValueError, OverflowError) as error:
+        raise UserError(f"the times that the traces tell cannot be: {error}") from error
+    if wanted.costs is not None:
+        costs = read_costs(wanted.costs, costs)
+    if wanted.state_bytes is not None:
+        costs = evolve(costs, state_bytes=wanted.state_bytes)
+    settings = with_state(evolve(build_served_settings(logs.settings), store=True, rates=costs.rates()), costs, wanted)
+    if wanted.slots is not None:
+        settings = evolve(settings, slots=wanted.slots)
+    if wanted.min_tokens is not None:
+        settings = evolve(settings, min_tokens=wanted.min_tokens)
+    keep = max(1, round(wanted.prefill_keep_ratio * WHOLE))
+    compression = Compression(wanted.prefill_compression, wanted.prefill_threshold, keep, freeze=wanted.freeze)
+    if compression.mode != "off":
+        settings = evolve(settings, drafter=MOST_TOKENS)
+    elif wanted.freeze:
+        raise UserError(
+            "--freeze shortens messages where --prefill-compression says so: accepted with it: auto, always"
+        )
+    budget = wanted.budget * MIB if wanted.budget_tokens is None else wanted.budget_tokens * costs.token_bytes
+    return Setup(
+        fit_settings(settings, logs.sessions),
+        costs,
+        disk_budget=budget,
+        host_budget=wanted.host_budget * MIB,
+        restart_every=wanted.restart_every,
+        interleave=wanted.interleave,
+        compression=compression,
+    )
+
+
+def build_served_settings(recorded: Settings | None) -> Settings:
+    """Return the settings of a trace, without what is not simulated (the draft, a lane of its own for prompts), and
+    with what was asked for.
+    """
+    if recorded is None:
+        return Settings(slots=4, mixed_rows=64, min_tokens=512, interval=10240, cold_max=10240, state_places=8)
+    plain = Settings()
+    kept = ("slots", "chunk", "block_size", "keep_decoded", "batch_rows", "mixed_rows", "min_tokens")
+    state = ("interval", "cold_max", "state_places")
+    return evolve(plain, **{name: getattr(recorded, name) for name in (*kept, *state)})
+
+
+def with_state(settings: Settings, costs: Costs, wanted: SimulationOptions) -> Settings:
+    """With positional state, if there is any; else without anything that goes with it."""
+    if not costs.state_bytes:
+        return evolve(settings, state_places=0)
+    places = settings.state_places if wanted.state_checkpoints is None else wanted.state_checkpoints
+    return evolve(settings, stateful=True, state_tokens=costs.state_tokens, state_places=places)
+
+
+def run_scopes(setup: Setup, logs: Logs, wanted: Sequence[Scope]) -> list[FinishedRun]:
+    """A run for each scope, and before them one without any cache; side by side where they take long."""
+    scopes: list[Scope | None] = [None, *wanted]
+
+    def run(scope: Scope | None, step: Callable[[], None]) -> FinishedRun:
+        one = Simulation(setup, logs.sessions, scope, step)
+        one.run()
+        return one.build_result()
+
+    requests = sum(session.count for session in logs.sessions)
+    every = (request for session in logs.sessions for agent in session.agents for request in agent.requests)
+    tokens = sum(request.length + len(request.answer) for request in every)
+    with count_progress("simulated requests", requests * len(scopes)) as step:
+        most = count_cores() if len(scopes) * tokens >= LONG else 1
+        return run_side_by_side([partial(run, scope) for scope in scopes], step, most)
+
+
+def build_json(wanted: SimulationOptions, logs: Logs, setup: Setup, runs: Sequence[FinishedRun]) -> dict[str, Any]:
+    """Return what --json prints."""
+    return {
+        "logs": {
+            "files": logs.formats,
+            "sessions": len(logs.sessions),
+            "texts": logs.texts or None,
+            "shared_head": wanted.shared_head,
+        },
+        "costs": {"source": setup.costs.source, **list_figures(setup.costs)},
+        "settings": {
+            "slots": setup.settings.slots,
+            "chunk": setup.settings.chunk,
+            "block_size": setup.settings.block_size,
+            "min_tokens": setup.settings.min_tokens,
+            "state_checkpoints": setup.settings.state_places,
+            "budget_bytes": setup.disk_budget,
+            "host_budget_bytes": setup.host_budget,
+            "restart_every": setup.restart_every,
+            "interleave": setup.interleave,
+        },
+        "scopes": [attrs.asdict(one.figures) for one in runs],
+    }

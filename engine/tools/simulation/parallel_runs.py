@@ -1,0 +1,73 @@
+"""Runs that know nothing of each other, side by side: a process each, as far as there are cores for them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import TypeAlias, TypeVar
+
+T = TypeVar("T")
+Work: TypeAlias = Callable[[Callable[[], None]], T]  # given what to call after each step
+
+
+def count_cores() -> int:
+    """Return the cores that this process may use; 1 if it cannot fork."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
+
+
+def run_side_by_side(runs: Sequence[Work[T]], step: Callable[[], None], most: int) -> list[T]:
+    """Run these in processes and return what they return, in order. step: called after each step of any. most:
+    processes at once.
+    """
+    if most < 2 or len(runs) < 2:
+        return [run(step) for run in runs]
+    context = get_context("fork")
+    waiting = deque(enumerate(runs))
+    going = dict[Connection, tuple[int, Callable[[], None]]]()
+    found = dict[int, T]()
+    try:
+        while waiting or going:
+            while waiting and len(going) < most:
+                number, run = waiting.popleft()
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=carry_out, args=(run, theirs), daemon=True)
+                process.start()
+                theirs.close()
+                going[ours] = number, partial(end_process, process)
+            for ready in wait(list(going)):
+                assert isinstance(ready, Connection), ready
+                number, over = going[ready]
+                try:
+                    message = ready.recv()
+                except EOFError:
+                    raise RuntimeError("a process that ran a simulation has died; what is above says why") from None
+                if message is None:
+                    step()
+                    continue
+                (found[number],) = message
+                del going[ready]
+                ready.close()
+                over()
+    finally:
+        for connection, (_, over) in going.items():
+            connection.close()
+            over()
+    return [found[number] for number in range(len(runs))]
+
+
+def carry_out(run: Work[T], pipe: Connection) -> None:
+    """Run in a child process: sends None for each step, then the result in a tuple."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever waits for it hears that, and ends it
+    pipe.send((run(lambda: pipe.send(None)),))
+
+
+def end_process(process: BaseProcess) -> None:
+    process.terminate()
+    process.join()

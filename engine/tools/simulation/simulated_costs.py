@@ -1,0 +1,151 @@
+"""Costs of a simulation: times, and bytes of a token's rows, measured or from a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import attrs
+from attrs import evolve, frozen
+
+from effects.ids import Tier
+from engine.settings.user_error import UserError
+from states.rates import Rates
+
+SPANS = 10  # of positions that the world's rates tell apart: up to 2**19 tokens
+MOST_FILE = 1 << 16  # bytes
+
+
+@frozen
+class Costs:
+    """Nanoseconds, unless a name says otherwise. What depends on the position p is a + b * p."""
+
+    source: str = "the demo in bf16 on two cores (docs/BENCHMARKS.md)"
+    token_bytes: int = 2560  # KV rows of one token
+    state_bytes: int = 0  # a checkpoint of positional state; 0: the model has none
+    prefill: int = 185_000  # one prompt token, in a chunk, at position 0
+    prefill_slope: float = 69.0  # more for each token before it
+    decode: int = 6_200_000  # one token of one answer at position 0
+    decode_slope: float = 560.0
+    decode_more: int = 1_000_000  # for each further request in the same decode step
+    host: int = 600  # to load one token's rows from host memory
+    disk: int = 4_300  # from disk
+    copy: int = 500  # to copy one token's rows: from slot to slot, or out to be kept
+    write: int = 6_000  # to write one token's rows, behind the requests
+    drafter: int = 20_000  # to score one prompt token: a ninth of computing it
+    find: int = 40  # to look for one prompt token in the index
+    stored: float = 1.0  # bytes on disk for one byte of rows: less where they are compressed
+    file: int = 2400  # bytes of a file beside its rows and token ids
+    launch: int = 190_000  # what the engine itself needs for one launch
+
+    def __attrs_post_init__(self) -> None:
+        for name, value in list_figures(self).items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e12:
+                raise ValueError(f"{name} is {str(value)[:40]}; accepted: a number from 0")
+        if self.token_bytes < 1 or self.token_bytes != int(self.token_bytes):
+            raise ValueError(f"token_bytes is {self.token_bytes}; accepted: an integer from 1")
+        if self.state_bytes != int(self.state_bytes):
+            raise ValueError(f"state_bytes is {self.state_bytes}; accepted: an integer from 0")
+
+    @property
+    def loads(self) -> Mapping[Tier, int]:
+        """The nanoseconds to load one token's rows from each tier that a simulation has."""
+        return {"host": self.host, "disk": self.disk}
+
+    @property
+    def state_tokens(self) -> int:
+        """A checkpoint takes as long to move as the rows of so many tokens."""
+        return -(-self.state_bytes // self.token_bytes)
+
+    def chunk_ns(self, start: int, stop: int) -> int:
+        """Rows `[start, stop)` in one launch."""
+        middle = (start + stop) / 2
+        return self.launch + round((stop - start) * (self.prefill + self.prefill_slope * middle))
+
+    def decode_ns(self, positions: list[int]) -> int:
+        """One decode step of the requests whose last tokens stand there."""
+        alone = self.decode + self.decode_slope * max(positions)
+        return self.launch + round(alone + self.decode_more * (len(positions) - 1))
+
+    def mixed_ns(self, positions: list[int], start: int, stop: int) -> int:
+        """Both in one forward: as long as one after the other, less a launch."""
+        return self.decode_ns(positions) + self.chunk_ns(start, stop) - self.launch
+
+    def rates(self) -> Rates:
+        """Return the rates that the engine would have measured at its start."""
+        edges = [0, *(1024 << span for span in range(SPANS))]
+        prefill = [
+            max(1, round(self.prefill + self.prefill_slope * (start + stop) / 2)) for start, stop in pairwise(edges)
+        ]
+        return Rates(tuple(prefill), {tier: max(1, int(cost)) for tier, cost in self.loads.items()})
+
+
+def list_figures(costs: Costs) -> dict[str, Any]:
+    """All but the words."""
+    return attrs.asdict(costs, filter=lambda attribute, _: attribute.name != "source")
+
+
+def read_costs(path: Path, before: Costs) -> Costs:
+    """With some of the figures from a file, a JSON object; the others as they were. Raises UserError or OSError."""
+    if path.stat().st_size > MOST_FILE:
+        raise UserError(f"--costs {path}: larger than {MOST_FILE} bytes")
+    known = [one.name for one in attrs.fields(Costs)]
+    accepted = f"accepted: a JSON object with any of {', '.join(known)}"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"--costs {path}: no JSON ({error}); {accepted}") from error
+    if not isinstance(raw, dict) or (unknown := sorted(raw.keys() - set(known))):
+        what = "no JSON object" if not isinstance(raw, dict) else f"unknown: {', '.join(unknown)}"
+        raise UserError(f"--costs {path}: {what}; {accepted}")
+    try:
+        return evolve(before, **{"source": f"{path.name}; what it does not name: {before.source}", **raw})
+    except (TypeError, ValueError) as error:
+        raise UserError(f"--costs {path}: {error}") from error
+
+
+@frozen
+class MeasuredCosts:
+    """Costs from recorded outcomes: pairs of a position and nanoseconds, a token of a chunk or a decode step."""
+
+    chunks: tuple[tuple[float, float], ...] = ()
+    decode_steps: tuple[tuple[float, float], ...] = ()
+    loads: Mapping[str, tuple[float, ...]] = attrs.field(factory=dict)  # tier -> nanoseconds a token
+    token_bytes: int = 0
+    state_tokens: int = 0
+
+    def apply_to(self, costs: Costs, source: str) -> Costs:
+        """The costs with what was measured in place of what was assumed. Unchanged if nothing was."""
+        changes: dict[str, Any] = {}
+        if self.chunks:
+            changes["prefill"], changes["prefill_slope"] = fit_line(self.chunks)
+        if self.decode_steps:
+            changes["decode"], changes["decode_slope"] = fit_line(self.decode_steps)
+        changes |= {tier: round(median(values)) for tier, values in self.loads.items() if values}
+        if self.token_bytes:
+            changes["token_bytes"] = self.token_bytes
+        if self.state_tokens:
+            changes["state_bytes"] = self.state_tokens * (self.token_bytes or costs.token_bytes)
+        if not changes:
+            return costs
+        return evolve(costs, **changes, source=f"{source} ({', '.join(sorted(changes))}); the rest {costs.source}")
+
+
+def fit_line(points: Iterable[tuple[float, float]]) -> tuple[int, float]:
+    """(a, b) of the least squares y = a + b * x, neither of them below 0."""
+    listed = list(points)
+    mean_x = sum(x for x, _ in listed) / len(listed)
+    mean_y = sum(y for _, y in listed) / len(listed)
+    spread = sum((x - mean_x) ** 2 for x, _ in listed)
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in listed) / spread if spread else 0.0
+    slope = min(max(slope, 0.0), mean_y / mean_x if mean_x else 0.0)
+    return round(mean_y - slope * mean_x), slope
+
+
+def median(values: Iterable[float]) -> float:
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

@@ -1,0 +1,279 @@
+"""One life of the server on the virtual clock: the real fold, and executors that only take their time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from attrs import define, field
+
+from effects.all import EffectRequest, Launch, Outcome
+from effects.decode import Decoded, RunDecode
+from effects.ids import MAIN, RequestId, Tokens
+from effects.job import Job
+from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
+from effects.pflash import CompressPrompt, KeepFrozen
+from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
+from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
+from effects.restore import BlocksRestored, RestoreBlocks
+from effects.snapshot import SaveSnapshot, SnapshotSaved
+from effects.stream import CloseStream, EmitTokens, ReportProgress, StopLaunch
+from engine.tools.simulation.simulated_compression import count_scored, shorten_prompt
+from engine.tools.simulation.simulated_costs import Costs
+from engine.tools.simulation.simulated_store import SimulatedStore
+from engine.tools.simulation.tally import RequestTally
+from engine.tools.simulation.virtual_clock import Clock, Queue
+from states.events import Event, ForRequest, Submitted
+from states.request_states import Held, get_remainder
+from states.sequences import round_down_to_block
+from states.settings import Settings
+from states.world import Output, World, advance, make_world
+
+
+@define(eq=False)
+class LiveRequest:
+    """A request in this process: what it is counted in, and the answer that the log says it got."""
+
+    count: RequestTally
+    answer: Tokens
+    closed: Callable[[], None]
+    said: int = 0  # tokens of the answer
+    first_slot: bool = True
+
+
+@define(eq=False)
+class Process:
+    """Fed by `submit`; everything else follows on the clock.
+
+    An outcome says what really happened in the index and in the slots; only durations come from the costs. Nothing
+    fails here, nobody leaves, and there is no draft: settings must not ask for one.  frozen: keeps what messages were
+    frozen to.
+    """
+
+    settings: Settings
+    costs: Costs
+    clock: Clock
+    keeping: SimulatedStore
+    frozen: Callable[[RequestId, KeepFrozen], object] = lambda *_: None
+    world: World = field(init=False)
+    lane: Queue = field(init=False)
+    live: dict[RequestId, LiveRequest] = field(factory=dict[RequestId, LiveRequest])
+    joining: list[EffectRequest] = field(factory=list[EffectRequest])  # who has a step with the next ones
+    quiet: bool = True  # since the first of them joined: as `carry_out` has it
+
+    def __attrs_post_init__(self) -> None:
+        assert not self.settings.block
+        self.world = make_world(self.settings)
+        self.lane = Queue(self.clock)
+
+    @property
+    def idle(self) -> bool:
+        return not self.world.requests
+
+    def submit(self, request: RequestId, job: Job, live: LiveRequest) -> None:
+        self.live[request] = live
+        self.feed(request, Submitted(job))
+
+    def feed(self, request: RequestId, event: Event) -> None:
+        self.world, outs = advance(self.world, ForRequest(request, event))
+        quiet = all(isinstance(out, Launch) or isinstance(out.effect, EmitTokens) for out in outs)
+        self.quiet = quiet and (self.quiet or not self.joining)
+        for out in outs:
+            self.carry_out(out, quiet=quiet)
+
+    def carry_out(self, out: Output, *, quiet: bool) -> None:
+        """quiet: beside a launch nothing was asked for that takes time."""
+        match out:
+            case Launch(asks, joins=True):
+                self.join(asks)
+            case Launch(asks):
+                self.launch(asks, quiet=quiet)
+            case EffectRequest(request, EmitTokens()):
+                count = self.live[request].count
+                count.first = count.first or self.clock.now
+            case EffectRequest(_, ReportProgress() | StopLaunch()):
+                pass
+            case EffectRequest(request, OpenSlot() as opening):
+                self.open(request, opening)
+            case EffectRequest(request, FindPrefix() as find):
+                self.find(request, find)
+            case EffectRequest(request, RestoreBlocks() as restore):
+                self.restore(request, restore)
+            case EffectRequest(request, SaveSnapshot() as saving):
+                self.after(self.costs.launch, partial(self.save, request, saving))
+            case EffectRequest(_, ReleasePrefix(lease)):
+                self.keeping.release(lease)
+            case EffectRequest(request, KeepFrozen() as kept):
+                self.frozen(request, kept)
+            case EffectRequest(request, CloseStream() as closing):
+                self.close(request, closing)
+            case _:
+                raise AssertionError(f"nobody asks for this in a simulation: {out}")
+
+    # --- the device ---
+
+    def launch(self, asks: tuple[EffectRequest, ...], *, quiet: bool) -> None:
+        """Takes its place on the lane now; what it does is done, and answered, when its time has passed."""
+        match asks[-1].effect:
+            case RunPrefill() as piece if len(asks) > 1:
+                self.compute_mixed_ns(asks[:-1], asks[-1].request, piece)
+            case RunPrefill(_, start, stop) as chunk:
+                took = self.costs.chunk_ns(start, stop)
+                self.after(took, partial(self.on_prefilled, asks[0].request, chunk, took))
+                self.lane.enter(((chunk.place is not None) + chunk.checkpoint) * self.compute_copy_ns)
+            case RunDecode():
+                for ask in asks:
+                    if isinstance(ask.effect, RunDecode) and ask.effect.checkpoint:
+                        self.checkpoint(ask.request, round_down_to_block(self.settings, ask.effect.position))
+                self.decode(asks, 1 if not quiet else self.count_undisturbed_steps(asks))
+            case CompressPrompt() as asked:
+                took = self.costs.launch + count_scored(asked) * self.costs.drafter
+                self.after(took, partial(self.answer, asks[0].request, shorten_prompt(asked, took)))
+            case LoadModel(name):
+                self.after(self.costs.launch, partial(self.answer, asks[0].request, ModelLoaded(name=name)))
+            case UnloadModel():
+                self.after(self.costs.launch, partial(self.answer, asks[0].request, ModelUnloaded()))
+            case other:
+                raise AssertionError(f"nobody launches this in a simulation: {other}")
+
+    def join(self, asks: tuple[EffectRequest, ...]) -> None:
+        """What is on the lane has been answered for already, so they have the step after it, with whoever else has."""
+        if not self.joining:
+            self.clock.at(max(self.lane.free, self.clock.now), self.list_joined)
+        self.joining += asks
+
+    def list_joined(self) -> None:
+        asks = tuple(self.joining)
+        self.joining = []
+        self.launch(asks, quiet=self.quiet)
+
+    def compute_mixed_ns(self, decode_steps: tuple[EffectRequest, ...], request: RequestId, piece: RunPrefill) -> None:
+        positions = [ask.effect.position for ask in decode_steps if isinstance(ask.effect, RunDecode)]
+        took = self.costs.mixed_ns(positions, piece.start, piece.stop)
+
+        def done() -> None:
+            self.on_decoded([ask.request for ask in decode_steps], 1, 0)
+            self.on_prefilled(request, piece, 0)
+
+        self.after(took, done)
+
+    def count_undisturbed_steps(self, asks: tuple[EffectRequest, ...]) -> int:
+        """How many steps these can decode before one has its whole answer, if nothing else wants the lane."""
+        lives = [self.live[ask.request] for ask in asks]
+        if self.settings.stateful or self.world.lanes[MAIN].waiting or not all(live.said for live in lives):
+            return 1  # checkpoints, turns with others, and first tokens are of single steps
+        return min(len(live.answer) - live.said for live in lives)
+
+    def decode(self, asks: tuple[EffectRequest, ...], most: int) -> None:
+        """Steps that nothing comes between are one event, as what a draft proposed would be: as many as end before
+        whatever is next on the clock. Their times are added up one by one, so that nothing else changes.
+        """
+        positions = [ask.effect.position for ask in asks if isinstance(ask.effect, RunDecode)]
+        room = self.clock.next - max(self.lane.free, self.clock.now)
+        took = self.costs.decode_ns(positions)
+        steps = 1
+        while steps < most:
+            more = self.costs.decode_ns([position + steps for position in positions])
+            if took + more > room:
+                break
+            took = took + more
+            steps = steps + 1
+        self.after(took, partial(self.on_decoded, [ask.request for ask in asks], steps, took // steps))
+
+    def after(self, ns: int, action: Callable[[], None]) -> None:
+        self.clock.at(self.lane.enter(ns), action)
+
+    @property
+    def compute_copy_ns(self) -> int:
+        """Nanoseconds to copy a state."""
+        return self.costs.state_tokens * self.costs.copy
+
+    def answer(self, request: RequestId, outcome: Outcome) -> None:
+        self.feed(request, outcome)
+
+    def on_prefilled(self, request: RequestId, chunk: RunPrefill, took: int) -> None:
+        if chunk.checkpoint:
+            self.checkpoint(request, chunk.stop)
+        self.feed(request, PrefillAdvanced(chunk.stop, took))
+
+    def checkpoint(self, request: RequestId, at: int) -> None:
+        left = get_remainder(self.held(request))
+        self.keeping.checkpoint((left.prompt.tokens + left.answer)[:at], left.prompt.job.salt)
+
+    def held(self, request: RequestId) -> Held:
+        state = self.world.requests[request]
+        assert isinstance(state, Held), state
+        return state
+
+    def on_decoded(self, requests: list[RequestId], steps: int, took: int) -> None:
+        """The next token of each answer, or so many of them. took: by one step."""
+        for request in requests:
+            live = self.live[request]
+            tokens = live.answer[live.said : live.said + steps]
+            live.said += steps
+            self.feed(request, Decoded(tokens, ns=took, accepted=0, steps=steps))
+
+    def open(self, request: RequestId, opening: OpenSlot) -> None:
+        if opening.source != opening.slot:
+            self.lane.enter(opening.keep * self.costs.copy)
+        if opening.state and (opening.source != opening.slot or opening.place is not None):
+            self.lane.enter(self.compute_copy_ns)
+        live = self.live[request]
+        if live.first_slot:
+            live.first_slot = False
+            live.count.device = live.count.found = opening.state if self.settings.stateful else opening.keep
+
+    def save(self, request: RequestId, saving: SaveSnapshot) -> None:
+        """Copy out what no tier has; then it is kept, and waits to be written."""
+        tokens = saving.tokens
+        salt = get_remainder(self.held(request)).prompt.job.salt
+        runs = self.keeping.gaps(tokens, salt)
+        copied = sum(run.length for run in runs) + self.costs.state_tokens * saving.checkpoint
+
+        def done() -> None:
+            saved = self.keeping.keep(runs)
+            saved += self.keeping.checkpoint(tokens, salt) if saving.checkpoint else 0
+            self.feed(request, SnapshotSaved(len(tokens), saved))
+
+        self.after(copied * self.costs.copy, done)
+
+    # --- the store ---
+
+    def find(self, request: RequestId, effect: FindPrefix) -> None:
+        outcome = self.keeping.find(effect)
+        if isinstance(outcome, PrefixFound | PrefixMissed):
+            count = self.live[request].count
+            count.found = max(count.found, round_down_to_block(self.settings, min(outcome.length, count.prompt - 1)))
+        took = len(effect.prompt) * self.costs.find
+        self.clock.at(self.clock.now + took, partial(self.answer, request, outcome))
+
+    def restore(self, request: RequestId, effect: RestoreBlocks) -> None:
+        """Rows from memory come at once, those from disk behind what is read for others; last, all go over the lane."""
+        asked = self.clock.now
+        done = self.keeping.load(effect)
+
+        def place() -> None:
+            state = self.compute_copy_ns if self.settings.stateful else 0
+            self.clock.at(self.lane.enter((effect.stop - effect.start) * self.costs.copy + state), placed)
+
+        def placed() -> None:
+            self.keeping.on_restored(effect)
+            size = (effect.stop - effect.start) * self.costs.token_bytes + self.costs.state_bytes
+            self.feed(request, BlocksRestored(effect.start, effect.stop, size, self.clock.now - asked))
+
+        self.clock.at(done, place)
+
+    def close(self, request: RequestId, closing: CloseStream) -> None:
+        """The client has its answer. What is kept of it is decided in the same breath, so it is known here."""
+        live = self.live.pop(request)
+        report = closing.report
+        assert closing.finish == "length", closing
+        count = live.count
+        count.restored = report.restored_tokens
+        count.tier = report.tier
+        count.closed = self.clock.now
+        count.served = report.prompt_tokens
+        if report.cache.rows:
+            count.selected = min(report.cache.boundary, count.prompt)
+            count.needed = round_down_to_block(self.settings, min(count.selected, count.prompt - 1))
+        live.closed()

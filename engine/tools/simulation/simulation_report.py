@@ -1,0 +1,80 @@
+"""The figures of all scopes side by side, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from engine.settings.formatting import WIDTH, format_bytes, format_count, format_duration, format_percent
+from engine.tools.simulation.logs.read_log import Logs
+from engine.tools.simulation.simulate_scope import Setup
+from engine.tools.simulation.tally import Figures, FinishedRun
+
+ROWS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
+    ("hit tokens", lambda one: f"{one.hit_tokens:,}"),
+    ("  of prompt tokens", lambda one: format_percent(one.hit_share)),
+    ("  of an infinite cache", lambda one: f"{100 * one.of_infinite:.2f} %"),
+    ("not computed again", lambda one: f"{one.restored_tokens:,}"),
+    ("served once compressed", lambda one: f"{one.served_tokens:,}"),
+    ("selected prefix, mean", lambda one: f"{one.selected_mean:,.0f}"),
+    ("  last", lambda one: f"{one.selected_last:,}"),
+    ("  found whole", lambda one: f"{one.whole_hits} of {one.requests}"),
+    ("written", lambda one: format_bytes(one.written_bytes)),
+    ("  of that, checkpoints", lambda one: format_bytes(one.checkpoint_bytes)),
+    ("  of unique KV bytes", lambda one: f"{one.written_of_unique:.3f}x"),
+    ("on disk at the end", lambda one: format_bytes(one.disk_bytes)),
+    ("evicted runs", lambda one: f"{one.evictions:,}"),
+    ("dropped writes", lambda one: f"{one.dropped_writes:,}"),
+    ("first token, median", lambda one: format_duration(one.first_token_ms[0])),
+    ("  90th percentile", lambda one: format_duration(one.first_token_ms[1])),
+)
+
+
+def print_report(console: Console, logs: Logs, setup: Setup, runs: Sequence[FinishedRun]) -> None:
+    if not console.is_terminal:
+        console = Console(width=max(WIDTH, 24 + 14 * len(runs)))
+    every = [one.figures for one in runs]
+    total = every[0]
+    console.print(
+        f"{format_count(total.requests, 'request')} of {format_count(len(logs.sessions), 'session')}, "
+        f"{format_count(total.prompt_tokens, 'prompt token')}; "
+        f"an infinite cache would have had {format_percent(total.infinite_share)} of them. "
+        f"Unique KV rows: {format_bytes(total.unique_bytes)}.",
+        highlight=False,
+    )
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("")
+    for one in every:
+        table.add_column(one.scope, justify="right")
+    absent = {"checkpoint": not setup.settings.stateful, "compressed": setup.compression.mode == "off"}
+    for name, cell in ROWS:
+        if not any(away and word in name for word, away in absent.items()):
+            table.add_row(name, *(cell(one) for one in every))
+    console.print(table)
+    for line in list_notes(logs, setup):
+        console.print(line, style="dim", highlight=False)
+
+
+def list_notes(logs: Logs, setup: Setup) -> list[str]:
+    """Return what the figures are based on."""
+    disk = format_bytes(setup.disk_budget)
+    host = format_bytes(setup.host_budget)
+    budget = f"Disk {disk}, host memory {host}, {setup.settings.slots} slots"
+    token = setup.costs.token_bytes
+    lines = [f"{budget}; a token's rows take {token:,} bytes, so the disk has room for {setup.disk_budget // token:,}."]
+    if setup.settings.stateful:
+        state = setup.costs.state_bytes
+        places = setup.settings.state_places
+        lines.append(
+            f"A checkpoint of positional state takes {state:,} bytes; {format_count(places, 'place')} on the device."
+        )
+    if setup.restart_every:
+        lines.append(f"Restarted after every {setup.restart_every} requests: slots and host memory start empty.")
+    if setup.interleave:
+        lines.append(f"Sessions in rounds of {setup.interleave}, whose clocks start together.")
+    lines.append(f"Times are predicted. Costs: {setup.costs.source}.")
+    if logs.texts:
+        lines.append(f"Texts were read with {logs.texts}.")
+    return lines

@@ -1,0 +1,68 @@
+"""Kept rows: what a slot keeps of a request, and how far another prompt can go on from rows that are there.
+
+All positions at which rows may be reused are multiples of the block size (`round_down_to_block`). The last token of a
+prompt is always computed, because its logits pick the first token of the answer.
+"""
+
+from __future__ import annotations
+
+from effects.compression import Compressed, select_remaining_spans, select_tokens
+from effects.ids import Tokens
+from effects.job import Job
+from states.request_states import Prompt, RequestRemainder, SlotLease
+from states.sequences import count_continuable_rows, round_down_to_block
+from states.settings import Settings
+
+
+def make_prompt(job: Job) -> Prompt:
+    """Return what is served of a job at first. Of messages that were frozen earlier, only what is kept is served."""
+    spans = select_remaining_spans(job.compression.parts, len(job.prompt))
+    if spans == ((0, len(job.prompt)),):
+        return Prompt(job, job.prompt)
+    compression = Compressed(len(job.prompt), "", spans, keep=job.compression.keep)
+    return Prompt(job, select_tokens(job.prompt, spans), compression=compression)
+
+
+def count_resumable_rows(settings: Settings, left: RequestRemainder) -> int:
+    """Count the rows that a later prompt may go on from: decoded ones only where they equal prefilled ones."""
+    if settings.keep_decoded:
+        return left.slot_lease.valid_rows
+    return min(left.slot_lease.valid_rows, left.prompt.prefill_rows)
+
+
+def get_kept_sequence(settings: Settings, left: RequestRemainder) -> Tokens:
+    """Return the tokens whose rows a slot keeps after its request."""
+    if left.slot_lease.rows_ahead:
+        return left.prompt.tokens[: left.slot_lease.rows]
+    return left.rows[: count_resumable_rows(settings, left)]
+
+
+def find_own_state(settings: Settings, left: RequestRemainder) -> int:
+    """Return the row up to which the slot itself has the positional state that its rows can be continued from; 0: none.
+
+    The slot has the state at the end of its last block. Where decoded rows are not kept, blocks may be longer than the
+    distance at which the model keeps states. Then the state is there only if a prefill stopped exactly at that row.
+    """
+    valid_rows = left.slot_lease.valid_rows
+    at = round_down_to_block(settings, valid_rows)
+    is_there = at <= count_resumable_rows(settings, left) and (settings.keep_decoded or at == valid_rows)
+    return at if settings.stateful and is_there else 0
+
+
+def count_usable_tokens(settings: Settings, prompt: Prompt, length: int) -> int:
+    """Count the tokens, of `length` restorable ones, that are worth restoring: whole blocks before the last token."""
+    return round_down_to_block(settings, min(length, prompt.prefill_rows))
+
+
+def continue_lease(settings: Settings, slot_lease: SlotLease, held: Tokens, tokens: Tokens) -> SlotLease:
+    """Return the lease of a slot that has rows of `held`, after its prompt has become `tokens`.
+
+    Rows that both begin with stay, in whole blocks. Positional state that lies beyond them is of no use.
+    """
+    rows = count_continuable_rows(settings, held, tokens)
+    valid_rows = rows
+    if settings.stateful:
+        valid_rows = slot_lease.valid_rows if slot_lease.valid_rows <= rows else 0
+    tier = slot_lease.tier if valid_rows else "none"
+    restored_rows = min(slot_lease.restored_rows, valid_rows)
+    return SlotLease(slot_lease.slot, valid_rows, restored_rows, tier, rows - valid_rows)

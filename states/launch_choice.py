@@ -1,0 +1,266 @@
+"""The choice of what a free lane launches next, and of the requests that are batched in that launch.
+
+Problem. Decode steps should be frequent and even, prompts should be read soon, and a device is used best when many rows
+go through one forward. These aims contradict each other, and a running launch cannot be taken back.
+
+Idea. `choose_launch` is called when a lane is free. It applies these rules in order:
+
+1. An effect that needs no work (a model that is loaded already) is answered at once.
+2. All waiting decode steps form one batch, in order of arrival, up to `batch_rows`. Where the numerics allow it, the
+   next rows of one prompt go with them in the same forward (`choose_mixed_chunk`).
+3. Otherwise decode steps and everything else take turns. So a long prefill delays a decoding request by one chunk at
+   most, and decode steps delay a prefill by one launch at most.
+4. Where there is a draft, `states/speculation_control.py` plans how many tokens each member proposes.
+5. When nothing else waits, decode steps may continue alone for as many steps as no decision could change.
+6. Among prompts, the one that will be finished soonest goes first. After MAX_OVERTAKES such turns the prompt that has
+   waited longest goes first, so that long prompts make progress, too (`next_request`).
+
+Example. Requests 1 and 2 decode, and requests 3 (4,000 rows missing) and 4 (300 rows missing) are prefilled, with
+chunks of 256 rows on one lane. The launches are: decode 1 and 2; 256 rows of request 4; decode 1 and 2; 44 rows of
+request 4; decode 1, 2 and 4; 256 rows of request 3; and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from attrs import evolve
+
+from effects.all import EffectRequest, Launch
+from effects.decode import RunDecode
+from effects.ids import RequestId
+from effects.prefill import RunPrefill
+from states import launch_prices, residency, speculation_control
+from states.lane import EffectOutcome, Lane, can_launch, drop_waiting, start_launch
+from states.launch_prices import Shape
+from states.rates import Rates, find_span
+from states.request_states import Drafted, Prefilling, Restoring, Speculating, State
+from states.residency import Models
+from states.settings import Settings
+from states.speculation_control import Plan, SpeculationControl
+
+LaneChoice: TypeAlias = Launch | EffectOutcome | None
+
+# Decode launches with proposals between two plain ones, so that the time of a plain launch stays known. It is also the
+# most steps that a launch with a draft takes alone.
+PLAIN_LAUNCH_INTERVAL = 64
+PROMPT_ROWS_PER_STEP = 8  # a mixed forward has at least this many prompt rows for each of its decode steps
+MAX_OVERTAKES = 2  # turns in a row in which a shorter prompt may go before the one that has waited longest
+
+
+def choose_launch(
+    lane: Lane, models: Models, settings: Settings, requests: Mapping[RequestId, State], rates: Rates
+) -> tuple[Lane, Models, LaneChoice]:
+    """Choose what the lane does next; None: it is busy, or nothing waits. The module's docstring has the rules."""
+    if not can_launch(lane):
+        return lane, models, None
+    for effect_request in lane.waiting:
+        models, outcome = residency.answer_without_move(models, effect_request, settings.residency)
+        if outcome is not None:
+            return drop_waiting(lane, effect_request), models, EffectOutcome(effect_request.request, outcome)
+    all_decode_steps = [one for one in lane.waiting if isinstance(one.effect, RunDecode)]
+    decode_steps = all_decode_steps[: settings.batch_rows]
+    others = [one for one in lane.waiting if not isinstance(one.effect, RunDecode)]
+    lane_after_other, other = next_request(lane, others, requests) if others else (lane, None)
+    if decode_steps and other is not None:
+        prompt_chunk = choose_mixed_chunk(decode_steps, other, settings)
+        if prompt_chunk is not None:
+            single_steps = (with_decode_plan(one, propose=0, steps=1) for one in decode_steps)
+            batch = (*single_steps, prompt_chunk)
+            return start_mixed_launch(lane_after_other, batch), models, Launch(batch)
+    if decode_steps and (other is None or not lane.last_was_decode):
+        draft_is_lost = models["draft"].place == "lost"
+        batch, plan, step_count = plan_decode_launch(
+            lane, decode_steps, settings, requests, rates, draft_is_lost=draft_is_lost
+        )
+        return start_launch(lane, batch, plan, step_count), models, Launch(batch)
+    assert other is not None
+    takes_turns = decode_steps or (settings.beside_rows and len(others) > 1)
+    launched = shorten_prefill(other, settings.chunk) if takes_turns else other
+    chunk_count = count_chunks(launched, settings) if settings.beside_rows else 1
+    after = start_launch(lane_after_other, (launched,), step_count=chunk_count)
+    return after, models, Launch((launched,))
+
+
+def plan_decode_launch(
+    lane: Lane,
+    decode_steps: Sequence[EffectRequest],
+    settings: Settings,
+    requests: Mapping[RequestId, State],
+    rates: Rates,
+    *,
+    draft_is_lost: bool,
+) -> tuple[tuple[EffectRequest, ...], Plan, int]:
+    """Return a batch of decode steps, its plan, and the most steps that any member may take without asking."""
+    if draft_is_lost:
+        plan = Plan((0,) * len(decode_steps), reason="draft_lost", steps=PLAIN_LAUNCH_INTERVAL)
+    else:
+        plan = plan_proposals(decode_steps, requests, rates, settings.batch_rows, lane.proposing_launches)
+    if len(lane.waiting) == len(decode_steps):
+        step_counts = choose_step_counts(get_decode_effects(decode_steps), plan, settings)
+    else:
+        step_counts = [1] * len(decode_steps)
+    batch = tuple(
+        with_decode_plan(one, propose, steps)
+        for one, propose, steps in zip(decode_steps, plan.proposals, step_counts, strict=True)
+    )
+    return batch, plan, max(step_counts)
+
+
+def choose_mixed_chunk(
+    decode_steps: Sequence[EffectRequest], other: EffectRequest, settings: Settings
+) -> EffectRequest | None:
+    """Return the next rows of a prompt that go with these decode steps in one forward; None: the two take turns.
+
+    The rows fill the forward, and most of its rows are the prompt's, so that the prompt makes progress. The two take
+    turns in three cases. Mixing is off, because the bits of a row would depend on the other rows of its forward. Or the
+    model has positional state, which a forward keeps behind one row only. Or logprobs of the prompt are asked for.
+    """
+    effect = other.effect
+    if not (settings.mixed_rows and isinstance(effect, RunPrefill)) or settings.stateful or effect.logprobs >= 0:
+        return None
+    least = launch_prices.round_up_to_bucket(PROMPT_ROWS_PER_STEP * len(decode_steps))
+    forward_rows = max(settings.mixed_rows, least)
+    prompt_rows = min(forward_rows, settings.chunk) - len(decode_steps)
+    return shorten_prefill(other, prompt_rows) if prompt_rows > 0 else None
+
+
+def start_mixed_launch(lane: Lane, batch: tuple[EffectRequest, ...]) -> Lane:
+    """Start a launch of decode steps whose last member is a prompt's chunk.
+
+    Nothing is proposed in it, but its time is not that of a plain launch. So `proposing_launches` stays as it was.
+    """
+    plan = Plan((0,) * (len(batch) - 1))
+    return evolve(start_launch(lane, batch, plan), proposing_launches=lane.proposing_launches)
+
+
+def next_request(
+    lane: Lane, others: Sequence[EffectRequest], requests: Mapping[RequestId, State]
+) -> tuple[Lane, EffectRequest]:
+    """Choose among waiting effects that are no decode steps, and count overtaken turns.
+
+    If prompts took equal turns, all of them would end late. So the prompt with the fewest missing rows goes first,
+    except that after MAX_OVERTAKES turns the prompt that has waited longest does.
+    """
+    first = others[0]
+    if not isinstance(first.effect, RunPrefill):
+        return lane, first
+    prompts = [one for one in others if isinstance(one.effect, RunPrefill)]
+    if lane.overtakes >= MAX_OVERTAKES:
+        chosen = first
+    else:
+        chosen = min(prompts, key=lambda one: count_missing_rows(requests, one))
+    return evolve(lane, overtakes=0 if chosen is first else lane.overtakes + 1), chosen
+
+
+def count_missing_rows(requests: Mapping[RequestId, State], effect_request: EffectRequest) -> int:
+    """Count the rows of the request's prompt that are not in its slot yet."""
+    state = requests.get(effect_request.request)
+    if isinstance(state, Prefilling | Restoring):
+        return state.prompt.prefill_rows - state.slot_lease.valid_rows
+    return 0
+
+
+def count_chunks(effect_request: EffectRequest, settings: Settings) -> int:
+    """Count the forwards that an effect takes: one for each chunk of a prefill."""
+    effect = effect_request.effect
+    return -(-(effect.stop - effect.start) // settings.chunk) if isinstance(effect, RunPrefill) else 1
+
+
+def shorten_prefill(effect_request: EffectRequest, row_limit: int) -> EffectRequest:
+    """Limit a prefill to so many rows, because decode steps or other prompts wait. Other effects stay as they are."""
+    effect = effect_request.effect
+    if not isinstance(effect, RunPrefill) or effect.stop - effect.start <= row_limit:
+        return effect_request
+    shorter = evolve(effect, stop=effect.start + row_limit, checkpoint=False)
+    return EffectRequest(effect_request.request, shorter)
+
+
+def choose_step_counts(decode_effects: Sequence[RunDecode], plan: Plan, settings: Settings) -> list[int]:
+    """Choose how many steps each member may take without asking the core.
+
+    A member may take as many as it may have tokens, if every proposal were accepted. Where there is a draft, all
+    members take the same number, which is at most the number of steps that the plan holds for.
+    """
+    limits = [
+        max(1, effect.steps // (1 + propose)) for effect, propose in zip(decode_effects, plan.proposals, strict=True)
+    ]
+    if settings.block:
+        return [min(plan.steps, PLAIN_LAUNCH_INTERVAL, *limits)] * len(limits)
+    return limits
+
+
+def with_decode_plan(effect_request: EffectRequest, propose: int, steps: int) -> EffectRequest:
+    """Return a decode step with the proposals and steps that were chosen for it."""
+    effect = effect_request.effect
+    assert isinstance(effect, RunDecode), effect_request
+    if (effect.propose, effect.steps) == (propose, steps):
+        return effect_request
+    chosen = RunDecode(effect.slot, effect.position, effect.token, propose, effect.checkpoint, steps, effect.pages)
+    return EffectRequest(effect_request.request, chosen)
+
+
+def plan_proposals(
+    decode_steps: Sequence[EffectRequest],
+    requests: Mapping[RequestId, State],
+    rates: Rates,
+    row_limit: int,
+    proposing_launches: int,
+) -> Plan:
+    """Plan how many tokens each decode step proposes.
+
+    proposing_launches: launches since the last plain one. After PLAIN_LAUNCH_INTERVAL of them a plain launch is
+    measured again, and already after one where the known time of a plain launch looks too long to be true.
+    """
+    controls = [find_control(requests, one) for one in decode_steps]
+    if not any(controls):
+        return Plan((0,) * len(controls), steps=PLAIN_LAUNCH_INTERVAL)  # no member has a draft: no price matters
+    shape = get_launch_shape(decode_steps)
+    wanted = [
+        (effect.propose, control) for effect, control in zip(get_decode_effects(decode_steps), controls, strict=True)
+    ]
+    prices = launch_prices.estimate_prices(rates.decode, shape.span, shape.members, row_limit)
+    plain_is_due = proposing_launches >= PLAIN_LAUNCH_INTERVAL or (proposing_launches and prices.plain_suspect)
+    plan = speculation_control.plan_launch(wanted, prices, rates, 0 if plain_is_due else row_limit)
+    if not any(plan.proposals):
+        return plan
+    return evolve(plan, steps=min(plan.steps, PLAIN_LAUNCH_INTERVAL - proposing_launches))
+
+
+def get_launch_shape(decode_steps: Sequence[EffectRequest]) -> Shape:
+    """Return what the time of a launch of these decode steps depends on."""
+    effects = get_decode_effects(decode_steps)
+    proposed = sum(effect.propose for effect in effects)
+    positions = sum(effect.position for effect in effects)
+    return Shape(find_span(positions // len(effects)), len(effects), proposed and len(effects) + proposed)
+
+
+def get_decode_effects(decode_steps: Sequence[EffectRequest]) -> list[RunDecode]:
+    return [one.effect for one in decode_steps if isinstance(one.effect, RunDecode)]
+
+
+def find_control(requests: Mapping[RequestId, State], effect_request: EffectRequest) -> SpeculationControl | None:
+    """Return what is known of the request's draft; None: it has no draft."""
+    state = requests.get(effect_request.request)
+    if isinstance(state, Speculating) and isinstance(state.speculation, Drafted):
+        return state.speculation.control
+    return None
+
+
+def with_launch_plan(lane: Lane, requests: Mapping[RequestId, State]) -> dict[RequestId, State]:
+    """Return the states of the launch's members that have a draft, each with the plan and why it proposes nothing.
+
+    The plan is needed when the outcome comes: it says what the launch is charged to the request's account.
+    """
+    states = dict[RequestId, State]()
+    # A mixed launch has one member more than proposals: the prompt's chunk, which is the last.
+    for effect_request, propose in zip(lane.running, lane.plan.proposals, strict=False):
+        state = requests[effect_request.request]
+        if isinstance(state, Speculating) and isinstance(state.speculation, Drafted):
+            reason = state.speculation.reason
+            if lane.plan.reason and state.answer.count_proposable(state.prompt.job):
+                reason = "" if propose else lane.plan.reason
+            drafted = Drafted(evolve(state.speculation.control, plan=lane.plan), reason)
+            states[effect_request.request] = evolve(state, speculation=drafted)
+    return states

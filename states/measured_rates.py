@@ -1,0 +1,69 @@
+"""The rates of the world after an outcome: what it teaches about how long things take.
+
+The world calls this for every outcome of a launch and of the store. Only times that predict later ones are learned.
+"""
+
+from __future__ import annotations
+
+from attrs import evolve
+
+from effects.all import Effect
+from effects.decode import Decoded, RunDecode
+from effects.pflash import CompressPrompt, PromptCompressed
+from effects.prefill import PrefillAdvanced, RunPrefill
+from effects.restore import BlocksRestored
+from states import launch_prices, policy, rates, speculation_control
+from states.lane import EffectOutcome, Lane, count_further_steps, is_launch_leader, is_typical_time
+from states.launch_choice import get_launch_shape
+from states.rates import Rates
+from states.request_states import Compressing, Restoring, State
+from states.settings import Settings
+
+
+def learn_from_outcome(
+    known_rates: Rates,
+    effect: Effect | None,
+    answer: EffectOutcome,
+    *,
+    lane: Lane,
+    state: State | None,
+    settings: Settings,
+) -> Rates:
+    """Return the rates after an outcome. effect: what it answers; None: an effect of the store.
+
+    state: of the request, before the outcome. lane: on which the effect ran, before the outcome.
+    """
+    match effect, answer.outcome:
+        case RunPrefill(), PrefillAdvanced():
+            concurrent = isinstance(state, Restoring) and state.loading
+            return rates.learn_prefill(known_rates, effect, answer.outcome, settings.chunk, concurrent=concurrent)
+        case None, BlocksRestored() if isinstance(state, Restoring):
+            concurrent = not settings.stateful and state.front > state.slot_lease.restored_rows
+            return rates.learn_load(
+                known_rates, state.tier, answer.outcome, settings.chunk, settings.state_tokens, concurrent=concurrent
+            )
+        case CompressPrompt(), PromptCompressed(ns=ns) if ns and isinstance(state, Compressing):
+            return rates.record_scoring(known_rates, policy.count_scored_tokens(state.prompt), ns)
+        case RunDecode(propose=propose), Decoded() as decoded:
+            leads = is_launch_leader(lane, answer.request)
+            return learn_from_decode(known_rates, propose, decoded, lane, settings, leads=leads)
+        case _:
+            return known_rates
+
+
+def learn_from_decode(
+    known_rates: Rates, propose: int, decoded: Decoded, lane: Lane, settings: Settings, *, leads: bool
+) -> Rates:
+    """Return the rates after decode steps: what a launch takes, and how well proposals do.
+
+    leads: this is the outcome of the launch's leader. Every member reports the time of the same launch, so only the
+    leader's report is learned.
+    """
+    if decoded.ns and decoded.proposed == propose and leads and is_typical_time(lane, decoded.ns):
+        shape = get_launch_shape(lane.running)
+        known_rates = evolve(
+            known_rates, decode=launch_prices.record_launch_time(known_rates.decode, shape, decoded.ns)
+        )
+    for _ in range(count_further_steps(decoded) if settings.block and leads else 0):
+        known_rates = speculation_control.record_launch(known_rates, lane.plan)
+    return speculation_control.record_outcome(settings, known_rates, lane.plan, decoded)

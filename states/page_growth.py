@@ -1,0 +1,96 @@
+"""Growth of slots that share one pool of pages: how they get more while answers grow, and which requests wait.
+
+`states/pages.py` explains why giving pages out in this way never blocks all requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from attrs import evolve
+
+from effects.all import EffectRequest
+from effects.decode import RunDecode
+from effects.ids import RequestId, SlotId
+from states import pages
+from states.pages import Pages
+from states.request_states import State
+from states.settings import Settings
+from states.slot_admission import next_to_admit
+from states.slots import Slots, forget_rows, list_evictable, list_running_jobs, replace_slot
+
+
+def grow_for_decode_step(
+    slots: Slots, effect_request: EffectRequest, requests: Mapping[RequestId, State], settings: Settings
+) -> tuple[Slots, EffectRequest | None]:
+    """Give a decode step the pages that its rows take, from idle slots where need be. Other effects need none.
+
+    Where there are no more pages, the step proposes only what its last page has room for. None: even the next token has
+    no room, and the step has to wait.
+    """
+    effect = effect_request.effect
+    if not isinstance(effect, RunDecode):
+        return slots, effect_request
+    page_rows = settings.page
+    slot = slots.slots[effect.slot]
+    held_rows = len(slot.pages) * page_rows
+    missing = pages.count_pages(effect.position + 1 + effect.propose, page_rows) - len(slot.pages)
+    if missing <= 0:
+        return slots, limit_to_rows(effect_request, effect, held_rows)
+    taken = None
+    if effect_request.request not in slots.short_of_pages:
+        taken = take_pages(slots, effect.slot, missing, requests, settings)
+    if taken is not None:
+        slots, new_pages = taken
+        slots = replace_slot(slots, effect.slot, evolve(slots.slots[effect.slot], pages=(*slot.pages, *new_pages)))
+        grown = evolve(effect, pages=(*effect.pages, *new_pages))
+        return slots, limit_to_rows(effect_request, grown, held_rows + len(new_pages) * page_rows)
+    slots = evolve(slots, short_of_pages=slots.short_of_pages | {effect_request.request})
+    proposable = held_rows - effect.position - 1
+    if proposable < 0:
+        return slots, None
+    return slots, limit_to_rows(effect_request, evolve(effect, propose=proposable), held_rows)
+
+
+def limit_to_rows(effect_request: EffectRequest, effect: RunDecode, rows: int) -> EffectRequest:
+    """Return the request for this effect, which may continue alone only as far as its slot has rows."""
+    if effect is not effect_request.effect:
+        effect_request = evolve(effect_request, effect=effect)
+    return limit_steps(effect_request, rows - effect.position)
+
+
+def limit_steps(effect_request: EffectRequest, most: int) -> EffectRequest:
+    """Limit the steps that a decode step may take without asking the core."""
+    effect = effect_request.effect
+    if not isinstance(effect, RunDecode) or effect.steps <= max(1, most):
+        return effect_request
+    return evolve(effect_request, effect=evolve(effect, steps=max(1, most)))
+
+
+def take_pages(
+    slots: Slots, number: SlotId, count: int, requests: Mapping[RequestId, State], settings: Settings
+) -> tuple[Slots, Pages] | None:
+    """Take so many more pages for a slot that is held. Idle slots lose theirs one after the other, as far as needed.
+
+    None: there are too few, or some running request could not be sure to end any more.
+    """
+    jobs = list_running_jobs(slots, requests)
+    claims = {one: (slots.slots[one].pages, pages.compute_claim(settings, job)) for one, job in jobs.items()}
+    held, claim = claims[number]
+    for evicted in (None, *list_evictable(slots)):
+        slots = slots if evicted is None else forget_rows(slots, evicted)
+        new_pages = pages.find_free_pages([slot.pages for slot in slots.slots], settings.pages, count)
+        if new_pages is not None:
+            claims[number] = ((*held, *new_pages), claim)
+            return (slots, new_pages) if pages.can_all_finish(list(claims.values()), settings.pages) else None
+    return None
+
+
+def mark_short_of_pages(slots: Slots, requests: Mapping[RequestId, State], settings: Settings) -> Slots:
+    """Note that the next request could not be admitted for want of pages, if a slot is free for it.
+
+    Pages are not looked for again before some come free.
+    """
+    free = [number for number, slot in enumerate(slots.slots) if slot.holder is None]
+    request = next_to_admit(slots, free, requests, settings)
+    return slots if request is None else evolve(slots, short_of_pages=slots.short_of_pages | {request})

@@ -1,0 +1,350 @@
+"""The phases of a request in order, each skipped where policy says that there is nothing to do.
+
+The transitions of the other modules end in one of these functions. Each returns the next state together with the
+effects that begin it. The order of phases is: look up, restore, compress (fetch, score, release the prompt scorer),
+bring the draft in, prefill, decode; then, once the stream is closed: snapshot, give the leased model back, done.
+
+The type aliases name what a function may return, because `states/machine.py` reads its table from these annotations.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from attrs import evolve
+
+from effects.compression import Compressed
+from effects.decode import RunDecode
+from effects.ids import DeviceFailed, ModelName, PlaceId, SlotId, StoreFailed
+from effects.job import Report
+from effects.lookup import FindPrefix
+from effects.prefill import OpenSlot, RunPrefill
+from effects.residency import LoadModel, UnloadModel
+from effects.snapshot import SaveSnapshot
+from effects.stream import CloseStream, EmitTokens, Finish
+from states import policy, scope
+from states.kept_rows import find_own_state
+from states.machine import Transition, prepend_effect
+from states.request_states import (
+    Done,
+    Drafted,
+    Fetching,
+    Generated,
+    LookingUp,
+    Open,
+    Parking,
+    Prefilling,
+    Prompt,
+    RequestRemainder,
+    SlotLease,
+    Snapshotting,
+    Speculating,
+    Speculation,
+    Undrafted,
+    Unparking,
+    get_remainder,
+)
+from states.residency import make_unload
+from states.settings import DecisionContext, Settings
+
+StartDecode: TypeAlias = Transition[Speculating, RunDecode]
+PrefillOrDecode: TypeAlias = Transition[Prefilling, RunPrefill] | StartDecode
+FetchScorer: TypeAlias = Transition[Fetching, LoadModel]
+UnparkOrPrefill: TypeAlias = Transition[Unparking, LoadModel] | Transition[Prefilling, RunPrefill]
+ComputeMissing: TypeAlias = FetchScorer | UnparkOrPrefill
+ServePrompt: TypeAlias = Transition[Unparking, LoadModel] | PrefillOrDecode
+ContinueRequest: TypeAlias = FetchScorer | ServePrompt
+EndWithoutLease: TypeAlias = Transition[Snapshotting, SaveSnapshot] | Transition[Done]
+ReleaseModel: TypeAlias = Transition[Parking, UnloadModel]
+EndRequest: TypeAlias = EndWithoutLease | ReleaseModel
+FinishStream: TypeAlias = (
+    Transition[Snapshotting, EmitTokens, CloseStream, SaveSnapshot]
+    | Transition[Parking, EmitTokens, CloseStream, UnloadModel]
+    | Transition[Done, EmitTokens, CloseStream]
+)
+FailWithoutLease: TypeAlias = Transition[Snapshotting, CloseStream, SaveSnapshot] | Transition[Done, CloseStream]
+FailRequest: TypeAlias = FailWithoutLease | Transition[Parking, CloseStream, UnloadModel]
+
+NOTHING = Generated()
+
+
+# --- up to the first token ---
+
+
+def make_open_slot(
+    settings: Settings,
+    slot_lease: SlotLease,
+    prompt: Prompt,
+    source: SlotId | None = None,
+    place: PlaceId | None = None,
+) -> OpenSlot:
+    """Return the effect that makes the slot serve this prompt. source: whose rows it keeps; None: its own."""
+    job = prompt.job
+    return OpenSlot(
+        slot_lease.slot,
+        slot_lease.slot if source is None else source,
+        slot_lease.rows,
+        # A prompt that is longer than the context is served once it has been shortened.
+        prompt.tokens[: settings.max_context],
+        job.sampling,
+        job.stop_tokens,
+        slot_lease.valid_rows if settings.stateful else 0,
+        place,
+        job.salt,
+    )
+
+
+def look_up_prefix(settings: Settings, slot_lease: SlotLease, prompt: Prompt) -> Transition[LookingUp, FindPrefix]:
+    rows = slot_lease.rows if settings.stateful else 0
+    window = policy.choose_window(prompt)
+    lookup = FindPrefix(prompt.tokens, slot_lease.valid_rows, window, rows, prompt.job.salt)
+    return Transition(LookingUp(slot_lease, prompt), lookup)
+
+
+def continue_request(context: DecisionContext, slot_lease: SlotLease, prompt: Prompt) -> ContinueRequest:
+    """Go on after everything that could be restored is in the slot: shorten the prompt, or serve it."""
+    if policy.decide_compression(context, prompt, prompt.prefill_rows - slot_lease.valid_rows).go:
+        return Transition(Fetching(slot_lease, prompt), LoadModel("drafter"))
+    return serve_prompt(context, slot_lease, prompt)
+
+
+def serve_prompt(context: DecisionContext, slot_lease: SlotLease, prompt: Prompt) -> ServePrompt:
+    """Go on after it is certain which tokens are served: bring the draft in, or prefill and decode without one."""
+    draft = policy.decide_speculation(context, prompt.job)
+    if draft.go:
+        return Transition(Unparking(slot_lease, prompt), LoadModel("draft"))
+    return prefill_or_decode(context.settings, slot_lease, prompt, Undrafted(draft.reason))
+
+
+def compute_missing_rows(context: DecisionContext, slot_lease: SlotLease, prompt: Prompt) -> ComputeMissing:
+    """Go on where rows are certainly missing: shorten the prompt, or compute them."""
+    if policy.decide_compression(context, prompt, prompt.prefill_rows - slot_lease.valid_rows).go:
+        return Transition(Fetching(slot_lease, prompt), LoadModel("drafter"))
+    return serve_verbatim(context, slot_lease, prompt)
+
+
+def serve_verbatim(context: DecisionContext, slot_lease: SlotLease, prompt: Prompt) -> UnparkOrPrefill:
+    """Go on where rows are certainly missing, and it is certain which tokens are served."""
+    draft = policy.decide_speculation(context, prompt.job)
+    if draft.go:
+        return Transition(Unparking(slot_lease, prompt), LoadModel("draft"))
+    return start_prefill(context.settings, slot_lease, prompt, Undrafted(draft.reason))
+
+
+def prefill_or_decode(
+    settings: Settings, slot_lease: SlotLease, prompt: Prompt, speculation: Speculation
+) -> PrefillOrDecode:
+    if slot_lease.valid_rows < prompt.prefill_rows:
+        return start_prefill(settings, slot_lease, prompt, speculation)
+    keeps_state = scope.should_keep_held_state(settings, slot_lease, prompt)
+    slot_lease = slot_lease.with_computed_rows(slot_lease.valid_rows)
+    decode_step = make_decode_step(settings, slot_lease, prompt, speculation, NOTHING, checkpoint=keeps_state)
+    return Transition(Speculating(slot_lease, prompt, speculation, NOTHING), decode_step)
+
+
+def start_prefill(
+    settings: Settings, slot_lease: SlotLease, prompt: Prompt, speculation: Speculation
+) -> Transition[Prefilling, RunPrefill]:
+    """Begin to compute rows. They overwrite whatever follows the valid rows, so `rows_ahead` becomes 0.
+
+    The state that the slot goes on from is kept beyond the device first, where the scope wants it there.
+    """
+    slot_lease = slot_lease.with_computed_rows(slot_lease.valid_rows)
+    chunk = make_prefill_chunk(settings, slot_lease, prompt, prompt.prefill_rows)
+    if scope.should_keep_held_state(settings, slot_lease, prompt):
+        chunk = evolve(chunk, held=True)
+    return Transition(Prefilling(slot_lease, prompt, speculation), chunk)
+
+
+def make_prefill_chunk(settings: Settings, slot_lease: SlotLease, prompt: Prompt, target: int) -> RunPrefill:
+    """Return the effect that computes the next rows of `[valid_rows, target)`.
+
+    It is one chunk, or several at once where the settings allow it, and it ends where positional state is kept. When
+    it is several, a last chunk that would be too narrow for the prompt lane is left to the next effect.
+    """
+    start = slot_lease.valid_rows
+    logprobs = prompt.job.prompt_logprobs
+    row_limit = settings.chunk * (settings.span if logprobs < 0 else 1)
+    stop = min(start + row_limit, target)
+    narrow_rows = (stop - start) % settings.chunk
+    if stop - start > settings.chunk and narrow_rows <= settings.beside_rows:
+        stop -= narrow_rows
+    mark = scope.find_next_mark(settings, slot_lease, prompt)
+    if mark is None or mark.at > stop:
+        return RunPrefill(slot_lease.slot, start, stop, logprobs=logprobs)
+    return RunPrefill(slot_lease.slot, start, mark.at, checkpoint=mark.beyond_device, logprobs=logprobs)
+
+
+def make_decode_step(
+    settings: Settings,
+    slot_lease: SlotLease,
+    prompt: Prompt,
+    speculation: Speculation,
+    answer: Generated,
+    *,
+    checkpoint: bool = False,
+) -> RunDecode:
+    """Return the effect that decodes the next token.
+
+    It says what the request could use at most: proposals, and steps that nothing would be decided between. What is
+    really done is chosen at launch, together with the other members (`states/launch_choice.py`).
+    """
+    last = answer.tokens[-1] if answer.tokens else prompt.tokens[-1]
+    propose = 0
+    if isinstance(speculation, Drafted):
+        propose = min(speculation.control.widths[-1], answer.count_proposable(prompt.job))
+    steps = count_unwatched_tokens(settings, slot_lease, prompt, answer)
+    return RunDecode(slot_lease.slot, slot_lease.valid_rows, last, propose, checkpoint, steps)
+
+
+def count_unwatched_tokens(settings: Settings, slot_lease: SlotLease, prompt: Prompt, answer: Generated) -> int:
+    """Count the tokens that may come before the core has to look at one.
+
+    It looks at the last token, at tokens that are compared with those that the client has heard already, and where
+    positional state is to be kept.
+    """
+    if prompt.heard_tokens and len(answer.tokens) < len(prompt.heard_tokens):
+        return 1
+    left = answer.count_proposable(prompt.job) + 1
+    if not settings.stateful:
+        return left
+    return min(left, settings.block_size - slot_lease.valid_rows % settings.block_size)
+
+
+# --- after the stream is closed ---
+
+
+def unload_model(settings: Settings, name: ModelName) -> UnloadModel:
+    return make_unload(settings.residency, name)
+
+
+def end_request(settings: Settings, left: RequestRemainder) -> EndRequest:
+    """Keep what is worth keeping, then give back what is leased."""
+    return end_with_lease(settings, left) if left.leased_model else end_without_lease(settings, left)
+
+
+def end_with_lease(settings: Settings, left: RequestRemainder) -> Transition[Snapshotting, SaveSnapshot] | ReleaseModel:
+    """End a request that has leased a model."""
+    assert left.leased_model is not None
+    return snapshot_new_rows(settings, left) or Transition(Parking(left), unload_model(settings, left.leased_model))
+
+
+def end_without_lease(settings: Settings, left: RequestRemainder) -> EndWithoutLease:
+    """End a request that has leased no model."""
+    return snapshot_new_rows(settings, left) or Transition(Done(left))
+
+
+def snapshot_new_rows(settings: Settings, left: RequestRemainder) -> Transition[Snapshotting, SaveSnapshot] | None:
+    """Begin to save the slot's rows; None: there is nothing new that is worth saving."""
+    if not policy.decide_snapshot(settings, left).go:
+        return None
+    rows = scope.select_rows_to_keep(settings, left).rows
+    has_state = rows == find_own_state(settings, left)
+    return Transition(Snapshotting(left), SaveSnapshot(left.slot_lease.slot, left.rows[:rows], checkpoint=has_state))
+
+
+def release_model(settings: Settings, left: RequestRemainder) -> ReleaseModel | Transition[Done]:
+    if left.leased_model:
+        return Transition(Parking(left), unload_model(settings, left.leased_model))
+    return Transition(Done(left))
+
+
+def finish_stream(context: DecisionContext, state: Speculating, emit: EmitTokens, why: Finish) -> FinishStream:
+    closing = CloseStream(why, make_report(context, state))
+    return prepend_effect(emit, prepend_effect(closing, end_request(context.settings, get_remainder(state))))
+
+
+# --- failures ---
+
+
+def fail_request(context: DecisionContext, state: Open, event: DeviceFailed) -> FailRequest:
+    left = keep_trusted_rows(get_remainder(state), event)
+    return prepend_effect(make_failure_close(context, state, event), end_request(context.settings, left))
+
+
+def fail_without_lease(context: DecisionContext, state: Open, event: DeviceFailed) -> FailWithoutLease:
+    left = keep_trusted_rows(get_remainder(state), event)
+    return prepend_effect(make_failure_close(context, state, event), end_without_lease(context.settings, left))
+
+
+def fail_untrusted(
+    context: DecisionContext, state: Speculating, why: str
+) -> Transition[Parking, CloseStream, UnloadModel] | Transition[Done, CloseStream]:
+    """Fail a request whose rows cannot be trusted."""
+    closing = make_failure_close(context, state, DeviceFailed("broken", why))
+    return prepend_effect(closing, release_model(context.settings, forget_all_rows(get_remainder(state))))
+
+
+def make_failure_close(context: DecisionContext, state: Open, event: DeviceFailed) -> CloseStream:
+    """Close the stream with a report of what was done. Its cache part counts the rows that are still trusted."""
+    cache = scope.select_rows_to_keep(context.settings, keep_trusted_rows(get_remainder(state), event))
+    why: Finish = event.kind if event.kind in {"dead_end", "lost"} else "failed"
+    return CloseStream(why, evolve(make_report(context, state), cache=cache), event.detail)
+
+
+def keep_trusted_rows(left: RequestRemainder, event: DeviceFailed | StoreFailed) -> RequestRemainder:
+    """Return what is left after a failure.
+
+    An effect that was abandoned, ran out of memory or came to a dead end costs only its own work. After any other
+    failure the slot keeps no rows, so that no other request goes on from them.
+    """
+    return left if event.kind in {"abandoned", "out_of_memory", "dead_end"} else forget_all_rows(left)
+
+
+def keep_rows_after_failed_load(slot_lease: SlotLease, event: StoreFailed) -> SlotLease:
+    """Return the lease after loading failed. All rows stay, but positional state may have been overwritten in part."""
+    return SlotLease(slot_lease.slot, rows_ahead=slot_lease.rows) if event.kind == "lost" else slot_lease
+
+
+def forget_all_rows(left: RequestRemainder) -> RequestRemainder:
+    return evolve(left, slot_lease=SlotLease(left.slot_lease.slot))
+
+
+# --- reports ---
+
+
+def make_report(context: DecisionContext, state: Open) -> Report:
+    """Return the report that the client gets if the request ends now."""
+    slot_lease = state.slot_lease
+    prompt = state.prompt
+    answer = state.answer if isinstance(state, Speculating) else NOTHING
+    return Report(
+        prompt_tokens=len(prompt.tokens),
+        restored_tokens=slot_lease.restored_rows,
+        tier=slot_lease.tier,
+        miss=prompt.miss_reason,
+        completion_tokens=max(len(answer.tokens), len(prompt.heard_tokens or ())),
+        decode_steps=answer.decode_steps,
+        proposed=answer.proposed,
+        accepted=answer.accepted,
+        speculation=explain_no_proposals(context, state),
+        compression=report_compression(context, state),
+        cache=scope.select_rows_to_keep(context.settings, get_remainder(state)),
+        prompt_logprobs=prompt.logprobs,
+    )
+
+
+def report_compression(context: DecisionContext, state: Open) -> Compressed | None:
+    """Return what was left out of the prompt, or why nothing was; None: compression is off."""
+    prompt = state.prompt
+    job = prompt.job
+    if job.compression.mode == "off" or prompt.compression is not None:
+        return prompt.compression
+    if prompt.compression_tried:
+        why_not = "" if len(prompt.tokens) < len(job.prompt) else "not_shorter"
+        return Compressed(len(job.prompt), why_not, keep=job.compression.keep)
+    decision = policy.decide_compression(context, prompt, prompt.prefill_rows - state.slot_lease.restored_rows)
+    return Compressed(len(job.prompt), "not_reached" if decision.go else decision.reason)
+
+
+def make_report_without_slot(prompt: Prompt) -> Report:
+    """Return the report of a request that holds no slot, whose rows could be reported."""
+    return Report(len(prompt.tokens), completion_tokens=len(prompt.heard_tokens or ()))
+
+
+def explain_no_proposals(context: DecisionContext, state: Open) -> str:
+    """Return why nothing, nothing more, or no tree is proposed; empty: all that was asked for is, or may yet be."""
+    if isinstance(state, Prefilling | Speculating):
+        return state.speculation.reason or ("no_trees" if context.settings.no_trees else "")
+    decision = policy.decide_speculation(context, state.prompt.job)
+    return "" if decision.go else decision.reason

@@ -1,0 +1,313 @@
+"""The states of a request, in the order of its life, and what they are made of.
+
+    New -> Waiting -> LookingUp -> Restoring -> Fetching -> Compressing -> Releasing -> Unparking -> Prefilling
+        -> Speculating -> Snapshotting -> Parking -> Done;     cancelled or failed with work in flight: Draining
+    its slot's rows lost, once: Recovering -> Yielding -> Waiting
+
+A state has exactly the data that is valid in its phase. Phases that are not needed are skipped (`states/phases.py`).
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from attrs import frozen
+
+from effects.compression import Compressed
+from effects.decode import Logprob
+from effects.ids import ModelName, SlotId, Tier, Tokens
+from effects.job import Job
+from effects.ports import CancelReason
+from effects.stream import Finish
+from states.speculation_control import SpeculationControl
+
+
+@frozen
+class SlotLease:
+    """A slot that a request holds, and how many of its rows can be trusted.
+
+    Where the model has positional state, the slot has the one behind row `valid_rows`, and computes on from there.
+    """
+
+    slot: SlotId
+    valid_rows: int = 0  # rows [0, valid_rows) are acknowledged, with the state behind them
+    restored_rows: int = 0  # rows of the prompt that were kept or loaded, and not computed
+    tier: Tier = "none"  # where most of the restored rows came from
+    rows_ahead: int = 0  # further rows that are there without the state behind them; computing overwrites them
+
+    @property
+    def rows(self) -> int:
+        """The number of rows that are there, whether or not the state behind them is."""
+        return self.valid_rows + self.rows_ahead
+
+    def with_loaded_rows(self, start: int, stop: int, tier: Tier) -> SlotLease:
+        """Return the lease after rows `[start, stop)` came from a tier, with the state behind them.
+
+        The rows before `start` were there already.
+        """
+        restored_rows = self.restored_rows + stop - self.valid_rows
+        most: Tier = "device" if self.tier == "none" else self.tier
+        if 2 * (stop - start) > restored_rows:
+            most = tier
+        return SlotLease(self.slot, stop, restored_rows, most, max(0, self.rows - stop))
+
+    def with_computed_rows(self, stop: int) -> SlotLease:
+        """Return the lease after rows up to `stop` were computed. Computing has overwritten what followed."""
+        return SlotLease(self.slot, stop, self.restored_rows, self.tier)
+
+
+@frozen
+class Prompt:
+    """The tokens that are served of a job's prompt, and what is known of its rows elsewhere."""
+
+    job: Job
+    tokens: Tokens  # that are served: the job's prompt, or what compression made of it
+    compression_tried: bool = False  # it is tried once at most
+    compression: Compressed | None = None  # what came of it, or of earlier freezing
+    shared_tokens: int = 0  # that the job's prompt has in common with the most similar recent prompt
+    stored_rows: int = 0  # that host memory or disk are known to have; 0 after one could not be restored
+    miss_reason: str = ""  # why no rows, or no more rows, were restored
+    logprobs: tuple[Logprob, ...] = ()  # of its tokens but the first, as far as they were asked for and are known
+    heard_tokens: Tokens | None = (
+        None  # of the answer, that the client had when the slot's rows were lost; None: no loss
+    )
+
+    @property
+    def prefill_rows(self) -> int:
+        """Rows that prefill computes: all but the last token, which the first decode step feeds."""
+        return len(self.tokens) - 1
+
+
+@frozen
+class Drafted:
+    """The request has leased the draft."""
+
+    control: SpeculationControl  # how well its proposals do
+    reason: str = ""  # why nothing is proposed now; empty while something is
+
+
+@frozen
+class Undrafted:
+    """The request proposes nothing."""
+
+    reason: str
+
+
+Speculation: TypeAlias = Drafted | Undrafted
+
+
+@frozen
+class Generated:
+    """The answer so far, and what it took."""
+
+    tokens: Tokens = ()
+    decode_steps: int = 0
+    proposed: int = 0
+    accepted: int = 0  # proposals that became tokens of the answer
+
+    def count_proposable(self, job: Job) -> int:
+        """Count the tokens that may follow the next one, which is what a draft may propose at most."""
+        return job.max_tokens - len(self.tokens) - 1
+
+
+@frozen
+class RequestRemainder:
+    """The rows of a slot, and perhaps a lease of a model, that a request leaves behind once its stream is closed."""
+
+    slot_lease: SlotLease
+    prompt: Prompt
+    answer: Tokens = ()
+    leased_model: ModelName | None = None
+
+    @property
+    def rows(self) -> Tokens:
+        """The tokens that the slot's valid rows stand for."""
+        prompt = self.prompt.tokens
+        valid_rows = self.slot_lease.valid_rows
+        if valid_rows <= len(prompt):
+            return prompt[:valid_rows]
+        return prompt + self.answer[: valid_rows - len(prompt)]
+
+
+@frozen
+class New:
+    """The request is not known yet."""
+
+
+@frozen
+class Waiting:
+    """The request waits for a slot."""
+
+    prompt: Prompt
+
+
+@frozen
+class LookingUp:
+    """Host memory and disk are searched for more of the prompt than the slot has."""
+
+    slot_lease: SlotLease
+    prompt: Prompt
+
+
+@frozen
+class Restoring:
+    """Rows `[front, stop)` are loaded while `[valid_rows, front)` is computed.
+
+    Where the model has positional state, the state at `stop` is loaded, and nothing is computed meanwhile.
+    """
+
+    slot_lease: SlotLease
+    prompt: Prompt
+    front: int
+    stop: int
+    tier: Tier  # that they are loaded from
+    loading: bool = True
+    computing: bool = False
+    loaded: bool = False
+
+
+@frozen
+class Fetching:
+    """The prompt scorer is loaded."""
+
+    slot_lease: SlotLease
+    prompt: Prompt
+
+
+@frozen
+class Compressing:
+    """The prompt is scored chunk by chunk; one chunk is in flight. The prompt scorer is leased."""
+
+    slot_lease: SlotLease
+    prompt: Prompt
+
+
+@frozen
+class Releasing:
+    """The prompt scorer is given back."""
+
+    slot_lease: SlotLease
+    prompt: Prompt  # that will be served
+
+
+@frozen
+class Unparking:
+    """The draft is loaded."""
+
+    slot_lease: SlotLease
+    prompt: Prompt
+
+
+@frozen
+class Prefilling:
+    """The prompt is computed chunk by chunk; one effect is in flight."""
+
+    slot_lease: SlotLease
+    prompt: Prompt
+    speculation: Speculation
+
+
+@frozen
+class Speculating:
+    """The answer is decoded step by step, with proposals or without; one effect is in flight."""
+
+    slot_lease: SlotLease
+    prompt: Prompt
+    speculation: Speculation
+    answer: Generated
+
+
+@frozen
+class Snapshotting:
+    """The stream is closed. The slot's new rows are copied out to be kept."""
+
+    remainder: RequestRemainder
+
+
+@frozen
+class Parking:
+    """The stream is closed. The leased model is given back."""
+
+    remainder: RequestRemainder
+
+
+@frozen
+class Draining:
+    """The stream is closed. Effects that are in flight answer first."""
+
+    remainder: RequestRemainder
+    in_flight: int  # effects that have not answered
+    rows_lost: bool = False  # the slot's rows are gone, whatever is acknowledged yet
+
+
+@frozen
+class Recovering:
+    """The slot's rows are lost. Effects that are in flight answer first; then the request waits for a slot again."""
+
+    remainder: RequestRemainder
+    in_flight: int  # effects that have not answered
+
+
+@frozen
+class Yielding:
+    """The slot's rows are lost. The leased model is given back before the request waits for a slot again."""
+
+    remainder: RequestRemainder
+
+
+@frozen
+class Done:
+    """The request leaves the world at once."""
+
+    remainder: RequestRemainder | None = None  # None: it never had a slot
+
+
+State: TypeAlias = (
+    New
+    | Waiting
+    | LookingUp
+    | Restoring
+    | Fetching
+    | Compressing
+    | Releasing
+    | Unparking
+    | Prefilling
+    | Speculating
+    | Snapshotting
+    | Parking
+    | Draining
+    | Recovering
+    | Yielding
+    | Done
+)
+# Nothing is generated yet, and no draft is leased.
+Early: TypeAlias = LookingUp | Restoring | Fetching | Compressing | Releasing | Unparking
+Open: TypeAlias = Early | Prefilling | Speculating  # the client waits, and the request holds a slot
+Leaving: TypeAlias = Snapshotting | Parking | Draining | Recovering | Yielding  # the request will give up its slot
+Held: TypeAlias = Open | Leaving
+
+FINISH: dict[CancelReason, Finish] = {
+    "client_gone": "cancelled",
+    "deadline": "deadline",
+    "stop_string": "stop",
+    "shutdown": "shutdown",
+}
+
+
+def get_remainder(state: Held) -> RequestRemainder:
+    """Return what the request would leave behind if it ended now."""
+    match state:
+        case Speculating(slot_lease, prompt, speculation, answer):
+            return RequestRemainder(slot_lease, prompt, answer.tokens, get_leased_draft(speculation))
+        case Prefilling(slot_lease, prompt, speculation):
+            return RequestRemainder(slot_lease, prompt, leased_model=get_leased_draft(speculation))
+        case Compressing(slot_lease, prompt) | Releasing(slot_lease, prompt):
+            return RequestRemainder(slot_lease, prompt, leased_model="drafter")
+        case LookingUp() | Restoring() | Fetching() | Unparking():
+            return RequestRemainder(state.slot_lease, state.prompt)
+        case _:
+            return state.remainder
+
+
+def get_leased_draft(speculation: Speculation) -> ModelName | None:
+    return "draft" if isinstance(speculation, Drafted) else None

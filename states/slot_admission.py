@@ -1,0 +1,238 @@
+"""Admission: which waiting request is next, which slot it gets, and which rows it keeps there.
+
+Problem. A prompt often begins like one whose rows are still in some slot: a conversation that goes on, or another one
+with the same system prompt. Those rows should be used, but the sequences of other slots should survive, because their
+conversations may go on as well.
+
+Idea. The next request gets the rows of the slot that has most in common with its prompt (the source). If that slot is
+idle, and loses nothing else that is worth keeping, it becomes the request's slot itself (the target). Otherwise the
+rows are copied to the idle slot that has gone unused longest, or shared with it where slots share pages.
+
+A conversation that goes on is not pushed off its slot by one-off requests, such as titles, that no request continues
+(`policy.decide_one_off`). One-offs use the slots of one another and wait for one if they have to, and what they leave
+behind is overwritten first.
+
+Where rows are in pages that all slots share (`states/pages.py`), a slot is given together with the pages that the whole
+prompt takes. Idle slots lose their pages for it, in the order in which slots are taken. What is worth keeping of their
+sequences was saved beyond the device when their requests ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from attrs import evolve
+
+from effects.ids import PlaceId, RequestId, SlotId, Tokens
+from effects.job import Job
+from states import checkpoints, pages, policy
+from states.events import Admitted
+from states.pages import Pages
+from states.request_states import State, Waiting
+from states.sequences import count_continuable_rows, round_down_to_block
+from states.settings import Settings
+from states.slots import (
+    Slot,
+    Slots,
+    find_row_salt,
+    forget_rows,
+    get_resident_tokens,
+    is_served_verbatim,
+    keeps_conversation,
+    leave_queue,
+    list_evictable,
+    list_running_jobs,
+    replace_slot,
+)
+
+BRIEF_ANSWER = 1024  # tokens of an answer that a one-off waits for at most; a title or a summary takes fewer
+
+# Target slot, source slot, rows to keep, and another slot whose checkpoint has to stay for them.
+Placement: TypeAlias = tuple[int, int, int, SlotId | None]
+
+
+def admit_next(
+    slots: Slots, requests: Mapping[RequestId, State], settings: Settings
+) -> tuple[Slots, RequestId, Admitted] | None:
+    """Give the next waiting request a slot; None: no request waits, no slot is free, or pages are short."""
+    if not slots.waiting:
+        return None
+    free = [number for number, slot in enumerate(slots.slots) if slot.holder is None]
+    request = next_to_admit(slots, free, requests, settings)
+    if request is None or request in slots.short_of_pages:
+        return None
+    state = requests[request]
+    assert isinstance(state, Waiting)
+    job = state.prompt.job
+    one_off = is_one_off(state)
+    rows = [
+        get_resident_tokens(slot, requests, settings) if can_share_rows(slot, requests, job) else ()
+        for slot in slots.slots
+    ]
+    shared = [count_continuable_rows(settings, row, state.prompt.tokens) for row in rows]
+    starts = [find_start(slots, shared, number, settings) for number in range(len(rows))]
+    # Free slots that can serve the prompt in place, without overwriting rows that are worth keeping.
+    spare = [
+        number
+        for number in free
+        if not would_lose_tail(settings, rows[number], shared[number])
+        and not (one_off and keeps_conversation(slots, number))
+    ]
+    source = max(
+        range(len(rows)),
+        key=lambda number: (starts[number][0], shared[number], number in spare, number in free, -number),
+    )
+    state_rows, place = starts[source]
+    keep = shared[source] if settings.store else state_rows
+    target = source if keep and source in spare else find_oldest(slots, free, source if keep else None)
+    held: Pages = ()
+    if settings.pages:
+        place_owner = None if place is None else slots.places[place].slot
+        wanted = (target, source if keep else target, keep, place_owner)
+        placement = place_in_pages(slots, job, wanted, requests, settings)
+        if placement is None:
+            return None
+        slots, (target, source, keep, _), held = placement
+        if not keep:
+            state_rows = 0
+            place = None
+    is_brief = one_off and job.max_tokens <= BRIEF_ANSWER
+    taken = Slot((), request, slots.slots[target].last_turn, "", 0, one_off, is_brief, held)
+    places = checkpoints.mark_used(slots.places, place, slots.turn)
+    if places:
+        places = checkpoints.hand_over(places, target, shared[target], list_heirs(slots, target, requests, settings))
+    state_rows = state_rows if settings.stateful else 0
+    admitted = Admitted(SlotId(target), SlotId(source if keep else target), keep, state_rows, place)
+    slots = replace_slot(leave_queue(slots, request), target, taken)
+    return evolve(slots, places=places), request, admitted
+
+
+def next_to_admit(
+    slots: Slots, free: list[int], requests: Mapping[RequestId, State], settings: Settings
+) -> RequestId | None:
+    """Return the request that is admitted next; None: no slot is free, or every waiting request prefers to wait.
+
+    Requests are admitted in order of arrival, with one exception. Where every free slot keeps a conversation, and a
+    one-off with a short answer is running, a waiting one-off waits for that one's slot and lets others pass. It does so
+    only while the queue has room. It does not wait for a long answer, because the first turn of a chat may be taken for
+    a one-off. That one must not wait for a long answer to another chat.
+    """
+    if not free:
+        return None
+    brief_runs = any(slot.is_brief for slot in slots.slots)
+    queue_has_room = len(slots.waiting) < settings.max_queue
+    one_offs_wait = brief_runs and queue_has_room and all(keeps_conversation(slots, number) for number in free)
+    admissible = (request for request in slots.waiting if not (one_offs_wait and is_one_off(requests[request])))
+    return next(admissible, None)
+
+
+def is_one_off(state: State) -> bool:
+    """Does a request wait whose sequence no other request will continue?"""
+    return isinstance(state, Waiting) and policy.decide_one_off(state.prompt.job).go
+
+
+def find_start(slots: Slots, shared: list[int], source: int, settings: Settings) -> tuple[int, PlaceId | None]:
+    """Return how many rows a prompt keeps that goes on from `source`, and the place that has the state behind them.
+
+    No place: the source itself has the state, or the model has none. shared: by slot, rows in common with the prompt.
+    """
+    if not settings.stateful:
+        return shared[source], None
+    own = slots.slots[source].state_position
+    best: tuple[int, PlaceId | None] = (own if own <= shared[source] else 0, None)
+    for number, checkpoint in enumerate(slots.places):
+        if checkpoint.slot is not None and best[0] < checkpoint.at <= min(shared[source], shared[checkpoint.slot]):
+            best = (checkpoint.at, PlaceId(number))
+    return best
+
+
+def can_share_rows(slot: Slot, requests: Mapping[RequestId, State], job: Job) -> bool:
+    """May the job go on from the slot's rows, if they stand for the same tokens?
+
+    A job that asks for logprobs of its prompt never does: its rows are computed in other shapes than a prefill's.
+    """
+    return job.prompt_logprobs < 0 and find_row_salt(slot, requests) == job.salt
+
+
+def list_heirs(slots: Slots, target: int, requests: Mapping[RequestId, State], settings: Settings) -> list[Tokens]:
+    """Return, by slot, the sequence to which checkpoints of the target may be handed over: those of the same salt."""
+    salt = find_row_salt(slots.slots[target], requests)
+    return [
+        get_resident_tokens(slot, requests, settings) if find_row_salt(slot, requests) == salt else ()
+        for slot in slots.slots
+    ]
+
+
+def would_lose_tail(settings: Settings, rows: Tokens, keep: int) -> bool:
+    """Would a prompt that goes on in place overwrite rows that another request could come back to?"""
+    return round_down_to_block(settings, len(rows)) > keep + settings.block_size
+
+
+def find_oldest(slots: Slots, free: list[int], source: int | None) -> int:
+    """Return the free slot that has gone unused longest.
+
+    Slots that keep no conversation come before those that do, and the source comes last among equals.
+    """
+    return min(
+        free,
+        key=lambda number: (
+            keeps_conversation(slots, number),
+            number == source,
+            slots.slots[number].last_turn,
+            number,
+        ),
+    )
+
+
+def place_in_pages(
+    slots: Slots, job: Job, wanted: Placement, requests: Mapping[RequestId, State], settings: Settings
+) -> tuple[Slots, Placement, Pages] | None:
+    """Find pages for the whole prompt, from idle slots where need be; None: not before another request ends.
+
+    The wanted placement is tried first. If there are too few pages for it, the prompt goes on in the source itself,
+    whose tail is lost. If no request runs that could end, nothing at all is kept.
+    """
+    target, source, keep, place_owner = wanted
+    placements = [wanted]
+    if slots.slots[source].holder is None and source != target:
+        placements.append((source, source, keep, place_owner))
+    if all(slot.holder is None for slot in slots.slots):
+        placements.append((target, target, 0, None))
+    for placement in placements:
+        needed = {*placement[:2], placement[3]}
+        left = slots
+        for evicted in (None, *(number for number in list_evictable(slots) if number not in needed)):
+            left = left if evicted is None else forget_rows(left, evicted)
+            if (held := choose_pages(left, job, placement, requests, settings)) is not None:
+                return left, placement, held
+    return None
+
+
+def choose_pages(
+    slots: Slots, job: Job, placement: Placement, requests: Mapping[RequestId, State], settings: Settings
+) -> Pages | None:
+    """Choose the pages of the target: some of the source's, and new ones for the rest of the prompt.
+
+    None: there are too few, or some running request could not be sure of its pages any more. A prompt that may yet be
+    compressed shares no pages, since its rows may be replaced.
+    """
+    target, source, keep, _ = placement
+    others = [slot.pages for number, slot in enumerate(slots.slots) if number != target]
+    jobs = list_running_jobs(slots, requests)
+    verbatim = all(is_served_verbatim(one, settings) for one in (job, jobs.get(source, job)))
+    elsewhere = {page for held in others for page in held}
+    reused = pages.select_reusable_pages(
+        slots.slots[source].pages, keep, settings.page, elsewhere, shared=settings.shares_pages and verbatim
+    )
+    page_count = pages.count_pages(min(len(job.prompt), settings.max_context), settings.page)
+    page_or_new = (*reused, *[None] * (page_count - len(reused)))
+    stay = tuple(page for page in reused if page is not None)
+    new_pages = pages.find_free_pages((*others, stay), settings.pages, page_or_new.count(None))
+    if new_pages is None:
+        return None
+    unused = iter(new_pages)
+    held = tuple(next(unused) if page is None else page for page in page_or_new)
+    claims = [(slots.slots[number].pages, pages.compute_claim(settings, one)) for number, one in jobs.items()]
+    claims.append((held, pages.compute_claim(settings, job)))
+    return held if pages.can_all_finish(claims, settings.pages) else None
