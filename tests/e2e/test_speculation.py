@@ -40,7 +40,7 @@ from engine.core.trace import VERSION, Header, Recorder
 from engine.loading.background_load import load_target
 from engine.loading.load_target import Target
 from engine.serving.re_execute import execute
-from engine.serving.wiring import Engine, run_engine
+from engine.serving.wiring import CompressionParts, Engine, run_engine
 from engine.settings.options import build_options
 from states.rates import Rates
 from states.residency import resolve_residency
@@ -189,7 +189,7 @@ async def answers(target: Target, jobs: Sequence[Job], *, at_once: int = 1, **se
     async def one(running: Engine, number: int) -> None:
         found[number] = await told(running, jobs[number])
 
-    how = {"facts": {}, "transfer": target.transfer, "drafter": target.drafter, "paranoid": True}
+    how = {"transfer": target.transfer, "compression": CompressionParts(target.drafter), "paranoid": True}
     changed = evolve(target.settings, **({"rates": FLAT} | settings))
     with timeless():
         async with run_engine(changed, target.executor, **how) as running:

@@ -73,7 +73,7 @@ class FullDevice:
     def weights(self) -> FullDevice:
         return self
 
-    def unpark(self) -> int:
+    def load_back(self) -> int:
         self.asked += 1
         raise torch.OutOfMemoryError("no room")
 

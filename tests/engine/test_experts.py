@@ -22,7 +22,7 @@ from engine.loading.device_survey import Placement
 from engine.loading.expert_placement import choose_expert_bytes, count_expert_weights
 from engine.loading.memory_estimate import estimate_needs
 from engine.loading.memory_fit import PAGE, fit_page_pool
-from engine.serving.serve import describe_costs
+from engine.serving.announce import describe_costs
 from engine.serving.wiring import run_engine
 from engine.settings.config_file import parse_values
 from engine.settings.options import build_options

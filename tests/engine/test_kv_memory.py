@@ -19,7 +19,7 @@ from engine.loading.device_survey import Placement
 from engine.loading.load_target import Target
 from engine.loading.memory_estimate import compute_fit
 from engine.loading.memory_fit import DeviceNeed, Fit, fit_page_pool
-from engine.serving.serve import describe_costs
+from engine.serving.announce import describe_costs
 from engine.serving.wiring import run_engine
 from engine.settings.formatting import format_bytes
 from engine.settings.options import build_options

@@ -92,7 +92,7 @@ def in_pieces(
         bucket, count, keep = pieces[min(index, len(pieces) - 1)]
         count = min(count, length - at)
         batch = loaded(bucket, [Segment(slot, at, count)], [base], settles=not keep)
-        kernels.begin("test", batch)
+        kernels.begin_body("test", batch)
         read = sequence.step(kernels, state, batch, torch.arange(at, at + count, device=DEVICE))
         kept = min(keep or count, count)
         found.append(read[:kept])
@@ -159,12 +159,12 @@ def test_rows_that_are_rolled_back_leave_memory_and_inputs_as_they_were(kernels,
     memory, conv = before.memory.clone(), before.conv.clone()
     for count in (64, 5):
         batch = loaded(64, [Segment(0, start, count)], [start // 64 * 64], settles=False)
-        kernels.begin("test", batch)
+        kernels.begin_body("test", batch)
         other.step(kernels, before, batch, torch.arange(count, device=DEVICE))
     assert same_bits(before.memory, memory)
     assert same_bits(before.conv, conv)
     batch = loaded(512, [Segment(0, start, len(rest))], [start // 64 * 64], settles=True)
-    kernels.begin("test", batch)
+    kernels.begin_body("test", batch)
     sequence.mixed, sequence.gates = rest, gates[start:]
     read = sequence.step(kernels, before, batch, torch.arange(len(rest), device=DEVICE))
     assert same_bits(read, whole[start:])
@@ -186,7 +186,7 @@ def test_slots_side_by_side_are_each_as_if_alone_and_padded_rows_write_nothing(k
     rows = torch.cat([torch.arange(one.start, one.start + one.count, device=DEVICE) for one in segments])
     for settles in (False, True):
         batch = loaded(bucket, segments, [start // 64 * 64 for start in starts], settles=settles)
-        kernels.begin("test", batch)
+        kernels.begin_body("test", batch)
         assert same_bits(sequence.step(kernels, state, batch, rows), whole[rows])
     after = [tensor[3] for tensor in astuple(state, recurse=False) if len(tensor)]
     assert all(same_bits(ours, theirs) for ours, theirs in zip(untouched, after, strict=True))

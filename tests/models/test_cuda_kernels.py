@@ -81,7 +81,9 @@ def test_weights_that_come_ahead_are_multiplied_as_those_that_do_not(columns, de
     weight = normal(columns, depth, dtype=dtype, scale=depth**-0.5)
     for rows in (1, 4, 8, 9, 16, 32, 64, 128):
         x = normal(rows, depth, dtype=dtype, seed=rows)
-        found = [(k.gated(x, k.pack_gated(weight)) if gated else k.linear(x, k.pack(weight))) for k in (ahead, plain)]
+        found = [
+            (k.gated_linear(x, k.pack_gated(weight)) if gated else k.linear(x, k.pack(weight))) for k in (ahead, plain)
+        ]
         assert same_bits(*found)
 
 

@@ -113,7 +113,12 @@ def test_parts_that_are_packed_otherwise_or_not_at_all_stand_one_below_the_other
     parts = (*parts, plain, random_matrix((24, 512), SHORT, "v"), random_matrix((30, 512), Q6_K, "g"))
     stack, x = stack_of(*parts), inputs(300, 512)
     weight = kernels.pack(stack)
-    assert [type(part).__name__ for part in weight.parts] == ["CudaSteps", "CudaWeight", "CudaWeight", "CudaSteps"]
+    assert [type(part).__name__ for part in weight.parts] == [
+        "CudaPackedMatrix",
+        "CudaWeight",
+        "CudaWeight",
+        "CudaPackedMatrix",
+    ]
     expected = kernels.linear(x, kernels.pack(stack.unpack()))
     for count in (1, 64, 300):
         assert same_bits(kernels.linear(x[:count].contiguous(), weight), expected[:count])
