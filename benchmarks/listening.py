@@ -44,6 +44,10 @@ class Listening:
             commit(step, staying)
 
         shard.logits, shard.commit = heard, kept  # type: ignore[method-assign]
+        self.attach()
+
+    def attach(self) -> None:
+        """Listen to the steps that the target's executor takes in one call. Again, where it has a new executor."""
         decoding = self.target.executor.decoding
         if decoding.native is not None:
             decoding.native = HeardRounds(decoding.native.shard, decoding.native.buckets, self.rows)

@@ -93,10 +93,8 @@ async def run_engine(
     drafter = None if compression is None else compression.scorer
     metrics = Metrics()
     metrics.watch_damage(lambda: live().get("damaged", {}))
-    meter, misses = (
-        RequestMeter(metrics.observe_stage),
-        CacheMisses({} if transfer is None else transfer.lookup.divergences, settings),
-    )
+    meter = RequestMeter(metrics.observe_stage)
+    misses = CacheMisses({} if transfer is None else transfer.lookup.divergences, settings)
 
     def observe(envelope: Envelope, outs: tuple[Output, ...], before: World, after: World) -> None:
         meter.observe(envelope, outs, before, after)
@@ -115,10 +113,8 @@ async def run_engine(
     }
     if transfer is not None:
         metrics.watch_cache(transfer.store.collect_figures)
-        notify |= {
-            OpenSlot: (executor.open, transfer.restorer.raise_fence),
-            ReleasePrefix: (transfer.lookup.release_prefix,),
-        }
+        notify[OpenSlot] = (executor.open, transfer.restorer.raise_fence)
+        notify[ReleasePrefix] = (transfer.lookup.release_prefix,)
     runner = EventLoop(
         make_world(settings),
         Executors(list_lane_submitters(settings, executor, drafter), list_store_performers(transfer), notify),

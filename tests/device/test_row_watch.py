@@ -22,7 +22,7 @@ from effects.stream import EmitTokens
 from engine.loading.background_load import load_target
 from engine.loading.load_target import Target
 from engine.serving.wiring import Engine, run_engine
-from engine.settings.options import Options
+from engine.settings.options import build_options
 from tests.models.checkpoints import save_qwen3
 
 PROMPT = tuple(10 + 7 * at % 140 for at in range(300))
@@ -33,14 +33,14 @@ async def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     save_qwen3(tmp_path / "model", max_position_embeddings=1024)
     how = {"disk_prefix_cache": "off", "host_cache_budget": 0, "chunk": 64, "device": "cpu"}
-    loaded = await load_target(Options(model=str(tmp_path / "model"), slots=2, max_ctx=1024, kv_memory=1, **how))
+    loaded = await load_target(build_options(model=str(tmp_path / "model"), slots=2, max_ctx=1024, kv_memory=1, **how))
     yield loaded
     await loaded.close()
 
 
 async def answer(running: Engine, job: Job) -> tuple[Tokens, str]:
     tokens: Tokens = ()
-    async for message in running.door.submit(job):
+    async for message in running.submissions.submit(job):
         if isinstance(message, EmitTokens):
             tokens += message.tokens
         elif isinstance(message, Closed):

@@ -94,7 +94,7 @@ async def ask(client: httpx.AsyncClient) -> None:
 @pytest.mark.timeout(300)
 async def test_requests_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        cache_misses, "MOST", WARM
+        cache_misses, "MAX_MISSES", WARM
     )  # the last ones that are shown: as many as there are before it is counted
     for width in range(PROPOSALS + 1):  # a table that fills as chances come up, by where the request that is left stops
         for each in range(UNIT + 1):
@@ -124,11 +124,11 @@ def test_what_the_cpu_kernels_prepare_for_shapes_is_bounded() -> None:
     capacity = 128
     script = f"""
 import engine, torch
-from adapters.models.kernels.cpu.onednn import product
+from adapters.models.kernels.cpu.onednn import multiply
 weight = torch.zeros(64, 64)
 with torch.inference_mode():
     for rows in (*range(1, {capacity} + 2), {capacity} + 1, 1):
-        product(torch.zeros(rows, 64), weight)
+        multiply(torch.zeros(rows, 64), weight)
 """
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("ONEDNN", "DNNL"))}
     environment |= {**importing(Path(__file__).parents[2]), "ONEDNN_VERBOSE": "profile_create"}
@@ -145,8 +145,8 @@ def test_threads_share_what_was_freed() -> None:
     """Counted as glibc tells it: arenas, of which each thread would have its own."""
     script = """
 import ctypes, os, re, tempfile, threading
-from adapters.process_memory import share
-share()
+from adapters.process_memory import limit_arenas
+limit_arenas()
 met = threading.Barrier(17)
 libc = ctypes.CDLL(None)
 libc.malloc.restype = libc.fopen.restype = ctypes.c_void_p

@@ -40,7 +40,7 @@ from engine.core.trace import VERSION, Header, Recorder
 from engine.loading.background_load import load_target
 from engine.loading.load_target import Target
 from engine.serving.re_execute import execute
-from engine.serving.wiring import CompressionParts, Engine, run_engine
+from engine.serving.wiring import CompressionParts, Engine, StatusSources, run_engine
 from engine.settings.options import build_options
 from states.rates import Rates
 from states.residency import resolve_residency
@@ -307,7 +307,7 @@ async def test_a_request_scoped_draft_comes_and_goes_and_one_that_finds_no_room_
     weights = moves(target)["device"]
     await target.lane.run(draft.offload)
     assert moves(target) == {"device": 0, "host": weights if target.shard.device.type == "cuda" else 0}
-    how = {"facts": {}, "live": target.live, "paranoid": True}
+    how = {"status": StatusSources(live=target.live), "paranoid": True}
     async with run_engine(evolve(target.settings, residency=scoped, rates=FLAT), target.executor, **how) as running:
 
         def shown() -> dict:

@@ -64,6 +64,7 @@ class Rounds:
 async def told(target: Target, listening: Listening, jobs: Sequence[Job]) -> Rounds:
     watched = WatchedDraft(target, target.executor.decoding.proposer, (), random.Random())  # its wiring
     target.executor = DeviceExecutor(evolve(target.executor.parts, proposer=watched))
+    listening.attach()
     heard: list[Heard] = await answers(target, jobs, rates=FLAT)
     target.executor = DeviceExecutor(evolve(target.executor.parts, proposer=watched.drafting))
     tiers = {one.closed.report.tier for one in heard if one.closed is not None}

@@ -327,7 +327,7 @@ async def test_the_engine_learns_from_the_shard_that_it_has_state(tmp_path: Path
     executor = DeviceExecutor(ExecutorParts(shard, BUCKETS, lane=lane))
     numerics = Numerics("buckets", BUCKETS, 16, CHUNK, "torch", 1, "one", 0.0, 0, 0)
     how = {"proven": ProvenPlan(Fit(4, 256), numerics, (), "a"), "kept": CalibrationCache(tmp_path), "plan": ()}
-    settings = await lane.run(partial(choose_settings, Options(), executor, shard, None, **how))
+    settings = await lane.run(partial(choose_settings, Options(), executor.parts, shard, None, **how))
     assert settings.stateful
     assert all(settings.rates.prefill), "chunks are timed wherever they stand, whatever state was there"
     assert build_layout(shard, None, "a", 16) == Layout("a", 16, shard.row_spec, None, shard.state_specs)
@@ -356,7 +356,7 @@ async def test_a_draft_of_large_blocks_is_asked_for_what_can_be_rolled_back(
     executor = DeviceExecutor(ExecutorParts(shard, BUCKETS, lane=lane, proposer=Drafting(draft, BUCKETS)))
     numerics = Numerics("buckets", BUCKETS, 16, CHUNK, "torch", 1, "one", 0.0, 0, 0)
     how = {"proven": ProvenPlan(Fit(4, 48), numerics, (), "a"), "kept": CalibrationCache(tmp_path), "plan": ()}
-    settings = await lane.run(partial(choose_settings, Options(), executor, shard, draft, **how))
+    settings = await lane.run(partial(choose_settings, Options(), executor.parts, shard, draft, **how))
     assert settings.block == 15
     assert max(rows for _, _, rows, *_ in settings.rates.decode) == 16
     assert "proposes 31 tokens at once; 15 can be taken back" in caplog.text

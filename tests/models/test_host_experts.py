@@ -13,6 +13,7 @@ from torch import Tensor
 
 from adapters.checkpoint.packed_matrix import StackedWeight
 from adapters.device.executor import DeviceExecutor
+from adapters.device.executor_parts import ExecutorParts
 from adapters.device.lane.lane import DeviceLane
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.host_experts import EVERY, HostExperts
@@ -159,7 +160,7 @@ async def answers(experts: HostExperts | None, record: Path | None = None) -> li
     """Each alone, one after the other."""
     told = list[Tokens]()
     shard = Pipeline([shard_with(experts)])
-    executor = DeviceExecutor(shard, (4, 8, 16, CHUNK), lane=DeviceLane(CPU), experts=experts)
+    executor = DeviceExecutor(ExecutorParts(shard, (4, 8, 16, CHUNK), lane=DeviceLane(CPU), experts=experts))
     settings = with_expert_counts(
         Settings(slots=2, max_context=256, chunk=CHUNK, block_size=CHUNK, keep_decoded=False), experts
     )

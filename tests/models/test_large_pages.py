@@ -53,6 +53,6 @@ def test_a_system_that_gives_nothing_is_asked_the_usual_way(monkeypatch: pytest.
     def refuses(_: int) -> mmap.mmap:
         raise MemoryError("no memory for that")
 
-    monkeypatch.setattr("adapters.models.kernels.cpu.native.large_pages.mapped", refuses)
+    monkeypatch.setattr("adapters.models.kernels.cpu.native.large_pages.map_memory", refuses)
     assert LargePages().allocate((4, 4), torch.float32).shape == (4, 4)
     assert LargePages().allocate((0, 4), torch.float32).numel() == 0

@@ -102,8 +102,8 @@ def test_a_process_that_ends_leaves_the_rest_to_others_and_none_are_waited_for(
 
 def test_they_end_with_who_asked_even_if_that_one_is_killed(module: Callable[[], list[list[str]]]) -> None:
     asks = (
-        "import sys; from adapters.models.kernels.cuda.worker_pool import all_done;"
-        " all_done(['short'] * 400, 'pretended')"
+        "import sys; from adapters.models.kernels.cuda.worker_pool import run_lines;"
+        " run_lines(['short'] * 400, 'pretended')"
     )
     path = os.pathsep.join(one or str(Path.cwd()) for one in sys.path)
     with subprocess.Popen([sys.executable, "-c", asks], env={**os.environ, "PYTHONPATH": path}) as asker:

@@ -13,6 +13,7 @@ from attrs import define, evolve, field
 from adapters.device.executor import DeviceExecutor
 from adapters.device.executor_parts import ExecutorParts
 from adapters.device.lane.lane import DeviceLane
+from adapters.device.slots.slot_table import SlotTable
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.proposal_tree import Tree, chain
 from adapters.device.speculation.proposer import DraftRequest, Proposer
@@ -200,9 +201,11 @@ def made(folder: Path, host: int) -> StatefulBench:
     )
     disk = open_disk(LAYOUT, PrivateFolder.open(folder), lock, budget=1 << 30)
     store = Store(LAYOUT, (HostTier(create_index(LAYOUT, host)), disk), lock)
-    executor = DeviceExecutor(shard, BUCKETS, lane=lane, proposer=draft)
-    moving = create_transfer(store, (shard,), lane, executor.serving, draft=draft)
-    executor.checkpointed_by(moving.saver.save_checkpoint)
+    slots = SlotTable()
+    moving = create_transfer(store, (shard,), lane, slots.find, draft=draft)
+    keep_state = moving.saver.save_checkpoint
+    parts = ExecutorParts(shard, BUCKETS, lane=lane, proposer=draft, keep_state=keep_state, slots=slots)
+    executor = DeviceExecutor(parts)
     return StatefulBench(executor, moving, shard, draft)
 
 

@@ -13,6 +13,7 @@ import pytest
 from attrs import define, evolve, field
 
 from adapters.device.executor import DeviceExecutor
+from adapters.device.executor_parts import ExecutorParts
 from adapters.device.lane.lane import DeviceLane
 from adapters.store.block_index import BlockIndex, Entry
 from adapters.store.file_description import make_entry
@@ -85,12 +86,12 @@ class ObjectTier:
 async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     """Host memory that keeps nothing, a disk that has no room for a run, and objects."""
     lane, shard, lock = DeviceLane(), qwen3(), threading.RLock()
-    executor = DeviceExecutor(shard, BUCKETS, lane=lane)
+    executor = DeviceExecutor(ExecutorParts(shard, BUCKETS, lane=lane))
     layout = Layout("ef" * 16, BLOCK_SIZE, shard.row_spec)
     disk = open_disk(layout, PrivateFolder.open(tmp_path / "kv"), lock, budget=1)
     objects = ObjectTier(create_index(layout, 1 << 30))
     store: Store[ReadableTier] = Store(layout, (HostTier(create_index(layout, 0)), disk, objects), lock)
-    moving = create_transfer(store, (shard,), lane, executor.serving)
+    moving = create_transfer(store, (shard,), lane, executor.parts.slots.find)
     yield Bench(executor, moving, shard)
     assert executor.close()
     moving.close()

@@ -111,7 +111,7 @@ async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
     layout = Layout("ef" * 16, BLOCK_SIZE, shard.row_spec)
     disk = open_disk(layout, PrivateFolder.open(tmp_path / "kv"), lock, budget=1 << 30)
     store = Store(layout, (HostTier(create_index(layout, 1 << 30 if request.param == "host" else 0)), disk), lock)
-    moving = create_transfer(store, (shard,), lane, executor.serving)
+    moving = create_transfer(store, (shard,), lane, executor.parts.slots.find)
     yield Bench(executor, moving, shard)
     assert executor.close()
     moving.close()
