@@ -88,6 +88,7 @@ async def run_engine(
     executor: of a loaded target. transfer: None if no rows are kept beyond the device. recorder: already started.
     paranoid: check the invariants after every event. grace_s: seconds until running requests are cancelled at the end.
     """
+    executor.row_watch.switch(on=paranoid)
     sources = status or StatusSources()
     live = sources.live
     drafter = None if compression is None else compression.scorer

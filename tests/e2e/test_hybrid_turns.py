@@ -177,7 +177,10 @@ def test_a_prompt_whose_state_came_from_a_slot_is_restored_after_a_kill(
         kill(server)
     with serving(*words, "--slots", "4", trusting=True) as server:
         written(server, entries)  # files that the journal does not name are read while requests are served
-        for prompt, text in zip(prompts, alone[::2], strict=True):
+        for number, (prompt, text) in enumerate(zip(prompts, alone[::2], strict=True)):
             done = server.complete(prompt, **asked).json()
-            assert (done["rekindle"]["restored_tokens"], done["rekindle"]["tier"]) == (kept, "disk")
             assert done["choices"][0]["text"] == text
+            found = done["rekindle"]
+            # The first restore is trusted, and measured. On a busy machine computing may be quicker from then on.
+            quicker = number and (found["prefix_cache"]["miss"] or {}).get("reason") == "recompute_is_quicker"
+            assert quicker or (found["restored_tokens"], found["tier"]) == (kept, "disk")

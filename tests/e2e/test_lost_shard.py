@@ -97,6 +97,7 @@ def test_a_shard_that_is_gone_is_told_of_and_the_first_request_after_it_is_back_
         with daemon(port, model="demo-hybrid"):
             refused(server, port, "it has another model")
         with daemon(port) as second:
+            until(lambda: not trouble(server), "it was not looked for while no request came")
             again = server.complete(**BODY)
             assert again.status_code == 200, again.text
             assert again.json()["choices"] == cold["choices"]

@@ -1,0 +1,125 @@
+"""How modules and functions are named, over everything that ships: what the rooms and words are held to."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("adapters", "effects", "engine", "states")
+# Rooms in which two modules of one name are the same thing made twice: for each backend, and for each kind of draft.
+TWIN_ROOMS = ("adapters/models/kernels/", "adapters/models/drafts/")
+TWINS = {"native_decode.py"}  # the device's side of a decode step in one call, and the library's
+IRREGULAR = {
+    "begun",
+    "bound",
+    "bought",
+    "broken",
+    "brought",
+    "built",
+    "caught",
+    "chosen",
+    "dealt",
+    "done",
+    "driven",
+    "eaten",
+    "fallen",
+    "felt",
+    "flown",
+    "forgotten",
+    "found",
+    "frozen",
+    "given",
+    "gone",
+    "grown",
+    "heard",
+    "held",
+    "hidden",
+    "hung",
+    "kept",
+    "known",
+    "laid",
+    "learnt",
+    "led",
+    "left",
+    "lent",
+    "lit",
+    "lost",
+    "made",
+    "meant",
+    "met",
+    "paid",
+    "read",
+    "risen",
+    "said",
+    "seen",
+    "sent",
+    "shown",
+    "slept",
+    "spent",
+    "spoken",
+    "stood",
+    "struck",
+    "stuck",
+    "swept",
+    "sworn",
+    "taken",
+    "taught",
+    "thought",
+    "told",
+    "torn",
+    "understood",
+    "woken",
+    "won",
+    "worn",
+    "wound",
+    "written",
+}
+VERBS = {"embed", "exceed", "feed", "led", "need", "proceed", "read", "seed", "shed", "speed"}
+MOST_PARTICIPLES = 0.03  # of all functions
+
+
+def modules() -> Iterator[Path]:
+    for package in PACKAGES:
+        yield from (ROOT / package).rglob("*.py")
+
+
+def is_participle(name: str) -> bool:
+    word = name.strip("_")
+    if "_" in word or word in VERBS:
+        return False
+    return word in IRREGULAR or (len(word) > 4 and word.endswith("ed"))
+
+
+def test_a_file_name_means_one_thing_in_its_package() -> None:
+    places = defaultdict[tuple[str, str], list[str]](list)
+    for path in modules():
+        if path.name != "__init__.py":
+            place = str(path.relative_to(ROOT))
+            places[place.split("/", maxsplit=1)[0], path.name].append(place)
+    twice = {key: found for key, found in places.items() if len(found) > 1 and key[1] not in TWINS}
+    others = [found for found in twice.values() if not all(place.startswith(TWIN_ROOMS) for place in found)]
+    assert others == []
+
+
+def test_few_functions_are_named_by_a_bare_participle() -> None:
+    names = [
+        node.name
+        for path in modules()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    found = [name for name in names if is_participle(name)]
+    assert len(found) <= MOST_PARTICIPLES * len(names), sorted(set(found))
+
+
+def test_every_room_says_what_it_is_for() -> None:
+    rooms = {path.parent for path in modules()}
+    silent = [str(room.relative_to(ROOT)) for room in rooms if not ast.get_docstring(ast.parse(init(room)))]
+    assert silent == []
+
+
+def init(room: Path) -> str:
+    return (room / "__init__.py").read_text()
