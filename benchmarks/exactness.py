@@ -299,7 +299,14 @@ async def measure(options: Options, given: argparse.Namespace) -> int:
         executed = await again(compared, options) if "executed" in modes else {}
         await target.close()
         if "disk" in modes:
-            words = [sys.executable, "-m", "benchmarks.exactness", *sys.argv[1:], "--leave", str(killed.kv_cache_dir)]
+            words = [
+                sys.executable,
+                "-m",
+                "benchmarks.exactness",
+                *sys.argv[1:],
+                "--leave",
+                str(killed.cache.kv_cache_dir),
+            ]
             ended = await anyio.run_process(words, check=False, stderr=None)
             assert ended.returncode == -signal.SIGKILL, ended.returncode
             compared.target = await load_target(killed)
