@@ -71,6 +71,7 @@ class Report:
     prompt_tokens: int
     restored_tokens: int = 0  # prompt tokens that were not computed again
     tier: str = "none"  # that most of these came from
+    followed_tokens: int = 0  # of these, the ones that another request computed while this one waited for them
     miss: str = ""  # why no (more) tokens were restored; empty when nothing was missed
     completion_tokens: int = 0
     decode_steps: int = 0

@@ -38,6 +38,7 @@ class Admitted:
     keep: int  # rows that are kept
     state: int = 0  # rows behind which there is positional state to go on from, where the model has any
     place: PlaceId | None = None  # that has this state; None: the source itself
+    followed: int = 0  # kept rows that the request waited for while another one computed them
 
 
 @frozen

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from effects.decode import RunDecode
 from effects.ids import RequestId
+from states.followers import is_leading
 from states.lane import is_blocking
 from states.pages import can_all_finish, compute_claim, count_pages
 from states.request_states import (
@@ -18,6 +19,7 @@ from states.request_states import (
     Held,
     Leaving,
     New,
+    Prefilling,
     Recovering,
     RequestRemainder,
     Restoring,
@@ -42,6 +44,7 @@ def check_world(world: World) -> None:
     check_places(world)
     check_pages(world)
     check_queue(world)
+    check_follows(world)
     check_lanes(world, held)
     check_models(world, held)
     experts = world.experts.places
@@ -64,16 +67,37 @@ def check_slots(world: World, held: Mapping[RequestId, RequestRemainder]) -> Non
 
 
 def check_queue(world: World) -> None:
-    """Check that no request waits while a slot is free for it. One-offs may wait for the slot of another one."""
+    """Check that no request waits while a slot is free for it.
+
+    One-offs may wait for the slot of another one, and followers for the rows of their leader.
+    """
     waiting = [request for request, state in world.requests.items() if isinstance(state, Waiting)]
     assert sorted(waiting) == sorted(world.slots.waiting), "the queue and the waiting requests disagree"
     if all(slot.holder is not None for slot in world.slots.slots):
         return
     brief_runs = any(slot.is_brief for slot in world.slots.slots)
     one_offs_wait = brief_runs and len(waiting) < world.settings.max_queue
-    for request in waiting if world.slots.short_of_pages.isdisjoint(waiting) else ():
-        may_wait = one_offs_wait and is_one_off(world.requests[request])
+    free_count = sum(slot.holder is None for slot in world.slots.slots)
+    for request in world.slots.waiting if world.slots.short_of_pages.isdisjoint(waiting) else ():
+        follow = world.slots.follows.get(request)
+        if follow is not None and not follow.ended:
+            free_count -= 1  # a slot stays for the follower
+            continue
+        may_wait = free_count <= 0 or (one_offs_wait and is_one_off(world.requests[request]))
         assert may_wait, "a request waits although a slot is free"
+
+
+def check_follows(world: World) -> None:
+    """Check that only waiting requests follow, and that their leaders still compute what they wait for."""
+    follows = world.slots.follows
+    assert follows.keys() <= set(world.slots.waiting), "a request follows that does not wait"
+    for request, follow in follows.items():
+        assert follow.ended or is_leading(follow, world.requests), "a request waits for rows that nobody computes"
+        waiting = world.requests[request]
+        leader = world.requests.get(follow.leader)
+        if not follow.ended and isinstance(waiting, Waiting) and isinstance(leader, Prefilling):
+            same = waiting.prompt.tokens[: follow.rows] == leader.prompt.tokens[: follow.rows]
+            assert same and waiting.prompt.job.salt == leader.prompt.job.salt, "a request follows another prompt"
 
 
 def check_lanes(world: World, held: Mapping[RequestId, RequestRemainder]) -> None:

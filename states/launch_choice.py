@@ -12,7 +12,7 @@ Idea. `choose_launch` is called when a lane is free. It applies these rules in o
    most, and decode steps delay a prefill by one launch at most.
 4. Where there is a draft, `states/speculation_control.py` plans how many tokens each member proposes.
 5. When nothing else waits, decode steps may continue alone for as many steps as no decision could change.
-6. Among prompts, the one that will be finished soonest goes first. After MAX_OVERTAKES such turns the prompt that has
+6. Among prompts, the one that will be finished soonest goes first, or that first has the rows of a follower. After MAX_OVERTAKES such turns the prompt that has
    waited longest goes first, so that long prompts make progress, too (`next_request`).
 
 Example. Requests 1 and 2 decode, and requests 3 (4,000 rows missing) and 4 (300 rows missing) are prefilled, with
@@ -155,11 +155,13 @@ def next_request(
 
 
 def count_missing_rows(requests: Mapping[RequestId, State], effect_request: EffectRequest) -> int:
-    """Count the rows of the request's prompt that are not in its slot yet."""
+    """Count the rows that are missing until somebody can go on: the request itself, or one that follows it."""
     state = requests.get(effect_request.request)
-    if isinstance(state, Prefilling | Restoring):
-        return state.prompt.prefill_rows - state.slot_lease.valid_rows
-    return 0
+    if not isinstance(state, Prefilling | Restoring):
+        return 0
+    valid_rows = state.slot_lease.valid_rows
+    ends = (*state.prompt.awaited_rows, state.prompt.prefill_rows)
+    return min((at for at in ends if valid_rows < at), default=valid_rows) - valid_rows
 
 
 def count_chunks(effect_request: EffectRequest, settings: Settings) -> int:

@@ -311,6 +311,7 @@ def make_report(context: DecisionContext, state: Open) -> Report:
     return Report(
         prompt_tokens=len(prompt.tokens),
         restored_tokens=slot_lease.restored_rows,
+        followed_tokens=min(prompt.followed_rows, slot_lease.restored_rows),
         tier=slot_lease.tier,
         miss=prompt.miss_reason,
         completion_tokens=max(len(answer.tokens), len(prompt.heard_tokens or ())),

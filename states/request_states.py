@@ -67,6 +67,8 @@ class Prompt:
     shared_tokens: int = 0  # that the job's prompt has in common with the most similar recent prompt
     stored_rows: int = 0  # that host memory or disk are known to have; 0 after one could not be restored
     miss_reason: str = ""  # why no rows, or no more rows, were restored
+    followed_rows: int = 0  # rows that the request waited for while another one computed them
+    awaited_rows: Tokens = ()  # rows that other requests wait for, to go on from them; in no order
     logprobs: tuple[Logprob, ...] = ()  # of its tokens but the first, as far as they were asked for and are known
     heard_tokens: Tokens | None = (
         None  # of the answer, that the client had when the slot's rows were lost; None: no loss

@@ -106,7 +106,7 @@ def find_next_mark(settings: Settings, slot_lease: SlotLease, prompt: Prompt) ->
     }
     on_device = set[int]()
     if settings.state_places:
-        on_device = {round_down_to_block(settings, find_return_position(settings, prompt))}
+        on_device = {round_down_to_block(settings, find_return_position(settings, prompt)), *prompt.awaited_rows}
     last = round_down_to_block(settings, prompt.prefill_rows)
     at = min((at for at in beyond_device | on_device if slot_lease.valid_rows < at <= last), default=None)
     return None if at is None else CheckpointMark(at, at in beyond_device)

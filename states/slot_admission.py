@@ -22,19 +22,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from attrs import evolve
+from attrs import evolve, frozen
 
 from effects.ids import PlaceId, RequestId, SlotId, Tokens
 from effects.job import Job
-from states import checkpoints, pages, policy
+from states import checkpoints, followers, pages, policy
 from states.events import Admitted
 from states.pages import Pages
 from states.request_states import State, Waiting
 from states.sequences import count_continuable_rows, round_down_to_block
-from states.settings import Settings
+from states.settings import DecisionContext, Settings
 from states.slots import (
     Slot,
     Slots,
+    can_share_rows,
     find_row_salt,
     forget_rows,
     get_resident_tokens,
@@ -53,15 +54,42 @@ Placement: TypeAlias = tuple[int, int, int, SlotId | None]
 
 
 def admit_next(
-    slots: Slots, requests: Mapping[RequestId, State], settings: Settings
-) -> tuple[Slots, RequestId, Admitted] | None:
-    """Give the next waiting request a slot; None: no request waits, no slot is free, or pages are short."""
+    slots: Slots, requests: Mapping[RequestId, State], context: DecisionContext
+) -> tuple[Slots, tuple[RequestId, Admitted] | None]:
+    """Give the next waiting request a slot; None: no request waits, no slot is free, or pages are short.
+
+    Requests that would be next, but do better to follow another one, are noted in `Slots.follows`.
+    """
     if not slots.waiting:
-        return None
+        return slots, None
+    slots = followers.settle_follows(slots, requests)
     free = [number for number, slot in enumerate(slots.slots) if slot.holder is None]
-    request = next_to_admit(slots, free, requests, settings)
-    if request is None or request in slots.short_of_pages:
-        return None
+    while (request := next_to_admit(slots, free, requests, context.settings)) is not None:
+        if request in slots.short_of_pages:
+            return slots, None
+        start = find_best_start(slots, free, request, requests, context.settings)
+        follow = followers.choose_leader(slots, request, start.state_rows, requests, context)
+        if follow is None:
+            return admit_request(slots, free, request, start, requests, context.settings)
+        slots = evolve(slots, follows={**slots.follows, request: follow})
+    return slots, None
+
+
+@frozen
+class Start:
+    """Where a waiting request can go on from now."""
+
+    source: int  # the slot that has most in common with its prompt
+    shared: list[int]  # by slot, rows in common with the prompt
+    spare: list[int]  # free slots that can serve the prompt in place, without overwriting rows worth keeping
+    state_rows: int  # rows that the request can go on from
+    place: PlaceId | None  # that has the state behind them; None: the source itself, or the model has none
+
+
+def find_best_start(
+    slots: Slots, free: list[int], request: RequestId, requests: Mapping[RequestId, State], settings: Settings
+) -> Start:
+    """Find the slot whose rows a waiting request goes on from."""
     state = requests[request]
     assert isinstance(state, Waiting)
     job = state.prompt.job
@@ -72,7 +100,6 @@ def admit_next(
     ]
     shared = [count_continuable_rows(settings, row, state.prompt.tokens) for row in rows]
     starts = [find_start(slots, shared, number, settings) for number in range(len(rows))]
-    # Free slots that can serve the prompt in place, without overwriting rows that are worth keeping.
     spare = [
         number
         for number in free
@@ -83,16 +110,35 @@ def admit_next(
         range(len(rows)),
         key=lambda number: (starts[number][0], shared[number], number in spare, number in free, -number),
     )
-    state_rows, place = starts[source]
+    return Start(source, shared, spare, *starts[source])
+
+
+def admit_request(
+    slots: Slots,
+    free: list[int],
+    request: RequestId,
+    start: Start,
+    requests: Mapping[RequestId, State],
+    settings: Settings,
+) -> tuple[Slots, tuple[RequestId, Admitted] | None]:
+    """Give a waiting request one of the free slots; None: pages are short."""
+    state = requests[request]
+    assert isinstance(state, Waiting)
+    job = state.prompt.job
+    one_off = is_one_off(state)
+    source = start.source
+    shared = start.shared
+    state_rows = start.state_rows
+    place = start.place
     keep = shared[source] if settings.store else state_rows
-    target = source if keep and source in spare else find_oldest(slots, free, source if keep else None)
+    target = source if keep and source in start.spare else find_oldest(slots, free, source if keep else None)
     held: Pages = ()
     if settings.pages:
         place_owner = None if place is None else slots.places[place].slot
         wanted = (target, source if keep else target, keep, place_owner)
         placement = place_in_pages(slots, job, wanted, requests, settings)
         if placement is None:
-            return None
+            return slots, None
         slots, (target, source, keep, _), held = placement
         if not keep:
             state_rows = 0
@@ -101,11 +147,14 @@ def admit_next(
     taken = Slot((), request, slots.slots[target].last_turn, "", 0, one_off, is_brief, held)
     places = checkpoints.mark_used(slots.places, place, slots.turn)
     if places:
-        places = checkpoints.hand_over(places, target, shared[target], list_heirs(slots, target, requests, settings))
+        heirs = list_heirs(slots, target, requests, settings)
+        places = checkpoints.hand_over(places, SlotId(target), shared[target], heirs)
     state_rows = state_rows if settings.stateful else 0
-    admitted = Admitted(SlotId(target), SlotId(source if keep else target), keep, state_rows, place)
+    follow = slots.follows.get(request)
+    followed = min(keep, follow.rows) if follow is not None and slots.slots[source].holder == follow.leader else 0
+    admitted = Admitted(SlotId(target), SlotId(source if keep else target), keep, state_rows, place, followed)
     slots = replace_slot(leave_queue(slots, request), target, taken)
-    return evolve(slots, places=places), request, admitted
+    return evolve(slots, places=places), (request, admitted)
 
 
 def next_to_admit(
@@ -117,14 +166,22 @@ def next_to_admit(
     one-off with a short answer is running, a waiting one-off waits for that one's slot and lets others pass. It does so
     only while the queue has room. It does not wait for a long answer, because the first turn of a chat may be taken for
     a one-off. That one must not wait for a long answer to another chat.
+
+    A request that follows another one is passed over, but a free slot stays for it.
     """
     if not free:
         return None
     brief_runs = any(slot.is_brief for slot in slots.slots)
     queue_has_room = len(slots.waiting) < settings.max_queue
     one_offs_wait = brief_runs and queue_has_room and all(keeps_conversation(slots, number) for number in free)
-    admissible = (request for request in slots.waiting if not (one_offs_wait and is_one_off(requests[request])))
-    return next(admissible, None)
+    free_count = len(free)
+    for request in slots.waiting:
+        follow = slots.follows.get(request)
+        if follow is not None and not follow.ended:
+            free_count -= 1
+        elif not (one_offs_wait and is_one_off(requests[request])):
+            return request if free_count > 0 else None
+    return None
 
 
 def is_one_off(state: State) -> bool:
@@ -145,14 +202,6 @@ def find_start(slots: Slots, shared: list[int], source: int, settings: Settings)
         if checkpoint.slot is not None and best[0] < checkpoint.at <= min(shared[source], shared[checkpoint.slot]):
             best = (checkpoint.at, PlaceId(number))
     return best
-
-
-def can_share_rows(slot: Slot, requests: Mapping[RequestId, State], job: Job) -> bool:
-    """May the job go on from the slot's rows, if they stand for the same tokens?
-
-    A job that asks for logprobs of its prompt never does: its rows are computed in other shapes than a prefill's.
-    """
-    return job.prompt_logprobs < 0 and find_row_salt(slot, requests) == job.salt
 
 
 def list_heirs(slots: Slots, target: int, requests: Mapping[RequestId, State], settings: Settings) -> list[Tokens]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from effects.all import EffectRequest, Outcome
 from effects.ids import RequestId, SlotId, Tokens
@@ -49,14 +49,25 @@ class Slot:
 
 
 @frozen
+class Follow:
+    """A waiting request goes on from rows that another request is computing (`states/followers.py`)."""
+
+    leader: RequestId
+    rows: int  # of its prompt that the waiting request goes on from
+    waiting_ns: int = 0  # until they are there, as estimated when the request began to follow
+    computing_ns: int = 0  # that the request would have taken to compute them itself
+    ended: bool = False  # the leader has the rows, or leads no more
+
+
+@frozen
 class Slots:
     slots: tuple[Slot, ...]
     waiting: tuple[RequestId, ...] = ()  # for a slot, in order of arrival
     turn: int = 0  # counts releases
     places: tuple[StateCheckpoint, ...] = ()
-    short_of_pages: frozenset[RequestId] = (
-        frozenset()
-    )  # requests for which there were too few pages when last looked for
+    # Requests for which there were too few pages when last looked for.
+    short_of_pages: frozenset[RequestId] = frozenset()
+    follows: Mapping[RequestId, Follow] = field(factory=dict[RequestId, Follow])  # by waiting request
 
 
 def replace_slot(slots: Slots, number: int, slot: Slot) -> Slots:
@@ -74,7 +85,10 @@ def leave_queue(slots: Slots, request: RequestId) -> Slots:
     if request not in slots.waiting:
         return slots
     stay = tuple(other for other in slots.waiting if other != request)
-    return evolve(slots, waiting=stay, short_of_pages=slots.short_of_pages - {request})
+    follows = slots.follows
+    if request in follows:
+        follows = {follower: follow for follower, follow in follows.items() if follower != request}
+    return evolve(slots, waiting=stay, short_of_pages=slots.short_of_pages - {request}, follows=follows)
 
 
 def requeue_holder(slots: Slots, request: RequestId, number: SlotId) -> Slots:
@@ -117,6 +131,14 @@ def find_row_salt(slot: Slot, requests: Mapping[RequestId, State]) -> str | None
         return slot.salt
     job = get_remainder(holder).prompt.job
     return job.salt if job.prompt_logprobs < 0 else None
+
+
+def can_share_rows(slot: Slot, requests: Mapping[RequestId, State], job: Job) -> bool:
+    """May the job go on from the slot's rows, if they stand for the same tokens?
+
+    A job that asks for logprobs of its prompt never does: its rows are computed in other shapes than a prefill's.
+    """
+    return job.prompt_logprobs < 0 and find_row_salt(slot, requests) == job.salt
 
 
 def keeps_conversation(slots: Slots, number: int) -> bool:

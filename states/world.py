@@ -62,6 +62,7 @@ from states.events import (
     Submitted,
 )
 from states.experts import Residents
+from states.followers import note_awaited_rows
 from states.lane import EffectOutcome, Lane
 from states.launch_choice import choose_launch, with_launch_plan
 from states.machine import IllegalEvent, step
@@ -171,11 +172,13 @@ class Fold:
     def is_queue_full(self) -> bool:
         """Is there no room for one more waiting request?
 
-        No slot is ever free while the queue is full, unless the first request that waits is short of pages.
+        Requests that follow another one have a free slot each, as far as there are any, so these do not fill the queue.
+        No other slot is ever free while the queue is full, unless the first request that waits is short of pages.
         """
-        free = any(slot.holder is None for slot in self.slots.slots)
-        admits = free and self.slots.short_of_pages.isdisjoint(self.slots.waiting)
-        return not admits and len(self.slots.waiting) >= self.settings.max_queue
+        free_count = sum(slot.holder is None for slot in self.slots.slots)
+        following = sum(not follow.ended for follow in self.slots.follows.values())
+        admits = free_count > following and self.slots.short_of_pages.isdisjoint(self.slots.waiting)
+        return not admits and len(self.slots.waiting) - min(free_count, following) >= self.settings.max_queue
 
     def acknowledge(self, answer: EffectOutcome) -> None:
         """Take an outcome off its lane and learn from it. Outcomes of the store are on no lane."""
@@ -333,9 +336,13 @@ class Fold:
 
     def admit_waiting(self) -> None:
         """Give the next waiting request a slot, if there is one for it."""
-        admission = slot_admission.admit_next(self.slots, self.requests, self.settings)
+        before = self.slots.follows
+        context = DecisionContext(self.settings, self.rates)
+        self.slots, admission = slot_admission.admit_next(self.slots, self.requests, context)
+        for request, follow in self.slots.follows.items():
+            if follow != before.get(request) and not follow.ended:
+                self.requests[follow.leader] = note_awaited_rows(self.requests[follow.leader], follow.rows)
         if admission is not None:
-            self.slots, request, admitted = admission
-            self.pending.append((request, admitted))
+            self.pending.append(admission)
         elif self.settings.pages:
             self.slots = page_growth.mark_short_of_pages(self.slots, self.requests, self.settings)

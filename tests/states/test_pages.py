@@ -15,7 +15,7 @@ from states import page_growth, pages, slot_admission, slots
 from states.events import ForRequest, Submitted
 from states.pages import Pages
 from states.request_states import Generated, Prompt, SlotLease, Speculating, State, Undrafted, Waiting
-from states.settings import Settings
+from states.settings import DecisionContext, Settings
 from states.slots import Slot, Slots
 from states.world import advance, make_world
 from tests.states.builders import ONE, THREE, TWO
@@ -78,8 +78,9 @@ def test_whole_pages_are_shared_and_the_rest_is_copied() -> None:
 
 def admitted(before: Slots, prompt: Job, requests: dict[RequestId, State] | None = None, **more: int) -> Slots | None:
     everybody = {**(requests or {}), ONE: Waiting(Prompt(prompt, prompt.prompt))}
-    seated = slot_admission.admit_next(evolve(before, waiting=(ONE,)), everybody, evolve(POOL, **more))
-    return None if seated is None else seated[0]
+    context = DecisionContext(evolve(POOL, **more))
+    after, admission = slot_admission.admit_next(evolve(before, waiting=(ONE,)), everybody, context)
+    return None if admission is None else after
 
 
 def test_a_prompt_takes_its_pages_and_shares_those_of_a_head_in_common() -> None:

@@ -12,7 +12,7 @@ from states import checkpoints, slot_admission, slots
 from states.checkpoints import EMPTY, StateCheckpoint
 from states.events import Admitted
 from states.request_states import Draining, Prefilling, State
-from states.settings import Settings
+from states.settings import DecisionContext, Settings
 from states.slots import Slot, Slots
 from tests.states.builders import HERE, ONE, PROMPT, STATEFUL, TWO, a, a_house, a_job, some, waiting_for
 
@@ -28,9 +28,9 @@ def admitted(
     before: Slots, settings: Settings = STATEFUL, **more: State
 ) -> tuple[Admitted, tuple[StateCheckpoint, ...]]:
     requests = {**waiting_for(a_job()), **({TWO: more["two"]} if more else {})}
-    seated = slot_admission.admit_next(before, requests, settings)
-    assert seated is not None
-    return seated[2], seated[0].places
+    after, admission = slot_admission.admit_next(before, requests, DecisionContext(settings))
+    assert admission is not None
+    return admission[1], after.places
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from effects.job import Job
 from states import policy, slot_admission, slots
 from states.events import Admitted
 from states.request_states import LookingUp, Prefilling, Speculating, State
-from states.settings import Settings
+from states.settings import DecisionContext, Settings
 from states.slots import Slot, Slots
 from tests.states.builders import (
     ONE,
@@ -39,11 +39,11 @@ def admitted(
 ) -> Admitted:
     """How request 1 is admitted to this house."""
     job = job or a_job(prompt=prompt)
-    seated = slot_admission.admit_next(
-        evolve(house, waiting=(ONE,)), {**(requests or {}), **waiting_for(job)}, settings
+    after, admission = slot_admission.admit_next(
+        evolve(house, waiting=(ONE,)), {**(requests or {}), **waiting_for(job)}, DecisionContext(settings)
     )
-    assert seated is not None
-    after, request, event = seated
+    assert admission is not None
+    request, event = admission
     assert request == ONE
     assert after.waiting == ()
     alone = policy.decide_one_off(job).go
@@ -59,15 +59,17 @@ def slot_lease(slot: int, source: int, keep: int) -> Admitted:
 
 
 def test_nobody_is_admitted_without_a_free_slot_or_without_a_queue() -> None:
-    assert slot_admission.admit_next(a_house(Slot(holder=TWO), waiting=(ONE,)), waiting_for(a_job()), PLAIN) is None
-    assert slot_admission.admit_next(a_house(Slot()), {}, PLAIN) is None
+    busy, empty = a_house(Slot(holder=TWO), waiting=(ONE,)), a_house(Slot())
+    assert slot_admission.admit_next(busy, waiting_for(a_job()), DecisionContext(PLAIN)) == (busy, None)
+    assert slot_admission.admit_next(empty, {}, DecisionContext(PLAIN)) == (empty, None)
 
 
 def test_first_come_first_served() -> None:
     requests: dict[RequestId, State] = {TWO: a_waiting(), ONE: a_waiting()}
-    seated = slot_admission.admit_next(a_house(Slot(), waiting=(TWO, ONE)), requests, PLAIN)
-    assert seated is not None
-    assert (seated[0].waiting, seated[1]) == ((ONE,), TWO)
+    context = DecisionContext(PLAIN)
+    after, admission = slot_admission.admit_next(a_house(Slot(), waiting=(TWO, ONE)), requests, context)
+    assert admission is not None
+    assert (after.waiting, admission[0]) == ((ONE,), TWO)
 
 
 def test_an_empty_house_gives_its_first_slot() -> None:
@@ -117,7 +119,7 @@ def test_of_equal_prefixes_a_free_slot_comes_before_a_busy_one() -> None:
 def test_a_busy_slot_is_copied_as_far_as_its_rows_are_acknowledged() -> None:
     house = a_house(Slot(holder=TWO), Slot(OTHER, None, 2), Slot(OTHER, None, 1))
     running = some(valid=8)
-    assert admitted(house, {TWO: a(Prefilling, running)}) == slot_lease(2, 0, 8)
+    assert admitted(house, {TWO: a(Prefilling, running)}, (*PROMPT[:8], *OTHER)) == slot_lease(2, 0, 8)
     assert admitted(house, {TWO: a(Speculating, answering())}) == slot_lease(2, 0, 20)
 
 
@@ -225,8 +227,8 @@ def test_a_slot_knows_who_left_it() -> None:
 def waiting_in(house: Slots, requests: dict[RequestId, State], settings: Settings = PLAIN) -> RequestId | None:
     """Who is admitted next: ONE is a one-off, TWO a conversation's turn, THREE is being answered in slot 1."""
     answered: dict[RequestId, State] = {THREE: a(Speculating, answering(slot=SlotId(1)))}
-    seated = slot_admission.admit_next(house, {**answered, **requests}, settings)
-    return None if seated is None else seated[1]
+    _, admission = slot_admission.admit_next(house, {**answered, **requests}, DecisionContext(settings))
+    return None if admission is None else admission[0]
 
 
 def test_a_one_off_waits_for_another_rather_than_push_a_conversation_off_and_lets_others_pass() -> None:
@@ -251,6 +253,6 @@ def test_those_who_pass_keep_the_order_of_the_queue() -> None:
         THREE: a(Speculating, answering(slot=SlotId(1))),
     }
     house = a_house(TURN, Slot(holder=THREE, one_off=True, is_brief=True), waiting=(ONE, TWO))
-    seated = slot_admission.admit_next(house, requests, PLAIN)
-    assert seated is not None
-    assert seated[0].waiting == (ONE,)
+    after, admission = slot_admission.admit_next(house, requests, DecisionContext(PLAIN))
+    assert admission is not None
+    assert after.waiting == (ONE,)

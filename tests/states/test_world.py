@@ -151,7 +151,7 @@ def test_a_cancellation_of_somebody_who_left_or_never_came_changes_nothing() -> 
 
 
 def test_a_cancelled_request_that_only_waits_for_the_device_is_gone_at_once() -> None:
-    world, outs = after(PLAIN, submitted(ONE), submitted(TWO), (TWO, GONE))
+    world, outs = after(PLAIN, submitted(ONE), submitted(TWO, salt="another"), (TWO, GONE))
     closing = CloseStream("cancelled", make_report(knowing(), a(Prefilling, some())), "client_gone")
     assert outs == (EffectRequest(TWO, closing), EffectRequest(TWO, Abandon()))
     assert list(world.requests) == [ONE]
@@ -286,7 +286,7 @@ def test_a_second_device_is_a_place_in_the_settings() -> None:
 
 def test_prompts_crowd_where_one_waits_for_another_that_is_read_beside_decode_steps() -> None:
     beside = evolve(PLAIN, beside_rows=8, chunk=16)
-    asked = (submitted(ONE), submitted(TWO), (ONE, PrefillAdvanced(16)), (TWO, PrefillAdvanced(16)))
+    asked = (submitted(ONE), submitted(TWO, salt="another"), (ONE, PrefillAdvanced(16)), (TWO, PrefillAdvanced(16)))
     worlds = [after(beside, *asked[:count])[0] for count in range(len(asked) + 1)]
     assert [has_prefill_backlog(world) for world in worlds] == [False, False, True, False, False]
     assert not has_prefill_backlog(after(PLAIN, *asked[:2])[0]), "they take turns with steps there"

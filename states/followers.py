@@ -1,0 +1,176 @@
+"""Followers: waiting requests that go on from rows of a prompt that is still being computed.
+
+Problem. Several agents often begin at the same moment with the same long head: sub-agents of one client, or `n`
+answers to one prompt. At that moment nothing of the head is computed yet, so every request would compute all of it.
+
+Idea. A prompt that is being computed is already a prefix. A request whose prompt begins like one that is being computed
+(its leader) keeps waiting in the queue until the leader has the common rows. Then it is admitted as if the leader's
+slot had always held them: its slot shares the pages or copies the rows, and it computes its own tail only.
+
+A request follows only if waiting is not slower than computing the rows itself (`choose_leader`). Both use the same
+device, one chunk at a time, so a request of its own could begin when the leader's chunk ends.
+
+Invariants:
+
+* The leader holds a slot and goes on whatever its followers do, so no cycle of waiting can arise.
+* A follower keeps its place in the queue. A request behind it gets a slot only if one is left for the follower, so
+  following never costs it a slot.
+* A leader that is cancelled, fails, or loses its rows is no leader any more. Its followers are admitted in order of
+  arrival: the first of them computes the head, and the others follow that one.
+* A prompt that may yet be compressed neither leads nor follows, because other tokens may be served.
+
+Where the model has positional state, the rows are of no use without the state behind them. The leader's prefill then
+stops at the last whole block that both have (`Prompt.awaited_rows`), and the state is kept in a place on the device.
+
+Example. Requests 1, 2 and 3 arrive together. Their prompts have 8,000 tokens in common and 1,000 tokens of their own.
+Request 1 is admitted and computes 9,000 rows. Requests 2 and 3 wait until row 8,000 is there, and compute 1,000 rows
+each: 11,000 rows instead of 27,000.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from attrs import evolve, frozen
+
+from effects.ids import RequestId
+from states.phases import make_prefill_chunk
+from states.rates import Rates, estimate_prefill_time
+from states.request_states import (
+    LookingUp,
+    Prefilling,
+    Prompt,
+    Releasing,
+    Restoring,
+    State,
+    Unparking,
+    Waiting,
+)
+from states.sequences import count_continuable_rows
+from states.settings import DecisionContext, Settings
+from states.slots import Follow, Slots, can_share_rows, is_served_verbatim
+
+
+@frozen
+class Leader:
+    """A request whose prompt is being computed, as a waiting request sees it."""
+
+    request: RequestId
+    valid_rows: int  # that it has now
+    rows: int  # from which the waiting request could go on, once they are there
+
+
+def choose_leader(
+    slots: Slots,
+    request: RequestId,
+    own_rows: int,
+    requests: Mapping[RequestId, State],
+    context: DecisionContext,
+) -> Follow | None:
+    """Choose the request that a waiting one follows; None: it does not pay to wait, or there is no such request.
+
+    own_rows: rows of its prompt that the waiting request could go on from now.
+    """
+    state = requests[request]
+    assert isinstance(state, Waiting), "only a waiting request follows"
+    settings = context.settings
+    prompt = state.prompt
+    missing = prompt.prefill_rows - own_rows
+    is_narrow = missing <= settings.beside_rows  # it would be computed beside decode steps, not behind the leader
+    if missing < settings.block_size or is_narrow or not is_final(state, settings):
+        return None
+    leaders = list[Leader]()
+    for slot in slots.slots:
+        if slot.holder is None or not can_share_rows(slot, requests, prompt.job):
+            continue
+        leader = measure_leader(slot.holder, requests[slot.holder], prompt, settings)
+        if leader is not None and leader.valid_rows < leader.rows and own_rows < leader.rows:
+            leaders.append(leader)
+    if not leaders:
+        return None
+    best = max(leaders, key=lambda leader: (leader.rows, leader.valid_rows))
+    return price_following(best, own_rows, context)
+
+
+def price_following(leader: Leader, own_rows: int, context: DecisionContext) -> Follow | None:
+    """Compare waiting for the leader with computing the rows; None: computing them is quicker.
+
+    The leader's rows come chunk by chunk. A request that computes them itself begins when the leader's chunk has ended.
+    Without measured times, rows are compared.
+    """
+    chunk = context.settings.chunk
+    rates = context.rates
+    chunks = -(-(leader.rows - leader.valid_rows) // chunk)
+    waiting = estimate_time(rates, leader.valid_rows, leader.valid_rows + chunks * chunk)
+    computing = estimate_time(rates, leader.valid_rows, leader.valid_rows + chunk)
+    computing += estimate_time(rates, own_rows, leader.rows)
+    return Follow(leader.request, leader.rows, waiting, computing) if waiting <= computing else None
+
+
+def estimate_time(rates: Rates, start: int, stop: int) -> int:
+    """Return the nanoseconds to compute rows `[start, stop)`, or their number where no time was measured."""
+    return estimate_prefill_time(rates, start, stop) or max(0, stop - start)
+
+
+def measure_leader(request: RequestId, state: State, prompt: Prompt, settings: Settings) -> Leader | None:
+    """Return the request as the leader of a prompt; None: its prompt is not being computed, or the two differ early."""
+    if not (
+        isinstance(state, Prefilling | Unparking | Releasing | LookingUp | Restoring) and is_final(state, settings)
+    ):
+        return None
+    valid_rows = state.slot_lease.valid_rows
+    rows = count_continuable_rows(settings, state.prompt.tokens[: state.prompt.prefill_rows], prompt.tokens)
+    if settings.stateful:
+        rows = find_state_rows(state, rows, settings)
+    return Leader(request, valid_rows, rows)
+
+
+def find_state_rows(
+    state: Prefilling | Unparking | Releasing | LookingUp | Restoring, rows: int, settings: Settings
+) -> int:
+    """Return the last row up to `rows` behind which the leader can still keep its positional state; 0: there is none.
+
+    The chunk that is being computed ends where it was to end before anybody followed.
+    """
+    if not settings.state_places:
+        return 0
+    begins = state.slot_lease.valid_rows
+    if isinstance(state, Restoring):
+        begins = state.stop
+    elif isinstance(state, Prefilling):
+        begins = make_prefill_chunk(settings, state.slot_lease, state.prompt, state.prompt.prefill_rows).stop
+    return rows if begins < rows else 0
+
+
+def is_final(state: State, settings: Settings) -> bool:
+    """Is it certain that the state's prompt is served as it is?"""
+    if isinstance(state, Prefilling | Unparking | Releasing):
+        return True
+    assert isinstance(state, Waiting | LookingUp | Restoring), "other states have no prompt that could be followed"
+    return state.prompt.compression_tried or is_served_verbatim(state.prompt.job, settings)
+
+
+def is_leading(follow: Follow, requests: Mapping[RequestId, State]) -> bool:
+    """Is the leader still computing the rows that its follower waits for?"""
+    state = requests.get(follow.leader)
+    if not isinstance(state, Prefilling | Unparking | Releasing | LookingUp | Restoring):
+        return False
+    return state.slot_lease.valid_rows < follow.rows
+
+
+def settle_follows(slots: Slots, requests: Mapping[RequestId, State]) -> Slots:
+    """Mark the follows whose leaders have the rows, or lead no more. These requests may be admitted."""
+    ended = {
+        request: evolve(follow, ended=True)
+        for request, follow in slots.follows.items()
+        if not follow.ended and not is_leading(follow, requests)
+    }
+    return evolve(slots, follows={**slots.follows, **ended}) if ended else slots
+
+
+def note_awaited_rows(state: State, rows: int) -> State:
+    """Return the state of a leader that knows that a request waits for its first `rows` rows."""
+    assert isinstance(state, Prefilling | Unparking | Releasing | LookingUp | Restoring), "such a state leads nobody"
+    if rows in state.prompt.awaited_rows:
+        return state
+    return evolve(state, prompt=evolve(state.prompt, awaited_rows=(*state.prompt.awaited_rows, rows)))
