@@ -39,7 +39,7 @@ from states.world import Output, World, make_world
 
 log = logging.getLogger("rekindle.trace")
 
-VERSION = 20
+VERSION = 21
 DIGEST_EVERY = 64  # events
 LINE_LIMIT = 32 << 20  # characters of one line; the longest context, 2**21 tokens, takes 14 each where it is redacted
 MOST_PARTS = (

@@ -45,7 +45,6 @@ from engine.loading.load_text import Reading, load_text
 from engine.loading.open_store import disk_folder
 from engine.loading.shard_peers import collect_remote_figures
 from engine.serving.announce import announce
-from engine.serving.memory_trim import tidied
 from engine.serving.watch_shards import ShardWatch
 from engine.serving.wiring import CompressionParts, StatusSources, run_engine
 from engine.settings.options import Options
@@ -213,7 +212,6 @@ async def serve_model(
             freeze_collected()
             announce(options, target, serving, time.monotonic() - steps.began)
             async with anyio.create_task_group() as background:
-                background.start_soon(tidied, running.event_loop, target.lane)
                 background.start_soon(recall.run)
                 await wait_for_stop(stop, target.executor.threads)
                 background.cancel_scope.cancel()

@@ -1,5 +1,7 @@
-"""The engine around a loaded target: the one place that connects executors, event loop, submissions, meter and
-recorder.
+"""The engine around a loaded target: the one place that connects the executors with the core.
+
+`run_engine` builds the event loop, tells it which executor carries out each type of effect, and connects what observes
+events: the meter, the metrics and the recorder.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ from adapters.metrics import Metrics
 from adapters.transfer.transfer import Transfer
 from adapters.watched_thread import WatchedThread
 from effects.experts import PlaceExperts
-from effects.ids import MAIN, PROMPTS, LaneId, RequestId
+from effects.ids import ENGINE, MAIN, PROMPTS, LaneId, RequestId
 from effects.lookup import FindPrefix, ReleasePrefix
+from effects.pacing import PaceMemory, PaceSnapshot, PaceSteps, TrimMemory
 from effects.pflash import KeepFrozen
 from effects.ports import PerformEffect, SubmitLaunch
 from effects.prefill import OpenSlot
@@ -29,15 +32,15 @@ from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress, Sto
 from engine.core.cache_misses import CacheMisses
 from engine.core.event_loop import Envelope, EventLoop, Executors
 from engine.core.request_meter import RequestMeter
-from engine.core.status import kv_pages
 from engine.core.submission import Submissions
 from engine.core.trace import Recorder
 from engine.loading.load_scorer import Drafter
+from engine.serving.memory_trim import MemoryTrimmer
 from states import invariants
 from states.events import ExpertsUsed, ForEngine, ForModel, Happened, SlotsLost
 from states.settings import Settings
 from states.slots import Slots
-from states.world import Output, World, has_prefill_backlog, is_first_token_pending, is_slot_requested, make_world
+from states.world import Output, World, make_world
 
 SPARE = 1024  # live requests beyond slots and queue: those that are being refused or are draining
 
@@ -55,7 +58,7 @@ class Engine:
 class StatusSources:
     """What an engine tells about the process around it.
 
-    facts: what never changes, for /props. live: returns what does. threads: whose troubles /health reports.
+    facts: what never changes, for /props. live: returns what changes. threads: /health reports their troubles.
     """
 
     facts: Mapping[str, Any] = field(factory=dict[str, Any])
@@ -65,7 +68,7 @@ class StatusSources:
 
 @frozen
 class CompressionParts:
-    """What prompts are compressed with: the model that scores them, and what keeps the text of frozen messages."""
+    """What compresses prompts: the model that scores them, and the function that keeps the text of frozen messages."""
 
     scorer: Drafter | None
     freeze: Callable[[RequestId, KeepFrozen], object] = lambda *_: None
@@ -111,11 +114,16 @@ async def run_engine(
         StopLaunch: (executor.halt,),
         KeepFrozen: ((lambda *_: None) if compression is None else compression.freeze,),
         PlaceExperts: (executor.place,),
+        PaceSteps: (executor.pace_steps,),
+        TrimMemory: (MemoryTrimmer(executor.parts.lane).trim_memory,),
     }
     if transfer is not None:
         metrics.watch_cache(transfer.store.collect_figures)
         notify[OpenSlot] = (executor.open, transfer.restorer.raise_fence)
         notify[ReleasePrefix] = (transfer.lookup.release_prefix,)
+        notify[PaceSnapshot] = (transfer.saver.pace_snapshot,)
+        notify[PaceMemory] = (transfer.store.memory.set_pace,)
+        transfer.store.memory.set_pace(ENGINE, PaceMemory(gently=False))  # the start is over; no request is served yet
     runner = EventLoop(
         make_world(settings),
         Executors(list_lane_submitters(settings, executor, drafter), list_store_performers(transfer), notify),
@@ -124,12 +132,13 @@ async def run_engine(
         None if recorder is None else recorder.record,
         observe,
     )
-    heard(executor, transfer, runner, metrics)
+    executor.events.connect(lambda event: runner.post_if_open(make_device_event(event)))
 
     def living() -> Mapping[str, Any]:
         return add_troubles(live(), sources.threads, recorder)
 
     door = Submissions(runner, meter, sources.facts, living, metrics.count_closed, misses.find_divergence)
+    metrics.watch_pages(door.count_pages)
     notify |= {EmitTokens: (door.emit,), ReportProgress: (door.emit,), CloseStream: (door.close_stream,)}
     try:
         async with anyio.create_task_group() as tasks:
@@ -159,21 +168,8 @@ def update_gauges(metrics: Metrics, slots: Slots) -> None:
     metrics.set_gauges(queue=len(slots.waiting), slots_busy=busy, slots=len(slots.slots))
 
 
-def heard(executor: DeviceExecutor, transfer: Transfer | None, runner: EventLoop, metrics: Metrics) -> None:
-    """What is nobody's outcome: rows that are gone, a draft's process that is or is back, experts that were used. And
-    for whom what is kept gives way, and memory for that, and decode steps do.
-    """
-    if transfer is not None:
-        transfer.saver.is_slot_requested = lambda: is_slot_requested(runner.world)
-        transfer.saver.is_first_token_pending = lambda: is_first_token_pending(runner.world)
-        transfer.store.memory.is_busy = lambda: bool(runner.world.requests)
-    executor.decoding.overlapped.has_prefill_backlog = lambda: has_prefill_backlog(runner.world)
-    metrics.watch_pages(lambda: kv_pages(runner.world))
-    executor.events.connect(lambda event: runner.post_if_open(make_device_event(event)))
-
-
 def make_device_event(event: DeviceEvent) -> Happened:
-    """Return what an event of the device is to the engine's core."""
+    """Return an event of the device as the core knows it."""
     match event:
         case SlotRowsLost():
             return ForEngine(SlotsLost(event.slots))
@@ -186,14 +182,14 @@ def make_device_event(event: DeviceEvent) -> Happened:
 def list_lane_submitters(
     settings: Settings, executor: DeviceExecutor, drafter: Drafter | None
 ) -> dict[LaneId, SubmitLaunch]:
-    """Return what carries out the launches of each lane."""
+    """Return the function that carries out the launches of each lane."""
     beside = None if drafter is None else drafter.beside
     apart: dict[LaneId, SubmitLaunch] = {} if beside is None else {settings.drafter_lane: beside.submit}
     return {MAIN: executor.submit, PROMPTS: executor.submit, **apart}
 
 
 def list_store_performers(transfer: Transfer | None) -> dict[type, PerformEffect]:
-    """Return what carries out effects beside the lanes, if rows are kept beyond the device."""
+    """Return the functions that carry out effects of the store, if rows are kept beyond the device."""
     if transfer is None:
         return {}
     return {
@@ -206,6 +202,6 @@ def list_store_performers(transfer: Transfer | None) -> dict[type, PerformEffect
 def list_abandon_handlers(
     executor: DeviceExecutor, drafter: Drafter | None, transfer: Transfer | None
 ) -> tuple[Callable[[RequestId, Abandon], None], ...]:
-    """Return who is told that a request is abandoned."""
+    """Return the functions that are called when a request is abandoned."""
     others = [one for one in (drafter, None if transfer is None else transfer.restorer) if one is not None]
     return tuple(lambda request, _, one=one: one.abandon(request) for one in (executor, *others))
