@@ -12,22 +12,27 @@ from effects.decode import Decoded, RunDecode
 from effects.ids import MAIN, RequestId, Tokens
 from effects.job import Job
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
+from effects.pacing import PaceMemory, PaceSnapshot, PaceSteps, TrimMemory
 from effects.pflash import CompressPrompt, KeepFrozen
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from effects.stream import CloseStream, EmitTokens, ReportProgress, StopLaunch
+from effects.timer import StartTimer
 from engine.tools.simulation.simulated_compression import count_scored, shorten_prompt
 from engine.tools.simulation.simulated_costs import Costs
 from engine.tools.simulation.simulated_store import SimulatedStore
 from engine.tools.simulation.tally import RequestTally
 from engine.tools.simulation.virtual_clock import Clock, Queue
-from states.events import Event, ForRequest, Submitted
+from states.events import Event, ForEngine, ForRequest, Happened, Submitted, TimerElapsed
 from states.request_states import Held, get_remainder
 from states.sequences import round_down_to_block
 from states.settings import Settings
 from states.world import Output, World, advance, make_world
+
+# Copies of snapshots take their place on the lane here, and no memory is pinned: there is nothing to be paced.
+PACE = (PaceSnapshot, PaceSteps, PaceMemory, TrimMemory)
 
 
 @define(eq=False)
@@ -75,8 +80,11 @@ class Process:
         self.feed(request, Submitted(job))
 
     def feed(self, request: RequestId, event: Event) -> None:
-        self.world, outs = advance(self.world, ForRequest(request, event))
-        quiet = all(isinstance(out, Launch) or isinstance(out.effect, EmitTokens) for out in outs)
+        self.happen(ForRequest(request, event))
+
+    def happen(self, happened: Happened) -> None:
+        self.world, outs = advance(self.world, happened)
+        quiet = all(isinstance(out, Launch) or isinstance(out.effect, (EmitTokens, StartTimer, *PACE)) for out in outs)
         self.quiet = quiet and (self.quiet or not self.joining)
         for out in outs:
             self.carry_out(out, quiet=quiet)
@@ -92,6 +100,11 @@ class Process:
                 count = self.live[request].count
                 count.first = count.first or self.clock.now
             case EffectRequest(_, ReportProgress() | StopLaunch()):
+                pass
+            case EffectRequest(_, StartTimer(name, number, delay_ns)):
+                elapsed = ForEngine(TimerElapsed(name, number))
+                self.clock.at(self.clock.now + delay_ns, partial(self.happen, elapsed))
+            case EffectRequest(_, effect) if isinstance(effect, PACE):
                 pass
             case EffectRequest(request, OpenSlot() as opening):
                 self.open(request, opening)
