@@ -316,7 +316,7 @@ def a_snapshot_that_gives_way() -> str:
     assert story.elapse(TimerElapsed("snapshot_quiet", 2)) == (EffectRequest(A, PaceSnapshot(may_copy=True)),)
     outs = story.tell(B, Submitted(Job((7, 8), 2)))
     assert EffectRequest(A, PaceSnapshot()) in outs
-    story.tell(B, PrefixMissed("empty_store"), PrefillAdvanced(1), Decoded((60,)))
+    story.tell(B, PrefillAdvanced(1), Decoded((60,)))
     assert story.elapse(TimerElapsed("snapshot_quiet", 4)) == (EffectRequest(A, PaceSnapshot(may_copy=True)),)
     story.tell(A, SnapshotSaved(32, 4096))
     story.tell(B, Decoded((61,)))
