@@ -87,7 +87,12 @@ class Process:
         quiet = all(isinstance(out, Launch) or isinstance(out.effect, (EmitTokens, StartTimer, *PACE)) for out in outs)
         self.quiet = quiet and (self.quiet or not self.joining)
         for out in outs:
-            self.carry_out(out, quiet=quiet)
+            effect = None if isinstance(out, Launch) else out.effect
+            if isinstance(effect, StartTimer):
+                elapsed = ForEngine(TimerElapsed(effect.name, effect.number))
+                self.clock.at(self.clock.now + effect.delay_ns, partial(self.happen, elapsed))
+            elif not isinstance(effect, PACE):
+                self.carry_out(out, quiet=quiet)
 
     def carry_out(self, out: Output, *, quiet: bool) -> None:
         """quiet: beside a launch nothing was asked for that takes time."""
@@ -100,11 +105,6 @@ class Process:
                 count = self.live[request].count
                 count.first = count.first or self.clock.now
             case EffectRequest(_, ReportProgress() | StopLaunch()):
-                pass
-            case EffectRequest(_, StartTimer(name, number, delay_ns)):
-                elapsed = ForEngine(TimerElapsed(name, number))
-                self.clock.at(self.clock.now + delay_ns, partial(self.happen, elapsed))
-            case EffectRequest(_, effect) if isinstance(effect, PACE):
                 pass
             case EffectRequest(request, OpenSlot() as opening):
                 self.open(request, opening)
