@@ -26,7 +26,8 @@ Edges: TypeAlias = Iterable[tuple[str, str, str]]  # each (from, to, cause)
 
 # Effects that no transition of a request asks for. The world puts them out itself.
 WORLD_EFFECTS = (StopLaunch, PlaceExperts, PaceSnapshot, PaceSteps, PaceMemory, TrimMemory, StartTimer)
-QUIET, PATIENCE = 1, 2  # numbers of timers in the examples below
+QUIET = 1  # numbers of timers in the examples below
+PATIENCE = 2
 GATES: Mapping[GatePhase, SnapshotGate] = {
     phase: SnapshotGate(RequestId(1), phase, QUIET if phase == "settling" else 0, PATIENCE)
     for phase in ("giving_way", "settling", "copying")

@@ -100,7 +100,7 @@ def check_models(world: World, held: Mapping[RequestId, RequestRemainder]) -> No
 
 
 def check_pacing(world: World) -> None:
-    """Check that the demand is counted right, and that background work which waits is told when to go on."""
+    """Check that the demand is counted right, and that background work does not wait for ever."""
     pacing = world.pacing
     saving = {request for request, state in world.requests.items() if isinstance(state, Snapshotting)}
     assert set(pacing.demand.snapshots) == saving, "a snapshot is forgotten"
@@ -112,7 +112,7 @@ def check_pacing(world: World) -> None:
     assert (gate is None) == (not saving), "there is a gate without a snapshot, or a snapshot without a gate"
     if gate is not None:
         assert gate.request == pacing.demand.snapshots[0], "the gate is not that of the oldest snapshot"
-        assert gate.pace.may_copy == (gate.phase == "copying"), "the saver was told something else"
+        assert gate.pace.may_copy == (gate.phase == "copying"), "the saver knows another phase"
         waits_for = {"giving_way": gate.patience_timer, "settling": gate.quiet_timer, "copying": 1}
         assert waits_for[gate.phase], "a snapshot waits for nothing"
         assert gate.phase == "copying" or not gate.is_patience_over, "a snapshot waits longer than it may"

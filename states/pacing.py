@@ -1,9 +1,9 @@
-"""Pace of background work: what the engine may do beside its requests, and when.
+"""Pace of background work: what the engine may do while requests are served, and when.
 
 Problem. Some work serves no request that waits now: snapshots are copied out of slots, host memory is pinned for them,
 free memory is given back to the system. It takes memory bandwidth, processors and the interpreter from requests. And
-decode steps take the device from prompts that are computed beside them. Whether such work may go on depends on what all
-requests wait for, so it is decided here and not where the work is done.
+decode steps take the device from prompts that are computed at the same time. Whether such work may go on depends on
+what all requests wait for, so it is decided here and not where the work is done.
 
 Idea. `Demand` is what the requests want now, as far as background work depends on it. The world keeps it up to date
 (`follow_transition`, `follow_queues`) and calls `decide_pace` when it has changed or a timer has elapsed. That
@@ -82,7 +82,7 @@ TrimPhase: TypeAlias = Literal["rested", "counting", "due"]
 
 @frozen
 class Demand:
-    """What the requests want now."""
+    """The wishes of all requests now, as far as background work depends on them."""
 
     is_serving: bool = False  # there is any request
     is_slot_requested: bool = False  # a request waits for a slot, perhaps for one whose rows are still being saved
@@ -93,14 +93,14 @@ class Demand:
 
 @frozen
 class SnapshotGate:
-    """What the oldest snapshot may do. A timer's number is 0 while the gate does not wait for that timer."""
+    """The gate of the oldest snapshot. A timer's number is 0 while the gate does not wait for that timer."""
 
     request: RequestId
     phase: GatePhase = "giving_way"
     quiet_timer: int = 0
     patience_timer: int = 0  # started when it gives way for the first time
     is_patience_over: bool = False
-    pace: PaceSnapshot = field(factory=PaceSnapshot)  # the last that the saver was told
+    pace: PaceSnapshot = field(factory=PaceSnapshot)  # the last one that was put out
 
 
 @frozen

@@ -24,7 +24,7 @@ requests agree about who holds what. Within `advance` they may be broken for a m
 Example. `Decoded` arrives with the last token of request 1, while request 2 waits for a slot. The outcome leaves lane
 MAIN; request 1 emits its token, closes its stream and is done; its slot is released. Nothing waits for the lane. Then
 request 2 is admitted: `Admitted` makes it open the slot and look up its prompt. The output is `EmitTokens`,
-`CloseStream`, `OpenSlot`, `FindPrefix`. No request waits for a slot any more, which would be told to a snapshot.
+`CloseStream`, `OpenSlot`, `FindPrefix`. A snapshot that is being taken would hear that no request waits for a slot.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Envelope:
 
 @frozen
 class Executors:
-    """What carries each effect out.
+    """The functions that carry each effect out.
 
     submit: by lane, takes a launch. perform: by type, effects of the store, answered at once or awaited; those that are
     awaited run in tasks of their own. notify: by type, effects without an outcome, called at once and in order; they
@@ -174,13 +174,15 @@ class EventLoop:
             self.observe(envelope, outs, before, self.world)
         return outs
 
-    def post_launch_outcomes(self, told: Sequence[RequestOutcome] | LaunchFailed) -> None:
+    def post_launch_outcomes(self, outcomes: Sequence[RequestOutcome] | LaunchFailed) -> None:
         """Post what came of a launch, or what has come of it so far.
 
         An outcome that the effect cannot have finds no transition, and the fold raises that as the bug that it is.
         """
         for happened in (
-            launch_failure_events(told) if isinstance(told, LaunchFailed) else (ForRequest(*one) for one in told)
+            launch_failure_events(outcomes)
+            if isinstance(outcomes, LaunchFailed)
+            else (ForRequest(*one) for one in outcomes)
         ):
             self.post_if_open(happened)
 

@@ -54,7 +54,10 @@ from engine.settings.user_error import UserError, find_innermost, report_error
 
 log = logging.getLogger("rekindle")
 FILES = 8192  # descriptors: 4,096 connections, and the files of cache and checkpoint
-RESPONSES, TURNS, FROZEN = "responses", "turns", "frozen"  # folders in that of the cache
+# Folders in that of the cache.
+RESPONSES = "responses"
+TURNS = "turns"
+FROZEN = "frozen"
 LATE_S = 0.8  # after the grace period, for everything to be closed
 WRITING_S = 0.2  # what has been answered is still being written: let it, for a moment
 
@@ -120,7 +123,8 @@ async def serve_until_signal(
     options: Options, steps: StartProgress, beginning: BackgroundLoad, reading: Reading
 ) -> int:
     """Listen, load and serve. Returns the exit status."""
-    gate, stop = LoadingGate(), anyio.Event()
+    gate = LoadingGate()
+    stop = anyio.Event()
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(watch_signals, signals, gate, stop, options.http.grace)
@@ -180,7 +184,9 @@ async def serve_model(
         raise
     try:
         target = with_grammars(target, text.grammars.match)
-        recorder, archive, memory = build_recorder(options, target), ResponseStore(), TurnMemory()
+        recorder = build_recorder(options, target)
+        archive = ResponseStore()
+        memory = TurnMemory()
         frozen = FrozenMessages(scorer_identity=target.drafter.identity) if target.freezes and target.drafter else None
         histories: dict[str, PersistentLru] = {RESPONSES: archive, TURNS: memory}
         if frozen is not None:

@@ -56,7 +56,7 @@ class Engine:
 
 @frozen
 class StatusSources:
-    """What an engine tells about the process around it.
+    """The sources of what an engine reports about the process around it.
 
     facts: what never changes, for /props. live: returns what changes. threads: /health reports their troubles.
     """
@@ -68,7 +68,7 @@ class StatusSources:
 
 @frozen
 class CompressionParts:
-    """What compresses prompts: the model that scores them, and the function that keeps the text of frozen messages."""
+    """The parts that compress prompts: the model that scores them, and what keeps the text of frozen messages."""
 
     scorer: Drafter | None
     freeze: Callable[[RequestId, KeepFrozen], object] = lambda *_: None
@@ -183,9 +183,10 @@ def list_lane_submitters(
     settings: Settings, executor: DeviceExecutor, drafter: Drafter | None
 ) -> dict[LaneId, SubmitLaunch]:
     """Return the function that carries out the launches of each lane."""
-    beside = None if drafter is None else drafter.beside
-    apart: dict[LaneId, SubmitLaunch] = {} if beside is None else {settings.drafter_lane: beside.submit}
-    return {MAIN: executor.submit, PROMPTS: executor.submit, **apart}
+    submitters: dict[LaneId, SubmitLaunch] = {MAIN: executor.submit, PROMPTS: executor.submit}
+    if drafter is not None and drafter.beside is not None:
+        submitters[settings.drafter_lane] = drafter.beside.submit
+    return submitters
 
 
 def list_store_performers(transfer: Transfer | None) -> dict[type, PerformEffect]:
