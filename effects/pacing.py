@@ -1,4 +1,4 @@
-"""Pace of the work that the engine does beside its requests: snapshots, decode steps beside prompts, host memory.
+"""Pace of background work: snapshots, host memory, and decode steps while prompts are computed.
 
 `states/pacing.py` decides it. No outcome comes back from these effects: they say what holds from now on, until the next
 effect of the same type says something else.

@@ -24,7 +24,7 @@ from effects.ids import ENGINE, MAIN, PROMPTS, LaneId, RequestId
 from effects.lookup import FindPrefix, ReleasePrefix
 from effects.pacing import PaceMemory, PaceSnapshot, PaceSteps, TrimMemory
 from effects.pflash import KeepFrozen
-from effects.ports import PerformEffect, SubmitLaunch
+from effects.ports import NotifyEffect, PerformEffect, SubmitLaunch
 from effects.prefill import OpenSlot
 from effects.restore import RestoreBlocks
 from effects.snapshot import SaveSnapshot
@@ -71,7 +71,7 @@ class CompressionParts:
     """The parts that compress prompts: the model that scores them, and what keeps the text of frozen messages."""
 
     scorer: Drafter | None
-    freeze: Callable[[RequestId, KeepFrozen], object] = lambda *_: None
+    freeze: NotifyEffect = lambda *_: None  # of `KeepFrozen`
 
 
 @asynccontextmanager
@@ -108,23 +108,11 @@ async def run_engine(
         if paranoid:
             invariants.check_world(after)
 
-    notify: dict[type, tuple[Any, ...]] = {
-        OpenSlot: (executor.open,),
-        Abandon: list_abandon_handlers(executor, drafter, transfer),
-        StopLaunch: (executor.halt,),
-        KeepFrozen: ((lambda *_: None) if compression is None else compression.freeze,),
-        PlaceExperts: (executor.place,),
-        PaceSteps: (executor.pace_steps,),
-        TrimMemory: (MemoryTrimmer(executor.parts.lane).trim_memory,),
-    }
+    notify = list_notify_handlers(executor, transfer, compression)
     if transfer is not None:
         metrics.watch_cache(transfer.store.collect_figures)
-        notify[OpenSlot] = (executor.open, transfer.restorer.raise_fence)
-        notify[ReleasePrefix] = (transfer.lookup.release_prefix,)
-        notify[PaceSnapshot] = (transfer.saver.pace_snapshot,)
-        notify[PaceMemory] = (transfer.store.memory.set_pace,)
         transfer.store.memory.set_pace(ENGINE, PaceMemory(gently=False))  # the start is over; no request is served yet
-    runner = EventLoop(
+    event_loop = EventLoop(
         make_world(settings),
         Executors(list_lane_submitters(settings, executor, drafter), list_store_performers(transfer), notify),
         time.monotonic_ns,
@@ -132,22 +120,28 @@ async def run_engine(
         None if recorder is None else recorder.record,
         observe,
     )
-    executor.events.connect(lambda event: runner.post_if_open(make_device_event(event)))
+    executor.events.connect(lambda event: event_loop.post_if_open(make_device_event(event)))
 
-    def living() -> Mapping[str, Any]:
+    def collect_live() -> Mapping[str, Any]:
         return add_troubles(live(), sources.threads, recorder)
 
-    door = Submissions(runner, meter, sources.facts, living, metrics.count_closed, misses.find_divergence)
-    metrics.watch_pages(door.count_pages)
-    notify |= {EmitTokens: (door.emit,), ReportProgress: (door.emit,), CloseStream: (door.close_stream,)}
+    submissions = Submissions(
+        event_loop, meter, sources.facts, collect_live, metrics.count_closed, misses.find_divergence
+    )
+    metrics.watch_pages(submissions.count_pages)
+    notify |= {
+        EmitTokens: (submissions.emit,),
+        ReportProgress: (submissions.emit,),
+        CloseStream: (submissions.close_stream,),
+    }
     try:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(runner.run)
-            yield Engine(runner, door, metrics)
-            await door.drain(grace_s)
-            runner.close()
+            tasks.start_soon(event_loop.run)
+            yield Engine(event_loop, submissions, metrics)
+            await submissions.drain(grace_s)
+            event_loop.close()
     finally:
-        runner.close()
+        event_loop.close()
         if recorder is not None:
             recorder.close()
 
@@ -198,6 +192,29 @@ def list_store_performers(transfer: Transfer | None) -> dict[type, PerformEffect
         RestoreBlocks: transfer.restorer.restore,
         SaveSnapshot: transfer.saver.save,
     }
+
+
+def list_notify_handlers(
+    executor: DeviceExecutor, transfer: Transfer | None, compression: CompressionParts | None
+) -> dict[type, tuple[NotifyEffect, ...]]:
+    """Return the functions that carry out effects without an outcome, all but those of streams."""
+    handlers: dict[type, tuple[NotifyEffect, ...]] = {
+        OpenSlot: (executor.open,),
+        Abandon: list_abandon_handlers(executor, None if compression is None else compression.scorer, transfer),
+        StopLaunch: (executor.halt,),
+        KeepFrozen: () if compression is None else (compression.freeze,),
+        PlaceExperts: (executor.place,),
+        PaceSteps: (executor.pace_steps,),
+        TrimMemory: (MemoryTrimmer(executor.parts.lane).trim_memory,),
+    }
+    if transfer is not None:
+        handlers |= {
+            OpenSlot: (executor.open, transfer.restorer.raise_fence),
+            ReleasePrefix: (transfer.lookup.release_prefix,),
+            PaceSnapshot: (transfer.saver.pace_snapshot,),
+            PaceMemory: (transfer.store.memory.set_pace,),
+        }
+    return handlers
 
 
 def list_abandon_handlers(

@@ -10,10 +10,11 @@ from anyio import create_task_group, fail_after
 
 from adapters.device.decode.overlapped_decode import OverlappedDecode
 from adapters.store.slab_memory import SlabMemory
-from effects.all import EffectRequest
-from effects.ids import ENGINE
+from effects.all import Effect, EffectRequest
+from effects.ids import ENGINE, Side
 from effects.job import Job
 from effects.pacing import PaceSnapshot, PaceSteps
+from effects.pflash import KeepFrozen
 from effects.timer import StartTimer
 from engine.core.event_loop import EventLoop
 from engine.serving.wiring import run_engine
@@ -22,6 +23,15 @@ from states.settings import Settings
 from tests.device.driver import drive
 from tests.device.fake_shard import FakeShard
 from tests.engine.test_stateful import process, prompt
+
+
+async def test_every_effect_has_an_executor(tmp_path: Path) -> None:
+    async with process(tmp_path / "kept") as running:
+        executors = running.engine.event_loop.executors
+        on_lanes = {effect for effect in Effect.__args__ if effect.outcomes and effect.side is Side.DEVICE}
+        effects = {*Effect.__args__} - on_lanes - {StartTimer}  # which the event loop carries out itself
+        assert {*executors.perform, *executors.notify} == effects
+        assert all(executors.notify[effect] for effect in executors.notify if effect is not KeepFrozen)
 
 
 async def test_decode_steps_hear_whether_prompts_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
