@@ -45,6 +45,7 @@ async def test_a_message_is_answered(site: Site, client: anthropic.AsyncAnthropi
     assert [block.to_dict() for block in message.content] == [{"type": "text", "text": "Hello there."}]
     assert "citations" not in str(message.to_dict()), "the Vercel AI SDK takes it for an array, or not at all"
     assert (message.role, message.stop_reason, message.stop_sequence) == ("assistant", "end_turn", None)
+    assert "timings" not in message.to_dict(), "Anthropic's API has none; the object `rekindle` has times"
     prompt = site.door.tickets[-1].job.prompt
     assert message.usage.input_tokens == len(prompt)
     assert message.usage.output_tokens == len(site.text.tokenizer.encode_now(["Hello there."])[0]) + 1
