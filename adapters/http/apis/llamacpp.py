@@ -46,7 +46,7 @@ FIELD_NAMES = ApiFieldNames(UNSUPPORTED_FIELDS, max_tokens=("n_predict", "max_to
 
 @frozen
 class LlamaDetails:
-    """What the answers need to know of a request.
+    """The parts of a request that its answers need.
 
     prompts: as text. response_fields: the fields that the client reads of an answer; all if there are none.
     returns_tokens: a whole answer has its tokens, as the parts of a stream always have.
