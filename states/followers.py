@@ -17,7 +17,8 @@ Invariants:
   following never costs it a slot.
 * A leader that is cancelled, fails, or loses its rows is no leader any more. Its followers are admitted in order of
   arrival: the first of them computes the head, and the others follow that one.
-* A prompt that may yet be compressed neither leads nor follows, because other tokens may be served.
+* A prompt that would be compressed neither leads nor follows, because other tokens are served. A leader that is
+  compressed against expectation leads no more.
 
 Where the model has positional state, the rows are of no use without the state behind them. The leader's prefill then
 stops at the last whole block that both have (`Prompt.awaited_rows`), and the state is kept in a place on the device.
@@ -34,6 +35,7 @@ from collections.abc import Mapping
 from attrs import evolve, frozen
 
 from effects.ids import RequestId
+from states import policy
 from states.phases import make_prefill_chunk
 from states.rates import Rates, estimate_prefill_time
 from states.request_states import (
@@ -48,7 +50,7 @@ from states.request_states import (
 )
 from states.sequences import count_continuable_rows
 from states.settings import DecisionContext, Settings
-from states.slots import Follow, Slots, can_share_rows, is_served_verbatim
+from states.slots import Follow, Slots, can_share_rows
 
 
 @frozen
@@ -77,14 +79,16 @@ def choose_leader(
     prompt = state.prompt
     missing = prompt.prefill_rows - own_rows
     is_narrow = missing <= settings.beside_rows  # it would be computed beside decode steps, not behind the leader
-    if missing < settings.block_size or is_narrow or not is_final(state, settings):
+    if missing < settings.block_size or is_narrow:
         return None
     leaders = list[Leader]()
     for slot in slots.slots:
         if slot.holder is None or not can_share_rows(slot, requests, prompt.job):
             continue
-        leader = measure_leader(slot.holder, requests[slot.holder], prompt, settings)
-        if leader is not None and leader.valid_rows < leader.rows and own_rows < leader.rows:
+        leader = measure_leader(slot.holder, requests[slot.holder], prompt, context)
+        if leader is None or leader.rows <= max(leader.valid_rows, own_rows):
+            continue
+        if not is_shortened(prompt, leader.rows, context):
             leaders.append(leader)
     if not leaders:
         return None
@@ -112,13 +116,14 @@ def estimate_time(rates: Rates, start: int, stop: int) -> int:
     return estimate_prefill_time(rates, start, stop) or max(0, stop - start)
 
 
-def measure_leader(request: RequestId, state: State, prompt: Prompt, settings: Settings) -> Leader | None:
-    """Return the request as the leader of a prompt; None: its prompt is not being computed, or the two differ early."""
-    if not (
-        isinstance(state, Prefilling | Unparking | Releasing | LookingUp | Restoring) and is_final(state, settings)
-    ):
+def measure_leader(request: RequestId, state: State, prompt: Prompt, context: DecisionContext) -> Leader | None:
+    """Return the request as the leader of a prompt; None: it does not compute its prompt, or may yet shorten it."""
+    if not isinstance(state, Prefilling | Unparking | Releasing | LookingUp | Restoring):
         return None
+    settings = context.settings
     valid_rows = state.slot_lease.valid_rows
+    if isinstance(state, LookingUp | Restoring) and is_shortened(state.prompt, valid_rows, context):
+        return None
     rows = count_continuable_rows(settings, state.prompt.tokens[: state.prompt.prefill_rows], prompt.tokens)
     if settings.stateful:
         rows = find_state_rows(state, rows, settings)
@@ -142,12 +147,9 @@ def find_state_rows(
     return rows if begins < rows else 0
 
 
-def is_final(state: State, settings: Settings) -> bool:
-    """Is it certain that the state's prompt is served as it is?"""
-    if isinstance(state, Prefilling | Unparking | Releasing):
-        return True
-    assert isinstance(state, Waiting | LookingUp | Restoring), "other states have no prompt that could be followed"
-    return state.prompt.compression_tried or is_served_verbatim(state.prompt.job, settings)
+def is_shortened(prompt: Prompt, rows: int, context: DecisionContext) -> bool:
+    """Would the prompt be compressed if its first `rows` rows were there?"""
+    return policy.decide_compression(context, prompt, prompt.prefill_rows - rows).go
 
 
 def is_leading(follow: Follow, requests: Mapping[RequestId, State]) -> bool:

@@ -83,9 +83,10 @@ def test_other_salts_and_prompts_whose_logprobs_are_asked_for_are_not_followed()
     assert follow(a(Prefilling, some(job=a_job(prompt=FIRST, prompt_logprobs=0), prompt=FIRST))) is None
 
 
-def test_what_may_yet_be_compressed_neither_leads_nor_follows() -> None:
+def test_what_would_be_compressed_neither_leads_nor_follows() -> None:
+    """Missing rows decide: 20 of each prompt at first, and 4 once the common ones are there."""
     scorer = evolve(ROOMY, drafter=1000)
-    never, perhaps = Compression("off"), Compression("auto", threshold=12)
+    never, perhaps = Compression("off"), Compression("auto", threshold=4)
     leader = some(job=a_job(prompt=FIRST, compression=never), prompt=FIRST)
     requests = {TWO: a(LookingUp, leader), ONE: a_waiting(a_job(prompt=SECOND, compression=never))}
     house, context = a_house(Slot(holder=TWO), Slot()), DecisionContext(scorer)
@@ -96,6 +97,8 @@ def test_what_may_yet_be_compressed_neither_leads_nor_follows() -> None:
     assert followers.choose_leader(house, ONE, 0, undecided, context) is None
     decided = {**requests, TWO: a(Prefilling, evolve(leader, job=a_job(prompt=FIRST, compression=perhaps)))}
     assert followers.choose_leader(house, ONE, 0, decided, context) is not None
+    only_long = {**requests, ONE: a_waiting(a_job(prompt=SECOND, compression=Compression("auto", threshold=12)))}
+    assert followers.choose_leader(house, ONE, 0, only_long, context) is not None
 
 
 def test_waiting_has_a_price_and_so_has_computing() -> None:

@@ -127,7 +127,8 @@ def test_steps_keep_an_even_pace_while_a_prompt_waits_for_another_one(backlog: b
 
 def test_prompts_wait_for_each_other_where_they_have_a_lane_of_their_own() -> None:
     beside = evolve(PLAIN, beside_rows=8, chunk=16)
-    events = (submitted(ONE), submitted(TWO), (ONE, PrefillAdvanced(16)), (TWO, PrefillAdvanced(16)))
+    two = submitted(TWO, salt="another")  # so that it does not follow the first one
+    events = (submitted(ONE), two, (ONE, PrefillAdvanced(16)), (TWO, PrefillAdvanced(16)))
     assert steps_paced(beside, events) == [[], [True], [False], []]
     assert steps_paced(PLAIN, events[:2]) == [[], []], "they take turns with steps there"
 
