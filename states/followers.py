@@ -7,7 +7,7 @@ Idea. A prompt that is being computed is already a prefix. A request whose promp
 (its leader) keeps waiting in the queue until the leader has the common rows. Then it is admitted as if the leader's
 slot had always held them: its slot shares the pages or copies the rows, and it computes its own tail only.
 
-A request follows only if waiting is not slower than computing the rows itself (`choose_leader`). Both use the same
+A request follows only if waiting is not much slower than computing the rows itself (`price_following`). Both use the same
 device, one chunk at a time, so a request of its own could begin when the leader's chunk ends.
 
 Invariants:
@@ -100,7 +100,8 @@ def price_following(leader: Leader, own_rows: int, context: DecisionContext) -> 
     """Compare waiting for the leader with computing the rows; None: computing them is quicker.
 
     The leader's rows come chunk by chunk. A request that computes them itself begins when the leader's chunk has ended.
-    Without measured times, rows are compared.
+    Waiting may take a quarter longer, because rows that are computed twice delay all requests on the device. Without
+    measured times, rows are compared.
     """
     chunk = context.settings.chunk
     rates = context.rates
@@ -108,7 +109,7 @@ def price_following(leader: Leader, own_rows: int, context: DecisionContext) -> 
     waiting = estimate_time(rates, leader.valid_rows, leader.valid_rows + chunks * chunk)
     computing = estimate_time(rates, leader.valid_rows, leader.valid_rows + chunk)
     computing += estimate_time(rates, own_rows, leader.rows)
-    return Follow(leader.request, leader.rows, waiting, computing) if waiting <= computing else None
+    return Follow(leader.request, leader.rows, waiting, computing) if 4 * waiting <= 5 * computing else None
 
 
 def estimate_time(rates: Rates, start: int, stop: int) -> int:
