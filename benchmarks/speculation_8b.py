@@ -37,7 +37,7 @@ from adapters.models.kernels.interface import AttentionMask
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights
 from benchmarks.cuda_model import DEVICE, DTYPE, config_8b
-from benchmarks.report import median
+from benchmarks.tables import median
 from effects.all import EffectRequest, Outcome
 from effects.decode import Decoded, RunDecode
 from effects.ids import RequestId, SlotId, Tokens
