@@ -67,9 +67,9 @@ def make_figures(rows: list[dict[str, Any]]) -> list[Figure]:
             goal = Goal(at_most=1.05)
             found.append(Figure("agents", "written, of unique bytes, no limit", at, "x", row["of_unique"], goal=goal))
         else:
-            goal = Goal(at_least=99) if row["scope"] == "full" else None
+            share = Goal(at_least=99) if row["scope"] == "full" else None
             what = f"prompt tokens found, of an infinite cache's, room for {row['budget']}"
-            found.append(Figure("agents", what, at, "%", row["of_infinite_%"], goal=goal))
+            found.append(Figure("agents", what, at, "%", row["of_infinite_%"], goal=share))
     return found
 
 

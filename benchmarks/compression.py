@@ -19,7 +19,7 @@ from adapters import demo
 from benchmarks.arguments import benchmark_parser
 from benchmarks.first_requests import SHAPES, checkpoint
 from benchmarks.freezing import processor_s
-from benchmarks.results import Figure, Goal, publish
+from benchmarks.results import Figure, Goal, name_shape, publish
 from benchmarks.tables import median, print_table
 from tests.e2e.server import Running, serving
 
@@ -56,7 +56,7 @@ def main() -> None:
             words = [model, "--prefill-drafter", drafter, "--max-ctx", str(max(lengths) + MARGIN)]
         rows = measured([*words, "--draft-residency", how.residency], lengths, how)
     print_table("First token, medians", summed(rows))
-    subject = f"{how.shape} shape" if how.shape else Path(how.model).name
+    subject = name_shape(how.shape) if how.shape else Path(how.model).name
     publish(how, f"compression-{how.shape or 'demo'}", {"rows": rows}, make_figures(summed(rows), subject, how))
 
 

@@ -19,6 +19,7 @@ import anyio
 import jsonschema
 from attrs import evolve
 
+from adapters.device.executor import DeviceExecutor
 from adapters.text.grammars.grammar import Grammars, build_json_grammar
 from adapters.text.tokenizer import Tokenizer
 from benchmarks.arguments import options_of, server_parser
@@ -133,7 +134,7 @@ async def measure(options: Options, count: int, streams: Sequence[int]) -> dict[
     tokenizer = Tokenizer.load(target.folder)
     grammars, schemas = Grammars(tokenizer), [schema_of(seed) for seed in range(count)]
     try:
-        target.executor.matched_by(grammars.match)
+        target.executor = DeviceExecutor(evolve(target.executor.parts, match_grammar=grammars.match))
         compile_ms = await admitted(grammars, [build_json_grammar(schema) for schema in schemas])
         rows = list[dict[str, Any]]()
         async with run_engine(target.settings, target.executor) as running:

@@ -36,7 +36,7 @@ from safetensors.torch import save_file
 from adapters import demo
 from benchmarks.arguments import benchmark_parser
 from benchmarks.cold import forget, read_raw
-from benchmarks.results import Figure, Goal, publish
+from benchmarks.results import Figure, Goal, name_shape, publish
 from benchmarks.tables import median, print_table
 
 ROOT = Path(__file__).parents[1]
@@ -278,7 +278,7 @@ def checkpoint_texts(folder: Path, vocab: int) -> None:
 
 def make_figures(rows: Sequence[Mapping[str, Any]], shape: str) -> list[Figure]:
     """The planner's choice, against the better of the modes that were forced."""
-    subject, goal = f"{shape} shape, first request of a new process", Goal(at_most=1.05, against="best forced")
+    subject, goal = f"{name_shape(shape)}, first request of a new process", Goal(at_most=1.05, against="best forced")
     return [
         Figure(
             "restart",

@@ -28,7 +28,7 @@ from adapters.device.lane.buckets import bucket_of
 from adapters.models.kernels.step import Segment, Step
 from benchmarks.arguments import benchmark_parser
 from benchmarks.first_requests import SHAPES, checkpoint, listening
-from benchmarks.results import Figure, Goal, publish
+from benchmarks.results import Figure, Goal, name_shape, publish
 from benchmarks.tables import median, print_table
 from effects.ids import PAGE
 from engine.loading.background_load import load_target
@@ -97,12 +97,11 @@ def served(client: httpx.Client, lengths: Sequence[int], runs: int) -> dict[str,
 
 def make_figures(rows: Sequence[Mapping[str, Any]], shape: str) -> list[Figure]:
     """Over HTTP against the forwards alone."""
+    goal = Goal(at_most=1.05, against="forwards alone")
     found = list[Figure]()
-    for kind in KINDS:
-        subject, goal = f"{shape} shape, over HTTP, {kind}", Goal(at_most=1.05, against="forwards alone")
-        for row in rows:
-            peers = {"forwards alone": row["alone, ms"]}
-            found.append(Figure("cold", subject, str(row["tokens"]), "ms", row[f"{kind}, ms"], peers, goal))
+    for row in rows:
+        subject, peers = f"{name_shape(shape)}, {row['tokens']} tokens over HTTP", {"forwards alone": row["alone, ms"]}
+        found += [Figure("cold", subject, kind, "ms", row[f"{kind}, ms"], peers, goal) for kind in KINDS]
     return found
 
 

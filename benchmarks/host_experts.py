@@ -31,7 +31,7 @@ from adapters.models.kernels.reference.kernels import ReferenceKernels
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights
 from benchmarks.arguments import benchmark_parser
-from benchmarks.results import Figure, Goal, publish
+from benchmarks.results import Figure, Goal, name_shape, publish
 from benchmarks.tables import median, print_table
 from engine.loading.expert_placement import count_expert_weights, place_first_experts
 from states.experts import Residents, choose_moves, make_residents
@@ -224,7 +224,7 @@ def make_figures(lines: list[dict[str, Any]], shape: str) -> list[Figure]:
     return [
         Figure(
             "decode",
-            f"{shape} shape, experts in memory of",
+            f"{name_shape(shape)}, experts",
             one["experts, tokens"],
             "tok/s",
             one["decode, tokens/s"],

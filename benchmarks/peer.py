@@ -37,7 +37,7 @@ from attrs import frozen
 
 from benchmarks.arguments import benchmark_parser
 from benchmarks.first_requests import SHAPES, checkpoint
-from benchmarks.results import Figure, Goal, publish, slug
+from benchmarks.results import Figure, Goal, name_shape, publish, slug
 from benchmarks.tables import median, print_table
 from tests.models.ggufs import Kind, packed, write_gguf
 
@@ -126,11 +126,12 @@ def figures(server: Contender, home: Path, given: argparse.Namespace) -> dict[st
         url, found["ready, s"] = started
         words = ("--concurrency", given.levels, "--prompt-tokens", str(given.prompts), "--answer-tokens", answer)
         for one in asked(url, *words, *warmth):
+            number = one["level"].partition(" ")[0]  # of "4 streams"
             usual, _, late = one["inter_token_ms"]
             level = {"tok/s": one["tokens_s"], "next token p50, ms": usual, "p99, ms": late}
             level["first token p50, ms"] = one["first_token_ms"][0]
-            found |= {f"{one['level']}: {name}": value for name, value in level.items()}
-            found[f"{one['level']}: unanswered"] = one["requests"] - one["answered"]
+            found |= {f"{number}: {name}": value for name, value in level.items()}
+            found[f"{number}: unanswered"] = one["requests"] - one["answered"]
         found["memory, MB"] = memory()
     with listening(command, server.tree, home) as (_, found["ready again, s"]):
         pass
@@ -187,6 +188,8 @@ def make_figures(found: Mapping[str, Mapping[str, float]], subject: str, given: 
 
     def add(promise: str, what: str, at: str, unit: str, name: str) -> None:
         peers = {peer: figures[name] for peer, figures in others}
+        if given.file and promise != "start":
+            promise = "packed"
         goal = None
         if "llama.cpp" in peers:
             goal = Goal(at_least=1, against="llama.cpp") if unit == "tok/s" else Goal(at_most=1, against="llama.cpp")
@@ -196,10 +199,11 @@ def make_figures(found: Mapping[str, Mapping[str, float]], subject: str, given: 
     for length in lengths:
         add("cold", "first token", length, "ms", f"first behind {length}, ms")
     for length in lengths:
-        add("decode", "then", length, "tok/s", f"then, tok/s ({length})")
+        add("decode", "behind", length, "tok/s", f"then, tok/s ({length})")
     for what, unit, name in (
         (f"streams of {given.prompts} tokens, together", "tok/s", "tok/s"),
-        ("streams, next token p50", "ms", "next token p50, ms"),
+        ("next token p50", "ms", "next token p50, ms"),
+        ("next token p99", "ms", "p99, ms"),
         ("streams, first token p50", "ms", "first token p50, ms"),
     ):
         for level in levels:
@@ -245,7 +249,7 @@ def main() -> None:
     found = {name: {what: median(one[what] for one in runs) for what in runs[0]} for name, runs in rounds.items()}
     first = next(iter(found.values()))
     print_table("medians", [{"": what, **{name: one[what] for name, one in found.items()}} for what in first])
-    subject = given.file.stem if given.file else f"{given.shape} shape" if given.shape != "demo" else "demo"
+    subject = given.file.stem if given.file else name_shape(given.shape)
     device = "auto" if given.shape != "demo" else "cpu"
     publish(given, f"peer-{slug(subject)}", {"rounds": rounds}, make_figures(found, subject, given), device)
 

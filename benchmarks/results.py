@@ -1,8 +1,8 @@
 """Benchmark results as data: what was run, where, what came of it, and which goals that meets.
 
 Every benchmark ends with `publish`. With `--record` it writes `benchmarks/results/NAME-MACHINE.json`, and
-`python -m benchmarks.report` makes docs/BENCHMARKS.md from those files. A file holds one run of one command: a new run on
-the same machine replaces it. `figures` are the numbers that the page shows, `raw` is everything that was measured.
+`python -m benchmarks.report` makes docs/BENCHMARKS.md from those files. A file holds one run of one command: a new run
+on the same machine replaces it. `figures` are the numbers that the page shows, `raw` is everything that was measured.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from attrs import Attribute, Factory, asdict, define, field, frozen
 from cattrs import Converter
-from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, override
+from cattrs.gen import make_dict_unstructure_fn, override
 
 ROOT = Path(__file__).parents[1]
 FOLDER = Path(__file__).parent / "results"
@@ -32,15 +32,15 @@ FOLDER = Path(__file__).parent / "results"
 FEATURES = ("avx2", "avx512_f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16")
 
 PROMISES: Mapping[str, str] = {
-    "cold": "First token of a new prompt",
-    "continued": "First token of a prompt that continues an earlier one",
+    "cold": "First token, cold",
+    "continued": "First token, continued",
     "restart": "First token after a restart",
-    "decode": "Decoding one answer",
-    "streams": "Several streams at once",
+    "decode": "Decode",
+    "streams": "Streams",
     "agents": "Agents' sessions",
     "hybrid": "Hybrid models",
     "packed": "Packed weights and 8-bit rows",
-    "split": "Models split over devices and processes",
+    "split": "Split models",
     "speculation": "Speculation",
     "compression": "Prompt compression",
     "start": "Start",
@@ -157,12 +157,10 @@ class Result:
 def make_result_converter() -> Converter:
     """Make the converter of result files. It refuses keys that it does not know, and omits defaults but for `met`."""
     made = Converter(forbid_extra_keys=True, omit_if_default=True)
-    for kind, kept in ((Figure, ("met",)), (Machine, ()), (Goal, ()), (Result, ())):
-        always = {name: override(omit_if_default=False) for name in kept}
-        made.register_unstructure_hook(
-            kind, make_dict_unstructure_fn(kind, made, _cattrs_omit_if_default=True, **always)
-        )
-        made.register_structure_hook(kind, make_dict_structure_fn(kind, made, _cattrs_forbid_extra_keys=True))
+    kept = override(omit_if_default=False)
+    made.register_unstructure_hook(
+        Figure, make_dict_unstructure_fn(Figure, made, _cattrs_omit_if_default=True, met=kept)
+    )
     return made
 
 
@@ -214,6 +212,11 @@ def name_machine(cpu: str, features: Sequence[str], cores: int, gpu: str | None,
     maker = next((word for word in ("epyc", "ryzen", "xeon", "core") if word in cpu.lower()), slug(cpu))
     widest = "amx" if "amx_bf16" in features else features[-1].replace("_", "") if features else "scalar"
     return f"{maker}-{widest}-{cores}"
+
+
+def name_shape(shape: str) -> str:
+    """Name a model of random weights, as figures name it."""
+    return shape if shape == "demo" else f"{shape.upper()} shape"
 
 
 def slug(text: str) -> str:

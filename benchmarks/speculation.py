@@ -249,14 +249,14 @@ async def tier(options: Options, ends: Tokens, count: int) -> list[dict[str, Any
     with tempfile.TemporaryDirectory() as folder:
         kept = evolve_options(options, kv_cache_dir=Path(folder), kv_cache_min_tokens=0, disk_prefix_cache="full")
         for names, budget in ((("cold", "host"), 2048), (("disk",), 0)):
-            target = await load_target(evolve(kept, host_cache_budget=budget))
+            target = await load_target(evolve_options(kept, host_cache_budget=budget))
             proposer = target.executor.decoding.proposer  # to look over its shoulder
             assert proposer is not None
             for name in names:
                 watched = WatchedProposer(proposer, {})
                 target.executor = DeviceExecutor(evolve(target.executor.parts, proposer=watched))
-                rows = launch_prices.round_up_to_bucket(1 + target.settings.block)
-                flat = Rates(decode=((0, 1, 0, 1000, 0), (0, 1, rows, 1001, 1000)))
+                width = launch_prices.round_up_to_bucket(1 + target.settings.block)
+                flat = Rates(decode=((0, 1, 0, 1000, 0), (0, 1, width, 1001, 1000)))
                 settings = evolve(target.settings, rates=flat)
                 async with run_engine(settings, target.executor, transfer=target.transfer) as running:
                     answers = [await answer(running, job) for job in jobs]

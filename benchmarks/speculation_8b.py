@@ -247,7 +247,7 @@ def pieces(pair: Pair, base: float) -> list[dict[str, Any]]:
     work: dict[str, Callable[[], None]] = {
         "verify 16 rows": verify,
         "propose 15": propose,
-        "follow 16 rows": lambda: pair.draft.extend(step, aux_hidden_states),
+        "follow 16 rows": lambda: pair.draft.extend(step, tokens, aux_hidden_states),
     }
     rows = []
     for name, run in work.items():

@@ -17,6 +17,7 @@ import tempfile
 import time
 from contextlib import ExitStack
 from functools import partial
+from inspect import isawaitable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,9 @@ async def brought(target: Target, request: RequestId, prompt: Tokens, stop: int,
     """Milliseconds that it took as it says itself, and when it began."""
     assert target.transfer is not None
     opened(target, request, prompt)
-    found = await target.transfer.lookup.find_prefix(request, FindPrefix(prompt, 0))
+    found = target.transfer.lookup.find_prefix(request, FindPrefix(prompt, 0))
+    if isawaitable(found):  # a tier had to be asked
+        found = await found
     assert isinstance(found, PrefixFound), found
     assert found.tier == tier, found
     began = time.perf_counter()

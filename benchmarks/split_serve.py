@@ -33,7 +33,7 @@ from benchmarks.arguments import benchmark_parser
 from benchmarks.first_requests import SHAPES, checkpoint
 from benchmarks.peer import ROOT, listening
 from benchmarks.restart import prefill_ms
-from benchmarks.results import Figure, Goal, publish, slug
+from benchmarks.results import Figure, Goal, name_shape, publish, slug
 from benchmarks.tables import print_table
 
 WAITED = 60.0  # seconds at most for what is kept to be written
@@ -211,7 +211,7 @@ def main() -> int:
     names = [name for name, value in first.items() if isinstance(value, float | str)]
     rows = [{"": name, **{plan: one[name] for plan, one in found.items()}} for name in names]
     print_table(f"{model}, {given.tokens} tokens", rows)
-    subject = f"{given.shape} shape" if given.shape else Path(given.model).name
+    subject = name_shape(given.shape) if given.shape else Path(given.model).name
     publish(given, f"split_serve-{slug(subject)}", {"found": found}, make_figures(found, subject))
     odd = [plan for plan, one in found.items() if one["said"] != first["said"] or not as_before(one["said"])]
     print(f"other tokens: {', '.join(odd)}" if odd else "all answer with the same tokens, cold and restored")

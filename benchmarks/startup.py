@@ -98,7 +98,7 @@ def main() -> int:
     runs, steps = list[dict[str, Any]](), dict[str, Any]()
     for _ in range(given.runs):
         with tempfile.TemporaryDirectory() as home:
-            found = {}
+            found = dict[str, float]()
             for name in ("first", "second", "full"):
                 if name == "full":
                     once(Path(home), PROMPTS)

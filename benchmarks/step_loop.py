@@ -34,7 +34,7 @@ from adapters.models.numerics.synthetic import RandomWeights
 from adapters.text.grammars.grammar import Grammars, build_json_grammar
 from adapters.text.tokenizer import Tokenizer
 from benchmarks.arguments import benchmark_parser
-from benchmarks.results import Figure, publish
+from benchmarks.results import Figure, name_shape, publish
 from benchmarks.tables import print_table
 from effects.ids import Tokens
 from effects.job import Job, Sampling
@@ -230,7 +230,9 @@ async def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
 def make_figures(rows: list[dict[str, Any]], shape: str) -> list[Figure]:
     """Tokens a second of the way that serves, by how tokens are picked."""
     return [
-        Figure("streams", f"{shape} shape in process, {row['sampling']}", str(row["streams"]), "tok/s", row["tok/s"])
+        Figure(
+            "streams", f"{name_shape(shape)} in process, {row['sampling']}", str(row["streams"]), "tok/s", row["tok/s"]
+        )
         for row in rows
         if row["way"] == "ahead"
     ]
