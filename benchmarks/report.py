@@ -31,7 +31,7 @@ RUNS = f"""Commands begin with `{MODULE}` where no program is named. A run witho
 
 
 @frozen
-class Row:
+class TableRow:
     """Figures of one run that differ only in `at`: one line of a table."""
 
     run: int
@@ -63,17 +63,17 @@ def is_shown(figure: Figure) -> bool:
     return figure.goal is not None or bool(figure.peers)
 
 
-def make_rows(number: int, result: Result) -> Iterator[Row]:
+def make_rows(number: int, result: Result) -> Iterator[TableRow]:
     """Join the figures of a run that have subject, unit and goal in common."""
 
     def find_group(figure: Figure) -> tuple[str, str, str, Goal | None]:
         return figure.promise, figure.subject, figure.unit, figure.goal
 
     for _, figures in groupby(filter(is_shown, result.figures), find_group):
-        yield Row(number, tuple(figures))
+        yield TableRow(number, tuple(figures))
 
 
-def list_missed(rows: Sequence[Row]) -> Iterator[str]:
+def list_missed(rows: Sequence[TableRow]) -> Iterator[str]:
     """List what is missed today, and by how much."""
     judged = [figure for row in rows for figure in row.figures if figure.met is not None]
     missed = sum(figure.met is False for figure in judged)
@@ -85,7 +85,7 @@ def list_missed(rows: Sequence[Row]) -> Iterator[str]:
     yield ""
 
 
-def describe_missed(rows: Sequence[Row]) -> Iterator[str]:
+def describe_missed(rows: Sequence[TableRow]) -> Iterator[str]:
     """Describe what rows miss. Several rows of one subject, of other machines, become one."""
     found: dict[str, list[str]] = {}
     for row in rows:
@@ -107,7 +107,7 @@ def format_shortfall(figure: Figure) -> str:
     return f"{factor:.1f}x" if factor >= 2 else f"{100 * (factor - 1):.2g} %"
 
 
-def draw_table(rows: Sequence[Row]) -> Iterator[str]:
+def draw_table(rows: Sequence[TableRow]) -> Iterator[str]:
     yield "| what | ours | beside it | goal | | run |"
     yield "|---|---|---|---|---|---|"
     for row in rows:
@@ -134,7 +134,7 @@ def format_goal(goal: Goal, peers: int) -> str:
     return f"{sign} {format_number(goal.bound)} x{f' {goal.against}' if peers > 1 else ''}"
 
 
-def format_verdict(row: Row) -> str:
+def format_verdict(row: TableRow) -> str:
     """Say whether the goal is met, and for a miss also where, and what the record says about it."""
     if row.first.goal is None:
         return ""

@@ -39,15 +39,15 @@ except SystemExit as end:
 """
 QUICK = (
     "engine_fold --finished 100 --steps 40",
-    "engine_overhead --steps 50",
     "scope_windows",
     "store_index --entries 20 --runs 1",
-    "write_files --mib 1 --pairs 1",
     "cuda_store --device cpu --tiny --tokens 512 --runs 1",
+)
+SLOW = (
+    "engine_overhead --steps 1000",
+    "write_files --mib 1 --pairs 1",
     "host_experts --shape small --device cpu --gib 0.01 --reports 1 --steps 2 --cpu-layers 1 --draws 1",
     "experts --rounds 1",
-)
-SERVED = (
     "beside_prefill --streams 1 --prompt 512",
     "compression --tokens 500 --runs 1",
     "compression_off",
@@ -200,7 +200,7 @@ def test_a_quick_benchmark_writes_a_well_formed_result(words: str, tmp_path: Pat
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("words", SERVED, ids=lambda words: words.split()[0])
+@pytest.mark.parametrize("words", SLOW, ids=lambda words: words.split()[0])
 def test_every_other_benchmark_for_processors_does_so_too(words: str, tmp_path: Path) -> None:
     run_benchmark(words, tmp_path)
 
