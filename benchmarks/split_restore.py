@@ -27,6 +27,7 @@ import httpx
 from attrs import frozen
 
 from adapters.remote.client.remote_shard import RemoteShard
+from adapters.transfer.saver import AT_ONCE
 from benchmarks.arguments import benchmark_parser
 from benchmarks.peer import ROOT, listening
 from benchmarks.results import Figure, Goal, publish
@@ -93,7 +94,9 @@ async def kept(target: Target, prompt: Tokens, stop: int) -> None:
         (done,) = await target.executor.perform(Launch((EffectRequest(request, asked),)))
         assert isinstance(done, PrefillAdvanced), done
     assert target.transfer is not None
-    saved = await target.transfer.saver.save(request, SaveSnapshot(SLOT, prompt[:stop]))
+    saving = target.transfer.saver.save(request, SaveSnapshot(SLOT, prompt[:stop]))
+    target.transfer.saver.pace_snapshot(request, AT_ONCE)
+    saved = await saving
     assert saved == SnapshotSaved(stop, stop * target.transfer.store.layout.token_bytes), saved
 
 
