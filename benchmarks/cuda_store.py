@@ -325,7 +325,7 @@ def make_figures(rows: list[dict[str, Any]], model: str) -> list[Figure]:
             found.append(
                 Figure(
                     "continued",
-                    "8B shape, restored from host memory",
+                    f"{model}, restored from host memory",
                     str(row["tokens"]),
                     "GB/s",
                     row["restore_GB/s"],
