@@ -59,7 +59,7 @@ def one(setup: Setup, sessions: Sequence[Session], scope: Scope, server: str, bu
 
 
 def make_figures(rows: list[dict[str, Any]]) -> list[Figure]:
-    """Of what an infinite cache finds, and of what is written where nothing is evicted."""
+    """Make figures of what is found, and of what is written where nothing is evicted."""
     found = list[Figure]()
     for row in rows:
         at = f"scope {row['scope']}, server: {row['server']}"

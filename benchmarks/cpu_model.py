@@ -117,7 +117,7 @@ GOALS = {
 
 
 def make_figures(rows: list[dict[str, Any]]) -> list[Figure]:
-    """How many times as fast as transformers, by the median of the rounds."""
+    """Say how many times as fast as transformers we are, by the medians of the rounds."""
     found = list[Figure]()
     for row in sorted(rows, key=lambda row: (row["stage"], row["dtype"])):
         promise = "cold" if row["stage"] == "prefill" else "decode"

@@ -314,7 +314,7 @@ async def measured(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def make_figures(rows: list[dict[str, Any]], model: str) -> list[Figure]:
-    """The planner's choice against computing, which is the peer, and the speed of a whole restore."""
+    """Compare the planner's choice with computing, and tell the speed of a whole restore."""
     found = list[Figure]()
     for row in rows:
         peers, goal = {"computed": row["recompute_s"]}, Goal(at_most=1.1, against="computed")

@@ -327,7 +327,7 @@ async def measure(options: Options, given: argparse.Namespace) -> int:
 
 
 def make_figure(rows: Sequence[Mapping[str, Any]], subject: str) -> Figure:
-    """All ways together: how many answers differ from the plain ones."""
+    """Make one figure of all ways: how many answers differ from the plain ones."""
     count, differing = sum(row["jobs"] for row in rows), sum(row["differing"] for row in rows)
     return Figure("exactness", subject, f"{len(rows)} ways", f"of {count:,} differ", differing, goal=Goal(at_most=0))
 

@@ -277,7 +277,7 @@ def checkpoint_texts(folder: Path, vocab: int) -> None:
 
 
 def make_figures(rows: Sequence[Mapping[str, Any]], shape: str) -> list[Figure]:
-    """The planner's choice, against the better of the modes that were forced."""
+    """Compare the planner's choice with the better of the modes that were forced."""
     subject, goal = f"{name_shape(shape)}, first request of a new process", Goal(at_most=1.05, against="best forced")
     return [
         Figure(

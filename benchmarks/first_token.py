@@ -96,7 +96,7 @@ def served(client: httpx.Client, lengths: Sequence[int], runs: int) -> dict[str,
 
 
 def make_figures(rows: Sequence[Mapping[str, Any]], shape: str) -> list[Figure]:
-    """Over HTTP against the forwards alone."""
+    """Compare first tokens over HTTP with the forwards alone."""
     goal = Goal(at_most=1.05, against="forwards alone")
     found = list[Figure]()
     for row in rows:

@@ -29,7 +29,7 @@ Turn = Mapping[str, float]
 
 
 def make_figures(rows: Mapping[str, list[list[Turn]]]) -> list[Figure]:
-    """Processor time of a session, both layers together against the better one of them."""
+    """Compare the processor time of both layers together with the better one of them."""
     spent = {name: min(sum(turn["processor_ms"] for turn in turns) for turns in runs) for name, runs in rows.items()}
     single = [spent[name] for name in (CACHE, FROZEN) if name in spent]
     if BOTH not in spent or not single:

@@ -120,7 +120,7 @@ def once(server: Running, path: str, body: bytes) -> dict[str, Any]:
 
 
 def make_figures(rows: list[dict[str, Any]]) -> list[Figure]:
-    """The worst of all bodies."""
+    """Make figures of the worst of all bodies."""
     what, at = "bodies made to cost, worst of all", f"{len(rows)} bodies"
     seconds, size, others = (max(row[name] for row in rows) for name in ("seconds", "peak_x", "others_p99_ms"))
     return [

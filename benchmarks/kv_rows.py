@@ -110,7 +110,7 @@ def subject(shape: str, layers: int, positions: int, device: torch.device) -> tu
 
 
 def make_figures(rows: list[dict[str, Any]], given: argparse.Namespace) -> list[Figure]:
-    """8-bit rows against bf16 ones. Prefill must keep nine tenths of the speed."""
+    """Compare 8-bit rows with bf16 ones. Prefill must keep nine tenths of the speed."""
     plain, found = next(row for row in rows if row["rows"] == "bf16"), list[Figure]()
     for what, goal in (("prefill to", Goal(at_most=1.11, against="bf16")), ("decode at", None)):
         for row in (row for row in rows if row is not plain):

@@ -182,7 +182,7 @@ LATE = 1.5  # times the median: the goal of the latest one percent of tokens
 
 
 def make_figures(found: Mapping[str, Mapping[str, float]], subject: str, given: argparse.Namespace) -> list[Figure]:
-    """The first server is ours. Each of its figures must be ahead of llama.cpp's, where that was asked, too."""
+    """Compare the first server, which is ours, with the others. It must be ahead of llama.cpp in each figure."""
     (_, ours), *others = found.items()
     made = list[Figure]()
 

@@ -206,7 +206,7 @@ def medians(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def make_figures(rows: list[dict[str, Any]]) -> list[Figure]:
-    """Cold over the hit; at 8,160 tokens that must be 48, and stored files are read at 0.85 of the disk's speed."""
+    """Divide cold by hit, which must be 48 at 8,160 tokens. Stored files must be read at 0.85 of the disk's speed."""
     found = list[Figure]()
     for row in (row for row in rows if row["tree"] == "this"):
         goal = Goal(at_least=48) if row["tokens"] == 8160 else None

@@ -314,7 +314,7 @@ SPEED_GOALS = {("code", "greedy"): 1.6, ("code", "sampled"): 1.5}
 
 
 def make_figures(found: dict[str, Any]) -> list[Figure]:
-    """Times plain by subject, and what forced acceptance gives."""
+    """Make figures of speed over plain decoding, by subject and by forced acceptance."""
     made = list[Figure]()
     for row in found.get("speed", []):
         bound = SPEED_GOALS.get((row["subject"], row["sampling"]))

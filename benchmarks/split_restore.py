@@ -226,7 +226,7 @@ def compared(plan: str, what: str, each: list[float], single: list[float]) -> di
 
 
 def make_figures(rows: list[dict[str, Any]], how: str, given: argparse.Namespace) -> list[Figure]:
-    """Each plan against the single device."""
+    """Compare each plan with the single device."""
     subject, goal = f"restore {how} from {given.tier}, {given.tokens} tokens, over one device", Goal(at_most=1.2)
     return [
         Figure("split", subject, row["plan"], "x", row["times the single one's, p50"], goal=goal) for row in rows[1:]

@@ -164,7 +164,7 @@ def tried(plan: str, home: Path, model: str, given: argparse.Namespace) -> dict[
 
 
 def make_figures(found: dict[str, dict[str, Any]], subject: str) -> list[Figure]:
-    """Each plan against the first one."""
+    """Compare each plan with the first one."""
     (first, single), *others = found.items()
     made = list[Figure]()
     for plan, one in others:

@@ -228,7 +228,7 @@ async def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def make_figures(rows: list[dict[str, Any]], shape: str) -> list[Figure]:
-    """Tokens a second of the way that serves, by how tokens are picked."""
+    """Make figures of the way that serves, by how tokens are picked."""
     return [
         Figure(
             "streams", f"{name_shape(shape)} in process, {row['sampling']}", str(row["streams"]), "tok/s", row["tok/s"]
