@@ -151,6 +151,8 @@ class RequestStatus:
     tier: Tier  # that most of the restored tokens came from
     completion_tokens: int = 0
     decode_steps: int = 0
+    follows: RequestId | None = None  # the request whose rows it waits for, to go on from them
+    follows_rows: int = 0  # of these rows
 
 
 @frozen

@@ -24,7 +24,7 @@ from effects.ports import (
 from engine.core.request_meter import RequestMeter, stage_of
 from states import pages, request_states
 from states.rates import Rates
-from states.slots import Slot
+from states.slots import Follow, Slot
 from states.world import World
 
 
@@ -61,17 +61,26 @@ def list_running(world: World, meter: RequestMeter, now_ns: int) -> tuple[Reques
     shown = [*islice(seated, MAX_RUNNING_SHOWN)]
     shown += islice(waiting, MAX_RUNNING_SHOWN - len(shown))
     return tuple(
-        request_status(request, state, stage_of(state, world), meter.stages_ms(request, now_ns))
+        request_status(
+            request, state, stage_of(state, world), meter.stages_ms(request, now_ns), world.slots.follows.get(request)
+        )
         for request, state in shown
     )
 
 
 def request_status(
-    request: RequestId, state: request_states.State, stage: Stage, stages_ms: Mapping[Stage, float]
+    request: RequestId,
+    state: request_states.State,
+    stage: Stage,
+    stages_ms: Mapping[Stage, float],
+    follow: Follow | None = None,
 ) -> RequestStatus:
-    """Return the status of a live request."""
+    """Return the status of a live request. follow: the rows that it waits for, if another request computes them."""
     if isinstance(state, request_states.Waiting):
-        return RequestStatus(request, stage, stages_ms, len(state.prompt.tokens), 0, 0, "none")
+        waiting = RequestStatus(request, stage, stages_ms, len(state.prompt.tokens), 0, 0, "none")
+        if follow is None or follow.ended:
+            return waiting
+        return evolve(waiting, follows=follow.leader, follows_rows=follow.rows)
     assert not isinstance(state, request_states.New | request_states.Done), "left within the fold"
     left = request_states.get_remainder(state)
     answer = state.answer if isinstance(state, request_states.Speculating) else request_states.Generated()

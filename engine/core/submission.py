@@ -208,6 +208,8 @@ def describe_cache_use(report: Report, live: Mapping[str, Any]) -> str:
     recent = live.get("full_cache", {}).get("recent", 0)
     window = f" window={scope.count} recent={recent}" if scope.kind == "auto" else ""
     came = f"{report.restored_tokens} of {report.prompt_tokens} prompt tokens restored ({report.tier})"
+    if report.followed_tokens:
+        came += f", {report.followed_tokens} of them computed by another request meanwhile"
     return f"{report.cache}{window}; {came}{report.miss and ', '}{report.miss}{describe_adoption(report, live)}"
 
 

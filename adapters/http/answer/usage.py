@@ -105,6 +105,7 @@ def describe_choice(ended: FinishedChoice, options: EdgeOptions) -> dict[str, An
             "reason": "disk_off"
             if ended.planned_job.requests_scope and kept and not options.disk
             else report.cache.reason,
+            "followed": report.followed_tokens,
             "miss": cache_misses.describe_miss(ended),
         },
         "stabilized": list(ended.planned_job.stabilize_rules),
