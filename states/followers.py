@@ -7,8 +7,8 @@ Idea. A prompt that is being computed is already a prefix. A request whose promp
 (its leader) keeps waiting in the queue until the leader has the common rows. Then it is admitted as if the leader's
 slot had always held them: its slot shares the pages or copies the rows, and it computes its own tail only.
 
-A request follows only if waiting is not much slower than computing the rows itself (`price_following`). Both use the same
-device, one chunk at a time, so a request of its own could begin when the leader's chunk ends.
+A request follows only if waiting is not much slower than computing the rows itself (`price_following`). Both use the
+same device, one chunk at a time, so a request of its own could begin when the leader's chunk ends.
 
 Invariants:
 

@@ -99,7 +99,8 @@ def check_follows(world: World) -> None:
         leader = world.requests.get(follow.leader)
         if not follow.ended and isinstance(waiting, Waiting) and isinstance(leader, Prefilling):
             same = waiting.prompt.tokens[: follow.rows] == leader.prompt.tokens[: follow.rows]
-            assert same and waiting.prompt.job.salt == leader.prompt.job.salt, "a request follows another prompt"
+            assert same, "a request follows another prompt"
+            assert waiting.prompt.job.salt == leader.prompt.job.salt, "a request follows one of another salt"
 
 
 def check_lanes(world: World, held: Mapping[RequestId, RequestRemainder]) -> None:

@@ -12,8 +12,9 @@ Idea. `choose_launch` is called when a lane is free. It applies these rules in o
    most, and decode steps delay a prefill by one launch at most.
 4. Where there is a draft, `states/speculation_control.py` plans how many tokens each member proposes.
 5. When nothing else waits, decode steps may continue alone for as many steps as no decision could change.
-6. Among prompts, the one that will be finished soonest goes first, or that first has the rows of a follower. After MAX_OVERTAKES such turns the prompt that has
-   waited longest goes first, so that long prompts make progress, too (`next_request`).
+6. Among prompts, the one goes first that will soonest be finished, or soonest have the rows that a follower waits for.
+   After MAX_OVERTAKES such turns the prompt that has waited longest goes first, so that long prompts make progress, too
+   (`next_request`).
 
 Example. Requests 1 and 2 decode, and requests 3 (4,000 rows missing) and 4 (300 rows missing) are prefilled, with
 chunks of 256 rows on one lane. The launches are: decode 1 and 2; 256 rows of request 4; decode 1 and 2; 44 rows of

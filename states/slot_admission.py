@@ -70,15 +70,17 @@ def admit_next(
         start = find_best_start(slots, free, request, requests, context.settings)
         follow = followers.choose_leader(slots, request, start.state_rows, requests, context)
         if follow is None:
-            return admit_request(slots, free, request, start, requests, context.settings)
+            return admit_request(slots, start, requests, context.settings)
         slots = evolve(slots, follows={**slots.follows, request: follow})
     return slots, None
 
 
 @frozen
-class Start:
+class BestStart:
     """Where a waiting request can go on from now."""
 
+    request: RequestId
+    free: list[int]  # slots without a holder
     source: int  # the slot that has most in common with its prompt
     shared: list[int]  # by slot, rows in common with the prompt
     spare: list[int]  # free slots that can serve the prompt in place, without overwriting rows worth keeping
@@ -88,7 +90,7 @@ class Start:
 
 def find_best_start(
     slots: Slots, free: list[int], request: RequestId, requests: Mapping[RequestId, State], settings: Settings
-) -> Start:
+) -> BestStart:
     """Find the slot whose rows a waiting request goes on from."""
     state = requests[request]
     assert isinstance(state, Waiting)
@@ -110,18 +112,18 @@ def find_best_start(
         range(len(rows)),
         key=lambda number: (starts[number][0], shared[number], number in spare, number in free, -number),
     )
-    return Start(source, shared, spare, *starts[source])
+    return BestStart(request, free, source, shared, spare, *starts[source])
 
 
 def admit_request(
     slots: Slots,
-    free: list[int],
-    request: RequestId,
-    start: Start,
+    start: BestStart,
     requests: Mapping[RequestId, State],
     settings: Settings,
 ) -> tuple[Slots, tuple[RequestId, Admitted] | None]:
     """Give a waiting request one of the free slots; None: pages are short."""
+    request = start.request
+    free = start.free
     state = requests[request]
     assert isinstance(state, Waiting)
     job = state.prompt.job

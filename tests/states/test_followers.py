@@ -189,9 +189,9 @@ def test_a_report_says_what_was_waited_for() -> None:
 @pytest.mark.parametrize("end", [GONE, DeviceFailed("broken", "")])
 def test_without_its_leader_the_first_follower_computes_and_leads_the_others(end: Event) -> None:
     events = [*START, (ONE, end)]
-    world, outs = after(ROOMY, *events)
+    world, _ = after(ROOMY, *events)
     if isinstance(world.requests[TWO], Waiting):  # a leader that drains leads no more, and its lane is free later
-        world, outs = after(ROOMY, *events, (ONE, PrefillAdvanced(8)))
+        world, _ = after(ROOMY, *events, (ONE, PrefillAdvanced(8)))
     assert isinstance(world.requests[TWO], Prefilling)
     assert isinstance(world.requests[THREE], Waiting)
     assert world.slots.follows[THREE].leader == TWO
