@@ -170,9 +170,9 @@ def make_prefill_chunk(settings: Settings, slot_lease: SlotLease, prompt: Prompt
     if stop - start > settings.chunk and narrow_rows <= settings.beside_rows:
         stop -= narrow_rows
     mark = scope.find_next_mark(settings, slot_lease, prompt)
-    if mark is None or mark.at > stop:
-        return RunPrefill(slot_lease.slot, start, stop, logprobs=logprobs)
-    return RunPrefill(slot_lease.slot, start, mark.at, checkpoint=mark.beyond_device, logprobs=logprobs)
+    if mark is not None and mark.at <= stop:
+        return RunPrefill(slot_lease.slot, start, mark.at, checkpoint=mark.beyond_device, logprobs=logprobs)
+    return RunPrefill(slot_lease.slot, start, stop, logprobs=logprobs)
 
 
 def make_decode_step(
@@ -190,9 +190,8 @@ def make_decode_step(
     really done is chosen at launch, together with the other members (`states/launch_choice.py`).
     """
     last = answer.tokens[-1] if answer.tokens else prompt.tokens[-1]
-    propose = 0
-    if isinstance(speculation, Drafted):
-        propose = min(speculation.control.widths[-1], answer.count_proposable(prompt.job))
+    widest = speculation.control.widths[-1] if isinstance(speculation, Drafted) else 0
+    propose = min(widest, answer.count_proposable(prompt.job))
     steps = count_unwatched_tokens(settings, slot_lease, prompt, answer)
     return RunDecode(slot_lease.slot, slot_lease.valid_rows, last, propose, checkpoint, steps)
 

@@ -103,7 +103,8 @@ def test_a_tail_of_one_grain_is_overwritten_and_a_longer_one_is_copied_away_from
 
 def test_a_long_tail_is_overwritten_when_no_other_slot_is_free() -> None:
     house = a_house(Slot((*PROMPT[:8], *OTHER)), Slot(holder=TWO))
-    assert admitted(house, {TWO: a(LookingUp, some(slot=SlotId(1)))}) == slot_lease(0, 0, 8)
+    other = some(slot=SlotId(1), job=a_job(salt="another"))
+    assert admitted(house, {TWO: a(LookingUp, other)}) == slot_lease(0, 0, 8)
 
 
 def test_of_equal_prefixes_one_that_loses_nothing_is_continued() -> None:
