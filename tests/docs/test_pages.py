@@ -14,21 +14,14 @@ import yaml
 from cyclopts import App, CycloptsError
 
 from engine.commands import app
+from tests.docs.pages import ABOVE, DOCS, PAGES, ROOT, name
+from tests.docs.prose import FENCED
 from tests.docs.reference import every_metric
 
-ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
-ABOVE = sorted(ROOT / f"{name}.md" for name in ("ARCHITECTURE", "CHANGELOG", "CONTRIBUTING", "README", "SECURITY"))
-PAGES = [*ABOVE, *sorted(DOCS.glob("*.md"))]
-FENCED = re.compile(r"^( *)(```|~~~).*?^\1\2$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"""\]\(([^)\s]+)\)|(?:src|srcset)="([^"]+)\"""")
 REKINDLE = re.compile(r"^(?:[A-Z_]+=\S+ +)*(?:\.venv/bin/)?rekindle +(?=[a-z-])(.*)")
 ELSEWHERE = {"--build-arg", "--case", "--cases", "--gpus", "--remote-debugging-pipe"}  # options of other programs
 SOURCES = [path for package in ("engine", "adapters") for path in sorted((ROOT / package).glob("**/*.py"))]
-
-
-def name(path: Path) -> str:
-    return str(path.relative_to(ROOT))
 
 
 def prose(page: Path) -> str:
@@ -88,7 +81,8 @@ def test_every_page_is_in_the_site_once() -> None:
             found.append(each) if isinstance(each, str) else walk(each)
 
     walk(yaml.load((ROOT / "mkdocs.yml").read_text(), Reader)["nav"])  # noqa: S506 - a SafeLoader
-    pages = [path.name for path in PAGES if path.name != "README.md"]  # index.md is the site's
+    pages = [path.name if path in ABOVE else str(path.relative_to(DOCS)) for path in PAGES]
+    pages.remove("README.md")  # index.md is the site's
     assert sorted(found) == sorted(pages)
 
 
