@@ -10,21 +10,21 @@ from states.machine import Table
 HEAD = """\
 # The states of a request
 
-`make diagram` writes this page and its picture from `states/table.py`. A test compares them with the
-table. [ARCHITECTURE.md](../ARCHITECTURE.md) explains the machine around the table.
+`make diagram` writes this page and its picture from `states/table.py`. A test compares them with
+the table. [ARCHITECTURE.md](../ARCHITECTURE.md) explains the machine around the table.
 
 <picture>
   <source media="(prefers-color-scheme: dark)" srcset="images/states-dark.svg">
   <img alt="The states of a request and the events between them" src="images/states-light.svg">
 </picture>
 
-A request goes down the middle column. A curve skips phases that have nothing to do, or looks a prompt
-up again. A request whose slot lost its rows goes to `Recovering` and waits for a slot again, once. A
-request that ends while work is in flight goes to `Draining`, which waits for the outcomes.
+A request goes down the middle column. A curve skips phases that have nothing to do, or looks a
+prompt up again. A request whose slot lost its rows goes to `Recovering` and waits for a slot again,
+once. A request that ends while work is in flight goes to `Draining`, which waits for the outcomes.
 
 Each row of the table is one possible transition. A state and an event that have several rows decide
-between them by what the state holds and by the policies in `states/policy.py`. A pair that has no row
-is a bug, and the engine stops. `rekindle diagram` prints the same table as a Mermaid diagram.
+between them by what the state holds and by the policies in `states/policy.py`. A pair that has no
+row is a bug, and the engine stops. `rekindle diagram` prints the same table as a Mermaid diagram.
 
 """
 
