@@ -20,7 +20,12 @@ BYTES = {DOCS / "BENCHMARKS.md": 25_000}
 @pytest.mark.parametrize("page", [page for page in (*PAGES, *CARDS) if page != GENERATED], ids=name)
 def test_lines_of_prose_are_wrapped(page: Path) -> None:
     lines = enumerate(list_prose_lines(page.read_text()), 1)
-    assert [f"line {number}: {len(line)} columns" for number, line in lines if len(line) > COLUMNS] == []
+    assert [f"line {number}: {len(line)} columns" for number, line in lines if is_too_long(line)] == []
+
+
+def is_too_long(line: str) -> bool:
+    """Could the line be broken? The address of a link may be longer than a line."""
+    return len(line) > COLUMNS and " " in line.strip()
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=name)
@@ -89,6 +94,6 @@ def test_sentences_end_at_their_ends_and_not_at_abbreviations() -> None:
 
 
 def test_a_long_line_and_a_long_sentence_are_noticed() -> None:
-    assert max(map(len, list_prose_lines("word " * 30))) > COLUMNS
+    assert [is_too_long(line) for line in ("word " * 30, "word", "w" * 150, "a" * 50)] == [True, False, False, False]
     assert average_sentence("word " * 30 + ".") > MEAN_WORDS
     assert average_sentence("One two three. " + "word " * 45 + ".") > MEAN_WORDS
