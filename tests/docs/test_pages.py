@@ -107,6 +107,36 @@ def test_commands_take_what_they_are_given(page: Path) -> None:
             pytest.fail(f"{line}: {error}")
 
 
+def find_unknown_command(spoken: str) -> str:
+    """Return the first word behind `rekindle` that should be a command and is none; empty: there is none.
+
+    Several commands may be written as one: `rekindle cache ls|verify|gc`.
+    """
+    found = app
+    for word in spoken.split()[1:]:
+        commands = [one for one in found if not one.startswith("-")]
+        if not commands or word.startswith("-") or word.isupper():
+            return ""
+        if unknown := set(word.split("|")) - set(commands):
+            return min(unknown)
+        found = found[word.partition("|")[0]]
+    return ""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_commands_that_are_spoken_of_exist(page: Path) -> None:
+    for spoken in re.findall(r"`(rekindle [^`\n]+)`", prose(page)):
+        unknown = find_unknown_command(spoken)
+        assert not unknown, f"`{spoken}`: there is no command {unknown}"
+
+
+def test_a_command_that_is_no_more_is_noticed() -> None:
+    assert find_unknown_command("rekindle cache ls|verify|gc") == ""
+    assert find_unknown_command("rekindle serve ~/models/one --slots 2") == ""
+    assert find_unknown_command("rekindle cache ls|sweep") == "sweep"
+    assert find_unknown_command("rekindle execute trace.jsonl") == "execute"
+
+
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if page.name not in ("BENCHMARKS.md", "CHANGELOG.md")], ids=name
 )
