@@ -51,7 +51,7 @@ def list_paragraphs(text: str) -> Iterator[str]:
 
 
 def simplify(paragraph: str) -> str:
-    return LINK.sub(r"\1", CODE.sub("code", paragraph))
+    return LINK.sub(r"\1", CODE.sub("Code", paragraph))
 
 
 def count_sentence_words(text: str) -> list[int]:
