@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -154,3 +155,21 @@ def test_files_that_pages_mention_exist(page: Path) -> None:
     """A file may be named by its last folders only."""
     mentioned = set(FILE.findall(FENCED.sub("", page.read_text()))) - OTHER_FILES
     assert sorted(one for one in mentioned if not any(path.endswith(f"/{one}") for path in list_file_paths())) == []
+
+
+def list_rooms() -> Iterator[str]:
+    """Yield every folder that an import contract names."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    for contract in contracts:
+        for container in contract.get("containers", ()):
+            folder = ROOT.joinpath(*container.split("."))
+            for room in (one.strip() for layer in contract["layers"] for one in layer.split("|")):
+                if (folder / room).is_dir():
+                    yield room
+
+
+def test_the_architecture_names_every_room_of_the_import_contracts() -> None:
+    page = (ROOT / "ARCHITECTURE.md").read_text()
+    rooms = set(list_rooms())
+    assert len(rooms) > 30
+    assert sorted(room for room in rooms if f"{room}/`" not in page) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,11 @@ def test_every_hard_subject_has_its_page() -> None:
     subjects = {page.stem for page in INTERNALS}
     assert subjects >= {"cache-and-restore", "compression", "numerics", "speculation", "start-up"}
     assert all(f"internals/{subject}.md" in (ROOT / "ARCHITECTURE.md").read_text() for subject in subjects)
+
+
+def test_the_life_of_a_request_has_twelve_steps() -> None:
+    steps = re.findall(r"^(\d+)\. \*\*", (ROOT / "ARCHITECTURE.md").read_text(), re.MULTILINE)
+    assert steps == [str(number) for number in range(1, 13)]
 
 
 def test_the_glossary_is_in_order_and_each_term_is_one_line() -> None:
