@@ -13,6 +13,7 @@ from tests.docs.prose import average_sentence, count_sentence_words, list_prose_
 COLUMNS = 100
 MEAN_WORDS = 22  # of the sentences of a page
 GENERATED = DOCS / "REFERENCE.md"  # of help texts, which are as long as they are
+PAGE_WORDS = 500  # of a decision, which is one page
 WORDS = {ROOT / "ARCHITECTURE.md": 3000, **dict.fromkeys(INTERNALS, 2500)}
 LINES = {ROOT / "README.md": 90, DOCS / "GLOSSARY.md": 60}
 BYTES = {DOCS / "BENCHMARKS.md": 25_000}
@@ -47,6 +48,11 @@ def test_short_pages_are_short(page: Path) -> None:
 @pytest.mark.parametrize("page", BYTES, ids=name)
 def test_pages_of_figures_are_small(page: Path) -> None:
     assert len(page.read_bytes()) <= BYTES[page]
+
+
+def test_a_decision_is_one_page() -> None:
+    decisions = sorted((DOCS / "decisions").glob("*.md"))
+    assert [name(page) for page in decisions if len(page.read_text().split()) > PAGE_WORDS] == []
 
 
 def test_every_hard_subject_has_its_page() -> None:
