@@ -149,7 +149,8 @@ def render_world() -> Iterator[str]:
         yield f"| `{effect.__name__}` | {summary} |"
     yield from (
         "",
-        "This is the gate of the snapshot that is being taken. It may copy its next run while it is `copying`.",
+        "This is the gate of the snapshot that is being taken. It may copy its next run while it is",
+        "`copying`.",
         "",
         *render_moves(list_gate_edges()),
         "",
