@@ -54,8 +54,9 @@ reference: install  ## write docs/REFERENCE.md anew
 pictures: install  ## draw the documentation's pictures anew; needs Chromium
 	$(BIN)/python -m tests.pictures
 
-diagram: install  ## regenerate docs/STATES.md
+diagram: install  ## write docs/STATES.md and its picture anew
 	$(BIN)/rekindle diagram --markdown > docs/STATES.md
+	$(BIN)/python -m tests.docs.states_picture
 
 train-demo-hybrid: install .train/packages  ## train the hybrid demo and its own head again, from nothing; needs a CUDA device
 	$(BIN)/python -m training.hybrid $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -13,9 +14,9 @@ PAGES = ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Links of such a page lead into docs/, where it now is. What pages link to, to read, comes along."""
+    """Add the pages, whose links lead into docs/, and the files that pages link to."""
     for name in PAGES:
-        content = (ROOT / name).read_text().replace("](docs/", "](")
+        content = re.sub(r'(\]\(|src="|srcset=")docs/', r"\1", (ROOT / name).read_text())
         files.append(File.generated(config, name, content=content))
     for path in (ROOT / "Containerfile", *sorted((ROOT / "deploy").iterdir())):
         files.append(File.generated(config, str(path.relative_to(ROOT)), abs_src_path=str(path)))
@@ -23,7 +24,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001 - mkdocs' own
-    """A link out of docs/ leads to one of those. From a page in a folder, `../` is docs/ itself."""
-    if "/" in page.file.src_uri:
-        return markdown.replace("](../../", "](../")
-    return markdown.replace("](../", "](")
+    """Turn links that leave docs/ into links to the pages and files that were added."""
+    depth = page.file.src_uri.count("/")
+    return markdown.replace("](" + "../" * (depth + 1), "](" + "../" * depth)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from textwrap import wrap
 from typing import Any
+
+COLUMNS = 100
+ITEM = re.compile(r"(?:\*|\d+\.) ")
 
 HEAD = """\
 ---
@@ -84,12 +89,35 @@ at every depth.
 def write_card(facts: Mapping[str, Any], measured: Mapping[str, float], card: str = CARD) -> str:
     """README.md for the checkpoint folder. card: from its title on to its licence."""
     rows = "\n".join(f"| {name} | {shown(name, value)} |" for name, value in measured.items())
-    return whole(card, SOURCES).format(**facts, rows=rows)
+    return wrap_prose(whole(card, SOURCES).format(**facts, rows=rows))
 
 
 def whole(card: str, sources: str = "\n") -> str:
     """What is to be filled in. sources: what the licence says besides."""
     return HEAD + card + LICENCE + sources
+
+
+def wrap_prose(card: str) -> str:
+    """Wrap the paragraphs and the list items of a card; tables, headings and the head of the file stay."""
+    blocks = card.rstrip("\n").split("\n\n")
+    kept = ("---", "#", "|")
+    return "\n\n".join(block if block.startswith(kept) else "\n".join(wrap_block(block)) for block in blocks) + "\n"
+
+
+def wrap_block(block: str) -> Iterator[str]:
+    """Yield the lines of a paragraph, or of a list. Code is not broken."""
+    parts = list[str]()
+    for line in block.splitlines():
+        if ITEM.match(line) or not parts:
+            parts.append(line)
+        else:
+            parts[-1] += f" {line.strip()}"
+    for part in parts:
+        item = ITEM.match(part)
+        indent = " " * (item.end() if item else 0)
+        whole_code = re.sub("`[^`]*`", lambda code: code[0].replace(" ", "\0"), part)
+        for line in wrap(whole_code, COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False):
+            yield line.replace("\0", " ")
 
 
 def table(head: str, measured: Mapping[str, Mapping[str, float]], cell: Callable[[float], str]) -> str:

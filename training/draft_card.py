@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from training.card import table, whole
+from training.card import table, whole, wrap_prose
 
 CARD = """\
 demo, its draft
@@ -58,4 +58,4 @@ def write_draft_card(facts: Mapping[str, Any], measured: Mapping[str, Mapping[st
     """README.md for the checkpoint folder. measured: tokens a round, by subject and way of decoding."""
     last = facts["target_layers"] - 1
     rows = table("answers", measured, "{:.2f}".format)
-    return whole(CARD).format(**facts, table=rows, target_layers_last=last, temperature=temperature)
+    return wrap_prose(whole(CARD).format(**facts, table=rows, target_layers_last=last, temperature=temperature))

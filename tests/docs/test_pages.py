@@ -14,21 +14,14 @@ import yaml
 from cyclopts import App, CycloptsError
 
 from engine.commands import app
+from tests.docs.pages import ABOVE, DOCS, PAGES, ROOT, name
+from tests.docs.prose import FENCED
 from tests.docs.reference import every_metric
 
-ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
-ABOVE = sorted(ROOT / f"{name}.md" for name in ("ARCHITECTURE", "CHANGELOG", "CONTRIBUTING", "README", "SECURITY"))
-PAGES = [*ABOVE, *sorted(DOCS.glob("**/*.md"))]
-FENCED = re.compile(r"^( *)(```|~~~).*?^\1\2$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"""\]\(([^)\s]+)\)|(?:src|srcset)="([^"]+)\"""")
 REKINDLE = re.compile(r"^(?:[A-Z_]+=\S+ +)*(?:\.venv/bin/)?rekindle +(?=[a-z-])(.*)")
 ELSEWHERE = {"--build-arg", "--case", "--cases", "--gpus", "--remote-debugging-pipe"}  # options of other programs
 SOURCES = [path for package in ("engine", "adapters") for path in sorted((ROOT / package).glob("**/*.py"))]
-
-
-def name(path: Path) -> str:
-    return str(path.relative_to(ROOT))
 
 
 def prose(page: Path) -> str:
@@ -88,7 +81,7 @@ def test_every_page_is_in_the_site_once() -> None:
             found.append(each) if isinstance(each, str) else walk(each)
 
     walk(yaml.load((ROOT / "mkdocs.yml").read_text(), Reader)["nav"])  # noqa: S506 - a SafeLoader
-    pages = [str(path.relative_to(DOCS if DOCS in path.parents else ROOT)) for path in PAGES]
+    pages = [path.name if path in ABOVE else str(path.relative_to(DOCS)) for path in PAGES]
     pages.remove("README.md")  # index.md is the site's
     assert sorted(found) == sorted(pages)
 
@@ -112,6 +105,36 @@ def test_commands_take_what_they_are_given(page: Path) -> None:
             app.parse_args(words, exit_on_error=False, print_error=False)
         except CycloptsError as error:
             pytest.fail(f"{line}: {error}")
+
+
+def find_unknown_command(spoken: str) -> str:
+    """Return the first word behind `rekindle` that should be a command and is none; empty: there is none.
+
+    Several commands may be written as one: `rekindle cache ls|verify|gc`.
+    """
+    found = app
+    for word in spoken.split()[1:]:
+        commands = [one for one in found if not one.startswith("-")]
+        if not commands or word.startswith("-") or word.isupper():
+            return ""
+        if unknown := set(word.split("|")) - set(commands):
+            return min(unknown)
+        found = found[word.partition("|")[0]]
+    return ""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_commands_that_are_spoken_of_exist(page: Path) -> None:
+    for spoken in re.findall(r"`(rekindle [^`\n]+)`", prose(page)):
+        unknown = find_unknown_command(spoken)
+        assert not unknown, f"`{spoken}`: there is no command {unknown}"
+
+
+def test_a_command_that_is_no_more_is_noticed() -> None:
+    assert find_unknown_command("rekindle cache ls|verify|gc") == ""
+    assert find_unknown_command("rekindle serve ~/models/one --slots 2") == ""
+    assert find_unknown_command("rekindle cache ls|sweep") == "sweep"
+    assert find_unknown_command("rekindle execute trace.jsonl") == "execute"
 
 
 @pytest.mark.parametrize(
