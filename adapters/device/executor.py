@@ -118,7 +118,9 @@ class DeviceExecutor:
         """Move experts between host and device memory, in turn. If that fails, they are copied when they are needed."""
         if self.parts.experts is not None and not self._lane.closed:
             moving = partial(self.parts.experts.place, effect.moves)
-            self._lane.post(moving, lambda error: log.error("experts have kept their places", exc_info=error))
+            self._lane.post(
+                moving, lambda error: log.error("experts could not be moved and stay where they are", exc_info=error)
+            )
 
     def open(self, request: RequestId, effect: OpenSlot) -> None:
         """Open the slot in its turn. If that fails, every later effect on the slot for this request fails and says why.

@@ -112,7 +112,7 @@ class Saver:
             rows, saved = await asyncio.get_running_loop().run_in_executor(self.worker, taking)
         finally:
             self._pending_snapshots -= 1
-        log.info("request %d: %d tokens kept, %d bytes of them new", request, rows, saved, extra={"request": request})
+        log.info("request %d: kept %d tokens, wrote %d new bytes", request, rows, saved, extra={"request": request})
         return SnapshotSaved(rows, saved)
 
     def close(self) -> None:
@@ -146,7 +146,7 @@ class Saver:
             return False
         if self.state.locate_state(state.valid) != at or at % layout.block_size or not at:
             where = request, slot, state.valid, at
-            log.warning("request %d: slot %d has %d rows, no checkpoint at %d", *where, extra={"request": request})
+            log.warning("request %d: slot %d has %d rows, but no checkpoint at %d", *where, extra={"request": request})
             return False
         tokens = tuple(state.tokens[:at])
         if not self.store.lacks_checkpoint(tokens, state.salt):

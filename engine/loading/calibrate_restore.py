@@ -116,7 +116,7 @@ def add_restore_times(
         compute = partial(run_chunk, shard, 0, rows, chunk) if quick else None
         found = load_or_measure_times(kept, build_restore_key(store, shard, chunk), rehearsal, compute)
     except (OSError, MemoryError, RuntimeError) as error:
-        log.warning("how fast rows can be loaded is not known: %s", error)
+        log.warning("the speed of restoring could not be measured: %s", error)
         return rates
     tier = store.find_tier(DiskTier)
     if tier is not None:

@@ -187,7 +187,7 @@ def load_if_kept(compressor: Compressor, settings: Settings) -> Settings:
     except torch.OutOfMemoryError:
         if settings.residency.policy != "auto":
             raise
-        log.warning("the drafter is released after each use: its device has no room to keep it")
+        log.warning("the drafter is released after each use, because its device is short of memory")
         return evolve(settings, residency=evolve(settings.residency, drafter="release"))
     return settings
 

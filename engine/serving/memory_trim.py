@@ -50,4 +50,4 @@ async def tidied(
 
 
 def failed(error: BaseException) -> None:
-    log.error("memory could not be given back", exc_info=error)
+    log.error("unused memory could not be returned to the system", exc_info=error)

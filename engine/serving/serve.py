@@ -157,7 +157,7 @@ async def watch_signals(
 
 def exit_late() -> None:
     """End the process because something that cannot be cancelled still runs: a kernel, a tokenizer, a slow disk."""
-    log.error("not everything has ended in time: stopping at once")
+    log.error("the shutdown took too long: stopping at once")
     os._exit(1)
 
 
@@ -217,12 +217,15 @@ async def serve_model(
                 background.start_soon(recall.run)
                 await wait_for_stop(stop, target.executor.threads)
                 background.cancel_scope.cancel()
-            log.info("draining: newcomers are refused, running requests get %g s, or stop again", options.http.grace)
+            log.info(
+                "shutting down: new requests are refused, running ones have %g s; a second signal stops at once",
+                options.http.grace,
+            )
             deadline = anyio.current_time() + options.http.grace
             clean = await running.submissions.drain(options.http.grace)
             clean = await close_connections(serving, deadline) and clean
             if not clean:
-                log.warning("%g s are over: what was still running was cut short", options.http.grace)
+                log.warning("%g s are over: the requests that were still running were cut short", options.http.grace)
         watch.close()
         for history in histories.values():
             await history.close(deadline)

@@ -205,5 +205,5 @@ def read_keys(path: Path) -> tuple[str, ...]:
         if not key.isascii() or not key.isprintable():
             raise UserError(f"{flag}: key {number} is not printable ASCII")
     if stat.S_ISREG(about.st_mode) and about.st_mode & 0o077:
-        log.warning("%s: others may read it; `chmod 600` it", flag)
+        log.warning("%s: other users can read it; run `chmod 600` on it", flag)
     return keys

@@ -129,7 +129,8 @@ async def test_no_mark_lies_on_the_name_of_a_state(chromium: Browser, timeline: 
     async with shown(chromium, timeline, script=WRITTEN) as page:
         for request in range(REQUESTS):
             await page.js(
-                f"document.getElementById('search').value = '{request}'; document.getElementById('tools').requestSubmit()"
+                f"document.getElementById('search').value = '{request}';"
+                "document.getElementById('tools').requestSubmit()"
             )
             await page.click("[data-do=one]")
             await page.js(f"window.written.length = 0; {DRAWN}")

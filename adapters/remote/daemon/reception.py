@@ -88,7 +88,7 @@ class Reception:
                 connection, _ = self.listening.accept()
             except OSError as error:
                 if not self._closed:
-                    log.warning("no connection was taken: %s", error.strerror or error)
+                    log.warning("a connection could not be accepted: %s", error.strerror or error)
                     time.sleep(PAUSE_S)
                 continue
             try:
