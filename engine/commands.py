@@ -104,7 +104,7 @@ def chat(
     Parameters
     ----------
     model
-        The model as `rekindle serve` takes it, or by the name that the server lists. By default the server's first model.
+        The model, as in `rekindle serve`, or by the name that a server lists. By default the server's first model.
     """
     from engine.tools.chat.chat_loop import run_chat  # noqa: PLC0415
 

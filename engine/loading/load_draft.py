@@ -95,9 +95,7 @@ def named_draft(name: str, target: Checkpoint) -> FoundDraft | None:
 def check_provable(found: FoundDraft | None, numerics: Numerics) -> FoundDraft | None:
     """Return the draft, or None if its proposals could not be verified bit for bit with these numerics."""
     if found is not None and numerics.mode != "buckets":
-        log.warning(
-            "no draft is used: on this device, batches of different sizes give different bits, so proposals cannot be verified exactly"
-        )
+        log.warning("no draft is used: proposals cannot be verified exactly, because batch sizes change the bits here")
         return None
     return found
 
