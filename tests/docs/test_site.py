@@ -51,9 +51,11 @@ def test_links_and_texts_can_be_read(scheme: str) -> None:
 
 def test_the_style_sheet_is_used_and_nothing_is_loaded_from_elsewhere() -> None:
     assert "extra_css: [css/site.css]" in CONFIGURATION
-    assert CONFIGURATION.count("primary: custom") == CONFIGURATION.count("scheme:") == 2
+    assert CONFIGURATION.count("primary: custom") == CONFIGURATION.count("      scheme: ") == 2
     assert "font: false" in CONFIGURATION
-    assert "mermaid" not in CONFIGURATION  # the theme would load a library to draw such blocks
+    # The theme would load a library to draw such blocks, or to search in files.
+    assert "mermaid" not in CONFIGURATION
+    assert "offline" not in CONFIGURATION
     assert "://" not in CONFIGURATION + STYLE
 
 
