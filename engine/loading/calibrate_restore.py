@@ -28,7 +28,9 @@ from states.rates import ALONE, SLOWEST, Rates, compute_slowdown, estimate_prefi
 
 log = logging.getLogger("rekindle")
 
-SLOWLY = "zstd files take %.2f times as long to restore as plain ones, which --kv-cache-codec store would write"
+SLOWLY = (
+    "compressed cache files take %.2f times as long to restore as plain ones; --kv-cache-codec store writes plain ones"
+)
 VERSION = 4
 MOST_NS = 10**9  # a second for one token's rows
 PASSES = 2  # over each codec's samples, in turn: the quicker one counts, as whatever else goes on makes it slower

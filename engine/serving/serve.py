@@ -258,7 +258,7 @@ async def wait_for_stop(stop: anyio.Event, threads: Sequence[WatchedThread], eve
     """Wait for the stop event. Raises UserError if a thread has died that the server cannot work without."""
     while not stop.is_set():
         if dead := [thread for thread in threads if thread.is_dead]:
-            raise UserError(f"the thread {dead[0].name} has died ({dead[0].trouble}); the log above says where")
+            raise UserError(f"the thread {dead[0].name} died ({dead[0].trouble}); see the log above")
         with anyio.move_on_after(every_s):
             await stop.wait()
 

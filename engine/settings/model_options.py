@@ -95,12 +95,14 @@ class PlacementOptions:
     def __attrs_post_init__(self) -> None:
         """Raise UserError if two options contradict each other."""
         if self.target_devices and self.device != "auto":
-            raise UserError(f"--target-devices names all devices, and --device {self.device} one: leave one out")
+            raise UserError(f"--target-devices already names all devices: leave --device {self.device} out")
         if self.layer_weights and not self.target_devices:
-            raise UserError("--target-layer-split shares layers among --target-devices, and there are none: name some")
+            raise UserError("--target-layer-split needs --target-devices: name the devices")
         if self.layer_weights and len(self.layer_weights) != len(self.locations):
             counts = f"{len(self.layer_weights)} weights for {len(self.locations)} devices"
-            raise UserError(f"--target-layer-split {self.target_layer_split[:80]}: {counts}; accepted: one for each")
+            raise UserError(
+                f"--target-layer-split {self.target_layer_split[:80]}: {counts}; accepted: one weight for each device"
+            )
 
     @property
     def locations(self) -> tuple[DeviceLocation, ...]:
@@ -205,7 +207,7 @@ class SpeculationOptions:
     def __attrs_post_init__(self) -> None:
         """Raise UserError if two options contradict each other."""
         if self.lazy_draft and self.draft_residency == "persistent":
-            raise UserError("--lazy-draft is --draft-residency request-scoped, not persistent: leave one out")
+            raise UserError("--lazy-draft means --draft-residency request-scoped, not persistent: leave one out")
 
     @property
     def remote_location(self) -> DeviceLocation | None:

@@ -121,7 +121,7 @@ class CacheOptions:
     def __attrs_post_init__(self) -> None:
         """Raise UserError if a cache folder is named, but the disk is not used."""
         if self.kv_cache_dir is not None and not self.uses_disk:
-            raise UserError("--disk-prefix-cache off uses no folder, and --kv-cache-dir names one: leave one out")
+            raise UserError("--disk-prefix-cache off uses no folder, but --kv-cache-dir names one: leave one out")
 
     @property
     def uses_disk(self) -> bool:

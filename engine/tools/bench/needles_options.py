@@ -31,9 +31,7 @@ def parse_depths(value: str) -> tuple[float, ...]:
     except ValueError:
         depths = (-1.0,)
     if not all(0 <= depth <= 1 for depth in depths):
-        raise ValueError(
-            "Must be a number from 0, a text's beginning, to 1, its end; several with commas between them."
-        )
+        raise ValueError("Must be a number from 0, the start of the text, to 1, its end. Separate several with commas.")
     return depths
 
 

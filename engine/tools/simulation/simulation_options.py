@@ -21,7 +21,7 @@ def check_scopes(_: Any, value: str) -> None:
         try:
             parse_scope(word.strip())
         except ValueError:
-            raise ValueError(f"Must be {ACCEPTED_FORMS}; several with commas between them.") from None
+            raise ValueError(f"Must be {ACCEPTED_FORMS}. Separate several with commas.") from None
 
 
 def natural_number(most: int = 1 << 30, least: int = 0) -> Number:
