@@ -95,7 +95,9 @@ class PlacementOptions:
     def __attrs_post_init__(self) -> None:
         """Raise UserError if two options contradict each other."""
         if self.target_devices and self.device != "auto":
-            raise UserError(f"--target-devices already names all devices: leave --device {self.device} out")
+            raise UserError(
+                f"--target-devices already names all devices, so --device {self.device} is too much: leave one out"
+            )
         if self.layer_weights and not self.target_devices:
             raise UserError("--target-layer-split needs --target-devices: name the devices")
         if self.layer_weights and len(self.layer_weights) != len(self.locations):

@@ -123,7 +123,7 @@ def test_what_this_model_or_machine_cannot_do_is_refused_in_a_line(case: str) ->
 
 
 CONTRADICTIONS = {
-    "--device, too": ({"device": "cpu", "target_devices": "cpu,cpu"}, "leave --device cpu out"),
+    "--device, too": ({"device": "cpu", "target_devices": "cpu,cpu"}, "--device cpu is too much: leave one out"),
     "weights alone": ({"target_layer_split": "1,1"}, "--target-layer-split"),
     "too few weights": (
         {"target_devices": "cpu,cpu,cpu", "target_layer_split": "1,2"},
