@@ -41,6 +41,7 @@ class NoModel:
     capacity: int = 1 << 16
     runs_ahead: bool = False
     layers: range = range(1)
+    device: torch.device = field(factory=lambda: torch.device("cpu"))
     _hidden: Tensor = field(factory=lambda: torch.zeros(256, 8))
     _logits: Tensor = field(factory=lambda: torch.randn(16, VOCABULARY))
 
