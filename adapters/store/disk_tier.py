@@ -326,12 +326,7 @@ class DiskTier:
             self._journal.append(*map(index_journal.encode_removal, gone))
         self._journal.needs_rewrite = self._journal.needs_rewrite or (bool(gone) and not in_journal)
         if gone:
-            log.info(
-                "evicted %d cache entries from disk (%d bytes) to store %d bytes",
-                len(gone),
-                sum(e.size for e in gone),
-                size,
-            )
+            log.info("evicted %d entries from disk, %d bytes for %d", len(gone), sum(e.size for e in gone), size)
         return fits
 
     # --- files that the journal does not know ---

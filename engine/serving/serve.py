@@ -221,10 +221,7 @@ async def serve_model(
                 background.start_soon(recall.run)
                 await wait_for_stop(stop, target.executor.threads)
                 background.cancel_scope.cancel()
-            log.info(
-                "shutting down: new requests are refused, running ones have %g s; a second signal stops at once",
-                options.http.grace,
-            )
+            log.info("shutting down: running requests have %g s; a second signal ends them", options.http.grace)
             deadline = anyio.current_time() + options.http.grace
             clean = await running.submissions.drain(options.http.grace)
             clean = await close_connections(serving, deadline) and clean
