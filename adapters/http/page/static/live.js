@@ -191,7 +191,7 @@ function drawMisses(last) {
   const texts = told.map((one) =>
     el("li", {}, el("p", { class: "which" }, el("time", { datetime: new Date(1000 * one.at).toISOString(), text: new Date(1000 * one.at).toLocaleTimeString() }), el("span", { text: `${number(one.restored_tokens)} of ${number(one.prompt_tokens)} tokens were reused` })), ...explained(one)),
   );
-  $("misses").replaceChildren(reasons.length ? counts : el("p", { class: "note", text: "Every prompt so far was found as far as it was kept." }), texts.length ? el("ol", { class: "texts" }, texts) : "");
+  $("misses").replaceChildren(reasons.length ? counts : el("p", { class: "note", text: "No request has missed anything yet." }), texts.length ? el("ol", { class: "texts" }, texts) : "");
 }
 
 // -- speculation
