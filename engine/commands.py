@@ -16,7 +16,7 @@ from engine.settings import completion as shells
 from engine.settings import log_format as logs
 from engine.settings.config_file import list_config_sources
 from engine.settings.fit_options import FitOptions
-from engine.settings.option_types import Device, Quiet, Shell, check_device
+from engine.settings.option_types import SERVER, Device, Quiet, Shell, check_device
 from engine.settings.options import Options, build_options
 from engine.settings.user_error import UserError, report_error
 from engine.tools.bench.bench_commands import bench
@@ -44,7 +44,7 @@ app = App(
 def serve(
     options: Annotated[Options, Parameter(name="*")] = Options(),  # noqa: B008 - a frozen value
     *,
-    config: Annotated[Path | None, Parameter(group="Server")] = None,
+    config: Annotated[Path | None, Parameter(group=SERVER)] = None,
 ) -> int:
     """Serve a model over an OpenAI-compatible API.
 
