@@ -31,9 +31,13 @@ class Metrics:
         self._requests = Counter("rekindle_requests", "Requests by how they ended", ["finish"], registry=registry)
         self._tokens = Counter("rekindle_tokens", "Tokens by kind", ["kind"], registry=registry)
         self._hits = Counter("rekindle_prefix_hits", "Requests with restored tokens", ["tier"], registry=registry)
-        self._misses = Counter("rekindle_prefix_misses", "Requests that missed tokens", ["reason"], registry=registry)
+        self._misses = Counter(
+            "rekindle_prefix_misses", "Requests of which not all tokens were found", ["reason"], registry=registry
+        )
         self._decode_steps = Counter("rekindle_rounds", "Decode steps", registry=registry)
-        self._drafted = Counter("rekindle_draft_tokens", "Drafted tokens", ["outcome"], registry=registry)
+        self._drafted = Counter(
+            "rekindle_draft_tokens", "Tokens that drafts proposed, by outcome", ["outcome"], registry=registry
+        )
         self._queue = Gauge("rekindle_queue_length", "Requests that wait for a slot", registry=registry)
         self._slots = Gauge("rekindle_slots", "Slots by use", ["use"], registry=registry)
         self._shown = (-1, -1, -1)
@@ -106,13 +110,13 @@ class Metrics:
 
 # Names and meanings of the counters of the disk tier. Its figures have the same names.
 DISK_COUNTERS = {
-    "quarantined": "Damaged cache files that were put aside",
+    "quarantined": "Damaged cache files that were set aside",
     "outdated": "Cache files of an earlier format that were removed",
     "newer": "Cache files of a later format that were left alone",
-    "rebuilt": "Journals and lists of recent prompts that were torn or damaged, and are written anew",
+    "rebuilt": "Journals and lists of recent prompts that were torn or damaged and were replaced",
     "write_errors": "Writes to the cache folder that failed",
     "read_errors": "Reads from the cache folder that failed",
-    "dropped_writes": "Runs that were not written: the queue was full, or there was no room",
+    "dropped_writes": "Entries that were not written, because the queue or the budget was full",
     "written_bytes": "Bytes written to the cache folder",
     "read_bytes": "Bytes read from the cache folder",
 }
@@ -131,25 +135,31 @@ class CacheFigures(Collector):
     def collect(self) -> Iterator[Metric]:
         figures = self.figures()
         tiers = {"host": figures["host"], **({"disk": figures} if figures["budget"] else {})}
-        for name, meaning in (("bytes", "Bytes kept"), ("budget", "Bytes that may be kept"), ("entries", "Runs kept")):
+        for name, meaning in (
+            ("bytes", "Bytes kept"),
+            ("budget", "Bytes that may be kept"),
+            ("entries", "Entries kept"),
+        ):
             unit = "_bytes" if name == "budget" else ""
             gauge = GaugeMetricFamily(f"rekindle_cache_{name}{unit}", meaning, labels=["tier"])
             for tier, one in tiers.items():
                 gauge.add_metric([tier], one[name])
             yield gauge
         evictions = {tier: one["evictions"] for tier, one in tiers.items()}
-        yield make_counter("rekindle_cache_evictions", "Runs that had to go", "tier", evictions)
+        yield make_counter("rekindle_cache_evictions", "Entries that were evicted", "tier", evictions)
         yield make_counter(
             "rekindle_cache_hits", "Lookups that found more than the device had", "tier", figures["hits"]
         )
-        yield make_counter("rekindle_cache_misses", "Lookups that did not", "reason", figures["misses"])
+        yield make_counter(
+            "rekindle_cache_misses", "Lookups that found no more than the device had", "reason", figures["misses"]
+        )
         yield from iterate_restore_metrics(figures["restores"])
         for name, meaning in DISK_COUNTERS.items():
             if name in figures:
                 yield CounterMetricFamily(f"rekindle_cache_{name}", meaning, value=figures[name])
         yield CounterMetricFamily(
             "rekindle_cache_dropped_rows",
-            "Rows of snapshots that there was no memory or no time for",
+            "Rows of snapshots that were dropped for lack of memory or time",
             value=figures["dropped_rows"],
         )
         if "queued_bytes" in figures:
@@ -204,10 +214,12 @@ class TurnFigures(Collector):
     def collect(self) -> Iterator[Metric]:
         figures = self.figures()
         yield GaugeMetricFamily("rekindle_remembered_turns", "Answers whose tokens are kept", value=figures["turns"])
-        yield GaugeMetricFamily("rekindle_remembered_bytes", "Bytes of them", value=figures["bytes"])
+        yield GaugeMetricFamily(
+            "rekindle_remembered_bytes", "Bytes of answers whose tokens are kept", value=figures["bytes"]
+        )
         for name, meaning in (
-            ("prompts", "Prompts that had tokens as they were generated"),
-            ("tokens", "Tokens of prompts that were the generated ones"),
+            ("prompts", "Prompts with tokens that stand as they were generated"),
+            ("tokens", "Prompt tokens that stand as they were generated"),
         ):
             yield CounterMetricFamily(f"rekindle_remembered_{name}", meaning, value=figures[name])
 
@@ -225,15 +237,15 @@ class ShardFigures(Collector):
     def collect(self) -> Iterator[Metric]:
         figures = self.figures()
         for name, meaning in (
-            ("hop", "Time of forwards in other processes that was not computing there"),
-            ("compute", "Time of forwards in other processes that was computing there"),
+            ("hop", "Time of forwards in other processes spent on everything else"),
+            ("compute", "Time of forwards in other processes spent on computing there"),
         ):
             seconds = SummaryMetricFamily(f"rekindle_shard_{name}_seconds", meaning, labels=["layers"])
             for layers, one in figures.items():
                 seconds.add_metric([layers], count_value=int(one["hops"]), sum_value=one[f"{name}_seconds"])
             yield seconds
         restarts = {layers: one["restarts"] for layers, one in figures.items()}
-        yield make_counter("rekindle_shard_restarts", "Times that a lost shard was had anew", "layers", restarts)
+        yield make_counter("rekindle_shard_restarts", "Times that a lost shard was reached again", "layers", restarts)
 
 
 def make_counter(name: str, meaning: str, label: str, values: Mapping[str, float]) -> Metric:
@@ -244,9 +256,11 @@ def make_counter(name: str, meaning: str, label: str, values: Mapping[str, float
 
 
 def iterate_restore_metrics(by_tier: Mapping[str, Mapping[str, float]]) -> Iterator[Metric]:
-    seconds = SummaryMetricFamily("rekindle_cache_restore_seconds", "Time to bring rows back", labels=["tier"])
+    seconds = SummaryMetricFamily(
+        "rekindle_cache_restore_seconds", "Time to restore rows to the device", labels=["tier"]
+    )
     for tier, one in by_tier.items():
         seconds.add_metric([tier], count_value=int(one["count"]), sum_value=one["seconds"])
     yield seconds
     loaded = {tier: one["bytes"] for tier, one in by_tier.items()}
-    yield make_counter("rekindle_cache_restored_bytes", "Bytes brought back to the device", "tier", loaded)
+    yield make_counter("rekindle_cache_restored_bytes", "Bytes restored to the device", "tier", loaded)

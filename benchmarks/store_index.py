@@ -146,7 +146,7 @@ def served(folder: Path, entries: list[Entry], home: Path) -> dict[str, float]:
         hit, hit_s = ask(client, prompt)
     assert hit["rekindle"]["tier"] == "disk", hit["rekindle"]
     assert hit["choices"] == cold["choices"]
-    known = re.findall(r"(\d+) kept runs, known after (\d+) ms", (home / "server.log").read_text())[-1]
+    known = re.findall(r"found (\d+) cache entries on disk in (\d+) ms", (home / "server.log").read_text())[-1]
     assert int(known[0]) > len(entries)
     return {"runs": int(known[0]), "index_ms": int(known[1]), "ready_s": ready_s, "cold_s": cold_s, "hit_s": hit_s}
 

@@ -16,7 +16,7 @@ from engine.settings import completion as shells
 from engine.settings import log_format as logs
 from engine.settings.config_file import list_config_sources
 from engine.settings.fit_options import FitOptions
-from engine.settings.option_types import Device, Quiet, Shell, check_device
+from engine.settings.option_types import SERVER, Device, Quiet, Shell, check_device
 from engine.settings.options import Options, build_options
 from engine.settings.user_error import UserError, report_error
 from engine.tools.bench.bench_commands import bench
@@ -44,7 +44,7 @@ app = App(
 def serve(
     options: Annotated[Options, Parameter(name="*")] = Options(),  # noqa: B008 - a frozen value
     *,
-    config: Annotated[Path | None, Parameter(group="Server")] = None,
+    config: Annotated[Path | None, Parameter(group=SERVER)] = None,
 ) -> int:
     """Serve a model over an OpenAI-compatible API.
 
@@ -57,7 +57,7 @@ def serve(
     Parameters
     ----------
     config
-        TOML file with the same names: `port = 8080`, `api-key = ["..."]`.
+        TOML file with the same option names, such as `port = 8080`.
     """
     del config  # read before the command line was
     from engine.settings import start_progress  # noqa: PLC0415 - what only a server needs would keep `--help` waiting
@@ -89,9 +89,9 @@ def chat(
     *,
     options: Annotated[ChatOptions, Parameter(name="*")] = ChatOptions(),  # noqa: B008 - a frozen value
 ) -> int:
-    """Talk to a model in the terminal. Ctrl-C ends an answer, Ctrl-D the conversation; /help lists the rest.
+    """Chat with a model in the terminal. Ctrl-C ends an answer, Ctrl-D the conversation, /help lists all commands.
 
-    Where no server runs, one is started for as long as that takes. A prompt from a pipe is answered, and that is all.
+    If no server runs, one is started for the conversation. A prompt from a pipe gets one answer.
 
     `rekindle chat`
 
@@ -104,7 +104,7 @@ def chat(
     Parameters
     ----------
     model
-        As `rekindle serve` takes it, or as the server calls it; by default the first one that it has.
+        The model, as in `rekindle serve`, or by the name that a server lists. By default the server's first model.
     """
     from engine.tools.chat.chat_loop import run_chat  # noqa: PLC0415
 
@@ -117,10 +117,10 @@ def models(
     options: Annotated[FitOptions, Parameter(name="*")] = FitOptions(),  # noqa: B008 - a frozen value
     json_: Annotated[bool, Parameter(name="--json", negative="", show_default=False)] = False,
 ) -> int:
-    """List the models that are here: what they are, whether they fit, with how much context in how many slots.
+    """List the models on this machine, whether they fit into memory, and with how many slots and how much context.
 
-    They are looked for in ~/models and in the Hugging Face cache. What is told is what `rekindle serve` would do with
-    the same options, reckoned from the models' headers: nothing is loaded.
+    Models are searched in ~/models and in the Hugging Face cache. The list shows what `rekindle serve` would do with
+    the same options. Only the headers of the models are read; nothing is loaded.
 
     `rekindle models`
 
@@ -131,7 +131,7 @@ def models(
     Parameters
     ----------
     json_
-        Print JSON, and nothing else, on standard output.
+        Print only JSON on standard output.
     """
     from engine.settings.progress import announce_if_slow  # noqa: PLC0415
 
@@ -150,10 +150,10 @@ def replay(
     model: str | None = None,
     quiet: Quiet = False,
 ) -> int:
-    """Feed a recorded trace through the engine again and compare every decision. Exit status 0 only if identical.
+    """Run a recorded trace through the engine again and compare every decision.
 
-    Exit status 1 at the first difference, 2 if the file is no trace, 3 if the trace has no end, as a killed server
-    leaves it, and everything in it agrees.
+    Exit status 0: identical. 1: a difference, which is shown. 2: the file is no trace. 3: everything agrees, but the
+    trace has no end, because its server was killed or still runs.
 
     `rekindle replay today.jsonl.zst`
 
@@ -166,13 +166,13 @@ def replay(
     file
         A trace from `rekindle serve --trace`.
     until
-        Stop after this event and print the world as JSON.
+        Stop after this event and print the state of the engine as JSON.
     execute
-        Also carry everything out on the real model, and compare the tokens.
+        Also compute everything on the real model again, and compare the tokens.
     model
-        Checkpoint for --execute, if it is no longer where it was.
+        Checkpoint for --execute, if it has moved since.
     quiet
-        Do not tell how far it has got.
+        Show no progress.
     """
     from engine.core.replay import CUT_SHORT, ReplayDiffers, TraceCutShort, replay_file, world_json  # noqa: PLC0415
     from engine.core.trace import BadTrace  # noqa: PLC0415
@@ -201,17 +201,17 @@ def replay(
 
 @app.command(sort_key=4)
 def simulate(
-    logs: Annotated[tuple[Path, ...], Parameter(name="LOG", help="Files of requests.")],
+    logs: Annotated[tuple[Path, ...], Parameter(name="LOG", help="Files with requests.")],
     /,
     *,
     wanted: Annotated[SimulationOptions, Parameter(name="*")] = SimulationOptions(),  # noqa: B008 - a frozen value
     quiet: Quiet = False,
 ) -> int:
-    """Try cache policies on requests that were logged: the real engine and index on a virtual clock, no model.
+    """Try cache policies on logged requests: the real engine and cache index, a virtual clock, no model.
 
-    What format a file has is seen from what is in it: a trace of `rekindle serve --trace`; JSON Lines with
-    `timestamp`, `input`, `output` and `session_id`; or a JSON object of token counts, with `requests` and `hash_ids`.
-    Any of them may be compressed (.zst).
+    Three formats of logs are read, and any of them may be compressed (.zst): a trace of `rekindle serve --trace`; JSON
+    Lines with `timestamp`, `input`, `output` and `session_id`; a JSON object of token counts, with `requests` and
+    `hash_ids`.
 
     `rekindle simulate today.jsonl.zst --scope full,auto,auto:8`
 
@@ -220,7 +220,7 @@ def simulate(
     Parameters
     ----------
     quiet
-        Do not tell how far it has got.
+        Show no progress.
     """
     from engine.settings.progress import silence_progress  # noqa: PLC0415
     from engine.tools.simulate import run  # noqa: PLC0415
@@ -241,9 +241,9 @@ def doctor(
     kv_cache_dir: Path | None = None,
     json_: Annotated[bool, Parameter(name="--json", negative="", show_default=False)] = False,
 ) -> int:
-    """Examine this machine: device, numerics and what is proven, cache folder and its speed, limits, common faults.
+    """Check this machine: device, memory, limits, port, cache folder, speed of its disk, numerics.
 
-    Each fault comes with its remedy. Exit status 1 if there is one; a warning is none.
+    Each fault comes with a remedy. Exit status 1 if there is a fault; warnings do not count.
 
     `rekindle doctor`
 
@@ -252,11 +252,11 @@ def doctor(
     Parameters
     ----------
     device
-        auto (CUDA where there is one), cpu, cuda or cuda:N.
+        auto (CUDA if there is a CUDA device), cpu, cuda or cuda:N.
     kv_cache_dir
-        A --kv-cache-dir; by default the one that `rekindle serve` uses by default.
+        Cache folder to check. By default the default folder of `rekindle serve`.
     json_
-        Print JSON, and nothing else, on standard output.
+        Print only JSON on standard output.
     """
     from engine.settings.progress import announce_if_slow  # noqa: PLC0415
 
@@ -268,7 +268,7 @@ def doctor(
 
 @app.command(sort_key=9)
 def diagram(*, markdown: Annotated[bool, Parameter(negative="")] = False) -> int:
-    """Print the transition table as Mermaid.
+    """Print the states of a request and their transitions as a Mermaid diagram.
 
     `rekindle diagram`
 
@@ -277,7 +277,7 @@ def diagram(*, markdown: Annotated[bool, Parameter(negative="")] = False) -> int
     Parameters
     ----------
     markdown
-        The whole page, docs/STATES.md, with every row and what it asks for.
+        Print the whole page docs/STATES.md, with every transition and its effects.
     """
     from states import diagram as draw  # noqa: PLC0415
     from states.table import TABLE  # noqa: PLC0415
@@ -290,7 +290,7 @@ def diagram(*, markdown: Annotated[bool, Parameter(negative="")] = False) -> int
 def completion(
     shell: Shell | None = None, /, *, show: Annotated[bool, Parameter(negative="", show_default=False)] = False
 ) -> int:
-    """Have your shell complete commands, options and what they take: once, for all shells that start from then on.
+    """Set up completion of commands, options and values in your shell. New shells use it.
 
     `rekindle completion`
 
@@ -301,9 +301,9 @@ def completion(
     Parameters
     ----------
     shell
-        bash, zsh or fish; by default the one that this was typed in.
+        bash, zsh or fish. By default the shell that runs this command.
     show
-        Print what it needs, and change no file.
+        Print the completion script and change no file.
     """
     return shells.install_completion(app, shell, show=show)
 

@@ -119,7 +119,9 @@ class DeviceExecutor:
         """Move experts between host and device memory, in turn. If that fails, they are copied when they are needed."""
         if self.parts.experts is not None and not self._lane.closed:
             moving = partial(self.parts.experts.place, effect.moves)
-            self._lane.post(moving, lambda error: log.error("experts have kept their places", exc_info=error))
+            self._lane.post(
+                moving, lambda error: log.error("experts could not be moved and stay where they are", exc_info=error)
+            )
 
     def pace_steps(self, _: RequestId, effect: PaceSteps) -> None:
         """Begin or end the even pace of decode steps. It holds from the next step that is launched."""

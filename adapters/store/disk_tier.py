@@ -99,7 +99,7 @@ class DiskTier:
         self.writer.start()
         self._journal_ready.wait()
         if self.index.entries:
-            log.info("%d kept runs, known after %.0f ms", len(self.index), 1e3 * (time.perf_counter() - began))
+            log.info("found %d cache entries on disk in %.0f ms", len(self.index), 1e3 * (time.perf_counter() - began))
 
     def _load_index(self, listing: dict[str, int]) -> None:
         kept = self._journal.read(listing)
@@ -326,7 +326,7 @@ class DiskTier:
             self._journal.append(*map(index_journal.encode_removal, gone))
         self._journal.needs_rewrite = self._journal.needs_rewrite or (bool(gone) and not in_journal)
         if gone:
-            log.info("evicted %d runs from disk: %d bytes for %d more", len(gone), sum(e.size for e in gone), size)
+            log.info("evicted %d entries from disk, %d bytes for %d", len(gone), sum(e.size for e in gone), size)
         return fits
 
     # --- files that the journal does not know ---

@@ -55,16 +55,16 @@ class FolderUpkeep:
     def report_rebuilt(self, kind: str, which: str) -> None:
         self.counts["rebuilt"] += 1
         self.damaged_files[kind] += 1
-        log.warning("torn or damaged, and written anew: %s", which)
+        log.warning("torn or damaged files are replaced: %s", which)
 
     def report_write(self, error: OSError | MemoryError | None) -> None:
         """Or not: one line when that starts, one when it is over."""
         if error is not None:
             self.counts["write_errors"] += 1
             if not self._is_failing:
-                log.warning("the prefix cache cannot be written (%s); requests go on", error)
+                log.warning("the prefix cache cannot write to disk (%s); requests are still answered", error)
         elif self._is_failing:
-            log.info("the prefix cache is written again")
+            log.info("the prefix cache can write to disk again")
         self._is_failing = error is not None
 
     def dispose_unreadable(self, name: str, error: Exception) -> None:
@@ -81,7 +81,7 @@ class FolderUpkeep:
         """The last few are kept for a look."""
         self.counts["quarantined"] += 1
         self.damaged_files["run"] += 1
-        log.warning("a damaged cache file is put aside: %s: %s", name, why)
+        log.warning("a damaged cache file was set aside: %s: %s", name, why)
         aside = QUARANTINE + name
         try:
             self.folder.rename(name, aside)

@@ -60,9 +60,15 @@ class Lookup:
         about = {"request": request}
         self._remember_divergence(request, recent, (found if isinstance(found, Miss) else found[1]).diverged)
         if isinstance(found, Miss):
-            log.info("request %d: nothing kept beyond %d tokens: %s", request, effect.beyond, found.reason, extra=about)
+            log.info(
+                "request %d: the cache holds nothing beyond %d tokens: %s",
+                request,
+                effect.beyond,
+                found.reason,
+                extra=about,
+            )
             return PrefixMissed(found.reason, shared=shared, length=found.length)
         name, lease = found
         kept = lease.length, len(effect.prompt), lease.tier
-        log.info("request %d: %d of %d tokens are kept (%s)", request, *kept, extra=about)
+        log.info("request %d: the cache holds %d of %d tokens (%s)", request, *kept, extra=about)
         return PrefixFound(name, lease.length, lease.tier, shared=shared, checkpoints=lease.checkpoints)

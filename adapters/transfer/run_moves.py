@@ -107,7 +107,7 @@ class Restore:
             if move.kind == "rows":
                 self.failure = self.failure or why
             else:
-                log.warning("what goes with a target's rows is missing (%s): %s", move.kind, why.detail)
+                log.warning("restored without the data of the draft or the state (%s): %s", move.kind, why.detail)
 
     def collect_ready(self) -> list[RunMove]:
         """Return the moves that count: the target's rows from the front on without a gap, and the draft's."""

@@ -135,7 +135,7 @@ class Saver:
         finally:
             del self._gates[request]
             gate.set_pace(AT_ONCE)  # if this was cancelled, the thread must not wait for an engine that has gone
-        log.info("request %d: %d tokens kept, %d bytes of them new", request, rows, saved, extra={"request": request})
+        log.info("request %d: kept %d tokens, wrote %d new bytes", request, rows, saved, extra={"request": request})
         return SnapshotSaved(rows, saved)
 
     def close(self) -> None:
@@ -169,7 +169,7 @@ class Saver:
             return False
         if self.state.locate_state(state.valid) != at or at % layout.block_size or not at:
             where = request, slot, state.valid, at
-            log.warning("request %d: slot %d has %d rows, no checkpoint at %d", *where, extra={"request": request})
+            log.warning("request %d: slot %d has %d rows, but no checkpoint at %d", *where, extra={"request": request})
             return False
         tokens = tuple(state.tokens[:at])
         if not self.store.lacks_checkpoint(tokens, state.salt):

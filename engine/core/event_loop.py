@@ -226,7 +226,7 @@ class EventLoop:
         try:
             self.post(happened)
         except anyio.ClosedResourceError:
-            log.debug("it came after the engine closed: %s", happened)
+            log.debug("an event came after the engine closed: %s", happened)
 
 
 def launch_failure_events(failed: LaunchFailed) -> Iterator[Happened]:

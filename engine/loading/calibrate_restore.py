@@ -28,7 +28,9 @@ from states.rates import ALONE, SLOWEST, Rates, compute_slowdown, estimate_prefi
 
 log = logging.getLogger("rekindle")
 
-SLOWLY = "zstd files take %.2f times as long to restore as plain ones, which --kv-cache-codec store would write"
+SLOWLY = (
+    "compressed cache files take %.2f times as long to restore as plain ones; --kv-cache-codec store writes plain ones"
+)
 VERSION = 4
 MOST_NS = 10**9  # a second for one token's rows
 PASSES = 2  # over each codec's samples, in turn: the quicker one counts, as whatever else goes on makes it slower
@@ -116,7 +118,7 @@ def add_restore_times(
         compute = partial(run_chunk, shard, 0, rows, chunk) if quick else None
         found = load_or_measure_times(kept, build_restore_key(store, shard, chunk), rehearsal, compute)
     except (OSError, MemoryError, RuntimeError) as error:
-        log.warning("how fast rows can be loaded is not known: %s", error)
+        log.warning("the speed of restoring could not be measured: %s", error)
         return rates
     tier = store.find_tier(DiskTier)
     if tier is not None:

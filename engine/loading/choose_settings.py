@@ -56,7 +56,10 @@ def choose_settings(
     no_trees = options.speculation.ddtree and has_draft and not branches
     if no_trees:
         why = "each node of a tree would need a state of its own in this model's recurrent layers" if stateful else ""
-        log.warning("--ddtree: %s; chains are proposed", why or "a prediction head says one token after the other")
+        log.warning(
+            "--ddtree: %s; chains are proposed instead of trees",
+            why or "a prediction head says one token after the other",
+        )
     tree = options.speculation.ddtree_budget if options.speculation.ddtree and branches else 0
     residency, message = resolve_residency(
         options.speculation.residency_policy,

@@ -261,7 +261,7 @@ def build_probe_inputs(
     Raises UserError if the device cannot keep such rows.
     """
     if dtypes[1] is torch.float8_e4m3fn and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        raise UserError(f"--kv-dtype fp8: {device} does not know such numbers; accepted here: auto, bf16, int8")
+        raise UserError(f"--kv-dtype fp8: {device} has no such number format; accepted here: auto, bf16, int8")
     return {
         "device": device,
         "dtype": dtypes[0],
@@ -301,7 +301,7 @@ def build_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
         return factory.build_kernels(device, dtype)
     try:
         if why := factory.explain_missing_library():
-            log.info("products by oneDNN alone: %s", why)
+            log.info("the compiled CPU kernels are not used, oneDNN multiplies instead: %s", why)
         return factory.build_kernels(device, dtype)
     except ValueError as error:
         raise UserError(str(error)) from error

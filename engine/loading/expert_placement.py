@@ -40,19 +40,19 @@ def choose_expert_bytes(
     if config.experts is None:
         raise UserError(f"{asked}: the model has no experts; accepted: device")
     if len(plan) > 1 or not plan[0].is_local:
-        raise UserError(f"{asked}: accepted with one CUDA device of this process, and --target-devices names others")
+        raise UserError(f"{asked}: needs one CUDA device of this process, but --target-devices names others")
     if plan[0].device.type == "cpu":
-        raise UserError(f"{asked}: on a CPU experts are in host memory as it is; accepted: device, or a CUDA device")
+        raise UserError(f"{asked}: on a CPU, experts are in host memory anyway; accepted: device, or a CUDA device")
     whole = count_expert_weights(config) * dtype.itemsize
     if whole > host_memory() * 3 // 4:
         raise UserError(
-            f"{asked}: its experts take {format_bytes(whole)}, and three quarters of this machine's memory are less"
+            f"{asked}: its experts take {format_bytes(whole)}, more than three quarters of this machine's memory"
         )
     one = 3 * config.experts.inner * config.hidden_size * dtype.itemsize
     given = weights.device_expert_bytes or left // 2
     if given < one:
         raise UserError(
-            f"{asked}: one expert takes {format_bytes(one)}, and there would be {format_bytes(max(0, given))} for them"
+            f"{asked}: one expert takes {format_bytes(one)}, but {format_bytes(max(0, given))} would be free for them"
         )
     return min(given, whole + RING * one)
 

@@ -78,7 +78,7 @@ def find_draft(options: Options, target: Checkpoint) -> FoundDraft | None:
     """
     found = named_draft(choose_draft_name(options.speculation.draft, options.model.model), target)
     if found is None and options.speculation.ddtree:
-        log.warning("--ddtree: there is no draft whose proposals could branch (--draft none)")
+        log.warning("--ddtree has no effect without a draft (--draft none)")
     return found
 
 
@@ -95,7 +95,7 @@ def named_draft(name: str, target: Checkpoint) -> FoundDraft | None:
 def check_provable(found: FoundDraft | None, numerics: Numerics) -> FoundDraft | None:
     """Return the draft, or None if its proposals could not be verified bit for bit with these numerics."""
     if found is not None and numerics.mode != "buckets":
-        log.warning("no draft: its proposals could not be verified exactly, since row counts differ here")
+        log.warning("no draft is used: proposals cannot be verified exactly, because batch sizes change the bits here")
         return None
     return found
 
@@ -318,7 +318,9 @@ def count_most_proposals(draft: DraftModel | None, shard: Pipeline) -> int:
     most = min(wanted, shard.state_block - 1) if shard.state_specs else wanted
     if most < wanted:
         log.warning(
-            "the draft proposes %d tokens at once; %d can be taken back here, and no more are asked for", wanted, most
+            "the draft could propose %d tokens at once, but only %d can be undone here, so no more are requested",
+            wanted,
+            most,
         )
     return most
 

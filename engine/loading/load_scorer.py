@@ -116,7 +116,7 @@ def find_drafter(
     config = checkpoint.config
     if not isinstance(config, DenseConfig):
         family = checkpoint.family.model_type
-        raise UserError(f"--prefill-drafter {name}: {family} models cannot score; accepted: those of decoder layers")
+        raise UserError(f"--prefill-drafter {name}: {family} models cannot score prompts; accepted: plain decoders")
     check_tokenizer(name, tokenizer, own, config.vocab_size)
     chosen = options.compression.prefill_drafter_device
     device = torch.device("cpu")
@@ -131,10 +131,10 @@ def check_tokenizer(name: str, tokenizer: Tokenizer, own: Tokenizer, vocab: int)
     if theirs != ours:
         odd = min(theirs.items() ^ ours.items(), key=lambda item: (item[1], item[0]))
         why = f"its tokenizer is another than the model's (token {odd[1]}: {odd[0]!r} is in one of them only)"
-        raise UserError(f"--prefill-drafter {name[:200]}: {why}; accepted: a model with the same one")
+        raise UserError(f"--prefill-drafter {name[:200]}: {why}; accepted: a model with the same tokenizer")
     if own.size > vocab:
         raise UserError(
-            f"--prefill-drafter {name[:200]}: its vocab_size is {vocab}, and tokens go up to {own.size - 1}"
+            f"--prefill-drafter {name[:200]}: its vocab_size is {vocab}, but token ids go up to {own.size - 1}"
         )
 
 
@@ -187,7 +187,7 @@ def load_if_kept(compressor: Compressor, settings: Settings) -> Settings:
     except torch.OutOfMemoryError:
         if settings.residency.policy != "auto":
             raise
-        log.warning("the drafter is released after each use: its device has no room to keep it")
+        log.warning("the drafter is released after each use, because its device is short of memory")
         return evolve(settings, residency=evolve(settings.residency, drafter="release"))
     return settings
 

@@ -58,19 +58,19 @@ def choose_fit(
     """
     if options.runtime.max_ctx > config.max_positions:
         raise UserError(
-            f"--max-ctx {options.runtime.max_ctx}: the model was made for at most {config.max_positions} tokens"
+            f"--max-ctx {options.runtime.max_ctx}: the model supports at most {config.max_positions} tokens"
         )
     asked = estimate_needs(options, config, dtype, plan, draft, peer=peer, layouts=layouts, proven=proven)
     found = compute_fit(options.runtime, asked, config.max_positions, plan)
     if found.fits and not options.runtime.max_ctx and found.context < config.max_positions:
         of = f"{found.context} of the model's {config.max_positions} tokens"
-        log.warning("--max-ctx: %s, which is what there is memory for in %d slots", of, found.slots)
+        log.warning("--max-ctx: %s, because memory allows no more in %d slots", of, found.slots)
     if found.pages:
         if found.context < options.runtime.max_ctx:
             log.warning(
                 "--max-ctx: %d of %d tokens, which is what --kv-memory holds", found.context, options.runtime.max_ctx
             )
-        log.info("rows of %d tokens in %d pages, for %d slots", found.rows, found.pages, found.slots)
+        log.info("memory holds %d tokens in %d pages, shared by %d slots", found.rows, found.pages, found.slots)
     for need in asked:
         if (taken := need.compute_taken(found)) > need.available:
             short = f"{format_bytes(taken)} are needed, and {format_bytes(need.available)} can be had"
@@ -90,7 +90,7 @@ def compute_fit(runtime: RuntimeOptions, asked: Sequence[DeviceNeed], limit: int
     """
     local = all(one.is_local for one in plan)
     if runtime.kv_memory and not local:
-        raise UserError("--kv-memory: shards in other processes keep whole slots; --slots and --max-ctx say how much")
+        raise UserError("--kv-memory does not work with shards in other processes: use --slots and --max-ctx instead")
     on_cuda = local and all(one.compute_device.type == "cuda" for one in plan)
     if not (on_cuda or runtime.kv_memory):
         return fit_slots(asked, limit, runtime.slots, runtime.max_ctx)

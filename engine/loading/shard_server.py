@@ -203,7 +203,7 @@ def build_joiner(memory: tuple[int, ...]) -> Callable[[tuple[int, int]], Shared 
             into, out = (shared_memory.joined(one, size) for one, size in zip(memory[:2], sizes, strict=True))
             borrower = Borrower(memory[2]) if len(memory) > 2 else None
         except (OSError, ValueError) as error:
-            log.warning("no memory is shared with the server: %s", error)
+            log.warning("memory cannot be shared with the server, so data is sent over the connection: %s", error)
             return None
         return Shared(out, into, borrower=borrower)
 

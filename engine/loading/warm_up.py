@@ -96,7 +96,7 @@ def compile_kernels(
                     how = {**shape, **kind, "layers": layers, "capacity": fit.context}
                     shards.append(checkpoint.family.build(small, weights, kernels, **how))
             except torch.OutOfMemoryError as error:
-                log.debug("kernels are compiled later: %s", error)
+                log.debug("kernels will be compiled when they are first used: %s", error)
             for thread in answers:
                 thread.join()
             step(start_progress.COMPILE)
@@ -136,7 +136,7 @@ def compile_requested(steps: Sequence[Callable[[], object]]) -> None:
 def log_failures(steps: Iterable[Future[Any]]) -> None:
     """Log what could not be compiled; it is compiled later."""
     for error in filter(None, (one.exception() for one in steps)):
-        log.debug("some kernels are compiled later: %s", error)
+        log.debug("some kernels will be compiled when they are first used: %s", error)
 
 
 def run_side_by_side(steps: Sequence[Callable[[], None]]) -> None:
@@ -190,7 +190,7 @@ def warm_up_sampling(plan: Sequence[Placement], vocab: int) -> Iterator[None]:
             wait(picked)
         yield
     for error in filter(None, (one.exception() for one in picked)):
-        log.debug("what picks tokens is loaded later: %s", error)
+        log.debug("the sampler will be loaded when it is first used: %s", error)
 
 
 def sample_in_every_way(device: torch.device, vocab: int, *, first: bool) -> None:

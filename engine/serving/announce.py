@@ -38,9 +38,14 @@ def announce(options: Options, target: Target, serving: RunningServer, seconds: 
     host = f"[{serving.host}]" if ":" in serving.host else serving.host
     url = f"http://{host}:{serving.port}"
     if options.http.host not in LOOPBACK and not options.http.api_key:
-        log.warning("listening on %s without --api-key-file: anybody who can reach it can use it", options.http.host)
+        log.warning(
+            "listening on %s without --api-key-file: everybody who can reach this address can use the server",
+            options.http.host,
+        )
     if "*" in options.http.allow_origin and not options.http.api_key:
-        log.warning("--allow-origin * without --api-key-file: any web page that a browser here shows can use it")
+        log.warning(
+            "--allow-origin * without --api-key-file: any web page in a browser on this machine can use the server"
+        )
     facts = f"model={target.model_id}  ctx={target.settings.max_context}  slots={target.settings.slots}"
     facts += f"  layers={describe_placement(target.shard.parts)}"
     facts += describe_costs(target)

@@ -36,4 +36,4 @@ class MemoryTrimmer:
 
 
 def log_trim_failure(error: BaseException) -> None:
-    log.error("memory could not be given back", exc_info=error)
+    log.error("unused memory could not be returned to the system", exc_info=error)

@@ -242,7 +242,7 @@ async def execute(path: Path, model: str | None, until: int | None = None) -> tu
     """
     header, lines = read_trace_lines(path)
     if header.redacted:
-        raise UserError(f"{path} is redacted: it replays, but its tokens are gone and cannot be executed")
+        raise UserError(f"{path} is redacted: it can be replayed, but not executed, because it holds no tokens")
     try:
         target = await load_target(read_options(header, model), only=header.identity)
     except Mismatched as error:
@@ -300,7 +300,7 @@ def read_options(header: Header, model: str | None) -> Options:
     except CycloptsError as error:
         raise UserError(f"the trace's header: {error}") from error
     if any(one.address for one in options.placement.locations):
-        raise UserError("the trace's header: shards at tcp:// are not reached for a trace's sake")
+        raise UserError("the trace was recorded with shards at tcp://, which a replay does not contact")
     return options
 
 

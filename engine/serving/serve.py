@@ -160,7 +160,7 @@ async def watch_signals(
 
 def exit_late() -> None:
     """End the process because something that cannot be cancelled still runs: a kernel, a tokenizer, a slow disk."""
-    log.error("not everything has ended in time: stopping at once")
+    log.error("the shutdown took too long: stopping at once")
     os._exit(1)
 
 
@@ -221,12 +221,12 @@ async def serve_model(
                 background.start_soon(recall.run)
                 await wait_for_stop(stop, target.executor.threads)
                 background.cancel_scope.cancel()
-            log.info("draining: newcomers are refused, running requests get %g s, or stop again", options.http.grace)
+            log.info("shutting down: running requests have %g s; a second signal ends them", options.http.grace)
             deadline = anyio.current_time() + options.http.grace
             clean = await running.submissions.drain(options.http.grace)
             clean = await close_connections(serving, deadline) and clean
             if not clean:
-                log.warning("%g s are over: what was still running was cut short", options.http.grace)
+                log.warning("%g s are over: the requests that were still running were cut short", options.http.grace)
         watch.close()
         for history in histories.values():
             await history.close(deadline)
@@ -259,7 +259,7 @@ async def wait_for_stop(stop: anyio.Event, threads: Sequence[WatchedThread], eve
     """Wait for the stop event. Raises UserError if a thread has died that the server cannot work without."""
     while not stop.is_set():
         if dead := [thread for thread in threads if thread.is_dead]:
-            raise UserError(f"the thread {dead[0].name} has died ({dead[0].trouble}); the log above says where")
+            raise UserError(f"the thread {dead[0].name} died ({dead[0].trouble}); see the log above")
         with anyio.move_on_after(every_s):
             await stop.wait()
 

@@ -26,11 +26,11 @@ def shard(
     threads: Annotated[int, flag("", converter=parse_integer, validator=Number(gte=0, lte=1024))] = 0,
     fd: Annotated[str, Parameter(show=False)] = "",
 ) -> int:
-    """Have layers of a model, or its draft, for a server in another process or on another machine.
+    """Compute layers of a model, or its draft, for a server in another process or on another machine.
 
-    The server names it, as in `rekindle serve MODEL --target-devices cuda:0,tcp://HOST:PORT`; which layers, it says
-    itself. Both have the same model, the same version of Rekindle and the same secret. What crosses is not encrypted:
-    beyond loopback, use a tunnel.
+    The server names this shard, as in `rekindle serve MODEL --target-devices cuda:0,tcp://HOST:PORT`, and tells it
+    which layers to load. Both need the same model, the same version of Rekindle and the same secret. The connection
+    is not encrypted: use a tunnel between machines.
 
     `REKINDLE_SHARD_SECRET=... rekindle shard ~/models/Qwen3-32B --device cuda:1`
 
@@ -39,17 +39,17 @@ def shard(
     Parameters
     ----------
     model
-        Folder of the checkpoint, or GGUF file: the server's own, or a copy of it.
+        Folder or GGUF file of the model: the one that the server uses, or a copy.
     device
-        auto (CUDA where there is one), cpu, cuda or cuda:N.
+        auto (CUDA if there is a CUDA device), cpu, cuda or cuda:N.
     draft
-        As `rekindle serve` has it, for a server that names this one in --draft-device: its draft is here then.
+        Draft of the model, as in `rekindle serve`. A server that names this shard in --draft-device uses it.
     listen
-        HOST:PORT (or tcp://HOST:PORT) where to wait for servers: one is served at a time. Port 0 takes a free one.
+        HOST:PORT (or tcp://HOST:PORT) to listen on. Port 0: any free port. One server is served at a time.
     secret_file
-        File with the secret that servers have to know; or REKINDLE_SHARD_SECRET in the environment.
+        File with the secret that servers must know. The variable REKINDLE_SHARD_SECRET does the same.
     threads
-        CPU threads; 0 is one per core. The server's own number, or what is computed here is of another numerics class.
+        CPU threads; 0 is one per core. Use the number of the server, or the numerics class differs.
     """
     return start_shard(model, device, threads, draft=draft, listen=listen, secret_file=secret_file, descriptors=fd)
 

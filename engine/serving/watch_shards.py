@@ -65,7 +65,7 @@ class ShardWatch:
                 done.set()
 
         def log_failure(error: BaseException) -> None:
-            log.error("a shard could not be looked after: %s", error, exc_info=error)
+            log.error("a shard could not be checked: %s", error, exc_info=error)
             done.set()
 
         with suppress(LaneClosed):

@@ -97,7 +97,9 @@ class CalibrationCache:
             return None
         except UNFIT as error:
             self.damaged[what] += 1
-            log.warning("what was measured is damaged, so it is measured again: %s: %s", file, str(error)[:200])
+            log.warning(
+                "the file with earlier measurements is damaged, so they are repeated: %s: %s", file, str(error)[:200]
+            )
             return None
 
 

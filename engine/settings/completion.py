@@ -49,5 +49,5 @@ def detect_user_shell() -> Shell:
         if shell == found:
             return shell
     raise UserError(
-        f"your shell is {found or 'not known'}; accepted: {', '.join(SHELLS)}, as in `rekindle completion bash`"
+        f"your shell is {found or 'unknown'}; accepted: {', '.join(SHELLS)}, as in `rekindle completion bash`"
     )

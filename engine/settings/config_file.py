@@ -41,7 +41,7 @@ def check_no_tables(path: str) -> None:
         raise UserError(f"{path}: {error}") from error
     for name, value in raw.items():
         if isinstance(value, dict):
-            raise UserError(f"{path}: [{name}]: options stand at the top of the file, without a table")
+            raise UserError(f"{path}: [{name}]: write options at the top of the file, without a table")
 
 
 def parse_values(values: Mapping[str, Any]) -> Options:

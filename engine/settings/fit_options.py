@@ -18,25 +18,26 @@ class FitOptions:
     """The options of `rekindle serve` that decide whether a model fits."""
 
     device: Annotated[Device, Parameter(validator=check_device)] = "auto"
-    """auto (CUDA where there is one), cpu, cuda or cuda:N."""
+    """The device that computes: auto (CUDA if there is a CUDA device), cpu, cuda or cuda:N."""
 
     target_devices: Annotated[str, Parameter(validator=check_devices)] = ""
-    """In the place of --device: layers over several, such as cuda:0,cpu:0."""
+    """Split the layers over several devices, such as cuda:0,cpu:0; replaces --device."""
 
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], Parameter()] = "auto"
-    """What weights are kept in, and rows where nobody says."""
+    """Number format of weights and computation."""
 
     kv_dtype: Annotated[Literal["auto", "bf16", "fp8", "int8"], Parameter()] = "auto"
-    """What rows are kept in."""
+    """Number format of cached keys and values."""
 
     experts: Annotated[str, Parameter(validator=check_experts)] = "device"
-    """device, or host:N: in host memory, and in N GiB of the CUDA device those that are used most."""
+    """Where the weights of experts are kept: device, or host:N (host memory, and the most used ones also in N GiB of
+    the CUDA device)."""
 
     max_ctx: Annotated[int, Parameter(converter=parse_integer, validator=Number(gte=0, lte=1 << 21))] = 0
-    """Tokens of prompt and answer together; 0: what fits."""
+    """Maximum tokens of prompt and answer together. 0: what fits."""
 
     slots: Annotated[int, Parameter(converter=parse_integer, validator=Number(gte=0, lte=64))] = 0
-    """Sequences at once; 0: 16, or fewer where memory is short."""
+    """Sequences at once. 0: 16, or fewer if memory is short."""
 
     @property
     def serve_options(self) -> Options:

@@ -128,7 +128,7 @@ def find_model(name: str, models: Sequence[LocalModel]) -> Path | None:
         for fold in (str, str.lower):
             meant = {one.path: one.name for one in models if fold(one.names[level]) == fold(name)}
             if len(meant) > 1:
-                raise UserError(f"{name}: could be any of {', '.join(sorted(meant.values()))}; name one in full")
+                raise UserError(f"{name}: matches {', '.join(sorted(meant.values()))}; give the full name")
             if meant:
                 return next(iter(meant))
     return None
@@ -163,8 +163,8 @@ def build_missing_error(name: str, models: Sequence[LocalModel]) -> str:
         message += f"; similar: {', '.join(close)}"
     if HUB_NAME.fullmatch(name):
         command = f"`hf download {name}` (of the package huggingface_hub)"
-        return f"{message}; nothing is downloaded here: {command}, then serve it"
-    return f"{message}; `rekindle models` lists what there is, `hf download ORG/NAME` gets another"
+        return f"{message}; nothing is downloaded automatically: run {command}, then serve it"
+    return f"{message}; `rekindle models` lists the models here, `hf download ORG/NAME` downloads one"
 
 
 def locate_model(name: str, environment: Mapping[str, str]) -> str:

@@ -47,8 +47,9 @@ class ModelName:
     """The model's name, which is the only option that may stand on the command line without its flag."""
 
     model: Annotated[str, flag(MODEL, completer=model_names)] = "demo"
-    """Folder of a Hugging Face checkpoint, a GGUF file (the first of several), the name of either in ~/models or in the
-    Hugging Face cache (`rekindle models` lists them), or `demo` or `demo-hybrid`, small models that come with it."""
+    """The model to serve. A folder with a Hugging Face checkpoint, a GGUF file (the first one of several), or a name in
+    ~/models or in the Hugging Face cache, as `rekindle models` lists them. `demo` and `demo-hybrid` are small models
+    that come with the package."""
 
 
 @frozen(kw_only=True)
@@ -56,16 +57,16 @@ class ModelOptions(ModelName):
     """Which model is served, what requests may call it, and how its answers are parsed."""
 
     alias: Annotated[tuple[str, ...], flag(MODEL, negative="", validator=check_aliases)] = ()
-    """A further name that requests may call the model by. May be given several times."""
+    """Another name that requests may use for the model. May be given several times."""
 
     any_model: Annotated[bool, flag(MODEL, negative="")] = False
-    """Requests may call the model what they like: for clients with a fixed name."""
+    """Accept any model name in requests. For clients that always send a fixed name."""
 
     tool_parser: Annotated[ToolParser, flag(MODEL)] = "auto"
-    """The form of the model's tool calls; auto: what its chat template writes. none: calls stay text."""
+    """The format of the model's tool calls. auto: the one that its chat template writes. none: tool calls stay text."""
 
     reasoning_parser: Annotated[ReasoningParser, flag(MODEL)] = "auto"
-    """How the model marks its reasoning; auto: as its chat template does. none: it stays text."""
+    """How the model marks its reasoning. auto: as its chat template does. none: reasoning stays text."""
 
 
 @frozen(kw_only=True)
@@ -73,31 +74,37 @@ class PlacementOptions:
     """The devices that hold the layers of the target model, and the processes that those belong to."""
 
     device: Annotated[Device, flag(MODEL, validator=check_device)] = "auto"
-    """auto (CUDA where there is one), cpu, cuda or cuda:N."""
+    """The device that computes: auto (CUDA if there is a CUDA device), cpu, cuda or cuda:N."""
 
     target_devices: Annotated[str, flag(MODEL, validator=check_devices)] = ""
-    """In the place of --device: split the model's layers over several, such as cuda:0,cuda:1,cpu:0. The same one may
-    come several times. ipc+cpu:0, ipc+cuda:N: in a process of its own; tcp://HOST:PORT: where `rekindle shard` runs."""
+    """Split the layers of the model over several devices, such as cuda:0,cuda:1,cpu:0; replaces --device. A device may
+    be named several times. ipc+cpu:0 and ipc+cuda:N compute in a process of their own; tcp://HOST:PORT is a running
+    `rekindle shard`."""
 
     target_layer_split: Annotated[str, flag(MODEL, validator=check_weights)] = ""
-    """How much of the layers each of these devices gets, such as 0.4,0.4,0.2; as its free memory says by default."""
+    """The share of the layers that each of these devices gets, such as 0.4,0.4,0.2. By default free memory decides."""
 
     target_shard_ipc_python: Annotated[Path | None, flag(MODEL)] = None
-    """Python interpreter of those processes, in which this version of Rekindle is installed, beside another build of
-    torch; this one by default. hip:N is such a process, where that build is ROCm's."""
+    """Python interpreter of the ipc+ processes. It needs the same version of Rekindle, and may have another build of
+    torch. By default the interpreter of the server. hip:N means such a process whose torch is built for ROCm."""
 
     shard_secret_file: Annotated[Path | None, flag(MODEL)] = None
-    """File with the secret that shards at tcp:// know, too; or REKINDLE_SHARD_SECRET in the environment."""
+    """File with the secret that shards at tcp:// share with the server. The variable REKINDLE_SHARD_SECRET does the
+    same."""
 
     def __attrs_post_init__(self) -> None:
         """Raise UserError if two options contradict each other."""
         if self.target_devices and self.device != "auto":
-            raise UserError(f"--target-devices names all devices, and --device {self.device} one: leave one out")
+            raise UserError(
+                f"--target-devices already names all devices, so --device {self.device} is too much: leave one out"
+            )
         if self.layer_weights and not self.target_devices:
-            raise UserError("--target-layer-split shares layers among --target-devices, and there are none: name some")
+            raise UserError("--target-layer-split needs --target-devices: name the devices")
         if self.layer_weights and len(self.layer_weights) != len(self.locations):
             counts = f"{len(self.layer_weights)} weights for {len(self.locations)} devices"
-            raise UserError(f"--target-layer-split {self.target_layer_split[:80]}: {counts}; accepted: one for each")
+            raise UserError(
+                f"--target-layer-split {self.target_layer_split[:80]}: {counts}; accepted: one weight for each device"
+            )
 
     @property
     def locations(self) -> tuple[DeviceLocation, ...]:
@@ -115,18 +122,21 @@ class WeightOptions:
     """The formats in which weights and cached rows are stored, and where expert weights are stored."""
 
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], flag(MODEL)] = "auto"
-    """What weights and KV are kept and computed in; auto is the checkpoint's own, of GGUF files bfloat16 or float32."""
+    """Number format of weights and computation. auto: the checkpoint's own format; for GGUF files bfloat16 or
+    float32."""
 
     kv_dtype: Annotated[Literal["auto", "bf16", "fp8", "int8"], flag(MODEL)] = "auto"
-    """What keys and values are kept in; auto: as computed. int8, fp8: half of bfloat16's room, other answers."""
+    """Number format of cached keys and values. auto: the format of computation. int8 and fp8 take half the memory of
+    bfloat16 and give other answers."""
 
     quantize: Annotated[Literal["none", "int8", "int4"], flag(MODEL)] = "none"
-    """int8 or int4: round the matrices of a checkpoint that is not packed, in groups of 128, while it is loaded. For
-    trying what a packed one would answer, and what room it would take. The start line tells the error."""
+    """Round an unpacked checkpoint to 8 or 4 bits while it is loaded, in groups of 128 numbers. This shows what a
+    packed checkpoint would answer and how much memory it would take. The start line reports the rounding error."""
 
     experts: Annotated[str, flag(MODEL, validator=check_experts)] = "device"
-    """Where experts are. device: with their layers. host:N: all in host memory, those that are used most in N GiB of
-    the CUDA device, too, the others copied there as they are chosen; host: in half of what is left there."""
+    """Where the weights of experts are kept. device: with their layers. host:N: all in host memory, and the most used
+    ones also in N GiB of the CUDA device; the others are copied when they are chosen. host: half of the free device
+    memory instead of N GiB."""
 
     @property
     def quantized_bits(self) -> Literal[0, 4, 8]:
@@ -147,25 +157,26 @@ class RuntimeOptions:
     """The limits that memory and threads are planned by: context, slots, pages, chunks, and the numerics."""
 
     max_ctx: Annotated[int, flag(MODEL, converter=parse_integer, validator=Number(gte=0, lte=1 << 21))] = 0
-    """Tokens of prompt and answer together; 0: the model's own limit, or what there is memory for."""
+    """Maximum tokens of prompt and answer together. 0: the limit of the model, or what fits into memory."""
 
     numerics: Annotated[Literal["exact", "fast"], flag(ENGINE)] = "exact"
-    """exact: the same tokens cold, warm, alone and batched, bit for bit. fast: gives that up where it is quicker."""
+    """exact: the same tokens cold, continued, alone and batched, bit for bit. fast: give this up where that is
+    quicker."""
 
     slots: Annotated[int, flag(ENGINE, converter=parse_integer, validator=Number(gte=0, lte=64))] = 0
-    """Sequences that are on the device at once: requests that run together, and prompts that stay warm. 0: 16 on CUDA
-    devices, and elsewhere where they take a quarter of the memory at most, or 8; else four, or as many as there is
-    memory for at a good length (`rekindle models` tells)."""
+    """Sequences that the device holds at once: running requests, and prompts that stay warm. 0: 16 on CUDA devices. On
+    a CPU also 16, or 8, if these take at most a quarter of the memory; otherwise four or fewer (`rekindle models` shows
+    the number)."""
 
     kv_memory: Annotated[int, flag(ENGINE, converter=parse_integer, validator=Number(gte=0, lte=1 << 30))] = 0
-    """MiB for the rows of all sequences, which take pages of 256 rows of it as they grow. 0: --slots times --max-ctx;
-    where a CUDA device has not so much, what is free there beside weights and buffers, less a reserve."""
+    """MiB for the keys and values of all sequences, which use it in pages of 256 tokens. 0: enough for --slots times
+    --max-ctx, or on a smaller CUDA device what remains beside weights, buffers and a reserve."""
 
     chunk: Annotated[int, flag(ENGINE, converter=parse_integer, validator=check_chunk)] = 0
-    """Rows of a prefill chunk, the largest bucket; 0 is the device's default."""
+    """Maximum tokens that one prefill step computes, a power of two from 64 to 4096. 0: the default of the device."""
 
     threads: Annotated[int, flag(ENGINE, converter=parse_integer, validator=Number(gte=0, lte=1024))] = 0
-    """CPU threads for the model; 0 is one per core. Part of the numerics class."""
+    """CPU threads for the model. 0: one for each core. A different number makes a different numerics class."""
 
 
 @frozen(kw_only=True)
@@ -173,23 +184,24 @@ class SpeculationOptions:
     """The draft model and how its proposals are verified."""
 
     draft: Annotated[str, flag(DRAFT)] = "auto"
-    """Folder of a DFlash draft that was trained for the model; mtp: the model's own prediction head, if its checkpoint
-    has one; none: no draft; auto: what a demo comes with."""
+    """Draft model for speculative decoding. A folder with a DFlash draft that was trained for the model; mtp: the
+    prediction head in the model's own checkpoint; none: no draft; auto: the draft of a demo model, otherwise none."""
 
     draft_device: Annotated[Device, flag(DRAFT, validator=check_draft_device)] = ""
-    """Where it runs: cpu, cuda or cuda:N; by default where the model's last layers are. ipc+cpu:0, ipc+cuda:N: in a
-    process of its own; tcp://HOST:PORT: where `rekindle shard` runs."""
+    """Device of the draft: cpu, cuda or cuda:N. By default the device of the model's last layers. ipc+cpu:0 and
+    ipc+cuda:N use a process of their own; tcp://HOST:PORT is a running `rekindle shard`."""
 
     ddtree: Annotated[bool, flag(DRAFT, negative="")] = False
-    """Verify trees of proposals, not chains: more tokens a decode step, more work in each, and the same tokens."""
+    """Verify trees of proposals instead of chains. A decode step then accepts more tokens and takes longer. Answers
+    stay the same."""
 
     ddtree_budget: Annotated[int, flag(DRAFT, converter=parse_integer, validator=Number(gte=1, lte=63))] = 22
-    """Proposals of such a tree."""
+    """Number of proposals in a tree."""
 
     draft_residency: Annotated[Residency, flag(DRAFT, converter=parse_residency)] = "auto"
-    """Where a draft's and a drafter's weights are while no request needs them. persistent: on the device.
-    request-scoped: a draft's are parked in host memory, or given back on the CPU; a drafter's are released.
-    auto: on the device, unless its memory is short."""
+    """Where the weights of the draft and the drafter are while no request needs them. persistent: on the device.
+    request-scoped: the draft moves to host memory (on a CPU it is released), the drafter is released. auto: on the
+    device, unless its memory is short."""
 
     lazy_draft: Annotated[bool, flag(DRAFT, negative="")] = False
     """Short for --draft-residency request-scoped."""
@@ -197,7 +209,7 @@ class SpeculationOptions:
     def __attrs_post_init__(self) -> None:
         """Raise UserError if two options contradict each other."""
         if self.lazy_draft and self.draft_residency == "persistent":
-            raise UserError("--lazy-draft is --draft-residency request-scoped, not persistent: leave one out")
+            raise UserError("--lazy-draft means --draft-residency request-scoped, not persistent: leave one out")
 
     @property
     def remote_location(self) -> DeviceLocation | None:
@@ -215,26 +227,27 @@ class CompressionOptions:
     """The compression of prompts (PFlash): when, with which model, and how much is kept."""
 
     prefill_compression: Annotated[Literal["off", "auto", "always"], flag(COMPRESSION)] = "off"
-    """Leave out of prompts what a drafter attends least to; auto: of long ones, where that is quicker."""
+    """Shorten prompts by leaving out what matters least. auto: only long prompts, where that is quicker. always: every
+    prompt that may be compressed. Compression changes answers."""
 
     prefill_drafter: Annotated[str, flag(COMPRESSION)] = "auto"
-    """Folder or GGUF file of the drafter: any family that is served, with the model's tokenizer; or a demo's name;
-    auto: what a demo comes with, unless --prefill-compression is off."""
+    """The drafter, a small model that scores the prompt: a folder or GGUF file of any supported family with the model's
+    tokenizer, or the name of a demo. auto: the drafter of a demo model, if compression is on."""
 
     prefill_drafter_device: Annotated[Device, flag(COMPRESSION, validator=check_draft_device)] = ""
-    """Where it runs: cpu, cuda or cuda:N; the model's own device by default. ipc+cpu:0, ipc+cuda:N: in a process of its
-    own; tcp://HOST:PORT: where `rekindle shard` runs, of the drafter."""
+    """Device of the drafter: cpu, cuda or cuda:N. By default the device of the model. ipc+cpu:0 and ipc+cuda:N use a
+    process of their own; tcp://HOST:PORT is a running `rekindle shard` that serves the drafter."""
 
     prefill_threshold: Annotated[
         int, flag(COMPRESSION, converter=parse_integer, validator=Number(gte=0, lte=1 << 21))
     ] = 32_000
-    """Tokens of a prompt, beyond what is cached of it, from which auto compresses."""
+    """auto compresses prompts from this many tokens on. Cached tokens do not count."""
 
     prefill_keep_ratio: Annotated[float, flag(COMPRESSION, validator=Number(gte=0.001, lte=1))] = 0.05
-    """How much of a prompt is kept."""
+    """Share of the prompt that compression keeps."""
 
     prefill_curve: Annotated[str, flag(COMPRESSION, validator=check_curve)] = ""
-    """In the place of a single ratio, ratios by tokens of the prompt, such as 10000:0.5,40000:0.2,100000:0.1."""
+    """Keep ratios by prompt length instead of a single ratio, such as 10000:0.5,40000:0.2,100000:0.1."""
 
     @property
     def remote_location(self) -> DeviceLocation | None:

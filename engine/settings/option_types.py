@@ -6,20 +6,20 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
-from cyclopts import Parameter, Token
+from cyclopts import Group, Parameter, Token
 
 from effects.scope import ACCEPTED_FORMS, parse_scope
 from engine.settings.placement import ELSEWHERE, read_devices, read_listen, read_location, read_weights
 
-MODEL = "Model"
-"""The panel of `--help` that an option stands in, as the next seven."""
-SERVER = "Server"
-ENGINE = "Engine"
-DRAFT = "Speculation"
-COMPRESSION = "Compression"
-CACHE = "Cache"
-TRACE = "Trace"
-LOG = "Log"
+# The panels of `--help`, in the order in which they stand there: what most people need comes first.
+MODEL = Group("Model", sort_key=1)
+SERVER = Group("Server", sort_key=2)
+CACHE = Group("Cache", sort_key=3)
+ENGINE = Group("Engine", sort_key=4)
+DRAFT = Group("Speculation", sort_key=5)
+COMPRESSION = Group("Compression", sort_key=6)
+LOG = Group("Log", sort_key=7)
+TRACE = Group("Trace", sort_key=8)
 
 Device: TypeAlias = str  # auto | cpu | cuda | cuda:N
 ToolParser: TypeAlias = Literal["auto", "hermes", "qwen-xml", "llama3-json", "pythonic", "none"]
@@ -30,7 +30,7 @@ Quiet: TypeAlias = Annotated[bool, Parameter(name=("--quiet", "-q"), negative=""
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:]+\]|[^\s/?#@\[\]:]+)(:\d{1,5})?")
 
 
-def flag(group: str, **more: Any) -> Parameter:
+def flag(group: Group | str, **more: Any) -> Parameter:
     return Parameter(group=group, **more)
 
 

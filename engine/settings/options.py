@@ -53,7 +53,7 @@ class Options:
         compression = self.compression
         if not self.scorer_name and (compression.prefill_compression != "off" or compression.prefill_drafter_device):
             asked = f"--prefill-compression {compression.prefill_compression}, --prefill-drafter-device"
-            raise UserError(f"{asked}: there is no model that could score prompts; name one with --prefill-drafter")
+            raise UserError(f"{asked}: there is no drafter that could score prompts; name one with --prefill-drafter")
         self._check_freezing()
 
     def _check_processes(self) -> None:
@@ -69,7 +69,7 @@ class Options:
             return
         if self.compression.prefill_compression == "off":
             how = "shortens messages where --prefill-compression says so, and it is off"
-            raise UserError(f"--disk-prefix-cache-compress {how}: accepted with it: auto, always")
+            raise UserError(f"--disk-prefix-cache-compress {how}; accepted there: auto, always")
         if not (self.cache.kv_cache_budget and self.cache.uses_disk):
             where = "keeps what messages were frozen to beside the prefix cache on disk, and --disk-prefix-cache off or"
             raise UserError(f"--disk-prefix-cache-compress {where} --kv-cache-budget 0 declines that: leave one out")

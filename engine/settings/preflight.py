@@ -43,7 +43,7 @@ def prepare_options(options: Options) -> Options:
     if draft not in DRAFTS and not Path(draft).is_dir():
         raise UserError(f"--draft {draft}: no such folder; accepted: one with a DFlash draft, {', '.join(DRAFTS)}")
     if (device := options.speculation.draft_device) and draft == "none":
-        raise UserError(f"--draft-device {device} is for a draft, and --draft none asks for none")
+        raise UserError(f"--draft-device {device} has no effect with --draft none: leave one out")
     if options.diagnostics.trace is not None:
         check_trace(options.diagnostics.trace)
     if options.cache.kv_cache_dir is not None and options.cache.uses_disk:
@@ -65,7 +65,7 @@ def check_address(http: HttpOptions) -> None:
 
 def build_bind_error(http: HttpOptions, error: OSError | UnicodeError) -> UserError:
     where = f"{http.host}:{http.port} (--host, --port)"
-    another = "; --port 0 takes one that is free" if getattr(error, "errno", None) == errno.EADDRINUSE else ""
+    another = "; --port 0 takes a free port" if getattr(error, "errno", None) == errno.EADDRINUSE else ""
     why = (getattr(error, "strerror", None) or str(error)).lower()
     return UserError(f"cannot listen on {where}: {why}{another}")
 
@@ -105,7 +105,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         gguf = min(folder.glob("*.gguf"), default=None)
-        instead = "" if gguf is None else f"; a GGUF file is served by its own name, such as {gguf}"
+        instead = "" if gguf is None else f"; name the GGUF file itself, such as {gguf}"
         raise UserError(f"{folder}: config.json is missing{instead}; {CHECKPOINT}")
     try:
         return read_json(path)
@@ -157,7 +157,7 @@ def check_parent(path: Path) -> None:
             made.append(folder)
         check_writable(path)
     except OSError as error:
-        raise FolderUnusable(f"{path}: cannot be made: {(error.strerror or str(error)).lower()}") from error
+        raise FolderUnusable(f"{path}: cannot be created: {(error.strerror or str(error)).lower()}") from error
     finally:
         for folder in reversed(made):
             with suppress(OSError):  # another process has put something into it
@@ -171,7 +171,7 @@ def check_writable(folder: Path) -> None:
             pass
     except OSError as error:
         why = (error.strerror or str(error)).lower()
-        raise FolderUnusable(f"{folder}: nothing can be made in it: {why}") from error
+        raise FolderUnusable(f"{folder}: no file can be created in it: {why}") from error
 
 
 def check_unlocked(path: Path) -> None:
@@ -197,13 +197,13 @@ def read_keys(path: Path) -> tuple[str, ...]:
     except OSError as error:
         raise UserError(f"{flag}: {(error.strerror or str(error)).lower()}") from error
     if len(data) > MOST_KEYS:
-        raise UserError(f"{flag}: larger than {MOST_KEYS >> 10} KiB; accepted: one key a line")
+        raise UserError(f"{flag}: larger than {MOST_KEYS >> 10} KiB; accepted: one key on each line")
     keys = tuple(line.strip().decode("ascii", "replace") for line in data.splitlines() if line.strip())
     if not keys:
-        raise UserError(f"{flag}: holds no key; accepted: one key a line")
+        raise UserError(f"{flag}: holds no key; accepted: one key on each line")
     for number, key in enumerate(keys, 1):
         if not key.isascii() or not key.isprintable():
             raise UserError(f"{flag}: key {number} is not printable ASCII")
     if stat.S_ISREG(about.st_mode) and about.st_mode & 0o077:
-        log.warning("%s: others may read it; `chmod 600` it", flag)
+        log.warning("%s: other users can read it; run `chmod 600` on it", flag)
     return keys

@@ -34,39 +34,40 @@ class HttpOptions:
     """What the HTTP server listens on, which clients it serves, and the limits of their requests."""
 
     stabilize: Annotated[Literal["off", "known"], flag(SERVER)] = "known"
-    """known: what agents write anew into the head of every prompt (counters, dates) is left out, or goes to where it
-    costs little. off: nothing is touched."""
+    """known: remove or move the counters and dates that known agents write into every prompt, so that the cache finds
+    the prompt again. off: change nothing."""
 
     host: Annotated[str, flag(SERVER, validator=check_host)] = "127.0.0.1"
-    """Address to listen on. Anything but loopback should come with --api-key."""
+    """Address to listen on. Use --api-key-file with any address that is not loopback."""
 
     allow_host: Annotated[tuple[str, ...], flag(SERVER, negative="", validator=check_names)] = ()
-    """A further name that clients may call this server by, * for any. May be given several times."""
+    """Another host name that clients may call this server by; * for any. May be given several times."""
 
     allow_origin: Annotated[tuple[str, ...], flag(SERVER, negative="", validator=check_origins)] = ()
-    """Origin of web pages that may call this server (https://page.example), * for any. May be given several times."""
+    """Origin of web pages that may call this server, such as https://page.example; * for any. May be given several
+    times."""
 
     port: Annotated[int, flag(SERVER, converter=parse_integer, validator=Number(gte=0, lte=65535))] = 8000
-    """Port to listen on; 0 takes a free one."""
+    """Port to listen on. 0: any free port."""
 
     api_key: Annotated[tuple[str, ...], flag(SERVER, negative="", validator=check_keys)] = ()
-    """A key that clients must send (Authorization: Bearer, or X-Api-Key). May be given several times. Other users of
-    this machine see a command line: better use REKINDLE_API_KEY or --api-key-file."""
+    """Key that clients must send (Authorization: Bearer, or X-Api-Key). May be given several times. Other users of this
+    machine can see the command line, so REKINDLE_API_KEY or --api-key-file is better."""
 
     api_key_file: Annotated[Path | None, flag(SERVER)] = None
-    """File with such keys, one a line, read once at start."""
+    """File with API keys, one on each line. It is read once, at the start."""
 
     max_queue: Annotated[int, flag(SERVER, converter=parse_integer, validator=Number(gte=0, lte=100_000))] = 128
-    """Requests that may wait for a slot; more are answered 429."""
+    """Maximum requests that wait for a slot. Further requests get status 429."""
 
     request_timeout: Annotated[float, flag(SERVER, validator=Number(gt=0, lte=86_400))] = 3600
-    """Seconds until a request is given up with 504, waiting included."""
+    """Seconds after which a request ends with status 504. Waiting counts."""
 
     max_body: Annotated[int, flag(SERVER, converter=parse_integer, validator=Number(gte=1, lte=1024))] = 32
-    """MiB of a request's body; more is answered 413."""
+    """Maximum size of a request body in MiB. Larger bodies get status 413."""
 
     grace: Annotated[float, flag(SERVER, validator=Number(gte=0, lte=3600))] = 10
-    """Seconds that running requests get to finish on SIGTERM; a second signal stops at once."""
+    """Seconds that running requests have to finish after SIGTERM. A second signal stops the server at once."""
 
 
 @frozen(kw_only=True)
@@ -74,50 +75,53 @@ class CacheOptions:
     """The prefix cache in host memory and on disk, and the states that recurrent models keep for it."""
 
     disk_prefix_cache: Annotated[str, flag(CACHE, validator=check_scope)] = "full"
-    """How much is kept. full: prompts and answers. auto:N: what a prompt shares with the likest of the last N, up to
-    where a message opens; auto is auto:30. N: the first N tokens. off: the disk is not used."""
+    """What the cache on disk keeps. full: prompts and answers. auto:N: the part that a prompt shares with the most
+    similar one of the last N prompts, up to the start of a message; auto means auto:30. N: the first N tokens. off:
+    nothing."""
 
     disk_prefix_cache_compress: Annotated[bool, flag(CACHE, negative="")] = False
-    """Freeze conversations: messages that have aged are shortened by the drafter, once, and found again so shortened.
-    Needs --prefill-compression auto (from --prefill-threshold tokens of them on) or always."""
+    """Shorten old messages of long conversations with the drafter, once, and keep them shortened (frozen). Needs
+    --prefill-compression auto or always; auto freezes from --prefill-threshold tokens on."""
 
     kv_cache_dir: Annotated[Path | None, flag(CACHE)] = None
-    """Folder that the cache is kept in, for one process at a time; the default is in your user cache directory."""
+    """Folder of the cache on disk. Only one process can use a folder. By default a folder in your user cache
+    directory."""
 
     kv_cache_budget: Annotated[int, flag(CACHE, converter=parse_integer, validator=Number(gte=0, lte=1 << 30))] = 8192
-    """MiB that it may take on disk."""
+    """Maximum size of the cache on disk in MiB."""
 
     host_cache_budget: Annotated[int, flag(CACHE, converter=parse_integer, validator=Number(gte=0, lte=1 << 30))] = 512
-    """MiB of memory for prompts that have left the device."""
+    """MiB of host memory for prompts that no longer have a slot on the device."""
 
     kv_cache_codec: Annotated[Literal["zstd", "store", "auto"], flag(CACHE)] = "zstd"
-    """zstd: smaller files. store: files as large as their content, for disks that are quicker than decoding. auto:
-    whichever was restored sooner at the folder's first start, which is kept there."""
+    """How cache files are stored. zstd: compressed. store: uncompressed, for disks that read faster than zstd decodes.
+    auto: the one that was restored faster when the folder was first used; the folder remembers it."""
 
     kv_cache_min_tokens: Annotated[int, flag(CACHE, converter=parse_integer, validator=Number(gte=0, lte=1 << 21))] = (
         512
     )
-    """Less than this many tokens are not kept."""
+    """Prompts with fewer tokens are not kept."""
 
     kv_cache_cold_max: Annotated[int, flag(CACHE, converter=parse_integer, validator=Number(gte=0, lte=1 << 21))] = (
         10240
     )
-    """Models with recurrent state, full: it is kept at the last message that opens up to here, too, for new
-    sessions of the same agent; 0: not."""
+    """For models with recurrent state and full: also keep the state where the last message starts within this many
+    tokens, so that new sessions of the same agent find it. 0: do not."""
 
     kv_cache_interval: Annotated[int, flag(CACHE, converter=parse_integer, validator=Number(gte=0, lte=1 << 21))] = (
         10240
     )
-    """Models with recurrent state, full: it is kept every so many tokens, and where prefill ends (0: only there)."""
+    """For models with recurrent state and full: keep the state every so many tokens, and at the end of the prompt. 0:
+    only at the end."""
 
     state_checkpoints: Annotated[int, flag(CACHE, converter=parse_integer, validator=Number(gte=0, lte=1024))] = 8
-    """Models with recurrent state: so many earlier states stay on the device, for turns that come back to them; 0:
-    none. Each takes 147 MiB with 27B parameters, so 1.2 GiB in all."""
+    """For models with recurrent state: number of earlier states that stay on the device for turns that return to them.
+    0: none. Each takes 147 MiB in a 27B model, so eight take 1.2 GiB."""
 
     def __attrs_post_init__(self) -> None:
         """Raise UserError if a cache folder is named, but the disk is not used."""
         if self.kv_cache_dir is not None and not self.uses_disk:
-            raise UserError("--disk-prefix-cache off uses no folder, and --kv-cache-dir names one: leave one out")
+            raise UserError("--disk-prefix-cache off uses no folder, but --kv-cache-dir names one: leave one out")
 
     @property
     def uses_disk(self) -> bool:
@@ -135,16 +139,17 @@ class DiagnosticOptions:
     """The log, the trace, and the checks of invariants."""
 
     log_format: Annotated[LogFormat, flag(LOG)] = "text"
-    """text: lines for people. json: one object a line, with time, level, logger, message, and what it is about."""
+    """text: lines for people. json: one object on each line, with time, level, logger and message."""
 
     log_level: Annotated[LogLevel, flag(LOG)] = "info"
-    """The least that is logged; debug has every request that only looks."""
+    """Lowest level that is logged. debug includes requests that only read the status."""
 
     trace: Annotated[Path | None, flag(TRACE)] = None
-    """Record everything that happens to FILE (JSON Lines; zstd if it ends in .zst). Holds prompts: see --redact."""
+    """Record every event in this file (JSON Lines; compressed if the name ends in .zst). It contains prompts: see
+    --redact."""
 
     redact: Annotated[bool, flag(TRACE, negative="")] = False
-    """Keep lengths and digests in the trace instead of tokens. It still replays, but cannot be executed again."""
+    """Record lengths and digests instead of tokens. Such a trace still replays, but --execute cannot use it."""
 
     paranoid: Annotated[bool, flag(TRACE, negative="")] = False
-    """Check the engine's invariants after every event."""
+    """Check the invariants of the engine after every event. For debugging: it is slow."""

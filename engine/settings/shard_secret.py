@@ -24,7 +24,7 @@ def find_shared_secret(file: Path | None) -> str:
         found = read_secret(file)
     if not found:
         raise UserError(
-            f"a shard at tcp:// is served to who knows its secret: set {VARIABLE} or --shard-secret-file to one of at "
+            f"a shard at tcp:// needs a secret: set {VARIABLE} or --shard-secret-file to one of at "
             f"least {LEAST_SECRET} characters, the same at both ends"
         )
     if len(found) < LEAST_SECRET:
@@ -43,5 +43,5 @@ def read_secret(file: Path) -> str:
     if len(data) > MOST:
         raise UserError(f"--shard-secret-file {file}: larger than {MOST >> 10} KiB; accepted: one secret")
     if stat.S_ISREG(about.st_mode) and about.st_mode & 0o077:
-        log.warning("--shard-secret-file %s: others may read it; `chmod 600` it", file)
+        log.warning("--shard-secret-file %s: other users can read it; run `chmod 600` on it", file)
     return text

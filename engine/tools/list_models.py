@@ -237,14 +237,14 @@ def list_notes(found: list[Listed]) -> Iterator[str]:
             yield f"{one.name}: not served: {one.why}"
         elif not one.fits:
             more = " or ".join(one.advice) or "a smaller model, or more devices (--target-devices cuda:0,cpu:0)"
-            yield f"{one.name}: does not fit; what would help: {more}"
+            yield f"{one.name}: does not fit; this would help: {more}"
         elif one.experts:
             experts = format_bytes(one.experts)
-            yield f"{one.name}: its experts, {experts}, in host memory; those used most on the device, too"
+            yield f"{one.name}: its experts ({experts}) stay in host memory, and the most used ones also on the device"
         elif one.advice:
-            yield f"{one.name}: a longer context: {' or '.join(one.advice)}"
+            yield f"{one.name}: for a longer context: {' or '.join(one.advice)}"
     where = f"{format_path(find_own_folder())} and {format_path(find_hub_folder(os.environ))}"
-    yield f"Looked for in {where}. Serve one by its name: rekindle serve NAME"
+    yield f"Searched {where}. To serve a model: rekindle serve NAME"
 
 
 def format_path(path: Path) -> str:

@@ -97,11 +97,11 @@ async def test_a_server_that_does_not_compress_is_told_of(ours: Site, capsys: py
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--depths", "2"], "from 0, a text's beginning, to 1"),
+        (["--depths", "2"], "from 0, the start of the text, to 1"),
         (["--lengths", "0"], "a number of tokens from 1"),
         (["--needles", "99"], "a number of needles from 1 to 20"),
         (["--keep", "0"], "--keep"),
-        (["--url", "http://127.0.0.1:9"], "nobody answers there"),
+        (["--url", "http://127.0.0.1:9"], "no server answers there"),
     ],
 )
 def test_every_wrong_word_is_named(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

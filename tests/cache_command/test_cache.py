@@ -111,7 +111,7 @@ def test_ls_says_what_else_lies_there(path: Path, capsys: pytest.CaptureFixture[
     (path / "journal").unlink()
     assert main(["cache", "ls", str(path)]) == 0
     text = shown(capsys)
-    for said in ("1 damaged", "1 put aside as damaged", "1 unfinished", "1 not ours", "journal is missing"):
+    for said in ("1 damaged", "1 set aside as damaged", "1 unfinished", "1 not ours", "journal is missing"):
         assert said in text
 
 

@@ -108,7 +108,7 @@ async def test_a_conversation_goes_on_and_can_be_kept_and_cleared(
     assert re.search(r"\d+ tokens, [\d.]+ tokens/s, first after [\d.]+ s, \d+ of \d+ prompt tokens restored", out)
     assert "4 messages kept in" in out.replace("\n", " ")
     assert "/save FILE" in out
-    assert err == "rekindle: /nonsense is no command; accepted: /save, /load, /clear, /help\n"
+    assert err == "rekindle: /nonsense is not a command; accepted: /save, /load, /clear, /help\n"
 
 
 async def test_what_was_restored_and_from_where_is_told(
@@ -169,7 +169,7 @@ def test_nobody_there_nothing_said_and_a_wrong_key_are_told(
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
         assert main(["chat", "--url", f"http://127.0.0.1:{taken.getsockname()[1]}"]) == 2
-    assert "nobody answers there" in capsys.readouterr().err
+    assert "no server answers there" in capsys.readouterr().err
     piping(monkeypatch, " \n")
     assert main(["chat"]) == 2
     assert "no prompt" in capsys.readouterr().err

@@ -33,37 +33,38 @@ from tests.text import small
 PAGE = Path(__file__).parents[2] / "docs" / "REFERENCE.md"
 HEAD = """# Reference
 
-Written by `make reference` from the code, and compared with it by the tests: what commands and requests take, which
-paths and metrics there are. [APIS.md](APIS.md) tells what fields of requests mean, [OPERATIONS.md](OPERATIONS.md) what
-figures do.
+This page lists all commands, options, paths, fields of requests and metrics. `make reference` writes
+it from the code, and a test compares the two. [APIS.md](APIS.md) explains the fields of requests,
+and [OPERATIONS.md](OPERATIONS.md) the metrics.
 
-Every option of `rekindle serve` is also an environment variable (`--kv-cache-budget` is `REKINDLE_KV_CACHE_BUDGET`) and
-a line of the TOML file that `--config` names (`kv-cache-budget = 4096`). A flag comes before the variable, that before
+Every option of `rekindle serve` is also an environment variable (`--kv-cache-budget` is
+`REKINDLE_KV_CACHE_BUDGET`) and a line of the TOML file that `--config` names
+(`kv-cache-budget = 4096`). A flag on the command line wins over the variable, and the variable over
 the file.
 """
 ENDPOINTS = {  # a line for each path
     "/v1/chat/completions": "OpenAI's chat",
-    "/v1/chat/completions/input_tokens": "counts what the same request would have as its prompt",
+    "/v1/chat/completions/input_tokens": "counts the prompt tokens of the same request",
     "/v1/completions": "OpenAI's completions of text or token ids",
     "/completion": "llama.cpp's completions",
     "/v1/messages": "Anthropic's messages",
-    "/v1/messages/count_tokens": "counts what the same request would have as its prompt",
+    "/v1/messages/count_tokens": "counts the prompt tokens of the same request",
     "/v1/responses": "OpenAI's responses",
-    "/v1/responses/compact": "a summary of a conversation, which later requests send in its place",
-    "/v1/responses/input_tokens": "counts what the same request would have as its prompt",
-    "/v1/responses/{id}": "a response that is kept: shown, deleted",
-    "/v1/responses/{id}/cancel": "ends one that is in progress",
-    "/v1/responses/{id}/input_items": "what it answered",
+    "/v1/responses/compact": "summarises a conversation; later requests send the summary instead",
+    "/v1/responses/input_tokens": "counts the prompt tokens of the same request",
+    "/v1/responses/{id}": "shows or deletes a kept response",
+    "/v1/responses/{id}/cancel": "cancels a response in progress",
+    "/v1/responses/{id}/input_items": "its items",
     "/tokenize": "text to token ids",
     "/detokenize": "token ids to text",
     "/apply-template": "the prompt that the chat template makes of messages",
-    "/v1/models": "what is served, in OpenAI's and Anthropic's shape, with `meta` as llama.cpp has it",
-    "/v1/models/{model:path}": "one of its names",
-    "/health": "200 while requests are taken, 503 while the model loads, stops, or lacks a shard; needs no key",
-    "/props": "all that the server tells of itself",
+    "/v1/models": "the served model, in OpenAI's and Anthropic's shape, with llama.cpp's `meta`",
+    "/v1/models/{model:path}": "the same for one of its names",
+    "/health": "200 while requests are accepted; 503 while the server loads, stops, or lacks a shard; needs no key",
+    "/props": "everything that the server reports about itself",
     "/slots": "what each slot holds; `?fail_on_no_slot=1`: 503 where none is free",
-    "/events": "what `/props` shows, as it changes: server-sent events",
-    "/debug/misses": "why the caller's last prompts were not there",
+    "/events": "changes of `/props`, as server-sent events",
+    "/debug/misses": "why the caller's last prompts were not found",
     "/metrics": "Prometheus",
     "/": "the page in a browser; JSON for programs",
 }
@@ -124,7 +125,7 @@ def commands() -> str:
 
 def endpoints(routes: Sequence[Route]) -> Iterator[str]:
     yield "## Endpoints\n"
-    yield "With and without `/v1`; slashes at the end do not matter.\n"
+    yield "All paths work with and without `/v1`, and with slashes at the end.\n"
     yield "| | path | |\n|---|---|---|"
     for route in routes:
         methods = ", ".join(sorted((route.methods or set()) - {"HEAD"}))
@@ -138,8 +139,8 @@ async def stays() -> bool:
 async def requests(text: Text) -> AsyncIterator[str]:
     """What is asked of a small request of each API."""
     yield "## Fields of requests\n"
-    yield "What is accepted, in the words of the error that says so. Where there are none, [APIS.md](APIS.md) has them;"
-    yield "`null` is as good as absent, and what stands nowhere here is ignored.\n"
+    yield "The tables show what is accepted, in the words of the error message. [APIS.md](APIS.md) explains"
+    yield "fields without such words. `null` counts as absent, and fields that are not listed are ignored.\n"
     options, asker = EdgeOptions("small", 4096, text.tokenizer.size), ApiClient(stays, TurnMemory())
     for api, body, words in REQUESTS:
         seen = dict[str, str]()
@@ -149,7 +150,7 @@ async def requests(text: Text) -> AsyncIterator[str]:
         for name in sorted(seen.keys() - words.unsupported.keys()):
             yield f"| `{name}` | {seen[name]} |"
         refused = ", ".join(f"`{name}`" for name in sorted(words.unsupported))
-        yield f"\nRefused by name, since they would change the answer: {refused}.\n"
+        yield f"\nThese are refused by name, since they would change the answer: {refused}.\n"
 
 
 def every_metric() -> Metrics:
@@ -179,7 +180,7 @@ def exposed() -> Iterator[tuple[str, Metric]]:
 
 def metrics() -> Iterator[str]:
     yield "## Metrics\n"
-    yield "Histograms have `_bucket`, `_sum` and `_count`, summaries the last two.\n"
+    yield "Histograms have `_bucket`, `_sum` and `_count`; summaries have the last two.\n"
     yield "| metric | kind | labels | |\n|---|---|---|---|"
     for name, one in exposed():
         labels = sorted({label for sample in one.samples for label in sample.labels} - {"le"})

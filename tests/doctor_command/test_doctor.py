@@ -43,7 +43,7 @@ DISK = DiskFacts("/kv", free=100 * GIB, kept=GIB, write=1e9, read=1e9)
         (findings.files(1024), "warning", ["1024", "ulimit -Hn 8192", "LimitNOFILE"]),
         (findings.device("cpu: AVX2", cuda=False, driver=False), "well", ["cpu: AVX2"]),
         (findings.device("cuda:0: H100", cuda=True, driver=True), "well", ["H100"]),
-        (findings.device("cpu: AVX2", cuda=False, driver=True), "warning", ["NVIDIA", "built for CUDA"]),
+        (findings.device("cpu: AVX2", cuda=False, driver=True), "warning", ["NVIDIA", "a torch with CUDA"]),
         (findings.port(8000, taken=False, ours=False), "well", ["free"]),
         (findings.port(8000, taken=True, ours=True), "well", ["answers there"]),
         (findings.port(8000, taken=True, ours=False), "warning", ["another program", "--port 8001"]),
@@ -54,7 +54,7 @@ DISK = DiskFacts("/kv", free=100 * GIB, kept=GIB, write=1e9, read=1e9)
         (findings.switches({}), "well", []),
         (findings.switches({"MKL_CBWR": "AVX2"}), "warning", ["MKL_CBWR=AVX2", "class"]),
         (findings.numerics("buckets", "4..256"), "well", ["4..256"]),
-        (findings.numerics("grid", "64"), "warning", ["without a draft"]),
+        (findings.numerics("grid", "64"), "warning", ["no draft is used"]),
         (findings.models(["a"]), "well", ["1 model in", "`rekindle models`"]),
     ],
 )

@@ -114,7 +114,7 @@ def test_a_path_stays_a_path(name: str, home: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("Qwen3-4B", ["could be any of Qwen/Qwen3-4B, deep/Qwen3-4B", "name one in full"]),
+        ("Qwen3-4B", ["matches Qwen/Qwen3-4B, deep/Qwen3-4B", "give the full name"]),
         ("Qwen3-8B", ["similar: ", "Qwen/Qwen3-4B", "`rekindle models`", "`hf download ORG/NAME`"]),
         ("Qwen/Qwen3-8B", ["no such folder", "`hf download Qwen/Qwen3-8B`", "similar: Qwen/Qwen3-4B"]),
         ("demos", ["similar: demo"]),
@@ -190,7 +190,7 @@ def test_models_are_listed_with_what_they_would_be_served_with(told: Callable[..
     text = told()
     assert "16 x 16,384 tokens" in text
     assert "other: not served: config.json: model_type 'gpt2'" in text
-    assert "Looked for in ~/models and ~/hub." in text
+    assert "Searched ~/models and ~/hub." in text
 
 
 def test_bits_and_what_a_context_costs_are_told_of_folders_files_and_experts(
@@ -228,4 +228,4 @@ def test_what_does_not_fit_is_told_with_what_would_help(
     assert mine["fits"], "in one slot"
     monkeypatch.setattr("engine.loading.memory_estimate.measure_available", lambda _: 1)
     text = told()
-    assert "mine: does not fit; what would help: a smaller model" in text
+    assert "mine: does not fit; this would help: a smaller model" in text

@@ -52,8 +52,8 @@ def test_places_are_read_in_gib() -> None:
     ("config", "plan", "said"),
     [
         (Qwen3Config(160, 64, 96, 3, 4, 2, 16, 512, 1e6), CUDA, "the model has no experts; accepted: device"),
-        (CONFIG, [Placement(range(3), torch.device("cpu"))], "on a CPU experts are in host memory as it is"),
-        (CONFIG, [*CUDA, *CUDA], "accepted with one CUDA device of this process"),
+        (CONFIG, [Placement(range(3), torch.device("cpu"))], "on a CPU, experts are in host memory anyway"),
+        (CONFIG, [*CUDA, *CUDA], "needs one CUDA device of this process"),
     ],
 )
 def test_where_they_cannot_be_is_refused(config: Qwen3Config, plan: list[Placement], said: str) -> None:
@@ -63,7 +63,7 @@ def test_where_they_cannot_be_is_refused(config: Qwen3Config, plan: list[Placeme
 
 def test_too_little_room_for_one_is_refused() -> None:
     with pytest.raises(
-        UserError, match=r"--experts host: one expert takes 9\.0 KiB, and there would be 8\.8 KiB for them"
+        UserError, match=r"--experts host: one expert takes 9\.0 KiB, but 8\.8 KiB would be free for them"
     ):
         choose_expert_bytes(build_options(experts="host").weights, CONFIG, DTYPE, CUDA, 2 * ONE - 500)
 

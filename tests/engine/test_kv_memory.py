@@ -107,5 +107,5 @@ async def test_more_sessions_than_the_pool_holds_are_all_answered_as_if_each_was
 
 def test_slots_of_other_processes_have_no_pool() -> None:
     elsewhere = Placement(range(3), torch.device("cpu"), peer=cast(Peer, object()))
-    with pytest.raises(UserError, match="--kv-memory: shards in other processes keep whole slots"):
+    with pytest.raises(UserError, match="--kv-memory does not work with shards in other processes"):
         compute_fit(build_options(kv_memory=100).runtime, [], 512, [elsewhere])

@@ -91,7 +91,7 @@ FREEZING = ("--disk-prefix-cache-compress", "--prefill-compression", "auto", "--
         (["--target-devices", "cuda:1x"], ["--target-devices", "'cuda:1x' is no device"]),
         (["--target-devices", "cpu:1"], ["--target-devices", "'cpu:1': all processors are one device"]),
         (["--target-devices", "cpu,cpu", "--device", "cpu"], ["--target-devices", "--device cpu", "leave one out"]),
-        (["--target-layer-split", "1,1"], ["--target-layer-split", "--target-devices", "name some"]),
+        (["--target-layer-split", "1,1"], ["--target-layer-split", "--target-devices", "name the devices"]),
         (["--target-devices", "cpu,cpu", "--target-layer-split", "1"], ["--target-layer-split 1", "2 devices"]),
         (["--target-devices", "cpu,cpu", "--target-layer-split", "1,0"], ["--target-layer-split", "'0' is no weight"]),
         (["--target-devices", "cpu", "--target-layer-split", "nan"], ["--target-layer-split", "'nan' is no weight"]),
@@ -106,7 +106,7 @@ FREEZING = ("--disk-prefix-cache-compress", "--prefill-compression", "auto", "--
             ["elsewhere", "--prefill-compression", "auto"],
             ["--prefill-compression auto", "name one with --prefill-drafter"],
         ),
-        (["--disk-prefix-cache-compress"], ["--disk-prefix-cache-compress", "accepted with it: auto, always"]),
+        (["--disk-prefix-cache-compress"], ["--disk-prefix-cache-compress", "accepted there: auto, always"]),
         (
             [*FREEZING, "--kv-cache-budget", "0"],
             ["--disk-prefix-cache-compress", "--kv-cache-budget 0", "leave one out"],

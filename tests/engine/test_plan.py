@@ -123,11 +123,11 @@ def test_what_this_model_or_machine_cannot_do_is_refused_in_a_line(case: str) ->
 
 
 CONTRADICTIONS = {
-    "--device, too": ({"device": "cpu", "target_devices": "cpu,cpu"}, "--device cpu one: leave one out"),
+    "--device, too": ({"device": "cpu", "target_devices": "cpu,cpu"}, "--device cpu is too much: leave one out"),
     "weights alone": ({"target_layer_split": "1,1"}, "--target-layer-split"),
     "too few weights": (
         {"target_devices": "cpu,cpu,cpu", "target_layer_split": "1,2"},
-        "--target-layer-split 1,2: 2 weights for 3 devices; accepted: one for each",
+        "--target-layer-split 1,2: 2 weights for 3 devices; accepted: one weight for each device",
     ),
     "an interpreter for nobody": (
         {"target_devices": "cpu,tcp://a:1", "target_shard_ipc_python": Path("python")},

@@ -81,7 +81,7 @@ def test_a_wrong_model_is_told_with_what_is_accepted(case: str, tmp_path: Path) 
 
 def test_a_folder_of_gguf_files_is_told_apart(tmp_path: Path) -> None:
     gguf(tmp_path / "q4.gguf")
-    assert f"a GGUF file is served by its own name, such as {tmp_path / 'q4.gguf'}" in said(model=str(tmp_path))
+    assert f"name the GGUF file itself, such as {tmp_path / 'q4.gguf'}" in said(model=str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "some-one/some_model.v2"])
@@ -201,7 +201,7 @@ def test_the_command_tells_it_in_one_line(capsys: pytest.CaptureFixture[str]) ->
 
 def test_a_device_for_no_draft_is_refused() -> None:
     assert said(draft="none", draft_device="cpu") == (
-        "--draft-device cpu is for a draft, and --draft none asks for none"
+        "--draft-device cpu has no effect with --draft none: leave one out"
     )
 
 

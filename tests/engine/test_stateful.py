@@ -359,5 +359,5 @@ async def test_a_draft_of_large_blocks_is_asked_for_what_can_be_rolled_back(
     settings = await lane.run(partial(choose_settings, Options(), executor.parts, shard, draft, **how))
     assert settings.block == 15
     assert max(rows for _, _, rows, *_ in settings.rates.decode) == 16
-    assert "proposes 31 tokens at once; 15 can be taken back" in caplog.text
+    assert "could propose 31 tokens at once, but only 15 can be undone" in caplog.text
     assert executor.close()

@@ -76,7 +76,7 @@ async def test_nobody_waits_for_a_lane_that_has_died_and_the_server_stops(caplog
     assert outcomes == ["the lane of cpu has died"]
     with pytest.raises(LaneClosed):
         lane.post(lambda: None, fail)
-    with pytest.raises(UserError, match="the thread lane-cpu has died"):
+    with pytest.raises(UserError, match="the thread lane-cpu died"):
         await wait_for_stop(anyio.Event(), (lane.thread,))
 
 

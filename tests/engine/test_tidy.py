@@ -40,7 +40,7 @@ def test_what_goes_wrong_is_logged_and_costs_nothing(caplog: pytest.LogCaptureFi
         MemoryTrimmer(lane, fail).trim_memory(ENGINE, TrimMemory())
         lane.post(done.set, print)
         assert done.wait(20)
-    assert caplog.text.count("could not be given back") == 1
+    assert caplog.text.count("could not be returned to the system") == 1
     lane.close()
 
 

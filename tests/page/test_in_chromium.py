@@ -19,6 +19,7 @@ from adapters.text.model_text import Text
 from effects.all import EffectRequest, Launch, Outcome
 from effects.decode import Decoded, RunDecode
 from effects.ids import Tokens
+from effects.prefill import RunPrefill
 from tests.browser import SHIFT, Browser, Page, found
 from tests.engine.play import SETTINGS, PlayedEngine, ScriptedDevice, engine
 from tests.text import small
@@ -37,10 +38,13 @@ class Speaking(ScriptedDevice):
 
     says: Tokens = ()
     halts: int = 1 << 30  # before this token of every answer, until `go`
+    halts_prefill: bool = False  # before any prompt is read, until `go`
     go: anyio.Event = field(factory=anyio.Event)
 
     async def halt(self, launch: Launch) -> None:
         for ask in launch.asks:
+            if self.halts_prefill and isinstance(ask.effect, RunPrefill):
+                await self.go.wait()
             if isinstance(ask.effect, RunDecode) and self.place(ask.effect) == self.halts:
                 await self.go.wait()
 
@@ -125,6 +129,7 @@ async def seen(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Seen]:
 async def free(seen: Seen) -> AsyncIterator[None]:
     """Nobody halts, and what one test has left behind ends before the next."""
     seen.device.halts = 1 << 30
+    seen.device.halts_prefill = False
     yield
     seen.device.go.set()
     await seen.idle()
@@ -142,6 +147,61 @@ async def test_it_opens_without_a_complaint_and_shows_the_server(seen: Seen) -> 
         assert await page.js("document.querySelectorAll('#tiles .tile').length") == 4
         await page.until("document.querySelector('#misses').textContent")
         assert page.errors == []
+
+
+@pytest.mark.parametrize(("size", "hidden"), [(22 << 20, False), (8 << 30, True)])
+async def test_only_a_small_model_is_said_to_make_things_up(seen: Seen, size: int, hidden: bool) -> None:
+    seen.engine.door.facts = {"model": {"size": size}}
+    async with seen.page() as page:
+        assert await page.js("document.querySelector('#small').hidden") == hidden
+        assert "makes things up" in await page.js("document.querySelector('#small').textContent")
+    seen.engine.door.facts = {}
+
+
+TILE = "document.querySelector('#tiles b').innerText"
+CURVE = "document.querySelector('#tiles svg')"
+
+
+async def test_slots_that_give_no_tokens_are_said_to_read_prompts_or_to_answer(seen: Seen) -> None:
+    seen.device.halts_prefill = True
+    seen.device.go = anyio.Event()
+    seen.device.halts = 4
+    async with seen.page() as page:
+        assert await page.text("#tiles .tile:nth-child(2) .more") == "no request is waiting"
+        await ask(page)
+        await page.until(f"{TILE} === 'reading prompts'")
+        assert await page.js(CURVE) is None, "two or three points are no curve"
+        seen.device.halts_prefill = False
+        read, seen.device.go = seen.device.go, anyio.Event()
+        read.set()
+        await page.until(f"{TILE} === 'answering'")
+        await page.until(CURVE)
+        seen.device.go.set()
+        await page.until(IDLE)
+        assert page.errors == []
+
+
+COLUMNS = "[...document.querySelectorAll('#requests-head th')].filter((one) => !one.hidden).map((one) => one.innerText)"
+CUT = """[...document.querySelectorAll('.of-prompt, .of-answer, #requests-head th')]
+    .filter((one) => one.scrollWidth > one.clientWidth).map((one) => one.innerText)"""
+
+
+async def test_states_that_no_request_was_in_have_no_column_and_nothing_is_cut(seen: Seen) -> None:
+    async with seen.page(width=1440) as page:
+        await ask(page)
+        await page.until(IDLE)
+        columns = await page.js(COLUMNS)
+        assert {"#", "speculate", "prompt", "answer"} <= set(columns)
+        assert not {"pflash", "restore", "park", "unpark"} & set(columns)
+        # with every column, and the longest of what stands in the last two
+        await page.js(
+            """document.querySelectorAll('.requests [hidden]').forEach((one) => one.removeAttribute('hidden'));
+            document.querySelector('.of-prompt span').textContent = '26,822';
+            document.querySelector('.of-prompt .share').textContent = '100 % device';
+            document.querySelector('.of-answer span').textContent = '1,581 at 120.5/s'"""
+        )
+        assert await page.js("document.querySelectorAll('#requests-head th').length") == 12
+        assert await page.js(CUT) == []
 
 
 async def test_an_answer_streams_in_and_is_text_wherever_it_looks_like_markup(seen: Seen) -> None:
@@ -267,7 +327,7 @@ async def test_a_wrong_key_is_refused_told_and_asked_again(seen: Seen) -> None:
 async def test_without_any_key_only_the_empty_page_is_seen(seen: Seen) -> None:
     async with seen.page(key=None) as page:
         await page.until("document.querySelector('#key').open")
-        assert "Without one" in await page.text("#key-why")
+        assert "Without a key" in await page.text("#key-why")
         assert (
             await page.js(
                 "document.querySelector('#tiles').children.length + document.querySelector('#slots').children.length"

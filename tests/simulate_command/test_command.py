@@ -118,7 +118,7 @@ def test_results_come_in_order_steps_are_told_and_a_process_that_dies_is_not_wai
     assert [number for number, _ in found] == [3, 0, 2, 1]
     assert len(steps) == 6
     assert len({process for _, process in found} | {os.getpid()}) == 5
-    with pytest.raises(RuntimeError, match="has died"):
+    with pytest.raises(RuntimeError, match="died; see"):
         run_side_by_side([partial(work, 1), lambda _: os._exit(3)], lambda: None, 2)
 
 

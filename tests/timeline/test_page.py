@@ -111,6 +111,49 @@ async def test_keys_go_through_requests_and_their_events_and_search_finds_one(ch
         await told(page, "There is no request 4444")
 
 
+# What the page writes on its canvases: canvas, text, x, y, width.
+WRITTEN = """(() => {
+    const write = CanvasRenderingContext2D.prototype.fillText;
+    window.written = [];
+    CanvasRenderingContext2D.prototype.fillText = function (text, x, y, ...most) {
+        window.written.push([this.canvas.id, text, x, y, this.measureText(text).width]);
+        return write.call(this, text, x, y, ...most);
+    };
+})()"""
+DRAWN = "new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))"
+STATES = {"Waiting", "LookingUp", "Restoring", "Prefilling", "Speculating", "Snapshotting"}
+
+
+async def test_no_mark_lies_on_the_name_of_a_state(chromium: Browser, timeline: str) -> None:
+    compared = 0
+    async with shown(chromium, timeline, script=WRITTEN) as page:
+        for request in range(REQUESTS):
+            await page.js(
+                f"document.getElementById('search').value = '{request}';"
+                "document.getElementById('tools').requestSubmit()"
+            )
+            await page.click("[data-do=one]")
+            await page.js(f"window.written.length = 0; {DRAWN}")
+            await page.js(f"document.getElementById('rows').dispatchEvent(new Event('scroll')); {DRAWN}")
+            texts = [
+                (text, x, y, width) for canvas, text, x, y, width in await page.js("window.written") if canvas == "bars"
+            ]
+            for _, mark, row, _ in (one for one in texts if one[0] in {"d", "h"}):
+                for text, x, y, width in (one for one in texts if one[0] in STATES):
+                    if y == row:
+                        compared += 1
+                        assert mark + 4 <= x or x + width <= mark - 11, f"request {request}: {text}"
+    assert compared > 10
+
+
+async def test_the_settings_of_the_server_are_folded_away(chromium: Browser, timeline: str) -> None:
+    async with shown(chromium, timeline) as page:
+        assert "max_context" not in await page.text("#facts")
+        assert not await page.js("document.querySelector('#settings').open")
+        await page.click("#settings summary")
+        assert "max_context" in await page.text("#settings")
+
+
 async def test_a_launch_tells_who_was_in_it_and_a_name_leads_there(chromium: Browser, timeline: str) -> None:
     async with shown(chromium, timeline) as page:
         await mouse(page, "tracks", GUTTER + 2, 18 + 40 + 10)

@@ -259,7 +259,7 @@ class PromptScorerLane:
 
 
 def log_drop_failure(error: BaseException) -> None:
-    log.error("a drafter's work could not be dropped", exc_info=error)
+    log.error("the memory of a drafter could not be freed", exc_info=error)
 
 
 def build_prompt_compressed(prompt: Tokens, kept: SelectedTokens | None, ns: int) -> PromptCompressed:

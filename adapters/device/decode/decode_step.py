@@ -300,4 +300,4 @@ class DecodeRunner:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            log.warning("the draft does not follow: %s", error)
+            log.warning("the draft missed a step and proposes nothing for this request: %s", error)

@@ -104,7 +104,7 @@ class NativeDecodeStep:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            log.warning("a decode step in more calls than one: %s", error)
+            log.warning("decode steps run layer by layer, because the compiled step cannot be used: %s", error)
             return None
 
     def _step(self, slot: int, state: SlotState, most: int, proposer: Proposer | None) -> NativeStepResult | None:

@@ -213,7 +213,7 @@ class OverlappedDecode:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            log.warning("no step ahead: %s", error)
+            log.warning("a decode step could not be prepared ahead: %s", error)
             batch.report_outcomes([(row.request, out_of_memory_failure(error)) for row in joining])
             return None
         for row in staying:

@@ -185,7 +185,7 @@ class DraftContext(Proposer, Generic[D]):
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            log.warning("the draft does not follow: %s", error)
+            log.warning("the draft missed a step and proposes nothing for this request: %s", error)
             return
         for segment, state in zip(step.segments, states, strict=True):
             state.add_draft_rows(segment.start, segment.start + segment.count)

@@ -71,7 +71,7 @@ class DraftProposer(DraftContext[D], ABC):
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                log.warning("no proposals: %s", error)
+                log.warning("the draft proposed nothing for this step: %s", error)
         return [trees.get(index) or chain((request.state.tokens[-1],)) for index, request in enumerate(requests)]
 
     def find_room(self, request: DraftRequest) -> tuple[int, int]:

@@ -126,11 +126,11 @@ def read_continuation(fields: Fields, last: ChatMessage) -> bool:
         return False
     if last.role != "assistant" or last.calls or not (last.content or last.reasoning).strip():
         raise invalid(
-            fields.path_of("continue_final_message"), "needs a last message of the assistant's that says something"
+            fields.path_of("continue_final_message"), "needs a last message of the assistant that is not empty"
         )
     if fields.data.get("add_generation_prompt") is True:
         raise invalid(
-            fields.path_of("continue_final_message"), "opens no message, so it goes without add_generation_prompt"
+            fields.path_of("continue_final_message"), "continues a message, so add_generation_prompt must be left out"
         )
     return True
 

@@ -149,9 +149,9 @@ def read_previous(fields: Fields, folder: ResponseFolder, options: EdgeOptions) 
     try:
         found = folder.find_conversation(name, options.max_body)
     except OverflowError:
-        raise invalid(where, "the conversation is larger than this server takes; begin another one") from None
+        raise invalid(where, "the conversation is larger than this server accepts; begin a new one") from None
     if found is None:
-        message = f"{shown_value(name)} or what it continues is not kept here (any more); send the whole conversation"
+        message = f"{shown_value(name)} or what it continues is no longer kept here; send the whole conversation"
         raise invalid(where, message, "previous_response_not_found")
     return found
 
@@ -181,7 +181,7 @@ def read_conversation(
         try:
             kept = read_kept(raw, find.options)
         except ValueError:
-            raise invalid(where, "what is kept of it is damaged; send the whole conversation") from None
+            raise invalid(where, "the stored response is damaged; send the whole conversation") from None
         for value in (*kept.items, *kept.output):
             turns.add(Fields.from_value(value, where))
     listed = read_input(fields)
@@ -284,7 +284,7 @@ def make_echo(fields: Fields, controls: Controls) -> dict[str, Any]:
         "background": False,
     }
     if len(ENCODER.encode(said)) > MAX_SHOWN:
-        message = f"has more than {MAX_SHOWN} bytes besides its input, which every response would say again"
+        message = f"has more than {MAX_SHOWN} bytes besides its input, which every response would repeat"
         raise invalid("$", message)
     return said
 

@@ -164,7 +164,9 @@ class PersistentLru(ABC):
                     await anyio.to_thread.run_sync(self._remove_file, name)
             except OSError as error:
                 if not self._is_failing:
-                    log.warning("%s cannot be written (%s); a restart will not find them", self.description, error)
+                    log.warning(
+                        "%s cannot be written to disk (%s); they are lost at the next restart", self.description, error
+                    )
                 self._is_failing = True
             else:
                 self._is_failing = False

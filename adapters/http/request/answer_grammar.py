@@ -33,7 +33,7 @@ PLAIN_REASONS: Mapping[str, str] = {
     "backreferences": "back-references in patterns cannot be held",
     "Default retriever": "only references into the same schema are followed",
     "Pointer '": "the reference leads nowhere",
-    "Unsatisfiable schema": "no value keeps to it",
+    "Unsatisfiable schema": "no value satisfies it",
 }
 
 
@@ -57,7 +57,7 @@ async def compile_answer_grammar(
         given = None if form is None else RequestedForm(form.grammar, form.path, form.schema, form.strict)
         found = await FormFitter(request.reader, given, text.grammars, has_left, owner).fit()
     except TooManyGrammars:
-        raise unavailable("Too many grammars at a time. Try again in a moment.", options.retry_after_s) from None
+        raise unavailable("Too many grammars are waiting. Try again in a moment.", options.retry_after_s) from None
     except SchemaRefused as refused:
         raise refuse_format(refused.path, str(refused)) from None
     except GrammarRefused as refused:

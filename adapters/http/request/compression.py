@@ -60,7 +60,8 @@ def read_compression(fields: Fields, defaults: CompressionDefaults) -> Requested
     freeze = requested.flag("freeze", defaults.freeze)
     if freeze and not defaults.freeze:
         raise invalid(
-            requested.path_of("freeze"), "this server freezes nothing (--disk-prefix-cache-compress); accepted: false"
+            requested.path_of("freeze"),
+            "this server does not freeze messages (--disk-prefix-cache-compress); accepted: false",
         )
     threshold = requested.integer("threshold", 0, MOST_THRESHOLD)
     keep = requested.number("keep_ratio", 1 / WHOLE, 1)

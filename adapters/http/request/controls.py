@@ -183,7 +183,7 @@ def read_scope(fields: Fields, default: Scope) -> Scope:
     if recent is None:
         raise cache.wrong_value("window", f"a positive integer up to {MAX_COUNT}")
     if scope.kind != "auto":
-        raise invalid(cache.path_of("window"), f"goes with scope auto only, and the scope is {scope}")
+        raise invalid(cache.path_of("window"), f"is only for scope auto, but the scope is {scope}")
     if isinstance(asked, str) and ":" in asked and recent != scope.count:
-        raise invalid(cache.path_of("window"), f"is {recent}, and the scope is {scope}: say it once")
+        raise invalid(cache.path_of("window"), f"is {recent}, but the scope is {scope}: give the number once")
     return Scope("auto", recent)

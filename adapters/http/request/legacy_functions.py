@@ -27,7 +27,7 @@ def uses_functions(fields: Fields) -> bool:
 def read_functions(fields: Fields) -> Iterator[FunctionTool]:
     listed = fields.items("functions", MAX_TOOLS) or []
     if listed and fields.items("tools", MAX_TOOLS):
-        raise invalid(fields.path_of("functions"), "says again what $.tools says; accepted is one of both")
+        raise invalid(fields.path_of("functions"), "repeats $.tools; accepted: one of the two")
     for place, value in enumerate(listed):
         yield read_function(Fields.from_value(value, f"{fields.path_of('functions')}[{place}]"))
 

@@ -65,7 +65,7 @@ def read_response_format(fields: Fields, formats: Sequence[Sequence[str]]) -> Re
         if form is not None
     ]
     if len(found) > 1:
-        raise invalid(found[1].path, f"says again what {found[0].path} says; accepted is one form of an answer")
+        raise invalid(found[1].path, f"repeats {found[0].path}; accepted: one form for the answer")
     return found[0] if found else None
 
 

@@ -78,7 +78,7 @@ def check_tools(tools: Sequence[FunctionTool], path: str) -> tuple[FunctionTool,
     names = set[str]()
     for place, tool in enumerate(tools):
         if tool.name in names:
-            raise invalid(f"{path}[{place}]", f"is a second function of the name {quote_value(tool.name)}")
+            raise invalid(f"{path}[{place}]", f"is a second function with the name {quote_value(tool.name)}")
         names.add(tool.name)
     return tuple(tools)
 
@@ -118,7 +118,7 @@ def read_allowed(allowed: Fields, tools: Sequence[FunctionTool], within: bool = 
 
 def require_tools(choice: ToolChoice, tools: Sequence[FunctionTool], path: str) -> ToolChoice:
     if choice.kind == "required" and not tools:
-        raise invalid(path, "asks for a call, and there is nothing in `tools`")
+        raise invalid(path, "asks for a call, but `tools` is empty")
     return choice
 
 

@@ -221,7 +221,7 @@ def allocate_pinned(size: int, *, aside: bool = False) -> Tensor:
         try:
             memory.register(tensor.data_ptr())
         except torch.cuda.CudaError as error:
-            log.warning("host memory that is not pinned is copied from more slowly: %s", error)
+            log.warning("host memory could not be pinned, so copies to the device are slower: %s", error)
     return tensor[:size]
 
 

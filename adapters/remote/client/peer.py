@@ -275,7 +275,7 @@ class Peer:
         self._opening = None
         self.error = self.gone = ""
         self.restarts += 1
-        log.warning("shard %s is there again after %.1f s", self.dial.name, time.monotonic() - began)
+        log.warning("shard %s is back after %.1f s", self.dial.name, time.monotonic() - began)
         return channel
 
     def _opened(self) -> Channel:
@@ -320,7 +320,7 @@ class Peer:
     def _refused(self, why: str) -> RowsLost:
         """What was not waited for was refused: the rows are lost, and the process stays."""
         self.error = why
-        log.warning("shard %s has refused what it was told: %s", self.dial.name, why)
+        log.warning("shard %s refused a command: %s", self.dial.name, why)
         return self._rows_lost(f"shard {self.dial.name}: {why}")
 
     def _rows_lost(self, why: str) -> RowsLost:

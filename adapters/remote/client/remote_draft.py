@@ -305,7 +305,7 @@ class RemoteDraft:
         except torch.OutOfMemoryError:
             raise
         except ValueError as error:
-            log.warning("the draft at %s has refused %s: %s", self.place, op.name.lower(), error)
+            log.warning("the draft at %s refused %s: %s", self.place, op.name.lower(), error)
             raise
         except RuntimeError as error:
             raise self.peer.lose(ConnectionBroken(f"{op.name.lower()}: {error}")) from error
@@ -319,7 +319,7 @@ class RemoteDraft:
         self._held.clear()
         if not was or self._ended.is_set():
             return
-        log.warning("nothing is proposed until the draft is there again: %s", why)
+        log.warning("the draft is lost, and nothing is proposed until it is back: %s", why)
         self._told(False)
         self._returning = threading.Thread(target=self._return, name="draft-return", daemon=True)
         self._returning.start()
@@ -335,7 +335,7 @@ class RemoteDraft:
                     self._held.clear()
                     self._there = True
             except (RowsLost, RuntimeError, ValueError) as error:
-                log.debug("the draft is not there yet: %s", error)
+                log.debug("the draft is not back yet: %s", error)
                 self._ended.wait(self.peer.pause_s)
             else:
                 self._told(True)

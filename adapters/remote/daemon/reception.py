@@ -87,7 +87,7 @@ class Reception:
                 connection, _ = self.listening.accept()
             except OSError as error:
                 if not self._closing.is_set():
-                    log.warning("no connection was taken: %s", error.strerror or error)
+                    log.warning("a connection could not be accepted: %s", error.strerror or error)
                     self._closing.wait(PAUSE_S)
                 continue
             try:

@@ -20,9 +20,9 @@ bench = App(name="bench", help=BENCH, sort_key=6)
 
 @bench.command(name="serve")
 def bench_serve(load: Annotated[LoadOptions, Parameter(name="*")] = LoadOptions()) -> int:  # noqa: B008 - a frozen value
-    """Send requests to any OpenAI-compatible server and time what comes back. Ctrl-C shows what there is until then.
+    """Send requests to any OpenAI-compatible server and measure the answers. Ctrl-C shows the results so far.
 
-    Prompts are new in every run, so that no cache answers for the model, unless they are told to share something.
+    Prompts are new in every run, so that no cache helps the model. --shared-prefix and --log make them share parts.
 
     `rekindle bench serve --concurrency 1,4,16`
 
@@ -39,7 +39,7 @@ def bench_serve(load: Annotated[LoadOptions, Parameter(name="*")] = LoadOptions(
 
 @bench.command(name="needles")
 def bench_needles(wanted: Annotated[NeedleOptions, Parameter(name="*")] = NeedleOptions()) -> int:  # noqa: B008 - a frozen value
-    """Hide facts in long texts and ask a Rekindle server for them: whole, compressed, and shortened blindly as much.
+    """Hide facts in long texts and ask a Rekindle server for them, with whole, compressed and blindly shortened texts.
 
     `rekindle bench needles --lengths 2000,8000 --keep 0.1 --plot needles.svg`
 

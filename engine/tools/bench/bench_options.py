@@ -11,9 +11,9 @@ from attrs import frozen
 from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
-ASKED = Group("Who is asked", sort_key=1)
-LOAD = Group("How much at once", sort_key=2)
-PROMPTS = Group("What is sent", sort_key=3)
+ASKED = Group("Server", sort_key=1)
+LOAD = Group("Load", sort_key=2)
+PROMPTS = Group("Requests", sort_key=3)
 SHOWN = Group("Output", sort_key=4)
 MOST_STREAMS = 1024  # each is a connection, and most systems give a process 1,024 descriptors or more
 MOST_LENGTH = 1 << 20  # tokens of a prompt or answer
@@ -23,7 +23,7 @@ MOST_RATE = 10_000.0
 def parse_whole_numbers(value: str, most: int, what: str) -> tuple[int, ...]:
     words = [word.strip() for word in value.split(",")]
     if not all(word.isascii() and word.isdigit() and 1 <= int(word) <= most for word in words):
-        raise ValueError(f"Must be {what} from 1 to {most}; several with commas between them.")
+        raise ValueError(f"Must be {what} from 1 to {most}. Separate several with commas.")
     return tuple(dict.fromkeys(map(int, words)))
 
 
@@ -37,7 +37,7 @@ def parse_rates(value: str) -> tuple[float, ...]:
     except ValueError:
         rates = (0.0,)
     if not all(0 < rate <= MOST_RATE for rate in rates):
-        raise ValueError(f"Must be requests a second, up to {MOST_RATE:g}; several with commas between them.")
+        raise ValueError(f"Must be requests a second, up to {MOST_RATE:g}. Separate several with commas.")
     return rates
 
 
@@ -85,68 +85,72 @@ class LoadOptions:
     """Options of `rekindle bench serve`."""
 
     url: Annotated[str, Parameter(group=ASKED, validator=check_url)] = "http://127.0.0.1:8000"
-    """Where the server is; /v1 is added."""
+    """Address of the server; /v1 is added."""
 
     api: Annotated[Literal["completions", "chat"], Parameter(group=ASKED)] = "completions"
-    """Which endpoint."""
+    """The endpoint to call."""
 
     model: Annotated[str, Parameter(group=ASKED, show_default=False)] = ""
-    """Model to name in requests; else the first one that the server lists."""
+    """Model name in the requests. By default the first one that the server lists."""
 
     api_key: Annotated[str, Parameter(group=ASKED, env_var="OPENAI_API_KEY", show_default=False)] = ""
-    """Sent as a bearer token."""
+    """API key, sent as a bearer token."""
 
     timeout: Annotated[float, Parameter(group=ASKED, validator=Number(gt=0, lte=86_400))] = 600.0
-    """Seconds without a byte after which a request has failed."""
+    """Seconds without a byte after which a request counts as failed."""
 
     concurrency: Annotated[str, Parameter(group=LOAD, validator=check_concurrency)] = "1"
-    """Streams at once, each with its next request when its last one is answered; with commas, levels one by one."""
+    """Number of concurrent streams. Each stream sends its next request when the last one is answered. Several numbers
+    with commas are measured one after the other."""
 
     rate: Annotated[str, Parameter(group=LOAD, validator=check_rate, show_default=False)] = ""
-    """Instead: requests a second, which arrive at random (Poisson) whether or not others are answered."""
+    """Requests a second instead of streams. They arrive at random (Poisson), whether or not earlier ones are
+    answered."""
 
     requests: Annotated[int, Parameter(group=LOAD, validator=Number(gte=0, lte=1 << 20), show_default=False)] = 0
-    """So many a level; else four for each stream and no less than 8, or 32 at a rate."""
+    """Requests at each level. By default four for each stream and at least 8, or 32 with --rate."""
 
     warm_up: Annotated[int, Parameter(group=LOAD, validator=Number(gte=0, lte=1024))] = 1
     """Requests of each stream before a level that are not counted."""
 
     prompt_tokens: Annotated[str, Parameter(group=PROMPTS, validator=check_lengths)] = "512"
-    """Length of prompts, or two with a dash: evenly between them."""
+    """Length of prompts, or a range such as 100-2000."""
 
     answer_tokens: Annotated[str, Parameter(group=PROMPTS, validator=check_lengths)] = "128"
-    """Length of answers, likewise; end tokens are ignored by servers that know `ignore_eos`."""
+    """Length of answers, or a range. Servers that know `ignore_eos` do not end answers earlier."""
 
     shared_prefix: Annotated[int, Parameter(group=PROMPTS, validator=Number(gte=0, lte=MOST_LENGTH))] = 0
-    """So many tokens at the front of all prompts are the same, at all levels."""
+    """Number of tokens at the front that all prompts share, at all levels."""
 
     log: Annotated[
         tuple[Path, ...], Parameter(group=PROMPTS, consume_multiple=True, negative="", show_default=False)
     ] = ()
-    """Logs of requests, as `rekindle simulate` reads them: lengths, and what prompts share, come from there."""
+    """Logs of requests, in a format that `rekindle simulate` reads. Lengths and shared parts of prompts come from
+    there."""
 
     lengths_only: Annotated[bool, Parameter(group=PROMPTS, negative="", show_default=False)] = False
-    """Of logs take the lengths, and share nothing."""
+    """Take only the lengths from the logs. Prompts share nothing."""
 
     words: Annotated[bool, Parameter(group=PROMPTS, negative="", show_default=False)] = False
-    """Send completions' prompts as text, about one word a token, not as token ids. Chat always does."""
+    """Send the prompts of completions as text, about one word for a token, instead of token ids. Chat always sends
+    text."""
 
     temperature: Annotated[float, Parameter(group=PROMPTS, validator=Number(gte=0, lte=2))] = 0.0
-    """Of sampling."""
+    """Sampling temperature."""
 
     body: Annotated[str, Parameter(group=PROMPTS, validator=check_body)] = '{"ignore_eos": true}'
-    """More fields of every request, as JSON."""
+    """Further fields of every request, as a JSON object."""
 
     seed: Annotated[int | None, Parameter(group=PROMPTS, validator=Number(gte=0, lte=1 << 62), show_default=False)] = (
         None
     )
-    """Lengths, arrivals and prompts again as in another run; else prompts that were never sent before."""
+    """Repeat the lengths, arrivals and prompts of an earlier run. By default all prompts are new."""
 
     json: Annotated[bool, Parameter(group=SHOWN, negative="", show_default=False)] = False
-    """Print JSON, and nothing else, on standard output: figures, and every request."""
+    """Print only JSON on standard output: the figures, and every request."""
 
     plot: Annotated[Path | None, Parameter(group=SHOWN)] = None
-    """Draw what came of it to a file, .svg or .png."""
+    """Draw the result to this file, .svg or .png."""
 
     @property
     def streams(self) -> tuple[int, ...]:

@@ -78,9 +78,9 @@ def list_troubles(every: Sequence[LoadFigures]) -> list[str]:
     for one in every:
         lines += [f"{one.level}: {count} failed: {error}" for error, count in one.errors.items()]
         if one.unfinished:
-            lines.append(f"{one.level}: {one.unfinished} were not answered yet when it was interrupted")
+            lines.append(f"{one.level}: {one.unfinished} were unanswered when it was interrupted")
         if one.unsent:
-            lines.append(f"{one.level}: {one.unsent} were not sent: too many were open")
+            lines.append(f"{one.level}: {one.unsent} were not sent, because too many were open")
         if one.busy > BUSY or (one.late_ms or 0) > LATE_MS:
-            lines.append(f"{one.level}: this client was busy or late itself; its figures may be the client's")
+            lines.append(f"{one.level}: this client was busy or late, so the figures may be its own")
     return lines

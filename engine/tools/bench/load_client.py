@@ -81,7 +81,7 @@ class LoadClient:
         try:
             answer = await self.http.get("/v1/models")
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            raise UserError(f"--url {self.load.url}: nobody answers there ({describe_error(error)})") from error
+            raise UserError(f"--url {self.load.url}: no server answers there ({describe_error(error)})") from error
         if answer.status_code in (401, 403):
             raise UserError(f"--url {self.load.url}: HTTP {answer.status_code}: --api-key is missing or wrong")
         if not self.model:

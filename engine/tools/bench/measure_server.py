@@ -70,7 +70,7 @@ def check_options(load: LoadOptions) -> None:
     if load.lengths_only and not load.log:
         raise UserError("--lengths-only needs --log")
     if load.rate and load.concurrency != "1":
-        raise UserError("--concurrency and --rate: one of them; at a rate as many are open as come in")
+        raise UserError("use either --concurrency or --rate")
     if not load.log and load.shared_prefix >= parse_lengths(load.prompt_tokens)[0]:
         raise UserError(
             f"--shared-prefix {load.shared_prefix}: accepted: less than --prompt-tokens {load.prompt_tokens}"
@@ -104,10 +104,10 @@ def list_notes(prompts: Prompts, *, interrupted: bool) -> list[str]:
     load = prompts.load
     lines = list[str]()
     if interrupted:
-        lines.append("Interrupted: these are the figures until then.")
+        lines.append("Interrupted: these are the figures so far.")
     if load.shared_prefix:
         lines.append(f"All prompts begin with the same {load.shared_prefix} tokens.")
-    return [*lines, f"The same prompts again: --seed {prompts.seed}"]
+    return [*lines, f"To repeat these prompts: --seed {prompts.seed}"]
 
 
 def build_json(

@@ -93,7 +93,7 @@ async def measure_tokens_per_word(client: LoadClient) -> float:
         return len(answer.json()["tokens"]) / SAMPLE
     except (httpx2.HTTPError, ValueError, LookupError, TypeError) as error:
         raise UserError(
-            f"--url {client.load.url}: it does not count tokens (/tokenize), as a Rekindle server does"
+            f"--url {client.load.url}: it cannot count tokens (/tokenize); accepted: a Rekindle server"
         ) from error
 
 
@@ -175,7 +175,7 @@ def print_table(console: Console, client: LoadClient, wanted: NeedleOptions, see
     for why in dict.fromkeys(cell.error for cell in cells if cell.error):
         count = sum(cell.error == why for cell in cells)
         console.print(f"{count} without an answer: {why}", style="dim", highlight=False)
-    console.print(f"The same texts again: --seed {seed}", style="dim", highlight=False)
+    console.print(f"To repeat these texts: --seed {seed}", style="dim", highlight=False)
 
 
 def build_json(client: LoadClient, wanted: NeedleOptions, seed: int, cells: Sequence[Cell]) -> dict[str, Any]:

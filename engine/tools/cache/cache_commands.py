@@ -10,7 +10,7 @@ from cyclopts.validators import Number
 
 from engine.settings.option_types import Quiet
 
-CACHE = """Look at a folder of kept prompts, check it, and make it smaller.
+CACHE = """List, check and shrink the folder in which prompts are kept.
 
 `rekindle cache ls --text`
 """
@@ -28,7 +28,7 @@ def ls(
     all_: Annotated[bool, Parameter(name="--all", negative="", show_default=False)] = False,
     json_: Annotated[bool, Parameter(name="--json", negative="", show_default=False)] = False,
 ) -> int:
-    """Show what is kept: models, sequences, tokens, sizes, hits. A server may be using the folder meanwhile.
+    """List what is kept: models, sequences, tokens, sizes, hits. A server may use the folder at the same time.
 
     `rekindle cache ls --text`
 
@@ -37,15 +37,15 @@ def ls(
     Parameters
     ----------
     folder
-        A --kv-cache-dir; by default the one that `rekindle serve` uses by default.
+        Cache folder. By default the default folder of `rekindle serve`.
     text
-        Show how each sequence begins, as text.
+        Show the first words of each sequence.
     model
-        Checkpoint whose tokenizer makes the text; the demo's if there is none.
+        Checkpoint whose tokenizer makes the text. By default the demo.
     all_
-        Every sequence, not only those used last.
+        List every sequence, not only the most recent ones.
     json_
-        Print JSON, and nothing else, on standard output.
+        Print only JSON on standard output.
     """
     from engine.settings.paths import find_cache_folder  # noqa: PLC0415
     from engine.tools.cache.list_cache import ls as show  # noqa: PLC0415
@@ -61,7 +61,7 @@ def verify(
     json_: Annotated[bool, Parameter(name="--json", negative="", show_default=False)] = False,
     quiet: Quiet = False,
 ) -> int:
-    """Read everything, compare every checksum and key, change nothing. Exit status 1 if a file is damaged.
+    """Read every file and compare every checksum and key. Nothing is changed. Exit status 1 if a file is damaged.
 
     `rekindle cache verify`
 
@@ -70,11 +70,11 @@ def verify(
     Parameters
     ----------
     folder
-        A --kv-cache-dir; by default the one that `rekindle serve` uses by default.
+        Cache folder. By default the default folder of `rekindle serve`.
     json_
-        Print JSON, and nothing else, on standard output.
+        Print only JSON on standard output.
     quiet
-        Do not tell how far it has got.
+        Show no progress.
     """
     from engine.settings.paths import find_cache_folder  # noqa: PLC0415
     from engine.settings.progress import silence_progress  # noqa: PLC0415
@@ -94,7 +94,7 @@ def gc(
     all_: Annotated[bool, Parameter(name="--all", negative="", show_default=False)] = False,
     dry_run: Annotated[bool, Parameter(negative="", show_default=False)] = False,
 ) -> int:
-    """Remove damaged and unfinished files, and what else is named here. No server may be using the folder.
+    """Remove damaged and unfinished files, and what the options name. No server may use the folder.
 
     `rekindle cache gc --budget 2048`
 
@@ -103,15 +103,15 @@ def gc(
     Parameters
     ----------
     folder
-        A --kv-cache-dir; by default the one that `rekindle serve` uses by default.
+        Cache folder. By default the default folder of `rekindle serve`.
     budget
-        MiB that may stay; what is worth least goes first, as in the server.
+        Shrink the folder to this many MiB. The least useful entries go first, as in the server.
     identity
-        Keep only this model's files: the beginning of an identity as `ls` shows it.
+        Keep only the files of this model: the start of an identity that `ls` shows.
     all_
-        Remove everything that is kept.
+        Remove everything.
     dry_run
-        Only say what would be removed.
+        Only report what would be removed.
     """
     from engine.settings.paths import find_cache_folder  # noqa: PLC0415
     from engine.tools.cache.collect_garbage import RemovalOptions  # noqa: PLC0415

@@ -102,7 +102,7 @@ def choose_removal(each: Sequence[Identity], wanted: str) -> Identity:
     if len(matching) != 1:
         known = ", ".join(dict.fromkeys(one.name[:SHOWN_IDENTITY] for one in each)) or "none"
         what = "no identity begins" if not matching else "several identities begin"
-        raise UserError(f"--identity {wanted[:40]}: {what} so; accepted: the beginning of one of those here: {known}")
+        raise UserError(f"--identity {wanted[:40]}: {what} with that; accepted: the start of one of these: {known}")
     (one,) = matching.values()
     return one
 

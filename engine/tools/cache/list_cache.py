@@ -61,7 +61,7 @@ def print_summary(path: Path, found: Survey, each: Sequence[Identity]) -> Line:
     others = [
         (found.damaged, "damaged"),
         (found.unreadable, "unreadable"),
-        (found.quarantined, "put aside as damaged"),
+        (found.quarantined, "set aside as damaged"),
         (found.temporary, "unfinished"),
         (found.outdated, "of an earlier format"),
         (found.newer, "of a later format"),
@@ -71,7 +71,7 @@ def print_summary(path: Path, found: Survey, each: Sequence[Identity]) -> Line:
         if names:
             line.append(f"; {len(names)} {what}", style="yellow")
     if found.journal is None or not found.journal.whole:
-        line.append("; the journal is missing or torn, the next start makes up for it", style="yellow")
+        line.append("; the journal is missing or torn, and the next start rebuilds it", style="yellow")
     return line
 
 

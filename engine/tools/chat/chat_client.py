@@ -67,7 +67,7 @@ class ChatAnswer:
             of = f" of {self.prompt:,}" if self.prompt is not None else ""
             parts.append(f"{self.cached:,}{of} prompt tokens restored{where}")
         if self.finish == "length":
-            parts.append("cut at its limit")
+            parts.append("cut off at the token limit")
         return ", ".join(parts)
 
 

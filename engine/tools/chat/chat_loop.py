@@ -34,7 +34,7 @@ def run_chat(model: str, options: ChatOptions) -> int:
     """Raises UserError. Exit status 1 if the one answer to a pipe failed."""
     piped = None if sys.stdin.isatty() else sys.stdin.read()
     if piped is not None and not piped.strip():
-        raise UserError("standard input is no terminal, and there is no prompt in it")
+        raise UserError("standard input is not a terminal and holds no prompt")
     out = Console()
     err = Console(stderr=True)
     with find_peer(model, options, options.key(os.environ), err) as server:
@@ -55,7 +55,7 @@ class ChatSession:
     err: Console
 
     def converse(self) -> int:
-        self.note(f"{self.peer.model} at {self.peer.base}; /help lists what else there is, Ctrl-D leaves")
+        self.note(f"{self.peer.model} at {self.peer.base}; /help lists the commands, Ctrl-D leaves")
         line = enable_history(user_state_path("rekindle", appauthor=False) / "chat_history")
         while True:
             try:
@@ -100,10 +100,10 @@ class ChatSession:
                     self.note(f"{format_count(len(self.talk.messages), 'message')} kept in {path}")
                 case "load":
                     self.talk.load(path)
-                    self.note(f"{format_count(len(self.talk.messages), 'message')} of {path} are the conversation now")
+                    self.note(f"{format_count(len(self.talk.messages), 'message')} loaded from {path}")
                 case "clear":
                     self.talk.clear()
-                    self.note("the conversation begins anew")
+                    self.note("new conversation")
                 case "help":
                     self.note("\n".join((*COMMANDS.values(), *KEYS)))
         except OSError as error:

@@ -17,17 +17,18 @@ class ChatOptions:
     """Options of `rekindle chat`."""
 
     url: Annotated[str, Parameter(validator=lambda kind, value: value and check_url(kind, value))] = ""
-    """An OpenAI-compatible server, /v1 is added; by default ours at http://127.0.0.1:8000, started if it does not run.
-    OPENAI_API_KEY is sent to a server that is named here, REKINDLE_API_KEY to ours."""
+    """Address of an OpenAI-compatible server; /v1 is added. By default a Rekindle server at http://127.0.0.1:8000,
+    which is started if it does not run. A server that is named here receives OPENAI_API_KEY, the default one
+    REKINDLE_API_KEY."""
 
     system: Annotated[str, Parameter(show_default=False)] = ""
-    """What the model is told before the conversation."""
+    """System prompt of the conversation."""
 
     temperature: Annotated[float | None, Parameter(validator=Number(gte=0, lte=2))] = None
-    """Of sampling; the server's own choice by default."""
+    """Sampling temperature. By default the server chooses."""
 
     max_tokens: Annotated[int | None, Parameter(validator=Number(gte=1, lte=1 << 21))] = None
-    """Of an answer, at most; the server's own limit by default."""
+    """Maximum tokens of an answer. By default the limit of the server."""
 
     @property
     def base(self) -> str:

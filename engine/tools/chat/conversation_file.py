@@ -15,8 +15,8 @@ from engine.settings.user_error import UserError
 
 CommandName: TypeAlias = Literal["save", "load", "clear", "help"]
 COMMANDS: dict[CommandName, str] = {
-    "save": "/save FILE   keep the conversation in FILE, as JSON",
-    "load": "/load FILE   go on with one that was kept",
+    "save": "/save FILE   save the conversation as JSON",
+    "load": "/load FILE   continue a saved conversation",
     "clear": "/clear       begin anew",
     "help": "/help        this",
 }
@@ -101,7 +101,7 @@ def parse_command(line: str) -> Command | None:
         if word == f"/{name}":
             break
     else:
-        raise UserError(f"{word[:20]} is no command; accepted: {', '.join(f'/{name}' for name in COMMANDS)}")
+        raise UserError(f"{word[:20]} is not a command; accepted: {', '.join(f'/{name}' for name in COMMANDS)}")
     file = rest.strip()
     if bool(file) != (name in ("save", "load")):
         raise UserError(f"accepted: {COMMANDS[name].partition('   ')[0]}")

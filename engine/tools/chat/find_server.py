@@ -79,7 +79,7 @@ def list_served_models(
             try:
                 answer = http.get("/v1/models")
             except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-                raise NoServer(f"nobody answers there ({describe_error(error)})") from error
+                raise NoServer(f"no server answers there ({describe_error(error)})") from error
             if answer.status_code != 503:
                 break
             loading()
@@ -128,7 +128,7 @@ def wait_until_ready(process: subprocess.Popen[str], console: Console) -> str:
         process.wait(STOP_S)
         reader.join(STOP_S)
         why = [line.removeprefix("rekindle: ") for line in output if line.startswith("rekindle: ")]
-        raise UserError((why or [*output] or ["the server has ended without a word"])[-1])
+        raise UserError((why or [*output] or ["the server ended without a message"])[-1])
     Thread(target=process.stdout.read, daemon=True).start()
     return ready[1]
 

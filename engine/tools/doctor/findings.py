@@ -50,7 +50,7 @@ def disk(facts: DiskFacts, budget: int) -> Finding:
         remedy = f"--kv-cache-budget is {budget >> 20} MiB: lower it, or put --kv-cache-dir on another disk"
         return Finding("cache", "warning", summary, remedy)
     if facts.read < SLOW:
-        remedy = "restoring may take longer than computing: put --kv-cache-dir on a quicker disk"
+        remedy = "restoring may take longer than computing: put --kv-cache-dir on a faster disk"
         return Finding("cache", "warning", summary, remedy)
     return Finding("cache", "well", summary)
 
@@ -59,10 +59,10 @@ def memory(total: int, free: int, limit: int | None) -> Finding:
     """limit: of a container, where there is one."""
     summary = f"{format_bytes(free)} of {format_bytes(total)} are free"
     if limit is not None and limit < total:
-        remedy = "what fits is reckoned with the whole machine: choose --max-ctx and --slots, or raise the limit"
+        remedy = "the server counts the memory of the whole machine: set --max-ctx and --slots, or raise the limit"
         return Finding("memory", "warning", f"{summary}; this container may take {format_bytes(limit)}", remedy)
     if free < SCARCE:
-        return Finding("memory", "warning", summary, "end something else, or serve a smaller model")
+        return Finding("memory", "warning", summary, "stop other programs, or serve a smaller model")
     return Finding("memory", "well", summary)
 
 
@@ -77,8 +77,8 @@ def files(hard: int | None) -> Finding:
 def device(name: str, *, cuda: bool, driver: bool) -> Finding:
     """cuda: torch can use one. driver: the system has one."""
     if driver and not cuda:
-        remedy = "install a torch that was built for CUDA (https://pytorch.org), or look whether `nvidia-smi` works"
-        return Finding("device", "warning", f"{name}, though there is an NVIDIA GPU", remedy)
+        remedy = "install a torch with CUDA (https://pytorch.org), and check that `nvidia-smi` works"
+        return Finding("device", "warning", f"{name}; there is an NVIDIA GPU that torch cannot use", remedy)
     return Finding("device", "well", name)
 
 
@@ -94,28 +94,26 @@ def environment(names: Sequence[str], options: Sequence[str]) -> Finding:
     if odd := [name for name in names if name.removeprefix("REKINDLE_") not in known]:
         close = difflib.get_close_matches(odd[0].removeprefix("REKINDLE_"), sorted(known), 1)
         remedy = f"did you mean REKINDLE_{close[0]}?" if close else "unset it, or see `rekindle serve --help`"
-        return Finding("environment", "warning", f"no option: {', '.join(odd)}", remedy)
+        return Finding("environment", "warning", f"unknown: {', '.join(odd)}", remedy)
     return Finding("environment", "well", ", ".join(names) or "no REKINDLE_... variable is set")
 
 
 def switches(found: Mapping[str, str]) -> Finding:
     """Variables that change which kernels libraries choose, and with them the numerics class."""
     if not found:
-        return Finding("kernels", "well", "no variable changes what libraries choose")
+        return Finding("kernels", "well", "no variable changes the kernels that libraries choose")
     summary = ", ".join(f"{name}={value}" for name, value in found.items())
-    remedy = "answers and kept prompts are of another class than without; unset what you did not mean"
+    remedy = "these variables change the numerics class, so other prompts are found; unset what you do not need"
     return Finding("kernels", "warning", summary, remedy)
 
 
 def numerics(mode: str, summary: str) -> Finding:
     if mode == "buckets":
         return Finding("numerics", "well", summary)
-    remedy = "answers are exact, but slower, and without a draft: another --dtype or --threads may do better"
+    remedy = "answers are exact but slower, and no draft is used: try another --dtype or --threads"
     return Finding("numerics", "warning", summary, remedy)
 
 
 def models(names: Sequence[str]) -> Finding:
-    summary = (
-        f"{format_count(len(names), 'model')} in ~/models and the Hugging Face cache, besides those that come with it"
-    )
-    return Finding("models", "well", f"{summary}; `rekindle models` tells which fit")
+    summary = f"{format_count(len(names), 'model')} in ~/models and the Hugging Face cache, besides the two demo models"
+    return Finding("models", "well", f"{summary}; `rekindle models` shows which fit")

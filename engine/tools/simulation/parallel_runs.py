@@ -47,7 +47,7 @@ def run_side_by_side(runs: Sequence[Work[T]], step: Callable[[], None], most: in
                 try:
                     message = ready.recv()
                 except EOFError:
-                    raise RuntimeError("a process that ran a simulation has died; what is above says why") from None
+                    raise RuntimeError("a process that ran a simulation died; see the messages above") from None
                 if message is None:
                     step()
                     continue

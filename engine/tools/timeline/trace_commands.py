@@ -30,10 +30,10 @@ def view(
     until: Seq = None,
     quiet: Quiet = False,
 ) -> int:
-    """Write a timeline of a trace, one HTML page that any browser shows: requests, their states, launches, hits.
+    """Write a timeline of a trace as one HTML page: requests, their states, launches and cache hits.
 
-    The page needs nothing else, and has no text and no tokens in it. Of a trace that is damaged or cut short it shows
-    what comes before, says why, and the exit status is that of `rekindle replay`.
+    Any browser shows the page, without a server or a network. It holds no text and no tokens of prompts. A trace that
+    is damaged or cut short is shown up to there; the exit status is then that of `rekindle replay`.
 
     `rekindle trace view today.jsonl.zst`
 
@@ -44,13 +44,13 @@ def view(
     file
         A trace from `rekindle serve --trace`.
     output
-        The page. By default beside the trace, with its name and .html.
+        File name of the page. By default the name of the trace with .html.
     from_
-        Begin with this event.
+        First event on the page.
     until
-        End with this event.
+        Last event on the page.
     quiet
-        Do not tell how far it has got.
+        Show no progress.
     """
     from engine.core.trace import BadTrace  # noqa: PLC0415
     from engine.settings.progress import silence_progress  # noqa: PLC0415

@@ -59,7 +59,7 @@ export async function call(path, { body, signal } = {}) {
     // another request may have been given another key meanwhile: that one is tried first
     if (sessionStorage.getItem(KEY) !== key) continue;
     sessionStorage.removeItem(KEY);
-    const why = key ? "The server refused this key: it is wrong, or holds no longer." : "Without one, only this empty page is shown.";
+    const why = key ? "The server refused this key. It is wrong, or no longer valid." : "Without a key the page stays empty.";
     if (!(await askKey(why))) throw new Failed(401, "No API key was given.");
   }
 }
@@ -91,7 +91,7 @@ export async function* events(response) {
 function within(promise, ms) {
   let timer;
   const late = new Promise((_, reject) => {
-    timer = setTimeout(() => reject(new Error("The server has fallen silent.")), ms);
+    timer = setTimeout(() => reject(new Error("The server sends nothing any more.")), ms);
   });
   return Promise.race([promise, late]).finally(() => clearTimeout(timer));
 }

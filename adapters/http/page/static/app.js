@@ -2,11 +2,12 @@
 
 import { Failed, askKey, call, events } from "./api.js";
 import * as chat from "./chat.js";
-import { $, set } from "./dom.js";
+import { $, bytes, set } from "./dom.js";
 import * as live from "./live.js";
 import * as prompt from "./prompt.js";
 
 const AGAIN_MS = [500, 1000, 2000, 5000]; // between attempts to reach a server that does not answer
+const SMALL_BYTES = 256 * 2 ** 20; // of weights: a model with fewer, such as the demo, makes things up
 
 chat.start();
 prompt.start();
@@ -59,6 +60,10 @@ function shown(changed) {
   if ("model_alias" in changed) {
     set($("model"), { text: changed.model_alias });
     document.title = `${changed.model_alias} · Rekindle`;
+  }
+  if ("model" in changed) {
+    const size = changed.model?.size ?? SMALL_BYTES;
+    set($("small"), { hidden: size >= SMALL_BYTES, text: `This model is a demonstration (${bytes(size)}). It makes things up: do not rely on its answers.` });
   }
   if ("state" in changed) say(changed.state, changed.state === "ready" ? "Ready" : "Shutting down");
   if ("troubles" in changed) {

@@ -1,4 +1,4 @@
-// What an answer tells about itself: where its prompt came from, why not more, how long each state took.
+// What an answer tells about itself: where its prompt came from, why no more was reused, how long each state took.
 
 import { duration, el, number, rate, set } from "./dom.js";
 import { PLACES, STAGES, TIERS, missed, unproposed } from "./words.js";
@@ -23,11 +23,11 @@ export function summary(chunk, firstMs) {
 export function figures(told) {
   const line = el("p", { class: "figures" });
   const say = (text, title) => line.append(el("span", { text, title }));
-  if (told.restored) say(`${number(told.restored)} of ${number(told.prompt)} prompt tokens from ${TIERS[told.tier]}`, "They were not computed again");
-  else say(`${number(told.prompt)} prompt tokens, all computed`);
-  if (told.firstMs !== null) say(`first after ${duration(told.firstMs)}`);
-  say(`${number(told.tokens)} tokens, ${rate(told.speed)} a second`);
-  say(`${told.step.toFixed(2)} a step`, told.unproposed ? `In the end nothing was proposed: ${unproposed(told.unproposed)}` : "Tokens that each decode step gave");
+  if (told.restored) say(`${number(told.restored)} of ${number(told.prompt)} prompt tokens reused from ${TIERS[told.tier]}`, "These tokens were not computed again");
+  else say(`${number(told.prompt)} prompt tokens, all of them computed`);
+  if (told.firstMs !== null) say(`first token after ${duration(told.firstMs)}`);
+  say(`${number(told.tokens)} tokens at ${rate(told.speed)} a second`);
+  say(`${told.step.toFixed(2)} tokens per step`, told.unproposed ? `The draft stopped proposing: ${unproposed(told.unproposed)}` : "The mean number of tokens that a decode step gave");
   return el("div", { class: "told" }, line, stages(told.stages), told.miss ? why(told.miss) : null);
 }
 
@@ -41,7 +41,7 @@ function stages(spent) {
 }
 
 function why(miss) {
-  const said = el("details", { class: "why" }, el("summary", { text: "Why not more?" }));
+  const said = el("details", { class: "why" }, el("summary", { text: "Why was no more reused?" }));
   said.append(...explained(miss));
   return said;
 }
@@ -50,12 +50,12 @@ export const ALIKE = 16; // tokens that a prompt and a kept one begin with, or t
 
 /** Elements that say why no more of a prompt was there, with both texts where it goes on differently. */
 export function explained(miss) {
-  if (miss.diverged_at < ALIKE) return [el("p", { text: "It begins differently from everything that is kept." })];
+  if (miss.diverged_at < ALIKE) return [el("p", { text: "This prompt begins differently from every prompt that is kept." })];
   const made = [el("p", { text: missed(miss.reason) })];
   if (miss.sent === undefined || miss.kept === undefined) return made;
-  const where = miss.message === null ? "before the first message (tools, mostly)" : `in message ${miss.message}${miss.role ? ` (${miss.role})` : ""}`;
-  const kept = miss.kept_in === "recent" ? "remembered only as a recent prompt" : (PLACES[miss.kept_in] ?? miss.kept_in);
-  made.push(el("p", { class: "where", text: `It changed ${where}; the other one is ${kept}.` }));
+  const where = miss.message === null ? "before the first message, which is mostly the list of tools" : `in message ${miss.message}${miss.role ? ` (${miss.role})` : ""}`;
+  const kept = miss.kept_in === "recent" ? "no longer kept, only remembered" : (PLACES[miss.kept_in] ?? miss.kept_in);
+  made.push(el("p", { class: "where", text: `The difference is ${where}. The other prompt is ${kept}.` }));
   const same = alike(miss.sent, miss.kept);
   made.push(
     el("dl", { class: "diff" }, el("dt", { text: "sent" }), el("dd", {}, parts(miss.sent, same)), el("dt", { text: "kept" }), el("dd", {}, parts(miss.kept, same))),
@@ -63,7 +63,7 @@ export function explained(miss) {
   return made;
 }
 
-const parts = (text, same) => [text.slice(0, same), el("mark", { text: text.slice(same) || "(its end)" })];
+const parts = (text, same) => [text.slice(0, same), el("mark", { text: text.slice(same) || "(end of the prompt)" })];
 
 function alike(one, other) {
   let n = 0;

@@ -8,6 +8,7 @@ import { ASIDE, FINISHES, STAGES, TIERS, missed, unproposed } from "./words.js";
 const MOST_ROWS = 14; // of requests; the status has more
 const MOST_MISSES = 4;
 const SAMPLES = 60, SAMPLE_MS = 500; // of the rate: half a minute
+const FEWEST_SAMPLES = 8; // fewer make no curve
 const sum = (counts) => Object.values(counts).reduce((all, one) => all + one, 0);
 
 let status = {};
@@ -55,23 +56,32 @@ function sample() {
 
 function tiles() {
   const { totals, slots_busy: busy, queue, total_slots: seats } = status;
-  const now = samples.at(-1) ?? 0, restored = sum(totals.restored);
+  const restored = sum(totals.restored);
   const rows = [
-    ["tokens a second", rate(now), spark(samples, SAMPLES, "The last half minute")],
-    ["slots busy", `${busy} of ${seats}`, queue ? `${number(queue)} waiting` : "nobody waits"],
-    ["of prompts already there", percent(restored, totals.prompt_tokens), `${number(restored)} of ${number(totals.prompt_tokens)} tokens`],
-    ["tokens a decode step", totals.decode_steps ? (answered() / totals.decode_steps).toFixed(2) : "–", totals.proposed ? `${percent(totals.accepted, totals.proposed)} of proposals taken` : "nothing proposed yet"],
+    throughput(busy),
+    ["slots busy", `${busy} of ${seats}`, queue ? `${number(queue)} waiting for a slot` : "no request is waiting"],
+    ["of prompt tokens reused", percent(restored, totals.prompt_tokens), `${number(restored)} of ${number(totals.prompt_tokens)} tokens`],
+    ["tokens per decode step", totals.decode_steps ? (answered() / totals.decode_steps).toFixed(2) : "–", totals.proposed ? `${percent(totals.accepted, totals.proposed)} of proposals accepted` : "no proposals yet"],
   ];
   keyed(
     $("tiles"),
-    rows,
-    ([name]) => name,
-    ([name]) => el("div", { class: "tile" }, el("dt", { text: name }), el("dd", {}, el("b"), el("span", { class: "more" }))),
-    (tile, [, value, more]) => {
+    rows.map((row, n) => [n, ...row]),
+    ([n]) => n,
+    () => el("div", { class: "tile" }, el("dt"), el("dd", {}, el("b"), el("span", { class: "more" }))),
+    (tile, [, name, value, more]) => {
+      set(tile.querySelector("dt"), { text: name });
       set(tile.querySelector("b"), { text: value });
       tile.querySelector(".more").replaceChildren(more);
     },
   );
+}
+
+/** The rate of answers; while no answer has tokens yet, what the busy slots do instead. */
+function throughput(busy) {
+  const now = samples.at(-1) ?? 0, curve = samples.length < FEWEST_SAMPLES ? "" : spark(samples, SAMPLES, "Tokens a second in the last half minute");
+  if (!busy || now >= 0.05) return ["tokens a second", rate(now), curve];
+  const answering = status.running.some((one) => one.stage === "Speculating");
+  return ["no new tokens in the last second", answering ? "answering" : "reading prompts", curve];
 }
 
 /** Tokens of answers that are complete: their steps are counted. */
@@ -85,21 +95,26 @@ function requests() {
   const rows = [...running.map((one) => ({ ...one, past: ended.get(one.id) })), ...recent.filter((one) => !live.has(one.id)).map((past) => ({ id: past.id, stages_ms: past.stages_ms, past }))];
   const shown = rows.slice(0, Math.max(MOST_ROWS, running.length));
   const { slots_busy: busy, queue } = status;
-  const count = busy + queue ? `${number(busy)} running${queue ? `, ${number(queue)} waiting` : ""}` : shown.length ? "none running; the last ones" : "none yet";
-  $("requests-note").textContent = shown.length ? `${count} · ms in each state` : count;
+  const count = busy + queue ? `${number(busy)} running${queue ? `, ${number(queue)} waiting` : ""}` : shown.length ? "none running; these are the last ones" : "none yet";
+  $("requests-note").textContent = shown.length ? `${count}; times in ms` : count;
   if (!$("requests-head").children.length) {
-    const cells = [["#", "request"], ...STAGES.map(([, name, does]) => [name, does]), ["prompt", "tokens of the prompt, and how many were there already"], ["answer", "tokens generated"]];
+    const cells = [["#", "request"], ...STAGES.map(([, name, does]) => [name, does]), ["prompt", "tokens of the prompt, and the share that was reused"], ["answer", "tokens generated, and how many a second"]];
     $("requests-head").append(el("tr", {}, cells.map(([name, title]) => el("th", { scope: "col", title, text: name }))));
   }
-  keyed($("requests"), shown, (one) => one.id, makeRow, updateRow);
+  const heads = $("requests-head").rows[0].cells;
+  STAGES.forEach(([state], n) => (heads[n + 1].hidden = !isUsed(shown, state)));
+  keyed($("requests"), shown, (one) => one.id, makeRow, (row, one) => updateRow(row, one, shown));
 }
+
+/** Whether any of the requests has been in this state: its column is hidden otherwise. */
+const isUsed = (shown, state) => shown.some((one) => one.stage === state || one.stages_ms[state] !== undefined);
 
 function makeRow({ id }) {
   const cells = STAGES.map(([, name]) => el("td", { class: `stage s-${name}`, "data-name": name }));
-  return el("tr", {}, el("th", { scope: "row", text: id }), cells, el("td", { class: "of-prompt" }), el("td", { class: "of-answer" }, el("small"), el("span")));
+  return el("tr", {}, el("th", { scope: "row", text: id }), cells, el("td", { class: "of-prompt" }, el("span"), el("span", { class: "share" })), el("td", { class: "of-answer" }, el("small"), el("span")));
 }
 
-function updateRow(row, one) {
+function updateRow(row, one, shown) {
   const past = one.past, spent = one.stages_ms, whole = Math.max(sum(spent), 1);
   row.className = one.stage ? "on" : "past";
   const aside = one.stage && one.stage in ASIDE ? one.stage.toLowerCase() : past && !["stop", "length"].includes(past.finish) ? FINISHES[past.finish] ?? past.finish : "";
@@ -108,10 +123,15 @@ function updateRow(row, one) {
     set(cell, { text: ms === undefined ? "" : short(ms), "--share": ms === undefined ? 0 : Math.sqrt(ms / whole), title: ms === undefined ? null : `${does}: ${duration(ms)}` });
     cell.classList.toggle("now", now);
     cell.classList.toggle("never", ms === undefined);
+    cell.hidden = !isUsed(shown, state);
     cell.style.setProperty("--done", state === "Prefilling" && now ? one.done / Math.max(1, one.prompt_tokens) : 1);
   });
   const { prompt_tokens: prompt, restored_tokens: restored, tier } = past ?? one;
-  set(row.querySelector(".of-prompt"), { text: restored ? `${number(prompt)} · ${percent(restored, prompt)} ${tier}` : number(prompt), title: past?.miss ? missed(past.miss) : null });
+  const [size, share] = row.querySelector(".of-prompt").children;
+  const reused = restored ? `${number(restored)} of ${number(prompt)} tokens came from ${TIERS[tier]}` : "All of the prompt was computed";
+  set(row.querySelector(".of-prompt"), { title: past?.miss ? `${reused}. ${missed(past.miss)}` : reused });
+  set(size, { text: number(prompt) });
+  set(share, { text: restored ? `${percent(restored, prompt)} ${tier}` : "", class: restored ? `share c-${tier}` : "share" });
   const said = answerOf(one, past, spent);
   set(row.querySelector(".of-answer"), { title: ASIDE[one.stage] ?? said.title });
   set(row.querySelector(".of-answer small"), { text: aside });
@@ -121,8 +141,8 @@ function updateRow(row, one) {
 function answerOf(one, past, spent) {
   const { completion_tokens: tokens = 0, decode_steps: steps = 0 } = past ?? one;
   if (!tokens) return { text: "", title: null };
-  const ms = spent.Speculating ?? 0, speed = ms > 0 ? ` · ${rate((1000 * tokens) / ms)}/s` : "";
-  return { text: number(tokens) + speed, title: steps ? `${(tokens / steps).toFixed(2)} tokens a step over ${number(steps)} steps` : null };
+  const ms = spent.Speculating ?? 0, speed = ms > 0 ? ` at ${rate((1000 * tokens) / ms)}/s` : "";
+  return { text: number(tokens) + speed, title: steps ? `${(tokens / steps).toFixed(2)} tokens per decode step, in ${number(steps)} steps` : null };
 }
 
 const short = (ms) => (ms < 1 ? "<1" : ms < 10_000 ? number(ms) : `${(ms / 1000).toFixed(ms < 100_000 ? 1 : 0)}s`);
@@ -136,10 +156,10 @@ function cache() {
   parts.push({ name: "computed", value: Math.max(0, totals.prompt_tokens - restored), class: "computed" });
   const bar = stacked(parts, number, "Where the tokens of all prompts came from");
   const tiers = [["host memory", kept.host], ["disk", kept.disk_policy === "off" ? null : kept]].filter(([, tier]) => tier?.budget);
-  const rooms = tiers.map(([name, tier]) => meter(name, tier.bytes, tier.budget, `${bytes(tier.bytes)} of ${bytes(tier.budget)}, ${number(tier.entries)} runs${tier.evictions ? `, ${number(tier.evictions)} gone` : ""}`));
+  const rooms = tiers.map(([name, tier]) => meter(name, tier.bytes, tier.budget, `${bytes(tier.bytes)} of ${bytes(tier.budget)}, ${number(tier.entries)} entries${tier.evictions ? `, ${number(tier.evictions)} evicted` : ""}`));
   const restores = Object.entries(kept.restores ?? {}).map(([tier, one]) => `${number(one.count)} from ${TIERS[tier] ?? tier}: ${bytes(one.bytes)}${one.seconds ? `, ${bytes(one.bytes / one.seconds)}/s` : ""}`);
-  $("cache-note").textContent = `${number(totals.prompt_tokens)} prompt tokens since the start`;
-  $("cache").replaceChildren(...bar, el("div", { class: "meters" }, rooms), restores.length ? el("p", { class: "note", text: `Brought back: ${restores.join("; ")}` }) : "");
+  $("cache-note").textContent = `${number(totals.prompt_tokens)} prompt tokens since the server started`;
+  $("cache").replaceChildren(...bar, el("div", { class: "meters" }, rooms), restores.length ? el("p", { class: "note", text: `Restored: ${restores.join("; ")}` }) : "");
 }
 
 function meter(name, value, most, text) {
@@ -169,9 +189,9 @@ function drawMisses(last) {
   const counts = el("ul", { class: "reasons" }, reasons.map(([reason, count]) => el("li", {}, el("b", { text: number(count) }), el("span", { text: missed(reason) }))));
   const told = last.filter((one) => one.diverged_at >= ALIKE).slice(0, MOST_MISSES);
   const texts = told.map((one) =>
-    el("li", {}, el("p", { class: "which" }, el("time", { datetime: new Date(1000 * one.at).toISOString(), text: new Date(1000 * one.at).toLocaleTimeString() }), el("span", { text: `${number(one.restored_tokens)} of ${number(one.prompt_tokens)} tokens were there` })), ...explained(one)),
+    el("li", {}, el("p", { class: "which" }, el("time", { datetime: new Date(1000 * one.at).toISOString(), text: new Date(1000 * one.at).toLocaleTimeString() }), el("span", { text: `${number(one.restored_tokens)} of ${number(one.prompt_tokens)} tokens were reused` })), ...explained(one)),
   );
-  $("misses").replaceChildren(reasons.length ? counts : el("p", { class: "note", text: "Nothing was missed so far." }), texts.length ? el("ol", { class: "texts" }, texts) : "");
+  $("misses").replaceChildren(reasons.length ? counts : el("p", { class: "note", text: "No request has missed anything yet." }), texts.length ? el("ol", { class: "texts" }, texts) : "");
 }
 
 // -- speculation
@@ -179,25 +199,25 @@ function drawMisses(last) {
 function speculation() {
   const { totals, recent, runtime, settings } = status, draft = runtime?.draft_residency?.draft;
   const block = settings?.block ?? 0;
-  $("speculation-note").textContent = block ? `up to ${block} proposals a step` : "no draft";
+  $("speculation-note").textContent = block ? `up to ${block} proposals per step` : "no draft model";
   const lines = [
     ["proposed", number(totals.proposed)],
-    ["taken", `${number(totals.accepted)} (${percent(totals.accepted, totals.proposed)})`],
+    ["accepted", `${number(totals.accepted)} (${percent(totals.accepted, totals.proposed)})`],
     ["decode steps", number(totals.decode_steps)],
     draft ? ["draft", `${draft.state}${draft.loads ? `, loaded ${number(draft.loads)} times` : ""}`] : null,
   ].filter(Boolean);
   const steps = recent.filter((one) => one.decode_steps).slice(0, 16).reverse();
   const top = Math.max(2, ...steps.map((one) => one.completion_tokens / one.decode_steps));
-  const columns = el("ol", { class: "columns", "aria-label": "Tokens a step of the last requests" });
+  const columns = el("ol", { class: "columns", "aria-label": "Tokens per decode step of the last requests" });
   for (const one of steps) {
     const each = one.completion_tokens / one.decode_steps;
-    const why = one.speculation ? `; in the end nothing was proposed: ${unproposed(one.speculation)}` : "";
-    columns.append(el("li", { "--size": each / top, title: `Request ${number(one.id)}: ${each.toFixed(2)} tokens a step${why}` }, el("span", { text: each.toFixed(1) })));
+    const why = one.speculation ? `; the draft stopped proposing: ${unproposed(one.speculation)}` : "";
+    columns.append(el("li", { "--size": each / top, title: `Request ${number(one.id)}: ${each.toFixed(2)} tokens per step${why}` }, el("span", { text: each.toFixed(1) })));
   }
   const reasons = new Map();
   for (const one of recent) if (one.speculation) reasons.set(one.speculation, (reasons.get(one.speculation) ?? 0) + 1);
   const why = [...reasons].map(([reason, count]) => `${unproposed(reason)} (${count} of the last ${recent.length})`).join("; ");
-  $("speculation").replaceChildren(facts(lines), steps.length ? el("h3", { text: "Tokens a step, last requests" }) : "", steps.length ? columns : "", why ? el("p", { class: "note", text: `Where proposing ended: ${why}.` }) : "");
+  $("speculation").replaceChildren(facts(lines), steps.length ? el("h3", { text: "Tokens per step, last requests" }) : "", steps.length ? columns : "", why ? el("p", { class: "note", text: `Why the draft stopped proposing: ${why}.` }) : "");
 }
 
 const facts = (lines) => el("dl", { class: "facts" }, lines.map(([name, value]) => el("div", {}, el("dt", { text: name }), el("dd", { text: value }))));
@@ -206,26 +226,26 @@ const facts = (lines) => el("dl", { class: "facts" }, lines.map(([name, value]) 
 
 function memory() {
   const { memory: ledger, runtime } = status, residency = runtime?.draft_residency;
-  if (!ledger) return $("memory").replaceChildren(el("p", { class: "note", text: "This engine keeps no ledger." }));
+  if (!ledger) return $("memory").replaceChildren(el("p", { class: "note", text: "This server does not report its memory." }));
   const { models = {}, slots: kept = {}, buffers = {}, blocks = {} } = ledger;
   const all = (of) => Object.values(of).reduce((whole, one) => whole + one, 0);
   const parts = [
     { name: "weights", value: models.target?.device ?? 0, class: "weights" },
     { name: "draft", value: models.draft?.device ?? 0, class: "draft", more: residency?.draft ? residency.draft.state : "" },
-    { name: "slots' rows", value: all(kept), class: "rows" },
+    { name: "keys and values", value: all(kept), class: "rows" },
     { name: "buffers", value: all(buffers), class: "buffers" },
     { name: "host cache", value: blocks.host ?? 0, class: "host" },
-    { name: "parked", value: (models.target?.host ?? 0) + (models.draft?.host ?? 0), class: "computed" },
+    { name: "parked in host memory", value: (models.target?.host ?? 0) + (models.draft?.host ?? 0), class: "computed" },
   ].filter((part) => part.value > 0 || part.class === "draft");
   $("memory-note").textContent = bytes(parts.reduce((whole, part) => whole + part.value, 0));
   const shards = (ledger.shards ?? []).map((one) => [`layers ${one.layers[0]} to ${one.layers[1] - 1}`, `${one.device}, ${bytes(all(one.bytes))}`]);
-  $("memory").replaceChildren(...stacked(parts, bytes, "Memory by what it is for"), facts([...shards, residency ? ["draft residency", `${residency.policy}${residency.draft ? `: ${residency.draft.after_use} after use` : ""}`] : ["", ""]].filter(([name]) => name)));
+  $("memory").replaceChildren(...stacked(parts, bytes, "Memory by purpose"), facts([...shards, residency ? ["draft weights", `${residency.policy}${residency.draft ? `, ${residency.draft.after_use} after use` : ""}`] : ["", ""]].filter(([name]) => name)));
 }
 
 function slots() {
   const most = status.settings?.max_context ?? status.default_generation_settings.n_ctx;
   const busy = status.slots.filter((slot) => slot.is_processing).length;
-  $("slots-note").textContent = `${busy} busy; ${number(most)} tokens each`;
+  $("slots-note").textContent = `${busy} busy; up to ${number(most)} tokens each`;
   keyed(
     $("slots"),
     status.slots,
@@ -234,7 +254,7 @@ function slots() {
     (shown, slot) => {
       shown.className = slot.is_processing ? "busy" : "idle";
       const name = STAGES.find(([state]) => state === slot.state)?.[1] ?? slot.state?.toLowerCase();
-      set(shown.querySelector("span"), { text: slot.is_processing ? `request ${number(slot.request)}, ${name}` : slot.kept_tokens ? `${number(slot.kept_tokens)} tokens warm` : "empty" });
+      set(shown.querySelector("span"), { text: slot.is_processing ? `request ${number(slot.request)}, ${name}` : slot.kept_tokens ? `${number(slot.kept_tokens)} tokens kept` : "empty" });
       set(shown.querySelector(".c-fill"), { "--size": Math.min(1, slot.kept_tokens / most) });
     },
   );

@@ -3,23 +3,23 @@
 /** In the order of a request's life: state, short name, what happens there. */
 export const STAGES = [
   ["Waiting", "wait", "waits for a slot"],
-  ["LookingUp", "lookup", "looks for its prompt in host memory and on disk"],
-  ["Restoring", "restore", "brings rows back to the device"],
+  ["LookingUp", "lookup", "looks for the prompt in host memory and on disk"],
+  ["Restoring", "restore", "copies keys and values back to the device"],
   ["Compressing", "pflash", "compresses the prompt"],
-  ["Unparking", "unpark", "brings the draft to the device"],
-  ["Prefilling", "prefill", "reads the rest of the prompt"],
-  ["Speculating", "speculate", "generates, with proposals of the draft or without"],
-  ["Snapshotting", "snapshot", "copies out what is worth keeping"],
-  ["Parking", "park", "gives the draft back"],
+  ["Unparking", "unpark", "copies the draft model to the device"],
+  ["Prefilling", "prefill", "computes the rest of the prompt"],
+  ["Speculating", "speculate", "generates tokens, with or without proposals of a draft"],
+  ["Snapshotting", "snapshot", "copies what is worth keeping to host memory and disk"],
+  ["Parking", "park", "moves the draft model off the device"],
 ];
 
-/** States beside that way. */
+/** States that most requests never enter. */
 export const ASIDE = {
-  Fetching: "brings the drafter in, to compress its prompt",
-  Releasing: "gives the drafter back: what is left of its prompt is known",
-  Draining: "drains: cancelled or failed, it waits for what is still in flight",
-  Recovering: "recovers: the rows of its slot were lost",
-  Yielding: "gives its slot up, to begin anew",
+  Fetching: "loads the drafter, which will compress the prompt",
+  Releasing: "unloads the drafter: the prompt is compressed",
+  Draining: "was cancelled or failed, and waits for work that is still running",
+  Recovering: "starts again: the keys and values of its slot were lost",
+  Yielding: "gives up its slot and will start again later",
 };
 
 export const TIERS = { device: "device", host: "host memory", disk: "disk", none: "nowhere" };
@@ -27,16 +27,16 @@ export const TIERS = { device: "device", host: "host memory", disk: "disk", none
 export const PLACES = { device: "on the device", host: "in host memory", disk: "on disk" };
 
 const MISSES = {
-  nothing_shared_on_device: "No slot holds a prompt that begins like this one, and nothing longer was kept elsewhere.",
-  empty_store: "Nothing was kept yet.",
-  too_short: "Too short to be kept: shorter prompts are computed sooner than they are loaded.",
-  diverged_at: "It goes on differently from what is kept.",
-  no_checkpoint: "The model's state was not kept there, only its rows.",
-  recompute_is_quicker: "It was there; computing it anew was quicker than loading it.",
-  compression_is_quicker: "It was there; compressing the prompt was quicker than loading it.",
-  restore_incomplete: "Loading brought less than was promised.",
-  scope_off: "The request asked for no prefix cache.",
-  no_store: "Neither host memory nor disk keep anything here.",
+  nothing_shared_on_device: "No slot holds a prompt that begins like this one, and no longer part is kept elsewhere.",
+  empty_store: "Nothing has been kept yet.",
+  too_short: "The prompt is too short to be kept: computing it is quicker than loading it.",
+  diverged_at: "The prompt differs from every prompt that is kept.",
+  no_checkpoint: "The recurrent state of the model was not kept at this place.",
+  recompute_is_quicker: "More was kept, but computing it was quicker than loading it.",
+  compression_is_quicker: "More was kept, but compressing the prompt was quicker than loading it.",
+  restore_incomplete: "Less could be loaded than was found.",
+  scope_off: "The request switched the prefix cache off.",
+  no_store: "This server keeps nothing in host memory or on disk.",
 };
 
 export function missed(reason) {
@@ -47,24 +47,24 @@ export function missed(reason) {
 }
 
 const SPECULATION = {
-  no_draft: "there is no draft",
-  declined: "the request declined",
+  no_draft: "there is no draft model",
+  declined: "the request switched it off",
   one_token: "only one token was asked for",
-  never_pays: "a step with proposals takes too long here",
-  does_not_pay: "proposals did not pay",
-  loss_limit: "proposals cost more than they gave",
-  no_trees: "trees are not for this model",
+  never_pays: "a step with proposals takes too long on this machine",
+  does_not_pay: "proposals took more time than they saved",
+  loss_limit: "proposals had cost as much time as is allowed",
+  no_trees: "this model cannot verify trees of proposals",
 };
 
 export const unproposed = (reason) => SPECULATION[reason] ?? reason;
 
 export const FINISHES = {
   stop: "done",
-  length: "length",
+  length: "token limit",
   cancelled: "cancelled",
-  deadline: "too late",
+  deadline: "timed out",
   failed: "failed",
   queue_full: "queue full",
-  shutdown: "shutdown",
-  dead_end: "dead end",
+  shutdown: "server stopped",
+  dead_end: "no valid token",
 };

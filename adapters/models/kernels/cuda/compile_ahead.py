@@ -55,7 +55,7 @@ class RequestedKernels:
     def compile_in_processes(self) -> None:
         """Compile all of them, the longest first. What is not compiled in the end will be where it is launched."""
         for why in run_lines(sorted(self.lines, key=lambda line: -self.lines[line]), WORKER):
-            log.debug("a kernel is compiled later: %s", why)
+            log.debug("a kernel will be compiled when it is first used: %s", why)
 
 
 _asked: ContextVar[RequestedKernels | None] = ContextVar("asked", default=None)

@@ -103,7 +103,7 @@ class LogReader:
             except (ValueError, RecursionError) as error:
                 raise BadLog(f"{path}: no JSON ({str(error)[:80]}); {ACCEPTED}") from error
         if not isinstance(found, dict) or "requests" not in found:
-            raise BadLog(f"{path}: line 1: none of the known formats; {ACCEPTED}")
+            raise BadLog(f"{path}: line 1: unknown format; {ACCEPTED}")
         self.logs.formats[path.name] = "claude-code"
         self.logs.sessions.append(claude_code.parse_session(str(path), found, shared_head=self.shared_head))
 

@@ -1,6 +1,6 @@
-// What is seen of the trace, drawn when it changes: all of it, lanes and store, and the rows that are in sight.
+// Draws the overview, the lanes, the store, and the rows that are in sight, whenever the view changes.
 
-const ROW = 18, GUTTER = 96, LANE = 30, AREA = 40, CARDS = 200, CLOSEST_US = 20;
+const ROW = 18, GUTTER = 96, LANE = 30, AREA = 40, MARK = 5, CARDS = 200, CLOSEST_US = 20;
 const CLOCK = [1, 2, 5, 10, 15, 30, 60, 120, 360, 720, 1440].map((minutes) => minutes * 6e7);
 const LOUD = new Set(["PrefixFound", "PrefixMissed", "BlocksRestored", "StoreFailed", "DeviceFailed", "Cancelled", "SlotsLost"]);
 
@@ -162,10 +162,11 @@ function outline(context, left, top, width, height) {
   context.strokeRect(left, top, Math.max(2, width), height);
   context.lineWidth = 1;
 }
-function plate(context, text, left, middle, width, state) { // a word in a bar that has room for it
+function plate(context, text, left, middle, width, state, marks = []) { // a word in a bar that has room for it, behind its marks
   if (width < 22) return;
-  const size = context.measureText(text).width;
-  if (size + 8 > width) return;
+  const size = context.measureText(text).width, right = left + width;
+  for (const [from, to] of marks) if (from < left + size + 8 && to > left) left = to;
+  if (left + size + 8 > right) return;
   context.fillStyle = (STYLES[state] || ["#888"])[0];
   context.fillRect(left + 2, middle - 6, size + 4, 12);
   context.fillStyle = "#000";
@@ -180,8 +181,9 @@ function drawRows() {
     const top = row * ROW - box.scrollTop;
     if (row === chosen.row) { context.fillStyle = theme.raised; context.fillRect(0, top, width, ROW); }
     let right = GUTTER;
-    for (let at = barFirst[row]; at < barFirst[row + 1]; at++) right = Math.max(right, drawBar(context, barsOf[at], top, inner, x));
-    drawMarks(context, row, top, inner, x);
+    const marks = marksOf(row, inner, x), taken = marks.filter(({ loud }) => loud).map(({ name, left }) => [left - MARK, left + (name === "PrefixFound" ? 3 * MARK : MARK)]);
+    for (let at = barFirst[row]; at < barFirst[row + 1]; at++) right = Math.max(right, drawBar(context, barsOf[at], top, inner, x, taken));
+    drawMarks(context, row, marks, top, x);
     drawEnd(context, row, top, right, width);
     context.fillStyle = theme.paper;
     context.fillRect(0, top, GUTTER - 2, ROW);
@@ -192,13 +194,13 @@ function drawRows() {
     context.textAlign = "left";
   }
 }
-function drawBar(context, bar, top, inner, x) {
+function drawBar(context, bar, top, inner, x, taken) { // taken: where marks are, which no word is written on
   const left = x(bars.start[bar]), right = x(bars.stop[bar]), state = data.states[bars.kind[bar]];
   if (right < GUTTER || left > GUTTER + inner) return Math.min(right, GUTTER + inner);
   const [from, to] = [Math.max(GUTTER, left), Math.min(GUTTER + inner, right)];
   context.fillStyle = paint(context, state);
   context.fillRect(from, top + 3, Math.max(1, to - from), ROW - 6);
-  plate(context, state, from, top + ROW / 2, to - from, state);
+  plate(context, state, from, top + ROW / 2, to - from, state, taken);
   if (bars.open[bar]) { context.fillStyle = theme.dim; context.fillText("…", to + 1, top + ROW / 2); }
   return to;
 }
@@ -206,14 +208,21 @@ function rowEvents(row, from, to) { // those that touch it, in a span of time: [
   const search = (test) => { let [low, high] = [touching.first[row], touching.first[row + 1]]; while (low < high) { const middle = (low + high) >> 1; if (test(times[touching.events[middle]])) high = middle; else low = middle + 1; } return low; };
   return [search((time) => time >= from), search((time) => time > to)];
 }
-function drawMarks(context, row, top, inner, x) {
+function marksOf(row, inner, x) { // what is marked of the events in sight; loud: with a shape, else with a tick
   const all = touching.events.subarray(touching.first[row], touching.first[row + 1]);
   const [one, other] = rowEvents(row, view.from, view.to), close = x(times[all[all.length - 1]]) - x(times[all[0]]) > 48;
-  const near = (other - one) * 5 < inner;
-  for (let at = one; at < other && close && other - one < 5000; at++) { // what is smaller would be all marks
-    const event = touching.events[at], left = x(times[event]), own = data.eventRows[event] === row, name = events.name(event);
-    if (own && LOUD.has(name)) mark(context, name, event, left, top);
-    else if (near) { context.fillStyle = theme.ink; context.fillRect(left - .5, top + ROW - 4, 1, 3); }
+  if (!close || other - one >= 5000) return []; // what is smaller would be all marks
+  const near = (other - one) * 5 < inner, found = [];
+  for (let at = one; at < other; at++) {
+    const event = touching.events[at], name = events.name(event), loud = data.eventRows[event] === row && LOUD.has(name);
+    if (loud || near) found.push({ event, name, loud, left: x(times[event]) });
+  }
+  return found;
+}
+function drawMarks(context, row, marks, top, x) {
+  for (const { event, name, loud, left } of marks) {
+    if (loud) mark(context, name, event, left, top);
+    else { context.fillStyle = theme.ink; context.fillRect(left - .5, top + ROW - 4, 1, 3); }
   }
   if (row === chosen.row && chosen.event >= 0) { context.fillStyle = theme.accent; context.fillRect(x(times[chosen.event]) - 1, top, 2, ROW); }
 }
@@ -223,7 +232,7 @@ function mark(context, name, event, left, top) { // found: a triangle, with its 
   context.lineWidth = 3;
   const shape = () => {
     context.beginPath();
-    if (good) { context.moveTo(left, top + 3); context.lineTo(left + 5, top + ROW - 4); context.lineTo(left - 5, top + ROW - 4); context.closePath(); }
+    if (good) { context.moveTo(left, top + 3); context.lineTo(left + MARK, top + ROW - 4); context.lineTo(left - MARK, top + ROW - 4); context.closePath(); }
     else { context.moveTo(left - 4, middle - 4); context.lineTo(left + 4, middle + 4); context.moveTo(left + 4, middle - 4); context.lineTo(left - 4, middle + 4); }
   };
   shape(); context.stroke();

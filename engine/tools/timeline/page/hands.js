@@ -53,7 +53,7 @@ document.addEventListener("keydown", (event) => {
 $("tools").addEventListener("submit", (event) => {
   event.preventDefault();
   const wanted = Number($("search").value.replace(/[\s,._]/g, "")), row = $("search").value.trim() ? data.requests.indexOf(wanted) : -1;
-  if (row < 0) { $("detail").replaceChildren(heading("Nobody"), made("p", `There is no request ${$("search").value.trim() || "without a number"} in this trace.`)); $("said").textContent = "no such request"; return; }
+  if (row < 0) { $("detail").replaceChildren(heading("Not found"), made("p", `There is no request ${$("search").value.trim() || "without a number"} in this trace.`)); $("said").textContent = "no such request"; return; }
   choose(row, -1, true);
 });
 
@@ -62,12 +62,13 @@ $("tools").addEventListener("submit", (event) => {
 function headed() {
   const about = data.about, settings = Object.entries(about.settings).map(([name, value]) => `${name} ${value}`).join(", ");
   $("name").textContent = about.name;
-  $("facts").textContent = `${number(rows)} request${rows === 1 ? "" : "s"}, ${number(times.length)} events (${number(data.seqs[0])} to ${number(data.seqs[1])}), ${clock(end)}. Rekindle ${about.engine}, model ${about.model || "unnamed"}, identity ${about.identity.slice(0, 12)}${about.redacted ? ", redacted" : ""}. ${settings}.`;
+  $("facts").textContent = `${number(rows)} request${rows === 1 ? "" : "s"}, ${number(times.length)} events (${number(data.seqs[0])} to ${number(data.seqs[1])}), ${clock(end)}. Rekindle ${about.engine}, model ${about.model || "unnamed"}, identity ${about.identity.slice(0, 12)}${about.redacted ? ", redacted" : ""}.`;
+  $("settings").querySelector("p").textContent = `${settings}.`;
   $("trouble").hidden = !about.trouble.length;
   $("trouble").textContent = about.trouble.join("\n");
   const used = new Set(bars.kind);
   for (const [kind, state] of data.states.entries()) if (used.has(kind)) $("legend").append(made("li", null, swatch(state), state));
-  $("legend").append(made("li", "▲ found (d: disk, h: host)"), made("li", "✕ missed, failed or broken off"));
+  $("legend").append(made("li", "▲ prefix found (d: disk, h: host memory)"), made("li", "✕ missed, failed or cancelled"));
   hits();
 }
 function hits() {
@@ -84,7 +85,7 @@ function hits() {
   box.replaceChildren(made("b", `${number(all)} prompt tokens`));
   for (const [tier, count] of Object.entries(tokens)) box.append(made("span", `${tier === "computed" ? "computed" : `from ${tier}`} ${percent(count, all)}`));
   const most = [...misses].sort((one, other) => other[1] - one[1]).slice(0, 6);
-  if (most.length) box.append(made("span", `no (more) restored: ${most.map(([why, count]) => `${why} ${number(count)}`).join(", ")}`));
+  if (most.length) box.append(made("span", `why no more was restored: ${most.map(([why, count]) => `${why} ${number(count)}`).join(", ")}`));
 }
 function retheme() {
   themed();
@@ -97,6 +98,6 @@ $("all").style.height = `${Math.max(1, rows) * ROW}px`;
 $("rows").addEventListener("scroll", redraw, { passive: true });
 new ResizeObserver(redraw).observe($("chart"));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", retheme);
-$("detail").append(heading("Choose a request"), made("p", "Click a bar, a launch or a row, or use the arrow keys: here is what happened then, and what the engine asked for."));
+$("detail").append(heading("Choose a request"), made("p", "Click a bar, a launch or a row, or use the arrow keys. You then see here what happened, and what the engine asked for."));
 draw();
 document.documentElement.dataset.ready = String(Math.round(performance.now()));

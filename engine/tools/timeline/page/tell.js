@@ -1,4 +1,4 @@
-// What is told of a request, an event or a launch that was chosen.
+// Shows the details of the request, event or launch that was chosen.
 
 // --- what is told ---
 
@@ -13,7 +13,7 @@ function fieldsOf(things, at) { // what says nothing is left out, once it is man
   return list(all.length < 8 ? all : all.filter(([, value]) => value !== null && value !== "" && value !== false));
 }
 const pressed = (text, action) => { const button = made("button", text); button.type = "button"; button.addEventListener("click", action); return button; };
-const who = (row) => row < 0 ? made("span", "nobody") : pressed(`request ${number(data.requests[row])}`, () => choose(row, chosen.event, true));
+const who = (row) => row < 0 ? made("span", "no request") : pressed(`request ${number(data.requests[row])}`, () => choose(row, chosen.event, true));
 
 function tellEvent(event) {
   const box = made("div", null);
@@ -36,8 +36,8 @@ function tellRow(row) {
   if (closing[row] >= 0) {
     const told = (name) => asks.field(closing[row], `report.${name}`);
     detail.append(list([["finish", asks.field(closing[row], "finish")], ["prompt tokens", told("prompt_tokens")], ["restored", `${number(told("restored_tokens") || 0)} (${told("tier")})`],
-      ...(told("miss") ? [["no more, since", told("miss")]] : []), ["answer tokens", told("completion_tokens")]]));
-  } else detail.append(made("p", "Its end is not in the trace."));
+      ...(told("miss") ? [["why no more", told("miss")]] : []), ["answer tokens", told("completion_tokens")]]));
+  } else detail.append(made("p", "The trace does not hold the end of this request."));
   detail.append(made("h3", "Time in each state"), list([...spent].map(([state, us]) => [state, clock(us)])));
   if (chosen.event >= 0) { detail.append(made("h3", "Event"), tellEvent(chosen.event)); }
   const [one, other] = [touching.first[row], touching.first[row + 1]], events_ = touching.events.subarray(one, other);
@@ -67,7 +67,7 @@ function chooseLaunch(launch) {
   const first = launches.kind[launch], size = data.launches.size[launch], together = data.launches.together[launch], event = launches.first[launch];
   const took = launches.stop[launch] - launches.start[launch], detail = $("detail"), name = asks.name(first);
   detail.replaceChildren(heading(`Launch on lane ${launches.owner[launch]}: ${name}${together > 1 ? ` of ${together}` : ""}`),
-    list([["at", clock(launches.start[launch], true)], ["until its last answer", launches.open[launch] ? "not in the trace" : clock(took)]]), made("h3", together > size ? "Who joined it" : "Who is in it"));
+    list([["at", clock(launches.start[launch], true)], ["until its last answer", launches.open[launch] ? "not in the trace" : clock(took)]]), made("h3", together > size ? "Requests that joined it" : "Requests in it"));
   for (let ask = first; ask < first + size; ask++) { const card = made("div", null, who(data.askRows[ask]), fieldsOf(asks, ask)); card.className = "card"; detail.append(card); }
   detail.append(made("h3", "The event that it was launched after"), tellEvent(event));
   $("said").textContent = `Launch on lane ${launches.owner[launch]}, ${name}, ${size} together`;
