@@ -175,7 +175,7 @@ class DeviceExecutor:
 
         The engine hears of the lost slots before any outcome of a launch that meets them.
         """
-        lost = tuple(map(SlotId, range(self._shard.slots)))
+        lost = tuple(map(SlotId, range(self._shard.spec.slots)))
         self._slots.fail_all(lost, DeviceFailed("lost", why))
         self.events.report(SlotRowsLost(lost))
 
@@ -224,11 +224,11 @@ class DeviceExecutor:
             state.context = clip_spans(origin.context, keep)
         self.row_watch.opening(effect, origin)
         if effect.pages:
-            self._shard.seat(slot, source, keep, effect.pages)
+            self._shard.rows.seat(slot, source, keep, effect.pages)
         elif keep and source != slot:
-            self._shard.copy_rows(source, slot, keep)
+            self._shard.rows.copy(source, slot, keep)
         self.row_watch.opened(effect)
-        if self._shard.state_specs:
+        if self._shard.states.specs:
             self._checkpoints.restore_state(origin, effect)
             state.valid = effect.state
             state.rows_ahead = keep - effect.state
@@ -238,7 +238,7 @@ class DeviceExecutor:
 
     def _build_sampler(self, sampling: Sampling, prompt: Tokens) -> Sampler:
         matching = None if sampling.grammar is None else self.parts.match_grammar(sampling.grammar)
-        return Sampler(sampling, prompt, self._shard.vocab_size, self._lane.device, matching)
+        return Sampler(sampling, prompt, self._shard.spec.vocab_size, self._lane.device, matching)
 
     # --- carrying out a launch ---
 
@@ -322,7 +322,7 @@ class DeviceExecutor:
                 if stop < effect.stop:
                     steps.put(((request, PrefillAdvanced(stop, more=True)),))
         except Exception as error:
-            if effect.stop - effect.start > self._chunk and self._shard.state_specs and is_out_of_memory(error):
+            if effect.stop - effect.start > self._chunk and self._shard.states.specs and is_out_of_memory(error):
                 return self.decoding.fail_half_settled(effect.slot, error)
             raise
         # Without waiting, the host would acknowledge rows that the device has yet to compute.

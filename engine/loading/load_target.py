@@ -20,6 +20,7 @@ from adapters.device.lane.lane import DeviceLane
 from adapters.device.speculation.proposer import DraftModel
 from adapters.models.decoder.host_experts import HostExperts
 from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.kernels.row_format import row_dtype
 from adapters.models.numerics.probe_result import Numerics
 from adapters.models.open_checkpoint import Checkpoint, resolve_dtype
@@ -38,12 +39,13 @@ from engine.loading.device_survey import plan_placement
 from engine.loading.expert_placement import place_first_experts, with_expert_counts
 from engine.loading.load_draft import (
     BATCH_ROWS,
+    DraftNeighbours,
     FoundDraft,
     check_provable,
     find_draft,
 )
 from engine.loading.load_scorer import Drafter, add_drafter, find_drafter, pflash
-from engine.loading.load_shards import ShardRoom, build_shards, stage_weights
+from engine.loading.load_shards import build_shards, stage_weights
 from engine.loading.memory_estimate import build_host_experts, hosts_embedding
 from engine.loading.open_store import build_layout, open_transfer, transfer_memory, with_store
 from engine.loading.plan_load import LoadPlan, ProvenPlan, prove_plan
@@ -107,8 +109,8 @@ class Target:
         config = self.checkpoint.config
         return {
             "n_ctx_train": config.max_positions,
-            "dtype": str(self.shard.dtype).removeprefix("torch."),
-            "kv_dtype": str(torch_dtype(self.shard.row_spec.dtype)).removeprefix("torch."),
+            "dtype": str(self.shard.spec.dtype).removeprefix("torch."),
+            "kv_dtype": str(torch_dtype(self.shard.rows.spec.dtype)).removeprefix("torch."),
             "size": self.weights,
             "packed": list(self.checkpoint.forms),
             "bits_per_weight": round(self.checkpoint.bits, 2),
@@ -255,12 +257,12 @@ def load_over(
         scores = find_drafter(options, checkpoint.folder, plan[-1].device, fit.context, peer=apart.drafter)
         step(start_progress.WEIGHTS)
         hosted = build_host_experts(options, checkpoint, dtype, plan)
-        room = plan_shard_room(options, proven, dtype, found, hosted, hosts_embedding=away)
-        shard = build_shards(heard, dtype, plan, kernels, sources, room=room)
+        room = plan_shard_room(options, proven, dtype, found, offload_embedding=away)
+        shard = build_shards(heard, plan, kernels, sources, room, experts=hosted, fast=fast)
     place_first_experts(hosted)
     parts = ExecutorParts(shard, numerics.buckets, lane, fast=fast, experts=hosted)
-    placing: dict[str, Any] = {"kernels": beside_last(kernels), "numerics": numerics, "kept": kept, "peer": apart.draft}
-    drafting = add_draft(found, options, checkpoint, shard, events=parts.events, step=step, **placing)
+    beside = DraftNeighbours(shard, beside_last(kernels), numerics, kept, apart.draft)
+    drafting = add_draft(found, options, checkpoint, beside, events=parts.events, step=step)
     draft = None if drafting is None else drafting.draft
     parts = evolve(parts, proposer=drafting)
     step(start_progress.WARM_UP)
@@ -302,23 +304,20 @@ def plan_shard_room(
     proven: ProvenPlan,
     dtype: torch.dtype,
     draft: FoundDraft | None,
-    hosted: HostExperts | None,
     *,
-    hosts_embedding: bool,
-) -> ShardRoom:
-    """Return what every shard of the target has room for."""
-    fast = options.runtime.numerics == "fast"
-    return ShardRoom(
+    offload_embedding: bool,
+) -> ShardPlacement:
+    """Return what every shard of the target has room for. Its device and its layers are not known yet."""
+    return ShardPlacement(
+        dtype=dtype,
+        rows=row_dtype(options.weights.kv_dtype, dtype),
         slots=proven.fit.slots,
         capacity=proven.fit.context,
-        buckets=row_counts(proven.numerics.buckets, fast=fast),
-        rows=row_dtype(options.weights.kv_dtype, dtype),
-        fast=fast,
-        state_places=options.cache.state_checkpoints,
+        buckets=row_counts(proven.numerics.buckets, fast=options.runtime.numerics == "fast"),
         aux_layers=() if draft is None else draft.shape.aux_layers,
+        state_places=options.cache.state_checkpoints,
         pages=proven.fit.pages,
-        hosted=hosted,
-        hosts_embedding=hosts_embedding,
+        offload_embedding=offload_embedding,
     )
 
 

@@ -131,19 +131,19 @@ def build_peer(
 
 def name_device(part: Shard) -> str:
     """Return where the layers of a shard are computed, as the user named it."""
-    return part.peer.dial.name if isinstance(part, RemoteShard) else str(part.device)
+    return part.peer.dial.name if isinstance(part, RemoteShard) else str(part.spec.device)
 
 
 def describe_placement(parts: Sequence[Shard]) -> str:
     """Return which layers are where, in one word."""
-    return ",".join(f"{part.layers.start}-{part.layers.stop - 1}@{name_device(part)}" for part in parts)
+    return ",".join(f"{part.spec.layers.start}-{part.spec.layers.stop - 1}@{name_device(part)}" for part in parts)
 
 
 def describe_shard(part: Shard) -> Mapping[str, Any]:
     """Return what /props shows of a shard. error: why it is gone, while it is gone."""
     remote = part.peer if isinstance(part, RemoteShard) else None
     return {
-        "layers": [part.layers.start, part.layers.stop],
+        "layers": [part.spec.layers.start, part.spec.layers.stop],
         "device": name_device(part),
         "remote": remote is not None,
         "process": find_process(remote),
@@ -183,7 +183,9 @@ def collect_remote_figures(
 ) -> Mapping[str, Mapping[str, float]]:
     """Return what forwards in other processes have cost, by the layers of a shard, or `draft`, or `drafter`."""
     remote = {
-        f"{part.layers.start}-{part.layers.stop - 1}": part.peer for part in parts if isinstance(part, RemoteShard)
+        f"{part.spec.layers.start}-{part.spec.layers.stop - 1}": part.peer
+        for part in parts
+        if isinstance(part, RemoteShard)
     }
     remote |= {"draft": draft.peer} if isinstance(draft, RemoteDraft) else {}
     remote |= {} if drafter is None or drafter.found.peer is None else {"drafter": drafter.found.peer}

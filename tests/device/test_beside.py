@@ -18,6 +18,7 @@ from adapters.device.lane.running_batch import OutcomeQueue, has_more_to_come
 from adapters.device.slots.slots import SlotState
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.kernels.interface import NARROW
 from adapters.models.numerics.synthetic import RandomWeights
 from effects.all import EffectRequest, Launch, Outcome
@@ -305,7 +306,7 @@ async def test_a_gpu_is_at_both_and_every_answer_is_the_one_alone(pages, span):
     config = evolve(TINY, hidden_size=512, head_dim=64, num_layers=6, intermediate_size=1024, max_positions=4096)
     weights, kernels = RandomWeights(config, 1, device, torch.bfloat16, scale=0.2), TritonKernels(device)
     shape = {"slots": 5, "capacity": 2560, "buckets": buckets, "pages": pages}
-    shard = DenseShard(config, weights, kernels, device=device, dtype=torch.bfloat16, **shape)
+    shard = DenseShard(config, weights, kernels, ShardPlacement(device=device, dtype=torch.bfloat16, **shape))
     driver = Driver(DeviceExecutor(ExecutorParts(Pipeline([shard]), buckets, lane=DeviceLane(device))))
     driver.executor = DeviceExecutor(evolve(driver.executor.parts, prompt_lane=DeviceLane(device, purpose="prompts")))
     kinds, lengths, taken = (GREEDY, SAMPLED, evolve(SAMPLED, seed=8)), (300, 9, 700), 90

@@ -306,7 +306,7 @@ async def test_a_request_scoped_draft_comes_and_goes_and_one_that_finds_no_room_
     draft, scoped = target.draft, resolve_residency("request-scoped", has_draft=True, has_prompt_scorer=False)[0]
     weights = moves(target)["device"]
     await target.lane.run(draft.offload)
-    assert moves(target) == {"device": 0, "host": weights if target.shard.device.type == "cuda" else 0}
+    assert moves(target) == {"device": 0, "host": weights if target.shard.spec.device.type == "cuda" else 0}
     how = {"status": StatusSources(live=target.live), "paranoid": True}
     async with run_engine(evolve(target.settings, residency=scoped, rates=FLAT), target.executor, **how) as running:
 
@@ -351,7 +351,7 @@ async def test_a_trace_with_speculation_is_executed_again_without_a_draft(target
     guided.branches = branches
     trace, settings = tmp_path / "trace.jsonl", evolve(target.settings, rates=FLAT, tree=15 if branches else 0)
     header = Header(
-        VERSION, __version__, settings, target.identity, {"device": target.shard.device.type, "max_ctx": 1024}
+        VERSION, __version__, settings, target.identity, {"device": target.shard.spec.device.type, "max_ctx": 1024}
     )
     recorder = Recorder(trace, header)
     recorder.start()

@@ -89,7 +89,7 @@ async def test_more_sessions_than_the_pool_holds_are_all_answered_as_if_each_was
     options = build_options(model=str(tmp_path / "model"), slots=4, max_ctx=1024, kv_memory=1, **how)
     target = await load_target(options)
     try:
-        settings, token = target.settings, target.shard.row_spec.token_bytes
+        settings, token = target.settings, target.shard.rows.spec.token_bytes
         weights = format_bytes(target.shard.memory()["weights"])
         cost = f"weights=float32 (32.0 bits, {weights})  context={format_bytes(token)} a token"
         assert describe_costs(target) == f"  {cost}"

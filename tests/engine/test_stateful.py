@@ -27,6 +27,7 @@ from adapters.device.speculation.proposer import DraftRequest, Proposer
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.shard import NamedTensors
 from adapters.models.drafts.dflash.draft import DFlashDraft
+from adapters.models.drafts.draft_parts import DraftPlacement
 from adapters.models.kernels.step import Forward, Step
 from adapters.models.numerics.probe_result import Numerics
 from adapters.store.files.file_format import Layout
@@ -131,7 +132,7 @@ async def process(
     places = {"state_block": settings.block_size, "state_places": settings.state_places}
     lane, shard = DeviceLane(), ReadBack(settings.slots, settings.max_context, BUCKETS, **places)
     store = open_store(
-        Layout("34" * 16, SETTINGS.block_size, shard.row_spec, state=shard.state_specs),
+        Layout("34" * 16, SETTINGS.block_size, shard.rows.spec, state=shard.states.specs),
         folder,
         host_bytes=host,
         disk_bytes=1 << 30,
@@ -330,7 +331,7 @@ async def test_the_engine_learns_from_the_shard_that_it_has_state(tmp_path: Path
     settings = await lane.run(partial(choose_settings, Options(), executor.parts, shard, None, **how))
     assert settings.stateful
     assert all(settings.rates.prefill), "chunks are timed wherever they stand, whatever state was there"
-    assert build_layout(shard, None, "a", 16) == Layout("a", 16, shard.row_spec, None, shard.state_specs)
+    assert build_layout(shard, None, "a", 16) == Layout("a", 16, shard.rows.spec, None, shard.states.specs)
     assert not settings.no_trees
     assert executor.close()
 
@@ -352,7 +353,9 @@ async def test_a_draft_of_large_blocks_is_asked_for_what_can_be_rolled_back(
     config = config_of(**like, block=32, mask_token_id=VOCAB - 1)
     kernels = proven_draft(config, torch.float32, 256, VOCAB).copy_for_shard()
     head = head_of(config, kernels, vocab=VOCAB)
-    draft = DFlashDraft(config, random_tensors(config), kernels, head, slots=2, capacity=256, buckets=BUCKETS)
+    draft = DFlashDraft(
+        config, random_tensors(config), kernels, head, DraftPlacement(slots=2, capacity=256, buckets=BUCKETS)
+    )
     executor = DeviceExecutor(ExecutorParts(shard, BUCKETS, lane=lane, proposer=Drafting(draft, BUCKETS)))
     numerics = Numerics("buckets", BUCKETS, 16, CHUNK, "torch", 1, "one", 0.0, 0, 0)
     how = {"proven": ProvenPlan(Fit(4, 48), numerics, (), "a"), "kept": CalibrationCache(tmp_path), "plan": ()}

@@ -18,7 +18,7 @@ from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.scorer import Scorer
-from adapters.models.decoder.shard import OutputHead, Shard
+from adapters.models.decoder.shard import OutputHead, Shard, ShardPlacement
 from adapters.models.numerics.synthetic import RandomWeights
 from adapters.remote.client.dial import Dial
 from adapters.remote.client.peer import Peer
@@ -81,7 +81,9 @@ class RandomModel:
 
 def part(config: DenseConfig, layers: range, dtype: torch.dtype, **how) -> DenseShard:
     weights = RandomWeights(config, scale=config.hidden_size**-0.5)
-    return DenseShard(config, weights, proven(config, dtype, 512).copy_for_shard(), dtype=dtype, layers=layers, **how)
+    return DenseShard(
+        config, weights, proven(config, dtype, 512).copy_for_shard(), ShardPlacement(dtype=dtype, layers=layers, **how)
+    )
 
 
 @define(eq=False)

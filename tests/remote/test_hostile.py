@@ -83,7 +83,7 @@ def test_words_without_sense_are_refused_and_the_next_are_understood() -> None:
     channel = far.peer._channel  # noqa: SLF001 - what no peer says
     assert channel is not None
     for request in range(1 << 20, (1 << 20) + WORDS):
-        op, message = nonsense(draw, far.row_spec.names)
+        op, message = nonsense(draw, far.rows.spec.names)
         size = places(getattr(message, "tensors", ()))[1]
         sent = [torch.zeros(size, dtype=torch.uint8)] if 0 < size < 1 << 20 else []
         channel.send(op, request, encoded(message), sent, seconds=50)

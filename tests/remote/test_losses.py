@@ -78,14 +78,14 @@ def life(shard: DenseShard | Pipeline) -> list[torch.Tensor]:
     """A bit of everything that is asked of a shard, and the logits of it."""
     chunk(shard, 0, 0, 128)
     found = [step(shard, (0, 128, 1), kept=[1])[0], step(shard, (0, 129, 5), kept=[2])[0]]
-    shard.copy_rows(0, 1, 131)
-    shard.copy_state(0, 1)
-    shard.keep_state(0, 1)
-    shard.load_state(1, 2)
-    shard.import_rows(2, 0, shard.export_rows(0, 0, 128))
-    shard.import_state(2, shard.export_state(0))
+    shard.rows.copy(0, 1, 131)
+    shard.states.copy(0, 1)
+    shard.states.keep(0, 1)
+    shard.states.load(1, 2)
+    shard.rows.import_(2, 0, shard.rows.export(0, 0, 128))
+    shard.states.import_(2, shard.states.export(0))
     found += [step(shard, (2, 128, 3), kept=[3])[0], step(shard, (1, 131, 2), kept=[2])[0]]
-    shard.export_rows(1, 0, 64)  # and so the last commit is heard of
+    shard.rows.export(1, 0, 64)  # and so the last commit is heard of
     return found
 
 
@@ -136,7 +136,7 @@ def test_all_slots_are_lost_where_nobody_listens() -> None:
         chunk(far, 0, 0, 64)
     assert said.value.slots == (0, 1, 2)
     with pytest.raises(RowsLost):
-        far.export_rows(0, 0, 64)
+        far.rows.export(0, 0, 64)
     far.close()
     far.close()
     with pytest.raises(RowsLost, match="is closed"):
@@ -283,7 +283,7 @@ def test_an_answer_that_is_none_ends_the_connection(case: str) -> None:
     whole = whole_of("dense")
     chunk(far, 0, 0, 64)  # had anew, and right
     chunk(whole, 0, 0, 64)
-    theirs, ours = far.export_rows(0, 0, 64), whole.export_rows(0, 0, 64)
+    theirs, ours = far.rows.export(0, 0, 64), whole.rows.export(0, 0, 64)
     assert all(same_bits(one, ours[name]) for name, one in theirs.items())
     assert far.peer.restarts == 1
     far.close()
@@ -337,11 +337,11 @@ def test_what_no_shard_has_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"65 rows of slot 0 .* at most"):
         far.forward(Step((Segment(0, 0, 65),), 128), many)
     with pytest.raises(ValueError, match="place 2 is not one of 2"):
-        far.keep_state(0, 2)
+        far.states.keep(0, 2)
     with pytest.raises(ValueError, match="is odd"):
-        far.import_rows(0, 0, {"layers.9.k": one})
+        far.rows.import_(0, 0, {"layers.9.k": one})
     with pytest.raises(ValueError, match="not a span"):
-        far.export_rows(0, 0, 100_000)
+        far.rows.export(0, 0, 100_000)
     with pytest.raises(ValueError, match="lack the embedding"):
         far.embedding  # noqa: B018 - it is a property
     assert not far.peer.error
@@ -357,7 +357,7 @@ def test_a_commit_that_fails_is_a_loss() -> None:
     chunk(far, 0, 0, 64)
     far.commit(Step((Segment(0, 64, 1),), 5), [1])
     with pytest.raises(RowsLost, match="commit: 1 rows at bucket 5"):
-        far.export_rows(0, 0, 64)
+        far.rows.export(0, 0, 64)
     assert len(told) == 1
     chunk(far, 0, 0, 64)
     assert far.peer.restarts == 0, "a refusal ends no process"

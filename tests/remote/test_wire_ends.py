@@ -20,7 +20,9 @@ from adapters.device.compression.score_prompt import Compressor
 from adapters.http.edge_options import EdgeOptions
 from adapters.http.request.sampling_fields import read_sampling
 from adapters.http.wire.fields import Fields
+from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.drafts.cached_draft import BlockRequest
+from adapters.models.drafts.draft_parts import DraftPlacement
 from adapters.models.families.qwen3 import Qwen3Config
 from adapters.models.kernels.step import Segment, Step
 from adapters.remote.client.attach_remote_draft import RemoteDrafting, asked_of
@@ -34,7 +36,7 @@ from adapters.remote.protocol.channel import Channel, WireFrame, failed
 from adapters.remote.protocol.draft_messages import AskedProposals, DraftMoved, LoadDraft, SendAway
 from adapters.remote.protocol.handshake import greet
 from adapters.remote.protocol.lent_memory import Lender
-from adapters.remote.protocol.load_request import loading, loading_draft
+from adapters.remote.protocol.load_request import build_draft_request, build_layers_request
 from adapters.remote.protocol.messages import (
     Failure,
     LoadLayers,
@@ -136,14 +138,15 @@ CONTEXTS, SLOTS, TREES = (
 @pytest.mark.parametrize("slots", SLOTS)
 def test_whatever_options_allow_can_be_asked_to_be_loaded(context: int, slots: int) -> None:
     """Of a large model, too, whose rows of a whole slot are more than anything that crosses at once."""
-    room: dict[str, Any] = {"slots": slots, "capacity": context, "fast": False}
+    room: dict[str, Any] = {"slots": slots, "capacity": context, "buckets": BUCKETS}
     for places in OPTIONS["state_checkpoints"]:
-        how = {"rows": torch.float32, "buckets": BUCKETS, "aux_layers": (0, 79), "state_places": places}
-        asked = loading(LARGE, torch.float32, range(80), **how, **room)
+        placement = ShardPlacement(layers=range(80), aux_layers=(0, 79), state_places=places, **room)
+        asked = build_layers_request(LARGE, placement, fast=False)
         assert decoded(encoded(asked), LoadLayers) == asked
     for nodes in (0, *TREES):
         shape = config_of()
-        drafted = loading_draft(LARGE, shape, torch.float32, buckets=BUCKETS, bits=0, nodes=nodes, rows=64, **room)
+        placed = DraftPlacement(**room)
+        drafted = build_draft_request(LARGE, shape, placed, bits=0, nodes=nodes, rows=64, fast=False)
         assert decoded(encoded(drafted), LoadDraft) == drafted
     scored = loading_drafter(context, fast=False)
     assert decoded(encoded(scored), LoadDrafter) == scored
@@ -205,8 +208,8 @@ def test_layers_answer_every_question_at_the_ends_of_its_fields(caplog: pytest.L
     before = life(far)
     if lender is None:
         pytest.skip("no memory is shared here")
-    rows = far.export_rows(0, 0, 64)
-    far.import_runs(1, [(0, whole(rows, lender.take(1 << 20), 0, 64))], ())
+    rows = far.rows.export(0, 0, 64)
+    far.rows.import_runs(1, [(0, whole(rows, lender.take(1 << 20), 0, 64))], ())
     far.peer.heard()
     with suppress(RuntimeError), far.settling(Step((Segment(1, 0, 4),), 4, rows_only=True)):
         raise RuntimeError("another shard")

@@ -162,7 +162,7 @@ class DecodeRunner:
             if not isinstance(effect, RunDecode) or not effect.pages:
                 continue
             if isinstance(self.slots.find(effect.slot, ask.request), SlotState):
-                self.shard.grow(effect.slot, effect.pages)
+                self.shard.rows.grow(effect.slot, effect.pages)
 
     # --- one step ---
 
@@ -207,7 +207,7 @@ class DecodeRunner:
         started_ns = time.perf_counter_ns()
         is_settling = False
         try:
-            members = make_members(self.proposer, taken, self.shard.capacity)
+            members = make_members(self.proposer, taken, self.shard.spec.capacity)
             verified = self._verify(members, piece)
             is_settling = True
             self._settle(verified, members, piece)
@@ -235,7 +235,7 @@ class DecodeRunner:
         state = self.slots.find(effect.slot, request)
         if isinstance(state, DeviceFailed):
             return state
-        return find_decode_misfit(state, effect, self.shard.capacity) or state
+        return find_decode_misfit(state, effect, self.shard.spec.capacity) or state
 
     def fail_half_settled(self, slot: int, error: Exception) -> DeviceFailed:
         """Break the slot: some layers' states may have moved and others not, so nothing can go on from them."""

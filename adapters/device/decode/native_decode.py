@@ -108,7 +108,7 @@ class NativeDecodeStep:
             return None
 
     def _step(self, slot: int, state: SlotState, most: int, proposer: Proposer | None) -> NativeStepResult | None:
-        depth = self.shard.capacity - state.valid - 1
+        depth = self.shard.spec.capacity - state.valid - 1
         plan = NO_PROPOSALS
         if most and depth and proposer is not None:
             found = proposer.plan_fused_step(DraftRequest(slot, state, most, depth))
@@ -175,6 +175,6 @@ class NativeDecodeStep:
 def make_native_decode(shard: Shard, buckets: Sequence[int]) -> NativeDecodeStep | None:
     """Return the native steps of a target; None if it is not on this host's CPU as a whole."""
     parts = shard.parts if isinstance(shard, Pipeline) else (shard,)
-    if len(parts) > 1 or not isinstance(parts[0], DenseShard) or parts[0].device.type != "cpu":
+    if len(parts) > 1 or not isinstance(parts[0], DenseShard) or parts[0].spec.device.type != "cpu":
         return None
     return NativeDecodeStep(parts[0], buckets)

@@ -106,13 +106,15 @@ class OverlappedDecode:
     _in_flight: InFlightStep | None = field(init=False, default=None)  # set once a step before it has been read
 
     def __attrs_post_init__(self) -> None:
-        self._pacer = build_step_pacer(self.shard.device)
+        self._pacer = build_step_pacer(self.shard.spec.device)
 
     def can_run(self, asks: Sequence[EffectRequest]) -> bool:
         """Can these asks run overlapped? The device must run ahead of the host, and nothing may be proposed."""
         effects = [ask.effect for ask in asks if isinstance(ask.effect, RunDecode)]
         return (
-            self.shard.runs_ahead and not any(one.propose for one in effects) and any(one.steps > 1 for one in effects)
+            self.shard.spec.runs_ahead
+            and not any(one.propose for one in effects)
+            and any(one.steps > 1 for one in effects)
         )
 
     def run(self, asks: Sequence[EffectRequest], batch: RunningBatch) -> Sequence[EffectRequest]:
@@ -167,7 +169,7 @@ class OverlappedDecode:
                 batch.report_outcomes([(ask.request, state)])
                 continue
             self.checkpoints.keep_before_step(ask.request, effect)
-            steps_left = min(effect.steps, self.shard.capacity - effect.position)
+            steps_left = min(effect.steps, self.shard.spec.capacity - effect.position)
             member = StepMember(0, effect.slot, state, chain((effect.token,)))
             members.append(BatchMember(ask.request, member, steps_left))
         return members
@@ -257,7 +259,7 @@ class OverlappedDecode:
     def _find_default_sampler(self, sampler: Sampler) -> Sampler:
         """Return a sampler without settings on the device of `sampler`, made once."""
         if self._default_sampler is None:
-            self._default_sampler = Sampler(Sampling(), (), self.shard.vocab_size, sampler.device)
+            self._default_sampler = Sampler(Sampling(), (), self.shard.spec.vocab_size, sampler.device)
         return self._default_sampler
 
     def _settle(self, running: InFlightStep) -> None:

@@ -84,7 +84,7 @@ def find_prompt_piece(
     It cannot share one if the model has positional state, if the rows' log-probabilities are asked for, or if the rows
     are not the next ones of the slot.
     """
-    if isinstance(state, DeviceFailed) or shard.state_specs or effect.logprobs >= 0:
+    if isinstance(state, DeviceFailed) or shard.states.specs or effect.logprobs >= 0:
         return None
     return (
         PromptPiece(effect.slot, effect.start, effect.stop, state)
@@ -126,9 +126,9 @@ def run_prefill(
     def run_chunks() -> Iterator[tuple[int, torch.cuda.Event | None]]:
         for step, forward in launch_chunks(shard, buckets, state, effect, given_up):
             follow(step, forward, [step.rows], [state])
-            yield step.segments[0].start + step.rows, record_event(shard.device) if ahead else None
+            yield step.segments[0].start + step.rows, record_event(shard.spec.device) if ahead else None
 
-    ahead = isinstance(shard, Pipeline) and shard.ahead
+    ahead = isinstance(shard, Pipeline) and shard.launches_ahead
     try:
         for stop, event in delay_by_one(run_chunks()) if ahead else run_chunks():
             if event is not None:

@@ -102,7 +102,7 @@ class RowWatch:
 
     def _look(self, slot: int, start: int, stop: int) -> Iterator[Tensor]:
         for first in range(start, stop, PIECE):
-            yield checksums(self.shard.export_rows(slot, first, min(first + PIECE, stop)))
+            yield checksums(self.shard.rows.export(slot, first, min(first + PIECE, stop)))
 
 
 def _none() -> Tensor:

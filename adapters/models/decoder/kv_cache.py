@@ -30,6 +30,7 @@ class KvCache:
     """
 
     table: Tensor | None = None
+    is_addressable = True
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class KvCache:
         if not 0 <= start < stop <= self.capacity:
             raise ValueError(f"rows {start}..{stop} are not a span within a slot's {self.capacity} rows")
 
-    def rows(self, slot: int, start: int, stop: int) -> Tensor:
+    def view(self, slot: int, start: int, stop: int) -> Tensor:
         """Where they are: a view `[layers, 2, KV, stop - start, hd]`."""
         self.check_span(slot, start, stop)
         return self._all[:, :, slot, :, start:stop]
@@ -95,7 +96,7 @@ class KvCache:
             raise ValueError(f"slot {slot} keeps {keep} rows and is given {len(pages)} pages of {PAGE} for them")
         lost = self._permit(slot, 0, pages)
         if keep and source != slot:
-            self.copy(source, slot, 0, keep)
+            self.copy(source, slot, keep)
         self._give_back(lost)
 
     def grow(self, slot: int, pages: Sequence[int]) -> None:
@@ -145,17 +146,22 @@ class KvCache:
                     if start < stop:
                         self._memory.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
-    def copy(self, source: int, target: int, start: int, stop: int) -> None:
+    def copy(self, source: int, target: int, count: int) -> None:
+        """Copy the first `count` rows of slot `source` into slot `target`."""
+        self.copy_span(source, target, 0, count)
+
+    def copy_span(self, source: int, target: int, start: int, stop: int) -> None:
+        """Copy rows `[start, stop)` of slot `source` into slot `target`."""
         for first, last in self.spans(start, stop):
-            self.rows(target, first, last).copy_(self.rows(source, first, last))
+            self.view(target, first, last).copy_(self.view(source, first, last))
 
     def spans(self, start: int, stop: int) -> Iterator[Span]:
-        """Those that `rows` has a view of, in order."""
+        """Those that `view` accepts, in order."""
         yield start, stop
 
     def export(self, slot: int, start: int, stop: int) -> NamedTensors:
         """By name, each `[KV, stop - start, hd]`, on the host."""
-        parts = [self.rows(slot, *span).flatten(0, 1) for span in self.spans(start, stop)]
+        parts = [self.view(slot, *span).flatten(0, 1) for span in self.spans(start, stop)]
         rows = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
         host = torch.empty(rows.shape, dtype=rows.dtype).copy_(rows)
         return dict(zip(self.spec.names, host, strict=True))
@@ -173,7 +179,7 @@ class KvCache:
             if tensor.shape != shape or tensor.dtype != dtype:
                 raise ValueError(f"{name}: {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(shape)}")
         for begin, end in self.spans(start, start + count):
-            for name, place in zip(self.spec.names, self.rows(slot, begin, end).flatten(0, 1), strict=True):
+            for name, place in zip(self.spec.names, self.view(slot, begin, end).flatten(0, 1), strict=True):
                 given = rows[name][:, begin - start : end - start]
                 if place.device.type == given.device.type == "cpu":
                     copy(place, given)
@@ -208,7 +214,7 @@ class PagedKvCache(KvCache):
     def nbytes(self) -> int:
         return self._all.nbytes + self.table.nbytes
 
-    def rows(self, slot: int, start: int, stop: int) -> Tensor:
+    def view(self, slot: int, start: int, stop: int) -> Tensor:
         """The same, of rows of one page."""
         self.check_span(slot, start, stop)
         number, first = divmod(start, PAGE)

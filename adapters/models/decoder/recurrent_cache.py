@@ -34,6 +34,8 @@ class RecurrentCache:
     names: as in `layers.12`. Where there is no such layer, nothing is kept, and any step may start anywhere.
     """
 
+    block = CHUNK
+
     def __init__(
         self,
         names: Sequence[str],

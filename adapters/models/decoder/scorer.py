@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -131,22 +132,24 @@ class Scoring:
         self._portions = tuple(portions(count, scorer.chunk))
         tile = scorer.kernels.kv_tile
         capacity = -(-count // tile) * tile
-        how: dict[str, Any] = {"device": scorer.device, "dtype": scorer.dtype}
+        make = partial(torch.zeros, device=scorer.device, dtype=scorer.dtype)
         heads = config.num_kv_heads, config.num_heads // config.num_kv_heads
         self._rope = config.rotary.tables(capacity, scorer.device)
         weights = scorer.weights.loaded
         assert weights is not None, "the drafter is not loaded"
         ids = torch.tensor(self.tokens, device=scorer.device)
         self._hidden = torch.index_select(weights.embedding, 0, ids)
-        self._kv = torch.zeros(2, 1, heads[0], capacity, config.head_dim, **how)
+        self._kv = make(2, 1, heads[0], capacity, config.head_dim)
         if any(portion.low for portion in self._portions):
-            self._near = torch.zeros(2, 1, heads[0], SINK + WINDOW + BAND, config.head_dim, **how)
-        self._keys = torch.zeros(heads[0], count, config.head_dim, **how)
+            self._near = make(2, 1, heads[0], SINK + WINDOW + BAND, config.head_dim)
+        self._keys = make(heads[0], count, config.head_dim)
         self._tail = torch.zeros(*heads, TAIL, config.head_dim, device=scorer.device)
         self._most = torch.zeros(TAIL, count, device=scorer.device)
         if any(config.recurrent(layer) for layer in range(config.num_layers)):
             delta = scorer.kernels.delta
-            self._states = RecurrentCache(["layer"], config.delta, delta, slots=1, places=0, **how)
+            self._states = RecurrentCache(
+                ["layer"], config.delta, delta, slots=1, places=0, device=scorer.device, dtype=scorer.dtype
+            )
 
     @property
     def complete(self) -> bool:

@@ -19,13 +19,12 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from adapters.device.slots.slots import add_span
 from adapters.device.speculation.proposal_tree import Tree
 from adapters.models.decoder.shard import NamedTensors
 from adapters.models.drafts.draft_parts import DraftShape, Projection
 from adapters.models.kernels.step import Step
-from adapters.remote.client.crossing import asked_tensors, expected_of, given
 from adapters.remote.client.peer import Peer
+from adapters.remote.client.remote_draft_rows import RemoteDraftRows
 from adapters.remote.protocol.channel import ConnectionBroken
 from adapters.remote.protocol.draft_messages import (
     MOST_FOLLOWED,
@@ -40,10 +39,9 @@ from adapters.remote.protocol.draft_messages import (
     LoadDraft,
     SendAway,
 )
-from adapters.remote.protocol.messages import Exported, ImportRows, Nothing, Op, RowSpan, T, WireMessage, told
+from adapters.remote.protocol.messages import Nothing, Op, T, WireMessage, told
 from adapters.remote.protocol.payload_tensors import described
 from adapters.sequence_layout import RowSpec
-from effects.ids import Span
 from effects.ports import RowsLost
 
 log = logging.getLogger("rekindle.shard")
@@ -64,13 +62,12 @@ class RemoteDraft:
     digests: tuple[str, str]
     projection: Projection
     _loaded: DraftReady = field(init=False)
-    _spec: RowSpec = field(init=False)
+    rows: RemoteDraftRows = field(init=False)
     _memory: DraftBytes = field(init=False)
     _there: bool = True
     _wanted: Literal["loaded", "parked", "released"] = "loaded"
     _told: Callable[[bool], object] = lambda _: None
     _ahead: list[tuple[FollowedRows, Tensor]] = field(factory=list)  # their features, on the host
-    _held: dict[int, tuple[Span, ...]] = field(factory=dict)  # by slot, the rows that it has or that are ahead
     _moving: threading.Lock = field(factory=threading.Lock)
     _returning: threading.Thread | None = None
     _ended: threading.Event = field(factory=threading.Event)
@@ -81,7 +78,9 @@ class RemoteDraft:
         if (loaded.weights, loaded.facts) != self.digests:
             raise ValueError(f"{self.place} has another draft than this one")
         rows = loaded.rows
-        self._spec, self._memory = RowSpec(rows.names, rows.heads, rows.width, rows.dtype), loaded.memory
+        spec = RowSpec(rows.names, rows.heads, rows.width, rows.dtype)
+        self.rows = RemoteDraftRows(self.peer, spec, self.place, self._ask, self._flush)
+        self._memory = loaded.memory
         self.peer.waits = False
         self.peer.lost_to(self._lost)
 
@@ -112,14 +111,6 @@ class RemoteDraft:
     def state(self) -> Literal["loaded", "parked", "released", "lost"]:
         return self._wanted if self._there else "lost"
 
-    @property
-    def row_spec(self) -> RowSpec:
-        return self._spec
-
-    @property
-    def addressed(self) -> bool:
-        return False
-
     def told(self, told: Callable[[bool], object]) -> None:
         """From now on this hears when it is gone, and when it is there again. From any thread."""
         self._told = told
@@ -148,7 +139,7 @@ class RemoteDraft:
         try:
             done = self._ask(Op.DRAFT_ROUND, message, DraftProposed, features)
         except (torch.OutOfMemoryError, ValueError) as error:
-            self._held.clear()  # who knows which of them it has followed
+            self.rows.forget()  # who knows which of them it has followed
             if isinstance(error, ValueError):
                 return None
             raise
@@ -158,19 +149,11 @@ class RemoteDraft:
         self._memory = done.memory or self._memory
         return [Tree(tree.tokens, tree.parents) for tree in done.trees]
 
-    def context(self, slot: int, first: int, position: int) -> int:
-        """Of rows `[first, position)` those right before the last, as far as the process has them, begin here."""
-        begins = [start for start, stop in self._held.get(slot, ()) if start < position <= stop]
-        return max(first, begins[0]) if begins else position
-
     # --- rows ---
-
-    def rows(self, slot: int, start: int, stop: int) -> Tensor:
-        raise ValueError(f"rows {start}..{stop} of slot {slot}: they are in another process")
 
     def copy_rows(self, source: int, target: int, start: int, stop: int) -> None:
         """As far as it has them; nobody counts on more."""
-        if not self._has(source, start, stop):
+        if not self.rows.has_rows(source, start, stop):
             return
         try:
             self._flush()
@@ -179,34 +162,9 @@ class RemoteDraft:
             return
         self._hold(target, start, stop)
 
-    def export_rows(self, slot: int, start: int, stop: int) -> NamedTensors:
-        """Raises RowsLost for what the process that is there does not have."""
-        self._flush()
-        if not self._has(slot, start, stop):
-            raise RowsLost((), f"{self.place} has no rows {start}..{stop} of slot {slot}")
-        with self.peer.lock:
-            try:
-                asked, tensors = RowSpan(slot, start, stop), expected_of(self._spec.tensor_specs(stop - start))
-                _, found = asked_tensors(self.peer, Op.EXPORT_ROWS, asked, Exported, sent={}, expected=tensors)
-            except ValueError as error:
-                raise RowsLost((), f"{self.place}: {error}") from error
-            except RuntimeError as error:
-                raise self.peer.lose(ConnectionBroken(f"export_rows: {error}")) from error
-            return {name: tensor.clone() for name, tensor in found.views().items()}
-
-    def import_runs(self, slot: int, runs: Sequence[tuple[int, Tensor]], _: Sequence[object]) -> None:
-        self._flush()
-        for start, rows in runs:
-            tensors, lent, sent = given(self.peer.lender, dict(zip(self._spec.names, rows, strict=True)))
-            self._ask(Op.IMPORT_ROWS, ImportRows(slot, start, tensors, lent), Nothing, sent)
-            self._hold(slot, start, start + rows.shape[2])
-
-    def _has(self, slot: int, start: int, stop: int) -> bool:
-        return any(first <= start and stop <= last for first, last in self._held.get(slot, ()))
-
     def _hold(self, slot: int, start: int, stop: int) -> None:
         if self._there:
-            self._held[slot] = add_span(self._held.get(slot, ()), start, stop)
+            self.rows.add_held_rows(slot, start, stop)
 
     def _flush(self) -> None:
         if self._ahead:
@@ -316,7 +274,7 @@ class RemoteDraft:
         """By whoever asked it. Nobody waits for it to come back."""
         was, self._there = self._there, False
         self._ahead.clear()
-        self._held.clear()
+        self.rows.forget()
         if not was or self._ended.is_set():
             return
         log.warning("nothing is proposed until the draft is there again: %s", why)
@@ -332,7 +290,7 @@ class RemoteDraft:
                 with self._moving:
                     if self._wanted != "loaded":
                         self.peer.ask(Op.SEND_DRAFT_AWAY, SendAway(self._wanted == "parked"), DraftMoved)
-                    self._held.clear()
+                    self.rows.forget()
                     self._there = True
             except (RowsLost, RuntimeError, ValueError) as error:
                 log.debug("the draft is not there yet: %s", error)

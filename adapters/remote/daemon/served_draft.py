@@ -61,7 +61,7 @@ class ServedDraft:
         return self.draft.device
 
     def loaded(self, *, shared: bool) -> DraftReady:
-        rows = self.draft.row_spec
+        rows = self.draft.rows.spec
         held = HeldRows(rows.names, rows.heads, rows.width, rows.dtype)  # type: ignore[arg-type]
         own = self.weights, self.facts, self.draft.identity, self.draft.branches
         return DraftReady(*own, held, self._memory(), shared=shared)
@@ -117,11 +117,11 @@ class ServedDraft:
         return Answering(Nothing())
 
     def export_rows(self, asked: RowSpan, _: TensorBytes) -> Answering:
-        found = self.draft.export_rows(asked.slot, asked.start, asked.stop)
+        found = self.draft.rows.export(asked.slot, asked.start, asked.stop)
         return Answering(Exported(described(found)), found)
 
     def import_rows(self, asked: ImportRows, given: TensorBytes | LentTensors) -> Answering:
-        self.draft.import_rows(asked.slot, asked.start, given.views())
+        self.draft.rows.import_(asked.slot, asked.start, given.views())
         return Answering(Nothing())
 
     def fetch(self, _: Nothing, __: TensorBytes) -> Answering:
