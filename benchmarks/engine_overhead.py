@@ -22,6 +22,7 @@ from adapters.device.executor_parts import ExecutorParts
 from adapters.device.lane.lane import DeviceLane
 from adapters.models.decoder.shard import Kept, ShardSpec
 from adapters.models.kernels.step import Forward, Step
+from adapters.sequence_layout import RowSpec
 from benchmarks.report import machine, median, raw, table
 from effects.job import Job
 from effects.stream import EmitTokens
@@ -45,6 +46,9 @@ SPEC = ShardSpec(
 class NoRows:
     """Rows that are nowhere."""
 
+    spec = RowSpec((), 1, 1, "F32")
+    is_addressable = True
+
     def copy(self, source: int, target: int, count: int) -> None:
         assert source != target
         assert count
@@ -55,6 +59,8 @@ class NoStates:
     """A shard without recurrent layers."""
 
     specs: tuple[()] = ()
+    block: int = 64
+    places: int = 0
 
 
 @define
@@ -62,7 +68,7 @@ class NoModel:
     """A shard that computes nothing: the same hidden states and logits for everything."""
 
     spec: ShardSpec = SPEC
-    rows: NoRows = NoRows()
+    rows: NoRows = field(factory=NoRows)
     states: NoStates = NoStates()
     _hidden: Tensor = field(factory=lambda: torch.zeros(256, 8))
     _logits: Tensor = field(factory=lambda: torch.randn(16, VOCABULARY))

@@ -25,8 +25,6 @@ from adapters.models.kernels.row_format import row_dtype
 from adapters.models.numerics.probe_result import Numerics
 from adapters.models.open_checkpoint import Checkpoint, resolve_dtype
 from adapters.remote.client.peer import Peer
-from adapters.remote.client.remote_draft import RemoteDraft
-from adapters.remote.client.remote_shard import RemoteShard
 from adapters.sequence_layout import torch_dtype
 from adapters.transfer.transfer import Transfer
 from adapters.watched_thread import WatchedThread
@@ -55,6 +53,7 @@ from engine.loading.shard_peers import (
     describe_draft,
     describe_scorer,
     describe_shard,
+    find_peer,
     list_remote_flags,
     name_device,
 )
@@ -140,7 +139,7 @@ class Target:
     @property
     def peers(self) -> tuple[Peer, ...]:
         """The other processes that have its shards."""
-        return tuple(part.peer for part in self.shard.parts if isinstance(part, RemoteShard))
+        return tuple(filter(None, map(find_peer, self.shard.parts)))
 
     @property
     def outages(self) -> Mapping[str, str]:
@@ -192,7 +191,7 @@ class Target:
         if self.transfer is not None:
             await anyio.to_thread.run_sync(self.transfer.saver.close)
         await anyio.to_thread.run_sync(self.executor.close)
-        if isinstance(self.draft, RemoteDraft):  # whose process would wait for more
+        if self.draft is not None and find_peer(self.draft) is not None:  # its process would wait for more
             await anyio.to_thread.run_sync(self.draft.close)
         if self.drafter is not None:
             await anyio.to_thread.run_sync(self.drafter.close)

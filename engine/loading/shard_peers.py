@@ -129,9 +129,15 @@ def build_peer(
     return Peer(dial, secret.encode(), engine.__version__, ExpectedModel(*digest_model(checkpoint)))
 
 
+def find_peer(part: Shard | DraftModel) -> Peer | None:
+    """Return the other process that has this shard or draft; None if it is in this process."""
+    return part.peer if isinstance(part, RemoteShard | RemoteDraft) else None
+
+
 def name_device(part: Shard) -> str:
     """Return where the layers of a shard are computed, as the user named it."""
-    return part.peer.dial.name if isinstance(part, RemoteShard) else str(part.spec.device)
+    peer = find_peer(part)
+    return str(part.spec.device) if peer is None else peer.dial.name
 
 
 def describe_placement(parts: Sequence[Shard]) -> str:
@@ -141,7 +147,7 @@ def describe_placement(parts: Sequence[Shard]) -> str:
 
 def describe_shard(part: Shard) -> Mapping[str, Any]:
     """Return what /props shows of a shard. error: why it is gone, while it is gone."""
-    remote = part.peer if isinstance(part, RemoteShard) else None
+    remote = find_peer(part)
     return {
         "layers": [part.spec.layers.start, part.spec.layers.stop],
         "device": name_device(part),
@@ -155,7 +161,7 @@ def describe_shard(part: Shard) -> Mapping[str, Any]:
 
 def describe_draft(draft: DraftModel) -> Mapping[str, Any]:
     """Return what /props shows of a draft."""
-    return describe_model(draft.place, draft.memory(), draft.peer if isinstance(draft, RemoteDraft) else None)
+    return describe_model(draft.place, draft.memory(), find_peer(draft))
 
 
 def describe_scorer(drafter: Drafter) -> Mapping[str, Any]:
@@ -182,14 +188,10 @@ def collect_remote_figures(
     parts: Sequence[Shard], draft: DraftModel | None, drafter: Drafter | None
 ) -> Mapping[str, Mapping[str, float]]:
     """Return what forwards in other processes have cost, by the layers of a shard, or `draft`, or `drafter`."""
-    remote = {
-        f"{part.spec.layers.start}-{part.spec.layers.stop - 1}": part.peer
-        for part in parts
-        if isinstance(part, RemoteShard)
-    }
-    remote |= {"draft": draft.peer} if isinstance(draft, RemoteDraft) else {}
-    remote |= {} if drafter is None or drafter.found.peer is None else {"drafter": drafter.found.peer}
-    return {name: peer.figures() for name, peer in remote.items()}
+    remote = {f"{part.spec.layers.start}-{part.spec.layers.stop - 1}": find_peer(part) for part in parts}
+    remote |= {} if draft is None else {"draft": find_peer(draft)}
+    remote |= {} if drafter is None else {"drafter": drafter.found.peer}
+    return {name: peer.figures() for name, peer in remote.items() if peer is not None}
 
 
 def build_launch(where: DeviceLocation, options: Options, folder: Path, secret: str, lender: Lender | None) -> Launched:

@@ -116,6 +116,12 @@ class Caller:
         self.done.append(outcome)
 
 
+def let_run_ahead(driver: Driver) -> None:
+    """Have decode steps launched before the ones before them were looked at, as on a GPU."""
+    shard = driver.executor.parts.shard
+    shard.spec = evolve(shard.spec, runs_ahead=True)
+
+
 def drive(shard, **options) -> Driver:
     return Driver(DeviceExecutor(ExecutorParts(shard, BUCKETS, lane=DeviceLane(shard.spec.device), **options)))
 
@@ -126,7 +132,7 @@ def prompt_of(seed: int, length: int) -> list[int]:
 
 def straightforward(kind, prompt, sampling, count) -> list[int]:
     """Each token from one forward over everything before it: no slots, no chunks kept, no batches, no decode steps."""
-    shard = FakeShard() if isinstance(kind, FakeShard) else qwen3(1, kind.device.type)
+    shard = FakeShard() if isinstance(kind, FakeShard) else qwen3(1, kind.spec.device.type)
     tokens = list(prompt)
     with torch.inference_mode():
         for _ in range(count):

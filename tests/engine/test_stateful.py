@@ -9,6 +9,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import anyio
 import pytest
@@ -48,7 +49,7 @@ from engine.settings.calibration_cache import CalibrationCache
 from engine.settings.options import Options
 from states.settings import Settings
 from tests.models.drafts import FULL, config_of, head_of, proven_draft, random_tensors
-from tests.models.recurrent_shard import VOCAB, WIDTH, RecurrentShard
+from tests.models.recurrent_shard import VOCAB, WIDTH, RecurrentRows, RecurrentShard, RecurrentStates
 from tests.store.kit import settled
 
 CHUNK, BUCKETS = 32, (4, 8, 16, 32)
@@ -97,14 +98,20 @@ class Guesses(Proposer):
     def inherit_rows(self, source: int, target: int, state: SlotState) -> None: ...
 
 
-class ReadBack(RecurrentShard):
+class CountedStates(RecurrentStates):
     """Counts checkpoints that are read back."""
 
     brought = 0
 
-    def import_state(self, slot: int, state: NamedTensors) -> None:
+    def import_(self, slot: int, state: NamedTensors) -> None:
         self.brought += 1
-        super().import_state(slot, state)
+        super().import_(slot, state)
+
+
+class ReadBack(RecurrentShard):
+    def __init__(self, *args: Any, **how: Any) -> None:
+        super().__init__(*args, **how)
+        self.states = CountedStates(self.spec.slots, self.states.block, self.states.places)
 
 
 @define
@@ -229,12 +236,12 @@ async def test_a_conversation_without_its_earlier_reasoning_computes_a_chunk_and
     for lives in range(2):
         async with process(tmp_path / "kv", host, **large) as running:
             for _ in range(5):
-                job, states = dialogue.asks(), running.shard.brought
+                job, states = dialogue.asks(), running.shard.states.brought
                 tokens, (tier, restored) = await running.told(job)
                 assert tokens == await cold(tmp_path, job, **large)
                 new = len(job.prompt) - before
                 assert len(job.prompt) - restored <= new + CHUNK, (lives, dialogue.turns)
-                assert running.shard.brought - states <= 1
+                assert running.shard.states.brought - states <= 1
                 dialogue.hears(tokens)
                 before, tiers = len(dialogue.said), [*tiers, tier]
     back = "device" if places else "host" if host else "disk"
@@ -250,14 +257,14 @@ async def test_a_state_that_cannot_be_put_back_is_a_miss(tmp_path: Path, monkeyp
         answer, _ = await running.told(job)
     turn, tried = Job((*job.prompt, *answer, *prompt(4, 30)), 9), list[int]()
 
-    def half(shard: ReadBack, slot: int, _: NamedTensors) -> None:
+    def half(states: CountedStates, slot: int, _: NamedTensors) -> None:
         tried.append(slot)
-        shard.standing[slot] = None
+        states.standing[slot] = None
         raise RuntimeError("only half of it")
 
     async with process(tmp_path / "kv") as running:
         await running.told(begun)
-        monkeypatch.setattr(ReadBack, "import_state", half)
+        monkeypatch.setattr(CountedStates, "import_", half)
         assert await running.told(turn) == (await cold(tmp_path, turn), ("none", 0))
         assert len(tried) == 1
 
@@ -265,18 +272,18 @@ async def test_a_state_that_cannot_be_put_back_is_a_miss(tmp_path: Path, monkeyp
 async def test_a_slot_that_does_not_get_its_rows_costs_time_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, copy, tried = Job(prompt(1, 100), 9), ReadBack.copy_rows, list[int]()
+    job, copy, tried = Job(prompt(1, 100), 9), RecurrentRows.copy, list[int]()
     branch = Job((*job.prompt[:60], *prompt(5, 30)), 9)
 
-    def once(shard: ReadBack, source: int, target: int, rows: int) -> None:
+    def once(rows: RecurrentRows, source: int, target: int, count: int) -> None:
         tried.append(target)
         if len(tried) == 1:
             raise RuntimeError("no copy today")
-        copy(shard, source, target, rows)
+        copy(rows, source, target, count)
 
     async with process(tmp_path / "kv") as running:
         await running.told(job)
-        monkeypatch.setattr(ReadBack, "copy_rows", once)
+        monkeypatch.setattr(RecurrentRows, "copy", once)
         tokens, _ = await running.told(branch)
         assert (tokens, len(tried)) == (await cold(tmp_path, branch), 2)
 
@@ -340,7 +347,7 @@ class Strict(RecurrentShard):
     """As shards are: what can be rolled back is one block of the state."""
 
     def forward(self, step: Step, inputs: Tensor) -> Forward:
-        if not step.rows_only and any(segment.count > self.state_block for segment in step.segments):
+        if not step.rows_only and any(segment.count > self.states.block for segment in step.segments):
             raise ValueError("too many rows in a step that may be rolled back")
         return super().forward(step, inputs)
 

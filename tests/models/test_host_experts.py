@@ -82,8 +82,9 @@ class KernelsInTurns(ReferenceKernels):
 
 
 def shard_with(offloaded: HostExperts | None, kernels: ReferenceKernels | None = None) -> DenseShard:
-    how = {"slots": 2, "capacity": 256, "buckets": (4, 8, 16, CHUNK), "offloaded": offloaded}
-    return DenseShard(CONFIG, RandomWeights(CONFIG, scale=0.2), kernels or ReferenceKernels(), ShardPlacement(**how))
+    placement = ShardPlacement(slots=2, capacity=256, buckets=(4, 8, 16, CHUNK))
+    weights = RandomWeights(CONFIG, scale=0.2)
+    return DenseShard(CONFIG, weights, kernels or ReferenceKernels(), placement, offloaded=offloaded)
 
 
 @pytest.mark.parametrize("kernels", [ReferenceKernels, KernelsInTurns])

@@ -34,7 +34,7 @@ from effects.lookup import FindPrefix, PrefixFound, PrefixMissed
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
-from tests.models.recurrent_shard import ROW_SPEC, STATE_SPECS, RecurrentShard
+from tests.models.recurrent_shard import ROW_SPEC, STATE_SPECS, RecurrentShard, RecurrentStates
 from tests.store.kit import DRAFT, files, looked_up, settled
 
 BLOCK_SIZE, CAPACITY, SLOTS, BUCKETS = 8, 128, 3, (4, 8, 16)
@@ -470,12 +470,12 @@ async def test_a_state_that_cannot_be_put_back_leaves_rows_without_a_state(
     await bench.prefill(2, 1, 0, 16)
     found = looked_up(bench.moving.lookup, RequestId(2), FindPrefix(PROMPT, 16))
 
-    def half(shard: RecurrentShard, slot: int, state: Mapping[str, torch.Tensor]) -> None:
-        shard.states.standing[slot] = None
+    def half(states: RecurrentStates, slot: int, state: Mapping[str, torch.Tensor]) -> None:
+        states.standing[slot] = None
         raise ValueError("only half of it")
 
     with monkeypatch.context() as patched:
-        patched.setattr(RecurrentShard, "import_state", half)
+        patched.setattr(RecurrentStates, "import_", half)
         outcome = await bench.moving.restorer.restore(RequestId(2), RestoreBlocks(found.lease, SlotId(1), 16, 72))
     assert outcome == StoreFailed("lost", "only half of it")
     bench.open(3, 2, source=1, keep=16, state=0)

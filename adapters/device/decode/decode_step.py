@@ -55,7 +55,8 @@ from adapters.device.slots.slots import SlotState, abandoned_failure, find_decod
 from adapters.device.speculation.acceptance import Acceptance, StepMember, accept_proposals, decode_outcome
 from adapters.device.speculation.proposal_tree import rows_to_keep
 from adapters.device.speculation.proposer import Proposer, make_members
-from adapters.models.decoder.shard import Kept, Shard
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.shard import Kept
 from adapters.models.kernels.step import Forward, Segment, Step
 from effects.all import EffectRequest, Outcome
 from effects.decode import Decoded, RunDecode
@@ -84,7 +85,7 @@ class DecodeRunner:
     before outcomes are reported. row_watch: compares rows before each step. proposer: the draft, if there is one.
     """
 
-    shard: Shard
+    shard: Pipeline
     buckets: Sequence[int]
     lane: DeviceLane
     slots: SlotTable

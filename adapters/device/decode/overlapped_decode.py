@@ -46,7 +46,8 @@ from adapters.device.slots.checkpoints import StateCheckpoints
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.acceptance import Acceptance, StepMember, accept_proposals, decode_outcome
 from adapters.device.speculation.proposal_tree import chain
-from adapters.models.decoder.shard import Kept, Shard
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.shard import Kept
 from adapters.models.kernels.factory import build_step_pacer
 from adapters.models.kernels.step import Forward, Segment, Step
 from adapters.models.kernels.step_pacer import StepPacer
@@ -94,7 +95,7 @@ class OverlappedDecode:
     has_prefill_backlog: does a prompt wait for another prompt to be computed?
     """
 
-    shard: Shard
+    shard: Pipeline
     buckets: Sequence[int]
     checkpoints: StateCheckpoints
     find_ready_slot: Callable[[RequestId, RunDecode], SlotState | DeviceFailed]

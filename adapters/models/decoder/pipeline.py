@@ -143,3 +143,8 @@ class Pipeline:
         self._waves.close()
         for part in self._parts:
             part.close()
+
+
+def as_pipeline(shard: Shard) -> Pipeline:
+    """Return the shard itself if it is a pipeline, else a pipeline of this shard alone."""
+    return shard if isinstance(shard, Pipeline) else Pipeline([shard])

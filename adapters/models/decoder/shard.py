@@ -132,7 +132,7 @@ class ReadableRows(Protocol):
         ...
 
     def export(self, slot: int, start: int, stop: int) -> NamedTensors:
-        """Return rows `[start, stop)` on the host by name, each `[KV, stop - start, hd]`: `layers.N.k`, `layers.N.v`."""
+        """Return rows `[start, stop)` on the host, each `[KV, stop - start, hd]`: `layers.N.k` and `layers.N.v`."""
         ...
 
 

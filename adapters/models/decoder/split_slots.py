@@ -1,4 +1,4 @@
-"""Rows and states of slots that are split over several shards. Used by `Pipeline`: each part has those of its layers."""
+"""Rows and states of slots over several shards, each of which has those of its own layers. Used by `Pipeline`."""
 
 from __future__ import annotations
 

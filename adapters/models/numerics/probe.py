@@ -94,7 +94,7 @@ def probe(family: Family, config: ModelConfig, kernels: Kernels, shape: ProbeSha
     threads = torch.get_num_threads()
     proof = kernels.prove(shape.list_products(config))
     found = [
-        _probe_layer(family, small, layers, kernels, proof, evolve(shape, layouts=own))
+        _probe_layer(family, small, kernels, proof, evolve(shape, layouts=own), layers=layers)
         for small, layers, own in packed_in(config.probed(), shape.layouts if proof.plan is None else {})
     ]
     broken = {bucket: why for one in found for bucket, why in one.broken.items()}
@@ -133,7 +133,7 @@ class LayerFindings:
 
 
 def _probe_layer(
-    family: Family, config: ModelConfig, layers: range, kernels: Kernels, proof: Proof, shape: ProbeShape
+    family: Family, config: ModelConfig, kernels: Kernels, proof: Proof, shape: ProbeShape, *, layers: range
 ) -> LayerFindings:
     """Probe one layer of a kind. layers: which one of the small model `config`."""
     stored = torch.float32 if shape.device.type == "cpu" else shape.dtype

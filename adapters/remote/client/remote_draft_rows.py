@@ -49,7 +49,7 @@ class RemoteDraftRows:
         return any(first <= start and stop <= last for first, last in self._held.get(slot, ()))
 
     def find_context_start(self, slot: int, first: int, position: int) -> int:
-        """Return where the unbroken rows before `position` begin, `first` at the lowest; `position` if there are none."""
+        """Return where the unbroken rows before `position` begin, but not below `first`. Without any: `position`."""
         begins = [start for start, stop in self._held.get(slot, ()) if start < position <= stop]
         return max(first, begins[0]) if begins else position
 

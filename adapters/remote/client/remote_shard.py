@@ -79,7 +79,7 @@ class StepBuffers:
 
 @define(eq=False)
 class RemoteShard:
-    """Layers `[first, last)`. What it leaves is in host memory, so the device of its spec is the CPU of this process."""
+    """Layers `[first, last)` in another process. Results arrive in host memory: `spec.device` is the CPU here."""
 
     peer: Peer
     asked: LoadLayers
