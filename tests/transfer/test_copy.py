@@ -67,7 +67,7 @@ def test_a_run_comes_back_bit_for_bit(device: str, dtype: torch.dtype) -> None:
         pytest.skip("no CUDA device")
     slots, layout = Direct(device, dtype), rows_of(dtype)
     mover, memory = RowMover(slots, layout), SlabMemory(1 << 20, pin=device == "cuda")
-    truth, other = slots.rows(0, 16, 80).clone(), slots.all[:, :, 1].clone()
+    truth, other = slots.view(0, 16, 80).clone(), slots.all[:, :, 1].clone()
     assert mover.is_addressable
     buffer = memory.allocate(64 * layout.token_bytes)
     mover.copy_out(0, (16, 80), buffer.data)
@@ -75,9 +75,9 @@ def test_a_run_comes_back_bit_for_bit(device: str, dtype: torch.dtype) -> None:
         slots.all[:, :, 0] = 7
         # as the lane does it: what it had been told before, here the sevens, comes first
         mover.copy_in(0, (start, stop), buffer.data, 16, record_marks([torch.device(device)]))
-        assert torch.equal(slots.rows(0, start, stop), truth[..., start - 16 : stop - 16, :])
-        assert bool((slots.rows(0, 0, start) == 7).all())
-        assert bool((slots.rows(0, stop, CAPACITY) == 7).all())
+        assert torch.equal(slots.view(0, start, stop), truth[..., start - 16 : stop - 16, :])
+        assert bool((slots.view(0, 0, start) == 7).all())
+        assert bool((slots.view(0, stop, CAPACITY) == 7).all())
     assert torch.equal(slots.all[:, :, 1], other), "another slot's"
 
 

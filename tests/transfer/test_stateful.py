@@ -231,7 +231,7 @@ async def test_a_restored_state_goes_on_as_a_cold_one(bench: StatefulBench) -> N
     await bench.kept()
     assert await bench.restored(2, 1) == rows(72)
     assert bench.state(1).draft_rows == (0, 72)
-    drafted, truth = bench.draft.rows.export(1, 0, 72), bench.draft.rows.export(0, 0, 72)
+    drafted, truth = bench.draft.export(1, 0, 72), bench.draft.export(0, 0, 72)
     assert all(torch.equal(drafted[name], truth[name]) for name in truth)
     assert await bench.goes_on(2, 1, 72) == await bench.cold()
 
