@@ -12,7 +12,7 @@ from torch import Tensor
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.models.decoder.shard import NamedTensors
 from adapters.models.drafts.cached_draft import BlockRequest, Pick
-from adapters.models.kernels.seeded import make_generator
+from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.step import Step
 from tests.device.fake_shard import VOCAB, logits_of, mix, row_of
 

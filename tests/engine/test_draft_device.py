@@ -11,7 +11,7 @@ from torch import Tensor
 
 from adapters.models.drafts.cached_draft import BlockRequest, CachedDraft
 from adapters.models.drafts.draft_parts import DraftPlacement
-from adapters.models.kernels.seeded import make_generator
+from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step
 from engine.loading.background_load import load_target
 from engine.loading.load_draft import build_draft, build_own_kernels, find_draft

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import normalize, rms_norm, silu, softplus
 
 from adapters.models.decoder.shard import Kept, NamedTensors, ShardSpec
-from adapters.models.kernels.seeded import make_generator
+from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.step import Forward, Segment, Step
 from adapters.sequence_layout import RowSpec, TensorSpec
 

@@ -13,8 +13,8 @@ from adapters.models.drafts.cached_draft import BlockRequest
 from adapters.models.drafts.draft_parts import DraftPlacement
 from adapters.models.drafts.mtp.checkpoint import HeadCheckpoint
 from adapters.models.drafts.mtp.draft import MtpDraft
+from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.reference.kernels import ReferenceKernels
-from adapters.models.kernels.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.open_checkpoint import Checkpoint
 from tests.models.checkpoints import same_bits

@@ -16,8 +16,8 @@ from adapters.models.decoder.family import ModelConfig
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.families.qwen3 import FAMILY, Qwen3Config
+from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.offload import count_bytes
-from adapters.models.kernels.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.probe import ProbeShape, probe
 from adapters.models.numerics.synthetic import RandomWeights, random_matrix

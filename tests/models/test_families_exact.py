@@ -15,8 +15,8 @@ from adapters.models.families.qwen3 import FAMILY, Qwen3Config
 from adapters.models.families.qwen3_moe import Qwen3MoeConfig
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.experts_interface import ExpertsShape
+from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.product_list import UnprovenProductError
-from adapters.models.kernels.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch
 from adapters.models.numerics.probe import ProbeShape, probe

@@ -11,11 +11,11 @@ from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.cpu.native import library
 from adapters.models.kernels.cpu.native.delta import NativeDelta
 from adapters.models.kernels.delta_interface import CHUNK, RING, DeltaShape, DeltaWeights
+from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.product_list import NATIVE, Products, UnprovenProductError, check_plan
 from adapters.models.kernels.proof import prover
 from adapters.models.kernels.proof.trials import restore_threads
 from adapters.models.kernels.reference.delta import ReferenceDelta
-from adapters.models.kernels.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import StateBatch
 from adapters.models.numerics import probe_result

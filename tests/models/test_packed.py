@@ -18,6 +18,7 @@ from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.kernels.cpu.kernels import CpuKernels, CpuStack
 from adapters.models.kernels.cpu.native import library
 from adapters.models.kernels.cpu.native.products import NativeProducts
+from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.offload import count_bytes
 from adapters.models.kernels.product_list import (
     NATIVE,
@@ -29,7 +30,6 @@ from adapters.models.kernels.product_list import (
     Weight,
 )
 from adapters.models.kernels.proof.prover import Prover
-from adapters.models.kernels.seeded import make_generator
 from adapters.models.open_checkpoint import Checkpoint
 from engine.loading.memory_estimate import estimate_weights
 from engine.loading.packed_estimate import keeps_packed

@@ -11,8 +11,8 @@ from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.kv_cache import KvCache, PagedKvCache
 from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.families.qwen3 import Qwen3Config
+from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.reference.kernels import ReferenceKernels
-from adapters.models.kernels.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights
 from effects.ids import PAGE

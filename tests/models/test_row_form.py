@@ -16,10 +16,10 @@ from adapters.models.families.qwen3 import Qwen3Config
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.cpu.native.attention import NativeAttention
 from adapters.models.kernels.cpu.native.rows import NativeRows, PreparedHeads
+from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.interface import Rope
 from adapters.models.kernels.reference.kernels import ReferenceKernels
 from adapters.models.kernels.row_format import DTYPE_NAMES, LIMITS, RowFormat, row_dtype
-from adapters.models.kernels.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.probe import LayerBench
 from adapters.models.numerics.synthetic import RandomWeights

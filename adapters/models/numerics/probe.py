@@ -22,10 +22,10 @@ from torch import Tensor
 from adapters.checkpoint.packed_matrix import StepLayout
 from adapters.models.decoder.family import Family, ModelConfig
 from adapters.models.decoder.shard import BUCKETS, Shard, ShardPlacement
+from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import Products, Proof
 from adapters.models.kernels.row_format import RowFormat
-from adapters.models.kernels.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.probe_result import BLOCK_SIZE, Numerics, kept_under, machine
 from adapters.models.numerics.state_probe import StateBench

@@ -14,7 +14,7 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from adapters.models.decoder.shard import Shard
-from adapters.models.kernels.seeded import make_generator
+from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.probe_result import BLOCK_SIZE
 

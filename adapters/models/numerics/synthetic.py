@@ -15,7 +15,7 @@ from adapters.checkpoint.safetensors_folder import Shapes
 from adapters.models.decoder.family import ModelConfig
 from adapters.models.drafts.dflash.checkpoint import draft_tensors
 from adapters.models.drafts.dflash.config import DFlashConfig
-from adapters.models.kernels.seeded import make_generator
+from adapters.models.kernels.functions.seeded import make_generator
 
 
 @frozen
