@@ -55,7 +55,7 @@ class NoRows:
 
 
 @frozen
-class NoStates:
+class StatelessLayers:
     """A shard without recurrent layers."""
 
     specs: tuple[()] = ()
@@ -69,7 +69,7 @@ class NoModel:
 
     spec: ShardSpec = SPEC
     rows: NoRows = field(factory=NoRows)
-    states: NoStates = NoStates()
+    states: StatelessLayers = StatelessLayers()
     _hidden: Tensor = field(factory=lambda: torch.zeros(256, 8))
     _logits: Tensor = field(factory=lambda: torch.randn(16, VOCABULARY))
 

@@ -60,6 +60,7 @@ from engine.loading.shard_peers import (
 from engine.loading.warm_up import warm_up, warm_up_sampling
 from engine.settings import start_progress
 from engine.settings.calibration_cache import CalibrationCache
+from engine.settings.live_figures import LiveFigures, MemoryLedger, ModelBytes
 from engine.settings.model_catalog import choose_served_name
 from engine.settings.model_options import ModelOptions
 from engine.settings.options import Options
@@ -146,40 +147,41 @@ class Target:
         """Why shards are gone, by name. Without them no request can be answered."""
         return {f"shard {peer.dial.name}": peer.gone for peer in self.peers if peer.gone}
 
-    def live(self) -> Mapping[str, Any]:
-        return {**self._live(), "outages": self.outages}
-
-    def _live(self) -> Mapping[str, Any]:
+    def live(self) -> LiveFigures:
+        """Return what changes while it serves."""
         damaged: Mapping[str, int] = self.kept.damaged
         if self.transfer is None:
-            return {"memory": self.memory(0), "damaged": damaged, "full_cache": {"disk_policy": "off"}}
+            return LiveFigures(self.memory(0), damaged, {"disk_policy": "off"}, self.outages)
         cache = self.transfer.store.collect_figures()
         policy = str(self.scope) if self.has_disk else "off"
-        return {
-            "memory": self.memory(cache["host"]["bytes"]),
-            "damaged": {**damaged, **self.transfer.store.damaged_files},
-            "full_cache": {**cache, "disk_policy": policy},
-        }
+        return LiveFigures(
+            self.memory(cache["host"]["bytes"]),
+            {**damaged, **self.transfer.store.damaged_files},
+            {**cache, "disk_policy": policy},
+            self.outages,
+        )
 
-    def memory(self, blocks: int) -> Mapping[str, Any]:
-        """The ledger, in bytes: where each model's weights are, the slots' rows and buffers, the cache's blocks."""
+    def memory(self, blocks: int) -> MemoryLedger:
+        """Return where each model's weights are, and what slots, buffers and the cache take. blocks: bytes of blocks.
+
+        Called on any thread.
+        """
         target = self.shard.memory()
         host = target["host"] + (0 if self.offloaded is None else self.offloaded.host_bytes)
         draft = {} if self.draft is None else self.draft.memory()
-        parts = [describe_shard(part) for part in self.shard.parts]
         others = {"draft": draft, **({} if self.drafter is None else {"drafter": self.drafter.memory()})}
-        models = {name: {"device": one["weights"], "host": one["host"]} for name, one in others.items() if one}
-        return {
-            "models": {"target": {"device": target["weights"], "host": host}, **models},
-            "experts": None if self.offloaded is None else self.offloaded.shown(),
-            "shards": parts,
-            "draft": None if self.draft is None else describe_draft(self.draft),
-            "drafter": None if self.drafter is None else describe_scorer(self.drafter),
-            "slots": {"target": target["kv"], "draft": draft.get("kv", 0)},
-            "buffers": {"target": target["buffers"], **{name: one.get("buffers", 0) for name, one in others.items()}},
-            "blocks": {"host": blocks},
-            "pool": {"host": 0 if self.transfer is None else self.transfer.store.memory.slab_bytes},
-        }
+        models = {name: ModelBytes(one["weights"], one["host"]) for name, one in others.items() if one}
+        return MemoryLedger(
+            models={"target": ModelBytes(target["weights"], host), **models},
+            experts=None if self.offloaded is None else self.offloaded.shown(),
+            shards=tuple(describe_shard(part) for part in self.shard.parts),
+            draft=None if self.draft is None else describe_draft(self.draft),
+            drafter=None if self.drafter is None else describe_scorer(self.drafter),
+            slots={"target": target["kv"], "draft": draft.get("kv", 0)},
+            buffers={"target": target["buffers"], **{name: one.get("buffers", 0) for name, one in others.items()}},
+            blocks={"host": blocks},
+            pool={"host": 0 if self.transfer is None else self.transfer.store.memory.slab_bytes},
+        )
 
     @property
     def numerics_line(self) -> str:

@@ -7,7 +7,6 @@ import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from attrs import frozen
 
@@ -26,6 +25,7 @@ from adapters.remote.protocol.peer_expectation import DRAFT_DEADLINES, ExpectedM
 from effects.ports import RowsLost
 from engine.loading.load_draft import FoundDraft
 from engine.loading.load_scorer import Drafter, drafter_folder
+from engine.settings.live_figures import ModelPlace, ShardPlace
 from engine.settings.options import Options, evolve_options
 from engine.settings.paths import choose_draft_name
 from engine.settings.placement import DeviceLocation
@@ -145,39 +145,39 @@ def describe_placement(parts: Sequence[Shard]) -> str:
     return ",".join(f"{part.spec.layers.start}-{part.spec.layers.stop - 1}@{name_device(part)}" for part in parts)
 
 
-def describe_shard(part: Shard) -> Mapping[str, Any]:
+def describe_shard(part: Shard) -> ShardPlace:
     """Return what /props shows of a shard. error: why it is gone, while it is gone."""
     remote = find_peer(part)
-    return {
-        "layers": [part.spec.layers.start, part.spec.layers.stop],
-        "device": name_device(part),
-        "remote": remote is not None,
-        "process": find_process(remote),
-        "bytes": part.memory(),
-        "error": "" if remote is None else remote.error,
-        "restarts": 0 if remote is None else remote.restarts,
-    }
+    return ShardPlace(
+        layers=(part.spec.layers.start, part.spec.layers.stop),
+        device=name_device(part),
+        remote=remote is not None,
+        process=find_process(remote),
+        bytes=part.memory(),
+        error="" if remote is None else remote.error,
+        restarts=0 if remote is None else remote.restarts,
+    )
 
 
-def describe_draft(draft: DraftModel) -> Mapping[str, Any]:
+def describe_draft(draft: DraftModel) -> ModelPlace:
     """Return what /props shows of a draft."""
     return describe_model(draft.place, draft.memory(), find_peer(draft))
 
 
-def describe_scorer(drafter: Drafter) -> Mapping[str, Any]:
+def describe_scorer(drafter: Drafter) -> ModelPlace:
     """Return what /props shows of a prompt scorer."""
     return describe_model(drafter.found.place, drafter.memory(), drafter.found.peer)
 
 
-def describe_model(place: str, held: Mapping[str, int], remote: Peer | None) -> Mapping[str, Any]:
+def describe_model(place: str, held: Mapping[str, int], remote: Peer | None) -> ModelPlace:
     """Return what /props shows of a model that is not the target."""
-    return {
-        "device": place,
-        "process": find_process(remote),
-        "bytes": held,
-        "error": "" if remote is None else remote.error,
-        "restarts": 0 if remote is None else remote.restarts,
-    }
+    return ModelPlace(
+        device=place,
+        process=find_process(remote),
+        bytes=held,
+        error="" if remote is None else remote.error,
+        restarts=0 if remote is None else remote.restarts,
+    )
 
 
 def find_process(peer: Peer | None) -> int:

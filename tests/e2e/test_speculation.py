@@ -257,7 +257,7 @@ async def test_the_hybrid_is_served_as_a_demo_with_a_draft_of_its_own(target):
     assert target.model_id == "demo-hybrid"
     assert target.numerics_shown["mode"] == "exact"
     assert (target.settings.stateful, target.settings.block, target.settings.keep_decoded) == (True, 7, True)
-    assert target.memory(0)["models"]["draft"]["device"] > 0
+    assert target.memory(0).models["draft"].device > 0
 
 
 @only_demo
@@ -294,8 +294,8 @@ async def test_requests_that_need_no_draft_have_none(target, jobs, plain):
 
 def moves(target: Target) -> dict[str, int]:
     """Bytes of the draft's weights."""
-    held = target.memory(0)["models"]["draft"]
-    return {"device": held["device"], "host": held["host"]}
+    held = target.memory(0).models["draft"]
+    return {"device": held.device, "host": held.host}
 
 
 @only_demo

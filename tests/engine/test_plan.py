@@ -294,7 +294,7 @@ def outcome(target: Target) -> dict[str, Any]:
             store.lower_tiers[0].chooser.codec,
         ),
         "draft": (draft.identity, draft.state, draft.rows.capacity, draft.block),
-        "memory": (ledger["models"], ledger["slots"]),
+        "memory": (ledger.models, ledger.slots),
         "pflash": target.pflash,
         "threads": torch.get_num_threads(),
     }

@@ -217,13 +217,13 @@ async def test_prompts_are_answered_alike_and_as_they_are_when_the_drafter_dies(
     fates, dials = Fates(), list[Threads]()
     on_threads(monkeypatch, fates, dials)
     target = await load_target(build_options(model="demo", **SHAPE, prefill_drafter_device="ipc+cpu:0"))
-    shown = target.memory(0)["drafter"]
-    assert (shown["device"], shown["error"]) == ("ipc+cpu:0", "")
+    shown = target.memory(0).drafter
+    assert (shown.device, shown.error) == ("ipc+cpu:0", "")
     assert await shortened(target, jobs) == expected
     fates.coming[:] = [(Op.SCORE, "asked", 0)]
     assert await shortened(target, jobs[:1]) == (plain[0][:1], ["drafter_io"])
     assert await shortened(target, jobs) == expected
-    assert target.memory(0)["drafter"]["restarts"] == 1
+    assert target.memory(0).drafter.restarts == 1
     for _ in range(2):  # as often as anybody likes
         await target.close()
     assert all(not thread.is_alive() for dial in dials for thread in dial.threads), "nothing is left running"

@@ -57,7 +57,7 @@ class Parts:
 
 @frozen
 class Architecture:
-    """settings: as config.json has them. layer: a layer's tensors, as they are published and as llama.cpp calls them.
+    """settings: a mapping with the keys of Hugging Face's config.json, which a family's parser reads. layer: a layer's tensors, as they are published and as llama.cpp calls them.
     apart: what files may have of a layer in several tensors, by the published name. undo: what brings a tensor back to
     what was published, if anything was done to it. adjusted: the configuration, if a tensor is part of it. spare:
     tensors that it has read. head: those of a prediction head, behind the last layer.
