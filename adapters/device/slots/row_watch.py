@@ -90,10 +90,12 @@ class RowWatch:
     def _compare(self, slot: int, start: int, stop: int, slots: Iterable[int]) -> None:
         if start >= stop:
             return
-        now, known = torch.cat(tuple(self._look(slot, start, stop))), self._sums[slot][start:stop]
+        now = torch.cat(tuple(self._look(slot, start, stop)))
+        known = self._sums[slot][start:stop]
         changed = (now != known).nonzero().flatten().tolist()
         if changed:
-            first, last = start + changed[0], start + changed[-1]
+            first = start + changed[0]
+            last = start + changed[-1]
             why = f"slot {slot}: {len(changed)} of rows {first}..{last} are not what they were when they were written"
             log.error("paranoid: %s", why)
             for one in slots:

@@ -94,8 +94,10 @@ def frame_tensors(shape: LayerShape) -> dict[str, tuple[int, ...]]:
 
 def layer_tensors(shape: LayerShape, prefix: str) -> Shapes:
     """Published names, which begin with `prefix`, and shapes."""
-    hidden, head = shape.hidden_size, shape.head_dim
-    q, kv = shape.num_heads * head, shape.num_kv_heads * head
+    hidden = shape.hidden_size
+    head = shape.head_dim
+    q = shape.num_heads * head
+    kv = shape.num_kv_heads * head
     shapes = frame_tensors(shape) | {
         "self_attn.q_proj.weight": (2 * q if shape.output_gate else q, hidden),
         "self_attn.k_proj.weight": (kv, hidden),
@@ -112,7 +114,8 @@ def layer_tensors(shape: LayerShape, prefix: str) -> Shapes:
 def layer_products(shape: LayerShape) -> tuple[Weight, ...]:
     """A bias is no product: it is added where heads are prepared, and a sum of two rounds alike everywhere."""
     head = shape.head_dim
-    q, kv = shape.num_heads * head, shape.num_kv_heads * head
+    q = shape.num_heads * head
+    kv = shape.num_kv_heads * head
     return frame_products(shape, (2 * q if shape.output_gate else q) + 2 * kv, q)
 
 
@@ -125,8 +128,10 @@ def frame_products(shape: LayerShape, projected: int, mixed: int) -> tuple[Weigh
 def layer_matrices(shape: LayerShape, prefix: str) -> Iterator[Matrix]:
     """Every weight of the layer with the tensors that it is made of."""
     projection, out = layer_products(shape)[:2]
-    head, own = shape.head_dim, prefix + "self_attn."
-    q, kv = shape.num_heads * head, shape.num_kv_heads * head
+    head = shape.head_dim
+    own = prefix + "self_attn."
+    q = shape.num_heads * head
+    kv = shape.num_kv_heads * head
     parts = [(f"{own}q_proj.weight", q), (f"{own}k_proj.weight", kv), (f"{own}v_proj.weight", kv)]
     yield projection, (*parts, *parts[:1]) if shape.output_gate else tuple(parts)
     yield out, ((f"{own}o_proj.weight", out.outputs),)
@@ -200,7 +205,8 @@ def load_frame(
 
 
 def load_layer(read: WeightReader, kernels: Kernels, shape: LayerShape, prefix: str) -> DecoderLayer:
-    attention, head = prefix + "self_attn.", shape.head_dim
+    attention = prefix + "self_attn."
+    head = shape.head_dim
     projection = read.matrix(*(f"{attention}{part}_proj.weight" for part in "qkv"))
     width = (shape.num_heads + 2 * shape.num_kv_heads) * head
     if shape.output_gate:  # published head by head, `q | gate`; here all gates stand behind the values

@@ -235,7 +235,8 @@ def parse_dense(
     sliding = not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)
     if read_flag(raw, "use_sliding_window") or (sliding and "layer_types" not in own):
         raise CheckpointError("config.json: sliding window attention is not supported; accepted: full attention")
-    heads, hidden = read_size(raw, "num_attention_heads"), read_size(raw, "hidden_size")
+    heads = read_size(raw, "num_attention_heads")
+    hidden = read_size(raw, "hidden_size")
     kv_heads = read_size(raw, "num_key_value_heads", heads)
     size = read_size(raw, "head_dim", head_dim or max(1, hidden // heads))
     if heads % kv_heads:

@@ -91,7 +91,8 @@ class DenseShard:
         )
 
     def _load(self, read: WeightReader, *, offload_embedding: bool) -> None:
-        config, kernels = self.config, self._kernels
+        config = self.config
+        kernels = self._kernels
         last = self.spec.layers.stop == config.num_layers
         self._stops = last and self.spec.layers.stop - 1 not in self._aux_layers
         needed = self.spec.layers.start == 0 or (last and config.tie_word_embeddings)
@@ -126,7 +127,8 @@ class DenseShard:
         with inference():
             if self._embedding is None:
                 buffers.hidden.copy_(inputs)
-            buffers.batch.before, buffers.batch.settles = self.states.start(step), step.rows_only
+            buffers.batch.before = self.states.start(step)
+            buffers.batch.settles = step.rows_only
             buffers.batch.load(step, None if self._embedding is None else inputs)
             self._kernels.prepare_step(buffers.batch)
             if step.branches:
@@ -182,12 +184,15 @@ class DenseShard:
         stop, layers = buffers.fused_layers.get(0, (0, None))
         if layers is None or self._norm is None or stop < self.config.num_layers or self.states.specs:
             return None
-        ending, logits = (self._norm, self.config.rms_norm_eps, self._head), buffers.logits_of(self.spec.vocab_size)
+        ending = (self._norm, self.config.rms_norm_eps, self._head)
+        logits = buffers.logits_of(self.spec.vocab_size)
         return self._kernels.build_pass(layers, ending, buffers.batch, buffers.forward, logits)
 
     def _run_layers(self, buffers: Buffers, tree: TreeAttention | None = None, *, early: bool = False) -> None:
-        residual, delta = buffers.hidden, None
-        number, fused_layers = self.spec.layers.start, buffers.fused_layers if tree is None else {}
+        residual = buffers.hidden
+        delta = None
+        number = self.spec.layers.start
+        fused_layers = buffers.fused_layers if tree is None else {}
         skipped = skipped_layers(self.spec.layers, self._decoder) if self.spec.device.type == "cuda" else ()
         if self._embedding is not None and number not in fused_layers:
             self._kernels.embed(self._embedding, buffers.batch.tokens, out=residual)
@@ -209,8 +214,11 @@ class DenseShard:
         self, number: int, buffers: Buffers, delta: Tensor | None, tree: TreeAttention | None, *, stops: bool
     ) -> Tensor | None:
         """One of them, operation by operation. stops: once its keys and values, or its state, are written."""
-        kernels, batch, residual = self._kernels, buffers.batch, buffers.hidden
-        layer, place = self._decoder[number - self.spec.layers.start], self._places[number]
+        kernels = self._kernels
+        batch = buffers.batch
+        residual = buffers.hidden
+        layer = self._decoder[number - self.spec.layers.start]
+        place = self._places[number]
         own = projected(kernels, layer.frame, residual, delta)
         if (before := buffers.forward.aux_hidden_states.get(number - 1)) is not None:
             before.copy_(residual)
@@ -242,7 +250,8 @@ class DenseShard:
         return self._buffers[bucket]
 
     def _attending(self) -> Mapping[int, tuple[DecoderLayer, tuple[Tensor, Tensor]]]:
-        caches, places = self.rows.layers, self._places
+        caches = self.rows.layers
+        places = self._places
         layers = zip(self.spec.layers, self._decoder, strict=True)
         return {number: (one, caches[places[number]]) for number, one in layers if isinstance(one, DecoderLayer)}
 

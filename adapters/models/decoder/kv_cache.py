@@ -106,7 +106,8 @@ class KvCache:
 
     def _check_pages(self, slot: int, first: int, pages: Sequence[int]) -> None:
         """Raise ValueError for pages that are not in the pool, that come twice, or that the slot has no rows for."""
-        stop, most = first + len(pages), -(-self.capacity // PAGE)
+        stop = first + len(pages)
+        most = -(-self.capacity // PAGE)
         if stop > most:
             raise ValueError(f"slot {slot} is given {stop} pages; it has rows for {most}")
         if len(set(pages)) < len(pages) or not all(0 <= page < self.pages for page in pages):
@@ -125,7 +126,8 @@ class KvCache:
         for piece in lost:
             del self._permits[piece]
         for page, piece in zip(pages, given, strict=True):
-            self._pieces[page], self._permits[piece] = piece, page
+            self._pieces[page] = piece
+            self._permits[piece] = page
         self._counts[slot] = first + len(pages)
         return lost
 
@@ -138,11 +140,13 @@ class KvCache:
             return
         for slot, number in pieces:
             rows = self._all[0, 0, slot, 0, number * PAGE : (number + 1) * PAGE]
-            step, size = self._all.stride(3) * rows.itemsize, rows.nbytes
+            step = self._all.stride(3) * rows.itemsize
+            size = rows.nbytes
             for both in self._all[:, :, slot, 0, number * PAGE].flatten(0, 1):
                 begin = both.data_ptr() - self._all.data_ptr()
                 for at in range(begin, begin + step * self.spec.heads, step):
-                    start, stop = -(-at // mmap.PAGESIZE) * mmap.PAGESIZE, (at + size) // mmap.PAGESIZE * mmap.PAGESIZE
+                    start = -(-at // mmap.PAGESIZE) * mmap.PAGESIZE
+                    stop = (at + size) // mmap.PAGESIZE * mmap.PAGESIZE
                     if start < stop:
                         self._memory.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
@@ -172,7 +176,8 @@ class KvCache:
         if odd:
             raise ValueError(f"rows of {len(self.spec.names) // 2} layers: {odd[0]} is odd")
         first = rows[self.spec.names[0]]
-        count, dtype = first.shape[1] if first.dim() == 3 else 0, self._all.dtype
+        count = first.shape[1] if first.dim() == 3 else 0
+        dtype = self._all.dtype
         self.check_span(slot, start, start + count)
         shape = (self.spec.heads, count, self.spec.width)
         for name, tensor in rows.items():
@@ -241,7 +246,8 @@ class PagedKvCache(KvCache):
             raise ValueError(f"slot {slot} keeps {keep} rows and is given {len(pages)} pages of {PAGE} for them")
         before = self._pages[source][: -(-keep // PAGE)]
         moves = [(old, new) for old, new in zip(before, pages, strict=False) if old != new]
-        read, written = {old for old, _ in moves}, {new for _, new in moves}
+        read = {old for old, _ in moves}
+        written = {new for _, new in moves}
         # A page that is both read and written is read before anything is written.
         held = {old: self._all[:, :, old].clone() for old in read & written}
         for old, new in moves:
@@ -250,7 +256,8 @@ class PagedKvCache(KvCache):
         self.grow(slot, pages)
 
     def grow(self, slot: int, pages: Sequence[int]) -> None:
-        first, stop = self._counts[slot], self._counts[slot] + len(pages)
+        first = self._counts[slot]
+        stop = self._counts[slot] + len(pages)
         self._check_pages(slot, first, pages)
         self._pages[slot][first:stop] = pages
         self.table[slot, first:stop] = torch.tensor(pages, dtype=torch.int32)

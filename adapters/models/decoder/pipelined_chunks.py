@@ -59,7 +59,8 @@ class Waves:
         """What each chunk leaves, in order, to be read before the next one is asked for. Chunks are taken as they
         begin: where there is no more, those on their way are finished.
         """
-        coming, flying = iter(chunks), list[Flight]()
+        coming = iter(chunks)
+        flying = list[Flight]()
         while True:
             if (chunk := next(coming, None)) is not None:
                 flying.append(Flight(*chunk))
@@ -88,7 +89,8 @@ class Waves:
             raise errors[min(errors)]
 
     def _advance(self, flight: Flight) -> None:
-        part, last = self.parts[flight.at], flight.at == len(self.parts) - 1
+        part = self.parts[flight.at]
+        last = flight.at == len(self.parts) - 1
         with inference(), current(part.spec.device):
             part.synchronize()  # with the chunk before this one: nobody runs ahead of what is abandoned
             left = part.forward(flight.step, flight.carried)

@@ -49,8 +49,11 @@ class RecurrentCache:
     ) -> None:
         if names and (shape is None or kernels is None):
             raise ValueError("these kernels have no operations for recurrent layers")
-        self.slots, self.places, self._kernels = slots, places if names else 0, kernels
-        self.layers, specs = list[DeltaState](), list[TensorSpec]()
+        self.slots = slots
+        self.places = places if names else 0
+        self._kernels = kernels
+        self.layers = list[DeltaState]()
+        specs = list[TensorSpec]()
         if shape is not None and kernels is not None:
             self.layers += (kernels.make_state(shape, slots, places, dtype, device) for _ in names)
             memory = (shape.value_heads, shape.key_size, shape.value_size)
@@ -148,7 +151,8 @@ class RecurrentCache:
             rows = segment.start - base + (keep if isinstance(keep, int) else len(keep))
             if rows >= CHUNK:
                 self._kernels.advance_state(self.layers, segment.slot, base)
-                base, rows = base + CHUNK, rows - CHUNK
+                base = base + CHUNK
+                rows = rows - CHUNK
             self._standing[segment.slot] = Standing(base, rows)
 
     # --- states ---
@@ -196,7 +200,8 @@ class RecurrentCache:
         if odd:
             raise ValueError(f"state of {len(self.layers)} layers: {odd[0]} is odd")
         for spec in self.specs:
-            tensor, dtype = state[spec.name], torch_dtype(spec.dtype)
+            tensor = state[spec.name]
+            dtype = torch_dtype(spec.dtype)
             if tensor.shape != spec.shape or tensor.dtype != dtype:
                 raise ValueError(f"{spec.name}: {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(spec.shape)}")
         for spec, place in zip(self.specs, self._tensors(slot), strict=True):

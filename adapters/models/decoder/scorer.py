@@ -92,7 +92,8 @@ class Scorer:
         return self.buckets[-1]
 
     def _load(self) -> ScorerWeights:
-        config, read = self.config, WeightReader(self.source, self.device, self.dtype)
+        config = self.config
+        read = WeightReader(self.source, self.device, self.dtype)
         layers = tuple(
             (load_delta_layer if config.recurrent(layer) else load_layer)(
                 read, self.kernels, config.shape_of(layer), f"model.layers.{layer}."
@@ -126,7 +127,9 @@ class Scoring:
     _states: RecurrentCache | None = field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
-        scorer, config, count = self.scorer, self.scorer.config, len(self.tokens)
+        scorer = self.scorer
+        config = self.scorer.config
+        count = len(self.tokens)
         if not TAIL <= count <= scorer.limit:
             raise ValueError(f"a prompt of {count} tokens; accepted: {TAIL} to {scorer.limit}")
         self._portions = tuple(portions(count, scorer.chunk))
@@ -163,7 +166,8 @@ class Scoring:
 
     def advance(self) -> None:
         """One more turn: at most as much work as TURN rows are, and as a chunk is, through all layers."""
-        rows, chunk = min(TURN, self.scorer.chunk) * len(self._layers), self.scorer.chunk
+        rows = min(TURN, self.scorer.chunk) * len(self._layers)
+        chunk = self.scorer.chunk
         with torch.inference_mode():
             for _ in range(-(-rows // chunk)):
                 if not self.complete:
@@ -172,13 +176,15 @@ class Scoring:
             torch.cuda.current_stream(self.scorer.device).synchronize()
 
     def _go_on(self) -> None:
-        layer, portion = self._layers[self.layer], self._portions[self.done]
+        layer = self._layers[self.layer]
+        portion = self._portions[self.done]
         self._forward(layer, portion, last=self.layer == len(self._layers) - 1)
         self.done += 1
         if self.done == len(self._portions):
             if isinstance(layer, DecoderLayer):
                 self._score()
-            self.layer, self.done = self.layer + 1, 0
+            self.layer = self.layer + 1
+            self.done = 0
 
     def _forward(self, layer: DecoderLayer | DeltaLayer, portion: Portion, *, last: bool) -> None:
         rows = portion.stop - portion.start
@@ -214,7 +220,8 @@ class Scoring:
         batch = self._batches.get(key)
         if batch is None or self._states is not None:
             batch = self._batches[key] = batch or StateBatch(step.bucket, self.scorer.device)
-            batch.before, batch.settles = (0,) if states is None else states.start(step), True
+            batch.before = (0,) if states is None else states.start(step)
+            batch.settles = True
             batch.load(step, None)
             self.scorer.kernels.prepare_step(batch)
         return batch
@@ -242,11 +249,13 @@ class Scoring:
         """Rows of a band see what they attend to side by side, in a cache of its own, which is read as any is: keys are
         rotated already, each to where it stands.
         """
-        kernels, (k_cache, v_cache) = self.scorer.kernels, self._kv
+        kernels = self.scorer.kernels
+        (k_cache, v_cache) = self._kv
         if not portion.low:
             return kernels.attend(q, k_cache, v_cache, batch)
         assert self._near is not None
-        band, moved = portion.start // BAND * BAND, portion.low - SINK
+        band = portion.start // BAND * BAND
+        moved = portion.low - SINK
         first = portion.low if portion.start == band else portion.start
         self._near[..., :SINK, :] = self._kv[..., :SINK, :]
         self._near[..., first - moved : portion.stop - moved, :] = self._kv[..., first : portion.stop, :]
@@ -257,8 +266,11 @@ class Scoring:
 
     def _take(self, qkv: Tensor, prep: HeadPrep, start: int) -> None:
         """The portion's keys, and its queries where the prompt's last tokens are in it."""
-        config, stop, count = self.scorer.config, start + len(qkv), len(self.tokens)
-        queries, kv = config.num_heads, config.num_kv_heads
+        config = self.scorer.config
+        stop = start + len(qkv)
+        count = len(self.tokens)
+        queries = config.num_heads
+        kv = config.num_kv_heads
         heads = qkv.view(len(qkv), -1, config.head_dim)
         bias = None if prep.bias is None else prep.bias.view(-1, config.head_dim)
 
@@ -275,7 +287,8 @@ class Scoring:
 
     def _score(self) -> None:
         """No more than the weights of one head of keys are there at once."""
-        count, scale = len(self.tokens), self.scorer.config.head_dim**-0.5
+        count = len(self.tokens)
+        scale = self.scorer.config.head_dim**-0.5
         rows = torch.arange(count - TAIL, count, device=self.scorer.device).unsqueeze(1)
         hidden = torch.arange(count, device=self.scorer.device) > rows
         for keys, group in zip(self._keys, self._tail, strict=True):

@@ -208,7 +208,8 @@ class LayerBench:
     fingerprint: str = field(init=False, default="")
 
     def __attrs_post_init__(self) -> None:
-        shard, generator = self.shard, make_generator(2)
+        shard = self.shard
+        generator = make_generator(2)
         self.tokens = torch.randint(0, shard.spec.vocab_size, (self.capacity,), generator=generator)
         generator = make_generator(3, shard.spec.device)
         if shard.spec.layers.start:  # hidden states come in, one vector for each token of the vocabulary
@@ -216,7 +217,9 @@ class LayerBench:
                 shard.spec.vocab_size, self.hidden_size, device=shard.spec.device, dtype=shard.spec.dtype
             )
             self.vectors = table.normal_(generator=generator)
-        spec, form, rows = shard.rows.spec, RowFormat(torch_dtype(shard.rows.spec.dtype)), dict[str, Tensor]()
+        spec = shard.rows.spec
+        form = RowFormat(torch_dtype(shard.rows.spec.dtype))
+        rows = dict[str, Tensor]()
         shape = (spec.heads, self.capacity, form.head_size(spec.width))
         for name in spec.names:
             drawn = torch.empty(shape, device=shard.spec.device, dtype=shard.spec.dtype)
@@ -233,9 +236,11 @@ class LayerBench:
             padding = inputs.new_zeros(bucket - len(inputs))
             inputs = self.vectors[torch.cat((inputs, padding)).to(self.vectors.device)]
         hidden = self.shard.forward(step, inputs).hidden
-        found, row = [], 0
+        found = []
+        row = 0
         for segment in segments:
-            rows, stop = slice(row, row + segment.count), segment.start + segment.count
+            rows = slice(row, row + segment.count)
+            stop = segment.start + segment.count
             kv = self.shard.rows.export(segment.slot, segment.start, stop)
             found.append(Computed(segment.start, hidden[rows].clone(), kv))
             row += segment.count
@@ -300,7 +305,9 @@ class LayerBench:
 
     def widths(self) -> set[int]:
         """The buckets at which a row is the same alone, in another place and among others."""
-        at, other, found = self.capacity // 2, self.capacity // 3, set[int]()
+        at = self.capacity // 2
+        other = self.capacity // 3
+        found = set[int]()
         for bucket in self.shard.spec.buckets[:-1]:
             [alone] = self.compute(bucket, Segment(0, at, 1))
             _, batched, _ = self.compute(bucket, Segment(1, other, 1), Segment(0, at, 1), Segment(2, at, 1))
@@ -327,6 +334,7 @@ def pieces(start: int, rows: int, edge: int, bucket: int, *, thorough: bool) -> 
     if thorough or bucket <= _NARROW:
         found += [(edge, 1), (edge - 1, 1), (end - 1, 1)]
     if thorough:
-        odd, at = max(1, full - 1), min(start + BLOCK_SIZE, end - 1)
+        odd = max(1, full - 1)
+        at = min(start + BLOCK_SIZE, end - 1)
         found += [(start, full), (end - odd, odd), (at, min(bucket, end - at))]
     return list(dict.fromkeys(found))

@@ -46,7 +46,8 @@ def import_runs(
     """Put rows `[names, heads, rows, width]` of `spec` there, each from its start on. Those that the daemon sees itself
     are posted, and `keep`, whose memory they are in, is referred to until it has them.
     """
-    lender, seen = peer.lender, list[LentRun]()
+    lender = peer.lender
+    seen = list[LentRun]()
     for start, rows in runs:
         if lender is not None and (lent := lender.run(spec, start, rows)) is not None:
             seen.append(lent)

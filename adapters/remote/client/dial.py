@@ -71,7 +71,8 @@ class Launched:
     def open(self) -> Channel:
         if self._begun is None:
             self.begin()
-        channel, self._begun = self._begun, None
+        channel = self._begun
+        self._begun = None
         assert channel is not None
         return channel
 
@@ -108,12 +109,15 @@ class Launched:
         return Shared(out, into, lender=self.lender)
 
     def end(self) -> str:
-        begun, self._begun = self._begun, None
+        begun = self._begun
+        self._begun = None
         if begun is not None:
             begun.close()
         with self._lock:
-            process, self._process = self._process, None
-            memory, self._memory = self._memory, ()
+            process = self._process
+            self._process = None
+            memory = self._memory
+            self._memory = ()
         for one in memory:
             os.close(one)
         if process is None:

@@ -49,11 +49,12 @@ PAUSE_SHARE = 50  # times as long as a try took: a port where nobody listens say
 
 @define(eq=False)
 class Peer:
-    """Everything is asked by one thread at a time. pause_s: after it could not be had again, everybody is told at once
-    for so long, or less where it took no time to find that out. error, gone: why it is not there; empty while it is.
+    """The connection to one daemon. One thread at a time asks over it.
 
-    restarts: times that it was had anew. hops, hop_ns: of forwards, the time that was not computing there. waits:
-    whoever asks when it is gone waits until it is had anew; else that is for somebody who calls `again`.
+    pause_s: after a failed try, every call fails at once for so long, or less if the try took little time.
+    error, gone: why it is not connected; empty while it is. restarts: how often it was connected anew.
+    hops, hop_ns: of forwards, the time that was not spent on computing. waits: a call that finds it gone waits for a
+    new connection; otherwise the owner calls `again`.
     """
 
     dial: Dial
@@ -118,7 +119,8 @@ class Peer:
                 loaded = self._loaded(self._living(), asked, kind)
             except ConnectionBroken as error:
                 raise self.lose(error) from error
-            self.slots, self._load = asked.slots, (asked, loaded)
+            self.slots = asked.slots
+            self._load = (asked, loaded)
             return loaded
 
     def lost_to(self, told: Callable[[str], object]) -> None:
@@ -310,7 +312,8 @@ class Peer:
         shared = self.dial.share(asked.shared)
         asked = asked if shared is not None else structs.replace(asked, shared=(0, 0))
         loaded, _ = self._asked(channel, LOADING[type(asked)], asked, kind, seconds=self.deadlines.load)
-        channel.limit, channel.shared = asked.limit, shared if loaded.shared else None
+        channel.limit = asked.limit
+        channel.shared = shared if loaded.shared else None
         return loaded
 
     def lose(self, error: Exception) -> RowsLost:
@@ -336,7 +339,8 @@ class Peer:
                 channel.close(str(error))
         self._channel = self._opening = None
         self._posted.clear()
-        became, before = self.dial.end(), self.gone
+        became = self.dial.end()
+        before = self.gone
         reason = (error.strerror if isinstance(error, OSError) else "") or str(error)
         self.error = f"{reason}; {became}" if became else reason
         if not self._closed:

@@ -130,7 +130,8 @@ class RemoteDraft:
 
     def round(self, asked: Sequence[AskedProposals]) -> list[Tree] | None:
         """What may follow; None where that cannot be known, for it is gone. Raises torch.OutOfMemoryError."""
-        ahead, self._ahead = self._ahead, []
+        ahead = self._ahead
+        self._ahead = []
         if not self._there or not (ahead or asked):
             return None
         features = {"features": torch.cat([own for _, own in ahead])} if ahead else {}
@@ -272,7 +273,8 @@ class RemoteDraft:
 
     def _lost(self, why: str) -> None:
         """By whoever asked it. Nobody waits for it to come back."""
-        was, self._there = self._there, False
+        was = self._there
+        self._there = False
         self._ahead.clear()
         self.rows.forget()
         if not was or self._ended.is_set():

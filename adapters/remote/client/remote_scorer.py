@@ -67,7 +67,9 @@ class RemoteWeights:
     def load_back(self) -> int:
         """Raises OSError where it cannot be had, and torch.OutOfMemoryError."""
         done = self.ask(Op.FETCH_DRAFT, Nothing(), DraftMoved, seconds=self.peer.deadlines.load)
-        self.loaded, self._fetched, self._memory = True, self.lives, done.memory
+        self.loaded = True
+        self._fetched = self.lives
+        self._memory = done.memory
         return done.bytes
 
     def there(self) -> None:

@@ -182,7 +182,8 @@ class RemoteShard:
         asked = step.rows, step.rows_only
         if (known := buffers.expected.get(asked)) is not None:
             return known
-        wide, dtype = (step.rows, self.hidden_size), self._dtype_name
+        wide = (step.rows, self.hidden_size)
+        dtype = self._dtype_name
         found = [Described(f"aux.{layer}", dtype, wide) for layer in buffers.aux_hidden_states]
         if not (step.rows_only and self._last):
             found.append(Described("hidden", dtype, wide))

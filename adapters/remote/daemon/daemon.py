@@ -95,11 +95,14 @@ class Daemon:
 
     def _answer(self, frame: WireFrame) -> None:
         """A frame that is well framed has an answer, whatever is in it."""
-        head, flags, tensors = frame.head, REPLY, list[Tensor]()
+        head = frame.head
+        flags = REPLY
+        tensors = list[Tensor]()
         self._after = lambda: None
         try:
             answer = self._carried_out(frame)
-            said, tensors = encoded(answer.message), list(answer.tensors.values())
+            said = encoded(answer.message)
+            tensors = list(answer.tensors.values())
         except Exception as error:  # the server is told
             if isinstance(error, ConnectionBroken):
                 raise
@@ -108,7 +111,8 @@ class Daemon:
                 kind = "refused"
             if kind == "failed":
                 log.exception("an op failed")
-            said, flags = encoded(Failure.of(kind, error)), REPLY | FAILED
+            said = encoded(Failure.of(kind, error))
+            flags = REPLY | FAILED
         self.channel.send(head.op, head.request, said, tensors, flags=flags, seconds=SECONDS)
         self._after()
 
@@ -152,7 +156,8 @@ class Daemon:
         self._served = loads[type(asked)](asked)
 
         def after() -> None:
-            self.channel.limit, self.channel.shared = asked.limit, shared
+            self.channel.limit = asked.limit
+            self.channel.shared = shared
 
         self._after = after  # this answer is still as small as all before it
         return Answering(self._served.loaded(shared=shared is not None))

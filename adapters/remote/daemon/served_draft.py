@@ -79,7 +79,8 @@ class ServedDraft:
     def round(self, asked: DraftRound, given: TensorBytes) -> Answering:
         if self.draft.state != "loaded":
             raise Unacceptable(f"the draft's weights are {self.draft.state}")
-        began, told = time.perf_counter_ns(), self._told
+        began = time.perf_counter_ns()
+        told = self._told
         self._follow(asked.follow, given)
         trees = self._proposed(asked.asked) if asked.asked else ()
         memory = self._memory()

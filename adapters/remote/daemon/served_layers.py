@@ -62,7 +62,8 @@ class ServedLayers:
         return self.shard.spec.device
 
     def loaded(self, *, shared: bool) -> Loaded:
-        shard, rows = self.shard, self.shard.rows.spec
+        shard = self.shard
+        rows = self.shard.rows.spec
         return Loaded(
             capacity=shard.spec.capacity,
             vocab=shard.spec.vocab_size,
@@ -90,7 +91,9 @@ class ServedLayers:
 
     def forward(self, asked: RunStep, given: TensorBytes) -> Answering:
         """Logits come with the hidden states they are of: they will be asked for."""
-        shard, step, began = self.shard, self._step(step_of(asked.step)), time.perf_counter_ns()
+        shard = self.shard
+        step = self._step(step_of(asked.step))
+        began = time.perf_counter_ns()
         left = shard.forward(step, self._input(step, given) if shard.spec.layers.start else self._tokens(step, given))
         found = {f"aux.{layer}": hidden[: step.rows] for layer, hidden in left.aux_hidden_states.items()}
         if not (step.rows_only and self._last):
@@ -103,11 +106,13 @@ class ServedLayers:
     def logits(self, asked: RunStep, given: TensorBytes) -> Answering:
         if not self._last:
             raise Unacceptable("these layers have no head")
-        step, began = self._step(step_of(asked.step)), time.perf_counter_ns()
+        step = self._step(step_of(asked.step))
+        began = time.perf_counter_ns()
         return self._forwarded(step, {"logits": self.shard.logits(step, self._input(step, given))[: step.rows]}, began)
 
     def _forwarded(self, step: Step, found: dict[str, Tensor], began: int) -> Answering:
-        took, shape = time.perf_counter_ns() - began, (step.bucket, step.rows_only, step.branches)
+        took = time.perf_counter_ns() - began
+        shape = (step.bucket, step.rows_only, step.branches)
         changed = shape not in self._seen  # buffers are made when they are first used
         self._seen.add(shape)
         return Answering(Forwarded(took, described(found), self._memory() if changed else None), found)
@@ -144,7 +149,8 @@ class ServedLayers:
 
     def _input(self, step: Step, given: TensorBytes) -> Tensor:
         """Hidden states, of which only real rows came: those after them are finite, and nobody's."""
-        shard, rows = self.shard, step.rows
+        shard = self.shard
+        rows = step.rows
         accepted = Described("hidden", dtype_name(shard.spec.dtype), (rows, self.hidden_size))  # type: ignore[arg-type]
         if given.tensors != (accepted,):
             raise Unacceptable(f"a step is given hidden states in the model's dtype; here {accepted}")
@@ -153,7 +159,8 @@ class ServedLayers:
             self._inputs[step.bucket] = torch.zeros(
                 shape, dtype=shard.spec.dtype, pin_memory=shard.spec.device.type == "cuda"
             )
-        (piece,), own = given.pieces, self._inputs[step.bucket]
+        (piece,) = given.pieces
+        own = self._inputs[step.bucket]
         bytes_of(own)[: piece.nbytes] = piece
         return own.to(shard.spec.device)
 
@@ -179,7 +186,8 @@ class ServedLayers:
 
     def _settle_with(self, error: RuntimeError | None) -> None:
         """End the step that is being settled, well or not."""
-        settling, self._settling = self._settling, None
+        settling = self._settling
+        self._settling = None
         assert settling is not None
         if error is None:
             settling.__exit__(None, None, None)
@@ -218,7 +226,8 @@ class ServedLayers:
 
     def _put(self, slot: int, run: LentRun, rows: Integers) -> None:
         """At once where both are in host memory, tensor by tensor where not."""
-        shard, spec = self.shard, self.shard.rows.spec
+        shard = self.shard
+        spec = self.shard.rows.spec
         if shard.spec.device.type == "cpu":
             own = bits(shard.rows.view(slot, run.start, run.start + run.count))
             np.copyto(own, rows.reshape(own.shape))

@@ -45,22 +45,26 @@ class ServedDrafter:
 
     def score(self, asked: ScorePrompt, given: TensorBytes) -> Answering:
         """What fails leaves nothing of the prompt."""
-        began, scoring = time.perf_counter_ns(), self._underway.pop(asked.number, None)
+        began = time.perf_counter_ns()
+        scoring = self._underway.pop(asked.number, None)
         if given.tensors:
             scoring = self._begun(given)
         if scoring is None:
             raise Unacceptable(f"nothing of prompt {asked.number} was scored before")
         scoring.advance()
-        found, held = dict[str, torch.Tensor](), scoring.nbytes
+        found = dict[str, torch.Tensor]()
+        held = scoring.nbytes
         if scoring.complete:
-            found, held = {"scores": torch.tensor(scoring.scores())}, 0
+            found = {"scores": torch.tensor(scoring.scores())}
+            held = 0
         else:
             self._underway[asked.number] = scoring
         return Answering(PromptAdvanced(time.perf_counter_ns() - began, held, described(found)), found)
 
     def _begun(self, given: TensorBytes) -> Scoring:
         [tokens, *others] = given.tensors
-        count, vocab = tokens.shape[0] if len(tokens.shape) == 1 else 0, self.scorer.config.vocab_size
+        count = tokens.shape[0] if len(tokens.shape) == 1 else 0
+        vocab = self.scorer.config.vocab_size
         accepted = Described("tokens", "I32", (count,))
         if others or tokens != accepted or not TAIL <= count <= self.scorer.limit:
             raise Unacceptable(f"a prompt is {TAIL} to {self.scorer.limit} tokens")

@@ -76,7 +76,8 @@ class Channel:
 
     def bound(self, seconds: float, most_bytes: int) -> None:
         """All that comes and goes until `unbind` takes so long, and is of so many bytes, together."""
-        self._until, self._left = time.monotonic() + seconds, most_bytes
+        self._until = time.monotonic() + seconds
+        self._left = most_bytes
 
     def unbind(self) -> None:
         self._until = self._left = None
@@ -99,7 +100,8 @@ class Channel:
             for piece in pieces:
                 self.shared.out[at : at + piece.nbytes] = piece
                 at += piece.nbytes
-            flags, pieces = flags | SHARED, []
+            flags = flags | SHARED
+            pieces = []
         head = frames.written(FrameHead(op, flags, request, len(arguments), size), arguments, pieces)
         self._write([memoryview(head + arguments), *pieces], seconds)
 
@@ -172,7 +174,8 @@ class Channel:
         self._left -= nbytes
 
     def _write(self, pieces: list[memoryview], seconds: float | None) -> None:
-        until, at = None if seconds is None else time.monotonic() + seconds, 0
+        until = None if seconds is None else time.monotonic() + seconds
+        at = 0
         while at < len(pieces):
             sent = self._done(lambda: self.socket.sendmsg(pieces[at : at + FRAGMENTS]), until)  # noqa: B023 - called now
             while sent and sent >= pieces[at].nbytes:
@@ -187,7 +190,8 @@ class Channel:
         while True:
             taken = min(into.nbytes - got, self._here.nbytes)
             into[got : got + taken] = self._here[:taken]
-            got, self._here = got + taken, self._here[taken:]
+            got = got + taken
+            self._here = self._here[taken:]
             if got == into.nbytes:
                 return
             short = into.nbytes - got < AHEAD

@@ -22,7 +22,10 @@ MOST_ARGUMENTS = 1 << 20  # a step of 4,096 segments takes a tenth of it, a prob
 MOST_PAYLOAD = 1 << 16  # until both ends know the model: hellos have none
 LARGEST = 1 << 36  # of any model: 64 GiB, so that nobody's arithmetic leaves 64 bits
 
-REPLY, FAILED, SHARED = 1, 2, 4  # flags: an answer; one that says why not; the payload is in shared memory
+# flags: an answer; one that says why not; the payload is in shared memory
+REPLY = 1
+FAILED = 2
+SHARED = 4
 FLAGS = REPLY | FAILED | SHARED
 
 

@@ -97,7 +97,8 @@ class Lent(WireMessage, frozen=True, array_like=True):
     @property
     def end(self) -> int:
         """Of the last one's last byte, and one more."""
-        sizes, steps = (len(self.names), *self.shape), (self.apart, *self.strides)
+        sizes = (len(self.names), *self.shape)
+        steps = (self.apart, *self.strides)
         last = sum(max(size - 1, 0) * step for size, step in zip(sizes, steps, strict=True))
         return self.place + (last + 1) * ELEMENT_BYTES[self.dtype]
 

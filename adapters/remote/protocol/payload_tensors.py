@@ -23,7 +23,8 @@ def described(tensors: Mapping[str, Tensor]) -> tuple[Described, ...]:
 
 def places(tensors: Sequence[Described]) -> tuple[list[int], int]:
     """Where each begins, and how many bytes they take together."""
-    found, at = list[int](), 0
+    found = list[int]()
+    at = 0
     for one in tensors:
         at = -(-at // ALIGN) * ALIGN
         found.append(at)
@@ -43,7 +44,8 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 def flattened(tensors: Iterable[Tensor]) -> list[memoryview]:
     """The payload in pieces: each tensor's bytes, and what lies between."""
-    found, at = list[memoryview](), 0
+    found = list[memoryview]()
+    at = 0
     for one in tensors:
         if gap := -at % ALIGN:
             found.append(_GAP[:gap])
