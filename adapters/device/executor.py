@@ -222,12 +222,12 @@ class DeviceExecutor:
             if proposer is not None:
                 proposer.catch_up(source)
             state.context = clip_spans(origin.context, keep)
-        self.row_watch.opening(effect, origin)
+        self.row_watch.check_source_rows(effect, origin)
         if effect.pages:
             self._shard.rows.seat(slot, source, keep, effect.pages)
         elif keep and source != slot:
             self._shard.rows.copy(source, slot, keep)
-        self.row_watch.opened(effect)
+        self.row_watch.check_opened_rows(effect)
         if self._shard.states.specs:
             self._checkpoints.restore_state(origin, effect)
             state.valid = effect.state
@@ -246,7 +246,7 @@ class DeviceExecutor:
         """Carry out a launch. An exception makes the slots of its requests refuse all work until they are opened."""
         try:
             self._dispatch(asks, steps)
-            self.row_watch.behind(self._slots, asks)
+            self.row_watch.learn_new_rows(self._slots, asks)
         except BaseException as error:
             self._slots.break_requests(steps.members, error)
             raise
@@ -266,7 +266,7 @@ class DeviceExecutor:
                 raise ValueError(f"request {request} is in a launch twice")
         self.decoding.add_pages(decode_steps)
         # Behind that: pages that one slot is given may be what another one has lost.
-        self.row_watch.before(self._slots, asks)
+        self.row_watch.check_launch(self._slots, asks)
         if decode_steps:
             if not rest:
                 self.decoding.run(decode_steps, steps)

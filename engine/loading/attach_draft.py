@@ -53,7 +53,7 @@ def add_draft(
     buckets = beside.shard.spec.buckets
     if isinstance(draft, RemoteDraft):
         drafting: DraftProposer[Any] = RemoteDrafting(draft, buckets)
-        draft.told(lambda is_there: events.report(DraftProcessChanged(is_there)))
+        draft.set_presence_listener(lambda is_there: events.report(DraftProcessChanged(is_there)))
     else:
         drafting = Drafting(draft, buckets, options.speculation.ddtree_budget)
     return drafting

@@ -22,7 +22,7 @@ from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import ProductPlan
 from adapters.models.kernels.row_format import row_dtype
 from adapters.models.numerics.probe import ProbeShape, probe, probe_key
-from adapters.models.numerics.probe_result import Numerics, joined
+from adapters.models.numerics.probe_result import Numerics, join_numerics
 from adapters.models.open_checkpoint import Checkpoint
 from adapters.remote.client.peer import Peer
 from adapters.remote.protocol.messages import Facts, Offer, Prove
@@ -248,7 +248,7 @@ def prove(
         else None
         for one in plan
     )
-    whole = joined([(one.layers, numerics) for one, numerics in zip(plan, proven, strict=True)])
+    whole = join_numerics([(one.layers, numerics) for one, numerics in zip(plan, proven, strict=True)])
     return evolve(whole, plan=found[plan[-1].device][0].plan), own
 
 

@@ -34,7 +34,7 @@ from adapters.models.drafts.mtp.projection import LastHidden
 from adapters.models.drafts.mtp.weights import head_products
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import Products, Weight
-from adapters.models.numerics.probe_result import Numerics, kept_under, plan_from_json, plan_to_json
+from adapters.models.numerics.probe_result import Numerics, build_proof_key, plan_from_json, plan_to_json
 from adapters.models.open_checkpoint import Checkpoint
 from adapters.remote.client.peer import Peer
 from adapters.remote.client.remote_draft import RemoteDraft
@@ -153,7 +153,7 @@ def build_draft_kernels(found: FoundDraft, config: ModelConfig, beside: DraftNei
         return kernels.copy_for_shard()
     target = config.products(plan.steps, capacity=spec.capacity, dtype=spec.dtype, threads=plan.threads[1])
     listed = found.products(evolve(target, threads=plan.threads), capacity=spec.capacity, vocab=config.vocab_size)
-    key = kept_under(listed, kernels, spec.device, (str(spec.dtype), plan))
+    key = build_proof_key(listed, kernels, spec.device, (str(spec.dtype), plan))
     proven = beside.kept.load_or_make(key, lambda: kernels.prove(listed, plan).plan, plan_to_json, plan_from_json)
     return kernels.with_plan(evolve(proven, steps=()) if fast and proven is not None else proven)
 
@@ -209,7 +209,7 @@ def build_own_kernels(
         own = found.products(target, capacity=capacity, vocab=config.vocab_size)
         head = Weight(config.vocab_size, config.hidden_size, most=HEAD_ROWS)
         listed = evolve(own, weights=(*own.weights, head))
-        key = kept_under(listed, kernels, placement.device, (str(dtype), "apart"))
+        key = build_proof_key(listed, kernels, placement.device, (str(dtype), "apart"))
         proven = kept.load_or_make(key, lambda: kernels.prove(listed).plan, plan_to_json, plan_from_json)
         return kernels.with_plan(evolve(proven, steps=()) if fast and proven is not None else proven)
 

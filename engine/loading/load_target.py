@@ -224,7 +224,7 @@ def load_on_lane(
         raise
     for peer in apart.shards:
         if peer is not None:
-            peer.lost_to(target.executor.lose_all_slots)
+            peer.set_loss_listener(target.executor.lose_all_slots)
     return target
 
 

@@ -64,7 +64,7 @@ def connect_peers(options: Options, folder: Path, checkpoint: Checkpoint) -> Rem
     drafted = choose_draft_name(options.speculation.draft, options.model.model) != "none"
     where = options.speculation.remote_location if drafted else None
     lender = (
-        Lender.opened()
+        Lender.open()
         if any(one is not None and one.is_launched for one in (*options.placement.locations, where))
         else None
     )

@@ -196,7 +196,7 @@ def build_joiner(memory: tuple[int, ...]) -> Callable[[tuple[int, int]], Shared 
 
     def join(sizes: tuple[int, int]) -> Shared | None:
         try:
-            into, out = (shared_memory.joined(one, size) for one, size in zip(memory[:2], sizes, strict=True))
+            into, out = (shared_memory.join_memory(one, size) for one, size in zip(memory[:2], sizes, strict=True))
             borrower = Borrower(memory[2]) if len(memory) > 2 else None
         except (OSError, ValueError) as error:
             log.warning("no memory is shared with the server: %s", error)

@@ -164,7 +164,7 @@ class WholeSlotsAgainstADictionary(RuleBasedStateMachine):
     def copy(self, source: int, heir: int, stop: int) -> None:
         if source == heir:
             return
-        self.cache.copy(source, heir, 0, stop)
+        self.cache.copy(source, heir, stop)
         kept = {row: value for row, value in self.rows[heir].items() if row >= stop}
         self.rows[heir] = kept | {row: value for row, value in self.rows[source].items() if row < stop}
 

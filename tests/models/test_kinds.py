@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from adapters import demo
@@ -144,8 +144,8 @@ def test_graphs_that_a_start_records_have_all_layers(
     shard = checkpoint.family.build(checkpoint.config, checkpoint, kernels, ShardPlacement(**how))
     for bucket in shard.spec.buckets:
         shard._at(bucket).logits_of(shard.spec.vocab_size)  # noqa: SLF001 - before it says that it is on a GPU
-    monkeypatch.setattr(shard, "_device", gpu)
-    target: Any = SimpleNamespace(devices=(), buckets=shard.spec.buckets, forward=shard.forward, logits=shard.logits)
+    monkeypatch.setattr(shard, "spec", evolve(shard.spec, device=gpu, runs_ahead=checkpoint.config.experts is None))
+    target: Any = SimpleNamespace(devices=(), spec=shard.spec, forward=shard.forward, logits=shard.logits)
     with torch.inference_mode():
         run_all_shapes(target, None, 32, 2)
     graphs = {key: graph.layers for key, (graph, _) in cache._graphs.items()}  # noqa: SLF001

@@ -15,7 +15,7 @@ from adapters.models.families.qwen3 import FAMILY, Qwen3Config
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.product_list import Weight, list_spans, span_of
 from adapters.models.numerics.probe import ProbeShape, boundaries, probe, probe_key
-from adapters.models.numerics.probe_result import Numerics, machine
+from adapters.models.numerics.probe_result import Numerics, describe_machine
 from adapters.models.numerics.synthetic import laid_out
 
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -232,9 +232,9 @@ def test_what_a_user_sets_for_the_libraries_is_part_of_the_class(monkeypatch):
     classes = set()
     for cap in ("AVX2", "AVX512_CORE"):
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", cap)
-        classes.add(machine(CpuKernels(torch.float32), CPU))
+        classes.add(describe_machine(CpuKernels(torch.float32), CPU))
     monkeypatch.setenv("MKL_ENABLE_INSTRUCTIONS", "AVX2")
-    classes.add(machine(CpuKernels(torch.float32), CPU))
+    classes.add(describe_machine(CpuKernels(torch.float32), CPU))
     assert len(classes) == 3
 
 

@@ -114,13 +114,15 @@ class Threads:
         self.opened += 1
         ours, theirs = socket.socketpair()
         if self.sharing:
-            self._memory = tuple(one for one in (shared_memory.made(), shared_memory.made()) if one is not None)
+            self._memory = tuple(
+                one for one in (shared_memory.make_memory(), shared_memory.make_memory()) if one is not None
+            )
         memory = self._memory
 
         def join(sizes: tuple[int, int]) -> Shared | None:
             if len(memory) != 2:
                 return None
-            into, out = (shared_memory.joined(one, size) for one, size in zip(memory, sizes, strict=True))
+            into, out = (shared_memory.join_memory(one, size) for one, size in zip(memory, sizes, strict=True))
             return Shared(out, into, borrower=self.lender and Borrower(self.lender.descriptor))
 
         end = self.meddle(Channel(theirs))
@@ -133,7 +135,7 @@ class Threads:
     def share(self, sizes: tuple[int, int]) -> Shared | None:
         if len(self._memory) != 2 or not all(sizes):
             return None
-        out, into = (shared_memory.grown(one, size) for one, size in zip(self._memory, sizes, strict=True))
+        out, into = (shared_memory.grow_memory(one, size) for one, size in zip(self._memory, sizes, strict=True))
         return Shared(out, into, self.lender)
 
     def kill(self) -> None:

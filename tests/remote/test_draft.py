@@ -69,7 +69,7 @@ class Elsewhere:
         )
         self.draft = made(peer_of(self.dial, DRAFT_DEADLINES))
         self.draft.peer.pause_s = 0
-        self.draft.told(self.told)
+        self.draft.set_presence_listener(self.told)
         self.drafting = RemoteDrafting(self.draft, BUCKETS)
 
     def told(self, there: bool) -> None:

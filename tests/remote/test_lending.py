@@ -18,7 +18,7 @@ from adapters.remote.client.remote_shard import RemoteShard
 from adapters.remote.protocol.channel import Channel
 from adapters.remote.protocol.lent_memory import Borrower, Lender
 from adapters.remote.protocol.messages import MOST_RUNS, ImportRows, ImportRuns, Lent, Nothing, Op, Unacceptable
-from adapters.remote.protocol.payload_tensors import described
+from adapters.remote.protocol.payload_tensors import describe_tensors
 from adapters.remote.protocol.peer_expectation import Deadlines
 from effects.ports import RowsLost
 from tests.models.checkpoints import same_bits
@@ -55,7 +55,7 @@ class Lending:
 
 @pytest.fixture
 def lending() -> Iterator[Lending]:
-    lender, ends = Lender.opened(), list[Weighed]()
+    lender, ends = Lender.open(), list[Weighed]()
     assert lender is not None
 
     def weighed(channel: Channel) -> Channel:
@@ -158,7 +158,7 @@ def test_memory_that_is_lent_is_kept_until_what_is_in_it_has_been_put(
     lending: Lending, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     far, rows, told = lending.far, lending.far.rows.export(0, 0, 64), list[str]()
-    far.peer.lost_to(told.append)
+    far.peer.set_loss_listener(told.append)
     runs = [(64 * n, whole(rows, lending.lender.take(1 << 20), 0, 64)) for n in range(3)]
     monkeypatch.setattr(pending_answers, "MOST_LENT", 2 * runs[0][1].nbytes)
 
@@ -191,13 +191,13 @@ def test_a_run_that_is_lent_and_refused_is_a_loss(lending: Lending) -> None:
     """Nobody can say how much of the others is there."""
     far, rows = lending.far, lending.far.rows.export(0, 0, 64)
     there, told = whole(rows, lending.lender.take(1 << 20), 0, 64), list[str]()
-    far.peer.lost_to(told.append)
+    far.peer.set_loss_listener(told.append)
     far.rows.import_runs(1, [(far.spec.capacity, there), (0, there)], ())
     with pytest.raises(RowsLost, match="import_runs: rows"):
         step(far, (0, 64, 1), kept=[1])
     assert len(told) == 1
     assert "import_runs: rows" in told[0]
-    far.peer.heard()  # nothing that was posted is left
+    far.peer.read_posted_answers()  # nothing that was posted is left
     chunk(far, 0, 0, 64)
     assert all(same_bits(one, rows[name]) for name, one in far.rows.export(0, 0, 64).items())
     assert far.peer.restarts == 0, "the process is the same"
@@ -205,7 +205,7 @@ def test_a_run_that_is_lent_and_refused_is_a_loss(lending: Lending) -> None:
 
 def test_a_run_that_is_never_put_meets_the_deadline_of_what_is_asked_next(lending: Lending) -> None:
     far, rows, told = lending.far, lending.far.rows.export(0, 0, 64), list[str]()
-    far.peer.lost_to(told.append)
+    far.peer.set_loss_listener(told.append)
     lending.end.gate.clear()
     far.rows.import_runs(1, [(0, whole(rows, lending.lender.take(1 << 20), 0, 64))], ())
     far.peer.deadlines = Deadlines(step=0.05)
@@ -231,11 +231,11 @@ def test_a_shard_is_closed_while_it_puts_what_nobody_has_waited_for(lending: Len
 
 @pytest.mark.parametrize(("when", "behind"), [("asked", 0), ("answering", 0), ("asked", 2), ("answering", 2)])
 def test_a_death_among_runs_is_told_and_they_can_be_put_anew(when: str, behind: int) -> None:
-    lender, fates, told = Lender.opened(), Fates(), list[str]()
+    lender, fates, told = Lender.open(), Fates(), list[str]()
     assert lender is not None
     dial = Threads(RandomModel(HYBRID), meddle=lambda one: Mortal(one.socket, doom=fates.doom), lender=lender)
     far = remote(dial, range(HYBRID.num_layers))
-    far.peer.lost_to(told.append)
+    far.peer.set_loss_listener(told.append)
     chunk(far, 0, 0, 64)
     rows = far.rows.export(0, 0, 64)
     runs = [(64 * n, whole(rows, lender.take(1 << 20), 0, 64)) for n in range(4)]
@@ -291,7 +291,7 @@ ODD = [
 
 @pytest.mark.parametrize(("changed", "said"), ODD)
 def test_what_is_not_lent_is_not_read(changed: dict, said: str) -> None:
-    lender = Lender.opened()
+    lender = Lender.open()
     assert lender is not None
     memory, borrower = lender.take(8192), Borrower(lender.descriptor)
     memory.view(torch.float32).copy_(torch.arange(2048))
@@ -305,10 +305,10 @@ def test_what_is_not_lent_is_not_read(changed: dict, said: str) -> None:
 
 def test_nothing_is_borrowed_from_who_lends_nothing_nor_given_twice(lending: Lending) -> None:
     far, rows = lending.far, lending.far.rows.export(0, 0, 64)
-    lent = lending.lender.lent(laid(rows, lending.lender.take(1 << 20), 0, 64))
+    lent = lending.lender.locate(laid(rows, lending.lender.take(1 << 20), 0, 64))
     sent = list(rows.values())
     with pytest.raises(ValueError, match="given twice"):
-        far.peer.ask(Op.IMPORT_ROWS, ImportRows(1, 0, described(rows), lent), Nothing, sent)
+        far.peer.ask(Op.IMPORT_ROWS, ImportRows(1, 0, describe_tensors(rows), lent), Nothing, sent)
     dial = Threads(RandomModel(HYBRID))
     alone = remote(dial, range(HYBRID.num_layers))
     with pytest.raises(ValueError, match="nothing is lent here"):

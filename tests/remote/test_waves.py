@@ -180,7 +180,7 @@ async def test_a_shard_that_dies_meanwhile_is_a_loss() -> None:
     shard = far("dense", "two")
     executor = executor_of(shard)
     (_, remote) = shard.parts
-    remote.peer.lost_to(executor.lose_all_slots)  # type: ignore[attr-defined]
+    remote.peer.set_loss_listener(executor.lose_all_slots)  # type: ignore[attr-defined]
     remote.peer.pause_s = 0  # type: ignore[attr-defined]
     remote.peer.dial.kill()  # type: ignore[attr-defined]
     with pytest.raises(RowsLost):

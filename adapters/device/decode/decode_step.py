@@ -129,9 +129,9 @@ class DecodeRunner:
 
     def _run_step(self, asks: Sequence[EffectRequest], batch: RunningBatch) -> Sequence[EffectRequest]:
         """Take one step, report its outcomes, and return the asks of the next one, those that join included."""
-        self.row_watch.before(self.slots, asks)
+        self.row_watch.check_launch(self.slots, asks)
         outcomes = self.step(asks)
-        self.row_watch.behind(self.slots, asks)
+        self.row_watch.learn_new_rows(self.slots, asks)
         following = list(map(self._next_ask, asks, outcomes))
         if batch.should_stop() or (self.proposer is not None and None in following):
             following = [None] * len(asks)

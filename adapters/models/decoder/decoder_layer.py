@@ -228,12 +228,12 @@ def load_layer(read: WeightReader, kernels: Kernels, shape: LayerShape, prefix: 
     return DecoderLayer(frame, prep, width)
 
 
-def projected(kernels: Kernels, frame: Frame, residual: Tensor, delta: Tensor | None) -> Tensor:
+def project_inputs(kernels: Kernels, frame: Frame, residual: Tensor, delta: Tensor | None) -> Tensor:
     """Up to where rows mix: residual += delta, and what is projected of it. delta: what the layer before returned."""
     return kernels.linear(kernels.add_norm(residual, delta, frame.input_norm, frame.eps), frame.projection)
 
 
-def gated(kernels: Kernels, layer: DecoderLayer, attended: Tensor, own: Tensor) -> Tensor:
+def gate_attention(kernels: Kernels, layer: DecoderLayer, attended: Tensor, own: Tensor) -> Tensor:
     """What was attended, times the sigmoid of the gate in what was projected, if there is one."""
     if own.shape[1] == layer.width:
         return attended
@@ -241,7 +241,7 @@ def gated(kernels: Kernels, layer: DecoderLayer, attended: Tensor, own: Tensor) 
     return kernels.delta.apply_gate(attended, own[:, layer.width :])
 
 
-def finished(kernels: Kernels, frame: Frame, residual: Tensor, mixed: Tensor, batch: Batch) -> Tensor:
+def finish_layer(kernels: Kernels, frame: Frame, residual: Tensor, mixed: Tensor, batch: Batch) -> Tensor:
     """From there on; what is returned is still to be added to the residual stream."""
     x = kernels.add_norm(residual, kernels.linear(mixed, frame.out), frame.post_norm, frame.eps)
     return fed(kernels, frame.feed, x, batch)

@@ -10,11 +10,18 @@ import torch
 from torch import Tensor
 
 from adapters.checkpoint.weight_source import WeightSource
-from adapters.models.decoder.decoder_layer import DecoderLayer, WeightReader, finished, gated, load_layer, projected
+from adapters.models.decoder.decoder_layer import (
+    DecoderLayer,
+    WeightReader,
+    finish_layer,
+    gate_attention,
+    load_layer,
+    project_inputs,
+)
 from adapters.models.decoder.dense_config import DenseConfig, check_arguments, check_step
 from adapters.models.decoder.host_experts import HostExperts
 from adapters.models.decoder.kv_cache import KvCache, PagedKvCache
-from adapters.models.decoder.layer_buffers import Buffers, together
+from adapters.models.decoder.layer_buffers import Buffers, fuse_layers
 from adapters.models.decoder.pipelined_chunks import inference
 from adapters.models.decoder.recurrent_cache import RecurrentCache
 from adapters.models.decoder.recurrent_layer import DeltaLayer, load_delta_layer
@@ -219,21 +226,21 @@ class DenseShard:
         residual = buffers.hidden
         layer = self._decoder[number - self.spec.layers.start]
         place = self._places[number]
-        own = projected(kernels, layer.frame, residual, delta)
+        own = project_inputs(kernels, layer.frame, residual, delta)
         if (before := buffers.forward.aux_hidden_states.get(number - 1)) is not None:
             before.copy_(residual)
         if isinstance(layer, DeltaLayer):
             assert kernels.delta is not None
             mixed = layer.mix(kernels.delta, own, self.states.layers[place], batch)
         elif tree is not None:
-            mixed = gated(kernels, layer, tree.attend(place, own[:, : layer.width], layer.prep), own)
+            mixed = gate_attention(kernels, layer, tree.attend(place, own[:, : layer.width], layer.prep), own)
         else:
             k_cache, v_cache = self.rows.layers[place]
             q = kernels.rotate_store(own[:, : layer.width], layer.prep, self._rope, batch, k_cache, v_cache)
             if stops:
                 return None
-            mixed = gated(kernels, layer, kernels.attend(q, k_cache, v_cache, batch), own)
-        return None if stops else finished(kernels, layer.frame, residual, mixed, batch)
+            mixed = gate_attention(kernels, layer, kernels.attend(q, k_cache, v_cache, batch), own)
+        return None if stops else finish_layer(kernels, layer.frame, residual, mixed, batch)
 
     def _at(self, bucket: int) -> Buffers:
         if bucket not in self._buffers:
@@ -245,7 +252,7 @@ class DenseShard:
                 aux_hidden_states[self.spec.layers.stop - 1] = hidden  # as the last layer leaves it
             batch = StateBatch(bucket, self.spec.device, pages=self.rows.table)
             forward = Forward(hidden, aux_hidden_states)
-            fused_layers = together(self._kernels, self._attending(), self._rope, forward, self._embedding)
+            fused_layers = fuse_layers(self._kernels, self._attending(), self._rope, forward, self._embedding)
             self._buffers[bucket] = Buffers(batch, hidden, None, forward, fused_layers)
         return self._buffers[bucket]
 

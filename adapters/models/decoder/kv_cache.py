@@ -1,6 +1,7 @@
-"""Keys and values of some layers, for every slot: one tensor, and all that rows are asked for, by name or place.
+"""Keys and values of some layers, for every slot, in one tensor: `SlotRows` for a `DenseShard` or a draft.
 
-Either every slot has memory of its own, in one piece, or its rows are in pages of a pool, wherever a table says.
+Either every slot has memory of its own in one piece (`KvCache`), or its rows lie in pages of a pool that a table lists
+(`PagedKvCache`, on a GPU).
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ Piece: TypeAlias = tuple[int, int]  # a slot, and the number of a run of PAGE ro
 class KvCache:
     """`[layers, 2, slots, KV, rows, hd]`, zeroed, so that what is masked is always finite.
 
-    names: of the layers, as in `layers.12`. rows: of a slot, in whole tiles of the kernels; in host memory they take up
-    some once they are written. capacity: of these, the ones that can be asked for; all by default. pages: of a pool
-    that slots are given permits from, host memory only: rows take up none any more when their slot no longer has the
-    page that permits them; 0: every slot may keep all of its rows.
+    names: of the layers, as in `layers.12`.
+    rows: of a slot, in whole key tiles of the kernels. In host memory a row takes memory once it is written.
+    capacity: the rows of a slot that may be used; all by default.
+    pages: in host memory, the number of permits that slots share; 0: every slot may keep all of its rows. A permit
+        covers PAGE rows of one slot. When it goes to another slot, the memory of these rows is given back.
     """
 
     table: Tensor | None = None
@@ -66,23 +68,23 @@ class KvCache:
 
     @property
     def nbytes(self) -> int:
-        """That rows may come to take."""
+        """The most bytes that the rows can take."""
         return min(self._all.nbytes, self.pages * PAGE * self.spec.token_bytes) if self.pages else self._all.nbytes
 
     def check_span(self, slot: int, start: int, stop: int) -> None:
-        """Raises ValueError for rows that no slot has."""
+        """Raise ValueError for rows that no slot has."""
         if not 0 <= slot < self.slots:
             raise ValueError(f"slot {slot} is not in 0..{self.slots - 1}")
         if not 0 <= start < stop <= self.capacity:
             raise ValueError(f"rows {start}..{stop} are not a span within a slot's {self.capacity} rows")
 
     def view(self, slot: int, start: int, stop: int) -> Tensor:
-        """Where they are: a view `[layers, 2, KV, stop - start, hd]`."""
+        """Return the rows where they are: a view `[layers, 2, KV, stop - start, hd]`."""
         self.check_span(slot, start, stop)
         return self._all[:, :, slot, :, start:stop]
 
     def put(self, layer: int, slot: int, start: int, keys: Tensor, values: Tensor) -> None:
-        """Rows from `start` on of one layer, each `[KV, rows, hd]`."""
+        """Write rows of one layer from `start` on, each `[KV, rows, hd]`."""
         for cache, rows in zip(self.layers[layer], (keys, values), strict=True):
             cache[slot, :, start : start + rows.shape[1]] = rows
 
@@ -160,18 +162,18 @@ class KvCache:
             self.view(target, first, last).copy_(self.view(source, first, last))
 
     def spans(self, start: int, stop: int) -> Iterator[Span]:
-        """Those that `view` accepts, in order."""
+        """Yield the parts of a span that `view` accepts, in order."""
         yield start, stop
 
     def export(self, slot: int, start: int, stop: int) -> NamedTensors:
-        """By name, each `[KV, stop - start, hd]`, on the host."""
+        """Return rows by name, each `[KV, stop - start, hd]`, on the host."""
         parts = [self.view(slot, *span).flatten(0, 1) for span in self.spans(start, stop)]
         rows = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
         host = torch.empty(rows.shape, dtype=rows.dtype).copy_(rows)
         return dict(zip(self.spec.names, host, strict=True))
 
     def import_(self, slot: int, start: int, rows: NamedTensors) -> None:
-        """What `export` gave, at `start`; ValueError for a name, shape or dtype that is not ours."""
+        """Write rows that `export` returned, from `start` on. ValueError for another name, shape or dtype."""
         odd = sorted(set(self.spec.names).symmetric_difference(rows))
         if odd:
             raise ValueError(f"rows of {len(self.spec.names) // 2} layers: {odd[0]} is odd")
@@ -199,10 +201,10 @@ class KvCache:
 
 
 class PagedKvCache(KvCache):
-    """`[layers, 2, pages, KV, PAGE, hd]`, zeroed. Slots may have the same page, where their sequences begin alike.
+    """`[layers, 2, pages, KV, PAGE, hd]`, zeroed. Slots whose sequences begin alike may share pages.
 
-    table: int32 `[slots, pages of a slot]` on the device, for kernels, at an address that stays; what slots do not have
-    is some page all the same. Written on the lane, in order with what is launched there.
+    table: int32 `[slots, pages of a slot]` on the device, for kernels, at an address that stays. Entries for pages that
+        a slot does not have name some page. It is written on the lane, in order with the launches there.
     """
 
     table: Tensor
@@ -220,7 +222,7 @@ class PagedKvCache(KvCache):
         return self._all.nbytes + self.table.nbytes
 
     def view(self, slot: int, start: int, stop: int) -> Tensor:
-        """The same, of rows of one page."""
+        """Return the rows where they are. All must be in one page."""
         self.check_span(slot, start, stop)
         number, first = divmod(start, PAGE)
         if stop - start > PAGE - first:

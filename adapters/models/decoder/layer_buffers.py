@@ -41,7 +41,7 @@ class Buffers:
         return sum(one.nbytes for one in own if one is not None)
 
 
-def together(
+def fuse_layers(
     kernels: Kernels,
     layers: Mapping[int, tuple[DecoderLayer, tuple[Tensor, Tensor]]],
     rope: Rope,

@@ -169,11 +169,11 @@ def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
     if told is not None:
         return read_positive(told, "attention_factor")
 
-    def grown(by: float) -> float:
+    def grow_tables(by: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0
 
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return grown(read_positive(rope["mscale"], "mscale")) / grown(
+        return grow_tables(read_positive(rope["mscale"], "mscale")) / grow_tables(
             read_positive(rope["mscale_all_dim"], "mscale_all_dim")
         )
-    return grown(1.0)
+    return grow_tables(1.0)

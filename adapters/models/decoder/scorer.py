@@ -22,7 +22,14 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from adapters.checkpoint.weight_source import WeightSource
-from adapters.models.decoder.decoder_layer import DecoderLayer, WeightReader, finished, gated, load_layer, projected
+from adapters.models.decoder.decoder_layer import (
+    DecoderLayer,
+    WeightReader,
+    finish_layer,
+    gate_attention,
+    load_layer,
+    project_inputs,
+)
 from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.recurrent_cache import RecurrentCache
 from adapters.models.decoder.recurrent_layer import DeltaLayer, load_delta_layer
@@ -231,7 +238,7 @@ class Scoring:
     ) -> Tensor | None:
         """What is to be added to the residual stream; of the last layer nothing is wanted but its keys and queries."""
         kernels = self.scorer.kernels
-        own = projected(kernels, layer.frame, residual, None)
+        own = project_inputs(kernels, layer.frame, residual, None)
         if isinstance(layer, DeltaLayer):
             assert kernels.delta is not None
             assert self._states is not None
@@ -242,10 +249,10 @@ class Scoring:
                 return None
             k_cache, v_cache = self._kv
             q = kernels.rotate_store(own[:, : layer.width], layer.prep, self._rope, batch, k_cache, v_cache)
-            mixed = gated(kernels, layer, self._attended(q, batch, portion), own)
-        return finished(kernels, layer.frame, residual, mixed, batch)
+            mixed = gate_attention(kernels, layer, self._attend(q, batch, portion), own)
+        return finish_layer(kernels, layer.frame, residual, mixed, batch)
 
-    def _attended(self, q: Tensor, batch: StateBatch, portion: Portion) -> Tensor:
+    def _attend(self, q: Tensor, batch: StateBatch, portion: Portion) -> Tensor:
         """Rows of a band see what they attend to side by side, in a cache of its own, which is read as any is: keys are
         rotated already, each to where it stands.
         """
@@ -274,15 +281,15 @@ class Scoring:
         heads = qkv.view(len(qkv), -1, config.head_dim)
         bias = None if prep.bias is None else prep.bias.view(-1, config.head_dim)
 
-        def made(first: int, last: int, row: int, weight: Tensor | None) -> Tensor:
+        def norm_heads(first: int, last: int, row: int, weight: Tensor | None) -> Tensor:
             own = heads[row:, first:last].float()
             return normed(own if bias is None else own + bias[first:last].float(), weight, prep.eps)
 
-        self._keys[:, start:stop] = made(queries, queries + kv, 0, prep.k_norm).transpose(0, 1)
+        self._keys[:, start:stop] = norm_heads(queries, queries + kv, 0, prep.k_norm).transpose(0, 1)
         first = max(start, count - TAIL)
         if first < stop:
             place = first - (count - TAIL)
-            asking = made(0, queries, first - start, prep.q_norm).view(stop - first, kv, -1, config.head_dim)
+            asking = norm_heads(0, queries, first - start, prep.q_norm).view(stop - first, kv, -1, config.head_dim)
             self._tail[:, :, place : place + stop - first] = asking.permute(1, 2, 0, 3)
 
     def _score(self) -> None:

@@ -1,12 +1,17 @@
 """The numerics probe: proves, on this machine, that a row's bits do not depend on how it was computed.
 
-First every product that serving can ask for, shape by shape and with the threads that will serve (`kernels/proof.py`);
-what agrees, and is quickest among that, becomes the plan that the kernels keep to. Then one decoder layer of every kind
-that the family has, of the model's own shapes, with random weights, as a check that the list is whole: every bucket is
-compared with a chunk of C rows, bit for bit, hidden rows and K and V rows, wherever the rows stand in the step, alone
-and next to other slots, across the boundaries of the kernels' key tiles (where products have no plan, packed as the
-model's are); layers with a recurrent state in a manner of
-their own (`state_probe.py`). Nothing is left out for lack of time.
+Theory of operation
+-------------------
+
+1. Every product that serving can ask for is tried, shape by shape and with the threads that will serve
+   (`kernels/proof/`). Among the ways that agree bit for bit, the quickest becomes the plan of the kernels.
+2. The list of products may have gaps. So one decoder layer of each kind of the family is run with random weights, in
+   the shapes of the model. Each bucket is compared with a chunk of C rows, bit for bit: hidden rows, and rows of K and
+   V. Rows are tried wherever they can stand in a step, alone, beside other slots, and across the boundaries of the
+   kernels' key tiles.
+3. Layers with recurrent state have trials of their own (`state_probe.py`).
+
+Without a plan of products, weights are packed here as the model's are. No trial is left out for lack of time.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import Products, Proof
 from adapters.models.kernels.row_format import RowFormat
 from adapters.models.kernels.step import Segment, Step
-from adapters.models.numerics.probe_result import BLOCK_SIZE, Numerics, kept_under, machine
+from adapters.models.numerics.probe_result import BLOCK_SIZE, Numerics, build_proof_key, describe_machine
 from adapters.models.numerics.state_probe import StateBench
 from adapters.models.numerics.synthetic import RandomWeights, packed_in
 from adapters.sequence_layout import torch_dtype
@@ -78,7 +83,7 @@ def probe_key(family: Family, config: ModelConfig, kernels: Kernels, shape: Prob
     kinds = (family.model_type, tuple(config.probed()), *(() if config.experts is None else (_EXPERTS,)))
     dtypes = str(shape.dtype), str(shape.rows or shape.dtype)
     facts = (kinds, shape.chunk, shape.capacity, tuple(shape.sizes), *dtypes)
-    return kept_under(shape.list_products(config), kernels, shape.device, facts)
+    return build_proof_key(shape.list_products(config), kernels, shape.device, facts)
 
 
 def buckets_of(sizes: Sequence[int], chunk: int) -> tuple[int, ...]:
@@ -111,7 +116,9 @@ def probe(family: Family, config: ModelConfig, kernels: Kernels, shape: ProbeSha
         chunk=chunk,
         kernels=kernels.name,
         threads=threads if shape.device.type == "cpu" else 0,
-        numerics_class=f"{machine(kernels, shape.device)}, {_served(kept, proof, threads)}, {fingerprint}",
+        numerics_class=", ".join(
+            (describe_machine(kernels, shape.device), digest_served_shapes(kept, proof, threads), fingerprint)
+        ),
         seconds=time.perf_counter() - start,
         checks=sum(one.checks for one in found) + proof.checks,
         spans=sum(one.spans for one in found),
@@ -164,7 +171,7 @@ def _probe_layer(
         shard.close()
 
 
-def _served(buckets: Sequence[int], proof: Proof, threads: int) -> str:
+def digest_served_shapes(buckets: Sequence[int], proof: Proof, threads: int) -> str:
     """16 hex digits of the shapes that serve: whoever serves in others shares nothing with us."""
     plan = None if proof.plan is None else proof.plan.bit_signature()
     parts = (tuple(buckets), plan, 0 if proof.single else threads, proof.digest)

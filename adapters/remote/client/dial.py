@@ -79,7 +79,7 @@ class Launched:
     def begin(self) -> None:
         self.end()
         ours, theirs = socket.socketpair()
-        made = [shared_memory.made(), shared_memory.made()]
+        made = [shared_memory.make_memory(), shared_memory.make_memory()]
         with self._lock:
             self._memory = tuple(one for one in made if one is not None)
             seen = self._memory if self.lender is None else (*self._memory, self.lender.descriptor)
@@ -103,7 +103,7 @@ class Launched:
         if len(self._memory) != 2 or not all(sizes):
             return None
         try:
-            out, into = (shared_memory.grown(one, size) for one, size in zip(self._memory, sizes, strict=True))
+            out, into = (shared_memory.grow_memory(one, size) for one, size in zip(self._memory, sizes, strict=True))
         except OSError:
             return None
         return Shared(out, into, lender=self.lender)

@@ -39,8 +39,8 @@ from adapters.remote.protocol.draft_messages import (
     LoadDraft,
     SendAway,
 )
-from adapters.remote.protocol.messages import Nothing, Op, T, WireMessage, told
-from adapters.remote.protocol.payload_tensors import described
+from adapters.remote.protocol.messages import Nothing, Op, T, WireMessage, encode_step
+from adapters.remote.protocol.payload_tensors import describe_tensors
 from adapters.sequence_layout import RowSpec
 from effects.ports import RowsLost
 
@@ -82,7 +82,7 @@ class RemoteDraft:
         self.rows = RemoteDraftRows(self.peer, spec, self.place, self._ask, self._flush)
         self._memory = loaded.memory
         self.peer.waits = False
-        self.peer.lost_to(self._lost)
+        self.peer.set_loss_listener(self._on_lost)
 
     # --- what it is ---
 
@@ -111,7 +111,7 @@ class RemoteDraft:
     def state(self) -> Literal["loaded", "parked", "released", "lost"]:
         return self._wanted if self._there else "lost"
 
-    def told(self, told: Callable[[bool], object]) -> None:
+    def set_presence_listener(self, told: Callable[[bool], object]) -> None:
         """From now on this hears when it is gone, and when it is there again. From any thread."""
         self._told = told
 
@@ -122,7 +122,7 @@ class RemoteDraft:
         if self.state != "loaded":
             return
         features = self.projection.features(step, aux_hidden_states)[: step.rows].to("cpu", copy=True)
-        self._ahead.append((FollowedRows(told(step), tuple(tokens.tolist())), features))
+        self._ahead.append((FollowedRows(encode_step(step), tuple(tokens.tolist())), features))
         for one in step.segments:
             self._hold(one.slot, one.start, one.start + one.count)
         if len(self._ahead) == MOST_FOLLOWED or sum(len(one.tokens) for one, _ in self._ahead) >= AHEAD_ROWS:
@@ -135,7 +135,7 @@ class RemoteDraft:
         if not self._there or not (ahead or asked):
             return None
         features = {"features": torch.cat([own for _, own in ahead])} if ahead else {}
-        message = DraftRound(tuple(one for one, _ in ahead), tuple(asked), described(features))
+        message = DraftRound(tuple(one for one, _ in ahead), tuple(asked), describe_tensors(features))
         began = time.perf_counter_ns()
         try:
             done = self._ask(Op.DRAFT_ROUND, message, DraftProposed, features)
@@ -146,7 +146,7 @@ class RemoteDraft:
             raise
         except RowsLost:
             return None
-        self.peer.spent(time.perf_counter_ns() - began, done.ns)
+        self.peer.count_hop(time.perf_counter_ns() - began, done.ns)
         self._memory = done.memory or self._memory
         return [Tree(tree.tokens, tree.parents) for tree in done.trees]
 
@@ -271,7 +271,7 @@ class RemoteDraft:
 
     # --- losing it ---
 
-    def _lost(self, why: str) -> None:
+    def _on_lost(self, why: str) -> None:
         """By whoever asked it. Nobody waits for it to come back."""
         was = self._there
         self._there = False
@@ -288,7 +288,7 @@ class RemoteDraft:
         """On a thread of its own: started, loaded and where it is wanted; then it counts."""
         while not self._ended.is_set():
             try:
-                self.peer.again()
+                self.peer.reconnect()
                 with self._moving:
                     if self._wanted != "loaded":
                         self.peer.ask(Op.SEND_DRAFT_AWAY, SendAway(self._wanted == "parked"), DraftMoved)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from adapters.device.slots.slots import add_span
 from adapters.models.decoder.shard import NamedTensors
-from adapters.remote.client.crossing import asked_tensors, expected_of, given
+from adapters.remote.client.crossing import ask_tensors, describe_sent, describe_specs
 from adapters.remote.client.peer import Peer
 from adapters.remote.protocol.channel import ConnectionBroken
 from adapters.remote.protocol.messages import Exported, ImportRows, Nothing, Op, RowSpan, T, WireMessage
@@ -68,8 +68,8 @@ class RemoteDraftRows:
         with self.peer.lock:
             try:
                 message = RowSpan(slot, start, stop)
-                expected = expected_of(self.spec.tensor_specs(stop - start))
-                _, found = asked_tensors(self.peer, Op.EXPORT_ROWS, message, Exported, sent={}, expected=expected)
+                expected = describe_specs(self.spec.tensor_specs(stop - start))
+                _, found = ask_tensors(self.peer, Op.EXPORT_ROWS, message, Exported, sent={}, expected=expected)
             except ValueError as error:
                 raise RowsLost((), f"{self.place}: {error}") from error
             except RuntimeError as error:
@@ -79,6 +79,6 @@ class RemoteDraftRows:
     def import_runs(self, slot: int, runs: Sequence[tuple[int, Tensor]], _: Sequence[object]) -> None:
         self.flush()
         for start, rows in runs:
-            tensors, lent, sent = given(self.peer.lender, dict(zip(self.spec.names, rows, strict=True)))
+            tensors, lent, sent = describe_sent(self.peer.lender, dict(zip(self.spec.names, rows, strict=True)))
             self.ask(Op.IMPORT_ROWS, ImportRows(slot, start, tensors, lent), Nothing, sent)
             self.add_held_rows(slot, start, start + rows.shape[2])

@@ -11,7 +11,7 @@ from attrs import frozen
 from torch import Tensor
 
 from adapters.models.decoder.shard import NamedTensors
-from adapters.remote.client.crossing import asked_tensors, expected_of, given, import_rows, import_runs
+from adapters.remote.client.crossing import ask_tensors, describe_sent, describe_specs, import_rows, import_runs
 from adapters.remote.client.peer import Peer
 from adapters.remote.protocol.messages import (
     CopyRows,
@@ -78,7 +78,7 @@ class RemoteStates:
         return ask_for_tensors(self.peer, Op.EXPORT_STATE, OneSlot(slot), self.specs)
 
     def import_(self, slot: int, state: NamedTensors) -> None:
-        tensors, lent, sent = given(self.peer.lender, state)
+        tensors, lent, sent = describe_sent(self.peer.lender, state)
         self.peer.ask(Op.IMPORT_STATE, ImportState(slot, tensors, lent), Nothing, list(sent.values()))
 
     def keep(self, slot: int, place: int) -> None:
@@ -91,5 +91,5 @@ class RemoteStates:
 def ask_for_tensors(peer: Peer, op: Op, message: WireMessage, specs: Sequence[TensorSpec]) -> NamedTensors:
     """Ask for exactly these tensors and return copies of them, since the answer's memory is used again."""
     with peer.lock:
-        _, found = asked_tensors(peer, op, message, Exported, sent={}, expected=expected_of(specs))
+        _, found = ask_tensors(peer, op, message, Exported, sent={}, expected=describe_specs(specs))
         return {name: tensor.clone() for name, tensor in found.views().items()}

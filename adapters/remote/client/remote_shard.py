@@ -18,7 +18,7 @@ from torch import Tensor
 
 from adapters.models.decoder.shard import Kept, NamedTensors, OutputHead, ShardSpec
 from adapters.models.kernels.step import Forward, Step
-from adapters.remote.client.crossing import asked_tensors
+from adapters.remote.client.crossing import ask_tensors
 from adapters.remote.client.peer import Peer
 from adapters.remote.client.remote_rows import RemoteRows, RemoteStates
 from adapters.remote.protocol import messages
@@ -32,10 +32,10 @@ from adapters.remote.protocol.messages import (
     Op,
     Settle,
     StepSettled,
-    told,
+    encode_step,
     with_logits,
 )
-from adapters.remote.protocol.payload_tensors import TensorBytes, bytes_of, described
+from adapters.remote.protocol.payload_tensors import TensorBytes, bytes_of, describe_tensors
 from adapters.sequence_layout import torch_dtype
 from effects.ports import RowsLost
 
@@ -137,7 +137,9 @@ class RemoteShard:
         name = "hidden" if self.spec.layers.start else "tokens"
         buffers = self._at(step.bucket)
         with self.peer.lock:
-            buffers.take(self._step(Op.FORWARD, step, {name: inputs[: step.rows]}, self._expected(step, buffers)))
+            buffers.take(
+                self._step(Op.FORWARD, step, {name: inputs[: step.rows]}, self._describe_answer(step, buffers))
+            )
             buffers.fresh = self._last and with_logits(step)
         return Forward(buffers.hidden, buffers.aux_hidden_states)
 
@@ -158,7 +160,7 @@ class RemoteShard:
         if not (step.rows_only and self.states.specs):
             yield
             return
-        self.peer.post(Op.SETTLE, Settle(told(step)))
+        self.peer.post(Op.SETTLE, Settle(encode_step(step)))
         try:
             yield
         except RowsLost:
@@ -172,12 +174,12 @@ class RemoteShard:
         """One that fails is told with whatever is asked next, as a loss of all rows."""
         if len(kept) != len(step.parts):
             raise ValueError(f"{len(kept)} answers for a step of {len(step.parts)} slots")
-        self.peer.post(Op.COMMIT, Commit(told(step), tuple(kept)))
+        self.peer.post(Op.COMMIT, Commit(encode_step(step), tuple(kept)))
 
     def synchronize(self) -> None:
         """Every answer has been waited for, but for those of commits and of rows that are put where they go."""
 
-    def _expected(self, step: Step, buffers: StepBuffers) -> tuple[Described, ...]:
+    def _describe_answer(self, step: Step, buffers: StepBuffers) -> tuple[Described, ...]:
         """In the order that the daemon names them in."""
         asked = step.rows, step.rows_only
         if (known := buffers.expected.get(asked)) is not None:
@@ -194,9 +196,9 @@ class RemoteShard:
 
     def _step(self, op: Op, step: Step, given: NamedTensors, expected: tuple[Described, ...]) -> TensorBytes:
         began = time.perf_counter_ns()
-        message = messages.RunStep(told(step), described(given))
-        done, found = asked_tensors(self.peer, op, message, Forwarded, sent=given, expected=expected)
-        self.peer.spent(time.perf_counter_ns() - began, done.ns)
+        message = messages.RunStep(encode_step(step), describe_tensors(given))
+        done, found = ask_tensors(self.peer, op, message, Forwarded, sent=given, expected=expected)
+        self.peer.count_hop(time.perf_counter_ns() - began, done.ns)
         self._memory = done.memory or self._memory
         return found
 

@@ -30,10 +30,10 @@ from adapters.remote.protocol.messages import (
     Op,
     Prove,
     Unacceptable,
-    decoded,
-    encoded,
+    decode_message,
+    encode_message,
 )
-from adapters.remote.protocol.payload_tensors import TensorBytes, unpacked
+from adapters.remote.protocol.payload_tensors import TensorBytes, unpack_tensors
 from adapters.remote.protocol.scorer_messages import LoadDrafter
 
 log = logging.getLogger("rekindle.shard")
@@ -101,7 +101,7 @@ class Daemon:
         self._after = lambda: None
         try:
             answer = self._carried_out(frame)
-            said = encoded(answer.message)
+            said = encode_message(answer.message)
             tensors = list(answer.tensors.values())
         except Exception as error:  # the server is told
             if isinstance(error, ConnectionBroken):
@@ -111,7 +111,7 @@ class Daemon:
                 kind = "refused"
             if kind == "failed":
                 log.exception("an op failed")
-            said = encoded(Failure.of(kind, error))
+            said = encode_message(Failure.of(kind, error))
             flags = REPLY | FAILED
         self.channel.send(head.op, head.request, said, tensors, flags=flags, seconds=SECONDS)
         self._after()
@@ -120,7 +120,7 @@ class Daemon:
         if frame.head.op not in OPS:
             raise Unacceptable(f"there is no op {frame.head.op}")
         kind, work = OPS[op := Op(frame.head.op)]
-        asked = decoded(frame.arguments, kind)
+        asked = decode_message(frame.arguments, kind)
         given = self._given(asked, frame)
         if work is not None:
             return work(self, asked, given)
@@ -133,7 +133,7 @@ class Daemon:
 
     def _given(self, asked: Any, frame: WireFrame) -> TensorBytes | LentTensors:
         """In the payload, or where the server has them."""
-        given = unpacked(getattr(asked, "tensors", ()), frame.payload)
+        given = unpack_tensors(getattr(asked, "tensors", ()), frame.payload)
         if not (lent := getattr(asked, "lent", ())):
             return given
         shared = self.channel.shared

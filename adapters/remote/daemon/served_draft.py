@@ -39,7 +39,7 @@ from adapters.remote.protocol.messages import (
     Unacceptable,
     step_of,
 )
-from adapters.remote.protocol.payload_tensors import TensorBytes, described
+from adapters.remote.protocol.payload_tensors import TensorBytes, describe_tensors
 from adapters.sequence_layout import dtype_name
 from effects.job import Sampling
 
@@ -82,7 +82,7 @@ class ServedDraft:
         began = time.perf_counter_ns()
         told = self._told
         self._follow(asked.follow, given)
-        trees = self._proposed(asked.asked) if asked.asked else ()
+        trees = self._propose_trees(asked.asked) if asked.asked else ()
         memory = self._memory()
         took = time.perf_counter_ns() - began
         return Answering(DraftProposed(took, tuple(trees), None if memory == told else memory))
@@ -98,7 +98,7 @@ class ServedDraft:
             self.draft.take(step, tokens, features[: step.rows])
             features = features[step.rows :]
 
-    def _proposed(self, asked: Sequence[AskedProposals]) -> Iterator[ProposedTree]:
+    def _propose_trees(self, asked: Sequence[AskedProposals]) -> Iterator[ProposedTree]:
         nodes = self.nodes if self.draft.branches else 0
         said = ProposalPicker([self._following(one) for one in asked], nodes, self.draft.block)
         asks = [BlockRequest(one.slot, one.first, one.position, one.token, one.count) for one in asked]
@@ -119,7 +119,7 @@ class ServedDraft:
 
     def export_rows(self, asked: RowSpan, _: TensorBytes) -> Answering:
         found = self.draft.rows.export(asked.slot, asked.start, asked.stop)
-        return Answering(Exported(described(found)), found)
+        return Answering(Exported(describe_tensors(found)), found)
 
     def import_rows(self, asked: ImportRows, given: TensorBytes | LentTensors) -> Answering:
         self.draft.rows.import_(asked.slot, asked.start, given.views())

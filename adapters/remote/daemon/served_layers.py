@@ -41,7 +41,7 @@ from adapters.remote.protocol.messages import (
     step_of,
     with_logits,
 )
-from adapters.remote.protocol.payload_tensors import TensorBytes, bytes_of, described
+from adapters.remote.protocol.payload_tensors import TensorBytes, bytes_of, describe_tensors
 from adapters.sequence_layout import dtype_name, torch_dtype
 
 
@@ -101,21 +101,23 @@ class ServedLayers:
         if self._last and with_logits(step):
             found["logits"] = shard.logits(step, left.hidden)[: step.rows]
         shard.synchronize()
-        return self._forwarded(step, found, began)
+        return self._answer_step(step, found, began)
 
     def logits(self, asked: RunStep, given: TensorBytes) -> Answering:
         if not self._last:
             raise Unacceptable("these layers have no head")
         step = self._step(step_of(asked.step))
         began = time.perf_counter_ns()
-        return self._forwarded(step, {"logits": self.shard.logits(step, self._input(step, given))[: step.rows]}, began)
+        return self._answer_step(
+            step, {"logits": self.shard.logits(step, self._input(step, given))[: step.rows]}, began
+        )
 
-    def _forwarded(self, step: Step, found: dict[str, Tensor], began: int) -> Answering:
+    def _answer_step(self, step: Step, found: dict[str, Tensor], began: int) -> Answering:
         took = time.perf_counter_ns() - began
         shape = (step.bucket, step.rows_only, step.branches)
         changed = shape not in self._seen  # buffers are made when they are first used
         self._seen.add(shape)
-        return Answering(Forwarded(took, described(found), self._memory() if changed else None), found)
+        return Answering(Forwarded(took, describe_tensors(found), self._memory() if changed else None), found)
 
     @property
     def _last(self) -> bool:
@@ -211,7 +213,7 @@ class ServedLayers:
         return Answering(Nothing())
 
     def export_rows(self, asked: RowSpan, _: TensorBytes) -> Answering:
-        return _moved(self.shard.rows.export(asked.slot, asked.start, asked.stop))
+        return answer_exported(self.shard.rows.export(asked.slot, asked.start, asked.stop))
 
     def import_rows(self, asked: ImportRows, given: TensorBytes | LentTensors) -> Answering:
         self._slot(asked.slot)
@@ -237,7 +239,7 @@ class ServedLayers:
 
     def export_state(self, asked: OneSlot, _: TensorBytes) -> Answering:
         self._slot(asked.slot)
-        return _moved(self.shard.states.export(asked.slot))
+        return answer_exported(self.shard.states.export(asked.slot))
 
     def import_state(self, asked: ImportState, given: TensorBytes | LentTensors) -> Answering:
         self._slot(asked.slot)
@@ -257,8 +259,8 @@ class ServedLayers:
         return Answering(Nothing())
 
 
-def _moved(found: NamedTensors) -> Answering:
-    return Answering(Exported(described(found)), found)
+def answer_exported(found: NamedTensors) -> Answering:
+    return Answering(Exported(describe_tensors(found)), found)
 
 
 ServedLayers.ops = {

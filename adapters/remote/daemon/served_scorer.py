@@ -12,7 +12,7 @@ from adapters.models.decoder.scorer import TAIL, Scorer, Scoring
 from adapters.remote.daemon.answer_handlers import Answering, Ops
 from adapters.remote.protocol.draft_messages import DraftBytes, DraftMoved, SendAway
 from adapters.remote.protocol.messages import Described, Nothing, Op, Unacceptable
-from adapters.remote.protocol.payload_tensors import TensorBytes, described
+from adapters.remote.protocol.payload_tensors import TensorBytes, describe_tensors
 from adapters.remote.protocol.scorer_messages import (
     MOST_SCORINGS,
     DrafterReady,
@@ -59,7 +59,7 @@ class ServedDrafter:
             held = 0
         else:
             self._underway[asked.number] = scoring
-        return Answering(PromptAdvanced(time.perf_counter_ns() - began, held, described(found)), found)
+        return Answering(PromptAdvanced(time.perf_counter_ns() - began, held, describe_tensors(found)), found)
 
     def _begun(self, given: TensorBytes) -> Scoring:
         [tokens, *others] = given.tensors

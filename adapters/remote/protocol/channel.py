@@ -19,8 +19,8 @@ from torch import Tensor
 from adapters.remote.protocol import frames
 from adapters.remote.protocol.frames import FAILED, HEAD, REPLY, SHARED, FrameHead, Malformed
 from adapters.remote.protocol.lent_memory import Borrower, Lender
-from adapters.remote.protocol.messages import Failure, Unacceptable, decoded
-from adapters.remote.protocol.payload_tensors import flattened
+from adapters.remote.protocol.messages import Failure, Unacceptable, decode_message
+from adapters.remote.protocol.payload_tensors import flatten_tensor
 
 BULK = 1 << 16  # bytes of a payload from which on shared memory is quicker than sending it
 AHEAD = 1 << 15  # bytes of a read at least: so most frames of a decode step are one system call
@@ -93,7 +93,7 @@ class Channel:
         seconds: float | None = None,
     ) -> None:
         """Raises Broken."""
-        pieces = flattened(tensors)
+        pieces = flatten_tensor(tensors)
         size = sum(piece.nbytes for piece in pieces)
         if self.shared is not None and BULK <= size <= self.shared.out.nbytes:
             at = 0
@@ -102,7 +102,7 @@ class Channel:
                 at += piece.nbytes
             flags = flags | SHARED
             pieces = []
-        head = frames.written(FrameHead(op, flags, request, len(arguments), size), arguments, pieces)
+        head = frames.write_frame(FrameHead(op, flags, request, len(arguments), size), arguments, pieces)
         self._write([memoryview(head + arguments), *pieces], seconds)
 
     def receive(self, seconds: float, *, patient: bool = False) -> WireFrame:
@@ -177,7 +177,7 @@ class Channel:
         until = None if seconds is None else time.monotonic() + seconds
         at = 0
         while at < len(pieces):
-            sent = self._done(lambda: self.socket.sendmsg(pieces[at : at + FRAGMENTS]), until)  # noqa: B023 - called now
+            sent = self._run_until(lambda: self.socket.sendmsg(pieces[at : at + FRAGMENTS]), until)  # noqa: B023 - called now
             while sent and sent >= pieces[at].nbytes:
                 sent -= pieces[at].nbytes
                 at += 1
@@ -196,7 +196,7 @@ class Channel:
                 return
             short = into.nbytes - got < AHEAD
             place = self._ahead if short else into[got:]
-            count = self._done(lambda: self.socket.recv_into(place), until)  # noqa: B023 - called now
+            count = self._run_until(lambda: self.socket.recv_into(place), until)  # noqa: B023 - called now
             if not count:
                 error = self.broken("the other end has closed the connection")
                 raise ConnectionEnded(error.args[0]) if begins and not got else error
@@ -205,7 +205,7 @@ class Channel:
             else:
                 got += count
 
-    def _done(self, work: Callable[[], int], until: float | None) -> int:
+    def _run_until(self, work: Callable[[], int], until: float | None) -> int:
         if self.why:
             raise ConnectionBroken(self.why)
         try:
@@ -219,14 +219,14 @@ class Channel:
             raise self.broken(error.strerror or str(error)) from error
 
 
-def failed(frame: WireFrame) -> bool:
+def is_failure(frame: WireFrame) -> bool:
     return bool(frame.head.flags & FAILED)
 
 
 def failure(channel: Channel, frame: WireFrame) -> Exception:
     """What the other end failed with, as it would be raised here."""
     try:
-        said = decoded(frame.arguments, Failure)
+        said = decode_message(frame.arguments, Failure)
     except Unacceptable as error:
         return channel.broken(str(error))
     if said.kind == "refused":

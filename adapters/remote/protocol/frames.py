@@ -50,7 +50,7 @@ class FrameHead:
         return 0 if self.flags & SHARED else self.payload
 
 
-def written(head: FrameHead, arguments: bytes, payload: Iterable[memoryview] = ()) -> bytes:
+def write_frame(head: FrameHead, arguments: bytes, payload: Iterable[memoryview] = ()) -> bytes:
     """The head's bytes. payload: what follows over the connection, in order."""
     bare = HEAD.pack(MAGIC, VERSION, head.op, head.flags, head.request, head.arguments, head.payload, 0)
     return bare[:SUMMED] + checksum(bare, arguments, payload).to_bytes(4, "little")

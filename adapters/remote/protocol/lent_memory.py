@@ -33,9 +33,9 @@ class Lender:
     _lock: threading.Lock = field(factory=threading.Lock)
 
     @classmethod
-    def opened(cls) -> Lender | None:
+    def open(cls) -> Lender | None:
         """None where the system has no such memory."""
-        if (descriptor := shared_memory.made()) is None:
+        if (descriptor := shared_memory.make_memory()) is None:
             return None
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
         return cls(descriptor)
@@ -54,7 +54,7 @@ class Lender:
             self._spans.append((found.data_ptr(), found.data_ptr() + whole, begin))
         return found[:size]
 
-    def lent(self, tensors: Mapping[str, Tensor]) -> tuple[Lent, ...]:
+    def locate(self, tensors: Mapping[str, Tensor]) -> tuple[Lent, ...]:
         """Where they lie. Nothing, if one of them does not lie in here."""
         found = list[Lent]()
         for alike in rows_of(tensors):

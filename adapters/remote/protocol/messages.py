@@ -288,7 +288,7 @@ class Unacceptable(ValueError):
     """Arguments that are not what the op has, or tensors that the payload does not hold."""
 
 
-def encoded(message: WireMessage) -> bytes:
+def encode_message(message: WireMessage) -> bytes:
     """Raises Unacceptable for what no frame holds: the other end would call it malformed, and end the connection."""
     found = msgspec.json.encode(message)
     if len(found) > MOST_ARGUMENTS:
@@ -296,7 +296,7 @@ def encoded(message: WireMessage) -> bytes:
     return found
 
 
-def decoded(data: bytes, kind: type[T]) -> T:
+def decode_message(data: bytes, kind: type[T]) -> T:
     """Raises Refused."""
     try:
         return _decoder(kind)(data)
@@ -318,7 +318,7 @@ def with_logits(step: Step) -> bool:
     return not step.rows_only and step.bucket <= HEAD_ROWS
 
 
-def told(step: Step) -> Stepped:
+def encode_step(step: Step) -> Stepped:
     return Stepped(tuple((one.slot, one.start, one.count) for one in step.segments), step.bucket, step.rows_only)
 
 

@@ -17,7 +17,7 @@ from adapters.sequence_layout import dtype_name, torch_dtype
 ALIGN = 64
 
 
-def described(tensors: Mapping[str, Tensor]) -> tuple[Described, ...]:
+def describe_tensors(tensors: Mapping[str, Tensor]) -> tuple[Described, ...]:
     return tuple(Described(name, dtype_name(one.dtype), tuple(one.shape)) for name, one in tensors.items())  # type: ignore[arg-type]
 
 
@@ -42,7 +42,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(block).cast("B")
 
 
-def flattened(tensors: Iterable[Tensor]) -> list[memoryview]:
+def flatten_tensor(tensors: Iterable[Tensor]) -> list[memoryview]:
     """The payload in pieces: each tensor's bytes, and what lies between."""
     found = list[memoryview]()
     at = 0
@@ -75,7 +75,7 @@ class TensorBytes:
         return found
 
 
-def unpacked(tensors: tuple[Described, ...], payload: memoryview) -> TensorBytes:
+def unpack_tensors(tensors: tuple[Described, ...], payload: memoryview) -> TensorBytes:
     """Raises Unacceptable for a payload that does not hold exactly these."""
     begins, total = places(tensors)
     if total != payload.nbytes:

@@ -18,7 +18,7 @@ import torch
 from attrs import define
 from torch import Tensor
 
-from adapters.models.decoder.decoder_layer import WeightReader, finished, projected
+from adapters.models.decoder.decoder_layer import WeightReader, finish_layer, project_inputs
 from adapters.models.decoder.layer_buffers import whole_layer
 from adapters.models.decoder.pipelined_chunks import current, inference
 from adapters.models.decoder.shard import TargetHead
@@ -184,10 +184,10 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
             residual.copy_(torch.where(masked, loaded.mask, residual))
         delta: Tensor | None = None
         for layer, (k_cache, v_cache), mask in zip(loaded.layers, self.rows.layers, self._config.masks, strict=True):
-            qkv = projected(kernels, layer.decoder.frame, residual, delta)
+            qkv = project_inputs(kernels, layer.decoder.frame, residual, delta)
             q = kernels.rotate_store(qkv, layer.decoder.prep, self._rope, batch, k_cache, v_cache)
             attended = kernels.attend_block(q, k_cache, v_cache, batch, mask)
-            delta = finished(kernels, layer.decoder.frame, residual, attended, batch)
+            delta = finish_layer(kernels, layer.decoder.frame, residual, attended, batch)
         x = kernels.add_norm(residual, delta, loaded.norm, eps)
         buffers.logits.copy_(kernels.linear(x, self._head.packed))
 

@@ -20,7 +20,7 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from adapters.models.decoder.decoder_layer import WeightReader, finished, gated, projected
+from adapters.models.decoder.decoder_layer import WeightReader, finish_layer, gate_attention, project_inputs
 from adapters.models.decoder.pipelined_chunks import current, inference
 from adapters.models.drafts.cached_draft import AnyHead, BlockRequest, CachedDraft, Pick
 from adapters.models.drafts.draft_parts import DraftPlacement, DraftWeights
@@ -179,10 +179,10 @@ class MtpDraft(CachedDraft[LoadedHead]):
         kernels, batch, layer = self._kernels, buffers.batch, loaded.layer
         [(k_cache, v_cache)] = self.rows.layers
         x = self._joined(loaded, batch)
-        own = projected(kernels, layer.frame, x, None)
+        own = project_inputs(kernels, layer.frame, x, None)
         q = kernels.rotate_store(own[:, : layer.width], layer.prep, self._rope, batch, k_cache, v_cache)
         attended = kernels.attend_block(q, k_cache, v_cache, batch, ALONE)
-        delta = finished(kernels, layer.frame, x, gated(kernels, layer, attended, own), batch)
+        delta = finish_layer(kernels, layer.frame, x, gate_attention(kernels, layer, attended, own), batch)
         out = kernels.add_norm(x, delta, loaded.norm, self._eps)
         self._hidden.narrow(0, batch.step_rows, batch.bucket).copy_(out)
         assert buffers.logits is not None
