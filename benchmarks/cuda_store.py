@@ -38,6 +38,7 @@ from adapters.models.numerics.synthetic import RandomWeights
 from adapters.store.files.file_format import Layout
 from adapters.store.open_store import create_memory, open_store
 from adapters.store.store import Store
+from adapters.transfer.saver import AT_ONCE
 from adapters.transfer.transfer import Transfer, create_transfer
 from benchmarks.cold import forget, read_raw
 from benchmarks.report import machine, median, raw, table
@@ -159,7 +160,9 @@ class StoreBench:
         await self.compute(0, len(prompt) - 1)
         kept = (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
         started = time.perf_counter()
-        saved = await self.moving.saver.save(RequestId(self.request), SaveSnapshot(SLOT, prompt[:kept]))
+        saving = self.moving.saver.save(RequestId(self.request), SaveSnapshot(SLOT, prompt[:kept]))
+        self.moving.saver.pace_snapshot(RequestId(self.request), AT_ONCE)
+        saved = await saving
         assert isinstance(saved, SnapshotSaved), saved
         copied = time.perf_counter() - started
         await anyio.to_thread.run_sync(self.settle)

@@ -26,6 +26,7 @@ import httpx
 from attrs import frozen
 
 from adapters.remote.client.remote_shard import RemoteShard
+from adapters.transfer.saver import AT_ONCE
 from benchmarks.peer import ROOT, listening
 from benchmarks.report import machine, median, raw, table
 from benchmarks.split_serve import settled
@@ -90,7 +91,9 @@ async def kept(target: Target, prompt: Tokens, stop: int) -> None:
         (done,) = await target.executor.perform(Launch((EffectRequest(request, asked),)))
         assert isinstance(done, PrefillAdvanced), done
     assert target.transfer is not None
-    saved = await target.transfer.saver.save(request, SaveSnapshot(SLOT, prompt[:stop]))
+    saving = target.transfer.saver.save(request, SaveSnapshot(SLOT, prompt[:stop]))
+    target.transfer.saver.pace_snapshot(request, AT_ONCE)
+    saved = await saving
     assert saved == SnapshotSaved(stop, stop * target.transfer.store.layout.token_bytes), saved
 
 

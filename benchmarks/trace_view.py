@@ -18,7 +18,6 @@ import anyio
 from attrs import define, field
 
 from benchmarks.report import machine, raw, table
-from effects.ids import RequestId
 from effects.scope import Scope
 from engine.core.event_loop import Envelope
 from engine.core.trace import VERSION, Digest, Header, converter, digest, encode
@@ -28,7 +27,7 @@ from engine.tools.simulation.simulate_scope import Setup, Simulation, fit_settin
 from engine.tools.simulation.simulated_costs import Costs
 from engine.tools.simulation.simulated_process import Process
 from engine.tools.timeline.timeline_page import write_page
-from states.events import Event, ForRequest
+from states.events import Happened
 from states.settings import Settings
 from states.world import advance
 from tests import browser
@@ -44,13 +43,12 @@ class RecordedProcess(Process):
     file: IO[str] = field(kw_only=True)
     seq: int = 0
 
-    def feed(self, request: RequestId, event: Event) -> None:
-        happened = ForRequest(request, event)
+    def happen(self, happened: Happened) -> None:
         _, outs = advance(self.world, happened)
         lines = [encode(Envelope(self.seq, self.clock.now, happened)), *map(encode, outs)]
         self.file.write("\n".join(lines) + "\n")
         self.seq += 1
-        super().feed(request, event)
+        super().happen(happened)
 
 
 @define(eq=False)

@@ -88,6 +88,7 @@ IRREGULAR = {
 VERBS = {"embed", "exceed", "feed", "led", "need", "proceed", "read", "seed", "shed", "speed"}
 MOST_PARAMETERS = 8
 MOST_MEMBERS = 12  # of a shard, and of each of its parts
+EVENT_LOOPS = {"runner", "event_loop", "_event_loop", "loop"}  # names that an `EventLoop` has
 MOST_PARTICIPLES = 0.03  # of all functions
 
 
@@ -123,6 +124,40 @@ def test_few_functions_are_named_by_a_bare_participle() -> None:
     ]
     found = [name for name in names if is_participle(name)]
     assert len(found) <= MOST_PARTICIPLES * len(names), sorted(set(found))
+
+
+def test_only_the_core_looks_at_the_world_of_a_running_engine() -> None:
+    """Executors hear what they need to know in effects. A replay and a simulation have worlds of their own."""
+    looks = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in modules()
+        if path.parent != ROOT / "engine" / "core"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr == "world" and name_of(node.value) in EVENT_LOOPS
+    ]
+    assert looks == []
+
+
+def test_no_executor_sleeps_to_find_a_good_moment() -> None:
+    """The core says when, or a thread waits for something that wakes it."""
+    sleeps = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in modules()
+        if not path.is_relative_to(ROOT / "engine" / "tools")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (isinstance(node, ast.Attribute) and node.attr == "sleep" and name_of(node.value) == "time")
+        or (isinstance(node, ast.ImportFrom) and node.module == "time" and "sleep" in {one.name for one in node.names})
+    ]
+    assert sleeps == []
+
+
+def name_of(node: ast.expr) -> str:
+    """Return the last part of a dotted name."""
+    match node:
+        case ast.Name(name) | ast.Attribute(_, name):
+            return name
+        case _:
+            return ""
 
 
 def test_every_room_says_what_it_is_for() -> None:

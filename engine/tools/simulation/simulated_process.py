@@ -12,22 +12,27 @@ from effects.decode import Decoded, RunDecode
 from effects.ids import MAIN, RequestId, Tokens
 from effects.job import Job
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
+from effects.pacing import PaceMemory, PaceSnapshot, PaceSteps, TrimMemory
 from effects.pflash import CompressPrompt, KeepFrozen
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from effects.stream import CloseStream, EmitTokens, ReportProgress, StopLaunch
+from effects.timer import StartTimer
 from engine.tools.simulation.simulated_compression import count_scored, shorten_prompt
 from engine.tools.simulation.simulated_costs import Costs
 from engine.tools.simulation.simulated_store import SimulatedStore
 from engine.tools.simulation.tally import RequestTally
 from engine.tools.simulation.virtual_clock import Clock, Queue
-from states.events import Event, ForRequest, Submitted
+from states.events import Event, ForEngine, ForRequest, Happened, Submitted, TimerElapsed
 from states.request_states import Held, get_remainder
 from states.sequences import round_down_to_block
 from states.settings import Settings
 from states.world import Output, World, advance, make_world
+
+# Copies of snapshots take their place on the lane here, and no memory is pinned: there is nothing to be paced.
+PACE = (PaceSnapshot, PaceSteps, PaceMemory, TrimMemory)
 
 
 @define(eq=False)
@@ -43,11 +48,11 @@ class LiveRequest:
 
 @define(eq=False)
 class Process:
-    """Fed by `submit`; everything else follows on the clock.
+    """One process. `submit` feeds it, and everything else follows on the clock.
 
     An outcome says what really happened in the index and in the slots; only durations come from the costs. Nothing
-    fails here, nobody leaves, and there is no draft: settings must not ask for one.  frozen: keeps what messages were
-    frozen to.
+    fails here, no client leaves, and there is no draft: settings must not ask for one. frozen: keeps the text that
+    messages were frozen to.
     """
 
     settings: Settings
@@ -58,8 +63,8 @@ class Process:
     world: World = field(init=False)
     lane: Queue = field(init=False)
     live: dict[RequestId, LiveRequest] = field(factory=dict[RequestId, LiveRequest])
-    joining: list[EffectRequest] = field(factory=list[EffectRequest])  # who has a step with the next ones
-    quiet: bool = True  # since the first of them joined: as `carry_out` has it
+    joining: list[EffectRequest] = field(factory=list[EffectRequest])  # decode steps that join the next ones
+    quiet: bool = True  # since the first of them joined, as in `carry_out`
 
     def __attrs_post_init__(self) -> None:
         assert not self.settings.block
@@ -75,14 +80,22 @@ class Process:
         self.feed(request, Submitted(job))
 
     def feed(self, request: RequestId, event: Event) -> None:
-        self.world, outs = advance(self.world, ForRequest(request, event))
-        quiet = all(isinstance(out, Launch) or isinstance(out.effect, EmitTokens) for out in outs)
+        self.happen(ForRequest(request, event))
+
+    def happen(self, happened: Happened) -> None:
+        self.world, outs = advance(self.world, happened)
+        quiet = all(isinstance(out, Launch) or isinstance(out.effect, (EmitTokens, StartTimer, *PACE)) for out in outs)
         self.quiet = quiet and (self.quiet or not self.joining)
         for out in outs:
-            self.carry_out(out, quiet=quiet)
+            effect = None if isinstance(out, Launch) else out.effect
+            if isinstance(effect, StartTimer):
+                elapsed = ForEngine(TimerElapsed(effect.name, effect.number))
+                self.clock.at(self.clock.now + effect.delay_ns, partial(self.happen, elapsed))
+            elif not isinstance(effect, PACE):
+                self.carry_out(out, quiet=quiet)
 
     def carry_out(self, out: Output, *, quiet: bool) -> None:
-        """quiet: beside a launch nothing was asked for that takes time."""
+        """Carry an effect out. quiet: this event asked for a launch at most, and for nothing else that takes time."""
         match out:
             case Launch(asks, joins=True):
                 self.join(asks)
@@ -108,12 +121,12 @@ class Process:
             case EffectRequest(request, CloseStream() as closing):
                 self.close(request, closing)
             case _:
-                raise AssertionError(f"nobody asks for this in a simulation: {out}")
+                raise AssertionError(f"a simulation has no executor for this: {out}")
 
     # --- the device ---
 
     def launch(self, asks: tuple[EffectRequest, ...], *, quiet: bool) -> None:
-        """Takes its place on the lane now; what it does is done, and answered, when its time has passed."""
+        """Put the launch on the lane. Its outcomes come when its time has passed."""
         match asks[-1].effect:
             case RunPrefill() as piece if len(asks) > 1:
                 self.compute_mixed_ns(asks[:-1], asks[-1].request, piece)
@@ -134,10 +147,10 @@ class Process:
             case UnloadModel():
                 self.after(self.costs.launch, partial(self.answer, asks[0].request, ModelUnloaded()))
             case other:
-                raise AssertionError(f"nobody launches this in a simulation: {other}")
+                raise AssertionError(f"a simulation has no device for this: {other}")
 
     def join(self, asks: tuple[EffectRequest, ...]) -> None:
-        """What is on the lane has been answered for already, so they have the step after it, with whoever else has."""
+        """Let these join the decode steps. The step on the lane is answered already, so they have the one after it."""
         if not self.joining:
             self.clock.at(max(self.lane.free, self.clock.now), self.list_joined)
         self.joining += asks
@@ -151,14 +164,14 @@ class Process:
         positions = [ask.effect.position for ask in decode_steps if isinstance(ask.effect, RunDecode)]
         took = self.costs.mixed_ns(positions, piece.start, piece.stop)
 
-        def done() -> None:
+        def finish() -> None:
             self.on_decoded([ask.request for ask in decode_steps], 1, 0)
             self.on_prefilled(request, piece, 0)
 
-        self.after(took, done)
+        self.after(took, finish)
 
     def count_undisturbed_steps(self, asks: tuple[EffectRequest, ...]) -> int:
-        """How many steps these can decode before one has its whole answer, if nothing else wants the lane."""
+        """Return the steps that these can decode before an answer is complete, if nothing else wants the lane."""
         lives = [self.live[ask.request] for ask in asks]
         if self.settings.stateful or self.world.lanes[MAIN].waiting or not all(live.said for live in lives):
             return 1  # checkpoints, turns with others, and first tokens are of single steps
@@ -230,12 +243,12 @@ class Process:
         runs = self.keeping.gaps(tokens, salt)
         copied = sum(run.length for run in runs) + self.costs.state_tokens * saving.checkpoint
 
-        def done() -> None:
+        def finish() -> None:
             saved = self.keeping.keep(runs)
             saved += self.keeping.checkpoint(tokens, salt) if saving.checkpoint else 0
             self.feed(request, SnapshotSaved(len(tokens), saved))
 
-        self.after(copied * self.costs.copy, done)
+        self.after(copied * self.costs.copy, finish)
 
     # --- the store ---
 
@@ -252,16 +265,16 @@ class Process:
         asked = self.clock.now
         done = self.keeping.load(effect)
 
-        def place() -> None:
+        def copy_rows() -> None:
             state = self.compute_copy_ns if self.settings.stateful else 0
-            self.clock.at(self.lane.enter((effect.stop - effect.start) * self.costs.copy + state), placed)
+            self.clock.at(self.lane.enter((effect.stop - effect.start) * self.costs.copy + state), finish)
 
-        def placed() -> None:
+        def finish() -> None:
             self.keeping.on_restored(effect)
             size = (effect.stop - effect.start) * self.costs.token_bytes + self.costs.state_bytes
             self.feed(request, BlocksRestored(effect.start, effect.stop, size, self.clock.now - asked))
 
-        self.clock.at(done, place)
+        self.clock.at(done, copy_rows)
 
     def close(self, request: RequestId, closing: CloseStream) -> None:
         """The client has its answer. What is kept of it is decided in the same breath, so it is known here."""
