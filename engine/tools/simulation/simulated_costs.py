@@ -23,7 +23,7 @@ MOST_FILE = 1 << 16  # bytes
 class Costs:
     """Nanoseconds, unless a name says otherwise. What depends on the position p is a + b * p."""
 
-    source: str = "the demo in bf16 on two cores (docs/BENCHMARKS.md)"
+    source: str = "the demo in bf16 on two cores"
     token_bytes: int = 2560  # KV rows of one token
     state_bytes: int = 0  # a checkpoint of positional state; 0: the model has none
     prefill: int = 185_000  # one prompt token, in a chunk, at position 0
