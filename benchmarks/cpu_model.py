@@ -25,9 +25,10 @@ from transformers import AutoModelForCausalLM, StaticCache
 
 from adapters.checkpoint.config_fields import DTYPES
 from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.step import Segment, Step
-from adapters.models.numerics.probe import probe
+from adapters.models.numerics.probe import ProbeShape, probe
 from adapters.models.numerics.probe_result import Numerics
 from adapters.models.open_checkpoint import Checkpoint
 from benchmarks.arguments import benchmark_parser
@@ -143,10 +144,13 @@ def main() -> None:
     for dtype_name in options.dtypes:
         dtype, kernels = getattr(torch, dtype_name), CpuKernels(getattr(torch, dtype_name))
         how = {"device": CPU, "dtype": dtype, "chunk": options.chunk, "capacity": capacity}
-        numerics = probe(checkpoint.family, config, kernels, **how)
+        numerics = probe(checkpoint.family, config, kernels, ProbeShape(**how))
         serving = kernels.with_plan(numerics.plan)
         shard = DenseShard(
-            config, checkpoint, serving, dtype=dtype, slots=1, capacity=capacity, buckets=numerics.buckets
+            config,
+            checkpoint,
+            serving,
+            ShardPlacement(dtype=dtype, slots=1, capacity=capacity, buckets=numerics.buckets),
         )
         model = AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=dtype).eval()
         name = checkpoint.folder.name
@@ -156,7 +160,7 @@ def main() -> None:
             for length in options.prompts:
                 prompt = torch.randint(5, config.vocab_size, (length,), generator=torch.Generator().manual_seed(length))
                 theirs = Theirs(model)
-                if not shard.state_specs:
+                if not shard.states.specs:
                     theirs.cache = StaticCache(config=model.config, max_cache_len=length + options.tokens)
                 Ours(shard, numerics).prefill(prompt[:64])
                 for row in compare(Ours(shard, numerics), theirs, prompt, options.tokens, options.repeat):

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.shard import BUCKETS
+from adapters.models.decoder.shard import BUCKETS, ShardPlacement
 from adapters.models.families.qwen3 import Qwen3Config
 from adapters.models.kernels.cuda.kernels import TritonKernels
 from adapters.models.kernels.step import Segment, Step
@@ -105,7 +105,7 @@ def buckets_are_exact(shard: DenseShard, buckets: tuple[int, ...], start: int = 
             part = tokens[at : at + bucket]
             step = Step((Segment(0, start + at, len(part)),), bucket)
             hidden.append(shard.forward(step, part).hidden[: len(part)].cpu())
-        found = (torch.cat(hidden), *(part for part in shard.export_rows(0, start, start + 64).values()))
+        found = (torch.cat(hidden), *(part for part in shard.rows.export(0, start, start + 64).values()))
         first = first or found
         if not all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(first, found, strict=True)):
             return False
@@ -174,7 +174,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     torch.cuda.empty_cache()
     kernels = TritonKernels(DEVICE)
     shard = DenseShard(
-        config, weights, kernels, device=DEVICE, dtype=DTYPE, slots=1, capacity=config.max_positions, buckets=buckets
+        config,
+        weights,
+        kernels,
+        ShardPlacement(device=DEVICE, dtype=DTYPE, slots=1, capacity=config.max_positions, buckets=buckets),
     )
     tokens = torch.randint(0, VOCABULARY, (max(args.contexts),), device=DEVICE)
     for _ in range(2):

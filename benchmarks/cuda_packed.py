@@ -20,7 +20,7 @@ import torch
 
 from adapters.checkpoint.packed_matrix import StepLayout
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.shard import BUCKETS
+from adapters.models.decoder.shard import BUCKETS, ShardPlacement
 from adapters.models.families.qwen3 import Qwen3Config
 from adapters.models.kernels.cuda.kernels import TritonKernels
 from adapters.models.numerics.synthetic import RandomWeights
@@ -64,7 +64,7 @@ def measured(name: str, args: argparse.Namespace, speed: float) -> dict[str, Any
     config = config_8b(args.layers, LONG + 1024)
     weights = RandomWeights(config, 0, DEVICE, DTYPE, layouts=laid_out(config, name))
     how: dict[str, Any] = {"slots": 1, "capacity": config.max_positions, "buckets": buckets}
-    shard = DenseShard(config, weights, TritonKernels(DEVICE), device=DEVICE, dtype=DTYPE, **how)
+    shard = DenseShard(config, weights, TritonKernels(DEVICE), ShardPlacement(device=DEVICE, dtype=DTYPE, **how))
     tokens = torch.randint(0, VOCABULARY, (LONG,), device=DEVICE)
     for _ in range(2):
         prefill(shard, tokens[: 2 * args.chunk], args.chunk)

@@ -30,7 +30,7 @@ from adapters.device.executor import DeviceExecutor
 from adapters.device.executor_parts import ExecutorParts
 from adapters.device.lane.lane import DeviceLane
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.shard import BUCKETS
+from adapters.models.decoder.shard import BUCKETS, ShardPlacement
 from adapters.models.families.qwen3 import Qwen3Config
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.interface import Kernels
@@ -149,7 +149,7 @@ class StoreBench:
         return {"seconds": seconds, "front": front, "bytes": loaded, "rate": loaded / spent * 1e9 if spent else 0.0}
 
     async def rows(self, prompt: Tokens) -> torch.Tensor:
-        return await self.lane.run(lambda: self.shard.rows(SLOT, 0, len(prompt) - 1).clone())
+        return await self.lane.run(lambda: self.shard.rows.view(SLOT, 0, len(prompt) - 1).clone())
 
     async def same(self, prompt: Tokens, truth: torch.Tensor) -> bool:
         """Bit for bit, asked on the device."""
@@ -252,14 +252,16 @@ def build(given: argparse.Namespace, lane: DeviceLane, folder: Path) -> StoreBen
         config,
         weights,
         kernels_of(device, dtype),
-        device=device,
-        dtype=dtype,
-        slots=1,
-        capacity=config.max_positions,
-        buckets=buckets,
-        rows=row_dtype(given.kv_dtype, dtype),
+        ShardPlacement(
+            device=device,
+            dtype=dtype,
+            slots=1,
+            capacity=config.max_positions,
+            buckets=buckets,
+            rows=row_dtype(given.kv_dtype, dtype),
+        ),
     )
-    layout = Layout("bench", BLOCK_SIZE, shard.row_spec)
+    layout = Layout("bench", BLOCK_SIZE, shard.rows.spec)
     size = 2 * sum(given.tokens) * layout.token_bytes
     store = open_store(
         layout,

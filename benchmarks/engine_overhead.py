@@ -13,14 +13,15 @@ from typing import Any
 
 import anyio
 import torch
-from attrs import define, field
+from attrs import define, field, frozen
 from torch import Tensor
 
 from adapters.device.executor import DeviceExecutor
 from adapters.device.executor_parts import ExecutorParts
 from adapters.device.lane.lane import DeviceLane
-from adapters.models.decoder.shard import Kept, NamedTensors
+from adapters.models.decoder.shard import Kept, ShardSpec
 from adapters.models.kernels.step import Forward, Step
+from adapters.sequence_layout import RowSpec
 from benchmarks.arguments import benchmark_parser
 from benchmarks.results import Figure, Goal, publish
 from benchmarks.tables import median, print_table
@@ -32,17 +33,44 @@ from states.settings import Settings
 VOCABULARY = 4096
 
 
+SPEC = ShardSpec(
+    layers=range(1),
+    slots=8,
+    capacity=1 << 16,
+    buckets=(256,),
+    vocab_size=VOCABULARY,
+    device=torch.device("cpu"),
+    dtype=torch.float32,
+)
+
+
+class NoRows:
+    """Rows that are nowhere."""
+
+    spec = RowSpec((), 1, 1, "F32")
+    is_addressable = True
+
+    def copy(self, source: int, target: int, count: int) -> None:
+        assert source != target
+        assert count
+
+
+@frozen
+class StatelessLayers:
+    """A shard without recurrent layers."""
+
+    specs: tuple[()] = ()
+    block: int = 64
+    places: int = 0
+
+
 @define
 class NoModel:
     """A shard that computes nothing: the same hidden states and logits for everything."""
 
-    vocab_size: int = VOCABULARY
-    state_specs: tuple[()] = ()
-    slots: int = 8
-    capacity: int = 1 << 16
-    runs_ahead: bool = False
-    layers: range = range(1)
-    device: torch.device = field(factory=lambda: torch.device("cpu"))
+    spec: ShardSpec = SPEC
+    rows: NoRows = field(factory=NoRows)
+    states: StatelessLayers = StatelessLayers()
     _hidden: Tensor = field(factory=lambda: torch.zeros(256, 8))
     _logits: Tensor = field(factory=lambda: torch.randn(16, VOCABULARY))
 
@@ -55,16 +83,6 @@ class NoModel:
 
     def logits(self, step: Step, hidden: Tensor) -> Tensor:
         return self._logits[: len(hidden)]
-
-    def copy_rows(self, source: int, target: int, count: int) -> None:
-        assert source != target
-        assert count
-
-    def export_rows(self, slot: int, start: int, stop: int) -> NamedTensors:
-        return {f"layers.{slot}.k": self._hidden[: stop - start]}
-
-    def import_rows(self, slot: int, start: int, rows: NamedTensors) -> None:
-        assert rows
 
     def memory(self) -> dict[str, int]:
         return {"weights": 0}

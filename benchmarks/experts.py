@@ -16,7 +16,7 @@ import torch
 
 from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.shard import BUCKETS
+from adapters.models.decoder.shard import BUCKETS, ShardPlacement
 from adapters.models.families.qwen3 import Qwen3Config
 from adapters.models.families.qwen3_moe import Qwen3MoeConfig
 from adapters.models.kernels.cpu.kernels import CpuKernels
@@ -49,7 +49,7 @@ def made(config: DenseConfig, dtype: torch.dtype) -> DenseShard:
     weights = RandomWeights(config, scale=HIDDEN**-0.5)
     kernels = CpuKernels(dtype).with_plan(proof.plan)
     shape = {"dtype": dtype, "slots": SLOTS, "capacity": CAPACITY, "buckets": buckets}
-    return DenseShard(config, weights, kernels, **shape)
+    return DenseShard(config, weights, kernels, ShardPlacement(**shape))
 
 
 def timed(run: Callable[[], object], count: int) -> float:
@@ -60,11 +60,11 @@ def timed(run: Callable[[], object], count: int) -> float:
 
 
 def tasks(shard: DenseShard) -> dict[str, Callable[[], object]]:
-    tokens = torch.randint(0, shard.vocab_size, (ROWS,), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(0, shard.spec.vocab_size, (ROWS,), generator=torch.Generator().manual_seed(1))
     chunk = Step((Segment(0, 0, ROWS),), ROWS, rows_only=True)
     shard.forward(chunk, tokens)
     for slot in range(1, SLOTS):
-        shard.copy_rows(0, slot, ROWS)
+        shard.rows.copy(0, slot, ROWS)
     at = [0]
 
     def decoded(slots: int) -> None:

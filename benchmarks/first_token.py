@@ -45,7 +45,7 @@ def prefill(target: Target, prompt: torch.Tensor) -> float:
     shard, chunk, last = target.shard, target.settings.chunk, len(prompt) - 1
     buckets = target.numerics.buckets
     if target.settings.pages:
-        shard.seat(0, 0, 0, tuple(range(-(-len(prompt) // PAGE))))
+        shard.rows.seat(0, 0, 0, tuple(range(-(-len(prompt) // PAGE))))
     started = time.perf_counter()
     for start in range(0, last, chunk):
         part = prompt[start : min(start + chunk, last)]

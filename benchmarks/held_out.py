@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from torch.nn.functional import cross_entropy
 
 from adapters import demo
+from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.row_format import row_dtype
 from adapters.models.kernels.step import Segment, Step
@@ -59,7 +60,7 @@ def measured(name: str, runs: list[list[int]], length: int) -> PackedLoss:
     weights = checkpoint.rounded(dtype)
     how = {"device": torch.device("cpu"), "dtype": dtype, "slots": 1, "capacity": length, "buckets": (CHUNK,)}
     how["rows"] = row_dtype(kept, dtype)
-    shard = checkpoint.family.build(checkpoint.config, weights, CpuKernels(dtype), **how)
+    shard = checkpoint.family.build(checkpoint.config, weights, CpuKernels(dtype), ShardPlacement(**how))
     losses = list[torch.Tensor]()
     for run in runs:
         for start in range(0, length - 1, CHUNK):

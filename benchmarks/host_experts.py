@@ -23,6 +23,7 @@ from attrs import evolve, frozen
 
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.host_experts import HostExperts
+from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.families.qwen3_moe import Qwen3MoeConfig
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.experts_interface import ExpertsShape
@@ -76,7 +77,9 @@ def made(setting: Setting, device: torch.device, offloaded: HostExperts | None =
     config = setting.config
     weights = RandomWeights(config, device=setting.device, dtype=setting.dtype, scale=config.hidden_size**-0.5)
     shape = {"dtype": setting.dtype, "slots": 1, "capacity": setting.capacity, "buckets": (4, setting.chunk)}
-    return DenseShard(config, weights, kernels_for(setting, device), device=device, offloaded=offloaded, **shape)
+    return DenseShard(
+        config, weights, kernels_for(setting, device), ShardPlacement(device=device, **shape), offloaded=offloaded
+    )
 
 
 def drawn(setting: Setting, how: str, seed: int) -> torch.Tensor:

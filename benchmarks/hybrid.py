@@ -42,9 +42,11 @@ from adapters.device.speculation.drafting import Drafting
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.rope import Rotary
+from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.drafts.dflash.checkpoint import DraftCheckpoint, draft_tensors
 from adapters.models.drafts.dflash.config import DFlashConfig
 from adapters.models.drafts.dflash.draft import DFlashDraft
+from adapters.models.drafts.draft_parts import DraftPlacement
 from adapters.models.families.qwen3_5 import FAMILY, Qwen35Config
 from adapters.models.kernels.cuda.kernels import TritonKernels
 from adapters.models.kernels.interface import AttentionMask
@@ -297,8 +299,12 @@ def draft_of(layers: int) -> DFlashConfig:
 def pair(layers: int, packing: str, lane: DeviceLane) -> Pair:
     config, drafts = config_of(layers), draft_of(layers)
     how = {"device": DEVICE, "dtype": DTYPE, "slots": 1, "capacity": rounds_of.CAPACITY, "buckets": rounds_of.BUCKETS}
-    shard = DenseShard(config, drawn(config, packing), TritonKernels(DEVICE), aux_layers=drafts.aux_layers, **how)
-    draft = DFlashDraft(drafts, DeviceDraft(drafts), TritonKernels(DEVICE), Pipeline((shard,)).head, **how)
+    shard = DenseShard(
+        config, drawn(config, packing), TritonKernels(DEVICE), ShardPlacement(aux_layers=drafts.aux_layers, **how)
+    )
+    draft = DFlashDraft(
+        drafts, DeviceDraft(drafts), TritonKernels(DEVICE), Pipeline((shard,)).head, DraftPlacement(**how)
+    )
     executor, drafting = (
         DeviceExecutor(ExecutorParts(shard, rounds_of.BUCKETS, lane=lane)),
         Drafting(draft, rounds_of.BUCKETS),

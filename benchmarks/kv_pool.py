@@ -18,6 +18,7 @@ from adapters.device.executor_parts import ExecutorParts
 from adapters.device.lane.lane import DeviceLane
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.kernels.cuda.kernels import TritonKernels
 from adapters.models.numerics.synthetic import RandomWeights
 from benchmarks.arguments import benchmark_parser
@@ -63,7 +64,7 @@ async def served(fit: Fit, jobs: list[Job]) -> tuple[float, list[HeardSession]]:
         how: dict[str, Any] = {"device": DEVICE, "dtype": DTYPE, "buckets": BUCKETS}
         how |= {"slots": fit.slots, "capacity": fit.context, "pages": fit.pages}
         return DeviceExecutor(
-            ExecutorParts(Pipeline([DenseShard(config, weights, kernels, **how)]), BUCKETS, lane=lane)
+            ExecutorParts(Pipeline([DenseShard(config, weights, kernels, ShardPlacement(**how))]), BUCKETS, lane=lane)
         )
 
     executor = await lane.run(build)

@@ -23,6 +23,7 @@ from adapters import demo
 from adapters.checkpoint.weight_source import WeightSource
 from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.families.qwen3 import Qwen3Config
 from adapters.models.kernels.row_format import DTYPE_NAMES
 from adapters.models.kernels.step import Segment, Step
@@ -57,12 +58,12 @@ def milliseconds(device: torch.device, work: Callable[[], Any], count: int) -> f
 
 
 def step_of(shard: DenseShard, start: int, rows: int, bucket: int) -> Callable[[], torch.Tensor]:
-    step, tokens = Step((Segment(0, start, rows),), bucket), torch.arange(rows, device=shard.device)
+    step, tokens = Step((Segment(0, start, rows),), bucket), torch.arange(rows, device=shard.spec.device)
     return lambda: shard.logits(step, shard.forward(step, tokens).hidden)
 
 
 def prefilled(shard: DenseShard, tokens: torch.Tensor, start: int) -> None:
-    chunk = shard.buckets[-1]
+    chunk = shard.spec.buckets[-1]
     for at in range(start, len(tokens), chunk):
         part = tokens[at : at + chunk]
         shard.forward(Step((Segment(0, at, len(part)),), chunk, rows_only=True), part)
@@ -77,27 +78,27 @@ def differing(shard: DenseShard, tokens: torch.Tensor) -> int:
             part = tokens[at : min(at + count, stop)]
             step = Step((Segment(0, at, len(part)),), bucket)
             logits.append(shard.logits(step, shard.forward(step, part).hidden)[: len(part)].clone())
-        rows = shard.export_rows(0, stop - 64, stop)
+        rows = shard.rows.export(0, stop - 64, stop)
         seen = [torch.cat(logits).cpu(), *(one.transpose(0, 1).flatten(1) for one in rows.values())]
         found.append(torch.cat([one.contiguous().view(torch.uint8).view(64, -1) for one in seen], 1))
     return sum(int((one != found[0]).any(1).sum()) for one in found[1:])
 
 
 def measured(shard: DenseShard, tokens: torch.Tensor, contexts: list[int]) -> RowsMeasured:
-    rows: dict[str, Any] = {"bytes a token": shard.row_spec.token_bytes}
-    done, device = 0, shard.device
-    prefilled(shard, tokens[: 2 * shard.buckets[-1]], 0)
+    rows: dict[str, Any] = {"bytes a token": shard.rows.spec.token_bytes}
+    done, device = 0, shard.spec.device
+    prefilled(shard, tokens[: 2 * shard.spec.buckets[-1]], 0)
     for context in contexts:
         rows[f"prefill to {context}"] = milliseconds(
             device, lambda to=context, at=done: prefilled(shard, tokens[:to], at), 1
         )
         done = context
-        decode, verify = step_of(shard, context, 1, shard.buckets[0]), step_of(shard, context, VERIFIED, VERIFIED)
+        decode, verify = step_of(shard, context, 1, shard.spec.buckets[0]), step_of(shard, context, VERIFIED, VERIFIED)
         for name, work, count in (("decode", decode, 30), ("verify", verify, 10)):
             work()
             rows[f"{name} at {context}"] = statistics.median(milliseconds(device, work, count) for _ in range(TURNS))
     rows["differing"] = differing(shard, tokens[:done])
-    return RowsMeasured(rows, step_of(shard, done, 1, shard.buckets[0])()[:1].float().cpu())
+    return RowsMeasured(rows, step_of(shard, done, 1, shard.spec.buckets[0])()[:1].float().cpu())
 
 
 def subject(shape: str, layers: int, positions: int, device: torch.device) -> tuple[DenseConfig, WeightSource]:
@@ -134,7 +135,7 @@ def main() -> None:
     found = dict[str, RowsMeasured]()
     for name, kind in DTYPE_NAMES.items():
         how = {"device": device, "dtype": DTYPE, "slots": 1, "capacity": most + 256, "buckets": buckets}
-        shard = DenseShard(config, weights, build_kernels(device, DTYPE), rows=kind, **how)
+        shard = DenseShard(config, weights, build_kernels(device, DTYPE), ShardPlacement(rows=kind, **how))
         found[name] = measured(shard, tokens, sorted(given.contexts))
         shard.close()
     plain = found["bf16"].logits

@@ -16,12 +16,13 @@ from typing import TypeAlias
 import torch
 
 from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.cpu.native.library import explain_missing, find_library
 from adapters.models.kernels.cpu.native.products import NativeProducts
 from adapters.models.kernels.product_list import NATIVE
 from adapters.models.kernels.step import Segment, Step
-from adapters.models.numerics.probe import probe
+from adapters.models.numerics.probe import ProbeShape, probe
 from adapters.models.numerics.probe_result import Numerics
 from adapters.models.open_checkpoint import Checkpoint
 from benchmarks.arguments import benchmark_parser
@@ -71,10 +72,10 @@ Made: TypeAlias = tuple[DenseShard, Numerics]
 def made(name: str, checkpoint: Checkpoint, kernels: CpuKernels, dtype: torch.dtype) -> Made:
     """A shard of it, proven."""
     how = {"device": CPU, "dtype": dtype, "chunk": CHUNK, "capacity": CONTEXT, "layouts": checkpoint.layouts}
-    found = probe(checkpoint.family, checkpoint.config, kernels, **how)
+    found = probe(checkpoint.family, checkpoint.config, kernels, ProbeShape(**how))
     options = {"dtype": dtype, "slots": 1, "capacity": CONTEXT, "buckets": found.buckets}
     print(f"{name}: {found.mode}, probe {found.seconds:.1f} s; " + "; ".join(found.shown()["products"]))
-    return DenseShard(checkpoint.config, checkpoint, kernels.with_plan(found.plan), **options), found
+    return DenseShard(checkpoint.config, checkpoint, kernels.with_plan(found.plan), ShardPlacement(**options)), found
 
 
 def steps(shards: Mapping[str, Made], rounds: int) -> list[dict[str, object]]:

@@ -39,7 +39,7 @@ def measured(target: Target, steps: int) -> Found:
     shard.forward(Step((Segment(0, 0, start),), start, rows_only=True), torch.arange(start) % 1000)
     for at in range(start, start + steps):
         before, began = sum(peer.hop_ns for peer in peers), time.perf_counter_ns()
-        step = Step((Segment(0, at, 1),), shard.buckets[0])
+        step = Step((Segment(0, at, 1),), shard.spec.buckets[0])
         left = shard.forward(step, torch.tensor([at % 1000]))
         int(shard.logits(step, left.hidden)[0].argmax())
         shard.commit(step, [1])

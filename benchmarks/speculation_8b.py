@@ -27,11 +27,12 @@ from adapters.device.speculation.proposer import DraftRequest, Proposer
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.rope import Rotary
-from adapters.models.decoder.shard import Kept
+from adapters.models.decoder.shard import Kept, ShardPlacement
 from adapters.models.drafts.cached_draft import BlockRequest as Wanted
 from adapters.models.drafts.dflash.checkpoint import draft_tensors
 from adapters.models.drafts.dflash.config import DFlashConfig
 from adapters.models.drafts.dflash.draft import DFlashDraft
+from adapters.models.drafts.draft_parts import DraftPlacement
 from adapters.models.kernels.cuda.kernels import TritonKernels
 from adapters.models.kernels.interface import AttentionMask
 from adapters.models.kernels.step import Segment, Step
@@ -130,12 +131,17 @@ def build(lane: DeviceLane, slots: int = 1, buckets: Sequence[int] = BUCKETS, la
     config = config_8b(layers, CAPACITY)
     shape = {"device": DEVICE, "dtype": DTYPE, "slots": slots, "capacity": CAPACITY, "buckets": buckets}
     shard = DenseShard(
-        config, RandomWeights(config, 1, DEVICE, DTYPE), TritonKernels(DEVICE), aux_layers=AUX_LAYERS, **shape
+        config,
+        RandomWeights(config, 1, DEVICE, DTYPE),
+        TritonKernels(DEVICE),
+        ShardPlacement(aux_layers=AUX_LAYERS, **shape),
     )
     drafts = DFlashConfig(
         4096, 12288, 5, 32, 8, 128, Rotary(128, 1e6), (AttentionMask(),) * 5, AUX_LAYERS, BLOCK, 151669
     )
-    draft = DFlashDraft(drafts, DeviceDraft(drafts), TritonKernels(DEVICE), Pipeline((shard,)).head, **shape)
+    draft = DFlashDraft(
+        drafts, DeviceDraft(drafts), TritonKernels(DEVICE), Pipeline((shard,)).head, DraftPlacement(**shape)
+    )
     drafting = Drafting(draft, buckets)
     handlers = {LoadModel: drafting.load_back, UnloadModel: drafting.offload}
     executor = DeviceExecutor(ExecutorParts(shard, buckets, lane=lane, handlers=handlers))
@@ -188,7 +194,7 @@ def steps(pair: Pair) -> list[dict[str, Any]]:
     found, done = decoded(pair, forced, BLOCK - 1, answer)
     rows.append(row(f"forced acceptance 1, {answer} decode steps in a row", base, plain, found, done))
     # A recurrent target goes on from where it is, so it cannot be asked for the same rows again and again.
-    return rows if pair.shard.state_specs else [*rows, *pieces(pair, base)]
+    return rows if pair.shard.states.specs else [*rows, *pieces(pair, base)]
 
 
 def in_turn(pair: Pair, base: float, plain: Tokens) -> list[dict[str, Any]]:

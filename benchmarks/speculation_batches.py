@@ -33,7 +33,7 @@ from effects.ids import Tokens
 from effects.job import Job
 from effects.scope import Scope
 from effects.stream import EmitTokens
-from engine.loading.calibrate_compute import measure_rates
+from engine.loading.calibrate_compute import RateShape, measure_rates
 from engine.loading.load_draft import BATCH_ROWS, choose_proposal_widths
 from engine.loading.warm_up import warm_up
 from engine.serving.wiring import Engine, run_engine
@@ -95,7 +95,7 @@ async def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
     await lane.run(partial(warm_up, Pipeline((pair.shard,)), pair.draft, BATCH_ROWS))
     common: dict[str, Any] = {"slots": most, "max_context": CAPACITY, "chunk": BUCKETS[-1], "batch_rows": BATCH_ROWS}
     pair.executor = DeviceExecutor(evolve(pair.executor.parts, proposer=None))
-    shape: dict[str, Any] = {"chunk": BUCKETS[-1], "context": CAPACITY}
+    shape = RateShape(BUCKETS[-1], CAPACITY, choose_proposal_widths(BLOCK - 1, 0))
     plain = Settings(**common)
     known: dict[int, list[Tokens]] = {}
     for streams in given.streams:  # twice, so that the first round is like the others
@@ -112,9 +112,7 @@ async def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
             forced = ForcedEach(pair.drafting, (), given.accepted - 1)
             forced.each = beginnings(streams, known[streams])
             pair.executor = DeviceExecutor(evolve(pair.executor.parts, proposer=forced))
-            rates: Rates = await lane.run(
-                partial(measure_rates, pair.executor, pair.shard, widths=choose_proposal_widths(BLOCK - 1, 0), **shape)
-            )
+            rates: Rates = await lane.run(partial(measure_rates, pair.executor, pair.shard, shape))
             drafted = Settings(**common, block=BLOCK - 1, rates=rates)
             speed, said = await asked(pair, drafted, streams, given.tokens)
             found.setdefault((streams, "drafted"), []).append(speed)

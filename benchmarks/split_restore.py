@@ -142,7 +142,7 @@ def acknowledged(target: Target) -> None:
     """On the lane: what shards elsewhere were told to put is there."""
     for part in target.shard.parts:
         if isinstance(part, RemoteShard):
-            part.peer.heard()
+            part.peer.read_posted_answers()
 
 
 async def stepped(target: Target, request: RequestId, position: int, token: int) -> int:

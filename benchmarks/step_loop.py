@@ -28,7 +28,7 @@ from adapters.device.executor import DeviceExecutor
 from adapters.device.executor_parts import ExecutorParts
 from adapters.device.lane.lane import DeviceLane
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.shard import Shard
+from adapters.models.decoder.shard import Shard, ShardPlacement
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights
 from adapters.text.grammars.grammar import Grammars, build_json_grammar
@@ -98,11 +98,11 @@ def model_8b() -> StepLoop:
 
     config, slots, capacity = config_8b(36, 4096), 32, 2560
     shape = {"device": DEVICE, "dtype": DTYPE, "slots": slots, "capacity": capacity, "buckets": BUCKETS}
-    shard = DenseShard(config, RandomWeights(config, 1, DEVICE, DTYPE), TritonKernels(DEVICE), **shape)
+    shard = DenseShard(config, RandomWeights(config, 1, DEVICE, DTYPE), TritonKernels(DEVICE), ShardPlacement(**shape))
     lane = DeviceLane(DEVICE)
     settings = Settings(slots=slots, max_context=capacity, chunk=BUCKETS[-1], batch_rows=slots)
     executor = DeviceExecutor(ExecutorParts(shard, BUCKETS, lane=lane))
-    executor = DeviceExecutor(evolve(executor.parts, match_grammar=Grammars(widened(shard.vocab_size)).match))
+    executor = DeviceExecutor(evolve(executor.parts, match_grammar=Grammars(widened(shard.spec.vocab_size)).match))
     return StepLoop(shard, executor, settings, lane)
 
 
@@ -131,18 +131,19 @@ async def demo() -> StepLoop:
 
 
 @contextmanager
-def way(name: str) -> Iterator[None]:
+def way(subject: StepLoop, name: str) -> Iterator[None]:
     """asked: no step is taken without asking. alone: and none begins before what the last one picked was read."""
-    unwatched, runs_ahead = phases.count_unwatched_tokens, DenseShard.runs_ahead
+    unwatched = phases.count_unwatched_tokens
     if name == "asked":
         phases.count_unwatched_tokens = lambda *_: 1
+    spec = subject.shard.spec
     if name != "ahead":
-        DenseShard.runs_ahead = property(lambda _: False)  # type: ignore[assignment,method-assign]
+        subject.shard.spec = evolve(spec, runs_ahead=False)  # type: ignore[misc]
     try:
         yield
     finally:
         phases.count_unwatched_tokens = unwatched
-        DenseShard.runs_ahead = runs_ahead  # type: ignore[method-assign]
+        subject.shard.spec = spec  # type: ignore[misc]
 
 
 async def listen(running: Engine, stream: Stream, count: int, sampling: Sampling) -> None:
@@ -188,8 +189,8 @@ def figures(streams: list[Stream]) -> dict[str, float]:
 
 def kernels(subject: StepLoop, streams: int, context: int, steps: int = 24) -> float:
     """Milliseconds of a step that feeds what the last one picked, where nothing is read in between."""
-    bucket = next(one for one in subject.shard.buckets if one >= streams)
-    tokens = torch.zeros(streams, dtype=torch.int64, device=subject.shard.device)
+    bucket = next(one for one in subject.shard.spec.buckets if one >= streams)
+    tokens = torch.zeros(streams, dtype=torch.int64, device=subject.shard.spec.device)
     spent = list[float]()
     with torch.inference_mode():
         for at in range(steps + 4):
@@ -205,7 +206,7 @@ def kernels(subject: StepLoop, streams: int, context: int, steps: int = 24) -> f
 
 async def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
     subject = model_8b() if given.shape == "8b" else await demo()
-    vocabulary, rows = subject.shard.vocab_size, list[dict[str, Any]]()
+    vocabulary, rows = subject.shard.spec.vocab_size, list[dict[str, Any]]()
     for streams in given.streams:
         context = min(CONTEXTS.get(streams, CONTEXT), subject.settings.max_context - given.tokens - 8)
         step_ms = await subject.lane.run(lambda n=streams, at=context: kernels(subject, n, at))
@@ -214,7 +215,7 @@ async def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
         for sampling in given.sampling:
             answers = dict[str, list[list[int]]]()
             for number, name in enumerate(given.ways):
-                with way(name):
+                with way(subject, name):
                     if not number:
                         await decode(subject, prompts, 4, sampling)  # graphs are recorded
                     told = await decode(subject, prompts, given.tokens, sampling)

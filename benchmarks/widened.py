@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from adapters import demo
-from adapters.models.decoder.shard import Shard
+from adapters.models.decoder.shard import Shard, ShardPlacement
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.open_checkpoint import Checkpoint
@@ -111,7 +111,7 @@ def float32_shard(checkpoint: Checkpoint, length: int) -> Shard:
     how: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32, "slots": 1, "capacity": length}
     kernels = CpuKernels(torch.float32)
     return checkpoint.family.build(
-        checkpoint.config, checkpoint.rounded(torch.float32), kernels, **how, buckets=(4, CHUNK)
+        checkpoint.config, checkpoint.rounded(torch.float32), kernels, ShardPlacement(**how, buckets=(4, CHUNK))
     )
 
 

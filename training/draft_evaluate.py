@@ -24,7 +24,7 @@ from torch import Tensor
 
 from adapters.demo import FOLDER
 from adapters.device.speculation.drafting import noise_shares
-from adapters.models.kernels.noise import gumbel
+from adapters.models.kernels.functions.noise import gumbel
 from training import tasks
 from training.agents import ToolLoop
 from training.batches import PAD_ID, flatten, row_random

@@ -182,7 +182,7 @@ class DeviceExecutor:
 
         The engine hears of the lost slots before any outcome of a launch that meets them.
         """
-        lost = tuple(map(SlotId, range(self._shard.slots)))
+        lost = tuple(map(SlotId, range(self._shard.spec.slots)))
         self._slots.fail_all(lost, DeviceFailed("lost", why))
         self.events.report(SlotRowsLost(lost))
 
@@ -229,13 +229,13 @@ class DeviceExecutor:
             if proposer is not None:
                 proposer.catch_up(source)
             state.context = clip_spans(origin.context, keep)
-        self.row_watch.opening(effect, origin)
+        self.row_watch.check_source_rows(effect, origin)
         if effect.pages:
-            self._shard.seat(slot, source, keep, effect.pages)
+            self._shard.rows.seat(slot, source, keep, effect.pages)
         elif keep and source != slot:
-            self._shard.copy_rows(source, slot, keep)
-        self.row_watch.opened(effect)
-        if self._shard.state_specs:
+            self._shard.rows.copy(source, slot, keep)
+        self.row_watch.check_opened_rows(effect)
+        if self._shard.states.specs:
             self._checkpoints.restore_state(origin, effect)
             state.valid = effect.state
             state.rows_ahead = keep - effect.state
@@ -245,7 +245,7 @@ class DeviceExecutor:
 
     def _build_sampler(self, sampling: Sampling, prompt: Tokens) -> Sampler:
         matching = None if sampling.grammar is None else self.parts.match_grammar(sampling.grammar)
-        return Sampler(sampling, prompt, self._shard.vocab_size, self._lane.device, matching)
+        return Sampler(sampling, prompt, self._shard.spec.vocab_size, self._lane.device, matching)
 
     # --- carrying out a launch ---
 
@@ -253,7 +253,7 @@ class DeviceExecutor:
         """Carry out a launch. An exception makes the slots of its requests refuse all work until they are opened."""
         try:
             self._dispatch(asks, steps)
-            self.row_watch.behind(self._slots, asks)
+            self.row_watch.learn_new_rows(self._slots, asks)
         except BaseException as error:
             self._slots.break_requests(steps.members, error)
             raise
@@ -273,7 +273,7 @@ class DeviceExecutor:
                 raise ValueError(f"request {request} is in a launch twice")
         self.decoding.add_pages(decode_steps)
         # Behind that: pages that one slot is given may be what another one has lost.
-        self.row_watch.before(self._slots, asks)
+        self.row_watch.check_launch(self._slots, asks)
         if decode_steps:
             if not rest:
                 self.decoding.run(decode_steps, steps)
@@ -329,7 +329,7 @@ class DeviceExecutor:
                 if stop < effect.stop:
                     steps.put(((request, PrefillAdvanced(stop, more=True)),))
         except Exception as error:
-            if effect.stop - effect.start > self._chunk and self._shard.state_specs and is_out_of_memory(error):
+            if effect.stop - effect.start > self._chunk and self._shard.states.specs and is_out_of_memory(error):
                 return self.decoding.fail_half_settled(effect.slot, error)
             raise
         # Without waiting, the host would acknowledge rows that the device has yet to compute.

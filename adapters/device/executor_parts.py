@@ -14,7 +14,7 @@ from adapters.device.slots.checkpoints import KeepState
 from adapters.device.slots.slot_table import SlotTable
 from adapters.device.speculation.proposer import Proposer
 from adapters.models.decoder.host_experts import HostExperts
-from adapters.models.decoder.shard import Shard
+from adapters.models.decoder.pipeline import Pipeline, as_pipeline
 from effects.all import Outcome
 from effects.ids import RequestId
 
@@ -26,7 +26,7 @@ Handler: TypeAlias = Callable[[RequestId, Any], Outcome]
 class ExecutorParts:
     """Everything that a `DeviceExecutor` uses. `attrs.evolve` makes the parts of another executor on the same slots.
 
-    shard: the model; it must accept the row counts of `row_counts(buckets, fast=fast)`.
+    shard: the model, in one shard or several; it must accept the row counts of `row_counts(buckets, fast=fast)`.
     buckets: the proven row counts of forwards. The largest is the chunk of a prefill.
     lane: the thread of the device. The executor closes it, and `prompt_lane`.
     fast: small batches run at their real row count, which may change bits.
@@ -40,7 +40,7 @@ class ExecutorParts:
     events: where the executor reports what is not the outcome of an effect.
     """
 
-    shard: Shard
+    shard: Pipeline = field(converter=as_pipeline)
     buckets: Sequence[int]
     lane: DeviceLane
     fast: bool = False

@@ -29,7 +29,7 @@ from attrs import define
 from torch import Tensor
 
 from adapters.models.decoder.host_copy import copy
-from adapters.models.decoder.shard import NamedTensors
+from adapters.models.decoder.shard import NamedTensors, PositionalStates, ReadableRows
 from adapters.sequence_layout import RowSpec, TensorSpec, torch_dtype
 from adapters.transfer.strided_copy import copy_box
 from effects.ids import PAGE, Span
@@ -42,25 +42,11 @@ DeviceMarks: TypeAlias = Mapping[torch.device, torch.cuda.Event]
 NO_MARKS: DeviceMarks = {}
 
 
-class RowHolder(Protocol):
-    """A shard or a draft that has rows of slots, on any device; see `adapters.models.decoder.shard.Shard`."""
-
-    @property
-    def row_spec(self) -> RowSpec: ...
-
-    @property
-    def addressed(self) -> bool: ...
-
-    def rows(self, slot: int, start: int, stop: int) -> Tensor: ...
-
-    def export_rows(self, slot: int, start: int, stop: int) -> NamedTensors: ...
-
-
-class RemoteRowHolder(RowHolder, Protocol):
-    """A part in another process: its rows are exported and imported by name."""
+class ImportableRows(ReadableRows, Protocol):
+    """Rows in another process: they are exported and imported by name."""
 
     def import_runs(self, slot: int, runs: Sequence[tuple[int, Tensor]], keep: Sequence[object]) -> None:
-        """Send rows, each `[names, heads, rows, width]` in the order of `row_spec`, to be written from its start on.
+        """Send rows, each `[names, heads, rows, width]` in the order of `spec`, to be written from its start on.
 
         Later calls to the part find them, or raise RowsLost. keep: objects that own the memory; referred to until it
         has been read.
@@ -68,36 +54,32 @@ class RemoteRowHolder(RowHolder, Protocol):
         ...
 
 
-class TargetPart(RowHolder, Protocol):
+class TargetPart(Protocol):
     """One of the shards that a target consists of."""
 
     @property
-    def state_specs(self) -> tuple[TensorSpec, ...]: ...
+    def rows(self) -> ReadableRows: ...
 
     @property
-    def state_block(self) -> int: ...
-
-    def export_state(self, slot: int) -> NamedTensors: ...
-
-    def import_state(self, slot: int, state: NamedTensors) -> None: ...
+    def states(self) -> PositionalStates: ...
 
 
 @define(eq=False)
 class RowMover:
     """Copies the rows of one part: in a buffer its tensors begin at number `first` of those of `rows`."""
 
-    part: RowHolder
+    part: ReadableRows
     rows: RowSpec
     first: int = 0
 
     @property
     def is_addressable(self) -> bool:
         """Say whether rows can be copied on any thread, and not only through the part itself on the lane."""
-        return self.part.addressed
+        return self.part.is_addressable
 
     def send_runs(self, slot: int, runs: Sequence[BufferedRun], keep: Sequence[object]) -> None:
         """Send runs to a part in another process. keep: the objects that own their memory."""
-        cast("RemoteRowHolder", self.part).import_runs(slot, [self._view_run(*run) for run in runs], keep)
+        cast("ImportableRows", self.part).import_runs(slot, [self._view_run(*run) for run in runs], keep)
 
     def _view_run(self, span: Span, data: Tensor, begin: int) -> tuple[int, Tensor]:
         """Return the first row, and this part's share of the rows `span` of a buffer.
@@ -105,7 +87,7 @@ class RowMover:
         It is `_view_part` and slices of it in a single view, since each view takes longer than to compute the strides.
         """
         rows = self.rows
-        names = len(self.part.row_spec.names)
+        names = len(self.part.spec.names)
         start, stop = span
         of_head = data.nbytes // rows.token_bytes * rows.width
         form = (names, rows.heads, stop - start, rows.width), (rows.heads * of_head, of_head, rows.width, 1)
@@ -136,9 +118,9 @@ class RowMover:
         or RowsLost.
         """
         own = self._view_part(data)
-        if not self.part.addressed:
-            source = self.part.export_rows(slot, *span)
-            for name, view in zip(self.part.row_spec.names, own, strict=True):
+        if not self.part.is_addressable:
+            source = self.part.export(slot, *span)
+            for name, view in zip(self.part.spec.names, own, strict=True):
                 view.copy_(source[name])
             return
         places = self._view_slot(slot, span)
@@ -154,16 +136,16 @@ class RowMover:
     def _view_slot(self, slot: int, span: Span) -> list[tuple[Span, Tensor]]:
         """Return views of the slot's rows: page by page on a GPU, all at once in host memory."""
         spans = [*split_pages(*span)]
-        if self.part.rows(slot, *spans[0]).device.type != "cuda":
+        if self.part.view(slot, *spans[0]).device.type != "cuda":
             spans = [span]
-        return [(each, self.part.rows(slot, *each)) for each in spans]
+        return [(each, self.part.view(slot, *each)) for each in spans]
 
     def _view_part(self, data: Tensor) -> Tensor:
         """Return this part's share of a buffer as `[names, heads, tokens, width]`, without a copy."""
         rows = self.rows
         tokens = data.nbytes // rows.token_bytes
         whole = data.view(torch_dtype(rows.dtype)).view(len(rows.names), rows.heads, tokens, rows.width)
-        return whole[self.first : self.first + len(self.part.row_spec.names)]
+        return whole[self.first : self.first + len(self.part.spec.names)]
 
 
 def split_pages(start: int, stop: int) -> Iterator[Span]:
@@ -179,14 +161,14 @@ def view_by_layer(tensors: Tensor) -> Tensor:
     return tensors.view(-1, 2, *tensors.shape[1:])
 
 
-def create_movers(parts: Iterable[RowHolder], rows: RowSpec) -> tuple[RowMover, ...]:
+def create_movers(parts: Iterable[ReadableRows], rows: RowSpec) -> tuple[RowMover, ...]:
     """Return a mover for each part that has rows. ValueError unless together they have those of `rows`."""
-    having = [part for part in parts if part.row_spec.names]
-    names = tuple(name for part in having for name in part.row_spec.names)
+    having = [part for part in parts if part.spec.names]
+    names = tuple(name for part in having for name in part.spec.names)
     if names != rows.names:
         odd = sorted(set(names).symmetric_difference(rows.names)) or ["their order"]
         raise ValueError(f"the parts do not have the rows that are kept: {odd[0]} is odd")
-    firsts = accumulate((len(part.row_spec.names) for part in having), initial=0)
+    firsts = accumulate((len(part.spec.names) for part in having), initial=0)
     return tuple(RowMover(part, rows, first) for part, first in zip(having, firsts, strict=False))
 
 
@@ -194,25 +176,25 @@ def create_movers(parts: Iterable[RowHolder], rows: RowSpec) -> tuple[RowMover, 
 class StateMover:
     """Copies the positional state of a slot, on the lane. In a buffer the tensors of `specs` lie end to end."""
 
-    parts: Sequence[TargetPart]
+    parts: Sequence[PositionalStates]
     specs: Sequence[TensorSpec]
 
     def locate_state(self, rows: int) -> int:
         """Return where the state of a slot with so many rows stands: some parts keep it at multiples only."""
-        return rows - max((rows % part.state_block for part in self.parts if part.state_specs), default=0)
+        return rows - max((rows % part.block for part in self.parts if part.specs), default=0)
 
     def copy_in(self, slot: int, data: Tensor) -> None:
         """Write the state into the slot. Raises ValueError or RuntimeError where that fails."""
         state = view_tensors(self.specs, data)
         for part in self.parts:
-            if part.state_specs:
-                part.import_state(slot, {spec.name: state[spec.name] for spec in part.state_specs})
+            if part.specs:
+                part.import_(slot, {spec.name: state[spec.name] for spec in part.specs})
 
     def copy_out(self, slot: int, data: Tensor) -> None:
         into = view_tensors(self.specs, data)
         for part in self.parts:
-            if part.state_specs:
-                for name, tensor in part.export_state(slot).items():
+            if part.specs:
+                for name, tensor in part.export(slot).items():
                     into[name].copy_(tensor)
 
 

@@ -31,7 +31,7 @@ from adapters.store.files.seekable import Damaged
 from adapters.store.slab_memory import Buffer
 from adapters.store.store import RUNS_IN_FLIGHT, Store
 from adapters.store.tier import ReadableTier
-from adapters.transfer.copy_rows import RowHolder, RowMover, create_movers
+from adapters.transfer.copy_rows import RowMover, TargetPart, create_movers
 
 LIMIT_NS = 40_000_000  # a measurement begins no run after that; up to six that are under way are finished
 SINGLE_NS = 20_000_000  # no run is read by itself after that
@@ -54,13 +54,13 @@ class CopyMeasurement:
     """
 
     store: Store[ReadableTier]
-    target: Sequence[RowHolder]
+    target: Sequence[TargetPart]
     capacity: int
     computed_rows: int
     _movers: tuple[RowMover, ...] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._movers = create_movers(self.target, self.store.layout.rows)
+        self._movers = create_movers([part.rows for part in self.target], self.store.layout.rows)
 
     def measure_alone(self, loads: Sequence[Load]) -> int:
         """Return the time with as many loads at once as a restore has. Each load is made at most once."""

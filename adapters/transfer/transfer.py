@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from attrs import frozen
 
 from adapters.device.lane.lane import DeviceLane
+from adapters.models.decoder.shard import ReadableRows
 from adapters.store.lookup import Lookup
 from adapters.store.store import Store
 from adapters.store.tier import ReadableTier
-from adapters.transfer.copy_rows import RowHolder, StateMover, TargetPart, create_movers
+from adapters.transfer.copy_rows import StateMover, TargetPart, create_movers
 from adapters.transfer.fence import Fences, SlotFinder
 from adapters.transfer.restorer import Restorer
 from adapters.transfer.saver import Saver
@@ -40,13 +41,13 @@ def create_transfer(
     lane: DeviceLane,
     serving: SlotFinder,
     *,
-    draft: RowHolder | None = None,
+    draft: ReadableRows | None = None,
     catch_up: Callable[[int], object] = lambda _: None,
 ) -> Transfer:
     """Create all parts. target: the shards, in the order of their layers. catch_up: as in `Saver`."""
     layout = store.layout
-    rows = create_movers(target, layout.rows)
+    rows = create_movers([part.rows for part in target], layout.rows)
     drafts = () if draft is None or layout.draft is None else create_movers((draft,), layout.draft.rows)
-    state = StateMover(target, layout.state)
+    state = StateMover([part.states for part in target], layout.state)
     restorer = Restorer(store, lane, Fences(lane, serving), rows, drafts, state)
     return Transfer(store, Lookup(store), restorer, Saver(store, lane, serving, rows, drafts, state, catch_up))

@@ -20,6 +20,7 @@ from engine.core.event_loop import EventLoop
 from engine.core.prefill_log import PrefillLog
 from engine.core.request_meter import RequestMeter, stage_of
 from engine.core.status import RequestHistory, kv_pages, list_running, show_rates, slot_status
+from engine.settings.live_figures import LiveFigures
 from states import residency
 from states.events import Cancelled, ForRequest, Submitted
 
@@ -87,7 +88,7 @@ class Submissions:
     event_loop: EventLoop
     meter: RequestMeter
     facts: Mapping[str, Any]  # what never changes, for /props: numerics, model, settings
-    live: Callable[[], Mapping[str, Any]]  # returns what changes: memory, the cache
+    live: Callable[[], LiveFigures]  # returns what changes: memory, the cache
     on_closed: Callable[[Closed], None]
     find_divergence: Callable[[RequestId, Report], Divergence | None]
     history: RequestHistory = field(factory=RequestHistory)
@@ -151,11 +152,11 @@ class Submissions:
             slots_busy=sum(slot.holder is not None for slot in slots),
             queue=len(world.slots.waiting),
             queue_full=self._is_queue_full,
-            troubles=live.get("troubles", {}),
-            outages=live.get("outages", {}),
+            troubles=live.troubles,
+            outages=live.outages,
             props={
                 **self.facts,
-                **live,
+                **live.build_json(),
                 "kv_pages": kv_pages(world),
                 "rates_ns": show_rates(world.rates),
                 "runtime": {
@@ -196,16 +197,16 @@ class Submissions:
         await self.event_loop.wait_until_idle()
 
 
-def count_model_bytes(live: Mapping[str, Any]) -> Mapping[str, tuple[int, int]]:
+def count_model_bytes(live: LiveFigures) -> Mapping[str, tuple[int, int]]:
     """Return the bytes of each model's weights, on its device and in host memory, as the memory ledger counts them."""
-    models: Mapping[str, Mapping[str, int]] = live.get("memory", {}).get("models", {})
-    return {name: (places["device"], places["host"]) for name, places in models.items()}
+    models = {} if live.memory is None else live.memory.models
+    return {name: (places.device, places.host) for name, places in models.items()}
 
 
-def describe_cache_use(report: Report, live: Mapping[str, Any]) -> str:
+def describe_cache_use(report: Report, live: LiveFigures) -> str:
     """Return for the log what was kept of a request, under which policy, and what of it was restored, by shard."""
     scope = parse_scope(report.cache.scope)
-    recent = live.get("full_cache", {}).get("recent", 0)
+    recent = live.full_cache.get("recent", 0)
     window = f" window={scope.count} recent={recent}" if scope.kind == "auto" else ""
     came = f"{report.restored_tokens} of {report.prompt_tokens} prompt tokens restored ({report.tier})"
     if report.followed_tokens:
@@ -213,12 +214,12 @@ def describe_cache_use(report: Report, live: Mapping[str, Any]) -> str:
     return f"{report.cache}{window}; {came}{report.miss and ', '}{report.miss}{describe_adoption(report, live)}"
 
 
-def describe_adoption(report: Report, live: Mapping[str, Any]) -> str:
+def describe_adoption(report: Report, live: LiveFigures) -> str:
     """Return which shards took the restored rows. Each takes those of its own layers, in whichever process it is."""
-    shards = live.get("memory", {}).get("shards", ()) if report.restored_tokens else ()
+    shards = live.memory.shards if live.memory is not None and report.restored_tokens else ()
     each = [
-        f"{first}-{stop - 1}@{one['device']} {'remote' if one['remote'] else 'local'}={report.restored_tokens}"
-        for one in shards
-        for first, stop in (one["layers"],)
+        f"{shard.layers[0]}-{shard.layers[1] - 1}@{shard.device} {'remote' if shard.remote else 'local'}="
+        f"{report.restored_tokens}"
+        for shard in shards
     ]
     return f"; adopted by {', '.join(each)}" if each else ""

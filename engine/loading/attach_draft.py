@@ -8,13 +8,12 @@ from typing import Any
 from adapters.device.device_events import DeviceEventPort, DraftProcessChanged
 from adapters.device.speculation.drafting import Drafting, DraftProposer
 from adapters.device.speculation.proposer import DraftModel
-from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.kernels.interface import Kernels
 from adapters.models.open_checkpoint import Checkpoint
 from adapters.remote.client.attach_remote_draft import RemoteDrafting
 from adapters.remote.client.remote_draft import RemoteDraft
 from effects.ids import RequestId
-from engine.loading.load_draft import FoundDraft, placed_draft
+from engine.loading.load_draft import DraftNeighbours, FoundDraft, load_draft
 from engine.settings import start_progress
 from engine.settings.options import Options
 from states.residency import make_unload
@@ -38,23 +37,23 @@ def add_draft(
     found: FoundDraft | None,
     options: Options,
     checkpoint: Checkpoint,
-    shard: Pipeline,
+    beside: DraftNeighbours,
     *,
     events: DeviceEventPort,
     step: start_progress.StepListener,
-    **placing: Any,
 ) -> DraftProposer[Any] | None:
-    """Return the draft that was found, ready for an executor. placing: of `placed_draft`.
+    """Return the draft that was found, ready for an executor.
 
     events: where a draft in another process reports that this process is gone, or there again.
     """
     if found is None:
         return None
     step(start_progress.DRAFT)
-    draft = placed_draft(found, options, checkpoint, shard, **placing)
+    draft = load_draft(found, options, checkpoint, beside)
+    buckets = beside.shard.spec.buckets
     if isinstance(draft, RemoteDraft):
-        drafting: DraftProposer[Any] = RemoteDrafting(draft, shard.buckets)
-        draft.told(lambda is_there: events.report(DraftProcessChanged(is_there)))
+        drafting: DraftProposer[Any] = RemoteDrafting(draft, buckets)
+        draft.set_presence_listener(lambda is_there: events.report(DraftProcessChanged(is_there)))
     else:
-        drafting = Drafting(draft, shard.buckets, options.speculation.ddtree_budget)
+        drafting = Drafting(draft, buckets, options.speculation.ddtree_budget)
     return drafting

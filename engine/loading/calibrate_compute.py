@@ -13,7 +13,7 @@ from hashlib import blake2b
 from itertools import chain
 
 import torch
-from attrs import evolve
+from attrs import evolve, frozen
 
 from adapters.device.executor import DeviceExecutor
 from adapters.models.decoder.pipeline import Pipeline
@@ -45,6 +45,18 @@ FAR = {"cpu": 2048, "cuda": 16384}  # chunks are measured at 0 and up to here; b
 MIXED_ROWS = 64  # on a CPU, where a row takes about as long in any forward: streams wait for a quarter of a chunk
 
 
+@frozen
+class RateShape:
+    """What rates are measured for.
+
+    chunk: rows of a prefill chunk. context: rows that a slot may come to have. widths: numbers of proposals, ascending.
+    """
+
+    chunk: int
+    context: int
+    widths: Sequence[int]
+
+
 def choose_mixed_rows(devices: Set[str]) -> int:
     """Return how many prompt rows a forward may have beside decode steps. 0: none.
 
@@ -62,7 +74,7 @@ def choose_concurrent_rows(plan: Sequence[Placement], shard: Shard, buckets: Seq
     ones; without a wider bucket no prefill is that wide.
     """
     here = len(plan) == 1 and plan[0].is_local and plan[0].device.type == "cuda" and NARROW in buckets[:-1]
-    return NARROW if here and shard.runs_ahead and not drafted and not shard.state_specs else 0
+    return NARROW if here and shard.spec.runs_ahead and not drafted and not shard.states.specs else 0
 
 
 def choose_prefill_span(shard: Pipeline, *, concurrent: bool) -> int:
@@ -71,7 +83,7 @@ def choose_prefill_span(shard: Pipeline, *, concurrent: bool) -> int:
     On devices that are only launched ahead, a span is used beside decode steps or not at all: nothing would make such a
     launch give way on their lane.
     """
-    return shard.span if concurrent or not shard.ahead else 1
+    return shard.span if concurrent or not shard.launches_ahead else 1
 
 
 def load_or_measure_rates(
@@ -79,10 +91,7 @@ def load_or_measure_rates(
     key: str,
     executor: DeviceExecutor,
     shard: Shard,
-    *,
-    chunk: int,
-    context: int,
-    widths: Sequence[int],
+    shape: RateShape,
 ) -> Rates:
     """Return the rates that an earlier start kept, if they still hold, or measure them.
 
@@ -90,17 +99,18 @@ def load_or_measure_rates(
     disturbed the earlier start, and the quicker times replace the earlier ones.
     """
     before = kept.recall(key, from_json)
-    rows = min(chunk, context)
+    chunk = shape.chunk
+    rows = min(chunk, shape.context)
     for _ in range(TRIES):
         if before is None:
             break
         near = time_call(lambda: run_chunk(shard, 0, rows, chunk)) // rows
-        now = Rates((near,), decode=measure_decode(executor, shard, context, widths[:2], passes=2))
+        now = Rates((near,), decode=measure_decode(executor, shard, shape.context, shape.widths[:2], passes=2))
         if do_rates_agree(before, now):
             if (better := take_quicker_steps(before, now)) != before:
                 kept.remember(key, to_json(better))
             return better
-    found = measure_rates(executor, shard, chunk=chunk, context=context, widths=widths)
+    found = measure_rates(executor, shard, shape)
     kept.remember(key, to_json(found))
     return found
 
@@ -152,13 +162,11 @@ def from_json(text: str) -> Rates:
     )
 
 
-def measure_rates(executor: DeviceExecutor, shard: Shard, *, chunk: int, context: int, widths: Sequence[int]) -> Rates:
-    """Measure chunks and decode steps, on the lane, before any request is served.
-
-    context: the rows that a slot may come to have. widths: numbers of proposals, ascending.
-    """
+def measure_rates(executor: DeviceExecutor, shard: Shard, shape: RateShape) -> Rates:
+    """Measure chunks and decode steps, on the lane, before any request is served."""
     return Rates(
-        prefill=measure_prefill(shard, chunk, context), decode=measure_decode(executor, shard, context, widths)
+        prefill=measure_prefill(shard, shape.chunk, shape.context),
+        decode=measure_decode(executor, shard, shape.context, shape.widths),
     )
 
 
@@ -167,7 +175,7 @@ def measure_prefill(shard: Shard, chunk: int, context: int) -> tuple[int, ...]:
     line between them.
     """
     rows = min(chunk, context)
-    far = (min(context, FAR[shard.device.type]) - rows) // shard.state_block * shard.state_block
+    far = (min(context, FAR[shard.spec.device.type]) - rows) // shard.states.block * shard.states.block
     near_ns = time_quickest(lambda: run_chunk(shard, 0, rows, chunk))
     slope = max(0.0, time_quickest(lambda: run_chunk(shard, far, rows, chunk)) - near_ns) / far if far else 0.0
     found = list[int]()
@@ -184,15 +192,15 @@ def measure_prefill(shard: Shard, chunk: int, context: int) -> tuple[int, ...]:
 def run_chunk(shard: Shard, start: int, rows: int, chunk: int) -> None:
     """Compute one chunk of so many rows at `start` and wait for it."""
     step = Step((Segment(0, start, rows),), chunk, rows_only=True)
-    if start and shard.state_specs:
-        shard.import_state(0, shard.export_state(0))  # any will do, and goes on from wherever a chunk starts
+    if start and shard.states.specs:
+        shard.states.import_(0, shard.states.export(0))  # any will do, and goes on from wherever a chunk starts
     shard.forward(step, torch.tensor(make_tokens(shard, rows)))
     shard.synchronize()
 
 
 def make_tokens(shard: Shard, count: int) -> list[int]:
     """Return tokens that differ from each other: rows of one repeated token would be unlike any that are kept."""
-    return [number * STRIDE % shard.vocab_size for number in range(count)]
+    return [number * STRIDE % shard.spec.vocab_size for number in range(count)]
 
 
 def time_quickest(work: Callable[[], None]) -> int:

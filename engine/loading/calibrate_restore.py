@@ -111,9 +111,9 @@ def add_restore_times(
     stays unknown.
     """
     started = time.perf_counter()
-    rows = min(chunk, shard.capacity)
+    rows = min(chunk, shard.spec.capacity)
     try:
-        rehearsal = CopyMeasurement(store, shard.parts, shard.capacity, rows)
+        rehearsal = CopyMeasurement(store, shard.parts, shard.spec.capacity, rows)
         quick = estimate_prefill_time(rates, 0, rows) <= SLOW_NS
         compute = partial(run_chunk, shard, 0, rows, chunk) if quick else None
         found = load_or_measure_times(kept, build_restore_key(store, shard, chunk), rehearsal, compute)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+
+from attrs import asdict
 
 from adapters.device.executor import DeviceExecutor
 from adapters.device.executor_parts import ExecutorParts
 from adapters.device.speculation.proposer import DraftModel
 from adapters.models.decoder.pipeline import Pipeline
 from engine.loading.calibrate_compute import (
+    RateShape,
     build_rates_key,
     choose_concurrent_rows,
     choose_mixed_rows,
@@ -51,7 +53,7 @@ def choose_settings(
 ) -> Settings:
     """Return the settings that the engine starts with, and measure their rates. They do not know of a store yet."""
     fit, numerics = proven.fit, proven.numerics
-    has_draft, stateful = draft is not None, bool(shard.state_specs)
+    has_draft, stateful = draft is not None, bool(shard.states.specs)
     branches = draft is not None and draft.branches and not stateful
     no_trees = options.speculation.ddtree and has_draft and not branches
     if no_trees:
@@ -65,25 +67,21 @@ def choose_settings(
         options.speculation.residency_policy,
         has_draft=has_draft,
         has_prompt_scorer=scores is not None,
-        low_memory=is_short_of_memory(shard.device),
+        low_memory=is_short_of_memory(shard.spec.device),
         scorer_low_memory=scores is not None and cannot_stay(scores),
     )
     if message:
         log.warning(message)
     block, has_buckets = count_most_proposals(draft, shard), numerics.mode == "buckets"
     concurrent_rows = choose_concurrent_rows(plan, shard, numerics.buckets, drafted=has_draft) if has_buckets else 0
-    shape: dict[str, Any] = {
-        "chunk": numerics.chunk,
-        "context": fit.context,
-        "widths": choose_proposal_widths(block, tree),
-    }
+    shape = RateShape(numerics.chunk, fit.context, choose_proposal_widths(block, tree))
     places = (
         describe_placement(shard.parts) if draft is None else f"{describe_placement(shard.parts)},draft@{draft.place}"
     )
     places += "" if options.weights.device_expert_bytes is None else f",experts {options.weights.experts}"
-    times = build_rates_key(proven.identity, None if draft is None else draft.identity, places, shape)
+    times = build_rates_key(proven.identity, None if draft is None else draft.identity, places, asdict(shape))
     return Settings(
-        slots=shard.slots,
+        slots=shard.spec.slots,
         max_context=fit.context,
         pages=fit.pages,
         shares_pages=bool(fit.pages) and not stateful and shares_pages(plan),
@@ -99,10 +97,10 @@ def choose_settings(
         tree=tree,
         no_trees=no_trees,
         residency=residency,
-        rates=load_or_measure_rates(kept, times, DeviceExecutor(parts), shard, **shape),
+        rates=load_or_measure_rates(kept, times, DeviceExecutor(parts), shard, shape),
         min_tokens=options.cache.kv_cache_min_tokens,
         stateful=stateful,
-        state_places=shard.state_places,
+        state_places=shard.states.places,
         state_tokens=count_state_tokens(shard),
         interval=options.cache.kv_cache_interval,
         cold_max=options.cache.kv_cache_cold_max,

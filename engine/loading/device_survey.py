@@ -9,7 +9,6 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 from attrs import evolve, frozen
@@ -22,8 +21,8 @@ from adapters.models.kernels import factory
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import ProductPlan
 from adapters.models.kernels.row_format import row_dtype
-from adapters.models.numerics.probe import probe, probe_key
-from adapters.models.numerics.probe_result import Numerics, joined
+from adapters.models.numerics.probe import ProbeShape, probe, probe_key
+from adapters.models.numerics.probe_result import Numerics, join_numerics
 from adapters.models.open_checkpoint import Checkpoint
 from adapters.remote.client.peer import Peer
 from adapters.remote.protocol.messages import Facts, Offer, Prove
@@ -224,9 +223,9 @@ def prove(
     for device in dict.fromkeys(one.device for one in plan if one.is_local or one is plan[-1]):
         with current(device):
             kernels = build_kernels(device, dtype)
-            how = build_probe_inputs(checkpoint, device, (dtype, rows), chunk, context)
-            numerics = load_or_run_probe(checkpoint, kernels, kept, **how)
-            offers.append(Offer(probe_key(checkpoint.family, checkpoint.config, kernels, **how), numerics.to_json()))
+            shape = build_probe_shape(checkpoint, device, (dtype, rows), chunk, context)
+            numerics = load_or_run_probe(checkpoint, kernels, kept, shape)
+            offers.append(Offer(probe_key(checkpoint.family, checkpoint.config, kernels, shape), numerics.to_json()))
         found[device] = numerics, kernels
     proven = list[Numerics]()
     for one in plan:
@@ -249,28 +248,28 @@ def prove(
         else None
         for one in plan
     )
-    whole = joined([(one.layers, numerics) for one, numerics in zip(plan, proven, strict=True)])
+    whole = join_numerics([(one.layers, numerics) for one, numerics in zip(plan, proven, strict=True)])
     return evolve(whole, plan=found[plan[-1].device][0].plan), own
 
 
-def build_probe_inputs(
+def build_probe_shape(
     checkpoint: Checkpoint, device: torch.device, dtypes: tuple[torch.dtype, torch.dtype], chunk: int, context: int
-) -> dict[str, Any]:
+) -> ProbeShape:
     """Return what a probe depends on, besides the configuration and the machine. dtypes: of weights and of rows.
 
     Raises UserError if the device cannot keep such rows.
     """
     if dtypes[1] is torch.float8_e4m3fn and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise UserError(f"--kv-dtype fp8: {device} has no such number format; accepted here: auto, bf16, int8")
-    return {
-        "device": device,
-        "dtype": dtypes[0],
-        "rows": dtypes[1],
-        "chunk": chunk,
-        "capacity": context,
-        "memory": host_memory() // 2,
-        "layouts": checkpoint.layouts,
-    }
+    return ProbeShape(
+        device=device,
+        dtype=dtypes[0],
+        rows=dtypes[1],
+        chunk=chunk,
+        capacity=context,
+        memory=host_memory() // 2,
+        layouts=checkpoint.layouts,
+    )
 
 
 def choose_served_plan(numerics: Numerics, *, fast: bool) -> ProductPlan | None:
@@ -283,15 +282,16 @@ def choose_served_plan(numerics: Numerics, *, fast: bool) -> ProductPlan | None:
 
 def count_state_tokens(shard: Pipeline) -> int:
     """Return the number of tokens whose rows take as many bytes as one checkpoint of recurrent state."""
-    return -(-sum(spec.nbytes for spec in shard.state_specs) // shard.row_spec.token_bytes) if shard.state_specs else 0
+    specs = shard.states.specs
+    return -(-sum(spec.nbytes for spec in specs) // shard.rows.spec.token_bytes) if specs else 0
 
 
-def load_or_run_probe(checkpoint: Checkpoint, kernels: Kernels, kept: CalibrationCache, **how: Any) -> Numerics:
+def load_or_run_probe(checkpoint: Checkpoint, kernels: Kernels, kept: CalibrationCache, shape: ProbeShape) -> Numerics:
     """Return the outcome of the probe, kept from an earlier start if nothing that it depends on has changed."""
     family = checkpoint.family
     config = checkpoint.config
-    key = probe_key(family, config, kernels, **how)
-    return kept.load_or_make(key, lambda: probe(family, config, kernels, **how), Numerics.to_json, Numerics.from_json)
+    key = probe_key(family, config, kernels, shape)
+    return kept.load_or_make(key, lambda: probe(family, config, kernels, shape), Numerics.to_json, Numerics.from_json)
 
 
 def build_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from attrs import evolve, frozen
@@ -27,18 +27,18 @@ from adapters.models.drafts.dflash.checkpoint import DraftCheckpoint
 from adapters.models.drafts.dflash.draft import DFlashDraft
 from adapters.models.drafts.dflash.projection import FeatureProjection
 from adapters.models.drafts.dflash.weights import products as block_products
-from adapters.models.drafts.draft_parts import DraftShape, Projection
+from adapters.models.drafts.draft_parts import DraftPlacement, DraftShape, Projection
 from adapters.models.drafts.mtp.checkpoint import HeadCheckpoint
 from adapters.models.drafts.mtp.draft import MtpDraft
 from adapters.models.drafts.mtp.projection import LastHidden
 from adapters.models.drafts.mtp.weights import head_products
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import Products, Weight
-from adapters.models.numerics.probe_result import Numerics, kept_under, plan_from_json, plan_to_json
+from adapters.models.numerics.probe_result import Numerics, build_proof_key, plan_from_json, plan_to_json
 from adapters.models.open_checkpoint import Checkpoint
 from adapters.remote.client.peer import Peer
 from adapters.remote.client.remote_draft import RemoteDraft
-from adapters.remote.protocol.load_request import loading_draft
+from adapters.remote.protocol.load_request import build_draft_request
 from effects.ports import RowsLost
 from engine.loading.device_survey import Placement, build_kernels, choose_device
 from engine.settings.calibration_cache import CalibrationCache
@@ -140,28 +140,21 @@ def choose_draft_device(speculation: SpeculationOptions, target: torch.device) -
     return torch.device("cuda", found.index or 0) if found.type == "cuda" else torch.device("cpu")
 
 
-def build_draft_kernels(
-    found: FoundDraft,
-    config: ModelConfig,
-    shard: Pipeline,
-    kernels: Kernels,
-    *,
-    numerics: Numerics,
-    kept: CalibrationCache,
-    fast: bool,
-) -> Kernels:
-    """Of the kind of the target's, `kernels`. What the draft multiplies beyond its target's products is proven beside
-    them, so another draft changes no answer.
+def build_draft_kernels(found: FoundDraft, config: ModelConfig, beside: DraftNeighbours, *, fast: bool) -> Kernels:
+    """Return kernels for a draft on the device of its target's last layers, of the same kind as theirs.
 
-    A draft whose products cannot be proven drafts all the same, but what it proposes after a restore may differ.
+    What the draft multiplies beyond its target's products is proven beside them, so another draft changes no answer. A
+    draft whose products cannot be proven is used all the same, but its proposals after a restore may differ.
     """
-    plan = numerics.plan
+    kernels = beside.kernels
+    spec = beside.shard.spec
+    plan = beside.numerics.plan
     if plan is None:
         return kernels.copy_for_shard()
-    target = config.products(plan.steps, capacity=shard.capacity, dtype=shard.dtype, threads=plan.threads[1])
-    listed = found.products(evolve(target, threads=plan.threads), capacity=shard.capacity, vocab=config.vocab_size)
-    key = kept_under(listed, kernels, shard.device, (str(shard.dtype), plan))
-    proven = kept.load_or_make(key, lambda: kernels.prove(listed, plan).plan, plan_to_json, plan_from_json)
+    target = config.products(plan.steps, capacity=spec.capacity, dtype=spec.dtype, threads=plan.threads[1])
+    listed = found.products(evolve(target, threads=plan.threads), capacity=spec.capacity, vocab=config.vocab_size)
+    key = build_proof_key(listed, kernels, spec.device, (str(spec.dtype), plan))
+    proven = beside.kept.load_or_make(key, lambda: kernels.prove(listed, plan).plan, plan_to_json, plan_from_json)
     return kernels.with_plan(evolve(proven, steps=()) if fast and proven is not None else proven)
 
 
@@ -174,81 +167,69 @@ def plan_draft_placement(speculation: SpeculationOptions, target: torch.device, 
     return Placement(range(0), choose_draft_device(speculation, target))
 
 
-class TargetRoom(Protocol):
-    """The room of a target that its draft has as well, named as in `Shard`."""
+@frozen(eq=False)
+class DraftNeighbours:
+    """What a draft is loaded beside: its target and the target's numerics.
+
+    kernels: of the target's last layers. peer: the process that has the draft, or None.
+    """
+
+    shard: Pipeline
+    kernels: Kernels
+    numerics: Numerics
+    kept: CalibrationCache
+    peer: Peer | None = None
 
     @property
-    def dtype(self) -> torch.dtype: ...
+    def device(self) -> torch.device:
+        """The device of the target's last layers."""
+        return self.shard.spec.device
 
-    @property
-    def slots(self) -> int: ...
-
-    @property
-    def capacity(self) -> int: ...
-
-    @property
-    def buckets(self) -> tuple[int, ...]: ...
+    def place_draft(self, device: torch.device) -> DraftPlacement:
+        """Return the room of a draft on this device: it has the slots of its target."""
+        spec = self.shard.spec
+        return DraftPlacement(
+            device=device, dtype=spec.dtype, slots=spec.slots, capacity=spec.capacity, buckets=spec.buckets
+        )
 
 
 def build_own_kernels(
-    found: FoundDraft,
-    config: ModelConfig,
-    shard: TargetRoom,
-    device: torch.device,
-    *,
-    kept: CalibrationCache,
-    fast: bool,
+    found: FoundDraft, config: ModelConfig, placement: DraftPlacement, *, kept: CalibrationCache, fast: bool
 ) -> Kernels:
-    """Return kernels for a device that has no layers of the target. All products of the draft are proven there, the
-    head too.
+    """Return kernels for a device that has no layers of the target.
+
+    All products of the draft are proven there, the head too.
     """
-    with current(device):
-        kernels, threads = build_kernels(device, shard.dtype), torch.get_num_threads()
-        target = config.products(shard.buckets, capacity=shard.capacity, dtype=shard.dtype, threads=threads)
-        own = found.products(target, capacity=shard.capacity, vocab=config.vocab_size)
+    dtype = placement.dtype
+    capacity = placement.capacity
+    with current(placement.device):
+        kernels = build_kernels(placement.device, dtype)
+        threads = torch.get_num_threads()
+        target = config.products(placement.buckets, capacity=capacity, dtype=dtype, threads=threads)
+        own = found.products(target, capacity=capacity, vocab=config.vocab_size)
         head = Weight(config.vocab_size, config.hidden_size, most=HEAD_ROWS)
         listed = evolve(own, weights=(*own.weights, head))
-        key = kept_under(listed, kernels, device, (str(shard.dtype), "apart"))
+        key = build_proof_key(listed, kernels, placement.device, (str(dtype), "apart"))
         proven = kept.load_or_make(key, lambda: kernels.prove(listed).plan, plan_to_json, plan_from_json)
         return kernels.with_plan(evolve(proven, steps=()) if fast and proven is not None else proven)
 
 
-def placed_draft(
-    found: FoundDraft,
-    options: Options,
-    checkpoint: Checkpoint,
-    shard: Pipeline,
-    *,
-    peer: Peer | None,
-    kernels: Kernels,
-    numerics: Numerics,
-    kept: CalibrationCache,
-) -> DraftModel:
-    """Where it was asked for. kernels: of the target's last layers. peer: of a process that has the draft. Raises
-    UserError.
-    """
-    if peer is not None:
-        beside = build_draft_kernels(
-            found,
-            checkpoint.config,
-            shard,
-            kernels,
-            numerics=numerics,
-            kept=kept,
-            fast=options.runtime.numerics == "fast",
-        )
-        return load_remote_draft(found, options, checkpoint, shard, peer, kernels=beside)
-    device, fast, config = (
-        choose_draft_device(options.speculation, shard.device),
-        options.runtime.numerics == "fast",
-        checkpoint.config,
-    )
-    if device == shard.device:
-        own = build_draft_kernels(found, config, shard, kernels, numerics=numerics, kept=kept, fast=fast)
+def load_draft(found: FoundDraft, options: Options, checkpoint: Checkpoint, beside: DraftNeighbours) -> DraftModel:
+    """Load the draft where it was asked for. Raises UserError."""
+    fast = options.runtime.numerics == "fast"
+    config = checkpoint.config
+    if beside.peer is not None:
+        kernels = build_draft_kernels(found, config, beside, fast=fast)
+        return load_remote_draft(found, options, checkpoint, beside, beside.peer, kernels=kernels)
+    device = choose_draft_device(options.speculation, beside.device)
+    placement = beside.place_draft(device)
+    is_beside_target = device == beside.device
+    if is_beside_target:
+        own = build_draft_kernels(found, config, beside, fast=fast)
     else:
-        own = build_own_kernels(found, config, shard, device, kept=kept, fast=fast)
+        own = build_own_kernels(found, config, placement, kept=beside.kept, fast=fast)
     try:
-        return build_draft(found, shard, own, device, checkpoint, head=shard.head if device == shard.device else None)
+        return build_draft(found, placement, own, checkpoint, head=beside.shard.head if is_beside_target else None)
     except torch.OutOfMemoryError as error:
         raise build_memory_error("the draft", f"{device} beside the model", FEWER, error) from error
     except ValueError as error:
@@ -259,25 +240,26 @@ def load_remote_draft(
     found: FoundDraft,
     options: Options,
     checkpoint: Checkpoint,
-    shard: Pipeline,
+    beside: DraftNeighbours,
     peer: Peer,
     *,
     kernels: Kernels,
 ) -> RemoteDraft:
-    """kernels: of what is projected beside the target."""
-    asked = loading_draft(
-        *(checkpoint.config, found.shape, shard.dtype),
-        slots=shard.slots,
-        capacity=shard.capacity,
-        buckets=shard.buckets,
+    """Load a draft in another process. kernels: compute what is projected beside the target. Raises UserError."""
+    device = beside.device
+    placement = beside.place_draft(device)
+    request = build_draft_request(
+        checkpoint.config,
+        found.shape,
+        placement,
         bits=options.weights.quantized_bits,
         nodes=options.speculation.ddtree_budget,
         rows=BATCH_ROWS,
         fast=options.runtime.numerics == "fast",
     )
     try:
-        projection = found.projection(kernels, shard.device, shard.dtype)
-        return RemoteDraft(peer, asked, found.shape, found.digests, projection)
+        projection = found.projection(kernels, device, placement.dtype)
+        return RemoteDraft(peer, request, found.shape, found.digests, projection)
     except torch.OutOfMemoryError as error:
         raise build_memory_error("the draft", peer.dial.name, FEWER, error) from error
     except (ValueError, RowsLost) as error:
@@ -286,20 +268,18 @@ def load_remote_draft(
 
 def build_draft(
     found: FoundDraft,
-    room: TargetRoom,
+    placement: DraftPlacement,
     kernels: Kernels,
-    device: torch.device,
     checkpoint: Checkpoint,
     *,
     head: TargetHead | None = None,
 ) -> CachedDraft[Any]:
-    """head: of the target beside it, which it shares; None: it has copies."""
+    """Build a draft. head: the head of the target beside it, which it shares; None: it gets a copy of its own."""
 
-    def copies() -> TargetHead:
-        return CopiedEnds(checkpoint.config, checkpoint, kernels, room.dtype, device).head
+    def copy_head() -> TargetHead:
+        return CopiedEnds(checkpoint.config, checkpoint, kernels, placement.dtype, placement.device).head
 
-    how: dict[str, Any] = {"slots": room.slots, "capacity": room.capacity, "buckets": room.buckets}
-    return found.build(kernels, copies if head is None else head, device=device, dtype=room.dtype, **how)
+    return found.build(kernels, copy_head if head is None else head, placement)
 
 
 def is_short_of_memory(device: torch.device, coming: int = 0) -> bool:
@@ -315,7 +295,7 @@ def count_most_proposals(draft: DraftModel | None, shard: Pipeline) -> int:
     token that is fed, and the proposals after it.
     """
     wanted = 0 if draft is None else draft.block - 1
-    most = min(wanted, shard.state_block - 1) if shard.state_specs else wanted
+    most = min(wanted, shard.states.block - 1) if shard.states.specs else wanted
     if most < wanted:
         log.warning(
             "the draft could propose %d tokens at once, but only %d can be undone here, so no more are requested",

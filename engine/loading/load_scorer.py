@@ -22,7 +22,7 @@ from adapters.models.decoder.scorer import Scorer
 from adapters.models.numerics.probe_result import Numerics
 from adapters.models.open_checkpoint import Checkpoint, resolve_dtype
 from adapters.remote.client.peer import Peer
-from adapters.remote.client.remote_scorer import RemoteScorer, loading_drafter
+from adapters.remote.client.remote_scorer import RemoteScorer, build_scorer_request
 from adapters.remote.protocol.messages import Prove
 from adapters.sequence_layout import dtype_name
 from adapters.text.tokenizer import Tokenizer
@@ -230,7 +230,7 @@ def apart(found: FoundDrafter, peer: Peer, options: Options, dtype: torch.dtype)
         numerics = peer.prove(
             Prove(kept_in, kept_in, scored_at_once(options.runtime, place), found.limit, read_boot_id())
         )
-        return RemoteScorer(peer, loading_drafter(found.limit, fast=options.runtime.numerics == "fast")), numerics
+        return RemoteScorer(peer, build_scorer_request(found.limit, fast=options.runtime.numerics == "fast")), numerics
     except (ValueError, RowsLost) as error:
         raise UserError(f"--prefill-drafter-device {found.place}: {error}") from error
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import evolve
 from torch import Tensor
 
 from adapters.checkpoint.finite_check import defer_finite_checks
@@ -17,82 +16,43 @@ from adapters.models.decoder.embedding_and_head import CopiedEnds
 from adapters.models.decoder.host_experts import HostExperts
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.pipelined_chunks import current
-from adapters.models.decoder.shard import Shard
+from adapters.models.decoder.shard import Shard, ShardPlacement
 from adapters.models.kernels.interface import Kernels
 from adapters.models.open_checkpoint import Checkpoint
 from adapters.remote.client.remote_shard import RemoteShard
-from adapters.remote.protocol.load_request import loading
+from adapters.remote.protocol.load_request import build_layers_request
 from adapters.store.slab_memory import Buffer, SlabMemory
 from engine.loading.device_survey import Placement, free_memory
 
 
-@frozen(eq=False)
-class ShardRoom:
-    """What every shard of a target has room for.
-
-    capacity: rows of a slot, in tokens. buckets: row counts of its forwards, ascending. rows: the dtype of cached keys
-    and values. fast: numerics are `fast`. state_places: checkpoints of recurrent state. aux_layers: layers whose hidden
-    states the draft reads. pages: of the pool that slots share; 0: each slot has rows of its own. hosted: experts in
-    host memory. hosts_embedding: the embedding stays in host memory.
-    """
-
-    slots: int
-    capacity: int
-    buckets: tuple[int, ...]
-    rows: torch.dtype
-    fast: bool
-    state_places: int
-    aux_layers: tuple[int, ...] = ()
-    pages: int = 0
-    hosted: HostExperts | None = None
-    hosts_embedding: bool = False
-
-
 def build_shards(
     checkpoint: Checkpoint,
-    dtype: torch.dtype,
     plan: Sequence[Placement],
     kernels: Sequence[Kernels | None],
     sources: Sequence[WeightSource],
+    room: ShardPlacement,
     *,
-    room: ShardRoom,
+    experts: HostExperts | None,
+    fast: bool,
 ) -> Pipeline:
     """Build the shard of each placement on its device, with the tensors of its own layers and no others.
 
-    kernels, sources: of each shard, as `prove` and `stage_weights` return them. Shards in other processes have no pages
-    and keep nothing in host memory.
+    kernels, sources: of each shard, as `prove` and `stage_weights` return them. room: what every shard has room for;
+    its device and layers come from the plan. Shards in other processes have no pages and keep nothing in host memory.
+    experts: those that are in host memory. fast: numerics are `fast`.
     """
-    shared: dict[str, Any] = {  # what shards here and in other processes are told alike
-        "slots": room.slots,
-        "capacity": room.capacity,
-        "buckets": room.buckets,
-        "rows": room.rows,
-        "state_places": room.state_places,
-        "aux_layers": room.aux_layers,
-    }
+    config = checkpoint.config
     parts = list[Shard]()
     for place, own, weights in zip(plan, kernels, sources, strict=True):
+        placement = evolve(room, device=place.device, layers=place.layers)
         if place.peer is not None:
-            ends = CopiedEnds(checkpoint.config, checkpoint, own, dtype, place.device)
-            asked = loading(checkpoint.config, dtype, place.layers, fast=room.fast, **shared)
-            shape = checkpoint.config.hidden_size, checkpoint.config.num_layers
-            parts.append(RemoteShard(place.peer, asked, ends, *shape))
+            ends = CopiedEnds(config, checkpoint, own, room.dtype, place.device)
+            request = build_layers_request(config, placement, fast=fast)
+            parts.append(RemoteShard(place.peer, request, ends, config.hidden_size, config.num_layers))
             continue
         assert own is not None
         with current(place.device):
-            shard = checkpoint.family.build(
-                checkpoint.config,
-                weights,
-                own,
-                device=place.device,
-                dtype=dtype,
-                layers=place.layers,
-                pages=room.pages,
-                offloaded=room.hosted,
-                offload_embedding=room.hosts_embedding,
-                **shared,
-            )
-            parts.append(shard)
+            parts.append(checkpoint.family.build(config, weights, own, placement, offloaded=experts))
     return Pipeline(parts)
 
 

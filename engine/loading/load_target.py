@@ -20,12 +20,11 @@ from adapters.device.lane.lane import DeviceLane
 from adapters.device.speculation.proposer import DraftModel
 from adapters.models.decoder.host_experts import HostExperts
 from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.kernels.row_format import row_dtype
 from adapters.models.numerics.probe_result import Numerics
 from adapters.models.open_checkpoint import Checkpoint, resolve_dtype
 from adapters.remote.client.peer import Peer
-from adapters.remote.client.remote_draft import RemoteDraft
-from adapters.remote.client.remote_shard import RemoteShard
 from adapters.sequence_layout import torch_dtype
 from adapters.transfer.transfer import Transfer
 from adapters.watched_thread import WatchedThread
@@ -38,12 +37,13 @@ from engine.loading.device_survey import plan_placement
 from engine.loading.expert_placement import place_first_experts, with_expert_counts
 from engine.loading.load_draft import (
     BATCH_ROWS,
+    DraftNeighbours,
     FoundDraft,
     check_provable,
     find_draft,
 )
 from engine.loading.load_scorer import Drafter, add_drafter, find_drafter, pflash
-from engine.loading.load_shards import ShardRoom, build_shards, stage_weights
+from engine.loading.load_shards import build_shards, stage_weights
 from engine.loading.memory_estimate import build_host_experts, hosts_embedding
 from engine.loading.open_store import build_layout, open_transfer, transfer_memory, with_store
 from engine.loading.plan_load import LoadPlan, ProvenPlan, prove_plan
@@ -53,12 +53,14 @@ from engine.loading.shard_peers import (
     describe_draft,
     describe_scorer,
     describe_shard,
+    find_peer,
     list_remote_flags,
     name_device,
 )
 from engine.loading.warm_up import warm_up, warm_up_sampling
 from engine.settings import start_progress
 from engine.settings.calibration_cache import CalibrationCache
+from engine.settings.live_figures import LiveFigures, MemoryLedger, ModelBytes
 from engine.settings.model_catalog import choose_served_name
 from engine.settings.model_options import ModelOptions
 from engine.settings.options import Options
@@ -107,8 +109,8 @@ class Target:
         config = self.checkpoint.config
         return {
             "n_ctx_train": config.max_positions,
-            "dtype": str(self.shard.dtype).removeprefix("torch."),
-            "kv_dtype": str(torch_dtype(self.shard.row_spec.dtype)).removeprefix("torch."),
+            "dtype": str(self.shard.spec.dtype).removeprefix("torch."),
+            "kv_dtype": str(torch_dtype(self.shard.rows.spec.dtype)).removeprefix("torch."),
             "size": self.weights,
             "packed": list(self.checkpoint.forms),
             "bits_per_weight": round(self.checkpoint.bits, 2),
@@ -138,47 +140,48 @@ class Target:
     @property
     def peers(self) -> tuple[Peer, ...]:
         """The other processes that have its shards."""
-        return tuple(part.peer for part in self.shard.parts if isinstance(part, RemoteShard))
+        return tuple(filter(None, map(find_peer, self.shard.parts)))
 
     @property
     def outages(self) -> Mapping[str, str]:
         """Why shards are gone, by name. Without them no request can be answered."""
         return {f"shard {peer.dial.name}": peer.gone for peer in self.peers if peer.gone}
 
-    def live(self) -> Mapping[str, Any]:
-        return {**self._live(), "outages": self.outages}
-
-    def _live(self) -> Mapping[str, Any]:
+    def live(self) -> LiveFigures:
+        """Return what changes while it serves."""
         damaged: Mapping[str, int] = self.kept.damaged
         if self.transfer is None:
-            return {"memory": self.memory(0), "damaged": damaged, "full_cache": {"disk_policy": "off"}}
+            return LiveFigures(self.memory(0), damaged, {"disk_policy": "off"}, self.outages)
         cache = self.transfer.store.collect_figures()
         policy = str(self.scope) if self.has_disk else "off"
-        return {
-            "memory": self.memory(cache["host"]["bytes"]),
-            "damaged": {**damaged, **self.transfer.store.damaged_files},
-            "full_cache": {**cache, "disk_policy": policy},
-        }
+        return LiveFigures(
+            self.memory(cache["host"]["bytes"]),
+            {**damaged, **self.transfer.store.damaged_files},
+            {**cache, "disk_policy": policy},
+            self.outages,
+        )
 
-    def memory(self, blocks: int) -> Mapping[str, Any]:
-        """The ledger, in bytes: where each model's weights are, the slots' rows and buffers, the cache's blocks."""
+    def memory(self, blocks: int) -> MemoryLedger:
+        """Return where each model's weights are, and what slots, buffers and the cache take. blocks: bytes of blocks.
+
+        Called on any thread.
+        """
         target = self.shard.memory()
         host = target["host"] + (0 if self.offloaded is None else self.offloaded.host_bytes)
         draft = {} if self.draft is None else self.draft.memory()
-        parts = [describe_shard(part) for part in self.shard.parts]
         others = {"draft": draft, **({} if self.drafter is None else {"drafter": self.drafter.memory()})}
-        models = {name: {"device": one["weights"], "host": one["host"]} for name, one in others.items() if one}
-        return {
-            "models": {"target": {"device": target["weights"], "host": host}, **models},
-            "experts": None if self.offloaded is None else self.offloaded.shown(),
-            "shards": parts,
-            "draft": None if self.draft is None else describe_draft(self.draft),
-            "drafter": None if self.drafter is None else describe_scorer(self.drafter),
-            "slots": {"target": target["kv"], "draft": draft.get("kv", 0)},
-            "buffers": {"target": target["buffers"], **{name: one.get("buffers", 0) for name, one in others.items()}},
-            "blocks": {"host": blocks},
-            "pool": {"host": 0 if self.transfer is None else self.transfer.store.memory.slab_bytes},
-        }
+        models = {name: ModelBytes(one["weights"], one["host"]) for name, one in others.items() if one}
+        return MemoryLedger(
+            models={"target": ModelBytes(target["weights"], host), **models},
+            experts=None if self.offloaded is None else self.offloaded.shown(),
+            shards=tuple(describe_shard(part) for part in self.shard.parts),
+            draft=None if self.draft is None else describe_draft(self.draft),
+            drafter=None if self.drafter is None else describe_scorer(self.drafter),
+            slots={"target": target["kv"], "draft": draft.get("kv", 0)},
+            buffers={"target": target["buffers"], **{name: one.get("buffers", 0) for name, one in others.items()}},
+            blocks={"host": blocks},
+            pool={"host": 0 if self.transfer is None else self.transfer.store.memory.slab_bytes},
+        )
 
     @property
     def numerics_line(self) -> str:
@@ -190,7 +193,7 @@ class Target:
         if self.transfer is not None:
             await anyio.to_thread.run_sync(self.transfer.saver.close)
         await anyio.to_thread.run_sync(self.executor.close)
-        if isinstance(self.draft, RemoteDraft):  # whose process would wait for more
+        if self.draft is not None and find_peer(self.draft) is not None:  # its process would wait for more
             await anyio.to_thread.run_sync(self.draft.close)
         if self.drafter is not None:
             await anyio.to_thread.run_sync(self.drafter.close)
@@ -221,7 +224,7 @@ def load_on_lane(
         raise
     for peer in apart.shards:
         if peer is not None:
-            peer.lost_to(target.executor.lose_all_slots)
+            peer.set_loss_listener(target.executor.lose_all_slots)
     return target
 
 
@@ -255,12 +258,12 @@ def load_over(
         scores = find_drafter(options, checkpoint.folder, plan[-1].device, fit.context, peer=apart.drafter)
         step(start_progress.WEIGHTS)
         hosted = build_host_experts(options, checkpoint, dtype, plan)
-        room = plan_shard_room(options, proven, dtype, found, hosted, hosts_embedding=away)
-        shard = build_shards(heard, dtype, plan, kernels, sources, room=room)
+        room = plan_shard_room(options, proven, dtype, found, offload_embedding=away)
+        shard = build_shards(heard, plan, kernels, sources, room, experts=hosted, fast=fast)
     place_first_experts(hosted)
     parts = ExecutorParts(shard, numerics.buckets, lane, fast=fast, experts=hosted)
-    placing: dict[str, Any] = {"kernels": beside_last(kernels), "numerics": numerics, "kept": kept, "peer": apart.draft}
-    drafting = add_draft(found, options, checkpoint, shard, events=parts.events, step=step, **placing)
+    beside = DraftNeighbours(shard, beside_last(kernels), numerics, kept, apart.draft)
+    drafting = add_draft(found, options, checkpoint, beside, events=parts.events, step=step)
     draft = None if drafting is None else drafting.draft
     parts = evolve(parts, proposer=drafting)
     step(start_progress.WARM_UP)
@@ -302,23 +305,20 @@ def plan_shard_room(
     proven: ProvenPlan,
     dtype: torch.dtype,
     draft: FoundDraft | None,
-    hosted: HostExperts | None,
     *,
-    hosts_embedding: bool,
-) -> ShardRoom:
-    """Return what every shard of the target has room for."""
-    fast = options.runtime.numerics == "fast"
-    return ShardRoom(
+    offload_embedding: bool,
+) -> ShardPlacement:
+    """Return what every shard of the target has room for. Its device and its layers are not known yet."""
+    return ShardPlacement(
+        dtype=dtype,
+        rows=row_dtype(options.weights.kv_dtype, dtype),
         slots=proven.fit.slots,
         capacity=proven.fit.context,
-        buckets=row_counts(proven.numerics.buckets, fast=fast),
-        rows=row_dtype(options.weights.kv_dtype, dtype),
-        fast=fast,
-        state_places=options.cache.state_checkpoints,
+        buckets=row_counts(proven.numerics.buckets, fast=options.runtime.numerics == "fast"),
         aux_layers=() if draft is None else draft.shape.aux_layers,
+        state_places=options.cache.state_checkpoints,
         pages=proven.fit.pages,
-        hosted=hosted,
-        hosts_embedding=hosts_embedding,
+        offload_embedding=offload_embedding,
     )
 
 

@@ -36,8 +36,8 @@ log = logging.getLogger("rekindle")
 
 def build_layout(shard: Pipeline, draft: DraftModel | None, named: str, block_size: int) -> Layout:
     """Return the layout of snapshot files: rows of the target and of its draft, and recurrent states."""
-    kept = None if draft is None else DraftLayout(draft.identity, draft.row_spec)
-    return Layout(named, block_size, shard.row_spec, kept, shard.state_specs)
+    kept = None if draft is None else DraftLayout(draft.identity, draft.rows.spec)
+    return Layout(named, block_size, shard.rows.spec, kept, shard.states.specs)
 
 
 def disk_folder(cache: CacheOptions) -> Path | None:
@@ -94,7 +94,7 @@ def open_transfer(
     if store is None:
         return None
     follow = (lambda _: None) if drafting is None else drafting.catch_up
-    draft = None if drafting is None else drafting.draft
+    draft = None if drafting is None else drafting.draft.rows
     return create_transfer(store, shard.parts, lane, slots.find, draft=draft, catch_up=follow)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from attrs import frozen
@@ -18,7 +19,7 @@ from engine.loading.identity import compute_identity
 from engine.loading.load_draft import FoundDraft
 from engine.loading.memory_estimate import choose_fit, outgrows_estimate
 from engine.loading.memory_fit import Fit
-from engine.loading.warm_up import compile_and_digest
+from engine.loading.warm_up import compile_kernels, digest_beside
 from engine.settings import start_progress
 from engine.settings.calibration_cache import CalibrationCache
 from engine.settings.options import Options
@@ -81,9 +82,18 @@ def prove_plan(plan: LoadPlan, fit: Fit, *, kept: CalibrationCache, step: start_
     options = plan.options
     rows = row_dtype(options.weights.kv_dtype, plan.dtype)
     chunk = choose_chunk(options.runtime, placements)
-    digest = compile_and_digest(
-        checkpoint, placements, plan.dtype, rows=rows, fit=fit, chunk=chunk, kept=kept, step=step
+    compiling = partial(
+        compile_kernels,
+        checkpoint,
+        placements,
+        plan.dtype,
+        rows=rows,
+        fit=fit,
+        chunk=chunk,
+        kept=kept,
+        step=step,
     )
+    digest = digest_beside(checkpoint, compiling)
     numerics, kernels = plan.prove(fit.context, kept)
     if outgrows_estimate(checkpoint, plan.dtype, placements, numerics.plan):
         fit = plan.choose_fit(numerics.plan)

@@ -7,7 +7,6 @@ import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from attrs import frozen
 
@@ -26,6 +25,7 @@ from adapters.remote.protocol.peer_expectation import DRAFT_DEADLINES, ExpectedM
 from effects.ports import RowsLost
 from engine.loading.load_draft import FoundDraft
 from engine.loading.load_scorer import Drafter, drafter_folder
+from engine.settings.live_figures import ModelPlace, ShardPlace
 from engine.settings.options import Options, evolve_options
 from engine.settings.paths import choose_draft_name
 from engine.settings.placement import DeviceLocation
@@ -64,7 +64,7 @@ def connect_peers(options: Options, folder: Path, checkpoint: Checkpoint) -> Rem
     drafted = choose_draft_name(options.speculation.draft, options.model.model) != "none"
     where = options.speculation.remote_location if drafted else None
     lender = (
-        Lender.opened()
+        Lender.open()
         if any(one is not None and one.is_launched for one in (*options.placement.locations, where))
         else None
     )
@@ -129,49 +129,55 @@ def build_peer(
     return Peer(dial, secret.encode(), engine.__version__, ExpectedModel(*digest_model(checkpoint)))
 
 
+def find_peer(part: Shard | DraftModel) -> Peer | None:
+    """Return the other process that has this shard or draft; None if it is in this process."""
+    return part.peer if isinstance(part, RemoteShard | RemoteDraft) else None
+
+
 def name_device(part: Shard) -> str:
     """Return where the layers of a shard are computed, as the user named it."""
-    return part.peer.dial.name if isinstance(part, RemoteShard) else str(part.device)
+    peer = find_peer(part)
+    return str(part.spec.device) if peer is None else peer.dial.name
 
 
 def describe_placement(parts: Sequence[Shard]) -> str:
     """Return which layers are where, in one word."""
-    return ",".join(f"{part.layers.start}-{part.layers.stop - 1}@{name_device(part)}" for part in parts)
+    return ",".join(f"{part.spec.layers.start}-{part.spec.layers.stop - 1}@{name_device(part)}" for part in parts)
 
 
-def describe_shard(part: Shard) -> Mapping[str, Any]:
+def describe_shard(part: Shard) -> ShardPlace:
     """Return what /props shows of a shard. error: why it is gone, while it is gone."""
-    remote = part.peer if isinstance(part, RemoteShard) else None
-    return {
-        "layers": [part.layers.start, part.layers.stop],
-        "device": name_device(part),
-        "remote": remote is not None,
-        "process": find_process(remote),
-        "bytes": part.memory(),
-        "error": "" if remote is None else remote.error,
-        "restarts": 0 if remote is None else remote.restarts,
-    }
+    remote = find_peer(part)
+    return ShardPlace(
+        layers=(part.spec.layers.start, part.spec.layers.stop),
+        device=name_device(part),
+        remote=remote is not None,
+        process=find_process(remote),
+        bytes=part.memory(),
+        error="" if remote is None else remote.error,
+        restarts=0 if remote is None else remote.restarts,
+    )
 
 
-def describe_draft(draft: DraftModel) -> Mapping[str, Any]:
+def describe_draft(draft: DraftModel) -> ModelPlace:
     """Return what /props shows of a draft."""
-    return describe_model(draft.place, draft.memory(), draft.peer if isinstance(draft, RemoteDraft) else None)
+    return describe_model(draft.place, draft.memory(), find_peer(draft))
 
 
-def describe_scorer(drafter: Drafter) -> Mapping[str, Any]:
+def describe_scorer(drafter: Drafter) -> ModelPlace:
     """Return what /props shows of a prompt scorer."""
     return describe_model(drafter.found.place, drafter.memory(), drafter.found.peer)
 
 
-def describe_model(place: str, held: Mapping[str, int], remote: Peer | None) -> Mapping[str, Any]:
+def describe_model(place: str, held: Mapping[str, int], remote: Peer | None) -> ModelPlace:
     """Return what /props shows of a model that is not the target."""
-    return {
-        "device": place,
-        "process": find_process(remote),
-        "bytes": held,
-        "error": "" if remote is None else remote.error,
-        "restarts": 0 if remote is None else remote.restarts,
-    }
+    return ModelPlace(
+        device=place,
+        process=find_process(remote),
+        bytes=held,
+        error="" if remote is None else remote.error,
+        restarts=0 if remote is None else remote.restarts,
+    )
 
 
 def find_process(peer: Peer | None) -> int:
@@ -182,12 +188,10 @@ def collect_remote_figures(
     parts: Sequence[Shard], draft: DraftModel | None, drafter: Drafter | None
 ) -> Mapping[str, Mapping[str, float]]:
     """Return what forwards in other processes have cost, by the layers of a shard, or `draft`, or `drafter`."""
-    remote = {
-        f"{part.layers.start}-{part.layers.stop - 1}": part.peer for part in parts if isinstance(part, RemoteShard)
-    }
-    remote |= {"draft": draft.peer} if isinstance(draft, RemoteDraft) else {}
-    remote |= {} if drafter is None or drafter.found.peer is None else {"drafter": drafter.found.peer}
-    return {name: peer.figures() for name, peer in remote.items()}
+    remote = {f"{part.spec.layers.start}-{part.spec.layers.stop - 1}": find_peer(part) for part in parts}
+    remote |= {} if draft is None else {"draft": find_peer(draft)}
+    remote |= {} if drafter is None else {"drafter": drafter.found.peer}
+    return {name: peer.figures() for name, peer in remote.items() if peer is not None}
 
 
 def build_launch(where: DeviceLocation, options: Options, folder: Path, secret: str, lender: Lender | None) -> Launched:

@@ -13,7 +13,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 import torch
-from attrs import define, frozen
+from attrs import define
 
 import engine
 from adapters import demo
@@ -21,6 +21,8 @@ from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.pipelined_chunks import current
 from adapters.models.decoder.scorer import Scorer
+from adapters.models.decoder.shard import ShardPlacement
+from adapters.models.drafts.draft_parts import DraftPlacement
 from adapters.models.kernels.interface import Kernels
 from adapters.models.numerics.probe import probe_key
 from adapters.models.numerics.probe_result import Numerics
@@ -40,7 +42,7 @@ from adapters.remote.protocol.scorer_messages import LoadDrafter
 from adapters.sequence_layout import torch_dtype
 from engine.loading.device_survey import (
     build_kernels,
-    build_probe_inputs,
+    build_probe_shape,
     choose_device,
     choose_served_plan,
     free_memory,
@@ -96,15 +98,15 @@ class ServedModel:
         rows = torch_dtype(asked.rows)
         checkpoint = self.checkpoint.quantised(asked.bits) if asked.bits else self.checkpoint
         checkpoint = checkpoint.rounded(dtype)
-        how = build_probe_inputs(checkpoint, self.device, (dtype, rows), asked.chunk, asked.capacity)
+        shape = build_probe_shape(checkpoint, self.device, (dtype, rows), asked.chunk, asked.capacity)
         with current(self.device):
             kernels = build_kernels(self.device, dtype)
-            key = probe_key(checkpoint.family, checkpoint.config, kernels, **how)
+            key = probe_key(checkpoint.family, checkpoint.config, kernels, shape)
             offered = [one.outcome for one in asked.offers if one.key == key]
             if offered and asked.boot and asked.boot == read_boot_id():
                 numerics = Numerics.from_json(offered[-1])
             else:
-                numerics = load_or_run_probe(checkpoint, kernels, CalibrationCache(find_user_folder()), **how)
+                numerics = load_or_run_probe(checkpoint, kernels, CalibrationCache(find_user_folder()), shape)
         self._proven = checkpoint, dtype, rows, kernels, numerics
         return Offer(key, numerics.to_json())
 
@@ -118,15 +120,17 @@ class ServedModel:
                 config,
                 checkpoint,
                 kernels.with_plan(choose_served_plan(numerics, fast=asked.fast)),
-                device=self.device,
-                dtype=dtype,
-                rows=rows,
-                layers=range(*asked.layers),
-                slots=asked.slots,
-                capacity=asked.capacity,
-                buckets=asked.buckets,
-                aux_layers=asked.aux_layers,
-                state_places=asked.state_places,
+                ShardPlacement(
+                    device=self.device,
+                    dtype=dtype,
+                    rows=rows,
+                    layers=range(*asked.layers),
+                    slots=asked.slots,
+                    capacity=asked.capacity,
+                    buckets=asked.buckets,
+                    aux_layers=asked.aux_layers,
+                    state_places=asked.state_places,
+                ),
             )
         return ServedLayers(shard, config.num_layers, config.hidden_size)
 
@@ -139,10 +143,12 @@ class ServedModel:
         config = checkpoint.config
         if found is None:
             raise ValueError("there is no draft here: name one with --draft")
-        room = DraftRoom(dtype, asked.slots, asked.capacity, asked.buckets)
-        kernels = build_own_kernels(found, config, room, self.device, kept=kept, fast=asked.fast)
+        room = DraftPlacement(
+            device=self.device, dtype=dtype, slots=asked.slots, capacity=asked.capacity, buckets=asked.buckets
+        )
+        kernels = build_own_kernels(found, config, room, kept=kept, fast=asked.fast)
         with current(self.device):
-            draft = build_draft(found, room, kernels, self.device, checkpoint)
+            draft = build_draft(found, room, kernels, checkpoint)
             warm_up_own_draft(draft, room, asked.rows)
         return ServedDraft(draft, config.vocab_size, asked.nodes, *found.digests)
 
@@ -156,16 +162,6 @@ class ServedModel:
         own = kernels.with_plan(choose_served_plan(numerics, fast=asked.fast))
         scorer = Scorer(config, checkpoint, own, self.device, dtype, numerics.buckets, asked.most)
         return ServedDrafter(scorer)
-
-
-@frozen
-class DraftRoom:
-    """The room for a draft, as its server asked for it."""
-
-    dtype: torch.dtype
-    slots: int
-    capacity: int
-    buckets: tuple[int, ...]
 
 
 def find_checkpoint(model: str) -> Path:
@@ -200,7 +196,7 @@ def build_joiner(memory: tuple[int, ...]) -> Callable[[tuple[int, int]], Shared 
 
     def join(sizes: tuple[int, int]) -> Shared | None:
         try:
-            into, out = (shared_memory.joined(one, size) for one, size in zip(memory[:2], sizes, strict=True))
+            into, out = (shared_memory.join_memory(one, size) for one, size in zip(memory[:2], sizes, strict=True))
             borrower = Borrower(memory[2]) if len(memory) > 2 else None
         except (OSError, ValueError) as error:
             log.warning("memory cannot be shared with the server, so data is sent over the connection: %s", error)

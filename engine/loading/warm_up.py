@@ -12,13 +12,15 @@ from itertools import product
 from typing import Any
 
 import torch
+from attrs import evolve
 
 from adapters.device.sampling.sampler import Draw, Picking, Sampler, start_picking
 from adapters.device.speculation.proposer import DraftModel
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.pipelined_chunks import current
-from adapters.models.decoder.shard import BUCKETS, Shard
+from adapters.models.decoder.shard import BUCKETS, Shard, ShardPlacement
 from adapters.models.drafts.cached_draft import CachedDraft, first_tokens
+from adapters.models.drafts.draft_parts import DraftPlacement
 from adapters.models.kernels.collector_pause import pause_collector
 from adapters.models.kernels.factory import build_compiler, build_step_pacer
 from adapters.models.kernels.interface import ALONE
@@ -33,11 +35,10 @@ from effects.job import Sampling
 from engine.loading.device_survey import (
     Placement,
     build_kernels,
-    build_probe_inputs,
+    build_probe_shape,
     is_compile_cache_empty,
     set_compile_cache,
 )
-from engine.loading.load_draft import TargetRoom
 from engine.loading.memory_fit import Fit
 from engine.settings import start_progress
 from engine.settings.calibration_cache import CalibrationCache
@@ -80,21 +81,22 @@ def compile_kernels(
     major, minor = torch.cuda.get_device_capability(device)
     answers = (compiler.start_key(), compiler.start_tool_versions(10 * major + minor))
     buckets = buckets_of(BUCKETS, chunk)
-    asked = build_probe_inputs(checkpoint, device, (dtype, rows), chunk, fit.context)
-    probed = kept.has_proof(probe_key(checkpoint.family, checkpoint.config, build_kernels(device, dtype), **asked))
-    paged = [{"slots": fit.slots, "pages": -(-fit.context // PAGE)}] if fit.pages else []
-    kinds = paged if paged and probed else [{"slots": PROBED_SLOTS, "pages": 0}, *paged]
-    shape: dict[str, Any] = {"device": device, "dtype": dtype, "rows": rows, "buckets": buckets}
+    asked = build_probe_shape(checkpoint, device, (dtype, rows), chunk, fit.context)
+    probed = kept.has_proof(probe_key(checkpoint.family, checkpoint.config, build_kernels(device, dtype), asked))
+    plain = ShardPlacement(
+        device=device, dtype=dtype, rows=rows, buckets=buckets, capacity=fit.context, slots=PROBED_SLOTS
+    )
+    paged = [evolve(plain, slots=fit.slots, pages=-(-fit.context // PAGE))] if fit.pages else []
+    placements = paged if paged and probed else [plain, *paged]
     with torch.inference_mode(), current(device):
         for small, layers, own in packed_in(checkpoint.config.probed(), checkpoint.layouts):
             weights = RandomWeights(small, 1, device, dtype, layouts=own)
             shards = list[Shard]()
             try:
-                for kind in kinds:
+                for placement in placements:
                     kernels = build_kernels(device, dtype)
                     kernels.graphs.enabled = False  # type: ignore[attr-defined] # these are Triton's
-                    how = {**shape, **kind, "layers": layers, "capacity": fit.context}
-                    shards.append(checkpoint.family.build(small, weights, kernels, **how))
+                    shards.append(checkpoint.family.build(small, weights, kernels, evolve(placement, layers=layers)))
             except torch.OutOfMemoryError as error:
                 log.debug("kernels will be compiled when they are first used: %s", error)
             for thread in answers:
@@ -109,13 +111,11 @@ def compile_kernels(
                 shard.close()
 
 
-def compile_and_digest(checkpoint: Checkpoint, plan: Sequence[Placement], dtype: torch.dtype, **how: Any) -> str:
-    """Return the digest of the weights, computed on a thread while kernels are compiled. how: as in
-    `compile_kernels`.
-    """
+def digest_beside(checkpoint: Checkpoint, work: Callable[[], None]) -> str:
+    """Return the digest of the weights, computed on a thread while this thread does `work`."""
     with ThreadPoolExecutor(1, "digest") as executor:
         digest = executor.submit(checkpoint.digest)
-        compile_kernels(checkpoint, plan, dtype, **how)
+        work()
     return digest.result()
 
 
@@ -160,9 +160,9 @@ def compile_step(shard: Shard, number: int) -> None:
 
     A bucket that attends in a different way from the second time on runs twice.
     """
-    bucket = shard.buckets[number]
-    step = Step((Segment(number % shard.slots, 0, 1),), bucket)
-    with torch.inference_mode(), current(shard.device):
+    bucket = shard.spec.buckets[number]
+    step = Step((Segment(number % shard.spec.slots, 0, 1),), bucket)
+    with torch.inference_mode(), current(shard.spec.device):
         for _ in range(2 if bucket <= ALONE else 1):
             shard.forward(step, torch.zeros(1, dtype=torch.int64))
 
@@ -223,7 +223,7 @@ def warm_up(shard: Pipeline, draft: DraftModel | None, most_rows: int) -> None:
 def run_all_shapes(shard: Pipeline, draft: DraftModel | None, most_rows: int, passes: int) -> None:
     # What is told apart by how it attends, attends in a way of its own from the second time on.
     alone = (1, 1, 2) if passes > 1 else (1,)
-    each = ((bucket, rows) for bucket in shard.buckets for rows in (alone if bucket <= ALONE else (1,)))
+    each = ((bucket, rows) for bucket in shard.spec.buckets for rows in (alone if bucket <= ALONE else (1,)))
     sizes = [(bucket, rows) for bucket, rows in each if rows <= bucket]  # `--numerics fast` has one of a single row
     for behind in reversed(range(passes)):
         release_cached_memory(shard.devices)
@@ -231,7 +231,7 @@ def run_all_shapes(shard: Pipeline, draft: DraftModel | None, most_rows: int, pa
             for bucket, rows in sizes:
                 run_steps(shard, draft, bucket, rows, logits=bucket <= most_rows)
     if isinstance(draft, CachedDraft):
-        rehearse_proposals(draft, shard.slots, most_rows, passes)
+        rehearse_proposals(draft, shard.spec.slots, most_rows, passes)
 
 
 def run_steps(shard: Pipeline, draft: DraftModel | None, bucket: int, rows: int, *, logits: bool) -> None:
@@ -255,12 +255,12 @@ def release_cached_memory(devices: Iterable[torch.device]) -> None:
                 torch.cuda.empty_cache()
 
 
-def warm_up_own_draft(draft: CachedDraft[Any], room: TargetRoom, most_rows: int) -> None:
+def warm_up_own_draft(draft: CachedDraft[Any], room: DraftPlacement, most_rows: int) -> None:
     """Run every shape of a draft in its own process, without its target: rows come projected."""
     passes = PASSES[draft.device.type]
     token = torch.zeros(1, dtype=torch.int64)
     width = draft.hidden_size
-    for bucket in room.buckets * passes:
+    for bucket in tuple(room.buckets) * passes:
         draft.take(Step((Segment(0, 0, 1),), bucket), token, torch.zeros(1, width, dtype=draft.dtype))
     rehearse_proposals(draft, room.slots, most_rows, passes)
 

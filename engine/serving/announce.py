@@ -21,13 +21,15 @@ def describe_costs(target: Target) -> str:
     checkpoint = target.checkpoint
     shard = target.shard
     error = "" if checkpoint.error is None else f", error {checkpoint.error:.2%}"
-    forms = "; ".join(checkpoint.forms[:3]) or str(shard.dtype).removeprefix("torch.")
-    state_bytes = sum(spec.nbytes for spec in shard.state_specs)
+    forms = "; ".join(checkpoint.forms[:3]) or str(shard.spec.dtype).removeprefix("torch.")
+    state_bytes = sum(spec.nbytes for spec in shard.states.specs)
     host_bytes = shard.memory()["host"]
     kept = f", {checkpoint.bits_of(target.weights):.1f} in memory" if checkpoint.forms else ""
     on_host = f", {format_bytes(host_bytes)} of it in host memory" if host_bytes else ""
     line = f"  weights={forms} ({checkpoint.bits:.1f} bits{kept}{error}, {format_bytes(target.weights)}{on_host})"
-    line += f"{describe_expert_placement(target.offloaded)}  context={format_bytes(shard.row_spec.token_bytes)} a token"
+    line += (
+        f"{describe_expert_placement(target.offloaded)}  context={format_bytes(shard.rows.spec.token_bytes)} a token"
+    )
     kv_dtype = target.model_info["kv_dtype"]
     line += "" if kv_dtype == target.model_info["dtype"] else f" in {kv_dtype}"
     return line + (f", {format_bytes(state_bytes)} a state" if state_bytes else "")

@@ -10,9 +10,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterable, Mapping, Sequence
+from collections.abc import AsyncIterable, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import anyio
 import anyio.to_thread
@@ -47,6 +47,7 @@ from engine.loading.shard_peers import collect_remote_figures
 from engine.serving.announce import announce
 from engine.serving.watch_shards import ShardWatch
 from engine.serving.wiring import CompressionParts, StatusSources, run_engine
+from engine.settings.live_figures import LiveFigures
 from engine.settings.options import Options
 from engine.settings.preflight import build_bind_error
 from engine.settings.start_progress import TOKENIZER, StartProgress
@@ -241,10 +242,11 @@ def with_grammars(target: Target, match: Match) -> Target:
     return evolve(target, executor=DeviceExecutor(evolve(target.executor.parts, match_grammar=match)))
 
 
-def collect_live_properties(target: Target, frozen: FrozenMessages) -> Mapping[str, Any]:
+def collect_live_properties(target: Target, frozen: FrozenMessages) -> LiveFigures:
     """Return what /props shows now, with the messages that were frozen."""
     live = target.live()
-    return {**live, "damaged": {**live["damaged"], FROZEN: frozen.damaged_count}, "frozen": frozen.count_figures()}
+    damaged = {**live.damaged, FROZEN: frozen.damaged_count}
+    return evolve(live, damaged=damaged, frozen=frozen.count_figures())
 
 
 def freeze_collected() -> None:

@@ -49,7 +49,7 @@ class ShardWatch:
         while not self._closing.wait(wait):
             wait = LOOK_S
             for peer in self.peers:
-                if peer.ended:
+                if peer.has_ended:
                     began = time.monotonic()
                     self._check_peer(peer)
                     wait = max(wait, min(MOST_S, SHARE * (time.monotonic() - began)) if peer.gone else 0)

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from adapters.device.device_events import DeviceEvent, DraftProcessChanged, ExpertUseCounted, SlotRowsLost
 from adapters.device.executor import DeviceExecutor
@@ -36,6 +36,7 @@ from engine.core.submission import Submissions
 from engine.core.trace import Recorder
 from engine.loading.load_scorer import Drafter
 from engine.serving.memory_trim import MemoryTrimmer
+from engine.settings.live_figures import LiveFigures
 from states import invariants
 from states.events import ExpertsUsed, ForEngine, ForModel, Happened, SlotsLost
 from states.settings import Settings
@@ -62,7 +63,7 @@ class StatusSources:
     """
 
     facts: Mapping[str, Any] = field(factory=dict[str, Any])
-    live: Callable[[], Mapping[str, Any]] = dict
+    live: Callable[[], LiveFigures] = LiveFigures
     threads: Sequence[WatchedThread] = ()
 
 
@@ -96,7 +97,7 @@ async def run_engine(
     live = sources.live
     drafter = None if compression is None else compression.scorer
     metrics = Metrics()
-    metrics.watch_damage(lambda: live().get("damaged", {}))
+    metrics.watch_damage(lambda: live().damaged)
     meter = RequestMeter(metrics.observe_stage)
     misses = CacheMisses({} if transfer is None else transfer.lookup.divergences, settings)
 
@@ -122,7 +123,7 @@ async def run_engine(
     )
     executor.events.connect(lambda event: event_loop.post_if_open(make_device_event(event)))
 
-    def collect_live() -> Mapping[str, Any]:
+    def collect_live() -> LiveFigures:
         return add_troubles(live(), sources.threads, recorder)
 
     submissions = Submissions(
@@ -146,14 +147,12 @@ async def run_engine(
             recorder.close()
 
 
-def add_troubles(
-    live: Mapping[str, Any], threads: Sequence[WatchedThread], recorder: Recorder | None
-) -> Mapping[str, Any]:
+def add_troubles(live: LiveFigures, threads: Sequence[WatchedThread], recorder: Recorder | None) -> LiveFigures:
     """Return what is reported now, with everything that has broken."""
     troubles = {thread.name: thread.trouble for thread in threads if thread.trouble}
     if recorder is not None and recorder.failure:
         troubles["trace"] = recorder.failure
-    return {**live, "troubles": {**troubles, **live.get("outages", {})}}
+    return evolve(live, troubles={**troubles, **live.outages})
 
 
 def update_gauges(metrics: Metrics, slots: Slots) -> None:

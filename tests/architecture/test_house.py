@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import dedent
+from typing import Generic, Protocol
+
+from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.shard import PositionalStates, Shard, ShardPlacement, ShardSpec, SlotRows
+from adapters.remote.client.remote_shard import RemoteShard
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("adapters", "effects", "engine", "states")
@@ -78,6 +86,8 @@ IRREGULAR = {
     "written",
 }
 VERBS = {"embed", "exceed", "feed", "led", "need", "proceed", "read", "seed", "shed", "speed"}
+MOST_PARAMETERS = 8
+MOST_MEMBERS = 12  # of a shard, and of each of its parts
 EVENT_LOOPS = {"runner", "event_loop", "_event_loop", "loop"}  # names that an `EventLoop` has
 MOST_PARTICIPLES = 0.03  # of all functions
 
@@ -158,3 +168,49 @@ def test_every_room_says_what_it_is_for() -> None:
 
 def init(room: Path) -> str:
     return (room / "__init__.py").read_text()
+
+
+def test_no_function_takes_more_than_eight_parameters() -> None:
+    """Kernels excepted: their parameters are tensors and sizes that a compiled function takes one by one."""
+    found = []
+    for path in modules():
+        if "kernels" in path.parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                given = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+                count = len([one for one in given if one.arg not in {"self", "cls"}])
+                if count > MOST_PARAMETERS:
+                    found.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {count}")
+    assert found == []
+
+
+def list_members(*kinds: type) -> set[str]:
+    """Return the public names that these classes define or annotate, with those of the classes before them."""
+    classes = {base for kind in kinds for base in kind.__mro__ if base not in {object, Protocol, Generic}}
+    found = {name for one in classes for name in (*vars(one), *vars(one).get("__annotations__", {}))}
+    return {name for name in found if not name.startswith("_")}
+
+
+def test_a_shard_and_its_parts_have_few_members() -> None:
+    for part in (Shard, ShardSpec, ShardPlacement, SlotRows, PositionalStates):
+        assert len(list_members(part)) <= MOST_MEMBERS, part
+
+
+def test_no_shard_repeats_what_its_parts_do() -> None:
+    """A shard here, one in another process and a split one differ in their parts, not in forty methods each."""
+    own = list_members(Shard)
+    of_parts = list_members(ShardSpec, SlotRows, PositionalStates) - own
+    for shard in (DenseShard, RemoteShard, Pipeline):
+        assert own <= list_members(shard) | vars_of_instances(shard), shard
+        assert list_members(shard) & of_parts == set(), shard
+
+
+def vars_of_instances(kind: type) -> set[str]:
+    """Return the names that the constructor of a class sets on `self`."""
+    tree = ast.parse(dedent(inspect.getsource(kind)))
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+    }

@@ -6,12 +6,16 @@ import pytest
 
 from adapters.device.lane.buckets import row_counts
 from tests.device.driver import BUCKETS, drive, qwen3
-from tests.device.fake_shard import FakeShard
+from tests.device.fake_shard import FakeShard, make_fake_shard
 
 
 @pytest.fixture(params=["fake", "cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def shard(request):
-    return FakeShard(buckets=row_counts(BUCKETS, fast=True)) if request.param == "fake" else qwen3(device=request.param)
+    return (
+        make_fake_shard(buckets=row_counts(BUCKETS, fast=True))
+        if request.param == "fake"
+        else qwen3(device=request.param)
+    )
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from adapters.device.lane.buckets import row_counts
 from adapters.device.lane.lane import DeviceLane
 from adapters.device.sampling.sampler import Draw, Pick, Sampler, pick
 from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.families.qwen3 import Qwen3Config
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights
@@ -36,12 +37,12 @@ def qwen3(slots: int = 4, device: str = "cpu", aux_layers: tuple[int, ...] = ())
     shape = {"device": device, "slots": slots, "capacity": 256, "buckets": buckets, "aux_layers": aux_layers}
     if device == "cpu":
         kernels = proven(TINY, torch.float32, 256, buckets).copy_for_shard()
-        return DenseShard(TINY, RandomWeights(TINY, scale=0.2), kernels, **shape)
+        return DenseShard(TINY, RandomWeights(TINY, scale=0.2), kernels, ShardPlacement(**shape))
     from adapters.models.kernels.cuda.kernels import TritonKernels  # noqa: PLC0415 - Triton comes with CUDA only
 
     config = evolve(TINY, hidden_size=128, head_dim=64)
     kernels = TritonKernels(torch.device(device))
-    return DenseShard(config, RandomWeights(config, scale=0.2), kernels, **shape)
+    return DenseShard(config, RandomWeights(config, scale=0.2), kernels, ShardPlacement(**shape))
 
 
 @define
@@ -115,8 +116,14 @@ class Caller:
         self.done.append(outcome)
 
 
+def let_run_ahead(driver: Driver) -> None:
+    """Have decode steps launched before the ones before them were looked at, as on a GPU."""
+    shard = driver.executor.parts.shard
+    shard.spec = evolve(shard.spec, runs_ahead=True)
+
+
 def drive(shard, **options) -> Driver:
-    return Driver(DeviceExecutor(ExecutorParts(shard, BUCKETS, lane=DeviceLane(shard.device), **options)))
+    return Driver(DeviceExecutor(ExecutorParts(shard, BUCKETS, lane=DeviceLane(shard.spec.device), **options)))
 
 
 def prompt_of(seed: int, length: int) -> list[int]:
@@ -125,7 +132,7 @@ def prompt_of(seed: int, length: int) -> list[int]:
 
 def straightforward(kind, prompt, sampling, count) -> list[int]:
     """Each token from one forward over everything before it: no slots, no chunks kept, no batches, no decode steps."""
-    shard = FakeShard() if isinstance(kind, FakeShard) else qwen3(1, kind.device.type)
+    shard = FakeShard() if isinstance(kind, FakeShard) else qwen3(1, kind.spec.device.type)
     tokens = list(prompt)
     with torch.inference_mode():
         for _ in range(count):
@@ -134,7 +141,7 @@ def straightforward(kind, prompt, sampling, count) -> list[int]:
                 step = Step((Segment(0, start, len(part)),), CHUNK)
                 logits = shard.logits(step, shard.forward(step, torch.tensor(part)).hidden)[len(part) - 1]
                 shard.commit(step, [len(part)])
-            sampler = Sampler(sampling, tuple(prompt), VOCAB, shard.device)
+            sampler = Sampler(sampling, tuple(prompt), VOCAB, shard.spec.device)
             if tokens[len(prompt) :]:
                 sampler.append(tokens[len(prompt) :])
             (found,) = pick(logits.reshape(1, -1), [Draw(sampler, len(tokens))])

@@ -6,15 +6,23 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
-from attrs import define, field
+from attrs import define, field, frozen
 from torch import Tensor
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.models.decoder.shard import NamedTensors
 from adapters.models.drafts.cached_draft import BlockRequest, Pick
-from adapters.models.kernels.seeded import make_generator
+from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.step import Step
 from tests.device.fake_shard import VOCAB, logits_of, mix, row_of
+
+
+@frozen(eq=False)
+class FakeDraftRows:
+    cache: Tensor
+
+    def export(self, slot: int, start: int, stop: int) -> NamedTensors:
+        return {"draft.layers.0.k": self.cache[slot, start:stop].clone()}
 
 
 @define(eq=False)
@@ -31,9 +39,11 @@ class FakeDraft:
     exhausted: set[str] = field(factory=set)  # what finds no memory: extend, propose, unpark; file: nothing is found
     asked: list[Sequence[BlockRequest]] = field(factory=list)
     cache: Tensor = field(init=False)
+    rows: FakeDraftRows = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self.cache = torch.randint(-(2**60), 2**60, (self.slots, self.capacity))
+        self.rows = FakeDraftRows(self.cache)
 
     def extend(self, step: Step, tokens: Tensor, aux_hidden_states: Mapping[int, Tensor]) -> None:
         self._need("extend")
@@ -66,9 +76,6 @@ class FakeDraft:
 
     def copy_rows(self, source: int, target: int, start: int, stop: int) -> None:
         self.cache[target, start:stop] = self.cache[source, start:stop]
-
-    def export_rows(self, slot: int, start: int, stop: int) -> NamedTensors:
-        return {"draft.layers.0.k": self.cache[slot, start:stop].clone()}
 
     def offload(self) -> int:
         self.state = "parked"

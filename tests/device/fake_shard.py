@@ -7,13 +7,14 @@ Its auxiliary hidden states are the rows themselves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
-from attrs import define, field
+from attrs import define, evolve, field, frozen
 from torch import Tensor
 
-from adapters.models.decoder.shard import Kept, NamedTensors
+from adapters.models.decoder.shard import Kept, NamedTensors, ShardSpec
 from adapters.models.kernels.step import Forward, Step
 from adapters.sequence_layout import RowSpec, TensorSpec
 
@@ -40,32 +41,67 @@ VOCAB, CPU = 97, torch.device("cpu")
 ROWS = RowSpec(("layers.0.k",), 1, 1, "I64")
 
 
+SPEC = ShardSpec(
+    layers=range(1),
+    slots=4,
+    capacity=256,
+    buckets=(4, 8, 16, 32),
+    vocab_size=VOCAB,
+    device=CPU,
+    dtype=torch.int64,
+)
+
+
+@define(eq=False)
+class FakeRows:
+    """The rows of a fake shard. What a copy leaves behind the copied rows is garbage."""
+
+    cache: Tensor
+    rubbish: Callable[[], int]
+    spec: RowSpec = ROWS
+    is_addressable: bool = False
+    copies: list[tuple[int, int, int]] = field(factory=list)
+
+    def copy(self, source: int, target: int, count: int) -> None:
+        self.copies.append((source, target, count))
+        self.cache[target, :count] = self.cache[source, :count]
+        self.cache[target, count:] = self.rubbish()
+
+    def export(self, slot: int, start: int, stop: int) -> NamedTensors:
+        return {"layers.0.k": self.cache[slot, start:stop].clone()}
+
+    def import_(self, slot: int, start: int, rows: NamedTensors) -> None:
+        part = rows["layers.0.k"]
+        self.cache[slot, start : start + len(part)] = part
+
+
+@frozen
+class NoStates:
+    """A shard without recurrent layers."""
+
+    specs: tuple[TensorSpec, ...] = ()
+    block: int = 64
+    places: int = 0
+
+
 @define(eq=False)
 class FakeShard:
-    vocab_size: int = VOCAB
-    slots: int = 4
-    capacity: int = 256
-    buckets: tuple[int, ...] = (4, 8, 16, 32)
-    layers: range = range(1)
-    device: torch.device = CPU
-    dtype: torch.dtype = torch.int64
-    row_spec: RowSpec = ROWS
-    state_specs: tuple[TensorSpec, ...] = ()
-    addressed: bool = False
-    runs_ahead: bool = False
+    spec: ShardSpec = SPEC
+    states: NoStates = NoStates()
     steps: list[Step] = field(factory=list)
-    copies: list[tuple[int, int, int]] = field(factory=list)
     closed: bool = False
     cache: Tensor = field(init=False)
+    rows: FakeRows = field(init=False)
     garbage: int = 1
     unsettled: Step | None = None
     written: Tensor = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.cache = torch.randint(-(2**60), 2**60, (self.slots, self.capacity))
+        self.cache = torch.randint(-(2**60), 2**60, (self.spec.slots, self.spec.capacity))
+        self.rows = FakeRows(self.cache, self.rubbish)
 
     def forward(self, step: Step, inputs: Tensor) -> Forward:
-        assert step.bucket in self.buckets, step
+        assert step.bucket in self.spec.buckets, step
         assert 0 < step.rows <= step.bucket, step
         assert inputs.shape == (step.rows,)
         assert len({part[0].slot for part in step.parts}) == len(step.parts)
@@ -76,7 +112,7 @@ class FakeShard:
         row = 0
         for segment in step.segments:
             stop = segment.start + segment.count
-            assert stop <= self.capacity, step
+            assert stop <= self.spec.capacity, step
             positions = torch.arange(segment.start, stop)
             rows = self.cache[segment.slot]
             rows[segment.start : stop] = row_of(inputs[row : row + segment.count], positions)
@@ -98,23 +134,11 @@ class FakeShard:
             first += sum(segment.count for segment in part)
 
     def logits(self, step: Step, hidden: Tensor) -> Tensor:
-        return logits_of(hidden, self.vocab_size)
+        return logits_of(hidden, self.spec.vocab_size)
 
     def rubbish(self) -> int:
         self.garbage = self.garbage * 48271 % (2**31 - 1)
         return self.garbage * 2**30 + self.garbage
-
-    def copy_rows(self, source: int, target: int, count: int) -> None:
-        self.copies.append((source, target, count))
-        self.cache[target, :count] = self.cache[source, :count]
-        self.cache[target, count:] = self.rubbish()
-
-    def export_rows(self, slot: int, start: int, stop: int) -> NamedTensors:
-        return {"layers.0.k": self.cache[slot, start:stop].clone()}
-
-    def import_rows(self, slot: int, start: int, rows: NamedTensors) -> None:
-        part = rows["layers.0.k"]
-        self.cache[slot, start : start + len(part)] = part
 
     def synchronize(self) -> None:
         """Nothing runs ahead here."""
@@ -124,3 +148,8 @@ class FakeShard:
 
     def close(self) -> None:
         self.closed = True
+
+
+def make_fake_shard(**facts: Any) -> FakeShard:
+    """Return a fake shard whose spec differs from the usual one in these facts."""
+    return FakeShard(evolve(SPEC, **facts))

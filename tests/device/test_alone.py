@@ -22,7 +22,7 @@ from effects.ids import ENGINE, DeviceFailed, RequestId
 from effects.pacing import PaceSteps
 from effects.ports import LaunchFailed, RequestOutcome
 from effects.stream import StopLaunch
-from tests.device.driver import GREEDY, PENALISED, SAMPLED, VOCAB, Caller, Driver, drive, prompt_of
+from tests.device.driver import GREEDY, PENALISED, SAMPLED, VOCAB, Caller, Driver, drive, let_run_ahead, prompt_of
 from tests.device.fake_shard import FakeShard
 from tests.device.test_constraint import Scripted
 
@@ -53,11 +53,11 @@ async def went(
 
 
 @pytest.fixture(params=["one by one", "ahead"])
-def driver(request, shard, monkeypatch):
+def driver(request, shard):
     """A host that does as a GPU does, too: what is asked for is there at once, and all else is the same."""
-    if request.param == "ahead":
-        monkeypatch.setattr(type(shard), "runs_ahead", True)
     driver = drive(shard)
+    if request.param == "ahead":
+        let_run_ahead(driver)
     yield driver
     assert driver.executor.close()
 
@@ -245,7 +245,7 @@ async def test_who_joins_has_a_step_before_others_have_the_lane(driver):
 
 
 async def test_what_a_step_raises_is_told_to_all_who_are_in_it_and_to_nobody_else(on_fake, monkeypatch):
-    monkeypatch.setattr(FakeShard, "runs_ahead", True)
+    let_run_ahead(on_fake)
     first, second, third = await opened(on_fake)
     forward, heard, ended, rows = FakeShard.forward, list[RequestOutcome](), anyio.Event(), list[int]()
 
@@ -284,7 +284,7 @@ async def test_what_a_step_raises_is_told_to_all_who_are_in_it_and_to_nobody_els
 
 
 async def test_steps_keep_an_even_pace_while_prompts_wait_for_each_other(on_fake, monkeypatch):
-    monkeypatch.setattr(FakeShard, "runs_ahead", True)
+    let_run_ahead(on_fake)
     expected, forward, heard = await opened(on_fake), FakeShard.forward, list[str]()
     await went(on_fake, *expected, steps=STEPS)
     clients = await opened(on_fake)

@@ -18,6 +18,7 @@ from adapters.device.lane.running_batch import OutcomeQueue, has_more_to_come
 from adapters.device.slots.slots import SlotState
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.shard import ShardPlacement, ShardSpec
 from adapters.models.kernels.interface import NARROW
 from adapters.models.numerics.synthetic import RandomWeights
 from effects.all import EffectRequest, Launch, Outcome
@@ -36,11 +37,12 @@ from tests.device.driver import (
     Caller,
     Driver,
     drive,
+    let_run_ahead,
     prompt_of,
     ready,
     straightforward,
 )
-from tests.device.fake_shard import FakeShard
+from tests.device.fake_shard import SPEC, FakeShard
 
 
 @define(eq=False)
@@ -179,11 +181,14 @@ async def test_who_has_no_such_lane_reads_on_the_one_that_there_is():
     assert driver.executor.close()
 
 
+AHEAD = evolve(SPEC, runs_ahead=True)
+
+
 @define(eq=False)
 class ToldAhead(Held):
     """Of which a chunk may be launched before the one before it is done."""
 
-    runs_ahead: bool = True
+    spec: ShardSpec = AHEAD
 
 
 @pytest.fixture
@@ -306,7 +311,7 @@ async def test_a_gpu_is_at_both_and_every_answer_is_the_one_alone(pages, span):
     config = evolve(TINY, hidden_size=512, head_dim=64, num_layers=6, intermediate_size=1024, max_positions=4096)
     weights, kernels = RandomWeights(config, 1, device, torch.bfloat16, scale=0.2), TritonKernels(device)
     shape = {"slots": 5, "capacity": 2560, "buckets": buckets, "pages": pages}
-    shard = DenseShard(config, weights, kernels, device=device, dtype=torch.bfloat16, **shape)
+    shard = DenseShard(config, weights, kernels, ShardPlacement(device=device, dtype=torch.bfloat16, **shape))
     driver = Driver(DeviceExecutor(ExecutorParts(Pipeline([shard]), buckets, lane=DeviceLane(device))))
     driver.executor = DeviceExecutor(evolve(driver.executor.parts, prompt_lane=DeviceLane(device, purpose="prompts")))
     kinds, lengths, taken = (GREEDY, SAMPLED, evolve(SAMPLED, seed=8)), (300, 9, 700), 90
@@ -362,7 +367,7 @@ async def test_a_gpu_is_at_both_and_every_answer_is_the_one_alone(pages, span):
     ids=["nobody has been at it", "it has rows of another", "it is in the step"],
 )
 async def test_an_opening_waits_for_the_step_under_way_where_that_is_at_its_slot(on_fake, monkeypatch, opening, waits):
-    monkeypatch.setattr(FakeShard, "runs_ahead", True)
+    let_run_ahead(on_fake)
     clients = await ready(on_fake, 2)
     opening = OpenSlot(*opening, tuple(clients[1].tokens), GREEDY)
     forward, forwards, found = FakeShard.forward, list[int](), list[bool]()

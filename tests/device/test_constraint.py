@@ -26,7 +26,7 @@ from effects.grammar import Grammar
 from effects.ids import DeviceFailed, RequestId
 from effects.job import Sampling
 from tests.device.driver import Caller, Driver, drive
-from tests.device.fake_shard import FakeShard
+from tests.device.fake_shard import FakeShard, make_fake_shard
 from tests.device.test_proposals import Oracle
 from tests.schemas import schema_of
 from tests.text import small
@@ -184,7 +184,7 @@ async def test_200_schemas_are_kept_to_by_a_random_model_with_and_without_a_draf
 ) -> None:
     """Proposals come in chains and in trees."""
     size, grammars, errors = tokenizer.size, Grammars(tokenizer), random.Random(first)
-    plain = drive(FakeShard(vocab_size=size, capacity=1024))
+    plain = drive(make_fake_shard(vocab_size=size, capacity=1024))
     plain.executor = DeviceExecutor(evolve(plain.executor.parts, match_grammar=grammars.match))
     for seed in range(first, first + 20):
         schema = schema_of(seed)
@@ -205,7 +205,7 @@ async def test_200_schemas_are_kept_to_by_a_random_model_with_and_without_a_draf
 
 
 async def test_answers_that_decode_together_each_keep_to_their_own(tokenizer: Tokenizer) -> None:
-    driver = drive(FakeShard(vocab_size=tokenizer.size, capacity=1024))
+    driver = drive(make_fake_shard(vocab_size=tokenizer.size, capacity=1024))
     driver.executor = DeviceExecutor(evolve(driver.executor.parts, match_grammar=Grammars(tokenizer).match))
     schemas = [schema_of(seed) for seed in (7, 8, 9)]
     clients = [
@@ -213,7 +213,7 @@ async def test_answers_that_decode_together_each_keep_to_their_own(tokenizer: To
         for slot, schema in enumerate(schemas)
     ]
     free = await driver.open([9, 9], Sampling(), 3)
-    alone = drive(FakeShard(vocab_size=tokenizer.size, capacity=1024))
+    alone = drive(make_fake_shard(vocab_size=tokenizer.size, capacity=1024))
     alone.executor = DeviceExecutor(evolve(alone.executor.parts, match_grammar=Grammars(tokenizer).match))
     for client in (*clients, free):
         await client.prefill()

@@ -26,7 +26,7 @@ from tests.device.driver import (
     ready,
     straightforward,
 )
-from tests.device.fake_shard import FakeShard
+from tests.device.fake_shard import FakeShard, make_fake_shard
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
@@ -126,7 +126,7 @@ async def test_rounds_and_chunks_are_padded_to_the_smallest_rung_that_holds_them
 
 
 async def test_fast_runs_small_batches_at_their_real_size():
-    fake = FakeShard(buckets=row_counts(BUCKETS, fast=True))
+    fake = make_fake_shard(buckets=row_counts(BUCKETS, fast=True))
     driver = drive(fake, fast=True)
     client, other = await driver.open(prompt_of(13, 38)), await driver.open([1], slot=1)
     await client.prefill((32, 5))
@@ -193,7 +193,7 @@ async def test_closing_gives_the_shards_memory_back(fake):
 def test_the_fake_shard_notices_every_wrong_row():
     """The suite is worth something only if its shard's logits change with anything that could be mixed up."""
     with torch.inference_mode():
-        shard = FakeShard(vocab_size=50)
+        shard = make_fake_shard(vocab_size=50)
         step = Step((Segment(0, 0, 4),), 4)
         base = shard.logits(step, shard.forward(step, torch.tensor([1, 2, 3, 4])).hidden)
         for tokens in ([2, 1, 3, 4], [1, 2, 4, 3], [9, 2, 3, 4]):

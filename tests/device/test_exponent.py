@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from adapters.device.sampling.sampler import logprobs_of
-from adapters.models.kernels import exact_exp
-from adapters.models.kernels.exact_exp import exact_weights, rounded_exp
-from adapters.models.kernels.seeded import make_generator
+from adapters.models.kernels.functions import exact_exp
+from adapters.models.kernels.functions.exact_exp import exact_weights, rounded_exp
+from adapters.models.kernels.functions.seeded import make_generator
 
 BITS = 42
 LEAST = -700.0  # whose exp is not 0 yet

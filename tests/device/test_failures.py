@@ -82,7 +82,7 @@ async def test_a_decode_step_before_the_prompt_is_in_place_fails(on_fake):
 
 
 async def test_a_full_slot_says_so(on_fake, fake):
-    client = await on_fake.open(prompt_of(23, fake.capacity))
+    client = await on_fake.open(prompt_of(23, fake.spec.capacity))
     await client.prefill()
     assert isinstance((await on_fake.decode(client))[0], Decoded)
     (failed,) = await on_fake.decode(client)
@@ -118,7 +118,7 @@ async def test_a_slot_that_cannot_be_opened_says_why_when_it_is_used_and_can_be_
     assert isinstance(failed, DeviceFailed)
     assert failed.kind == "broken"
     assert message in failed.detail
-    assert fake.copies == []
+    assert fake.rows.copies == []
     assert isinstance((await on_fake.decode(neighbour))[0], Decoded)
     assert await on_fake.answer(prompt) == straightforward(fake, prompt, GREEDY, 8)
 

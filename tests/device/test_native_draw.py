@@ -14,13 +14,13 @@ from torch import Tensor
 
 from adapters.device.sampling.grammar_mask import Mask
 from adapters.device.sampling.sampler import Draw, NotFinite, Sampler, adjust_logits, pick, start_picking
-from adapters.models.kernels import exact_exp
 from adapters.models.kernels.cpu import host_draw
 from adapters.models.kernels.cpu.native.draw import pick_rows
 from adapters.models.kernels.cpu.native.library import SWITCH, find_library
-from adapters.models.kernels.exact_exp import exact_log
-from adapters.models.kernels.noise import exact_gumbel_at, gumbel_at, noise_key
-from adapters.models.kernels.seeded import make_generator
+from adapters.models.kernels.functions import exact_exp
+from adapters.models.kernels.functions.exact_exp import exact_log
+from adapters.models.kernels.functions.noise import exact_gumbel_at, gumbel_at, noise_key
+from adapters.models.kernels.functions.seeded import make_generator
 from effects.ids import Tokens
 from effects.job import Sampling
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapters.models.kernels.noise import gumbel, noise_key, random_bits
+from adapters.models.kernels.functions.noise import gumbel, noise_key, random_bits
 
 MASK = 2**64 - 1
 

@@ -31,7 +31,7 @@ from tests.device.driver import (
     straightforward,
 )
 from tests.device.fake_draft import FakeDraft
-from tests.device.fake_shard import FakeShard
+from tests.device.fake_shard import FakeShard, make_fake_shard
 
 KINDS = pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
 
@@ -141,7 +141,7 @@ async def test_a_decode_step_tells_how_many_of_its_tokens_were_proposed_wherever
 
 
 async def test_no_more_is_proposed_than_a_slot_has_room_for():
-    fake, draft = FakeShard(capacity=16), FakeDraft(capacity=16)
+    fake, draft = make_fake_shard(capacity=16), FakeDraft(capacity=16)
     driver = drive(fake, proposer=Drafting(draft, BUCKETS))
     client = await driver.open(prompt_of(31, 12))
     await client.prefill()

@@ -17,8 +17,9 @@ from adapters.device.lane.lane import DeviceLane
 from adapters.device.speculation.drafting import Drafting
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.pipeline import Pipeline
-from adapters.models.decoder.shard import TargetHead
+from adapters.models.decoder.shard import ShardPlacement, TargetHead
 from adapters.models.drafts.dflash.draft import DFlashDraft
+from adapters.models.drafts.draft_parts import DraftPlacement
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.cpu.native.decode_round import NativeRound
 from adapters.models.kernels.cpu.native.library import find_library
@@ -53,9 +54,9 @@ class RoundSetup:
     def left(self, slot: int, valid: int) -> list[torch.Tensor]:
         """The rows of a slot, and the draft's where it has them."""
         state = self.driver.executor.parts.slots.find_state(slot)
-        found = list(self.target.export_rows(slot, 0, valid).values())
+        found = list(self.target.rows.export(slot, 0, valid).values())
         for start, stop in state.context:
-            found += self.draft.export_rows(slot, start, stop).values()
+            found += self.draft.rows.export(slot, start, stop).values()
         return found
 
 
@@ -65,13 +66,13 @@ def setup_of(geometry: str, dtype: torch.dtype, *, at_once: bool, fast: bool = F
     own = GEOMETRIES.get(geometry)
     layers = () if own is None else own.aux_layers
     how = {"dtype": dtype, "slots": SLOTS, "capacity": CAPACITY, "buckets": buckets, "aux_layers": layers}
-    target = DenseShard(config, RandomWeights(config, scale=0.2), CpuKernels(dtype), **how)
+    target = DenseShard(config, RandomWeights(config, scale=0.2), CpuKernels(dtype), ShardPlacement(**how))
     draft, proposer = None, None
     if own is not None:
         own = evolve(own, mask_token_id=VOCAB - 1)
         head = TargetHead(target.embedding, target.output.packed, target.output.norm)
         room = {"dtype": dtype, "slots": SLOTS, "capacity": CAPACITY, "buckets": buckets}
-        draft = DFlashDraft(own, random_tensors(own), CpuKernels(dtype), head, **room)
+        draft = DFlashDraft(own, random_tensors(own), CpuKernels(dtype), head, DraftPlacement(**room))
         proposer = Drafting(draft, buckets, **options)
     executor = DeviceExecutor(
         ExecutorParts(Pipeline([target]), BUCKETS, lane=DeviceLane("cpu"), fast=fast, proposer=proposer)
@@ -188,8 +189,8 @@ async def test_logits_that_are_not_finite_fail_the_request_alone(at_once, counte
     ill, well = [await setup.driver.open([1, 2, 3, 4], KINDS["greedy"], slot) for slot in range(2)]
     for client in (ill, well):
         await client.prefill()
-    rows = {name: one.clone().fill_(float("nan")) for name, one in setup.target.export_rows(0, 0, 3).items()}
-    setup.target.import_rows(0, 0, rows)
+    rows = {name: one.clone().fill_(float("nan")) for name, one in setup.target.rows.export(0, 0, 3).items()}
+    setup.target.rows.import_(0, 0, rows)
     (failed,) = await setup.driver.perform(ill.round(3))
     assert failed == DeviceFailed("broken", "slot 0: the logits for position 4 are not finite")
     (fine,) = await setup.driver.decode(well, propose=3)

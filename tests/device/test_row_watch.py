@@ -51,7 +51,7 @@ async def answer(running: Engine, job: Job) -> tuple[Tokens, str]:
 def spoil(target: Target, slot: int, change: str) -> None:
     """As a fault in the memory of rows would."""
     with torch.inference_mode():
-        rows = target.shard.parts[0].rows(slot, 70, 200)
+        rows = target.shard.parts[0].rows.view(slot, 70, 200)
         if change == "zeros":
             rows.zero_()
         elif change == "one bit":

@@ -21,8 +21,8 @@ from transformers import (
 )
 
 from adapters.device.sampling.sampler import Draw, NotFinite, Pick, Sampler, pick
-from adapters.models.kernels.noise import gumbel
-from adapters.models.kernels.seeded import make_generator
+from adapters.models.kernels.functions.noise import gumbel
+from adapters.models.kernels.functions.seeded import make_generator
 from effects.job import Sampling
 
 VOCAB = 300

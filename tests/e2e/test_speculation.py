@@ -257,7 +257,7 @@ async def test_the_hybrid_is_served_as_a_demo_with_a_draft_of_its_own(target):
     assert target.model_id == "demo-hybrid"
     assert target.numerics_shown["mode"] == "exact"
     assert (target.settings.stateful, target.settings.block, target.settings.keep_decoded) == (True, 7, True)
-    assert target.memory(0)["models"]["draft"]["device"] > 0
+    assert target.memory(0).models["draft"].device > 0
 
 
 @only_demo
@@ -294,8 +294,8 @@ async def test_requests_that_need_no_draft_have_none(target, jobs, plain):
 
 def moves(target: Target) -> dict[str, int]:
     """Bytes of the draft's weights."""
-    held = target.memory(0)["models"]["draft"]
-    return {"device": held["device"], "host": held["host"]}
+    held = target.memory(0).models["draft"]
+    return {"device": held.device, "host": held.host}
 
 
 @only_demo
@@ -306,7 +306,7 @@ async def test_a_request_scoped_draft_comes_and_goes_and_one_that_finds_no_room_
     draft, scoped = target.draft, resolve_residency("request-scoped", has_draft=True, has_prompt_scorer=False)[0]
     weights = moves(target)["device"]
     await target.lane.run(draft.offload)
-    assert moves(target) == {"device": 0, "host": weights if target.shard.device.type == "cuda" else 0}
+    assert moves(target) == {"device": 0, "host": weights if target.shard.spec.device.type == "cuda" else 0}
     how = {"status": StatusSources(live=target.live), "paranoid": True}
     async with run_engine(evolve(target.settings, residency=scoped, rates=FLAT), target.executor, **how) as running:
 
@@ -351,7 +351,7 @@ async def test_a_trace_with_speculation_is_executed_again_without_a_draft(target
     guided.branches = branches
     trace, settings = tmp_path / "trace.jsonl", evolve(target.settings, rates=FLAT, tree=15 if branches else 0)
     header = Header(
-        VERSION, __version__, settings, target.identity, {"device": target.shard.device.type, "max_ctx": 1024}
+        VERSION, __version__, settings, target.identity, {"device": target.shard.spec.device.type, "max_ctx": 1024}
     )
     recorder = Recorder(trace, header)
     recorder.start()

@@ -26,6 +26,7 @@ from engine.core.event_loop import EventLoop, Executors
 from engine.core.request_meter import RequestMeter
 from engine.core.submission import EngineTicket, Submissions
 from engine.core.trace import VERSION, Header, Recorder
+from engine.settings.live_figures import LiveFigures
 from states import invariants
 from states.settings import Settings
 from states.world import make_world
@@ -140,7 +141,7 @@ async def engine(
         tasks.start_soon(carry_out)
 
     runner = EventLoop(make_world(settings), Executors({MAIN: submit}, perform, notify), tick, 64)
-    door = Submissions(runner, meter, {}, dict, closed.append, CacheMisses({}, settings).find_divergence)
+    door = Submissions(runner, meter, {}, LiveFigures, closed.append, CacheMisses({}, settings).find_divergence)
     notify |= {EmitTokens: (door.emit,), ReportProgress: (door.emit,), CloseStream: (door.close_stream,)}
 
     def watch(envelope: Any, outs: Any, before: Any, after: Any) -> None:

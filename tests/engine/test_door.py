@@ -19,18 +19,27 @@ from effects.scope import Selection
 from effects.stream import EmitTokens, ReportProgress
 from engine.core.request_meter import STAGES
 from engine.core.submission import describe_cache_use
+from engine.settings.live_figures import LiveFigures, MemoryLedger, ShardPlace
 from states.request_states import Done, New, State
 from tests.engine.play import SETTINGS, ScriptedDevice, engine
 from tests.http.fake_door import FakeDoor, digest_script
 
-SHARDS = {
-    "memory": {
-        "shards": [
-            {"layers": [0, 3], "device": "cpu", "remote": False},
-            {"layers": [3, 10], "device": "tcp://10.0.0.2:7461", "remote": True},
-        ]
-    }
-}
+SHARDS = LiveFigures(
+    MemoryLedger(
+        models={},
+        experts=None,
+        shards=(
+            ShardPlace("cpu", 1, {}, layers=(0, 3)),
+            ShardPlace("tcp://10.0.0.2:7461", 2, {}, layers=(3, 10), remote=True),
+        ),
+        draft=None,
+        drafter=None,
+        slots={},
+        buffers={},
+        blocks={},
+        pool={},
+    )
+)
 STRICT = Converter(forbid_extra_keys=True)
 JOB = Job(prompt=tuple(range(100)), max_tokens=5)
 Shut: TypeAlias = Callable[[], Awaitable[object]]  # what shutting down does to a door

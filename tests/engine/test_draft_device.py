@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from adapters.models.drafts.cached_draft import BlockRequest, CachedDraft
-from adapters.models.kernels.seeded import make_generator
+from adapters.models.drafts.draft_parts import DraftPlacement
+from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step
 from engine.loading.background_load import load_target
 from engine.loading.load_draft import build_draft, build_own_kernels, find_draft
@@ -50,10 +51,12 @@ async def test_it_proposes_what_one_beside_its_target_does_and_its_copies_come_a
         width = found.shape.hidden_size
 
         def tried() -> None:
-            kernels = build_own_kernels(
-                found, target.checkpoint.config, target.shard, APART, kept=target.kept, fast=False
+            spec = target.shard.spec
+            placement = DraftPlacement(
+                device=APART, dtype=spec.dtype, slots=spec.slots, capacity=spec.capacity, buckets=spec.buckets
             )
-            apart = build_draft(found, target.shard, kernels, APART, target.checkpoint)
+            kernels = build_own_kernels(found, target.checkpoint.config, placement, kept=target.kept, fast=False)
+            apart = build_draft(found, placement, kernels, target.checkpoint)
             expected, head = proposed(beside, width), target.shard.head
             assert proposed(apart, width) == expected
             copied = apart.memory()["weights"] - beside.memory()["weights"]

@@ -89,13 +89,13 @@ async def test_more_sessions_than_the_pool_holds_are_all_answered_as_if_each_was
     options = build_options(model=str(tmp_path / "model"), slots=4, max_ctx=1024, kv_memory=1, **how)
     target = await load_target(options)
     try:
-        settings, token = target.settings, target.shard.row_spec.token_bytes
+        settings, token = target.settings, target.shard.rows.spec.token_bytes
         weights = format_bytes(target.shard.memory()["weights"])
         cost = f"weights=float32 (32.0 bits, {weights})  context={format_bytes(token)} a token"
         assert describe_costs(target) == f"  {cost}"
         assert settings.pages == min((1 << 20) // (PAGE * token), 16)
         assert settings.max_context == min(1024, settings.pages * PAGE)
-        assert target.memory(0)["slots"]["target"] == settings.pages * PAGE * token <= 1 << 20
+        assert target.memory(0).slots["target"] == settings.pages * PAGE * token <= 1 << 20
         head = tuple(10 + number % 140 for number in range(settings.max_context // 3))
         jobs = [Job((*head, *(11 + number,) * 40), 60) for number in range(6)]
         alone = await answers(target, jobs, together=False)

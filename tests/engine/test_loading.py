@@ -15,7 +15,7 @@ from attrs import evolve
 
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.pipeline import Pipeline
-from adapters.models.decoder.shard import BUCKETS
+from adapters.models.decoder.shard import BUCKETS, ShardPlacement
 from adapters.models.families.qwen3 import Qwen3Config
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.numerics.synthetic import RandomWeights
@@ -106,13 +106,15 @@ def shard() -> Pipeline:
     buckets = (*(bucket for bucket in BUCKETS if bucket < CHUNK), CHUNK)
     where: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32}
     kernels = CpuKernels(torch.float32)
-    return Pipeline((DenseShard(config, weights, kernels, slots=1, capacity=512, buckets=buckets, **where),))
+    return Pipeline(
+        (DenseShard(config, weights, kernels, ShardPlacement(slots=1, capacity=512, buckets=buckets, **where)),)
+    )
 
 
 @pytest.fixture
 def opened(tmp_path: Path, shard: Pipeline) -> Callable[..., Store]:
     def made(identity: str = "a", **limits: Any) -> Store:
-        names = tuple(f"layers.{layer}.{part}" for layer in shard.layers for part in "kv")
+        names = tuple(f"layers.{layer}.{part}" for layer in shard.spec.layers for part in "kv")
         layout = Layout(identity, 64, RowSpec(names, 1, 32, "F32"))
         store = open_store(layout, tmp_path / "kv", disk_bytes=1 << 30, **limits)
         assert store is not None
@@ -183,7 +185,7 @@ def test_of_what_was_kept_the_disk_is_as_a_few_of_its_own_files_say(
     disk: int,
 ) -> None:
     store, mine = opened(codec="store"), CalibrationCache(tmp_path)
-    rehearsal = CopyMeasurement(store, shard.parts, shard.capacity, CHUNK)
+    rehearsal = CopyMeasurement(store, shard.parts, shard.spec.capacity, CHUNK)
     monkeypatch.setattr(CopyMeasurement, "lease_files", lambda _, __: Given([lambda: 1]))
     monkeypatch.setattr(CopyMeasurement, "measure_single", lambda *_: single)
     monkeypatch.setattr(CopyMeasurement, "measure_alone", several)
@@ -203,7 +205,7 @@ def test_files_of_its_own_are_measured_where_nothing_was_kept(
 ) -> None:
     """And then a start reads a few of them, one after the other."""
     store, mine = opened(codec="store"), CalibrationCache(tmp_path)
-    rehearsal = CopyMeasurement(store, shard.parts, shard.capacity, CHUNK)
+    rehearsal = CopyMeasurement(store, shard.parts, shard.spec.capacity, CHUNK)
     assert store.lower_tiers
     with rehearsal.write_samples(store.lower_tiers[0], "store") as loads:
         monkeypatch.setattr(CopyMeasurement, "lease_files", lambda _, __: Given(loads))

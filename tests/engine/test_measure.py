@@ -18,6 +18,7 @@ from effects.decode import Decoded, RunDecode
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from engine.loading import calibrate_compute
 from engine.loading.calibrate_compute import (
+    RateShape,
     build_rates_key,
     choose_concurrent_rows,
     choose_prefill_span,
@@ -29,7 +30,7 @@ from engine.loading.calibrate_compute import (
 from engine.loading.device_survey import Placement
 from engine.settings.calibration_cache import CalibrationCache
 from states.rates import Rates
-from tests.device.fake_shard import FakeShard
+from tests.device.fake_shard import FakeShard, make_fake_shard
 from tests.models.recurrent_shard import RecurrentShard
 
 TIMES = Rates(prefill=(1000, 1200, 1500), decode=((0, 1, 0, 7_000, 0), (0, 1, 4, 8_000, 0), (0, 1, 16, 9_000, 0)))
@@ -87,7 +88,7 @@ def test_what_does_not_agree_is_measured_again_and_kept(tmp_path: Path, monkeypa
     monkeypatch.setattr(calibrate_compute, "measure_rates", lambda *_, **__: asked.append("all") or TIMES)
 
     def start() -> Rates:
-        return load_or_measure_rates(kept, "a", None, None, chunk=64, context=512, widths=[0, 3, 15])  # type: ignore[arg-type]
+        return load_or_measure_rates(kept, "a", None, None, RateShape(64, 512, [0, 3, 15]))  # type: ignore[arg-type]
 
     assert start() == TIMES
     assert start() == TIMES
@@ -119,7 +120,7 @@ def test_what_is_quicker_than_what_was_kept_is_kept(tmp_path: Path, monkeypatch:
 
         monkeypatch.setattr(calibrate_compute, "measure_decode", decode)
         widths = [0, 3, 15]
-        return load_or_measure_rates(kept, "a", None, None, chunk=64, context=512, widths=widths).decode  # type: ignore[arg-type]
+        return load_or_measure_rates(kept, "a", None, None, RateShape(64, 512, widths)).decode  # type: ignore[arg-type]
 
     better = start((0, 1, 0, 7_000, 0), (0, 1, 4, 11_000, 7_000))
     assert better == ((0, 1, 0, 7_000, 0), (0, 1, 4, 11_000, 7_000), (0, 1, 16, 30_000, 8_000))
@@ -201,13 +202,13 @@ WHOLE, PROVEN = (Placement(range(1), GPU),), (4, 64, 128, 256, 1024)
 @pytest.mark.parametrize(
     ("plan", "shard", "buckets", "drafted", "rows"),
     [
-        (WHOLE, FakeShard(runs_ahead=True), PROVEN, False, 128),
-        (WHOLE, FakeShard(runs_ahead=True), PROVEN, True, 0),
-        (WHOLE, FakeShard(runs_ahead=True), (4, 64, 256, 1024), False, 0),  # 100 rows would run as 256
-        (WHOLE, FakeShard(runs_ahead=True), (4, 64, 128), False, 0),  # all forwards are as narrow as decode steps
+        (WHOLE, make_fake_shard(runs_ahead=True), PROVEN, False, 128),
+        (WHOLE, make_fake_shard(runs_ahead=True), PROVEN, True, 0),
+        (WHOLE, make_fake_shard(runs_ahead=True), (4, 64, 256, 1024), False, 0),  # 100 rows would run as 256
+        (WHOLE, make_fake_shard(runs_ahead=True), (4, 64, 128), False, 0),  # all forwards are as narrow as decode steps
         (WHOLE, FakeShard(), PROVEN, False, 0),
-        (WHOLE * 2, FakeShard(runs_ahead=True), PROVEN, False, 0),
-        ((Placement(range(1), CPU),), FakeShard(runs_ahead=True), PROVEN, False, 0),
+        (WHOLE * 2, make_fake_shard(runs_ahead=True), PROVEN, False, 0),
+        ((Placement(range(1), CPU),), make_fake_shard(runs_ahead=True), PROVEN, False, 0),
     ],
     ids=["a GPU", "a draft", "a bucket that is not proven", "no wider chunk", "experts", "two parts", "a CPU"],
 )
@@ -218,10 +219,10 @@ def test_where_prompts_have_a_lane_of_their_own(plan, shard, buckets, drafted, r
 @pytest.mark.parametrize(
     ("parts", "beside", "chunks"),
     [
-        ((FakeShard(runs_ahead=True),), True, SPAN),
-        ((FakeShard(runs_ahead=True),), False, 1),
+        ((make_fake_shard(runs_ahead=True),), True, SPAN),
+        ((make_fake_shard(runs_ahead=True),), False, 1),
         ((FakeShard(),), False, 1),
-        ((FakeShard(layers=range(1)), FakeShard(layers=range(1, 2))), False, SPAN),
+        ((make_fake_shard(layers=range(1)), make_fake_shard(layers=range(1, 2))), False, SPAN),
     ],
     ids=["a GPU", "a GPU with a draft", "a CPU", "two that compute elsewhere"],
 )

@@ -48,10 +48,10 @@ async def test_the_ledger_charges_what_was_reckoned(tmp_path: Path) -> None:
             options, target.checkpoint.config, F32, plan_placement(options.placement, target.checkpoint.config), None
         )
         assert (target.settings.slots, target.settings.max_context) == (16, 512)
-        assert ledger["slots"]["target"] == 16 * (512 * need.row + need.state)
-        weights, buffers = ledger["models"]["target"]["device"], ledger["buffers"]["target"]
+        assert ledger.slots["target"] == 16 * (512 * need.row + need.state)
+        weights, buffers = ledger.models["target"].device, ledger.buffers["target"]
         assert weights <= need.fixed <= weights + 4 * buffers
-        assert need.compute_taken(Fit(16, 512)) >= ledger["slots"]["target"] + weights
+        assert need.compute_taken(Fit(16, 512)) >= ledger.slots["target"] + weights
     finally:
         await target.close()
 

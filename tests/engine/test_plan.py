@@ -13,7 +13,7 @@ from attrs import evolve
 
 from adapters import demo
 from adapters.models.kernels.product_list import ProductPlan
-from adapters.models.numerics.probe_result import Numerics, joined
+from adapters.models.numerics.probe_result import Numerics, join_numerics
 from adapters.models.open_checkpoint import Checkpoint
 from engine.loading.background_load import load_target
 from engine.loading.device_survey import (
@@ -184,14 +184,18 @@ GRID = evolve(OTHER, mode="grid", buckets=(8, 256), block_size=256, failures=("1
 def test_where_layers_of_one_class_are_computed_is_no_part_of_it() -> None:
     plan = ProductPlan((4,), (1, 1), (), ())
     one = evolve(ONE, plan=plan)
-    assert joined([(range(3), one), (range(3, 10), evolve(one, seconds=7.0))]) == one == joined([(range(10), one)])
+    assert (
+        join_numerics([(range(3), one), (range(3, 10), evolve(one, seconds=7.0))])
+        == one
+        == join_numerics([(range(10), one)])
+    )
 
 
 def test_layers_of_several_classes_are_named_with_theirs() -> None:
-    mixed = joined([(range(3), ONE), (range(3, 5), ONE), (range(5, 10), OTHER)])
+    mixed = join_numerics([(range(3), ONE), (range(3, 5), ONE), (range(5, 10), OTHER)])
     assert mixed.numerics_class == "layers 0..4: class a; layers 5..9: class b"
-    assert mixed.numerics_class == joined([(range(5), ONE), (range(5, 10), OTHER)]).numerics_class
-    assert mixed.numerics_class != joined([(range(4), ONE), (range(4, 10), OTHER)]).numerics_class
+    assert mixed.numerics_class == join_numerics([(range(5), ONE), (range(5, 10), OTHER)]).numerics_class
+    assert mixed.numerics_class != join_numerics([(range(4), ONE), (range(4, 10), OTHER)]).numerics_class
     assert (mixed.mode, mixed.buckets, mixed.block_size, mixed.kernels) == (
         "buckets",
         (8, 64, 256),
@@ -201,14 +205,14 @@ def test_layers_of_several_classes_are_named_with_theirs() -> None:
     assert (mixed.checks, mixed.seconds, mixed.threads) == (105, 1.5, 2)
     plan = ProductPlan((4,), (1, 1), (), ())
     near, far = (range(5), evolve(ONE, plan=plan)), (range(5, 10), OTHER)
-    assert joined([near, far]).plan is None
-    assert joined([(range(5), OTHER), (range(5, 10), near[1])]).plan == plan, (
+    assert join_numerics([near, far]).plan is None
+    assert join_numerics([(range(5), OTHER), (range(5, 10), near[1])]).plan == plan, (
         "what a draft's products are proven beside"
     )
 
 
 def test_a_grid_anywhere_is_a_grid_for_all() -> None:
-    mixed = joined([(range(5), ONE), (range(5, 10), GRID)])
+    mixed = join_numerics([(range(5), ONE), (range(5, 10), GRID)])
     assert (mixed.mode, mixed.buckets, mixed.block_size) == ("grid", (8, 256), 256)
     assert mixed.failures == ("16: slot 1",)
 
@@ -279,15 +283,22 @@ def outcome(target: Target) -> dict[str, Any]:
         "identity": target.identity,
         "numerics": attrs.evolve(target.numerics, seconds=0.0),
         "model": (target.model_id, target.mode, target.scope, target.model_info["dtype"]),
-        "shard": (shard.slots, shard.capacity, shard.buckets, shard.dtype, shard.state_places, shard.row_spec),
+        "shard": (
+            shard.spec.slots,
+            shard.spec.capacity,
+            shard.spec.buckets,
+            shard.spec.dtype,
+            shard.states.places,
+            shard.rows.spec,
+        ),
         "store": (
             store.layout,
             store.memory_tier.index.budget,
             store.lower_tiers[0].index.budget,
             store.lower_tiers[0].chooser.codec,
         ),
-        "draft": (draft.identity, draft.state, draft.capacity, draft.block),
-        "memory": (ledger["models"], ledger["slots"]),
+        "draft": (draft.identity, draft.state, draft.rows.capacity, draft.block),
+        "memory": (ledger.models, ledger.slots),
         "pflash": target.pflash,
         "threads": torch.get_num_threads(),
     }

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import anyio
 import pytest
@@ -27,6 +28,7 @@ from adapters.device.speculation.proposer import DraftRequest, Proposer
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.shard import NamedTensors
 from adapters.models.drafts.dflash.draft import DFlashDraft
+from adapters.models.drafts.draft_parts import DraftPlacement
 from adapters.models.kernels.step import Forward, Step
 from adapters.models.numerics.probe_result import Numerics
 from adapters.store.files.file_format import Layout
@@ -47,7 +49,7 @@ from engine.settings.calibration_cache import CalibrationCache
 from engine.settings.options import Options
 from states.settings import Settings
 from tests.models.drafts import FULL, config_of, head_of, proven_draft, random_tensors
-from tests.models.recurrent_shard import VOCAB, WIDTH, RecurrentShard
+from tests.models.recurrent_shard import VOCAB, WIDTH, RecurrentRows, RecurrentShard, RecurrentStates
 from tests.store.kit import settled
 
 CHUNK, BUCKETS = 32, (4, 8, 16, 32)
@@ -96,14 +98,20 @@ class Guesses(Proposer):
     def inherit_rows(self, source: int, target: int, state: SlotState) -> None: ...
 
 
-class ReadBack(RecurrentShard):
+class CountedStates(RecurrentStates):
     """Counts checkpoints that are read back."""
 
     brought = 0
 
-    def import_state(self, slot: int, state: NamedTensors) -> None:
+    def import_(self, slot: int, state: NamedTensors) -> None:
         self.brought += 1
-        super().import_state(slot, state)
+        super().import_(slot, state)
+
+
+class ReadBack(RecurrentShard):
+    def __init__(self, *args: Any, **how: Any) -> None:
+        super().__init__(*args, **how)
+        self.states = CountedStates(self.spec.slots, self.states.block, self.states.places)
 
 
 @define
@@ -131,7 +139,7 @@ async def process(
     places = {"state_block": settings.block_size, "state_places": settings.state_places}
     lane, shard = DeviceLane(), ReadBack(settings.slots, settings.max_context, BUCKETS, **places)
     store = open_store(
-        Layout("34" * 16, SETTINGS.block_size, shard.row_spec, state=shard.state_specs),
+        Layout("34" * 16, SETTINGS.block_size, shard.rows.spec, state=shard.states.specs),
         folder,
         host_bytes=host,
         disk_bytes=1 << 30,
@@ -228,12 +236,12 @@ async def test_a_conversation_without_its_earlier_reasoning_computes_a_chunk_and
     for lives in range(2):
         async with process(tmp_path / "kv", host, **large) as running:
             for _ in range(5):
-                job, states = dialogue.asks(), running.shard.brought
+                job, states = dialogue.asks(), running.shard.states.brought
                 tokens, (tier, restored) = await running.told(job)
                 assert tokens == await cold(tmp_path, job, **large)
                 new = len(job.prompt) - before
                 assert len(job.prompt) - restored <= new + CHUNK, (lives, dialogue.turns)
-                assert running.shard.brought - states <= 1
+                assert running.shard.states.brought - states <= 1
                 dialogue.hears(tokens)
                 before, tiers = len(dialogue.said), [*tiers, tier]
     back = "device" if places else "host" if host else "disk"
@@ -249,14 +257,14 @@ async def test_a_state_that_cannot_be_put_back_is_a_miss(tmp_path: Path, monkeyp
         answer, _ = await running.told(job)
     turn, tried = Job((*job.prompt, *answer, *prompt(4, 30)), 9), list[int]()
 
-    def half(shard: ReadBack, slot: int, _: NamedTensors) -> None:
+    def half(states: CountedStates, slot: int, _: NamedTensors) -> None:
         tried.append(slot)
-        shard.standing[slot] = None
+        states.standing[slot] = None
         raise RuntimeError("only half of it")
 
     async with process(tmp_path / "kv") as running:
         await running.told(begun)
-        monkeypatch.setattr(ReadBack, "import_state", half)
+        monkeypatch.setattr(CountedStates, "import_", half)
         assert await running.told(turn) == (await cold(tmp_path, turn), ("none", 0))
         assert len(tried) == 1
 
@@ -264,18 +272,18 @@ async def test_a_state_that_cannot_be_put_back_is_a_miss(tmp_path: Path, monkeyp
 async def test_a_slot_that_does_not_get_its_rows_costs_time_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, copy, tried = Job(prompt(1, 100), 9), ReadBack.copy_rows, list[int]()
+    job, copy, tried = Job(prompt(1, 100), 9), RecurrentRows.copy, list[int]()
     branch = Job((*job.prompt[:60], *prompt(5, 30)), 9)
 
-    def once(shard: ReadBack, source: int, target: int, rows: int) -> None:
+    def once(rows: RecurrentRows, source: int, target: int, count: int) -> None:
         tried.append(target)
         if len(tried) == 1:
             raise RuntimeError("no copy today")
-        copy(shard, source, target, rows)
+        copy(rows, source, target, count)
 
     async with process(tmp_path / "kv") as running:
         await running.told(job)
-        monkeypatch.setattr(ReadBack, "copy_rows", once)
+        monkeypatch.setattr(RecurrentRows, "copy", once)
         tokens, _ = await running.told(branch)
         assert (tokens, len(tried)) == (await cold(tmp_path, branch), 2)
 
@@ -330,7 +338,7 @@ async def test_the_engine_learns_from_the_shard_that_it_has_state(tmp_path: Path
     settings = await lane.run(partial(choose_settings, Options(), executor.parts, shard, None, **how))
     assert settings.stateful
     assert all(settings.rates.prefill), "chunks are timed wherever they stand, whatever state was there"
-    assert build_layout(shard, None, "a", 16) == Layout("a", 16, shard.row_spec, None, shard.state_specs)
+    assert build_layout(shard, None, "a", 16) == Layout("a", 16, shard.rows.spec, None, shard.states.specs)
     assert not settings.no_trees
     assert executor.close()
 
@@ -339,7 +347,7 @@ class Strict(RecurrentShard):
     """As shards are: what can be rolled back is one block of the state."""
 
     def forward(self, step: Step, inputs: Tensor) -> Forward:
-        if not step.rows_only and any(segment.count > self.state_block for segment in step.segments):
+        if not step.rows_only and any(segment.count > self.states.block for segment in step.segments):
             raise ValueError("too many rows in a step that may be rolled back")
         return super().forward(step, inputs)
 
@@ -352,7 +360,9 @@ async def test_a_draft_of_large_blocks_is_asked_for_what_can_be_rolled_back(
     config = config_of(**like, block=32, mask_token_id=VOCAB - 1)
     kernels = proven_draft(config, torch.float32, 256, VOCAB).copy_for_shard()
     head = head_of(config, kernels, vocab=VOCAB)
-    draft = DFlashDraft(config, random_tensors(config), kernels, head, slots=2, capacity=256, buckets=BUCKETS)
+    draft = DFlashDraft(
+        config, random_tensors(config), kernels, head, DraftPlacement(slots=2, capacity=256, buckets=BUCKETS)
+    )
     executor = DeviceExecutor(ExecutorParts(shard, BUCKETS, lane=lane, proposer=Drafting(draft, BUCKETS)))
     numerics = Numerics("buckets", BUCKETS, 16, CHUNK, "torch", 1, "one", 0.0, 0, 0)
     how = {"proven": ProvenPlan(Fit(4, 48), numerics, (), "a"), "kept": CalibrationCache(tmp_path), "plan": ()}

@@ -15,12 +15,12 @@ import torch
 from adapters import demo
 from adapters.device.lane.buckets import bucket_of
 from adapters.models.decoder.pipeline import Pipeline
-from adapters.models.decoder.shard import BUCKETS
+from adapters.models.decoder.shard import BUCKETS, ShardPlacement
 from adapters.models.kernels.cuda.tiles import rows_to_plan
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.probe import buckets_of, probe_key
 from adapters.models.open_checkpoint import Checkpoint
-from engine.loading.device_survey import Placement, build_kernels, build_probe_inputs, is_compile_cache_empty
+from engine.loading.device_survey import Placement, build_kernels, build_probe_shape, is_compile_cache_empty
 from engine.loading.memory_fit import Fit
 from engine.loading.warm_up import compile_first, compile_kernels, warm_up
 from engine.settings.calibration_cache import CalibrationCache
@@ -34,8 +34,8 @@ def compiled(device: torch.device, folder: Path, *, probed: bool = False) -> Seq
     plan = (Placement(range(checkpoint.config.num_layers), device),)
     dtype, kept = torch.bfloat16, CalibrationCache(folder)
     if probed:
-        how = build_probe_inputs(checkpoint, device, (dtype, dtype), CHUNK, FIT.context)
-        key = probe_key(checkpoint.family, checkpoint.config, build_kernels(device, dtype), **how)
+        shape = build_probe_shape(checkpoint, device, (dtype, dtype), CHUNK, FIT.context)
+        key = probe_key(checkpoint.family, checkpoint.config, build_kernels(device, dtype), shape)
         assert kept.load_or_make(key, lambda: "found", str, str) == "found"
     how = {"rows": dtype, "fit": FIT, "chunk": CHUNK, "kept": kept}
     compile_kernels(checkpoint, plan, dtype, **how, step=lambda step, *_: heard.append(step))
@@ -91,7 +91,7 @@ def test_steps_of_every_bucket_find_their_kernels_compiled(
     how: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "buckets": buckets}
     how |= {"slots": FIT.slots, "capacity": FIT.context, "pages": FIT.pages}
     kernels = build_kernels(device, torch.bfloat16)
-    shard = checkpoint.family.build(checkpoint.config, checkpoint, kernels, **how)
+    shard = checkpoint.family.build(checkpoint.config, checkpoint, kernels, ShardPlacement(**how))
     with torch.inference_mode():
         for bucket, rows in product(buckets, (1, 2)):
             shard.forward(Step((Segment(0, 0, rows),), bucket), torch.zeros(rows, dtype=torch.int64))
@@ -107,14 +107,14 @@ def test_steps_behind_a_start_find_their_graphs_recorded() -> None:
     kernels = build_kernels(device, torch.bfloat16)
     how: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "buckets": buckets_of(BUCKETS, CHUNK)}
     how |= {"slots": FIT.slots, "capacity": FIT.context, "pages": FIT.pages}
-    shard = Pipeline([checkpoint.family.build(checkpoint.config, checkpoint, kernels, **how)])
+    shard = Pipeline([checkpoint.family.build(checkpoint.config, checkpoint, kernels, ShardPlacement(**how))])
     warm_up(shard, None, 32)
     recorded = set(kernels.graphs._graphs)  # type: ignore[attr-defined] # noqa: SLF001 - these are Triton's
     for spans in ([(5, 1)], [(7, 1), (3, 1)], [(0, 2)], [(6, 3), (2, 1)], [(4, 1)] * 5, [(0, 9)]):
         segments = tuple(Segment(slot, *span) for slot, span in enumerate(spans))
         rows = sum(count for _, count in spans)
         for rows_only in (False, True) if len(spans) == 1 else (False,):
-            step = Step(segments, bucket_of(shard.buckets, rows), rows_only=rows_only)
+            step = Step(segments, bucket_of(shard.spec.buckets, rows), rows_only=rows_only)
             left = shard.forward(step, torch.zeros(rows, dtype=torch.int64))
             shard.logits(step, left.hidden)
     assert set(kernels.graphs._graphs) == recorded  # type: ignore[attr-defined] # noqa: SLF001
@@ -132,7 +132,13 @@ def test_steps_behind_a_start_compute_all_that_steps_without_one_do(device: str,
     how: dict[str, Any] = {"device": where, "dtype": torch.bfloat16, "buckets": buckets_of(BUCKETS, CHUNK)}
     how |= {"slots": FIT.slots, "capacity": FIT.context, "pages": FIT.pages}
     started, fresh = (
-        Pipeline([checkpoint.family.build(checkpoint.config, checkpoint, build_kernels(where, torch.bfloat16), **how)])
+        Pipeline(
+            [
+                checkpoint.family.build(
+                    checkpoint.config, checkpoint, build_kernels(where, torch.bfloat16), ShardPlacement(**how)
+                )
+            ]
+        )
         for _ in range(2)
     )
     pages = {slot: [2 * slot, 2 * slot + 1] for slot in range(FIT.slots)}
@@ -140,23 +146,23 @@ def test_steps_behind_a_start_compute_all_that_steps_without_one_do(device: str,
         if shard is started:
             warm_up(shard, None, 64)
         for slot, own in pages.items():
-            shard.seat(slot, slot, 0, own)
+            shard.rows.seat(slot, slot, 0, own)
     tokens, front = torch.arange(1, 600) % checkpoint.config.vocab_size, 256
     for shard in (started, fresh):
         shard.forward(Step((Segment(0, 0, front),), front, rows_only=True), tokens[:front])
     for spans in ([(front, 1)], [(front, 1), *[(0, 1)] * 4], [(front, 3)], [(front, 7), (0, 1)], [(0, 60)]):
         segments = tuple(Segment(slot, *span) for slot, span in enumerate(spans))
         rows = sum(count for _, count in spans)
-        step = Step(segments, bucket_of(started.buckets, rows))
+        step = Step(segments, bucket_of(started.spec.buckets, rows))
         left = [shard.forward(step, tokens[:rows]) for shard in (started, fresh)]
         assert torch.equal(*(one.hidden[:rows] for one in left))
         logits = [shard.logits(step, one.hidden) for shard, one in zip((started, fresh), left, strict=True)]
         assert torch.equal(*(one[:rows] for one in logits))
     for count in (60, 300):
         for shard in (started, fresh):
-            step = Step((Segment(1, 0, count),), bucket_of(started.buckets, count), rows_only=True)
+            step = Step((Segment(1, 0, count),), bucket_of(started.spec.buckets, count), rows_only=True)
             shard.forward(step, tokens[:count])
-        ours, theirs = (shard.parts[0].export_rows(1, 0, count) for shard in (started, fresh))
+        ours, theirs = (shard.parts[0].rows.export(1, 0, count) for shard in (started, fresh))
         assert len(ours) == len(theirs) > 0
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     for shard in (started, fresh):

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.dense_shard import DenseShard
-from adapters.models.decoder.shard import BUCKETS
+from adapters.models.decoder.shard import BUCKETS, ShardPlacement
 from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import Products
-from adapters.models.kernels.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.open_checkpoint import Checkpoint
 
@@ -103,7 +103,7 @@ def save_model(
 def shard_of(folder: Path, dtype: torch.dtype = torch.float32, kernels: Kernels | None = None, **options) -> DenseShard:
     checkpoint = Checkpoint.open(folder)
     shape = {"slots": 4, "capacity": 1024} | options
-    return DenseShard(checkpoint.config, checkpoint, kernels or CpuKernels(dtype), dtype=dtype, **shape)
+    return DenseShard(checkpoint.config, checkpoint, kernels or CpuKernels(dtype), ShardPlacement(dtype=dtype, **shape))
 
 
 def proven(
@@ -149,5 +149,5 @@ def same_bits(ours: Tensor, theirs: Tensor) -> bool:
 
 
 def same_rows(shard: DenseShard, ours: int, theirs: int, start: int, stop: int) -> bool:
-    first, second = shard.export_rows(ours, start, stop), shard.export_rows(theirs, start, stop)
+    first, second = shard.rows.export(ours, start, stop), shard.rows.export(theirs, start, stop)
     return first.keys() == second.keys() and all(same_bits(first[name], second[name]) for name in first)

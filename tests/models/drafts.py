@@ -18,11 +18,12 @@ from adapters.models.drafts.dflash.checkpoint import draft_tensors
 from adapters.models.drafts.dflash.config import DFlashConfig
 from adapters.models.drafts.dflash.draft import DFlashDraft
 from adapters.models.drafts.dflash.weights import products as draft_products
+from adapters.models.drafts.draft_parts import DraftPlacement
 from adapters.models.families.qwen3 import Qwen3Config
 from adapters.models.kernels.cpu.kernels import CpuKernels
+from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.interface import AttentionMask
 from adapters.models.kernels.product_list import Weight
-from adapters.models.kernels.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step
 from tests.models.checkpoints import kernels_for
 
@@ -126,7 +127,9 @@ def draft_of(config: DFlashConfig, tensors: Tensors | None = None, dtype: torch.
     shape = {"slots": 4, "capacity": 1200} | options
     kernels = shape.pop("kernels", None) or proven_draft(config, dtype, shape["capacity"]).copy_for_shard()
     weights = tensors or random_tensors(config)
-    return DFlashDraft(config, weights, kernels, head_of(config, kernels.copy_for_shard(), dtype), dtype=dtype, **shape)
+    return DFlashDraft(
+        config, weights, kernels, head_of(config, kernels.copy_for_shard(), dtype), DraftPlacement(dtype=dtype, **shape)
+    )
 
 
 def aux_hidden_states_of(config: DFlashConfig, count: int, dtype: torch.dtype = torch.float32, seed: int = 5) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.families.qwen3_5 import FULL, LINEAR, Qwen35Config
 from adapters.models.kernels.delta_interface import DeltaShape
-from adapters.models.kernels.seeded import make_generator
+from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step
 from tests.models.checkpoints import EXPERTS, same_bits, same_rows, save_model, tokens_of
 
@@ -87,7 +87,7 @@ def advance(shard: DenseShard, tokens: Tensor, counts: Sequence[int], *, slot: i
     found, at, index = [], 0, 0
     while at < len(tokens):
         part = tokens[at : at + counts[min(index, len(counts) - 1)]]
-        bucket = next(bucket for bucket in shard.buckets if bucket >= len(part))
+        bucket = next(bucket for bucket in shard.spec.buckets if bucket >= len(part))
         step = Step((Segment(slot, start + at, len(part)),), bucket)
         forward = shard.forward(step, part)
         found.append(shard.logits(step, forward.hidden)[: len(part)].clone())
@@ -131,7 +131,7 @@ def config(
 
 
 def whole_of(shard: DenseShard) -> Whole:
-    tokens = tokens_of(LENGTH, shard.vocab_size)
+    tokens = tokens_of(LENGTH, shard.spec.vocab_size)
     return shard, tokens, computed(shard, tokens, CHUNKS)
 
 
@@ -141,7 +141,7 @@ def computed(
     """The last layer's output for tokens[start:]. Narrow steps are settled by `commit`, wide ones at once."""
     found, at, index = [], start, 0
     while at < len(tokens):
-        bucket, count = (one or shard.buckets[-1] for one in pieces[min(index, len(pieces) - 1)])
+        bucket, count = (one or shard.spec.buckets[-1] for one in pieces[min(index, len(pieces) - 1)])
         part = tokens[at : at + count]
         step = Step((Segment(slot, at, len(part)),), bucket, rows_only=len(part) > 64)
         found.append(last_layer(shard, step, part))
@@ -152,11 +152,11 @@ def computed(
 
 
 def last_layer(shard: DenseShard, step: Step, tokens: Tensor) -> Tensor:
-    return shard.forward(step, tokens).aux_hidden_states[shard.layers.stop - 1][: step.rows].clone()
+    return shard.forward(step, tokens).aux_hidden_states[shard.spec.layers.stop - 1][: step.rows].clone()
 
 
 def same_sequence(shard: DenseShard, ours: int, theirs: int) -> bool:
-    first, second = shard.export_state(ours), shard.export_state(theirs)
+    first, second = shard.states.export(ours), shard.states.export(theirs)
     same = first.keys() == second.keys() and all(same_bits(first[name], second[name]) for name in first)
     return same and same_rows(shard, ours, theirs, 0, LENGTH)
 
@@ -171,7 +171,7 @@ def what_is_rolled_back_has_never_happened(whole: Whole, start: int, kept: int) 
     """Other rows, proposed and refused, crossing multiples of 64 or not: then the sequence as if they had not been."""
     shard, tokens, expected = whole
     computed(shard, tokens[:start], CHUNKS, slot=1)
-    wrong = torch.cat((tokens[start : start + kept], tokens_of(31 - kept, shard.vocab_size, seed=start)))
+    wrong = torch.cat((tokens[start : start + kept], tokens_of(31 - kept, shard.spec.vocab_size, seed=start)))
     step = Step((Segment(1, start, 31),), 32)
     for _ in range(3):  # run, and on a GPU recorded and replayed; what is not committed has not happened either
         shard.forward(step, wrong)
@@ -188,7 +188,7 @@ def slots_side_by_side_are_each_as_if_alone(whole: Whole) -> None:
     for counts in ((1, 1, 1), (5, 1, 3), (1, 1, 1), (16, 7, 9), (1, 1, 1), (30, 64, 2), (1, 1, 1)):
         spans = [(slot, start, start + count) for slot, start, count in zip((1, 2, 3), starts, counts, strict=True)]
         segments = tuple(Segment(slot, start, stop - start) for slot, start, stop in spans)
-        step = Step(segments, next(bucket for bucket in shard.buckets if bucket >= sum(counts)))
+        step = Step(segments, next(bucket for bucket in shard.spec.buckets if bucket >= sum(counts)))
         found = last_layer(shard, step, torch.cat([tokens[start:stop] for _, start, stop in spans]))
         assert same_bits(found, torch.cat([expected[start:stop] for _, start, stop in spans]))
         shard.commit(step, counts)

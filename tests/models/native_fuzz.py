@@ -29,9 +29,9 @@ from adapters.models.kernels.cpu.native.library import NativeLibrary
 from adapters.models.kernels.cpu.native.products import NativeProducts
 from adapters.models.kernels.cpu.native.rows import NativeRows, PreparedHeads
 from adapters.models.kernels.delta_interface import CHUNK, UNSETTLED, DeltaShape, DeltaWeights
+from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.interface import Rope
 from adapters.models.kernels.row_format import RowFormat
-from adapters.models.kernels.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import StateBatch
 from effects.job import Sampling

@@ -14,8 +14,8 @@ from attrs import define, frozen
 from torch import Tensor
 from torch.nn.functional import normalize, rms_norm, silu, softplus
 
-from adapters.models.decoder.shard import Kept, NamedTensors
-from adapters.models.kernels.seeded import make_generator
+from adapters.models.decoder.shard import Kept, NamedTensors, ShardSpec
+from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.step import Forward, Segment, Step
 from adapters.sequence_layout import RowSpec, TensorSpec
 
@@ -61,18 +61,73 @@ class Unsettled:
     moved: list[list[Moved]]
 
 
-class RecurrentShard:
-    layers = range(2)
-    vocab_size = VOCAB
-    addressed = True
-    runs_ahead = False
-    row_spec = RowSpec(("layers.1.k", "layers.1.v"), HEADS, HEAD, "F32")
-    state_specs = (
-        TensorSpec("layers.0.conv", "BF16", (TAPS - 1, MIXED)),
-        TensorSpec("layers.0.memory", "F32", (HEADS, HEAD, HEAD)),
-    )
-    device, dtype = torch.device("cpu"), torch.float32
+ROW_SPEC = RowSpec(("layers.1.k", "layers.1.v"), HEADS, HEAD, "F32")
+STATE_SPECS = (
+    TensorSpec("layers.0.conv", "BF16", (TAPS - 1, MIXED)),
+    TensorSpec("layers.0.memory", "F32", (HEADS, HEAD, HEAD)),
+)
 
+
+class RecurrentRows:
+    """Keys and values of the second layer. They are not a number until they are written, which shows who reads them."""
+
+    spec = ROW_SPEC
+    is_addressable = True
+
+    def __init__(self, slots: int, capacity: int) -> None:
+        self.cache = torch.full((1, 2, slots, HEADS, capacity, HEAD), torch.nan)
+
+    def copy(self, source: int, target: int, count: int) -> None:
+        self.cache[:, :, target, :, :count] = self.cache[:, :, source, :, :count]
+
+    def view(self, slot: int, start: int, stop: int) -> Tensor:
+        return self.cache[:, :, slot, :, start:stop]
+
+    def export(self, slot: int, start: int, stop: int) -> NamedTensors:
+        return dict(zip(self.spec.names, self.view(slot, start, stop)[0].clone(), strict=True))
+
+    def import_(self, slot: int, start: int, rows: NamedTensors) -> None:
+        for cache, name in zip(self.cache[0], self.spec.names, strict=True):
+            cache[slot, :, start : start + rows[name].shape[1]] = rows[name]
+
+
+class RecurrentStates:
+    """What each slot goes on from, and places for more."""
+
+    specs = STATE_SPECS
+
+    def __init__(self, slots: int, block: int, places: int) -> None:
+        self.block = block
+        self.places = places
+        self.standing: list[Behind | None] = [None] * slots
+        self.kept: list[Behind | None] = [None] * places
+
+    def copy(self, source: int, target: int) -> None:
+        self.standing[target] = self.standing[source]
+
+    def export(self, slot: int) -> NamedTensors:
+        found = self.standing[slot]
+        assert found is not None, "nothing was computed here"
+        return {"layers.0.conv": found.state.conv, "layers.0.memory": found.state.memory}
+
+    def import_(self, slot: int, state: NamedTensors) -> None:
+        for spec in self.specs:
+            if state[spec.name].shape != spec.shape:
+                raise ValueError(f"{spec.name}: {list(state[spec.name].shape)}, not {list(spec.shape)}")
+        self.standing[slot] = Behind(None, State(state["layers.0.conv"].clone(), state["layers.0.memory"].clone()), [])
+
+    def keep(self, slot: int, place: int) -> None:
+        found = self.standing[slot]
+        assert found is not None, "nothing was computed here"
+        self.kept[place] = Behind(found.base, found.state, [])
+
+    def load(self, place: int, slot: int) -> None:
+        found = self.kept[place]
+        assert found is not None, "nothing was kept here"
+        self.standing[slot] = found
+
+
+class RecurrentShard:
     def __init__(
         self,
         slots: int = 3,
@@ -82,8 +137,17 @@ class RecurrentShard:
         state_block: int = 1,
         state_places: int = 0,
     ) -> None:
-        self.slots, self.capacity, self.buckets = slots, capacity, tuple(buckets)
-        self.state_block, self.state_places = state_block, state_places
+        self.spec = ShardSpec(
+            layers=range(2),
+            slots=slots,
+            capacity=capacity,
+            buckets=tuple(buckets),
+            vocab_size=VOCAB,
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+        )
+        self.rows = RecurrentRows(slots, capacity)
+        self.states = RecurrentStates(slots, state_block, state_places)
         draw = make_generator(11)
 
         def weight(outputs: int, inputs: int) -> Tensor:
@@ -94,9 +158,6 @@ class RecurrentShard:
         self.beta, self.decay, self.gate = weight(HEADS, WIDTH), weight(HEADS, WIDTH), weight(HEADS * HEAD, WIDTH)
         self.recurrent_out, self.qkv = weight(WIDTH, HEADS * HEAD), weight(3 * HEADS * HEAD, WIDTH)
         self.attention_out = weight(WIDTH, HEADS * HEAD)
-        self.cache = torch.full((1, 2, slots, HEADS, capacity, HEAD), torch.nan)  # whoever reads too far, sees it
-        self.standing: list[Behind | None] = [None] * slots
-        self.places: list[Behind | None] = [None] * state_places
         self.unsettled: Unsettled | None = None
         self.closed = False
 
@@ -106,7 +167,7 @@ class RecurrentShard:
         """Where it raises, no state has moved."""
         if step.branches:
             raise ValueError("a tree: each of its nodes would need a recurrent state of its own")
-        assert step.bucket in self.buckets
+        assert step.bucket in self.spec.buckets
         assert inputs.shape == (step.rows,)
         hidden, tokens = torch.zeros(step.bucket, WIDTH), iter(inputs.tolist())
         aux = torch.zeros(step.bucket, WIDTH)
@@ -139,11 +200,11 @@ class RecurrentShard:
             assert before.base is not None
             base, state = before.base, before.state
             aside = before.moved + moved[: keep if isinstance(keep, int) else len(keep)]
-            while len(aside) >= self.state_block:
-                for one in aside[: self.state_block]:
+            while len(aside) >= self.states.block:
+                for one in aside[: self.states.block]:
                     state, _ = self._delta(state, one)
-                base, aside = base + self.state_block, aside[self.state_block :]
-            self.standing[segment.slot] = Behind(base, state, aside)
+                base, aside = base + self.states.block, aside[self.states.block :]
+            self.states.standing[segment.slot] = Behind(base, state, aside)
 
     def logits(self, step: Step, hidden: Tensor) -> Tensor:
         found = torch.zeros(step.bucket, VOCAB)
@@ -160,9 +221,9 @@ class RecurrentShard:
 
     def _at(self, slot: int, start: int) -> Behind:
         """What the slot goes on from at `start`."""
-        found = self.standing[slot]
+        found = self.states.standing[slot]
         base = None if found is None else start if found.base is None else found.base
-        if found is None or base is None or base % self.state_block or not base <= start <= base + len(found.moved):
+        if found is None or base is None or base % self.states.block or not base <= start <= base + len(found.moved):
             where = "nowhere" if found is None else f"at {found.base}, with {len(found.moved)} rows behind it"
             raise ValueError(f"slot {slot} has its state {where}; nothing continues from {start}")
         return Behind(base, found.state, found.moved[: start - base])
@@ -188,56 +249,17 @@ class RecurrentShard:
 
     def _attend(self, slot: int, position: int, residual: Tensor) -> Tensor:
         q, k, v = (self.qkv @ rms_norm(residual, (WIDTH,))).view(3, HEADS, HEAD)
-        self.cache[0, 0, slot, :, position], self.cache[0, 1, slot, :, position] = k, v
-        keys, values = self.cache[0, :, slot, :, : position + 1].clone()
+        self.rows.cache[0, 0, slot, :, position], self.rows.cache[0, 1, slot, :, position] = k, v
+        keys, values = self.rows.cache[0, :, slot, :, : position + 1].clone()
         weights = ((keys * q.unsqueeze(1)).sum(-1) / HEAD**0.5).softmax(-1)
         return self.attention_out @ (weights.unsqueeze(-1) * values).sum(1).flatten()
-
-    # --- what a slot keeps ---
-
-    def copy_rows(self, source: int, target: int, count: int) -> None:
-        self.cache[:, :, target, :, :count] = self.cache[:, :, source, :, :count]
-
-    def copy_state(self, source: int, target: int) -> None:
-        self.standing[target] = self.standing[source]
-
-    def rows(self, slot: int, start: int, stop: int) -> Tensor:
-        return self.cache[:, :, slot, :, start:stop]
-
-    def export_rows(self, slot: int, start: int, stop: int) -> NamedTensors:
-        return dict(zip(self.row_spec.names, self.rows(slot, start, stop)[0].clone(), strict=True))
-
-    def import_rows(self, slot: int, start: int, rows: NamedTensors) -> None:
-        for cache, name in zip(self.cache[0], self.row_spec.names, strict=True):
-            cache[slot, :, start : start + rows[name].shape[1]] = rows[name]
-
-    def export_state(self, slot: int) -> NamedTensors:
-        found = self.standing[slot]
-        assert found is not None, "nothing was computed here"
-        return {"layers.0.conv": found.state.conv, "layers.0.memory": found.state.memory}
-
-    def import_state(self, slot: int, state: NamedTensors) -> None:
-        for spec in self.state_specs:
-            if state[spec.name].shape != spec.shape:
-                raise ValueError(f"{spec.name}: {list(state[spec.name].shape)}, not {list(spec.shape)}")
-        self.standing[slot] = Behind(None, State(state["layers.0.conv"].clone(), state["layers.0.memory"].clone()), [])
-
-    def keep_state(self, slot: int, place: int) -> None:
-        found = self.standing[slot]
-        assert found is not None, "nothing was computed here"
-        self.places[place] = Behind(found.base, found.state, [])
-
-    def load_state(self, place: int, slot: int) -> None:
-        found = self.places[place]
-        assert found is not None, "nothing was kept here"
-        self.standing[slot] = found
 
     def synchronize(self) -> None:
         """Nothing runs ahead here."""
 
     def memory(self) -> Mapping[str, int]:
-        kept = sum(spec.nbytes for spec in self.state_specs) * (self.slots + self.state_places)
-        return {"weights": 0, "host": 0, "kv": self.cache.nbytes + kept, "buffers": 0}
+        kept = sum(spec.nbytes for spec in self.states.specs) * (self.spec.slots + self.states.places)
+        return {"weights": 0, "host": 0, "kv": self.rows.cache.nbytes + kept, "buffers": 0}
 
     def close(self) -> None:
         self.closed = True

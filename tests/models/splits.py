@@ -12,6 +12,7 @@ from torch import Tensor
 from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.families.qwen3 import Qwen3Config
 from adapters.models.families.qwen3_moe import Qwen3MoeConfig
 from adapters.models.kernels.experts_interface import ExpertsShape
@@ -38,7 +39,7 @@ def pipeline(kind: str, cuts: Sequence[int], dtype: torch.dtype = torch.bfloat16
     for end in cuts:
         weights = RandomWeights(own, scale=own.hidden_size**-0.5)
         how = {"slots": 3, "capacity": 512, "aux_layers": AUX, "state_places": 2, "layers": range(begin, end)}
-        parts.append(DenseShard(own, weights, kernels.copy_for_shard(), dtype=dtype, **how))
+        parts.append(DenseShard(own, weights, kernels.copy_for_shard(), ShardPlacement(dtype=dtype, **how)))
         begin = end
     return Pipeline(parts)
 
@@ -51,14 +52,14 @@ def whole_of(kind: str) -> DenseShard:
 
 
 def chunk(shard, slot: int, start: int, stop: int) -> None:
-    bucket = next(bucket for bucket in shard.buckets if bucket >= stop - start)
+    bucket = next(bucket for bucket in shard.spec.buckets if bucket >= stop - start)
     shard.forward(Step((Segment(slot, start, stop - start),), bucket, rows_only=True), TOKENS[start:stop])
 
 
 def step(shard, *parts: tuple[int, int, int], kept: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
     """Logits and auxiliary hidden states of (slot, start, count) rows, of which so many are kept."""
     rows = sum(count for _, _, count in parts)
-    own = Step(tuple(Segment(*part) for part in parts), next(bucket for bucket in shard.buckets if bucket >= rows))
+    own = Step(tuple(Segment(*part) for part in parts), next(bucket for bucket in shard.spec.buckets if bucket >= rows))
     left = shard.forward(own, torch.cat([TOKENS[start : start + count] for _, start, count in parts]))
     found = shard.logits(own, left.hidden)[:rows].clone(), [left.aux_hidden_states[one][:rows].clone() for one in AUX]
     shard.commit(own, kept)
@@ -77,16 +78,16 @@ def story(shard) -> str:
     told(step(shard, (0, 300, 1), kept=[1]))
     told(step(shard, (0, 301, 9), kept=[4]))
     told(step(shard, (0, 305, 16), kept=[16]))
-    shard.copy_rows(0, 1, 321)
-    shard.copy_state(0, 1)
+    shard.rows.copy(0, 1, 321)
+    shard.states.copy(0, 1)
     told(step(shard, (0, 321, 3), (1, 321, 2), kept=[3, 1]))
-    if shard.state_specs:
-        shard.keep_state(0, 1)
-        shard.load_state(1, 2)
-    shard.import_rows(2, 0, shard.export_rows(0, 0, 320))
-    shard.import_state(2, shard.export_state(0))
+    if shard.states.specs:
+        shard.states.keep(0, 1)
+        shard.states.load(1, 2)
+    shard.rows.import_(2, 0, shard.rows.export(0, 0, 320))
+    shard.states.import_(2, shard.states.export(0))
     told(step(shard, (2, 320, 5), kept=[5]))
-    heard += [one for _, one in sorted({**shard.export_rows(2, 0, 325), **shard.export_state(2)}.items())]
+    heard += [one for _, one in sorted({**shard.rows.export(2, 0, 325), **shard.states.export(2)}.items())]
     digest = hashlib.blake2b()
     for one in heard:
         digest.update(one.contiguous().view(torch.uint8).numpy().tobytes())
@@ -101,8 +102,7 @@ def story_of(kind: str) -> str:
 
 def assert_alike(split, whole) -> None:
     """All that a pipeline says of itself is what one shard says."""
-    assert (split.layers, split.row_spec, split.state_specs) == (whole.layers, whole.row_spec, whole.state_specs)
-    assert (split.capacity, split.slots, split.buckets) == (whole.capacity, whole.slots, whole.buckets)
-    assert (split.vocab_size, split.dtype, split.device) == (whole.vocab_size, whole.dtype, whole.device)
-    assert (split.state_block, split.state_places) == (whole.state_block, whole.state_places)
+    assert split.spec == whole.spec
+    assert (split.rows.spec, split.states.specs) == (whole.rows.spec, whole.states.specs)
+    assert (split.states.block, split.states.places) == (whole.states.block, whole.states.places)
     assert split.memory()["kv"] == whole.memory()["kv"]

@@ -9,6 +9,7 @@ from attrs import evolve
 from adapters.checkpoint.packed_matrix import StepLayout
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.rope import Llama3
+from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.drafts.cached_draft import BlockRequest
 from adapters.models.drafts.dflash.checkpoint import MASK_EMBEDDING
 from adapters.models.families.llama import LlamaConfig
@@ -16,7 +17,7 @@ from adapters.models.families.qwen2 import Qwen2Config
 from adapters.models.families.qwen3 import Qwen3Config
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.cpu.native.library import find_library
-from adapters.models.kernels.seeded import make_generator
+from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights
 from tests.models.checkpoints import same_bits, tokens_of
@@ -78,7 +79,7 @@ def left_by(config, kernels, dtype, rows, *, layers=None, aux=(), weights=None):
     layers = range(config.num_layers) if layers is None else layers
     weights = RandomWeights(config, scale=config.hidden_size**-0.5) if weights is None else weights
     how = {"dtype": dtype, "rows": rows, "slots": 3, "capacity": CAPACITY, "buckets": BUCKETS, "aux_layers": aux}
-    shard, found = DenseShard(config, weights, kernels, layers=layers, **how), []
+    shard, found = DenseShard(config, weights, kernels, ShardPlacement(layers=layers, **how)), []
     generator = make_generator(3)
     for segments in STEPS:
         count = sum(rows for _, _, rows in segments)
@@ -94,7 +95,7 @@ def left_by(config, kernels, dtype, rows, *, layers=None, aux=(), weights=None):
             if not only and layers.stop == config.num_layers:
                 found.append(shard.logits(step, forward.hidden)[:count].clone())
     for slot, count in enumerate((325, 56, 9)):
-        found += [kept.view(torch.uint8) for kept in shard.export_rows(slot, 0, count).values()]
+        found += [kept.view(torch.uint8) for kept in shard.rows.export(slot, 0, count).values()]
     shard.close()
     return found
 
@@ -126,7 +127,9 @@ def test_so_do_coded_rows_and_the_layers_of_any_shard(rows, layers):
 def test_padded_rows_cost_nothing():
     config, dtype = CONFIGS["qwen3"], torch.bfloat16
     weights, how = RandomWeights(config, scale=config.hidden_size**-0.5), {"slots": 1, "capacity": CAPACITY}
-    shard = DenseShard(config, weights, CpuKernels(dtype), dtype=dtype, layers=range(1, 2), buckets=BUCKETS, **how)
+    shard = DenseShard(
+        config, weights, CpuKernels(dtype), ShardPlacement(dtype=dtype, layers=range(1, 2), buckets=BUCKETS, **how)
+    )
     hidden = torch.randn(16, config.hidden_size, generator=make_generator(3)).to(dtype)
     left = shard.forward(Step((Segment(0, 0, 5),), 16), hidden).hidden
     assert same_bits(left[5:], hidden[5:]), "as they came"
@@ -157,7 +160,7 @@ def test_a_drafts_context_and_blocks_at_once_are_those_of_operations_one_by_one(
         for count in (3, config.block - 1):
             asks = [BlockRequest(0, 4, 75, 7, count), BlockRequest(2, 0, 15, 9, count)]
             left += [draft.logits(asks[:1]).clone(), draft.logits(asks).clone()]
-        left += [rows.view(torch.uint8) for slot in (0, 2) for rows in draft.export_rows(slot, 0, 15).values()]
+        left += [rows.view(torch.uint8) for slot in (0, 2) for rows in draft.rows.export(slot, 0, 15).values()]
         found.append(left)
         draft.close()
     assert all(same_bits(one, other) for one, other in zip(*found, strict=True))

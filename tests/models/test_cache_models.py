@@ -115,7 +115,7 @@ class PoolAgainstADictionary(RuleBasedStateMachine):
             return
         self.value += 1
         for first, last in self.cache.spans(start, stop):
-            self.cache.rows(slot, first, last).fill_(self.value)
+            self.cache.view(slot, first, last).fill_(self.value)
         own.rows = own.within(start) | {row: self.value for row in MARKS if start <= row < stop}
 
     @rule(data=st.data(), slot=st.integers(0, SLOTS - 1))
@@ -128,14 +128,14 @@ class PoolAgainstADictionary(RuleBasedStateMachine):
         stop = data.draw(st.integers(1, len(own.pages) * PAGE))
         kept = self.cache.export(slot, 0, stop)
         for first, last in self.cache.spans(0, stop):
-            self.cache.rows(slot, first, last).fill_(-1)
+            self.cache.view(slot, first, last).fill_(-1)
         self.cache.import_(slot, 0, kept)
 
     @invariant()
     def what_a_slot_believes_is_there(self) -> None:
         for number, own in enumerate(self.slots):
             for row, value in own.rows.items():
-                found = self.cache.rows(number, row, row + 1)
+                found = self.cache.view(number, row, row + 1)
                 assert bool((found == value).all()), (number, row, value, found.unique())
 
 
@@ -157,14 +157,14 @@ class WholeSlotsAgainstADictionary(RuleBasedStateMachine):
     @rule(slot=st.integers(0, SLOTS - 1), start=st.integers(0, ROWS - 1))
     def write(self, slot: int, start: int) -> None:
         self.value = self.value % 100 + 1
-        self.cache.rows(slot, start, ROWS).fill_(self.value)
+        self.cache.view(slot, start, ROWS).fill_(self.value)
         self.rows[slot] |= {row: self.value for row in MARKS if row >= start}
 
     @rule(source=st.integers(0, SLOTS - 1), heir=st.integers(0, SLOTS - 1), stop=st.integers(1, ROWS))
     def copy(self, source: int, heir: int, stop: int) -> None:
         if source == heir:
             return
-        self.cache.copy(source, heir, 0, stop)
+        self.cache.copy(source, heir, stop)
         kept = {row: value for row, value in self.rows[heir].items() if row >= stop}
         self.rows[heir] = kept | {row: value for row, value in self.rows[source].items() if row < stop}
 
@@ -172,7 +172,7 @@ class WholeSlotsAgainstADictionary(RuleBasedStateMachine):
     def every_row_is_what_was_written_last(self) -> None:
         for slot, rows in enumerate(self.rows):
             for row, value in rows.items():
-                assert bool((self.cache.rows(slot, row, row + 1) == value).all())
+                assert bool((self.cache.view(slot, row, row + 1) == value).all())
 
 
 class StatesAgainstADictionary(RuleBasedStateMachine):

@@ -15,6 +15,7 @@ from adapters.checkpoint import weights_digest
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.family import family_of
+from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.families.qwen3 import parse
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.open_checkpoint import Checkpoint, resolve_dtype
@@ -357,7 +358,7 @@ def test_a_part_of_the_layers_reads_only_its_own_tensors(folder):
             read.append(name)
             return checkpoint.read(name)
 
-    DenseShard(checkpoint.config, Watched(), CpuKernels(torch.float32), layers=range(1, 3), capacity=64)
+    DenseShard(checkpoint.config, Watched(), CpuKernels(torch.float32), ShardPlacement(layers=range(1, 3), capacity=64))
     assert sorted(read) == sorted(checkpoint.config.tensors(range(1, 3)))
     assert "model.embed_tokens.weight" not in read
 

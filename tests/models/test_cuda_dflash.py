@@ -13,9 +13,10 @@ from adapters.models.decoder.shard import TargetHead
 from adapters.models.drafts.cached_draft import BlockRequest, NotLoaded
 from adapters.models.drafts.dflash.config import DFlashConfig
 from adapters.models.drafts.dflash.draft import DFlashDraft
+from adapters.models.drafts.draft_parts import DraftPlacement
+from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.interface import AttentionMask, HeadPrep, Rope
 from adapters.models.kernels.reference.kernels import ReferenceKernels
-from adapters.models.kernels.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import BlockBatch
 from adapters.models.numerics.synthetic import RandomDraft
@@ -56,7 +57,7 @@ def draft_of(
     shape = {"slots": 4, "capacity": 1024, "buckets": BUCKETS} | options
     weights = RandomDraft(config, 1, DEVICE, stored, config.hidden_size**-0.5)
     head = TargetHead(host_table(table) if away else table, kernels.pack(table.clone()), torch.ones_like(table[0]))
-    return DFlashDraft(config, weights, kernels, head, device=DEVICE, dtype=dtype, **shape)
+    return DFlashDraft(config, weights, kernels, head, DraftPlacement(device=DEVICE, dtype=dtype, **shape))
 
 
 def aux_hidden_states_of(config: DFlashConfig, count: int, dtype: torch.dtype, seed: int = 5) -> Tensor:
@@ -135,7 +136,7 @@ def whole(request):
 
 
 def same_rows(draft, ours: int, theirs: int, stop: int) -> bool:
-    first, second = draft.export_rows(ours, 0, stop), draft.export_rows(theirs, 0, stop)
+    first, second = draft.rows.export(ours, 0, stop), draft.rows.export(theirs, 0, stop)
     return all(same_bits(first[name], second[name]) for name in first)
 
 
@@ -178,10 +179,10 @@ def test_a_block_is_proposed_the_same_whoever_asks_beside(whole):
 
 def test_rows_taken_out_and_put_back_are_proposed_the_same(whole):
     draft, rows, expected = whole
-    taken = [draft.export_rows(0, start, start + 100) for start in range(0, LENGTH, 100)]
+    taken = [draft.rows.export(0, start, start + 100) for start in range(0, LENGTH, 100)]
     extend_in_pieces(draft, aux_hidden_states_of(draft.config, LENGTH, rows.dtype, seed=1), [(512, 512)], slot=2)
     for index, part in enumerate(taken):
-        draft.import_rows(2, index * 100, part)
+        draft.rows.import_(2, index * 100, part)
     assert same_bits(proposed(draft, BlockRequest(2, 0, LENGTH, 9, 15))[0], expected)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from adapters.models.decoder.host_experts import HostExperts
 from adapters.models.kernels.experts_interface import Experts, ExpertsShape, GatedWeights, choose_experts
-from adapters.models.kernels.seeded import make_generator
+from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch
 from tests.models.checkpoints import same_bits

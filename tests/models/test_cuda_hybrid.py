@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.families.qwen3_5 import FAMILY, Qwen35Config
 from adapters.models.families.qwen3_next import Qwen3NextConfig
 from adapters.models.kernels.experts_interface import ExpertsShape
 from adapters.models.kernels.reference.kernels import ReferenceKernels
-from adapters.models.numerics.probe import probe
+from adapters.models.numerics.probe import ProbeShape, probe
 from adapters.models.numerics.synthetic import RandomWeights
 from tests.models.checkpoints import same_bits
 from tests.models.hybrids import (
@@ -54,7 +55,7 @@ def shard_of(own: Qwen35Config, dtype: torch.dtype, kernels=None) -> DenseShard:
     weights = RandomWeights(own, 1, DEVICE, torch.float32, own.hidden_size**-0.5)
     kernels = kernels or triton_cuda.TritonKernels(DEVICE)
     how = {"slots": 4, "capacity": 512, "buckets": BUCKETS, "state_places": 2, "aux_layers": (own.num_layers - 1,)}
-    return DenseShard(own, weights, kernels, device=DEVICE, dtype=dtype, **how)
+    return DenseShard(own, weights, kernels, ShardPlacement(device=DEVICE, dtype=dtype, **how))
 
 
 @pytest.fixture(scope="module", params=[torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -74,7 +75,7 @@ def test_rows_are_those_of_plain_torch(whole):
     reference = computed(plain, tokens, CHUNKS)
     # of most rows: one of experts that are almost equally wanted may be another one
     error = (expected.float() - reference).norm(dim=1) / reference.norm(dim=1)
-    assert error.median().item() < TOLERANCE[shard.dtype]
+    assert error.median().item() < TOLERANCE[shard.spec.dtype]
 
 
 @in_pieces
@@ -97,31 +98,31 @@ def test_replayed_graphs_give_the_bits_of_eager_kernels_and_of_kernels_without_o
     for pdl, graphs in ((False, True), (True, False)):
         kernels = triton_cuda.TritonKernels(DEVICE, pdl=pdl)
         kernels.graphs.enabled = graphs
-        other = shard_of(shard.config, shard.dtype, kernels)
+        other = shard_of(shard.config, shard.spec.dtype, kernels)
         assert same_bits(computed(other, tokens, [(128, 128), (16, 9)]), expected)
 
 
 def test_states_taken_out_and_put_back_go_on_as_if_they_had_never_left(whole):
     shard, tokens, expected = whole
     computed(shard, tokens[:150], CHUNKS, slot=1)
-    shard.keep_state(1, 0)
-    state = shard.export_state(1)
+    shard.states.keep(1, 0)
+    state = shard.states.export(1)
     computed(shard, tokens.flip(0), CHUNKS, slot=1)
-    shard.copy_rows(0, 1, 128)
-    shard.load_state(0, 1)
+    shard.rows.copy(0, 1, 128)
+    shard.states.load(0, 1)
     assert same_bits(computed(shard, tokens, [(4, 1), (0, 0)], slot=1, start=128), expected[128:])
-    shard.import_state(3, state)
-    shard.copy_rows(0, 3, 128)
+    shard.states.import_(3, state)
+    shard.rows.copy(0, 3, 128)
     assert same_bits(computed(shard, tokens, [(16, 9), (0, 0)], slot=3, start=128), expected[128:])
-    shard.copy_state(1, 2)
-    shard.copy_rows(1, 2, LENGTH)
+    shard.states.copy(1, 2)
+    shard.rows.copy(1, 2, LENGTH)
     assert same_sequence(shard, 0, 2)
 
 
 @pytest.mark.parametrize("own", [SMALL, WIDE], ids=["small", "27B's heads"])
 def test_the_numerics_probe_proves_every_bucket(own):
     kernels = triton_cuda.TritonKernels(DEVICE)
-    found = probe(FAMILY, own, kernels, device=DEVICE, dtype=torch.bfloat16, chunk=512, capacity=2048)
+    found = probe(FAMILY, own, kernels, ProbeShape(device=DEVICE, dtype=torch.bfloat16, chunk=512, capacity=2048))
     assert not found.failures
     assert found.mode == "buckets"
     assert found.buckets == (4, 8, 16, 32, 64, 128, 256, 512)

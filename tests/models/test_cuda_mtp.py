@@ -10,10 +10,11 @@ from adapters import demo
 from adapters.models.decoder.embedding import host_table
 from adapters.models.decoder.shard import TargetHead
 from adapters.models.drafts.cached_draft import BlockRequest
+from adapters.models.drafts.draft_parts import DraftPlacement
 from adapters.models.drafts.mtp.checkpoint import HeadCheckpoint
 from adapters.models.drafts.mtp.draft import MtpDraft
+from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.reference.kernels import ReferenceKernels
-from adapters.models.kernels.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.open_checkpoint import Checkpoint
 from tests.models.checkpoints import same_bits
@@ -38,7 +39,7 @@ def made(kernels, dtype: torch.dtype, *, away: bool = False) -> MtpDraft:
     norm = checkpoint.read("model.norm.weight").to(DEVICE, torch.float32) + 1
     shared = TargetHead(host_table(table) if away else table, kernels.pack(table.clone()), norm)
     place = {"device": DEVICE, "dtype": dtype, "slots": 4, "capacity": 1024, "buckets": BUCKETS}
-    return MtpDraft(head.config, head, kernels, shared, **place)
+    return MtpDraft(head.config, head, kernels, shared, DraftPlacement(**place))
 
 
 @pytest.fixture(params=[torch.bfloat16, torch.float32], ids=str)

@@ -14,11 +14,12 @@ from adapters.checkpoint.packed_matrix import PackedMatrix, StackedWeight, StepL
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.family import ModelConfig
 from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.families.qwen3 import FAMILY, Qwen3Config
+from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.offload import count_bytes
-from adapters.models.kernels.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step
-from adapters.models.numerics.probe import probe
+from adapters.models.numerics.probe import ProbeShape, probe
 from adapters.models.numerics.synthetic import RandomWeights, random_matrix
 from adapters.models.open_checkpoint import DECIDING
 from tests.models import hybrids
@@ -175,7 +176,7 @@ class Unpacked:
 def shard_of(weights: Any, config: ModelConfig = CONFIG) -> DenseShard:
     kernels = triton_cuda.TritonKernels(DEVICE)
     how: dict[str, Any] = {"slots": 2, "capacity": 1024, "buckets": BUCKETS, "aux_layers": (config.num_layers - 1,)}
-    return DenseShard(config, weights, kernels, device=DEVICE, dtype=torch.bfloat16, **how)
+    return DenseShard(config, weights, kernels, ShardPlacement(device=DEVICE, dtype=torch.bfloat16, **how))
 
 
 def in_pieces(shard: DenseShard, tokens: Tensor, bucket: int, count: int, *, slot: int = 0) -> tuple[Tensor, Tensor]:
@@ -223,10 +224,10 @@ def test_a_hybrid_of_packed_weights_has_the_bits_of_the_unpacked_one_however_row
 def test_the_probe_finds_that_packed_layers_keep_their_bits_and_tells_them_from_others():
     how: dict[str, Any] = {"device": DEVICE, "dtype": torch.bfloat16, "chunk": 512, "capacity": 1024}
     kernels = triton_cuda.TritonKernels(DEVICE)
-    packed = probe(FAMILY, CONFIG, kernels, **how, layouts=mixed(CONFIG))
+    packed = probe(FAMILY, CONFIG, kernels, ProbeShape(**how, layouts=mixed(CONFIG)))
     assert packed.mode == "buckets"
     assert packed.failures == ()
-    plain = probe(FAMILY, CONFIG, kernels, **how)
+    plain = probe(FAMILY, CONFIG, kernels, ProbeShape(**how))
     assert packed.spans == 2 * plain.spans  # with values in 4 bits, and in 8
     assert packed.numerics_class != plain.numerics_class
 
@@ -236,7 +237,10 @@ def test_a_draft_beside_its_target_has_no_copy_of_the_embedding(device: torch.de
     config = evolve(CONFIG, tie_word_embeddings=False)
     how: dict[str, Any] = {"slots": 2, "capacity": 1024, "buckets": BUCKETS, "dtype": torch.bfloat16}
     shard = DenseShard(
-        config, RandomWeights(config, 1, DEVICE), triton_cuda.TritonKernels(device), device=device, **how
+        config,
+        RandomWeights(config, 1, DEVICE),
+        triton_cuda.TritonKernels(device),
+        ShardPlacement(device=device, **how),
     )
     pipeline = Pipeline((shard,))
     before = pipeline.memory()

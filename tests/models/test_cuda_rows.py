@@ -6,14 +6,15 @@ import pytest
 import torch
 
 from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.families import llama, qwen2, qwen3
+from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.interface import HeadPrep, Rope
 from adapters.models.kernels.reference.kernels import ReferenceKernels
 from adapters.models.kernels.row_format import LIMITS, RowFormat
-from adapters.models.kernels.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch
-from adapters.models.numerics.probe import probe
+from adapters.models.numerics.probe import ProbeShape, probe
 from adapters.models.numerics.synthetic import RandomWeights
 from tests.models.checkpoints import run, run_in_pieces, same_bits, same_rows, tokens_of
 
@@ -37,7 +38,10 @@ def shard_of(config, rows, kernels=None, dtype=torch.bfloat16, **how):
     kernels = kernels or triton_cuda.TritonKernels(DEVICE)
     shape = {"slots": 3, "capacity": 1024, "buckets": BUCKETS} | how
     return DenseShard(
-        config, RandomWeights(config, 1, DEVICE, dtype), kernels, device=DEVICE, dtype=dtype, rows=rows, **shape
+        config,
+        RandomWeights(config, 1, DEVICE, dtype),
+        kernels,
+        ShardPlacement(device=DEVICE, dtype=dtype, rows=rows, **shape),
     )
 
 
@@ -69,7 +73,7 @@ def test_rows_and_answers_are_the_same_however_they_come_about(family, rows):
     expected = run_in_pieces(shard, tokens, [(512, 512)])
     assert same_bits(run_in_pieces(shard, tokens, [(64, 50), (16, 16), (4, 3), (512, 301), (64, 61)], slot=1), expected)
     assert same_rows(shard, 0, 1, 0, LENGTH)
-    shard.import_rows(2, 0, shard.export_rows(0, 0, 650))
+    shard.rows.import_(2, 0, shard.rows.export(0, 0, 650))
     both = run(shard, 4, (2, 650, tokens[650:652]), (1, 300, tokens[300:301]))
     assert same_bits(both, torch.cat((expected[650:652], expected[300:301])))
     step = Step((Segment(2, 652, 3), Segment(2, 653, 1)), 16)
@@ -96,6 +100,8 @@ def test_rows_are_kept_in_less_than_they_are_computed_in(dtype, rows):
 
 def test_the_numerics_probe_proves_every_bucket():
     where = {"device": DEVICE, "dtype": torch.bfloat16, "chunk": 512, "capacity": 2048}
-    found = probe(qwen3.FAMILY, CONFIGS["qwen3"], triton_cuda.TritonKernels(DEVICE), rows=torch.int8, **where)
+    found = probe(
+        qwen3.FAMILY, CONFIGS["qwen3"], triton_cuda.TritonKernels(DEVICE), ProbeShape(rows=torch.int8, **where)
+    )
     assert not found.failures
     assert found.mode == "buckets"

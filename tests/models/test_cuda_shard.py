@@ -9,16 +9,17 @@ from torch import Tensor
 from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.rope import Llama3
+from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.families import llama, qwen2, qwen3, qwen3_moe
 from adapters.models.families.llama import LlamaConfig
 from adapters.models.families.qwen2 import Qwen2Config
 from adapters.models.families.qwen3 import Qwen3Config
 from adapters.models.families.qwen3_moe import Qwen3MoeConfig
 from adapters.models.kernels.experts_interface import ExpertsShape
+from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.reference.kernels import ReferenceKernels
-from adapters.models.kernels.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step
-from adapters.models.numerics.probe import probe
+from adapters.models.numerics.probe import ProbeShape, probe
 from adapters.models.numerics.synthetic import RandomWeights
 
 triton_cuda = pytest.importorskip(
@@ -53,7 +54,7 @@ def shard_of(config: DenseConfig, dtype: torch.dtype, kernels=None, **options) -
     kernels = kernels or triton_cuda.TritonKernels(DEVICE)
     weights = RandomWeights(config, 1, DEVICE, dtype)
     shape = {"slots": 3, "capacity": 1024, "buckets": BUCKETS} | options
-    return DenseShard(config, weights, kernels, device=DEVICE, dtype=dtype, **shape)
+    return DenseShard(config, weights, kernels, ShardPlacement(device=DEVICE, dtype=dtype, **shape))
 
 
 def tokens_of(config: DenseConfig, length: int = LENGTH, seed: int = 0) -> Tensor:
@@ -81,7 +82,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def test_logits_and_rows_are_the_same_bits_however_they_were_computed(config, dtype):
     shard, tokens = shard_of(config, dtype), tokens_of(config)
     whole = rows_in_pieces(shard, tokens, [(512, 512)])
-    rows = {name: tensor.clone() for name, tensor in shard.export_rows(0, 0, LENGTH).items()}
+    rows = {name: tensor.clone() for name, tensor in shard.rows.export(0, 0, LENGTH).items()}
     reference = rows_in_pieces(shard_of(config, torch.float32, ReferenceKernels()), tokens, [(512, 512)])
     tolerance = {torch.bfloat16: 3e-2, torch.float16: 5e-3, torch.float32: 1e-5}[dtype]
     # of most rows: one of experts that are almost equally wanted may be another one
@@ -95,7 +96,7 @@ def test_logits_and_rows_are_the_same_bits_however_they_were_computed(config, dt
     )
     for pieces in cuts:
         assert same_bits(rows_in_pieces(shard, tokens, pieces, slot=1), whole)
-        again = shard.export_rows(1, 0, LENGTH)
+        again = shard.rows.export(1, 0, LENGTH)
         assert all(same_bits(again[name], rows[name]) for name in rows)
 
 
@@ -117,20 +118,20 @@ def test_slots_that_share_pages_have_the_rows_and_bits_of_slots_that_share_nothi
     """A head in common, in pages of both; then each goes on, and one is read by a third."""
     shard, apart = shard_of(DEMO, torch.bfloat16, pages=9), shard_of(DEMO, torch.bfloat16)
     head, tails = tokens_of(DEMO, 560), [tokens_of(DEMO, 100, seed) for seed in (1, 2)]
-    shard.seat(0, 0, 0, (8, 2, 5))
+    shard.rows.seat(0, 0, 0, (8, 2, 5))
     rows_in_pieces(shard, head, [(512, 512), (64, 64)])
-    shard.seat(1, 0, 540, (8, 2, 0))  # the last page is not whole: its rows are copied
+    shard.rows.seat(1, 0, 540, (8, 2, 0))  # the last page is not whole: its rows are copied
     for slot, (keep, tail) in enumerate(zip((560, 540), tails, strict=True)):
         whole = torch.cat((head[:keep], tail))
         expected = rows_in_pieces(apart, whole, [(512, 512), (64, 64)], slot)[keep:]
         for _ in range(3):  # eager, recorded, replayed
             step = Step((Segment(slot, keep, 100),), 128)
             assert same_bits(shard.logits(step, shard.forward(step, tail).hidden)[:100], expected)
-        ours, theirs = shard.export_rows(slot, 0, keep + 100), apart.export_rows(slot, 0, keep + 100)
+        ours, theirs = shard.rows.export(slot, 0, keep + 100), apart.rows.export(slot, 0, keep + 100)
         assert all(same_bits(ours[name], theirs[name]) for name in theirs)
-    shard.seat(2, 1, 512, (8, 2))
-    shard.grow(2, (7,))
-    shard.import_rows(2, 512, {name: rows[:, 512:600] for name, rows in apart.export_rows(0, 0, 600).items()})
+    shard.rows.seat(2, 1, 512, (8, 2))
+    shard.rows.grow(2, (7,))
+    shard.rows.import_(2, 512, {name: rows[:, 512:600] for name, rows in apart.rows.export(0, 0, 600).items()})
     step = Step((Segment(2, 600, 1), Segment(0, 660, 1)), 4)
     both = torch.cat((tails[0][40:41], tails[0][:1]))
     found = shard.logits(step, shard.forward(step, both).hidden)[:2].clone()
@@ -163,7 +164,7 @@ def test_steps_whose_rows_go_to_experts_are_recorded():
     shard, tokens = shard_of(EXPERTS, torch.bfloat16), tokens_of(EXPERTS)
     expected = rows_in_pieces(shard, tokens, [(512, 512), (4, 1)])
     assert ("layers", 4) in {key[:2] for key in shard._kernels.graphs._graphs}  # noqa: SLF001
-    shard.import_rows(2, 0, {name: one * torch.nan for name, one in shard.export_rows(0, 0, 64).items()})
+    shard.rows.import_(2, 0, {name: one * torch.nan for name, one in shard.rows.export(0, 0, 64).items()})
     step = Step((Segment(2, 64, 3), Segment(0, LENGTH - 1, 1)), 8)
     found = shard.logits(step, shard.forward(step, torch.cat((tokens[:3], tokens[-1:]))).hidden)
     assert found[:3].isnan().any()
@@ -212,7 +213,10 @@ FAMILIES = [
 @pytest.mark.parametrize(("family", "config"), FAMILIES)
 def test_the_numerics_probe_proves_every_bucket(family, config, dtype):
     found = probe(
-        family, config, triton_cuda.TritonKernels(DEVICE), device=DEVICE, dtype=dtype, chunk=512, capacity=2048
+        family,
+        config,
+        triton_cuda.TritonKernels(DEVICE),
+        ProbeShape(device=DEVICE, dtype=dtype, chunk=512, capacity=2048),
     )
     assert not found.failures
     assert found.mode == "buckets"

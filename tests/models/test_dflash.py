@@ -12,9 +12,11 @@ from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.rope import Rotary
+from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.drafts.cached_draft import BlockRequest, NotLoaded
 from adapters.models.drafts.dflash.checkpoint import DraftCheckpoint
 from adapters.models.drafts.dflash.draft import DFlashDraft
+from adapters.models.drafts.draft_parts import DraftPlacement
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.offload import OffloadableWeights, copy_to_host, copy_tree, count_bytes
 from adapters.models.kernels.reference.kernels import ReferenceKernels
@@ -100,7 +102,7 @@ def whole(request, config):
 
 
 def same_rows(draft, ours: int, theirs: int, stop: int) -> bool:
-    first, second = draft.export_rows(ours, 0, stop), draft.export_rows(theirs, 0, stop)
+    first, second = draft.rows.export(ours, 0, stop), draft.rows.export(theirs, 0, stop)
     return first.keys() == second.keys() and all(same_bits(first[name], second[name]) for name in first)
 
 
@@ -153,17 +155,17 @@ def test_a_block_is_proposed_the_same_whoever_asks_beside(whole):
         for ask, logits in zip(asks, found, strict=True):
             if ask.count == full:
                 assert same_bits(logits, expected[ask.position])
-    again = draft_of(draft.config, dtype=draft.export_rows(0, 0, 1)["draft.layers.0.k"].dtype, buckets=(32, 256))
-    again.import_rows(3, 0, draft.export_rows(0, 0, 505))
+    again = draft_of(draft.config, dtype=draft.rows.export(0, 0, 1)["draft.layers.0.k"].dtype, buckets=(32, 256))
+    again.rows.import_(3, 0, draft.rows.export(0, 0, 505))
     assert same_bits(proposed(again, 3, 505), expected[505])
 
 
 def test_rows_taken_out_put_back_or_copied_are_proposed_the_same(whole):
     draft, rows, expected = whole
-    taken = [draft.export_rows(0, start, start + 100) for start in range(0, LENGTH, 100)]
+    taken = [draft.rows.export(0, start, start + 100) for start in range(0, LENGTH, 100)]
     extend_in_pieces(draft, aux_hidden_states_of(draft.config, LENGTH, rows.dtype, seed=1), [(256, 256)], slot=2)
     for index in (3, 0, 6, 5, 1, 2, 4):
-        draft.import_rows(2, index * 100, taken[index])
+        draft.rows.import_(2, index * 100, taken[index])
     assert same_bits(proposed(draft, 2, LENGTH), expected[LENGTH])
     draft.copy_rows(0, 3, 0, 300)
     draft.copy_rows(2, 3, 300, 505)
@@ -216,12 +218,17 @@ def test_a_drafts_rows_follow_the_targets_hidden_states_bit_for_bit():
             proven_draft(config, torch.float32, 400).copy_for_shard(),
         )
         shard = DenseShard(
-            TARGET, RandomWeights(TARGET, scale=0.1), kernels, slots=2, capacity=400, aux_layers=(6, 1, 4)
+            TARGET,
+            RandomWeights(TARGET, scale=0.1),
+            kernels,
+            ShardPlacement(slots=2, capacity=400, aux_layers=(6, 1, 4)),
         )
-        draft = DFlashDraft(config, random_tensors(config), beside, Pipeline((shard,)).head, slots=2, capacity=400)
+        draft = DFlashDraft(
+            config, random_tensors(config), beside, Pipeline((shard,)).head, DraftPlacement(slots=2, capacity=400)
+        )
         tokens, at = tokens_of(300), 0
         for count in cuts:
-            bucket = next(bucket for bucket in shard.buckets if bucket >= count)
+            bucket = next(bucket for bucket in shard.spec.buckets if bucket >= count)
             step = Step((Segment(1, at, count),), bucket, rows_only=True)
             part = tokens[at : at + count]
             draft.extend(step, part, shard.forward(step, part).aux_hidden_states)
@@ -229,7 +236,9 @@ def test_a_drafts_rows_follow_the_targets_hidden_states_bit_for_bit():
         found.append(draft.logits([BlockRequest(1, 0, 300, int(tokens[3]), 15)]).clone())
     assert same_bits(found[0], found[1])
     assert same_bits(found[0], found[2])
-    middle = DenseShard(TARGET, RandomWeights(TARGET), CpuKernels(torch.float32), layers=range(1, 9), capacity=64)
+    middle = DenseShard(
+        TARGET, RandomWeights(TARGET), CpuKernels(torch.float32), ShardPlacement(layers=range(1, 9), capacity=64)
+    )
     with pytest.raises(ValueError, match=r"layers 1\.\.8 lack the embedding"):
         Pipeline((middle,)).head  # noqa: B018
 
@@ -257,13 +266,13 @@ def test_what_cannot_be_is_refused_by_name():
         extend(draft, 5, (0, 0, rows))
     with pytest.raises(ValueError, match="appears twice"):
         extend(draft, 8, (0, 0, rows), (0, 4, rows))
-    exported = dict(draft.export_rows(0, 0, 64))
+    exported = dict(draft.rows.export(0, 0, 64))
     with pytest.raises(ValueError, match=r"draft\.layers\.9\.k"):
-        draft.import_rows(1, 0, {**exported, "draft.layers.9.k": exported["draft.layers.0.k"]})
+        draft.rows.import_(1, 0, {**exported, "draft.layers.9.k": exported["draft.layers.0.k"]})
     with pytest.raises(ValueError, match=r"draft\.layers\.0\.v: torch\.float64"):
-        draft.import_rows(1, 0, {**exported, "draft.layers.0.v": exported["draft.layers.0.v"].double()})
+        draft.rows.import_(1, 0, {**exported, "draft.layers.0.v": exported["draft.layers.0.v"].double()})
     with pytest.raises(ValueError, match=r"rows 50\.\.114"):
-        draft.import_rows(1, 50, exported)
+        draft.rows.import_(1, 50, exported)
     with pytest.raises(ValueError, match="do not hold a block of 16"):
         draft_of(config_of(), buckets=(4, 8))
     with pytest.raises(ValueError, match=r"the target's embedding is torch\.float32"):
@@ -272,7 +281,7 @@ def test_what_cannot_be_is_refused_by_name():
             random_tensors(config_of()),
             CpuKernels(torch.bfloat16),
             head_of(config_of(), CpuKernels(torch.float32)),
-            dtype=torch.bfloat16,
+            DraftPlacement(dtype=torch.bfloat16),
         )
 
 
@@ -327,7 +336,7 @@ def test_parking_gives_memory_back_and_unparking_the_same_bits(large):
     ):
         with pytest.raises(NotLoaded, match="the draft is parked"):
             forward()
-    rows = large.export_rows(0, 0, 50)
+    rows = large.rows.export(0, 0, 50)
     assert large.load_back() == loaded["weights"]
     assert large.load_back() == 0
     assert large.memory()["weights"] == loaded["weights"]
@@ -335,7 +344,7 @@ def test_parking_gives_memory_back_and_unparking_the_same_bits(large):
     large.release()
     assert (large.state, large.memory()["weights"]) == ("released", 0)
     large.load_back()
-    large.import_rows(1, 0, rows)
+    large.rows.import_(1, 0, rows)
     assert same_bits(large.logits([BlockRequest(1, 0, 50, 9, 15)]), expected)
 
 

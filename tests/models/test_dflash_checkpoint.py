@@ -16,6 +16,7 @@ from adapters.models.drafts.cached_draft import BlockRequest
 from adapters.models.drafts.dflash.checkpoint import DraftCheckpoint
 from adapters.models.drafts.dflash.config import formula_aux_layers
 from adapters.models.drafts.dflash.draft import DFlashDraft
+from adapters.models.drafts.draft_parts import DraftPlacement
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.interface import AttentionMask
 from tests.models.checkpoints import same_bits
@@ -501,12 +502,13 @@ def test_a_draft_opened_from_its_folder_is_the_draft_of_its_tensors(folder):
     assert same_bits(ours(config, checkpoint, rows), ours(config, TENSORS, rows))
     kernels = CpuKernels(torch.float32)
     identities = {
-        DFlashDraft(config, weights, kernels, head_of(config, kernels), slots=1, capacity=64).identity
+        DFlashDraft(config, weights, kernels, head_of(config, kernels), DraftPlacement(slots=1, capacity=64)).identity
         for weights in (checkpoint, DraftCheckpoint.open(folder, TARGET))
     }
     assert len(identities) == 1
     edit_tensors(folder, lambda tensors: tensors["norm.weight"].add_(1))
     changed = DraftCheckpoint.open(folder, TARGET)
     assert (
-        DFlashDraft(config, changed, kernels, head_of(config, kernels), slots=1, capacity=64).identity not in identities
+        DFlashDraft(config, changed, kernels, head_of(config, kernels), DraftPlacement(slots=1, capacity=64)).identity
+        not in identities
     )

@@ -14,14 +14,15 @@ from torch import Tensor
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.families.qwen3_moe import FAMILY, Qwen3MoeConfig, parse
 from adapters.models.kernels import experts_interface as module
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.experts_interface import Experts, ExpertsShape, GatedWeights, choose_experts
-from adapters.models.kernels.seeded import make_generator
+from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch
-from adapters.models.numerics.probe import probe
+from adapters.models.numerics.probe import ProbeShape, probe
 from adapters.models.numerics.synthetic import RandomWeights
 from adapters.models.open_checkpoint import Checkpoint
 from tests.models.checkpoints import (
@@ -155,10 +156,10 @@ def test_it_is_the_sum_of_what_each_expert_makes(layer):
 def test_rows_that_are_no_numbers_stay_in_their_slot():
     kernels = proven(CONFIG, torch.float32, 256).copy_for_shard()
     weights = RandomWeights(CONFIG, scale=0.1)
-    shard, tokens = DenseShard(CONFIG, weights, kernels, slots=2, capacity=256), tokens_of(200, 203)
+    shard, tokens = DenseShard(CONFIG, weights, kernels, ShardPlacement(slots=2, capacity=256)), tokens_of(200, 203)
     expected = run_in_pieces(shard, tokens, [(256, 200)])
-    rows = shard.export_rows(0, 0, 200)
-    shard.import_rows(1, 0, {name: torch.full_like(one, torch.nan) for name, one in rows.items()})
+    rows = shard.rows.export(0, 0, 200)
+    shard.rows.import_(1, 0, {name: torch.full_like(one, torch.nan) for name, one in rows.items()})
     found = run(shard, 8, (1, 100, tokens[:3]), (0, 195, tokens[195:]))
     assert found[:3].isnan().any()
     assert same_bits(found[3:], expected[195:])
@@ -168,7 +169,9 @@ def test_rows_that_are_no_numbers_stay_in_their_slot():
 
 
 def probed(config: Qwen3MoeConfig, dtype: torch.dtype = torch.float32):
-    return probe(FAMILY, config, CpuKernels(dtype), device=CPU, dtype=dtype, chunk=64, capacity=256, sizes=(4, 16))
+    return probe(
+        FAMILY, config, CpuKernels(dtype), ProbeShape(device=CPU, dtype=dtype, chunk=64, capacity=256, sizes=(4, 16))
+    )
 
 
 def test_both_kinds_of_layers_are_probed_and_every_product_of_experts_is_listed():

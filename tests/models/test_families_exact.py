@@ -8,17 +8,18 @@ import torch
 from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.rope import Llama3
+from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.families.llama import LlamaConfig
 from adapters.models.families.qwen2 import Qwen2Config
 from adapters.models.families.qwen3 import FAMILY, Qwen3Config
 from adapters.models.families.qwen3_moe import Qwen3MoeConfig
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.experts_interface import ExpertsShape
+from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.product_list import UnprovenProductError
-from adapters.models.kernels.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch
-from adapters.models.numerics.probe import probe
+from adapters.models.numerics.probe import ProbeShape, probe
 from adapters.models.numerics.synthetic import RandomWeights
 from tests.models.checkpoints import proven, run, run_in_pieces, same_bits, same_rows, tokens_of
 
@@ -47,7 +48,10 @@ def whole(request, dtype):
     config = CONFIGS[request.param]
     weights = RandomWeights(config, scale=config.hidden_size**-0.5)
     shard = DenseShard(
-        config, weights, proven(config, dtype, 1024).copy_for_shard(), dtype=dtype, slots=4, capacity=1024
+        config,
+        weights,
+        proven(config, dtype, 1024).copy_for_shard(),
+        ShardPlacement(dtype=dtype, slots=4, capacity=1024),
     )
     tokens = tokens_of(LENGTH, config.vocab_size)
     return shard, tokens, run_in_pieces(shard, tokens, [(256, 256)])
@@ -72,7 +76,7 @@ def test_prefill_in_any_pieces_is_prefill_in_chunks_bit_for_bit(whole, pieces):
 
 def test_decoding_is_prefill_bit_for_bit_across_a_key_tile(whole):
     shard, tokens, expected = whole
-    shard.copy_rows(0, 1, 500)
+    shard.rows.copy(0, 1, 500)
     found = [run(shard, 4, (1, at, tokens[at : at + 1])) for at in range(500, 530)]
     assert same_bits(torch.cat(found), expected[500:530])
     assert same_rows(shard, 0, 1, 0, 530)
@@ -83,7 +87,7 @@ def test_batched_decoding_is_decoding_alone_bit_for_bit(whole, bucket):
     shard, tokens, expected = whole
     starts = {3: 699, 1: 10, 2: 511}
     for slot in starts:
-        shard.copy_rows(0, slot, 699)
+        shard.rows.copy(0, slot, 699)
     found = run(shard, bucket, *((slot, at, tokens[at : at + 1]) for slot, at in starts.items()))
     assert same_bits(found, expected[list(starts.values())])
 
@@ -91,22 +95,22 @@ def test_batched_decoding_is_decoding_alone_bit_for_bit(whole, bucket):
 @pytest.mark.parametrize("counts", [(3, 1, 0), (5, 5, 6), (16, 7, 9), (1, 1, 30), (100, 1, 11)])
 def test_blocks_of_several_slots_in_one_step_are_each_as_if_alone(whole, counts):
     shard, tokens, expected = whole
-    bucket = next(bucket for bucket in shard.buckets if bucket >= sum(counts))
+    bucket = next(bucket for bucket in shard.spec.buckets if bucket >= sum(counts))
     starts = (500, 64, 333)
     parts = [
         (slot, at, tokens[at : at + count]) for slot, (at, count) in enumerate(zip(starts, counts, strict=True), 1)
     ]
     for slot, at, _ in parts:
-        shard.copy_rows(0, slot, at + 1)
+        shard.rows.copy(0, slot, at + 1)
     found = run(shard, bucket, *(part for part in parts if len(part[2])))
     assert same_bits(found, torch.cat([expected[at : at + len(ids)] for _, at, ids in parts]))
 
 
 def test_rows_taken_out_and_put_back_decode_on_as_if_they_had_never_left(whole):
     shard, tokens, expected = whole
-    rows = shard.export_rows(0, 0, 640)
+    rows = shard.rows.export(0, 0, 640)
     run(shard, 256, (2, 0, tokens[:200].flip(0)))
-    shard.import_rows(2, 0, rows)
+    shard.rows.import_(2, 0, rows)
     assert same_rows(shard, 0, 2, 0, 640)
     found = run_in_pieces_from(shard, tokens, 640)
     assert same_bits(found, expected[640:])
@@ -118,14 +122,14 @@ def run_in_pieces_from(shard, tokens, start):
 
 def test_a_copied_slot_is_the_slot_it_was_copied_from(whole):
     shard, tokens, expected = whole
-    shard.copy_rows(0, 3, 300)
+    shard.rows.copy(0, 3, 300)
     assert same_rows(shard, 0, 3, 0, 300)
     assert same_bits(run(shard, 16, (3, 300, tokens[300:311])), expected[300:311])
 
 
 def test_rolling_back_is_forgetting(whole):
     shard, tokens, expected = whole
-    shard.copy_rows(0, 1, 400)
+    shard.rows.copy(0, 1, 400)
     run(shard, 16, (1, 400, tokens[:16]))
     assert same_bits(run(shard, 16, (1, 400, tokens[400:416])), expected[400:416])
 
@@ -137,9 +141,13 @@ def test_thread_counts_of_one_numerics_class_have_the_same_bits(dtype):
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            numerics = probe(FAMILY, config, CpuKernels(dtype), device=CPU, dtype=dtype, chunk=256, capacity=512)
+            numerics = probe(
+                FAMILY, config, CpuKernels(dtype), ProbeShape(device=CPU, dtype=dtype, chunk=256, capacity=512)
+            )
             kernels = CpuKernels(dtype).with_plan(numerics.plan)
-            shard = DenseShard(config, RandomWeights(config), kernels, dtype=dtype, slots=1, capacity=512)
+            shard = DenseShard(
+                config, RandomWeights(config), kernels, ShardPlacement(dtype=dtype, slots=1, capacity=512)
+            )
             logits = run_in_pieces(shard, tokens, [(256, 256), (4, 4)])
             assert same_bits(found.setdefault(numerics.numerics_class, logits), logits)
     finally:
@@ -148,14 +156,16 @@ def test_thread_counts_of_one_numerics_class_have_the_same_bits(dtype):
 
 def test_a_product_that_was_never_proven_is_refused(whole):
     shard, tokens, _ = whole
-    listed = shard.config.products((4, 256), capacity=256, dtype=shard.dtype, threads=torch.get_num_threads())
-    plan = CpuKernels(shard.dtype).prove(listed).plan
-    kernels = CpuKernels(shard.dtype).with_plan(plan)
+    listed = shard.config.products((4, 256), capacity=256, dtype=shard.spec.dtype, threads=torch.get_num_threads())
+    plan = CpuKernels(shard.spec.dtype).prove(listed).plan
+    kernels = CpuKernels(shard.spec.dtype).with_plan(plan)
     with pytest.raises(UnprovenProductError, match="7 x 11 were never proven"):
         kernels.pack(torch.zeros(7, 11))
     with pytest.raises(UnprovenProductError, match="of 3 query heads of 8"):
         kernels.attend(torch.zeros(4, 1, 3, 8), torch.zeros(1, 1, 256, 8), torch.zeros(1, 1, 256, 8), Batch(4, CPU))
-    other = DenseShard(shard.config, RandomWeights(shard.config), kernels, dtype=shard.dtype, capacity=256)
+    other = DenseShard(
+        shard.config, RandomWeights(shard.config), kernels, ShardPlacement(dtype=shard.spec.dtype, capacity=256)
+    )
     with pytest.raises(UnprovenProductError, match=r"a product of 8 rows; proven: steps of \[4, 256\]"):
         run(other, 8, (0, 0, tokens[:5]))
     torch.set_num_threads(before := torch.get_num_threads() + 1)
@@ -213,24 +223,24 @@ def test_wrong_steps_are_refused_by_name(whole):
 
 def test_rows_that_are_not_ours_are_refused_by_name(whole):
     shard, _, _ = whole
-    rows = dict(shard.export_rows(0, 0, 64))
+    rows = dict(shard.rows.export(0, 0, 64))
     with pytest.raises(ValueError, match=r"layers\.9\.k"):
-        shard.import_rows(1, 0, {**rows, "layers.9.k": rows["layers.0.k"]})
+        shard.rows.import_(1, 0, {**rows, "layers.9.k": rows["layers.0.k"]})
     with pytest.raises(ValueError, match=r"layers\.1\.v"):
-        shard.import_rows(1, 0, {name: tensor for name, tensor in rows.items() if name != "layers.1.v"})
+        shard.rows.import_(1, 0, {name: tensor for name, tensor in rows.items() if name != "layers.1.v"})
     with pytest.raises(ValueError, match=r"layers\.0\.k: torch\.float64"):
-        shard.import_rows(1, 0, {**rows, "layers.0.k": rows["layers.0.k"].double()})
+        shard.rows.import_(1, 0, {**rows, "layers.0.k": rows["layers.0.k"].double()})
     with pytest.raises(ValueError, match=r"layers\.0\.k"):
-        shard.import_rows(1, 0, {**rows, "layers.0.k": rows["layers.0.k"][..., :-2]})
+        shard.rows.import_(1, 0, {**rows, "layers.0.k": rows["layers.0.k"][..., :-2]})
     with pytest.raises(ValueError, match="not a span"):
-        shard.import_rows(1, 1000, rows)
+        shard.rows.import_(1, 1000, rows)
 
 
 def test_memory_is_what_weights_and_caches_take(whole):
     shard, _, _ = whole
-    config, size = shard.config, shard.dtype.itemsize
+    config, size = shard.config, shard.spec.dtype.itemsize
     held = shard.memory()
-    assert held["kv"] == 4 * 1024 * config.kv_bytes_per_token(shard.dtype)
+    assert held["kv"] == 4 * 1024 * config.kv_bytes_per_token(shard.spec.dtype)
     assert held["weights"] >= config.vocab_size * config.hidden_size * size
     assert held["buffers"] > 0
 
@@ -247,7 +257,12 @@ def test_a_step_that_only_writes_rows_writes_the_rows_of_a_whole_step(whole):
 def test_a_captured_last_layer_is_finished_even_if_only_rows_are_wanted():
     config = CONFIGS["gqa 2 to 1"]
     shards = [
-        DenseShard(config, RandomWeights(config), CpuKernels(torch.float32), slots=1, capacity=64, aux_layers=(1,))
+        DenseShard(
+            config,
+            RandomWeights(config),
+            CpuKernels(torch.float32),
+            ShardPlacement(slots=1, capacity=64, aux_layers=(1,)),
+        )
         for _ in range(2)
     ]
     tokens = tokens_of(9)

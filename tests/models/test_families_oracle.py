@@ -92,6 +92,6 @@ def test_layers_split_over_two_shards_give_the_bits_of_one(tmp_path):
     assert torch.equal(middle.aux_hidden_states[1], middle.hidden)
     found = back.logits(step, back.forward(step, middle.hidden).hidden)
     assert torch.equal(found[:50], expected[:50])
-    assert {*front.export_rows(0, 0, 50), *back.export_rows(0, 0, 50)} == {*whole.export_rows(0, 0, 50)}
+    assert {*front.rows.export(0, 0, 50), *back.rows.export(0, 0, 50)} == {*whole.rows.export(0, 0, 50)}
     with pytest.raises(ValueError, match="no head"):
         front.logits(step, middle.hidden)

@@ -18,6 +18,7 @@ from adapters.device.lane.lane import DeviceLane
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.host_experts import EVERY, HostExperts
 from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.families.qwen3_moe import Qwen3MoeConfig
 from adapters.models.kernels.experts_interface import ChosenExperts, Experts, ExpertsShape, GatedWeights
 from adapters.models.kernels.offload import map_tensors
@@ -81,8 +82,9 @@ class KernelsInTurns(ReferenceKernels):
 
 
 def shard_with(offloaded: HostExperts | None, kernels: ReferenceKernels | None = None) -> DenseShard:
-    how = {"slots": 2, "capacity": 256, "buckets": (4, 8, 16, CHUNK), "offloaded": offloaded}
-    return DenseShard(CONFIG, RandomWeights(CONFIG, scale=0.2), kernels or ReferenceKernels(), **how)
+    placement = ShardPlacement(slots=2, capacity=256, buckets=(4, 8, 16, CHUNK))
+    weights = RandomWeights(CONFIG, scale=0.2)
+    return DenseShard(CONFIG, weights, kernels or ReferenceKernels(), placement, offloaded=offloaded)
 
 
 @pytest.mark.parametrize("kernels", [ReferenceKernels, KernelsInTurns])
@@ -148,7 +150,7 @@ def test_packed_weights_that_cannot_be_copied_are_refused() -> None:
 
     offloaded = HostExperts(CPU, COUNT, 9 * SIZE)
     with pytest.raises(ValueError, match="pack weights in a form that cannot be copied"):
-        DenseShard(CONFIG, RandomWeights(CONFIG), Opaque(), capacity=256, offloaded=offloaded)
+        DenseShard(CONFIG, RandomWeights(CONFIG), Opaque(), ShardPlacement(capacity=256), offloaded=offloaded)
 
 
 # --- served, with the places that the world gives ---

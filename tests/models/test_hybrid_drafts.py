@@ -9,11 +9,12 @@ from adapters import demo
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.rope import Rotary
-from adapters.models.decoder.shard import BUCKETS
+from adapters.models.decoder.shard import BUCKETS, ShardPlacement
 from adapters.models.drafts.cached_draft import BlockRequest
 from adapters.models.drafts.dflash.checkpoint import DraftCheckpoint
 from adapters.models.drafts.dflash.config import DFlashConfig, DraftShapes, parse_draft_config
 from adapters.models.drafts.dflash.draft import DFlashDraft
+from adapters.models.drafts.draft_parts import DraftPlacement
 from adapters.models.families.qwen3_5 import parse
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.reference.kernels import ReferenceKernels
@@ -97,8 +98,10 @@ def test_it_proposes_the_same_after_rows_and_state_came_back_together(tmp_path, 
     listed = config.products(BUCKETS, capacity=capacity, dtype=dtype, threads=torch.get_num_threads())
     place = {"dtype": dtype, "slots": 2, "capacity": capacity}
     kernels = kernels_for(listed, dtype, capacity)
-    shard = DenseShard(config, checkpoint, kernels.copy_for_shard(), aux_layers=SHAPE.aux_layers, **place)
-    draft = DFlashDraft(SHAPE, draft_checkpoint, CpuKernels(dtype), Pipeline((shard,)).head, **place)
+    shard = DenseShard(
+        config, checkpoint, kernels.copy_for_shard(), ShardPlacement(aux_layers=SHAPE.aux_layers, **place)
+    )
+    draft = DFlashDraft(SHAPE, draft_checkpoint, CpuKernels(dtype), Pipeline((shard,)).head, DraftPlacement(**place))
     tokens = tokens_of(301, 4000)
 
     def fill(slot: int, start: int, stop: int, rows: int) -> None:
@@ -111,11 +114,11 @@ def test_it_proposes_the_same_after_rows_and_state_came_back_together(tmp_path, 
         return draft.logits([BlockRequest(slot, 0, 300, int(tokens[300]), 15)]).clone()
 
     fill(0, 0, 192, 100)
-    rows, state, context = shard.export_rows(0, 0, 192), shard.export_state(0), draft.export_rows(0, 0, 192)
+    rows, state, context = shard.rows.export(0, 0, 192), shard.states.export(0), draft.rows.export(0, 0, 192)
     fill(0, 192, 300, 108)
     expected = proposed(0)
-    shard.import_rows(1, 0, rows)
-    shard.import_state(1, state)
-    draft.import_rows(1, 0, context)
+    shard.rows.import_(1, 0, rows)
+    shard.states.import_(1, state)
+    draft.rows.import_(1, 0, context)
     fill(1, 192, 300, 108)
     assert same_bits(proposed(1), expected)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.families.qwen3_5 import FAMILY
 from adapters.models.kernels.cpu.delta import CpuDelta
 from adapters.models.kernels.cpu.kernels import CpuKernels
@@ -16,7 +17,7 @@ from adapters.models.kernels.delta_interface import DeltaShape
 from adapters.models.kernels.product_list import UnprovenProductError
 from adapters.models.kernels.proof import prover
 from adapters.models.kernels.step import Segment, Step
-from adapters.models.numerics.probe import probe
+from adapters.models.numerics.probe import ProbeShape, probe
 from adapters.models.numerics.probe_result import Numerics
 from adapters.models.numerics.synthetic import RandomWeights
 from tests.models.checkpoints import proven, same_bits
@@ -59,7 +60,7 @@ def whole(request, dtype):
     weights = RandomWeights(own, scale=own.hidden_size**-0.5)
     kernels = proven(own, dtype, 512, own=in_c).copy_for_shard()
     how = {"slots": SLOTS, "capacity": 512, "aux_layers": (own.num_layers - 1,), "state_places": 2}
-    shard = DenseShard(own, weights, kernels, dtype=dtype, **how)
+    shard = DenseShard(own, weights, kernels, ShardPlacement(dtype=dtype, **how))
     return whole_of(shard)
 
 
@@ -73,7 +74,7 @@ def test_rows_in_random_pieces_too(whole):
     draw = random.Random(5)
     for _ in range(3):
         counts = [draw.choice((1, 1, 3, 7, 16, 40, 64, 90, 150)) for _ in range(60)]
-        pieces = [(next(bucket for bucket in shard.buckets if bucket >= count), count) for count in counts]
+        pieces = [(next(bucket for bucket in shard.spec.buckets if bucket >= count), count) for count in counts]
         assert same_bits(computed(shard, tokens, pieces, slot=1), expected)
         assert same_sequence(shard, 0, 1)
 
@@ -100,58 +101,58 @@ def test_slots_side_by_side_are_each_as_if_alone(whole):
 
 def test_what_is_no_number_stays_in_its_slot_and_leaves_with_its_sequence(whole):
     shard, tokens, expected = whole
-    state = shard.export_state(0)
-    shard.import_state(2, {name: torch.full_like(tensor, torch.nan) for name, tensor in state.items()})
+    state = shard.states.export(0)
+    shard.states.import_(2, {name: torch.full_like(tensor, torch.nan) for name, tensor in state.items()})
     computed(shard, tokens[:100], CHUNKS, slot=1)
     step = Step((Segment(2, 64, 3), Segment(1, 100, 3)), 8)
     hidden = shard.forward(step, torch.cat((tokens[64:67], tokens[100:103]))).hidden
     assert hidden[:3].isnan().any()
     assert same_bits(hidden[3:6], expected[100:103])
     shard.commit(step, [3, 3])
-    shard.copy_rows(0, 2, LENGTH)  # keys and values are finite wherever they are read
+    shard.rows.copy(0, 2, LENGTH)  # keys and values are finite wherever they are read
     assert same_bits(computed(shard, tokens, [(64, 50), (0, 0)], slot=2), expected)
 
 
 def test_states_are_kept_in_places_and_put_back_into_any_slot(whole):
     shard, tokens, expected = whole
-    assert shard.state_places == 2
+    assert shard.states.places == 2
     computed(shard, tokens[:200], CHUNKS, slot=1)
-    shard.keep_state(1, 0)  # at 192
+    shard.states.keep(1, 0)  # at 192
     computed(shard, tokens[:300], CHUNKS, slot=1, start=200)
-    shard.keep_state(1, 1)  # at 256
+    shard.states.keep(1, 1)  # at 256
     computed(shard, tokens[:70].flip(0), [(64, 64)], slot=1)
-    shard.copy_rows(0, 2, LENGTH)
+    shard.rows.copy(0, 2, LENGTH)
     for slot, place, at in ((1, 0, 192), (2, 1, 256), (2, 0, 192)):
         if slot == 1:
-            shard.copy_rows(0, 1, LENGTH)
-        shard.load_state(place, slot)
+            shard.rows.copy(0, 1, LENGTH)
+        shard.states.load(place, slot)
         assert same_bits(computed(shard, tokens, [(16, 9), (0, 0)], slot=slot, start=at), expected[at:])
     with pytest.raises(ValueError, match="place 2 is not one of 2"):
-        shard.keep_state(1, 2)
+        shard.states.keep(1, 2)
     with pytest.raises(ValueError, match="place -1 is not one of 2"):
-        shard.load_state(-1, 1)
+        shard.states.load(-1, 1)
 
 
 def test_a_state_taken_out_and_put_back_goes_on_as_if_it_had_never_left(whole):
     shard, tokens, expected = whole
     computed(shard, tokens[:150], CHUNKS, slot=1)
-    state = {name: tensor.clone() for name, tensor in shard.export_state(1).items()}
+    state = {name: tensor.clone() for name, tensor in shard.states.export(1).items()}
     assert {name: (tuple(one.shape), one.dtype) for name, one in state.items()} == {
         spec.name: (spec.shape, {"F32": torch.float32, "BF16": torch.bfloat16}[spec.dtype])
-        for spec in shard.state_specs
+        for spec in shard.states.specs
     }
     computed(shard, tokens.flip(0), CHUNKS, slot=1)
-    shard.import_state(3, state)
-    shard.copy_rows(0, 3, 128)
+    shard.states.import_(3, state)
+    shard.rows.copy(0, 3, 128)
     assert same_bits(computed(shard, tokens, [(4, 1), (0, 0)], slot=3, start=128), expected[128:])
-    name = shard.state_specs[0].name
+    name = shard.states.specs[0].name
     for wrong, said in (
         ({**state, "layers.9.conv": state[name]}, r"layers\.9\.conv is odd"),
         ({**state, name: state[name].double()}, "torch.float64"),
         ({**state, name: state[name][:-1]}, r"\[2, "),
     ):
         with pytest.raises(ValueError, match=said):
-            shard.import_state(3, wrong)
+            shard.states.import_(3, wrong)
 
 
 def test_a_forward_that_fails_leaves_states_as_they_were(whole, monkeypatch):
@@ -176,16 +177,16 @@ def test_what_recurrent_layers_cannot_do_is_refused_by_name(whole):
         shard.forward(Step((Segment(1, 0, 2), Segment(1, 1, 1)), 4), tokens[:3])
     with pytest.raises(ValueError, match="65 rows of slot 1 in a step that may be rolled back; accepted: at most 64"):
         shard.forward(Step((Segment(1, 0, 65),), 128), tokens[:65])
-    other = proven(CONFIGS["nothing a multiple of a vector"], shard.dtype, 512, own=False).copy_for_shard().delta
+    other = proven(CONFIGS["nothing a multiple of a vector"], shard.spec.dtype, 512, own=False).copy_for_shard().delta
     with pytest.raises(UnprovenProductError, match="key_size=99"):
         other._multiply(DeltaShape(1, 1, 99, 7), torch.zeros(1, 4, 99), torch.zeros(1, 99, 7))  # noqa: SLF001
 
 
 def test_states_are_counted(whole):
     shard, _, _ = whole
-    held, place = shard.config.state_bytes(shard.dtype)
-    assert place == sum(spec.nbytes for spec in shard.state_specs)
-    rows = SLOTS * shard.capacity * shard.config.kv_bytes_per_token(shard.dtype)
+    held, place = shard.config.state_bytes(shard.spec.dtype)
+    assert place == sum(spec.nbytes for spec in shard.states.specs)
+    rows = SLOTS * shard.spec.capacity * shard.config.kv_bytes_per_token(shard.spec.dtype)
     taken, kernels = shard.memory()["kv"] - rows - 2 * place, shard._kernels.delta  # noqa: SLF001
     assert taken == SLOTS * held if isinstance(kernels, CpuDelta) else SLOTS * place < taken < SLOTS * held
 
@@ -193,7 +194,10 @@ def test_states_are_counted(whole):
 def test_the_probe_finds_that_every_bucket_holds(dtype):
     own = CONFIGS["two value heads to a key head"]
     found = probe(
-        FAMILY, own, CpuKernels(dtype), device=torch.device("cpu"), dtype=dtype, chunk=256, capacity=512, sizes=(4, 16)
+        FAMILY,
+        own,
+        CpuKernels(dtype),
+        ProbeShape(device=torch.device("cpu"), dtype=dtype, chunk=256, capacity=512, sizes=(4, 16)),
     )
     assert (found.mode, found.buckets) == ("buckets", (4, 16, 256))
     assert not [why for why in found.failures if "bucket" in why], "ways of one product that were tried and not taken"
@@ -217,6 +221,6 @@ def test_the_probe_sees_rows_that_depend_on_their_step(dtype, monkeypatch, kerne
     monkeypatch.setattr(kernels, "convolve", careless)
     monkeypatch.setattr(prover, "measure_rule", lambda *_: 1.0)
     how = {"device": torch.device("cpu"), "dtype": dtype, "chunk": 256, "capacity": 512, "sizes": (4, 16)}
-    found = probe(FAMILY, own, CpuKernels(dtype, own=in_c), **how)
+    found = probe(FAMILY, own, CpuKernels(dtype, own=in_c), ProbeShape(**how))
     assert found.mode == "grid"
     assert any("of a recurrent layer differ from a chunk's" in why for why in found.failures)

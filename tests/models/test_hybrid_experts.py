@@ -11,11 +11,12 @@ from safetensors.torch import load_file, save_file
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.families.qwen3_5 import FULL, LINEAR
 from adapters.models.families.qwen3_next import FAMILY, Qwen3NextConfig
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.experts_interface import ExpertsShape
-from adapters.models.numerics.probe import probe
+from adapters.models.numerics.probe import ProbeShape, probe
 from adapters.models.numerics.synthetic import RandomWeights
 from adapters.models.open_checkpoint import Checkpoint
 from tests.models.checkpoints import proven, same_bits, save_model, shard_of, tokens_of
@@ -45,7 +46,12 @@ def whole():
     dtype = torch.bfloat16
     how = {"slots": 4, "capacity": 512, "aux_layers": (1,), "state_places": 2}
     return whole_of(
-        DenseShard(OWN, RandomWeights(OWN, scale=0.125), proven(OWN, dtype, 512).copy_for_shard(), dtype=dtype, **how)
+        DenseShard(
+            OWN,
+            RandomWeights(OWN, scale=0.125),
+            proven(OWN, dtype, 512).copy_for_shard(),
+            ShardPlacement(dtype=dtype, **how),
+        )
     )
 
 
@@ -127,7 +133,9 @@ def test_every_kind_of_layer_is_probed(tmp_path):
     assert kinds == [(LINEAR, ()), (LINEAR, (0,)), (FULL, ())]
     assert all(small.experts.count == 6 for small, _ in own.probed())
     cpu, dtype = torch.device("cpu"), torch.bfloat16
-    found = probe(FAMILY, own, CpuKernels(dtype), device=cpu, dtype=dtype, chunk=128, capacity=256, sizes=(4, 16))
+    found = probe(
+        FAMILY, own, CpuKernels(dtype), ProbeShape(device=cpu, dtype=dtype, chunk=128, capacity=256, sizes=(4, 16))
+    )
     assert (found.mode, found.buckets) == ("buckets", (4, 16, 128))
 
 

@@ -98,7 +98,7 @@ def test_a_copied_slot_goes_on_as_its_source_does(model, kernels):
     folder, _ = model
     tokens, shard = tokens_of(150), shard_of(folder, kernels=kernels(torch.float32))
     advance(shard, tokens[:100], [64, 36])
-    shard.copy_rows(0, 2, 100)
-    shard.copy_state(0, 2)
+    shard.rows.copy(0, 2, 100)
+    shard.states.copy(0, 2)
     ours, theirs = (advance(shard, tokens[90:], [7], slot=slot, start=90) for slot in (0, 2))
     assert torch.equal(ours, theirs)

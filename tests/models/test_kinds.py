@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from adapters import demo
 from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.kernels.cuda.cuda_graphs import GraphCache
 from adapters.models.kernels.layer_kinds import describe_kind, run_one_of_each, skipped_layers
 from adapters.models.kernels.step import Segment, Step
@@ -72,8 +73,8 @@ def test_a_gpu_launches_one_of_each_and_then_all(device: str, monkeypatch: pytes
     kernels = build_kernels(where, torch.float32)
     monkeypatch.setattr(type(kernels), "fuse_layers", lambda *_: None)  # operation by operation everywhere
     how: dict[str, Any] = {"device": where, "buckets": (4,), "slots": 1, "capacity": 256}
-    shard = checkpoint.family.build(checkpoint.config, checkpoint, kernels, **how)
-    step, tokens, all_ = Step((Segment(0, 0, 1),), 4), torch.zeros(1, dtype=torch.int64), [*shard.layers]
+    shard = checkpoint.family.build(checkpoint.config, checkpoint, kernels, ShardPlacement(**how))
+    step, tokens, all_ = Step((Segment(0, 0, 1),), 4), torch.zeros(1, dtype=torch.int64), [*shard.spec.layers]
     with torch.inference_mode():
         with run_one_of_each():
             shard.forward(step, tokens)
@@ -140,15 +141,17 @@ def test_graphs_that_a_start_records_have_all_layers(
     monkeypatch.setattr(type(kernels), "fuse_layers", lambda *_: None)
     monkeypatch.setattr(type(kernels), "launch", launch)
     how: dict[str, Any] = {"device": cpu, "buckets": (1, 4, 8, 256), "slots": 1, "capacity": 512}
-    shard = checkpoint.family.build(checkpoint.config, checkpoint, kernels, **how)
-    for bucket in shard.buckets:
-        shard._at(bucket).logits_of(shard.vocab_size)  # noqa: SLF001 - before it says that it is on a GPU
-    monkeypatch.setattr(shard, "_device", gpu)
-    target: Any = SimpleNamespace(devices=(), buckets=shard.buckets, forward=shard.forward, logits=shard.logits)
+    shard = checkpoint.family.build(checkpoint.config, checkpoint, kernels, ShardPlacement(**how))
+    for bucket in shard.spec.buckets:
+        shard._at(bucket).logits_of(shard.spec.vocab_size)  # noqa: SLF001 - before it says that it is on a GPU
+    monkeypatch.setattr(shard, "spec", evolve(shard.spec, device=gpu, runs_ahead=checkpoint.config.experts is None))
+    target: Any = SimpleNamespace(devices=(), spec=shard.spec, forward=shard.forward, logits=shard.logits)
     with torch.inference_mode():
         run_all_shapes(target, None, 32, 2)
     graphs = {key: graph.layers for key, (graph, _) in cache._graphs.items()}  # noqa: SLF001
-    narrow = "settled" if shard.state_specs else "layers"
+    narrow = "settled" if shard.states.specs else "layers"
     assert {("rows", 256, False), (narrow, 4, hopper), ("layers", 8, False), ("layers", 1, hopper)} <= graphs.keys()
-    assert {key: layers for key, layers in graphs.items() if key[0] != "logits" and layers != [*shard.layers]} == {}
+    assert {
+        key: layers for key, layers in graphs.items() if key[0] != "logits" and layers != [*shard.spec.layers]
+    } == {}
     assert graphs["logits", 4, False] == []

@@ -17,8 +17,9 @@ from adapters import demo
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.pipeline import Pipeline
-from adapters.models.decoder.shard import BUCKETS
+from adapters.models.decoder.shard import BUCKETS, ShardPlacement
 from adapters.models.drafts.cached_draft import BlockRequest, NotLoaded
+from adapters.models.drafts.draft_parts import DraftPlacement
 from adapters.models.drafts.mtp.checkpoint import HeadCheckpoint
 from adapters.models.drafts.mtp.draft import MtpDraft
 from adapters.models.drafts.mtp.weights import head_products
@@ -44,12 +45,14 @@ class TargetWithHead:
         kernels = kernels_for(listed, dtype, capacity)
         shape = {"dtype": dtype, "slots": SLOTS, "capacity": capacity, "buckets": BUCKETS}
         self.shard = DenseShard(
-            config, checkpoint, kernels.copy_for_shard(), aux_layers=(config.num_layers - 1,), **shape
+            config, checkpoint, kernels.copy_for_shard(), ShardPlacement(aux_layers=(config.num_layers - 1,), **shape)
         )
         head = HeadCheckpoint.open(checkpoint)
         own = head_products(head.config, listed, capacity=capacity, vocab=config.vocab_size)
         beside = kernels_for(evolve(own, weights=(*own.weights, *listed.weights)), dtype, capacity)
-        self.draft = MtpDraft(head.config, head, beside.copy_for_shard(), Pipeline((self.shard,)).head, **shape)
+        self.draft = MtpDraft(
+            head.config, head, beside.copy_for_shard(), Pipeline((self.shard,)).head, DraftPlacement(**shape)
+        )
 
     def fill(self, slot: int, tokens: Tensor, pieces: list[int], start: int = 0, *, followed: bool = True) -> None:
         """pieces: rows of each step, the last one repeated."""
@@ -126,7 +129,7 @@ def test_the_same_bits_in_whatever_pieces_its_rows_were_made(pair, tokens):
     for slot, pieces in enumerate(([64], [1, 63, 130, 7], [33, 100, 3]), 1):
         pair.fill(slot, tokens[:LENGTH], pieces)
         assert same_bits(pair.said(ask(tokens, LENGTH, slot))[0][0], expected[0])
-        assert same_bits(pair.draft.rows(slot, 0, LENGTH), pair.draft.rows(0, 0, LENGTH))
+        assert same_bits(pair.draft.rows.view(slot, 0, LENGTH), pair.draft.rows.view(0, 0, LENGTH))
 
 
 def test_the_same_bits_beside_others_who_want_more_or_less(pair, tokens):
@@ -144,10 +147,10 @@ def test_the_same_bits_beside_others_who_want_more_or_less(pair, tokens):
 def test_the_same_bits_from_kept_rows_alone_and_in_another_slot(pair, tokens):
     pair.fill(0, tokens[:LENGTH], [256])
     expected, _ = pair.said(ask(tokens, LENGTH))
-    rows = pair.draft.export_rows(0, 0, 192)
+    rows = pair.draft.rows.export(0, 0, 192)
     pair.fill(1, torch.flip(tokens, (0,)), [256])  # somebody else's hidden states
     pair.fill(1, tokens[:192], [64], followed=False)
-    pair.draft.import_rows(1, 0, rows)
+    pair.draft.rows.import_(1, 0, rows)
     pair.fill(1, tokens[:LENGTH], [30, 64], start=192)
     assert same_bits(pair.said(ask(tokens, LENGTH, 1))[0][0], expected[0])
     pair.draft.copy_rows(0, 2, 0, LENGTH)  # not at a multiple of 64: what rows since then need comes with them
@@ -170,9 +173,9 @@ def test_context_that_begins_later_is_not_looked_at_before(pair, tokens):
     other[:128] = 77
     later = BlockRequest(0, 128, LENGTH, int(tokens[LENGTH]), 4)
     expected, _ = pair.said(later)
-    rows = pair.draft.export_rows(0, 128, LENGTH)
+    rows = pair.draft.rows.export(0, 128, LENGTH)
     pair.fill(1, tokens[:LENGTH], [256])
-    pair.draft.import_rows(1, 0, {name: torch.full_like(part[:, :128], 3) for name, part in rows.items()})
+    pair.draft.rows.import_(1, 0, {name: torch.full_like(part[:, :128], 3) for name, part in rows.items()})
     assert same_bits(pair.said(evolve(later, slot=1))[0][0], expected[0])
 
 
@@ -258,9 +261,13 @@ def test_its_identity_is_that_of_its_weights(changed):
 
     def identity(checkpoint: Checkpoint) -> str:
         config, head = checkpoint.config, HeadCheckpoint.open(checkpoint)
-        shard = DenseShard(config, checkpoint, kernels.copy_for_shard(), slots=1, capacity=64, buckets=(8,))
+        shard = DenseShard(
+            config, checkpoint, kernels.copy_for_shard(), ShardPlacement(slots=1, capacity=64, buckets=(8,))
+        )
         place = {"slots": 1, "capacity": 64, "buckets": (8,)}
-        return MtpDraft(head.config, head, kernels.copy_for_shard(), Pipeline((shard,)).head, **place).identity
+        return MtpDraft(
+            head.config, head, kernels.copy_for_shard(), Pipeline((shard,)).head, DraftPlacement(**place)
+        ).identity
 
     shipped = identity(Checkpoint.open(FOLDER))
     assert identity(Checkpoint.open(FOLDER)) == shipped

@@ -9,8 +9,8 @@ from attrs import evolve
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.cpu.native import library
 from adapters.models.kernels.cpu.native.attention import NativeAttention
+from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.interface import AttentionMask
-from adapters.models.kernels.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch, BlockBatch
 

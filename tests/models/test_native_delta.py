@@ -11,15 +11,15 @@ from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.cpu.native import library
 from adapters.models.kernels.cpu.native.delta import NativeDelta
 from adapters.models.kernels.delta_interface import CHUNK, RING, DeltaShape, DeltaWeights
+from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.product_list import NATIVE, Products, UnprovenProductError, check_plan
 from adapters.models.kernels.proof import prover
 from adapters.models.kernels.proof.trials import restore_threads
 from adapters.models.kernels.reference.delta import ReferenceDelta
-from adapters.models.kernels.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import StateBatch
 from adapters.models.numerics import probe_result
-from adapters.models.numerics.probe_result import kept_under, plan_from_json, plan_to_json
+from adapters.models.numerics.probe_result import build_proof_key, plan_from_json, plan_to_json
 
 FLOAT, BRAIN, CPU = torch.float32, torch.bfloat16, torch.device("cpu")
 SLOTS, PADDED, LENGTH = 3, 3, 330
@@ -313,9 +313,9 @@ def test_a_head_that_it_has_no_room_for_is_left_to_batched_products(installed, m
 def test_what_was_proven_of_models_without_such_layers_is_kept():
     """Their outcomes are found under the same key as before there was a choice of ways."""
     kernels, dense = CpuKernels(BRAIN, own=False), evolve(LISTED, deltas=())
-    before = kept_under(dense, kernels, CPU)
-    keys = [kept_under(LISTED, kernels, CPU)]
+    before = build_proof_key(dense, kernels, CPU)
+    keys = [build_proof_key(LISTED, kernels, CPU)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(probe_result, "_RECURRENT", 0)
-        assert kept_under(dense, kernels, CPU) == before
-        assert kept_under(LISTED, kernels, CPU) not in keys
+        assert build_proof_key(dense, kernels, CPU) == before
+        assert build_proof_key(LISTED, kernels, CPU) not in keys

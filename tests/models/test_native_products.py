@@ -18,8 +18,8 @@ import hatch_build
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.cpu.native import library as compiled
 from adapters.models.kernels.cpu.native.products import NativeProducts
+from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.product_list import NATIVE, Heads, Products, ServedWeight, Weight, check_plan
-from adapters.models.kernels.seeded import make_generator
 from engine.loading.device_survey import build_kernels
 from engine.settings.user_error import UserError
 

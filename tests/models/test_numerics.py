@@ -14,8 +14,8 @@ from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.families.qwen3 import FAMILY, Qwen3Config
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.product_list import Weight, list_spans, span_of
-from adapters.models.numerics.probe import boundaries, probe, probe_key
-from adapters.models.numerics.probe_result import Numerics, machine
+from adapters.models.numerics.probe import ProbeShape, boundaries, probe, probe_key
+from adapters.models.numerics.probe_result import Numerics, describe_machine
 from adapters.models.numerics.synthetic import laid_out
 
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -24,7 +24,7 @@ CONFIG = Qwen3Config(256, 64, 128, 4, 4, 2, 16, 4096, 1e6)
 
 
 def measure(kernels, dtype=torch.float32, chunk=64, capacity=1024, config=CONFIG):
-    return probe(FAMILY, config, kernels, device=CPU, dtype=dtype, chunk=chunk, capacity=capacity)
+    return probe(FAMILY, config, kernels, ProbeShape(device=CPU, dtype=dtype, chunk=chunk, capacity=capacity))
 
 
 class Mutant(CpuKernels):
@@ -118,15 +118,15 @@ def test_every_kind_of_layer_is_probed_and_each_has_to_hold():
     config = TwoKinds(256, 64, 128, 4, 4, 2, 16, 4096, 1e6)
     where = {"device": CPU, "dtype": torch.float32, "chunk": 64, "capacity": 1024}
     plain = CpuKernels(torch.float32, own=False)
-    one, both = measure(plain), probe(FAMILY, config, plain, **where)
+    one, both = measure(plain), probe(FAMILY, config, plain, ProbeShape(**where))
     assert (both.mode, both.spans) == ("buckets", 2 * one.spans)
     assert both.numerics_class.rpartition("-")[2] not in one.numerics_class
 
-    def build(own, weights, kernels, *, layers, **how):
-        used = ForgetsFarKeys().with_plan(kernels._plan) if layers.start else kernels  # noqa: SLF001
-        return DenseShard(own, weights, used, layers=layers, **how)
+    def build(own, weights, kernels, placement):
+        used = ForgetsFarKeys().with_plan(kernels._plan) if placement.layers.start else kernels  # noqa: SLF001
+        return DenseShard(own, weights, used, placement)
 
-    found = probe(evolve(FAMILY, build=build), config, plain, **where)
+    found = probe(evolve(FAMILY, build=build), config, plain, ProbeShape(**where))
     assert (found.mode, found.buckets) == ("grid", (4, 64))
     assert any("differ from a chunk" in why for why in found.failures)
 
@@ -232,9 +232,9 @@ def test_what_a_user_sets_for_the_libraries_is_part_of_the_class(monkeypatch):
     classes = set()
     for cap in ("AVX2", "AVX512_CORE"):
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", cap)
-        classes.add(machine(CpuKernels(torch.float32), CPU))
+        classes.add(describe_machine(CpuKernels(torch.float32), CPU))
     monkeypatch.setenv("MKL_ENABLE_INSTRUCTIONS", "AVX2")
-    classes.add(machine(CpuKernels(torch.float32), CPU))
+    classes.add(describe_machine(CpuKernels(torch.float32), CPU))
     assert len(classes) == 3
 
 
@@ -298,10 +298,12 @@ def test_an_outcome_that_was_not_ours_is_refused(change):
 
 def test_an_outcome_is_kept_under_what_it_depends_on():
     where = {"device": CPU, "dtype": torch.float32, "chunk": 64, "capacity": 1024}
-    key = probe_key(FAMILY, CONFIG, CpuKernels(torch.float32), **where)
-    assert key == probe_key(FAMILY, CONFIG, CpuKernels(torch.float32), **where)
-    assert key != probe_key(FAMILY, CONFIG, CpuKernels(torch.float32), **{**where, "chunk": 128})
-    assert key != probe_key(FAMILY, CONFIG, CpuKernels(torch.bfloat16), **{**where, "dtype": torch.bfloat16})
+    key = probe_key(FAMILY, CONFIG, CpuKernels(torch.float32), ProbeShape(**where))
+    assert key == probe_key(FAMILY, CONFIG, CpuKernels(torch.float32), ProbeShape(**where))
+    assert key != probe_key(FAMILY, CONFIG, CpuKernels(torch.float32), ProbeShape(**{**where, "chunk": 128}))
+    assert key != probe_key(
+        FAMILY, CONFIG, CpuKernels(torch.bfloat16), ProbeShape(**{**where, "dtype": torch.bfloat16})
+    )
 
 
 def test_boundaries_are_all_tiles_or_spread_over_them():

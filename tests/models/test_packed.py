@@ -14,9 +14,11 @@ from attrs import evolve
 from adapters.checkpoint.gguf.unpack_blocks import UNPACK
 from adapters.checkpoint.packed_matrix import TABLES, PackedMatrix, StackedWeight, StepLayout
 from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.kernels.cpu.kernels import CpuKernels, CpuStack
 from adapters.models.kernels.cpu.native import library
 from adapters.models.kernels.cpu.native.products import NativeProducts
+from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.offload import count_bytes
 from adapters.models.kernels.product_list import (
     NATIVE,
@@ -28,7 +30,6 @@ from adapters.models.kernels.product_list import (
     Weight,
 )
 from adapters.models.kernels.proof.prover import Prover
-from adapters.models.kernels.seeded import make_generator
 from adapters.models.open_checkpoint import Checkpoint
 from engine.loading.memory_estimate import estimate_weights
 from engine.loading.packed_estimate import keeps_packed
@@ -241,8 +242,10 @@ def test_a_shard_of_packed_weights_computes_what_they_stand_for_and_takes_their_
     tokens = tokens_of(40)
     for checkpoint in checkpoints(plain, tmp_path):
         shape: dict[str, Any] = {"slots": 1, "capacity": 256, "dtype": torch.float32}
-        ours = DenseShard(checkpoint.config, checkpoint, CpuKernels(torch.float32), **shape)
-        theirs = DenseShard(checkpoint.config, checkpoint, CpuKernels(torch.float32, own=False), **shape)
+        ours = DenseShard(checkpoint.config, checkpoint, CpuKernels(torch.float32), ShardPlacement(**shape))
+        theirs = DenseShard(
+            checkpoint.config, checkpoint, CpuKernels(torch.float32, own=False), ShardPlacement(**shape)
+        )
         logits = run_in_pieces(ours, tokens, [(64, 40)])
         assert torch.allclose(logits, run_in_pieces(theirs, tokens, [(64, 40)]), atol=2e-4, rtol=1e-3)
         assert torch.equal(logits.argmax(1), run_in_pieces(theirs, tokens, [(64, 40)]).argmax(1))
@@ -275,7 +278,9 @@ def test_what_packed_weights_take_is_reckoned_before_they_are_read(plain: Any, t
         held = list[int]()
         for plan in plans:
             kernels = CpuKernels(dtype).with_plan(plan)
-            shard = DenseShard(config, checkpoint.rounded(dtype), kernels, dtype=dtype, slots=1, capacity=256)
+            shard = DenseShard(
+                config, checkpoint.rounded(dtype), kernels, ShardPlacement(dtype=dtype, slots=1, capacity=256)
+            )
             held.append(shard.memory()["weights"])
             shard.close()
         with pytest.MonkeyPatch.context() as patch:
@@ -312,7 +317,10 @@ def test_packed_products_are_proven_and_serve_with_the_same_bits_in_any_pieces(
     assert proof.plan.bit_signature() != without.bit_signature()
     kernels = CpuKernels(torch.bfloat16).with_plan(proof.plan)
     shard = DenseShard(
-        checkpoint.config, checkpoint, kernels, dtype=torch.bfloat16, slots=1, capacity=512, buckets=BUCKETS
+        checkpoint.config,
+        checkpoint,
+        kernels,
+        ShardPlacement(dtype=torch.bfloat16, slots=1, capacity=512, buckets=BUCKETS),
     )
     tokens = tokens_of(90)
     whole = run(shard, 256, (0, 0, tokens))
@@ -322,10 +330,7 @@ def test_packed_products_are_proven_and_serve_with_the_same_bits_in_any_pieces(
         checkpoint.config,
         checkpoint,
         CpuKernels(torch.bfloat16).with_plan(without),
-        dtype=torch.bfloat16,
-        slots=1,
-        capacity=512,
-        buckets=BUCKETS,
+        ShardPlacement(dtype=torch.bfloat16, slots=1, capacity=512, buckets=BUCKETS),
     )
     assert unpacked.memory()["weights"] > 1.5 * shard.memory()["weights"]
     assert (run(unpacked, 256, (0, 0, tokens)) - whole).abs().max() < 0.1 * whole.abs().max()

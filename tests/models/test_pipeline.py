@@ -12,6 +12,7 @@ from torch import Tensor
 from adapters.checkpoint.safetensors_folder import TensorEntry
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights
 from adapters.models.open_checkpoint import Checkpoint
@@ -61,7 +62,7 @@ def test_what_some_shards_have_settled_is_taken_back_where_a_later_one_fails(
         with suppress(torch.OutOfMemoryError):
             chunk(split, 0, start, 300)
             raise AssertionError("it has not failed")
-    assert all(same_bits(one, whole.export_state(0)[name]) for name, one in split.export_state(0).items())
+    assert all(same_bits(one, whole.states.export(0)[name]) for name, one in split.states.export(0).items())
     for shard in (whole, split):
         chunk(shard, 0, start, 300)
     ours, theirs = (step(shard, (0, 300, 2), kept=[2])[0] for shard in (split, whole))
@@ -83,7 +84,10 @@ def test_a_shard_reads_the_bytes_of_its_own_tensors_and_no_other(
     for layers in (range(2), range(2, 3), range(3, 5)):
         read.clear()
         DenseShard(
-            config, checkpoint, proven(config, torch.float32, 64).copy_for_shard(), layers=layers, capacity=64
+            config,
+            checkpoint,
+            proven(config, torch.float32, 64).copy_for_shard(),
+            ShardPlacement(layers=layers, capacity=64),
         ).close()
         own = [(entries[name].start, entries[name].stop) for name in config.tensors(layers)]
         assert sorted(read) == sorted(own)
@@ -99,7 +103,12 @@ def test_what_is_no_pipeline_is_refused() -> None:
             Pipeline(odd)
     own = CONFIGS["dense"]
     kernels = proven(own, torch.bfloat16, 512).copy_for_shard()
-    few = DenseShard(own, RandomWeights(own), kernels, dtype=torch.bfloat16, layers=range(4, 5), slots=2, capacity=512)
+    few = DenseShard(
+        own,
+        RandomWeights(own),
+        kernels,
+        ShardPlacement(dtype=torch.bfloat16, layers=range(4, 5), slots=2, capacity=512),
+    )
     with pytest.raises(ValueError, match=r"slots differ among the shards: \[3, 3, 2\]"):
         Pipeline((*parts[:2], few))
 
@@ -108,12 +117,12 @@ def test_what_is_no_pipeline_is_refused() -> None:
 def test_rows_and_states_of_others_are_refused_by_name(kind: str) -> None:
     split = pipeline(kind, CUTS["two"])
     chunk(split, 0, 0, 64)
-    rows = dict(split.export_rows(0, 0, 64))
-    name = split.row_spec.names[-1]
+    rows = dict(split.rows.export(0, 0, 64))
+    name = split.rows.spec.names[-1]
     with pytest.raises(ValueError, match=rf"{name} is odd"):
-        split.import_rows(1, 0, {one: tensor for one, tensor in rows.items() if one != name})
+        split.rows.import_(1, 0, {one: tensor for one, tensor in rows.items() if one != name})
     with pytest.raises(ValueError, match="another is odd"):
-        split.import_state(1, {**split.export_state(0), "another": rows[name]})
-    assert not split.addressed
+        split.states.import_(1, {**split.states.export(0), "another": rows[name]})
+    assert not split.rows.is_addressable
     with pytest.raises(ValueError, match="they are in the parts"):
-        split.rows(0, 0, 64)
+        split.rows.view(0, 0, 64)

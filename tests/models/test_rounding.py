@@ -17,6 +17,7 @@ from adapters import demo
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.quantised.rounding import GROUP, WIDTHS, round_rows
 from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.open_checkpoint import Checkpoint
 from tests.models.checkpoints import EXPERTS, run_in_pieces, save_model, tokens_of
@@ -115,7 +116,7 @@ def test_experts_are_rounded_and_what_chooses_them_is_not(tmp_path: Path) -> Non
 def test_logits_are_those_of_transformers_with_the_rounded_weights(tmp_path: Path) -> None:
     oracle: Any = save_model(tmp_path, "qwen3", **WIDE)
     checkpoint = Checkpoint.open(tmp_path).quantised(4)
-    shard = DenseShard(checkpoint.config, checkpoint, CpuKernels(torch.float32), slots=1, capacity=64)
+    shard = DenseShard(checkpoint.config, checkpoint, CpuKernels(torch.float32), ShardPlacement(slots=1, capacity=64))
     with torch.no_grad():
         for name, weight in oracle.named_parameters():
             if checkpoint.tensors[name].packing_name:

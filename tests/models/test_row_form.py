@@ -9,16 +9,17 @@ import torch
 from attrs import evolve
 
 from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.families.llama import LlamaConfig
 from adapters.models.families.qwen2 import Qwen2Config
 from adapters.models.families.qwen3 import Qwen3Config
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.cpu.native.attention import NativeAttention
 from adapters.models.kernels.cpu.native.rows import NativeRows, PreparedHeads
+from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.interface import Rope
 from adapters.models.kernels.reference.kernels import ReferenceKernels
 from adapters.models.kernels.row_format import DTYPE_NAMES, LIMITS, RowFormat, row_dtype
-from adapters.models.kernels.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.probe import LayerBench
 from adapters.models.numerics.synthetic import RandomWeights
@@ -126,7 +127,7 @@ def shard_of(config, dtype, rows, kernels=None, **how):
     kernels = kernels or proven(config, dtype, CAPACITY, (4, 16, 64, 256)).copy_for_shard()
     weights = RandomWeights(config, scale=config.hidden_size**-0.5)
     shape = {"slots": 3, "capacity": CAPACITY, "buckets": (4, 16, 64, 256)} | how
-    return DenseShard(config, weights, kernels, dtype=dtype, rows=rows, **shape)
+    return DenseShard(config, weights, kernels, ShardPlacement(dtype=dtype, rows=rows, **shape))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -138,8 +139,8 @@ def test_rows_and_answers_are_the_same_however_they_come_about(family, dtype, ro
     expected = run_in_pieces(shard, tokens, [(256, 256)])
     assert same_bits(run_in_pieces(shard, tokens, [(64, 50), (16, 16), (4, 3), (64, 61)], slot=1), expected)
     assert same_rows(shard, 0, 1, 0, LENGTH), "a row is coded once, from its own numbers"
-    shard.import_rows(2, 0, shard.export_rows(0, 0, 250))
-    shard.copy_rows(0, 1, 130)
+    shard.rows.import_(2, 0, shard.rows.export(0, 0, 250))
+    shard.rows.copy(0, 1, 130)
     both = run(shard, 4, (2, 250, tokens[250:252]), (1, 130, tokens[130:131]))
     assert same_bits(both, torch.cat((expected[250:252], expected[130:131]))), "restored, copied and batched"
     assert same_rows(shard, 0, 2, 0, 252)
@@ -170,5 +171,5 @@ def test_the_probe_begins_from_rows_that_are_rows():
     plain, coded = (
         LayerBench(shard_of(config, torch.bfloat16, rows), config.hidden_size, CAPACITY) for rows in (None, torch.int8)
     )
-    whole, codes = (bench.shard.export_rows(0, 0, CAPACITY)["layers.0.k"] for bench in (plain, coded))
+    whole, codes = (bench.shard.rows.export(0, 0, CAPACITY)["layers.0.k"] for bench in (plain, coded))
     assert same(RowFormat(torch.int8).encode(whole), codes)

@@ -9,6 +9,7 @@ import torch
 from attrs import evolve
 
 from adapters.models.decoder.dense_shard import DenseShard
+from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.families.llama import LlamaConfig
 from adapters.models.families.qwen2 import Qwen2Config
 from adapters.models.families.qwen3 import Qwen3Config
@@ -43,7 +44,7 @@ def shard(request, config):
     kernels = kernels or proven(config, dtype, 1024).copy_for_shard()
     weights = RandomWeights(config, scale=config.hidden_size**-0.5)
     shape = {"device": device, "dtype": dtype, "slots": 4, "capacity": 1024, "aux_layers": (0, 1)}
-    made = DenseShard(config, weights, kernels, **shape)
+    made = DenseShard(config, weights, kernels, ShardPlacement(**shape))
     for slot in (0, 1):
         for start in (0, 256):
             run(made, 256, (slot, start, tokens_of(510, config.vocab_size, slot)[start : start + 256]))
@@ -91,7 +92,7 @@ def test_every_node_has_the_bits_of_a_chain_and_the_accepted_path_stays(shard, s
     for slot, (parents, _, _) in enumerate(trees):
         for node in range(len(parents)):
             path = path_to(parents, node)
-            shard.copy_rows(slot, 2, 510)
+            shard.rows.copy(slot, 2, 510)
             chain = Step((Segment(2, 510, len(path)),), rng.choice([16, 64]))
             alone = shard.forward(chain, tokens[slot][path])
             found = shard.logits(chain, alone.hidden)[len(path) - 1]
@@ -104,7 +105,7 @@ def test_every_node_has_the_bits_of_a_chain_and_the_accepted_path_stays(shard, s
         row += len(parents)
     shard.commit(step, paths)
     for slot, path in enumerate(paths):
-        shard.copy_rows(slot, 2, 510)
+        shard.rows.copy(slot, 2, 510)
         run(shard, 32, (2, 510, tokens[slot][list(path)]))
         assert same_rows(shard, slot, 2, 0, 510 + len(path))
 
@@ -116,14 +117,14 @@ def test_a_tree_goes_with_chains_of_other_slots(shard):
     logits = shard.logits(step, forward.hidden).clone()
     shard.commit(step, [(0, 1, 4, 5), 3])
     for slot, rows in ((0, [0, 1, 4, 5]), (1, [6, 7, 8])):
-        shard.copy_rows(slot, 2, 510)
+        shard.rows.copy(slot, 2, 510)
         assert same_bits(run(shard, 16, (2, 510, tokens[rows])), logits[rows])
         assert same_rows(shard, slot, 2, 0, 510 + len(rows))
 
 
 def test_what_is_no_tree_and_no_path_of_it_is_refused_by_name(config):
     shape = {"slots": 2, "capacity": 64, "buckets": (16,)}
-    shard = DenseShard(config, RandomWeights(config), ReferenceKernels(), **shape)
+    shard = DenseShard(config, RandomWeights(config), ReferenceKernels(), ShardPlacement(**shape))
     for segments in (
         (Segment(0, 0, 3), Segment(0, 4, 1)),
         (Segment(0, 5, 3), Segment(0, 5, 1)),

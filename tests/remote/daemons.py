@@ -18,7 +18,7 @@ from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.scorer import Scorer
-from adapters.models.decoder.shard import OutputHead, Shard
+from adapters.models.decoder.shard import OutputHead, Shard, ShardPlacement
 from adapters.models.numerics.synthetic import RandomWeights
 from adapters.remote.client.dial import Dial
 from adapters.remote.client.peer import Peer
@@ -81,7 +81,9 @@ class RandomModel:
 
 def part(config: DenseConfig, layers: range, dtype: torch.dtype, **how) -> DenseShard:
     weights = RandomWeights(config, scale=config.hidden_size**-0.5)
-    return DenseShard(config, weights, proven(config, dtype, 512).copy_for_shard(), dtype=dtype, layers=layers, **how)
+    return DenseShard(
+        config, weights, proven(config, dtype, 512).copy_for_shard(), ShardPlacement(dtype=dtype, layers=layers, **how)
+    )
 
 
 @define(eq=False)
@@ -112,13 +114,15 @@ class Threads:
         self.opened += 1
         ours, theirs = socket.socketpair()
         if self.sharing:
-            self._memory = tuple(one for one in (shared_memory.made(), shared_memory.made()) if one is not None)
+            self._memory = tuple(
+                one for one in (shared_memory.make_memory(), shared_memory.make_memory()) if one is not None
+            )
         memory = self._memory
 
         def join(sizes: tuple[int, int]) -> Shared | None:
             if len(memory) != 2:
                 return None
-            into, out = (shared_memory.joined(one, size) for one, size in zip(memory, sizes, strict=True))
+            into, out = (shared_memory.join_memory(one, size) for one, size in zip(memory, sizes, strict=True))
             return Shared(out, into, borrower=self.lender and Borrower(self.lender.descriptor))
 
         end = self.meddle(Channel(theirs))
@@ -131,7 +135,7 @@ class Threads:
     def share(self, sizes: tuple[int, int]) -> Shared | None:
         if len(self._memory) != 2 or not all(sizes):
             return None
-        out, into = (shared_memory.grown(one, size) for one, size in zip(self._memory, sizes, strict=True))
+        out, into = (shared_memory.grow_memory(one, size) for one, size in zip(self._memory, sizes, strict=True))
         return Shared(out, into, self.lender)
 
     def kill(self) -> None:

@@ -69,7 +69,7 @@ class Elsewhere:
         )
         self.draft = made(peer_of(self.dial, DRAFT_DEADLINES))
         self.draft.peer.pause_s = 0
-        self.draft.told(self.told)
+        self.draft.set_presence_listener(self.told)
         self.drafting = RemoteDrafting(self.draft, BUCKETS)
 
     def told(self, there: bool) -> None:
@@ -131,9 +131,9 @@ def story(draft, drafting) -> list:
     follow(draft, 1, 64, ROWS - 64)
     draft.copy_rows(0, 2, 0, 40)
     found = [drafting.propose(REQUESTS), drafting.propose(REQUESTS[:1])]
-    kept = draft.export_rows(0, 16, 80)
+    kept = draft.rows.export(0, 16, 80)
     data = torch.cat([one.contiguous().view(torch.uint8).flatten() for one in kept.values()])
-    mover, run = RowMover(draft, draft.row_spec), ((16, 80), data, 16)
+    mover, run = RowMover(draft.rows, draft.rows.spec), ((16, 80), data, 16)
     mover.copy_in(3, *run) if mover.is_addressable else mover.send_runs(3, [run], ())
     found.append(drafting.propose([asking(3, 80, Sampling(), 5, first=16)]))
     draft.offload()
@@ -165,7 +165,11 @@ def same(found: list, expected: list) -> None:
 def test_a_draft_elsewhere_says_what_one_here_says(apart: Elsewhere, here: DFlashDraft, expected: list) -> None:
     same(story(apart.draft, apart.drafting), expected)
     assert any(tree != chain(tree.tokens) for tree in expected[0]), "a tree crosses as one"
-    assert (apart.draft.row_spec, apart.draft.block, apart.draft.branches) == (here.row_spec, here.block, here.branches)
+    assert (apart.draft.rows.spec, apart.draft.block, apart.draft.branches) == (
+        here.rows.spec,
+        here.block,
+        here.branches,
+    )
     assert apart.draft.memory()["weights"] > 0
     assert apart.draft.peer.hops
     assert not apart.heard
@@ -214,11 +218,11 @@ def test_what_the_new_one_has_not_followed_is_not_taken_for_context(apart: Elsew
     assert apart.drafting.propose(REQUESTS[:1])[0].size == 0
     assert apart.back.wait(100)
     with pytest.raises(RowsLost, match=r"has no rows 0\.\.64 of slot 0"):
-        apart.draft.export_rows(0, 0, 64)
+        apart.draft.rows.export(0, 0, 64)
     apart.draft.copy_rows(0, 1, 0, 64)
     assert apart.drafting.propose([asking(1, 64, Sampling(), 3)])[0].size == 0
     follow(apart.draft, 0, ROWS, 4)
-    assert apart.draft.context(0, 0, ROWS + 4) == ROWS
+    assert apart.draft.rows.find_context_start(0, 0, ROWS + 4) == ROWS
     assert apart.drafting.propose([asking(0, ROWS + 4, Sampling(), 3)])[0].size == 3
 
 

@@ -104,14 +104,14 @@ async def test_answers_are_the_same_whatever_becomes_of_the_draft(serving: Draft
     assert serving.draft.state == "lost"
     assert reasons(without)[-1] == "draft_lost"
     assert not proposed(without)[-1]
-    assert serving.target.memory(0)["draft"]["error"] == "the other end has closed the connection"
+    assert serving.target.memory(0).draft.error == "the other end has closed the connection"
     serving.fates.gate.set()
     await serving.back()
     anew = await serving.right()  # what was kept of its rows is right
     assert all(proposed(anew))
     assert not any(reasons(anew))
-    told = serving.target.memory(0)["draft"]
-    assert (told["restarts"], told["error"]) == (1, ""), "what is over is no error any more"
+    told = serving.target.memory(0).draft
+    assert (told.restarts, told.error) == (1, ""), "what is over is no error any more"
 
 
 @pytest.mark.timeout(600)

@@ -12,10 +12,10 @@ from adapters.device.compression.score_prompt import Compressor
 from adapters.device.compression.select_tokens import TokenMarks
 from adapters.models.decoder.scorer import Scorer
 from adapters.models.numerics.synthetic import RandomWeights
-from adapters.remote.client.remote_scorer import DRAFTER_DEADLINES, RemoteScorer, loading_drafter
+from adapters.remote.client.remote_scorer import DRAFTER_DEADLINES, RemoteScorer, build_scorer_request
 from adapters.remote.protocol.draft_messages import DraftMoved
 from adapters.remote.protocol.messages import Nothing, Op
-from adapters.remote.protocol.payload_tensors import described
+from adapters.remote.protocol.payload_tensors import describe_tensors
 from adapters.remote.protocol.scorer_messages import MOST_SCORINGS, PromptAdvanced, ScorePrompt
 from effects.compression import Compression, PromptPart
 from effects.ids import DeviceFailed, RequestId
@@ -57,7 +57,7 @@ class ScoredElsewhere:
         peer = peer_of(self.dial, DRAFTER_DEADLINES)
         peer.pause_s = 0
         peer.connect()
-        self.compressor = Compressor(RemoteScorer(peer, loading_drafter(MOST, fast=False)), MARKS)
+        self.compressor = Compressor(RemoteScorer(peer, build_scorer_request(MOST, fast=False)), MARKS)
 
     @property
     def scorer(self) -> RemoteScorer:
@@ -176,7 +176,7 @@ def test_what_cannot_be_scored_is_refused_and_the_connection_goes_on(
     compressor.load(ONE, LOAD)
     given = {} if tensor is None else {"tokens": tensor}
     with pytest.raises(ValueError, match=why):
-        peer.ask(Op.SCORE, ScorePrompt(7, described(given)), PromptAdvanced, list(given.values()))
+        peer.ask(Op.SCORE, ScorePrompt(7, describe_tensors(given)), PromptAdvanced, list(given.values()))
     assert compressed(compressor)[1] == wanted()
     assert not peer.restarts
 
@@ -186,9 +186,9 @@ def test_no_more_prompts_are_begun_than_there_can_be(elsewhere: ScoredElsewhere)
     compressor.load(ONE, LOAD)
     given = {"tokens": tokens_of(PROMPT)}
     for number in range(MOST_SCORINGS):
-        peer.ask(Op.SCORE, ScorePrompt(number, described(given)), PromptAdvanced, list(given.values()))
+        peer.ask(Op.SCORE, ScorePrompt(number, describe_tensors(given)), PromptAdvanced, list(given.values()))
     with pytest.raises(ValueError, match="on their way already"):
-        peer.ask(Op.SCORE, ScorePrompt(MOST_SCORINGS, described(given)), PromptAdvanced, list(given.values()))
+        peer.ask(Op.SCORE, ScorePrompt(MOST_SCORINGS, describe_tensors(given)), PromptAdvanced, list(given.values()))
 
 
 # --- in the engine ---
@@ -217,13 +217,13 @@ async def test_prompts_are_answered_alike_and_as_they_are_when_the_drafter_dies(
     fates, dials = Fates(), list[Threads]()
     on_threads(monkeypatch, fates, dials)
     target = await load_target(build_options(model="demo", **SHAPE, prefill_drafter_device="ipc+cpu:0"))
-    shown = target.memory(0)["drafter"]
-    assert (shown["device"], shown["error"]) == ("ipc+cpu:0", "")
+    shown = target.memory(0).drafter
+    assert (shown.device, shown.error) == ("ipc+cpu:0", "")
     assert await shortened(target, jobs) == expected
     fates.coming[:] = [(Op.SCORE, "asked", 0)]
     assert await shortened(target, jobs[:1]) == (plain[0][:1], ["drafter_io"])
     assert await shortened(target, jobs) == expected
-    assert target.memory(0)["drafter"]["restarts"] == 1
+    assert target.memory(0).drafter.restarts == 1
     for _ in range(2):  # as often as anybody likes
         await target.close()
     assert all(not thread.is_alive() for dial in dials for thread in dial.threads), "nothing is left running"

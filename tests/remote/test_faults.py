@@ -184,8 +184,8 @@ async def test_of_a_shard_that_is_had_anew_no_rows_are_kept_for_those_that_were_
         """In the place of what is asked on the lane, once the rows have been found."""
         split.shard.peer.dial.kill()  # type: ignore[attr-defined] # a `Threads`
         with pytest.raises(RowsLost):
-            split.shard.copy_rows(0, 1, 1)
-        split.shard.copy_rows(0, 1, 1)
+            split.shard.rows.copy(0, 1, 1)
+        split.shard.rows.copy(0, 1, 1)
         return record_marks(devices)
 
     with monkeypatch.context() as patched:

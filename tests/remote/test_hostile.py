@@ -14,7 +14,7 @@ import torch
 
 from adapters.remote.client import dial
 from adapters.remote.client.dial import Launched
-from adapters.remote.protocol.channel import failed
+from adapters.remote.protocol.channel import is_failure
 from adapters.remote.protocol.lent_memory import Lender
 from adapters.remote.protocol.messages import (
     Commit,
@@ -34,8 +34,8 @@ from adapters.remote.protocol.messages import (
     Stepped,
     StepSettled,
     WireMessage,
-    decoded,
-    encoded,
+    decode_message,
+    encode_message,
 )
 from adapters.remote.protocol.payload_tensors import places
 from tests.models.splits import CONFIGS, chunk
@@ -75,7 +75,7 @@ def nonsense(draw: random.Random, names: tuple[str, ...]) -> tuple[Op, WireMessa
 
 @pytest.mark.timeout(120)
 def test_words_without_sense_are_refused_and_the_next_are_understood() -> None:
-    lender, draw = Lender.opened(), random.Random(4)
+    lender, draw = Lender.open(), random.Random(4)
     assert lender is not None
     lender.take(1 << 20)
     served = Threads(RandomModel(HYBRID), lender=lender)
@@ -83,12 +83,12 @@ def test_words_without_sense_are_refused_and_the_next_are_understood() -> None:
     channel = far.peer._channel  # noqa: SLF001 - what no peer says
     assert channel is not None
     for request in range(1 << 20, (1 << 20) + WORDS):
-        op, message = nonsense(draw, far.row_spec.names)
+        op, message = nonsense(draw, far.rows.spec.names)
         size = places(getattr(message, "tensors", ()))[1]
         sent = [torch.zeros(size, dtype=torch.uint8)] if 0 < size < 1 << 20 else []
-        channel.send(op, request, encoded(message), sent, seconds=50)
+        channel.send(op, request, encode_message(message), sent, seconds=50)
         frame = channel.answer(op, request, 50)
-        said[decoded(frame.arguments, Failure).kind if failed(frame) else "done"] += 1
+        said[decode_message(frame.arguments, Failure).kind if is_failure(frame) else "done"] += 1
     assert said["refused"] > WORDS // 2
     assert set(said) <= {"refused", "done"}, "and nothing fails that could have been refused"
     chunk(far, 0, 0, 64)

@@ -17,10 +17,10 @@ from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.kernels.step import Segment, Step
 from adapters.remote.client.remote_shard import RemoteShard
 from adapters.remote.protocol import frames
-from adapters.remote.protocol.channel import Channel, ConnectionBroken, failed
+from adapters.remote.protocol.channel import Channel, ConnectionBroken, is_failure
 from adapters.remote.protocol.frames import REPLY, FrameHead
 from adapters.remote.protocol.handshake import greet
-from adapters.remote.protocol.messages import Failure, Op, RowSpan, decoded, encoded
+from adapters.remote.protocol.messages import Failure, Op, RowSpan, decode_message, encode_message
 from adapters.remote.protocol.peer_expectation import Deadlines
 from effects.ports import RowsLost
 from tests.models.checkpoints import same_bits
@@ -78,14 +78,14 @@ def life(shard: DenseShard | Pipeline) -> list[torch.Tensor]:
     """A bit of everything that is asked of a shard, and the logits of it."""
     chunk(shard, 0, 0, 128)
     found = [step(shard, (0, 128, 1), kept=[1])[0], step(shard, (0, 129, 5), kept=[2])[0]]
-    shard.copy_rows(0, 1, 131)
-    shard.copy_state(0, 1)
-    shard.keep_state(0, 1)
-    shard.load_state(1, 2)
-    shard.import_rows(2, 0, shard.export_rows(0, 0, 128))
-    shard.import_state(2, shard.export_state(0))
+    shard.rows.copy(0, 1, 131)
+    shard.states.copy(0, 1)
+    shard.states.keep(0, 1)
+    shard.states.load(1, 2)
+    shard.rows.import_(2, 0, shard.rows.export(0, 0, 128))
+    shard.states.import_(2, shard.states.export(0))
     found += [step(shard, (2, 128, 3), kept=[3])[0], step(shard, (1, 131, 2), kept=[2])[0]]
-    shard.export_rows(1, 0, 64)  # and so the last commit is heard of
+    shard.rows.export(1, 0, 64)  # and so the last commit is heard of
     return found
 
 
@@ -99,7 +99,7 @@ DEATHS = [
 
 @pytest.mark.parametrize(("op", "when"), DEATHS, ids=[f"{op.name} {when}" for op, when in DEATHS])
 def test_a_death_is_told_once_and_the_next_life_is_right(pair: HybridPair, expected, op: Op, when: str) -> None:
-    pair.far.peer.lost_to(pair.told.append)
+    pair.far.peer.set_loss_listener(pair.told.append)
     pair.told.clear()
     early = op in {Op.HELLO, Op.PROOF, Op.LOAD}
     pair.fates.coming[:] = [(Op.FORWARD, "asked", 0), (op, when, 0)] if early else [(op, when, 0)]
@@ -117,7 +117,7 @@ def test_a_slow_link_takes_longer_and_loses_nothing(expected) -> None:
     """Everything goes over it, in pieces that are no frames: nothing is given up that is still coming."""
     dial, told = Threads(RandomModel(HYBRID), sharing=False, meddle=slowly), list[str]()
     far = remote(dial, range(3))
-    far.peer.lost_to(told.append)
+    far.peer.set_loss_listener(told.append)
     how = {"slots": 3, "capacity": 512, "aux_layers": (0, 2, 4), "state_places": 2}
     whole = Pipeline((far, part(HYBRID, range(3, 5), torch.bfloat16, **how)))
     try:
@@ -136,7 +136,7 @@ def test_all_slots_are_lost_where_nobody_listens() -> None:
         chunk(far, 0, 0, 64)
     assert said.value.slots == (0, 1, 2)
     with pytest.raises(RowsLost):
-        far.export_rows(0, 0, 64)
+        far.rows.export(0, 0, 64)
     far.close()
     far.close()
     with pytest.raises(RowsLost, match="is closed"):
@@ -236,14 +236,14 @@ def raw(data: bytes) -> Callable[[Lying, int, int], None]:
 def framed(arguments: bytes, payload: bytes = b"", request: int = -1) -> Callable[[Lying, int, int], None]:
     def answer(end: Lying, op: int, number: int) -> None:
         head = FrameHead(op, REPLY, number if request < 0 else request, len(arguments), len(payload))
-        end.socket.sendall(frames.written(head, arguments, [memoryview(payload)]) + arguments + payload)
+        end.socket.sendall(frames.write_frame(head, arguments, [memoryview(payload)]) + arguments + payload)
 
     return answer
 
 
 def oversized(end: Lying, op: int, number: int) -> None:
     head = FrameHead(op, REPLY, number, 2, 1 << 40)
-    end.socket.sendall(frames.written(head, b"{}") + b"{}")
+    end.socket.sendall(frames.write_frame(head, b"{}") + b"{}")
 
 
 def late(end: Lying, op: int, number: int) -> None:
@@ -274,7 +274,7 @@ def test_an_answer_that_is_none_ends_the_connection(case: str) -> None:
     dial = Threads(RandomModel(DENSE), meddle=lambda channel: Lying(channel.socket, answer=answer))
     far = remote(dial, range(3))
     told = list[str]()
-    far.peer.lost_to(told.append)
+    far.peer.set_loss_listener(told.append)
     far.peer.deadlines = HASTY if said == "no answer in time" else QUICK
     with pytest.raises(RowsLost, match=said):
         chunk(far, 0, 0, 64)
@@ -283,7 +283,7 @@ def test_an_answer_that_is_none_ends_the_connection(case: str) -> None:
     whole = whole_of("dense")
     chunk(far, 0, 0, 64)  # had anew, and right
     chunk(whole, 0, 0, 64)
-    theirs, ours = far.export_rows(0, 0, 64), whole.export_rows(0, 0, 64)
+    theirs, ours = far.rows.export(0, 0, 64), whole.rows.export(0, 0, 64)
     assert all(same_bits(one, ours[name]) for name, one in theirs.items())
     assert far.peer.restarts == 1
     far.close()
@@ -310,7 +310,7 @@ def asking() -> Iterator[Channel]:
         (Op.HELLO, b"{}", "there is no op 1"),
         (Op.EXPORT_ROWS, b'{"slot":0,"start":0}', "arguments that are no RowSpan"),
         (Op.EXPORT_ROWS, b"\xff", "arguments that are no RowSpan"),
-        (Op.EXPORT_ROWS, encoded(RowSpan(0, 0, 64)), "no layers are loaded"),
+        (Op.EXPORT_ROWS, encode_message(RowSpan(0, 0, 64)), "no layers are loaded"),
         (Op.COMMIT, b'{"step":{"segments":[[0,0,1]],"bucket":4,"rows_only":false},"kept":[1]}', "no layers are loaded"),
     ],
 )
@@ -320,8 +320,8 @@ def test_what_makes_no_sense_is_refused_and_the_connection_goes_on(
     for request, payload in ((5, []), (6, [torch.zeros(900)])):  # what nobody wants is read all the same
         asking.send(op, request, arguments, payload, seconds=20)
         frame = asking.answer(op, request, 20)
-        assert failed(frame)
-        failure = decoded(frame.arguments, Failure)
+        assert is_failure(frame)
+        failure = decode_message(frame.arguments, Failure)
         assert failure.kind == "refused"
         assert said in failure.why or (payload and "tensors of 0 bytes in a payload of 3600" in failure.why)
 
@@ -337,11 +337,11 @@ def test_what_no_shard_has_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"65 rows of slot 0 .* at most"):
         far.forward(Step((Segment(0, 0, 65),), 128), many)
     with pytest.raises(ValueError, match="place 2 is not one of 2"):
-        far.keep_state(0, 2)
+        far.states.keep(0, 2)
     with pytest.raises(ValueError, match="is odd"):
-        far.import_rows(0, 0, {"layers.9.k": one})
+        far.rows.import_(0, 0, {"layers.9.k": one})
     with pytest.raises(ValueError, match="not a span"):
-        far.export_rows(0, 0, 100_000)
+        far.rows.export(0, 0, 100_000)
     with pytest.raises(ValueError, match="lack the embedding"):
         far.embedding  # noqa: B018 - it is a property
     assert not far.peer.error
@@ -353,11 +353,11 @@ def test_a_commit_that_fails_is_a_loss() -> None:
     """Nobody waited for it, so nobody can say whose rows it was about."""
     far = remote(Threads(RandomModel(DENSE)), range(5))
     told = list[str]()
-    far.peer.lost_to(told.append)
+    far.peer.set_loss_listener(told.append)
     chunk(far, 0, 0, 64)
     far.commit(Step((Segment(0, 64, 1),), 5), [1])
     with pytest.raises(RowsLost, match="commit: 1 rows at bucket 5"):
-        far.export_rows(0, 0, 64)
+        far.rows.export(0, 0, 64)
     assert len(told) == 1
     chunk(far, 0, 0, 64)
     assert far.peer.restarts == 0, "a refusal ends no process"
@@ -367,13 +367,13 @@ def test_a_commit_that_fails_is_a_loss() -> None:
 def test_a_step_whose_end_was_never_told_holds_no_later_one_up() -> None:
     """A server that has lost its rows in the middle of a step says nothing more of it."""
     far = remote(Threads(RandomModel(HYBRID)), range(3))
-    far.peer.lost_to(lambda _: None)
+    far.peer.set_loss_listener(lambda _: None)
     with pytest.raises(RowsLost), far.settling(Step((Segment(0, 0, 4),), 4, rows_only=True)):
         raise RowsLost((), "of another shard")
     for _ in range(2):
         with far.settling(Step((Segment(0, 0, 64),), 64, rows_only=True)):
             chunk(far, 0, 0, 64)
-    far.peer.heard()
+    far.peer.read_posted_answers()
     assert not far.peer.error
     far.close()
 
@@ -382,7 +382,7 @@ def test_a_daemon_that_computes_otherwise_than_before_is_not_taken_back() -> Non
     served = RandomModel(DENSE)
     dial = Threads(served)
     far = remote(dial, range(5))
-    far.peer.lost_to(lambda _: None)
+    far.peer.set_loss_listener(lambda _: None)
     dial.served = other = RandomModel(HYBRID)
     dial.kill()
     with pytest.raises(RowsLost):

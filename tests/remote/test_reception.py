@@ -21,7 +21,7 @@ from adapters.remote.protocol.channel import Channel, ConnectionBroken
 from adapters.remote.protocol.frames import FrameHead
 from adapters.remote.protocol.handshake import MOST_BYTES, greet
 from adapters.remote.protocol.hello_messages import Hello, SecretProof
-from adapters.remote.protocol.messages import Op, RowSpan, encoded
+from adapters.remote.protocol.messages import Op, RowSpan, encode_message
 from effects.ports import RowsLost
 from tests.models.splits import CONFIGS, chunk
 from tests.remote.daemons import SECRET, RandomModel, peer_of, quietly, remote
@@ -76,7 +76,7 @@ def daemon() -> Iterator[PortOfTests]:
 
 def framed(op: int, arguments: bytes, length: int = -1) -> bytes:
     head = FrameHead(op, 0, 1, len(arguments) if length < 0 else length, 0)
-    return frames.written(head, arguments) + arguments
+    return frames.write_frame(head, arguments) + arguments
 
 
 def answered(stranger: socket.socket) -> bytes:
@@ -109,9 +109,9 @@ def test_a_hello_has_one_deadline_however_often_something_comes(daemon: PortOfTe
     """A piece every now and then, each of them in time, and a whole first message in between."""
     with closing(daemon.stranger()) as stranger:
         began = time.monotonic()
-        stranger.sendall(framed(Op.HELLO, encoded(Hello(NONCE))))
+        stranger.sendall(framed(Op.HELLO, encode_message(Hello(NONCE))))
         with suppress(OSError):
-            for byte in framed(Op.PROOF, encoded(SecretProof(NONCE))):
+            for byte in framed(Op.PROOF, encode_message(SecretProof(NONCE))):
                 stranger.sendall(bytes([byte]))
                 time.sleep(SHORT / 10)
         assert time.monotonic() - began < SHORT + 5
@@ -129,7 +129,7 @@ def test_a_hello_of_more_than_64_kib_is_not_read(daemon: PortOfTests, said: int)
 
 
 def test_all_messages_of_a_hello_together_are_64_kib(daemon: PortOfTests) -> None:
-    hello = encoded(Hello(NONCE))
+    hello = encode_message(Hello(NONCE))
     padded = b" " * (MOST_BYTES - 1000 - len(hello)) + hello
     with closing(daemon.stranger()) as stranger:
         stranger.sendall(framed(Op.HELLO, padded))
@@ -139,13 +139,16 @@ def test_all_messages_of_a_hello_together_are_64_kib(daemon: PortOfTests) -> Non
 
 
 STRANGE = {
-    "a hello": [framed(Op.HELLO, encoded(Hello(NONCE)))],
-    "another proof": [framed(Op.HELLO, encoded(Hello(NONCE))), framed(Op.PROOF, encoded(SecretProof(NONCE)))],
-    "a proof without a hello": [framed(Op.PROOF, encoded(SecretProof(NONCE)))],
+    "a hello": [framed(Op.HELLO, encode_message(Hello(NONCE)))],
+    "another proof": [
+        framed(Op.HELLO, encode_message(Hello(NONCE))),
+        framed(Op.PROOF, encode_message(SecretProof(NONCE))),
+    ],
+    "a proof without a hello": [framed(Op.PROOF, encode_message(SecretProof(NONCE)))],
     "a hello of an earlier form": [framed(Op.HELLO, b'{"rekindle":"0","nonce":"' + NONCE.encode() + b'"}')],
     "no arguments": [framed(Op.HELLO, b"")],
     "bad arguments": [framed(Op.HELLO, b'{"nonce":-1}'), framed(Op.HELLO, b"[" * 9000)],
-    "a question": [framed(Op.EXPORT_ROWS, encoded(RowSpan(0, 0, 1)))],
+    "a question": [framed(Op.EXPORT_ROWS, encode_message(RowSpan(0, 0, 1)))],
     "an op that there is not": [framed(255, b"{}")],
     "HTTP": [b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"],
     "noise": [bytes(range(256))],
@@ -172,7 +175,7 @@ def test_a_server_is_served_beside_hellos_and_has_its_turn(daemon: PortOfTests) 
     first = remote_at(daemon)
     chunk(first, 0, 0, 64)
     with closing(daemon.stranger()), closing(daemon.stranger()) as stranger:
-        stranger.sendall(framed(Op.HELLO, encoded(Hello(NONCE))))
+        stranger.sendall(framed(Op.HELLO, encode_message(Hello(NONCE))))
         assert stranger.recv(1 << 16), "it is heard while another one is served"
         chunk(first, 0, 64, 128)
     coming = list[float]()

@@ -47,7 +47,7 @@ def heard(forwards: Iterator[Forward]) -> list[Tensor]:
 
 
 def left_in(shard: DenseShard | Pipeline, stop: int) -> dict[str, Tensor]:
-    return {**shard.export_rows(0, 0, stop), **(shard.export_state(0) if shard.state_specs else {})}
+    return {**shard.rows.export(0, 0, stop), **(shard.states.export(0) if shard.states.specs else {})}
 
 
 def far(kind: str, cuts: str) -> Pipeline:
@@ -137,7 +137,7 @@ async def test_one_that_is_given_up_says_how_far_it_came(monkeypatch: pytest.Mon
     executor, real, seen = executor_of(far("hybrid", "two")), DenseShard.forward, list[int]()
 
     def given_up(shard: DenseShard, step: Step, inputs: Tensor) -> Forward:
-        if not shard.layers.start:
+        if not shard.spec.layers.start:
             seen.append(step.segments[0].start)
             if len(seen) == 2:
                 executor.abandon(ONE)
@@ -162,7 +162,7 @@ async def test_where_a_later_shard_finds_no_memory_states_are_not_believed(
     executor, real = executor_of(far(kind, "two")), DenseShard.forward
 
     def fails(shard: DenseShard, step: Step, inputs: Tensor) -> Forward:
-        if shard.layers.start and step.segments[0].start == 64:
+        if shard.spec.layers.start and step.segments[0].start == 64:
             raise torch.OutOfMemoryError("no memory")
         return real(shard, step, inputs)
 
@@ -180,7 +180,7 @@ async def test_a_shard_that_dies_meanwhile_is_a_loss() -> None:
     shard = far("dense", "two")
     executor = executor_of(shard)
     (_, remote) = shard.parts
-    remote.peer.lost_to(executor.lose_all_slots)  # type: ignore[attr-defined]
+    remote.peer.set_loss_listener(executor.lose_all_slots)  # type: ignore[attr-defined]
     remote.peer.pause_s = 0  # type: ignore[attr-defined]
     remote.peer.dial.kill()  # type: ignore[attr-defined]
     with pytest.raises(RowsLost):

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from adapters.remote.protocol import frames, hello_messages, messages
 from adapters.remote.protocol.channel import Channel, ConnectionBroken, ConnectionEnded, Shared
 from adapters.remote.protocol.frames import FAILED, HEAD, REPLY, SHARED, FrameHead, Malformed
-from adapters.remote.protocol.messages import Described, Lent, Unacceptable, WireMessage, decoded, encoded
-from adapters.remote.protocol.payload_tensors import described, flattened, unpacked
+from adapters.remote.protocol.messages import Described, Lent, Unacceptable, WireMessage, decode_message, encode_message
+from adapters.remote.protocol.payload_tensors import describe_tensors, flatten_tensor, unpack_tensors
 
 KINDS = [one for one in WireMessage.__subclasses__() if one not in {Described, Lent}]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8]
@@ -23,7 +23,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32
 
 def framed(op: int = 16, arguments: bytes = b"{}", payload: bytes = b"", flags: int = 0, request: int = 7) -> bytes:
     head = FrameHead(op, flags, request, len(arguments), len(payload))
-    return frames.written(head, arguments, [memoryview(payload)]) + arguments + payload
+    return frames.write_frame(head, arguments, [memoryview(payload)]) + arguments + payload
 
 
 def heard(data: bytes, limit: int = frames.MOST_PAYLOAD) -> Channel:
@@ -101,7 +101,7 @@ def test_what_a_head_may_not_say_is_refused_before_anything_is_made_room_for(fie
 
 def test_a_payload_in_memory_that_is_not_shared_is_refused():
     head = FrameHead(16, SHARED, 1, 2, 100)
-    data = frames.written(head, b"{}") + b"{}"
+    data = frames.write_frame(head, b"{}") + b"{}"
     with pytest.raises(ConnectionBroken, match="shared memory, which has not that much"):
         heard(data).receive(5)
     channel = heard(data)
@@ -150,11 +150,11 @@ json_values = st.recursive(
 @settings(deadline=None, max_examples=150)
 def test_arguments_that_are_something_else_are_refused(value, kind):
     try:
-        found = decoded(msgspec.json.encode(value), kind)
+        found = decode_message(msgspec.json.encode(value), kind)
     except Unacceptable:
         return
     assert isinstance(found, kind)  # nothing but what it has exactly: read again, it is the same
-    assert decoded(encoded(found), kind) == found
+    assert decode_message(encode_message(found), kind) == found
 
 
 @pytest.mark.parametrize(
@@ -182,26 +182,26 @@ def test_arguments_that_are_something_else_are_refused(value, kind):
 )
 def test_bounds_of_arguments(kind, text):
     with pytest.raises(Unacceptable, match=f"no {kind.__name__}"):
-        decoded(text.encode("latin-1"), kind)
+        decode_message(text.encode("latin-1"), kind)
 
 
 @given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=4)), max_size=6), st.data())
 @settings(deadline=None, max_examples=60)
 def test_tensors_come_out_as_they_went_in_and_no_others_do(shapes, data):
     given_ = {f"t{n}": (torch.rand(shape) * 200).to(dtype) for n, (dtype, shape) in enumerate(shapes)}
-    told = described(given_)
-    payload = bytearray(b"".join(flattened(given_.values())))
-    found = unpacked(told, memoryview(payload)).views()
+    told = describe_tensors(given_)
+    payload = bytearray(b"".join(flatten_tensor(given_.values())))
+    found = unpack_tensors(told, memoryview(payload)).views()
     assert found.keys() == given_.keys()
     assert all(torch.equal(found[name], one) and found[name].dtype == one.dtype for name, one in given_.items())
     more = data.draw(st.integers(1, 70))
     with pytest.raises(Unacceptable, match="in a payload of"):
-        unpacked(told, memoryview(payload + bytes(more)))
+        unpack_tensors(told, memoryview(payload + bytes(more)))
 
 
 def test_tensors_of_one_name_are_refused():
     with pytest.raises(Unacceptable, match="two tensors of one name"):
-        unpacked((Described("x", "U8", (1,)),) * 2, memoryview(bytearray(65)))
+        unpack_tensors((Described("x", "U8", (1,)),) * 2, memoryview(bytearray(65)))
 
 
 def test_large_payloads_cross_in_shared_memory_and_larger_ones_are_sent():

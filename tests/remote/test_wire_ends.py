@@ -20,21 +20,23 @@ from adapters.device.compression.score_prompt import Compressor
 from adapters.http.edge_options import EdgeOptions
 from adapters.http.request.sampling_fields import read_sampling
 from adapters.http.wire.fields import Fields
+from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.drafts.cached_draft import BlockRequest
+from adapters.models.drafts.draft_parts import DraftPlacement
 from adapters.models.families.qwen3 import Qwen3Config
 from adapters.models.kernels.step import Segment, Step
 from adapters.remote.client.attach_remote_draft import RemoteDrafting, asked_of
-from adapters.remote.client.remote_scorer import RemoteScorer, loading_drafter
+from adapters.remote.client.remote_scorer import RemoteScorer, build_scorer_request
 from adapters.remote.daemon.answer_handlers import Answering
 from adapters.remote.daemon.daemon import OPS
 from adapters.remote.daemon.served_draft import ServedDraft
 from adapters.remote.daemon.served_layers import ServedLayers
 from adapters.remote.daemon.served_scorer import ServedDrafter
-from adapters.remote.protocol.channel import Channel, WireFrame, failed
+from adapters.remote.protocol.channel import Channel, WireFrame, is_failure
 from adapters.remote.protocol.draft_messages import AskedProposals, DraftMoved, LoadDraft, SendAway
 from adapters.remote.protocol.handshake import greet
 from adapters.remote.protocol.lent_memory import Lender
-from adapters.remote.protocol.load_request import loading, loading_draft
+from adapters.remote.protocol.load_request import build_draft_request, build_layers_request
 from adapters.remote.protocol.messages import (
     Failure,
     LoadLayers,
@@ -43,8 +45,8 @@ from adapters.remote.protocol.messages import (
     Prove,
     Unacceptable,
     WireMessage,
-    decoded,
-    encoded,
+    decode_message,
+    encode_message,
 )
 from adapters.remote.protocol.scorer_messages import DropScoring, LoadDrafter
 from adapters.text.tokenizer import Tokenizer
@@ -69,10 +71,10 @@ HYBRID = CONFIGS["hybrid"]
 def test_what_a_field_holds_at_either_end_crosses_and_nothing_beyond_does(kind: type[WireMessage]) -> None:
     base = least(kind)
     for where, message in at_ends(base):
-        assert decoded(encoded(message), kind) == message, where
+        assert decode_message(encode_message(message), kind) == message, where
     for where, message in beyond(inspect.type_info(kind), base):
         with pytest.raises(Unacceptable):
-            pytest.fail(f"{where} was taken: {decoded(encoded(message), kind)}")
+            pytest.fail(f"{where} was taken: {decode_message(encode_message(message), kind)}")
 
 
 # --- what senders produce ---
@@ -107,7 +109,7 @@ def sampled() -> dict[str, Sampling]:
 @pytest.mark.parametrize("sampling", sampled().values(), ids=sampled())
 def test_whatever_a_request_may_be_picked_by_can_be_told_to_a_draft(sampling: Sampling) -> None:
     message = asked_of(asking(0, 100, sampling, 15), BlockRequest(0, 0, 100, 3, 15))
-    assert decoded(encoded(message), AskedProposals) == message
+    assert decode_message(encode_message(message), AskedProposals) == message
 
 
 def ends_of_options() -> dict[str, tuple[int, int]]:
@@ -136,17 +138,18 @@ CONTEXTS, SLOTS, TREES = (
 @pytest.mark.parametrize("slots", SLOTS)
 def test_whatever_options_allow_can_be_asked_to_be_loaded(context: int, slots: int) -> None:
     """Of a large model, too, whose rows of a whole slot are more than anything that crosses at once."""
-    room: dict[str, Any] = {"slots": slots, "capacity": context, "fast": False}
+    room: dict[str, Any] = {"slots": slots, "capacity": context, "buckets": BUCKETS}
     for places in OPTIONS["state_checkpoints"]:
-        how = {"rows": torch.float32, "buckets": BUCKETS, "aux_layers": (0, 79), "state_places": places}
-        asked = loading(LARGE, torch.float32, range(80), **how, **room)
-        assert decoded(encoded(asked), LoadLayers) == asked
+        placement = ShardPlacement(layers=range(80), aux_layers=(0, 79), state_places=places, **room)
+        asked = build_layers_request(LARGE, placement, fast=False)
+        assert decode_message(encode_message(asked), LoadLayers) == asked
     for nodes in (0, *TREES):
         shape = config_of()
-        drafted = loading_draft(LARGE, shape, torch.float32, buckets=BUCKETS, bits=0, nodes=nodes, rows=64, **room)
-        assert decoded(encoded(drafted), LoadDraft) == drafted
-    scored = loading_drafter(context, fast=False)
-    assert decoded(encoded(scored), LoadDrafter) == scored
+        placed = DraftPlacement(**room)
+        drafted = build_draft_request(LARGE, shape, placed, bits=0, nodes=nodes, rows=64, fast=False)
+        assert decode_message(encode_message(drafted), LoadDraft) == drafted
+    scored = build_scorer_request(context, fast=False)
+    assert decode_message(encode_message(scored), LoadDrafter) == scored
 
 
 # --- what a daemon does with them ---
@@ -171,7 +174,7 @@ class Overhearing(Channel):
         frame = Channel.receive(self, seconds, patient=patient)
         op = Op(frame.head.op)
         if op in self.overheard.kinds and op not in self.overheard.questions:
-            message = decoded(frame.arguments, self.overheard.kinds[op])
+            message = decode_message(frame.arguments, self.overheard.kinds[op])
             self.overheard.questions[op] = message, bytes(frame.payload)
         return frame
 
@@ -186,10 +189,10 @@ def asked_at_ends(overheard: Overheard, channel: Channel, ops: Mapping[Op, Any])
         for where, message in at_ends(base):
             request += 1
             tensors = [torch.frombuffer(bytearray(payload), dtype=torch.uint8)] if payload else []
-            channel.send(op, request, encoded(message), tensors, seconds=50)
+            channel.send(op, request, encode_message(message), tensors, seconds=50)
             frame = channel.answer(op, request, 50)
-            if failed(frame):
-                failure = decoded(frame.arguments, Failure)
+            if is_failure(frame):
+                failure = decode_message(frame.arguments, Failure)
                 assert failure.kind == "refused", f"{op.name} {where}: {failure.why}"
                 said["refused"] += 1
             else:
@@ -199,18 +202,18 @@ def asked_at_ends(overheard: Overheard, channel: Channel, ops: Mapping[Op, Any])
 
 def test_layers_answer_every_question_at_the_ends_of_its_fields(caplog: pytest.LogCaptureFixture) -> None:
     overheard = Overheard()
-    lender = Lender.opened()
+    lender = Lender.open()
     served = Threads(RandomModel(HYBRID), sharing=lender is not None, lender=lender, meddle=overheard.meddle)
     far = remote(served, range(HYBRID.num_layers))
     before = life(far)
     if lender is None:
         pytest.skip("no memory is shared here")
-    rows = far.export_rows(0, 0, 64)
-    far.import_runs(1, [(0, whole(rows, lender.take(1 << 20), 0, 64))], ())
-    far.peer.heard()
+    rows = far.rows.export(0, 0, 64)
+    far.rows.import_runs(1, [(0, whole(rows, lender.take(1 << 20), 0, 64))], ())
+    far.peer.read_posted_answers()
     with suppress(RuntimeError), far.settling(Step((Segment(1, 0, 4),), 4, rows_only=True)):
         raise RuntimeError("another shard")
-    far.peer.heard()
+    far.peer.read_posted_answers()
     channel = far.peer._channel  # noqa: SLF001 - what no peer says
     assert channel is not None
     said = asked_at_ends(overheard, channel, ServedLayers.ops)
@@ -245,7 +248,7 @@ def test_a_drafter_answers_every_question_at_the_ends_of_its_fields(caplog: pyte
     elsewhere.dial.meddle = overheard.meddle
     peer = peer_of(elsewhere.dial)
     peer.connect()
-    compressor = Compressor(RemoteScorer(peer, loading_drafter(MOST, fast=False)), MARKS)
+    compressor = Compressor(RemoteScorer(peer, build_scorer_request(MOST, fast=False)), MARKS)
     compressor.load(ONE, LOAD)
     before = compressed(compressor)[1]
     peer.ask(Op.DROP_SCORING, DropScoring(3), Nothing)
@@ -283,9 +286,9 @@ def test_what_is_to_be_loaded_is_understood_at_the_ends_of_its_fields(kind: type
     greet(channel, SECRET, VERSION, 50)
     messages = [message for _, message in at_ends(least(kind))]
     for request, message in enumerate(messages, 5):
-        channel.send(op, request, encoded(message), seconds=50)
+        channel.send(op, request, encode_message(message), seconds=50)
         frame = channel.answer(op, request, 50)
-        assert decoded(frame.arguments, Failure) == Failure("refused", "not here")
+        assert decode_message(frame.arguments, Failure) == Failure("refused", "not here")
     assert served.heard == messages
     channel.close()
     dial.end()
@@ -298,8 +301,8 @@ def test_a_failure_that_no_text_can_say_is_told_all_the_same() -> None:
     dial = Threads(served)
     channel = dial.open()
     greet(channel, SECRET, VERSION, 50)
-    channel.send(Op.PROVE, 5, encoded(least(Prove)), seconds=50)
-    assert decoded(channel.answer(Op.PROVE, 5, 50).arguments, Failure).why.startswith("no file a?b")
+    channel.send(Op.PROVE, 5, encode_message(least(Prove)), seconds=50)
+    assert decode_message(channel.answer(Op.PROVE, 5, 50).arguments, Failure).why.startswith("no file a?b")
     channel.close()
     dial.end()
 

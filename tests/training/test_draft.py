@@ -15,6 +15,7 @@ from adapters.models.decoder.shard import TargetHead
 from adapters.models.drafts.cached_draft import BlockRequest
 from adapters.models.drafts.dflash.checkpoint import DraftCheckpoint
 from adapters.models.drafts.dflash.draft import DFlashDraft
+from adapters.models.drafts.draft_parts import DraftPlacement
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.open_checkpoint import Checkpoint
@@ -381,7 +382,7 @@ def test_the_server_computes_what_training_measured(shipped, source):
         checkpoint,
         kernels.copy_for_shard(),
         TargetHead(table, kernels.pack(table), torch.ones_like(table[0])),
-        capacity=256,
+        DraftPlacement(capacity=256),
     )
     aux_hidden_states = dict(zip(served.aux_layers, aux_layers[0].chunk(len(served.aux_layers), -1), strict=True))
     for start in (0, 64):

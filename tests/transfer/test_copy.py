@@ -16,6 +16,7 @@ from adapters.store.slab_memory import SlabMemory
 from adapters.transfer.copy_rows import NO_MARKS, RowMover, StateMover, create_movers, record_marks
 from adapters.transfer.strided_copy import Box, BoxSide, copy_box, make_box_side
 from effects.ids import PAGE
+from tests.device.fake_shard import NoStates
 from tests.models.recurrent_shard import RecurrentShard
 
 LAYERS, SLOTS, HEADS, CAPACITY, WIDTH = 3, 2, 2, 96, 8
@@ -25,19 +26,19 @@ DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
 class Named:
     """Slots behind names only, as on another machine."""
 
-    addressed = False
+    is_addressable = False
 
     def __init__(self, device: str, dtype: torch.dtype, layers: range = range(LAYERS)) -> None:
-        self.row_spec = rows_of(dtype, layers)
+        self.spec = rows_of(dtype, layers)
         self.all = torch.randn(len(layers), 2, SLOTS, HEADS, CAPACITY, WIDTH).to(dtype).to(device)
 
     def tensors(self, slot: int) -> dict[str, torch.Tensor]:
-        return dict(zip(self.row_spec.names, self.all[:, :, slot].flatten(0, 1), strict=True))
+        return dict(zip(self.spec.names, self.all[:, :, slot].flatten(0, 1), strict=True))
 
-    def rows(self, slot: int, start: int, stop: int) -> torch.Tensor:
+    def view(self, slot: int, start: int, stop: int) -> torch.Tensor:
         raise AssertionError("rows go by their names")
 
-    def export_rows(self, slot: int, start: int, stop: int) -> dict[str, torch.Tensor]:
+    def export(self, slot: int, start: int, stop: int) -> dict[str, torch.Tensor]:
         return {name: one[:, start:stop].cpu() for name, one in self.tensors(slot).items()}
 
     def import_runs(self, slot: int, runs: list[tuple[int, torch.Tensor]], keep: list[object]) -> None:
@@ -49,9 +50,9 @@ class Named:
 class Direct(Named):
     """Slots that can be reached where they are."""
 
-    addressed = True
+    is_addressable = True
 
-    def rows(self, slot: int, start: int, stop: int) -> torch.Tensor:
+    def view(self, slot: int, start: int, stop: int) -> torch.Tensor:
         return self.all[:, :, slot, :, start:stop]
 
 
@@ -66,7 +67,7 @@ def test_a_run_comes_back_bit_for_bit(device: str, dtype: torch.dtype) -> None:
         pytest.skip("no CUDA device")
     slots, layout = Direct(device, dtype), rows_of(dtype)
     mover, memory = RowMover(slots, layout), SlabMemory(1 << 20, pin=device == "cuda")
-    truth, other = slots.rows(0, 16, 80).clone(), slots.all[:, :, 1].clone()
+    truth, other = slots.view(0, 16, 80).clone(), slots.all[:, :, 1].clone()
     assert mover.is_addressable
     buffer = memory.allocate(64 * layout.token_bytes)
     mover.copy_out(0, (16, 80), buffer.data)
@@ -74,9 +75,9 @@ def test_a_run_comes_back_bit_for_bit(device: str, dtype: torch.dtype) -> None:
         slots.all[:, :, 0] = 7
         # as the lane does it: what it had been told before, here the sevens, comes first
         mover.copy_in(0, (start, stop), buffer.data, 16, record_marks([torch.device(device)]))
-        assert torch.equal(slots.rows(0, start, stop), truth[..., start - 16 : stop - 16, :])
-        assert bool((slots.rows(0, 0, start) == 7).all())
-        assert bool((slots.rows(0, stop, CAPACITY) == 7).all())
+        assert torch.equal(slots.view(0, start, stop), truth[..., start - 16 : stop - 16, :])
+        assert bool((slots.view(0, 0, start) == 7).all())
+        assert bool((slots.view(0, stop, CAPACITY) == 7).all())
     assert torch.equal(slots.all[:, :, 1], other), "another slot's"
 
 
@@ -119,11 +120,7 @@ def test_a_run_over_several_pages_of_a_gpu(dtype: torch.dtype) -> None:
         one.copy_(torch.arange(one.numel()).view(one.shape) * 7 + number)
     cache.import_(0, 0, truth)
 
-    class Holder:
-        addressed, row_spec = True, cache.spec
-        rows = staticmethod(cache.rows)
-
-    mover, memory = RowMover(Holder(), cache.spec), SlabMemory(1 << 20, pin=True)
+    mover, memory = RowMover(cache, cache.spec), SlabMemory(1 << 20, pin=True)
     begin, stop = PAGE - 32, 2 * PAGE + 16
     buffer = memory.allocate((stop - begin) * cache.spec.token_bytes)
     mover.copy_out(0, (begin, stop), buffer.data)
@@ -161,7 +158,7 @@ def test_slots_behind_names_get_the_same() -> None:
     again, buffer = memory.allocate(32 * layout.token_bytes), memory.allocate(32 * layout.token_bytes)
     one.copy_out(1, (8, 40), buffer.data)
     other.send_runs(0, [((20, 40), buffer.data, 8)], [buffer])
-    assert torch.equal(named.all[:, :, 0, :, 20:40], direct.rows(1, 20, 40))
+    assert torch.equal(named.all[:, :, 0, :, 20:40], direct.view(1, 20, 40))
     other.send_runs(0, [((8, 40), buffer.data, 8)], [buffer])
     other.copy_out(0, (8, 40), again.data)
     assert torch.equal(buffer.data, again.data)
@@ -200,15 +197,17 @@ def test_parts_that_are_not_what_is_kept_are_refused_by_name() -> None:
 
 
 def test_a_state_comes_from_the_parts_that_have_one_and_goes_back_to_them() -> None:
-    plain, hybrid = Direct("cpu", torch.float32), RecurrentShard(2, 64, (8,))
-    plain.state_specs = ()
+    plain, hybrid = NoStates(), RecurrentShard(2, 64, (8,))
     for slot, tokens in enumerate(([3, 1, 4, 1, 5], [9, 2, 6])):
         hybrid.forward(Step((Segment(slot, 0, len(tokens)),), 8, rows_only=True), torch.tensor(tokens))
-    layout = Layout("ab" * 16, 8, hybrid.row_spec, state=hybrid.state_specs)
-    mover, buffer = StateMover((plain, hybrid), layout.state), SlabMemory().allocate(layout.compute_size("state", 0))
+    layout = Layout("ab" * 16, 8, hybrid.rows.spec, state=hybrid.states.specs)
+    mover, buffer = (
+        StateMover((plain, hybrid.states), layout.state),
+        SlabMemory().allocate(layout.compute_size("state", 0)),
+    )
     mover.copy_out(0, buffer.data)
-    before = hybrid.export_state(1)
+    before = hybrid.states.export(1)
     mover.copy_in(1, buffer.data)
-    after, truth = hybrid.export_state(1), hybrid.export_state(0)
+    after, truth = hybrid.states.export(1), hybrid.states.export(0)
     assert all(torch.equal(after[name], truth[name]) for name in truth)
     assert not any(torch.equal(before[name], truth[name]) for name in truth)

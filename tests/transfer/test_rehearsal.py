@@ -23,16 +23,22 @@ TOKENS = tuple(range(1, 1 + 12 * BLOCK_SIZE))
 class TwoSlots:
     """Two slots of the layout's rows, in memory."""
 
-    addressed, row_spec = True, ROWS
+    is_addressable = True
+    spec = ROWS
+
+    @property
+    def rows(self) -> TwoSlots:
+        """As the only part of a target."""
+        return self
 
     def __init__(self) -> None:
         layers = len(ROWS.names) // 2
         self.all = torch.zeros(2, layers, 2, ROWS.heads, CAPACITY, ROWS.width, dtype=torch_dtype(ROWS.dtype))
 
-    def rows(self, slot: int, start: int, stop: int) -> torch.Tensor:
+    def view(self, slot: int, start: int, stop: int) -> torch.Tensor:
         return self.all[slot, ..., start:stop, :]
 
-    def export_rows(self, slot: int, start: int, stop: int) -> dict[str, torch.Tensor]:
+    def export(self, slot: int, start: int, stop: int) -> dict[str, torch.Tensor]:
         raise AssertionError("rows are reached where they are")
 
     def import_rows(self, slot: int, start: int, rows: object) -> None:

@@ -35,11 +35,11 @@ from effects.lookup import FindPrefix, PrefixFound, PrefixMissed
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
-from tests.models.recurrent_shard import RecurrentShard
+from tests.models.recurrent_shard import ROW_SPEC, STATE_SPECS, RecurrentShard, RecurrentStates
 from tests.store.kit import DRAFT, files, looked_up, settled
 
 BLOCK_SIZE, CAPACITY, SLOTS, BUCKETS = 8, 128, 3, (4, 8, 16)
-LAYOUT = Layout("12" * 16, BLOCK_SIZE, RecurrentShard.row_spec, DRAFT, RecurrentShard.state_specs)
+LAYOUT = Layout("12" * 16, BLOCK_SIZE, ROW_SPEC, DRAFT, STATE_SPECS)
 PROMPT = tuple((5 * n + n // 3) % 61 for n in range(77))
 END = len(PROMPT) - 1
 
@@ -52,17 +52,17 @@ def rows(stop: int) -> BlocksRestored:
 class Caches(Proposer):
     """A draft's rows behind names, filled as it follows the target; it proposes what it is told to."""
 
-    addressed = False
+    is_addressable = False
 
     def __init__(self, spec: RowSpec) -> None:
-        self.row_spec, self.follows, self.guess = spec, True, dict[int, Sequence[int]]()
+        self.spec, self.follows, self.guess = spec, True, dict[int, Sequence[int]]()
         shape = (SLOTS, spec.heads, CAPACITY, spec.width)
         self.caches = {name: torch.zeros(shape, dtype=torch_dtype(spec.dtype)) for name in spec.names}
 
-    def rows(self, slot: int, start: int, stop: int) -> torch.Tensor:
+    def view(self, slot: int, start: int, stop: int) -> torch.Tensor:
         raise AssertionError("rows go by their names")
 
-    def export_rows(self, slot: int, start: int, stop: int) -> Mapping[str, torch.Tensor]:
+    def export(self, slot: int, start: int, stop: int) -> Mapping[str, torch.Tensor]:
         return {name: cache[slot, :, start:stop].clone() for name, cache in self.caches.items()}
 
     def import_runs(self, slot: int, runs: Sequence[tuple[int, torch.Tensor]], keep: Sequence[object]) -> None:
@@ -234,7 +234,7 @@ async def test_a_restored_state_goes_on_as_a_cold_one(bench: StatefulBench) -> N
     await bench.kept()
     assert await bench.restored(2, 1) == rows(72)
     assert bench.state(1).draft_rows == (0, 72)
-    drafted, truth = bench.draft.export_rows(1, 0, 72), bench.draft.export_rows(0, 0, 72)
+    drafted, truth = bench.draft.export(1, 0, 72), bench.draft.export(0, 0, 72)
     assert all(torch.equal(drafted[name], truth[name]) for name in truth)
     assert await bench.goes_on(2, 1, 72) == await bench.cold()
 
@@ -473,12 +473,12 @@ async def test_a_state_that_cannot_be_put_back_leaves_rows_without_a_state(
     await bench.prefill(2, 1, 0, 16)
     found = looked_up(bench.moving.lookup, RequestId(2), FindPrefix(PROMPT, 16))
 
-    def half(shard: RecurrentShard, slot: int, state: Mapping[str, torch.Tensor]) -> None:
-        shard.standing[slot] = None
+    def half(states: RecurrentStates, slot: int, state: Mapping[str, torch.Tensor]) -> None:
+        states.standing[slot] = None
         raise ValueError("only half of it")
 
     with monkeypatch.context() as patched:
-        patched.setattr(RecurrentShard, "import_state", half)
+        patched.setattr(RecurrentStates, "import_", half)
         outcome = await bench.moving.restorer.restore(RequestId(2), RestoreBlocks(found.lease, SlotId(1), 16, 72))
     assert outcome == StoreFailed("lost", "only half of it")
     bench.open(3, 2, source=1, keep=16, state=0)

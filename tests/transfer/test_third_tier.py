@@ -87,7 +87,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     """Host memory that keeps nothing, a disk that has no room for a run, and objects."""
     lane, shard, lock = DeviceLane(), qwen3(), threading.RLock()
     executor = DeviceExecutor(ExecutorParts(shard, BUCKETS, lane=lane))
-    layout = Layout("ef" * 16, BLOCK_SIZE, shard.row_spec)
+    layout = Layout("ef" * 16, BLOCK_SIZE, shard.rows.spec)
     disk = open_disk(layout, PrivateFolder.open(tmp_path / "kv"), lock, budget=1)
     objects = ObjectTier(create_index(layout, 1 << 30))
     store: Store[ReadableTier] = Store(layout, (HostTier(create_index(layout, 0)), disk, objects), lock)

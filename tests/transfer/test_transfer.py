@@ -110,7 +110,7 @@ class Bench:
 async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Bench]:
     lane, shard, lock = DeviceLane(), qwen3(), threading.RLock()
     executor = DeviceExecutor(ExecutorParts(shard, BUCKETS, lane=lane))
-    layout = Layout("ef" * 16, BLOCK_SIZE, shard.row_spec)
+    layout = Layout("ef" * 16, BLOCK_SIZE, shard.rows.spec)
     disk = open_disk(layout, PrivateFolder.open(tmp_path / "kv"), lock, budget=1 << 30)
     store = Store(layout, (HostTier(create_index(layout, 1 << 30 if request.param == "host" else 0)), disk), lock)
     moving = create_transfer(store, (shard,), lane, executor.parts.slots.find)
@@ -423,11 +423,11 @@ async def test_a_damaged_file_fails_the_restore_and_the_request_computes(bench: 
 
 async def test_a_slot_that_serves_somebody_else_gets_nothing(bench: Bench) -> None:
     await bench.kept()
-    before = bench.shard.export_rows(3, 0, 96)
+    before = bench.shard.rows.export(3, 0, 96)
     bench.open(7, 3)
     outcome = await bench.restore(2, await bench.found(2), 3)
     assert isinstance(outcome, StoreFailed)
-    after = bench.shard.export_rows(3, 0, 96)
+    after = bench.shard.rows.export(3, 0, 96)
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert bench.leases() == 0
 
@@ -489,18 +489,18 @@ async def test_a_lookup_tells_what_recent_prompts_share(
 class LayerByName:
     """One layer of a shard, as if it were in another process. asked: who of these has been."""
 
-    addressed = False
+    is_addressable = False
 
     def __init__(self, shard: DenseShard, layer: int, asked: list[int]) -> None:
         self.shard, self.layer, self.asked = shard, layer, asked
-        self.row_spec = evolve(shard.row_spec, names=shard.row_spec.names[2 * layer : 2 * layer + 2])
+        self.spec = evolve(shard.rows.spec, names=shard.rows.spec.names[2 * layer : 2 * layer + 2])
         self.runs = list[tuple[int, int, torch.Tensor, Sequence[object]]]()
 
-    def rows(self, slot: int, start: int, stop: int) -> torch.Tensor:
+    def view(self, slot: int, start: int, stop: int) -> torch.Tensor:
         raise AssertionError("rows go by their names")
 
-    def export_rows(self, slot: int, start: int, stop: int) -> dict[str, torch.Tensor]:
-        return dict(zip(self.row_spec.names, self.shard.rows(slot, start, stop)[self.layer], strict=True))
+    def export(self, slot: int, start: int, stop: int) -> dict[str, torch.Tensor]:
+        return dict(zip(self.spec.names, self.shard.rows.view(slot, start, stop)[self.layer], strict=True))
 
     def import_runs(self, slot: int, runs: Sequence[tuple[int, torch.Tensor]], keep: Sequence[object]) -> None:
         self.asked.append(self.layer)
@@ -510,7 +510,7 @@ class LayerByName:
         """What it was told to put is put, and nothing is kept for it any more."""
         while self.runs:
             slot, start, rows, _ = self.runs.pop()
-            for own, given in zip(self.export_rows(slot, start, start + rows.shape[2]).values(), rows, strict=True):
+            for own, given in zip(self.export(slot, start, start + rows.shape[2]).values(), rows, strict=True):
                 own.copy_(given)
 
 

@@ -55,7 +55,8 @@ from adapters.device.slots.slots import SlotState, abandoned_failure, find_decod
 from adapters.device.speculation.acceptance import Acceptance, StepMember, accept_proposals, decode_outcome
 from adapters.device.speculation.proposal_tree import rows_to_keep
 from adapters.device.speculation.proposer import Proposer, make_members
-from adapters.models.decoder.shard import Kept, Shard
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.shard import Kept
 from adapters.models.kernels.step import Forward, Segment, Step
 from effects.all import EffectRequest, Outcome
 from effects.decode import Decoded, RunDecode
@@ -84,7 +85,7 @@ class DecodeRunner:
     before outcomes are reported. row_watch: compares rows before each step. proposer: the draft, if there is one.
     """
 
-    shard: Shard
+    shard: Pipeline
     buckets: Sequence[int]
     lane: DeviceLane
     slots: SlotTable
@@ -128,9 +129,9 @@ class DecodeRunner:
 
     def _run_step(self, asks: Sequence[EffectRequest], batch: RunningBatch) -> Sequence[EffectRequest]:
         """Take one step, report its outcomes, and return the asks of the next one, those that join included."""
-        self.row_watch.before(self.slots, asks)
+        self.row_watch.check_launch(self.slots, asks)
         outcomes = self.step(asks)
-        self.row_watch.behind(self.slots, asks)
+        self.row_watch.learn_new_rows(self.slots, asks)
         following = list(map(self._next_ask, asks, outcomes))
         if batch.should_stop() or (self.proposer is not None and None in following):
             following = [None] * len(asks)
@@ -162,7 +163,7 @@ class DecodeRunner:
             if not isinstance(effect, RunDecode) or not effect.pages:
                 continue
             if isinstance(self.slots.find(effect.slot, ask.request), SlotState):
-                self.shard.grow(effect.slot, effect.pages)
+                self.shard.rows.grow(effect.slot, effect.pages)
 
     # --- one step ---
 
@@ -207,7 +208,7 @@ class DecodeRunner:
         started_ns = time.perf_counter_ns()
         is_settling = False
         try:
-            members = make_members(self.proposer, taken, self.shard.capacity)
+            members = make_members(self.proposer, taken, self.shard.spec.capacity)
             verified = self._verify(members, piece)
             is_settling = True
             self._settle(verified, members, piece)
@@ -235,7 +236,7 @@ class DecodeRunner:
         state = self.slots.find(effect.slot, request)
         if isinstance(state, DeviceFailed):
             return state
-        return find_decode_misfit(state, effect, self.shard.capacity) or state
+        return find_decode_misfit(state, effect, self.shard.spec.capacity) or state
 
     def fail_half_settled(self, slot: int, error: Exception) -> DeviceFailed:
         """Break the slot: some layers' states may have moved and others not, so nothing can go on from them."""

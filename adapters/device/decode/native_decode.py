@@ -36,7 +36,6 @@ from adapters.device.speculation.drafting import draft_sampling, noise_shares
 from adapters.device.speculation.proposer import NO_PROPOSALS, DraftRequest, LocalDraft, Proposer
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.pipeline import Pipeline
-from adapters.models.decoder.shard import Shard
 from adapters.models.kernels.decode_pass import MOST_ROWS, DecodePass, DecodeRound, DraftPass, RoundOutcome
 from adapters.models.kernels.step import Forward
 from effects.ids import Tokens
@@ -108,7 +107,7 @@ class NativeDecodeStep:
             return None
 
     def _step(self, slot: int, state: SlotState, most: int, proposer: Proposer | None) -> NativeStepResult | None:
-        depth = self.shard.capacity - state.valid - 1
+        depth = self.shard.spec.capacity - state.valid - 1
         plan = NO_PROPOSALS
         if most and depth and proposer is not None:
             found = proposer.plan_fused_step(DraftRequest(slot, state, most, depth))
@@ -172,9 +171,9 @@ class NativeDecodeStep:
         return known
 
 
-def make_native_decode(shard: Shard, buckets: Sequence[int]) -> NativeDecodeStep | None:
+def make_native_decode(shard: Pipeline, buckets: Sequence[int]) -> NativeDecodeStep | None:
     """Return the native steps of a target; None if it is not on this host's CPU as a whole."""
-    parts = shard.parts if isinstance(shard, Pipeline) else (shard,)
-    if len(parts) > 1 or not isinstance(parts[0], DenseShard) or parts[0].device.type != "cpu":
+    first = shard.parts[0]
+    if len(shard.parts) > 1 or not isinstance(first, DenseShard) or first.spec.device.type != "cpu":
         return None
-    return NativeDecodeStep(parts[0], buckets)
+    return NativeDecodeStep(first, buckets)

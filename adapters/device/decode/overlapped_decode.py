@@ -46,7 +46,8 @@ from adapters.device.slots.checkpoints import StateCheckpoints
 from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.acceptance import Acceptance, StepMember, accept_proposals, decode_outcome
 from adapters.device.speculation.proposal_tree import chain
-from adapters.models.decoder.shard import Kept, Shard
+from adapters.models.decoder.pipeline import Pipeline
+from adapters.models.decoder.shard import Kept
 from adapters.models.kernels.factory import build_step_pacer
 from adapters.models.kernels.step import Forward, Segment, Step
 from adapters.models.kernels.step_pacer import StepPacer
@@ -94,7 +95,7 @@ class OverlappedDecode:
     Every method but `set_pace` is called on the lane.
     """
 
-    shard: Shard
+    shard: Pipeline
     buckets: Sequence[int]
     checkpoints: StateCheckpoints
     find_ready_slot: Callable[[RequestId, RunDecode], SlotState | DeviceFailed]
@@ -106,7 +107,7 @@ class OverlappedDecode:
     _in_flight: InFlightStep | None = field(init=False, default=None)  # set once a step before it has been read
 
     def __attrs_post_init__(self) -> None:
-        self._pacer = build_step_pacer(self.shard.device)
+        self._pacer = build_step_pacer(self.shard.spec.device)
 
     def set_pace(self, *, evenly: bool) -> None:
         """Begin or end the even pace of steps. Called on the event loop; it holds from the next step on."""
@@ -116,7 +117,9 @@ class OverlappedDecode:
         """Can these asks run overlapped? The device must run ahead of the host, and nothing may be proposed."""
         effects = [ask.effect for ask in asks if isinstance(ask.effect, RunDecode)]
         return (
-            self.shard.runs_ahead and not any(one.propose for one in effects) and any(one.steps > 1 for one in effects)
+            self.shard.spec.runs_ahead
+            and not any(one.propose for one in effects)
+            and any(one.steps > 1 for one in effects)
         )
 
     def run(self, asks: Sequence[EffectRequest], batch: RunningBatch) -> Sequence[EffectRequest]:
@@ -171,7 +174,7 @@ class OverlappedDecode:
                 batch.report_outcomes([(ask.request, state)])
                 continue
             self.checkpoints.keep_before_step(ask.request, effect)
-            steps_left = min(effect.steps, self.shard.capacity - effect.position)
+            steps_left = min(effect.steps, self.shard.spec.capacity - effect.position)
             member = StepMember(0, effect.slot, state, chain((effect.token,)))
             members.append(BatchMember(ask.request, member, steps_left))
         return members
@@ -261,7 +264,7 @@ class OverlappedDecode:
     def _find_default_sampler(self, sampler: Sampler) -> Sampler:
         """Return a sampler without settings on the device of `sampler`, made once."""
         if self._default_sampler is None:
-            self._default_sampler = Sampler(Sampling(), (), self.shard.vocab_size, sampler.device)
+            self._default_sampler = Sampler(Sampling(), (), self.shard.spec.vocab_size, sampler.device)
         return self._default_sampler
 
     def _settle(self, running: InFlightStep) -> None:

@@ -40,7 +40,6 @@ from adapters.device.lane.buckets import bucket_of
 from adapters.device.lane.prompt_lane import record_event
 from adapters.device.slots.slots import SlotState
 from adapters.models.decoder.pipeline import Pipeline
-from adapters.models.decoder.shard import Shard
 from adapters.models.kernels.step import Forward, Segment, Step
 from effects.ids import DeviceFailed
 from effects.prefill import RunPrefill
@@ -77,14 +76,14 @@ class PromptPiece:
 
 
 def find_prompt_piece(
-    shard: Shard, chunk: int, state: SlotState | DeviceFailed, effect: RunPrefill
+    shard: Pipeline, chunk: int, state: SlotState | DeviceFailed, effect: RunPrefill
 ) -> PromptPiece | None:
     """Return the piece of a prefill that can share a forward with decode steps; None if it has to run by itself.
 
     It cannot share one if the model has positional state, if the rows' log-probabilities are asked for, or if the rows
     are not the next ones of the slot.
     """
-    if isinstance(state, DeviceFailed) or shard.state_specs or effect.logprobs >= 0:
+    if isinstance(state, DeviceFailed) or shard.states.specs or effect.logprobs >= 0:
         return None
     return (
         PromptPiece(effect.slot, effect.start, effect.stop, state)
@@ -93,14 +92,14 @@ def find_prompt_piece(
     )
 
 
-def find_prefill_misfit(shard: Shard, chunk: int, state: SlotState, effect: RunPrefill) -> DeviceFailed | None:
+def find_prefill_misfit(shard: Pipeline, chunk: int, state: SlotState, effect: RunPrefill) -> DeviceFailed | None:
     """Return why these cannot be the slot's next rows; None if they can. chunk: rows of one forward."""
     slot = effect.slot
     start = effect.start
     stop = effect.stop
     if start != state.valid:
         return DeviceFailed("broken", f"slot {slot} has {state.valid} rows; a chunk cannot start at {start}")
-    most = chunk * (shard.span if isinstance(shard, Pipeline) else 1)
+    most = chunk * shard.span
     if not 0 < stop - start <= most or stop > len(state.tokens):
         limits = f"at most {most} of the prompt's {len(state.tokens)}"
         return DeviceFailed("broken", f"slot {slot}: rows {start}..{stop} are not {limits}")
@@ -108,7 +107,7 @@ def find_prefill_misfit(shard: Shard, chunk: int, state: SlotState, effect: RunP
 
 
 def run_prefill(
-    shard: Shard,
+    shard: Pipeline,
     buckets: Sequence[int],
     state: SlotState,
     effect: RunPrefill,
@@ -126,9 +125,9 @@ def run_prefill(
     def run_chunks() -> Iterator[tuple[int, torch.cuda.Event | None]]:
         for step, forward in launch_chunks(shard, buckets, state, effect, given_up):
             follow(step, forward, [step.rows], [state])
-            yield step.segments[0].start + step.rows, record_event(shard.device) if ahead else None
+            yield step.segments[0].start + step.rows, record_event(shard.spec.device) if ahead else None
 
-    ahead = isinstance(shard, Pipeline) and shard.ahead
+    ahead = shard.launches_ahead
     try:
         for stop, event in delay_by_one(run_chunks()) if ahead else run_chunks():
             if event is not None:
@@ -152,7 +151,7 @@ def delay_by_one(items: Iterable[T]) -> Iterator[T]:
 
 
 def launch_chunks(
-    shard: Shard,
+    shard: Pipeline,
     buckets: Sequence[int],
     state: SlotState,
     effect: RunPrefill,
@@ -171,9 +170,5 @@ def launch_chunks(
             begun.append(step)
             yield step, torch.from_numpy(np.array(state.tokens[start : start + rows]))
 
-    if effect.stop - effect.start > chunk and isinstance(shard, Pipeline):
-        forwards = shard.prefill(chunks())
-    else:
-        forwards = (shard.forward(*one) for one in chunks())
-    for number, forward in enumerate(forwards):
+    for number, forward in enumerate(shard.prefill(chunks())):
         yield begun[number], forward

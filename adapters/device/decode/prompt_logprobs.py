@@ -9,7 +9,7 @@ import torch
 from adapters.device.lane.buckets import bucket_of
 from adapters.device.sampling.sampler import logprobs_of
 from adapters.device.slots.slots import SlotState
-from adapters.models.decoder.shard import Shard
+from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.kernels.step import Segment, Step
 from effects.decode import Logprob
 from effects.ids import DeviceFailed
@@ -19,7 +19,7 @@ LOGIT_ROWS = 64  # rows of a prompt at a time: with a vocabulary of 152,000 thei
 
 
 def prefill_with_logprobs(
-    shard: Shard, buckets: Sequence[int], state: SlotState, effect: RunPrefill
+    shard: Pipeline, buckets: Sequence[int], state: SlotState, effect: RunPrefill
 ) -> PrefillAdvanced | DeviceFailed:
     """Compute the rows of a prefill and the log-probability of each token after them, as a decode step has them.
 

@@ -167,7 +167,9 @@ class Picking:
         """Return the picks. Waits for the device."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        values, width, wanted = self._told.tolist(), 2 + 2 * self.most, set(self.wanted)
+        values = self._told.tolist()
+        width = 2 + 2 * self.most
+        wanted = set(self.wanted)
         more = iter(values[3 * len(self.rows) :])
         return [
             _read(
@@ -209,7 +211,8 @@ def start_picking(logits: Tensor, rows: Sequence[Draw]) -> Picking:
     masks, ends = _masks(rows)
     kernels = build_sampling(raw.device)
     tokens, found = kernels.find_extremes(used)
-    told, out = found, None
+    told = found
+    out = None
     if any(mask is not None for mask in masks):
         out = build_forbidden_mask(masks, raw.shape[-1], raw.device)
         used = used.masked_fill(out, -math.inf)
@@ -273,7 +276,9 @@ def _logprob(told: list[float]) -> Logprob:
     Only the host takes the logarithm, so it has the same bits for every device.
     """
     most = len(told) // 2 - 1
-    ids, theirs, total = told[1 : 1 + most], told[1 + most : -1], told[-1]
+    ids = told[1 : 1 + most]
+    theirs = told[1 + most : -1]
+    total = told[-1]
     log = math.log(total) if total > 0 else math.nan  # of a row that is not finite
     return told[0] - log, tuple(
         (int(id_), value - log) for id_, value in zip(ids, theirs, strict=True) if value > -math.inf

@@ -35,7 +35,7 @@ class StateCheckpoints:
 
     def latest_kept_row(self, rows: int) -> int:
         """Return the row behind which a slot with so many settled rows has its state."""
-        return rows - rows % self.shard.state_block
+        return rows - rows % self.shard.states.block
 
     def restore_state(self, origin: SlotState | None, effect: OpenSlot) -> None:
         """Give the slot the state that it goes on from. Its rows are there already. Raises ValueError."""
@@ -45,21 +45,21 @@ class StateCheckpoints:
         if not 0 <= at <= effect.keep:
             raise ValueError(f"a state behind {at} rows, of which {effect.keep} are kept")
         if place is not None:
-            if not 0 <= place < self.shard.state_places or self._places.get(place) != list(effect.prompt[:at]):
+            if not 0 <= place < self.shard.states.places or self._places.get(place) != list(effect.prompt[:at]):
                 raise ValueError(f"place {place} does not have the state behind {at} tokens of the prompt")
-            self.shard.load_state(place, effect.slot)
+            self.shard.states.load(place, effect.slot)
         elif at:
             rows = 0 if origin is None else origin.valid
             if not self.latest_kept_row(rows) <= at <= rows:
                 raise ValueError(f"slot {source}, with {rows} rows, has no state to go on from at {at}")
             if source != effect.slot:
-                self.shard.copy_state(source, effect.slot)
+                self.shard.states.copy(source, effect.slot)
 
     def keep_after_chunk(self, request: RequestId, effect: RunPrefill, state: SlotState) -> None:
         """Keep the state behind a prefill chunk, where the effect asks for it."""
         if effect.place is not None:
             self._places[effect.place] = state.tokens[: effect.stop]
-            self.shard.keep_state(effect.slot, effect.place)
+            self.shard.states.keep(effect.slot, effect.place)
         if effect.checkpoint and self.keep_beyond_device is not None:
             self.keep_beyond_device(request, effect.slot, effect.stop)
 

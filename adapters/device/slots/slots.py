@@ -136,14 +136,14 @@ def check_opening(opening: OpenSlot, shard: Shard) -> None:
     source = opening.source
     keep = opening.keep
     prompt = opening.prompt
-    if not (0 <= slot < shard.slots and 0 <= source < shard.slots):
-        raise ValueError(f"slots {slot} and {source} are not both in 0..{shard.slots - 1}")
-    if not 0 < len(prompt) <= shard.capacity:
-        raise ValueError(f"a prompt of {len(prompt)} tokens does not fit 1..{shard.capacity} rows")
+    if not (0 <= slot < shard.spec.slots and 0 <= source < shard.spec.slots):
+        raise ValueError(f"slots {slot} and {source} are not both in 0..{shard.spec.slots - 1}")
+    if not 0 < len(prompt) <= shard.spec.capacity:
+        raise ValueError(f"a prompt of {len(prompt)} tokens does not fit 1..{shard.spec.capacity} rows")
     if not 0 <= keep < len(prompt):
         raise ValueError(f"{keep} rows to keep of a prompt of {len(prompt)}; the last one is always computed")
-    if not (min(prompt) >= 0 and max(prompt) < shard.vocab_size):
-        raise ValueError(f"the prompt has tokens that are not in 0..{shard.vocab_size - 1}")
+    if not (min(prompt) >= 0 and max(prompt) < shard.spec.vocab_size):
+        raise ValueError(f"the prompt has tokens that are not in 0..{shard.spec.vocab_size - 1}")
 
 
 def find_decode_misfit(state: SlotState, effect: RunDecode, capacity: int) -> DeviceFailed | None:

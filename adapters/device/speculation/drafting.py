@@ -27,8 +27,8 @@ from adapters.device.speculation.proposal_tree import Tree, chain, grow_tree, su
 from adapters.device.speculation.proposer import DraftRequest, FusedPlan, LocalDraft
 from adapters.models.drafts.cached_draft import BlockRequest
 from adapters.models.kernels.factory import build_sampling
-from adapters.models.kernels.noise import gumbel_of
-from adapters.models.kernels.truncation import make_column
+from adapters.models.kernels.functions.noise import gumbel_of
+from adapters.models.kernels.functions.truncation import make_column
 from effects.ids import DeviceFailed, RequestId
 from effects.job import Sampling
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel

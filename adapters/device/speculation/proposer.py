@@ -12,12 +12,11 @@ from adapters.device.slots.slots import SlotState
 from adapters.device.speculation.acceptance import StepMember
 from adapters.device.speculation.deferred_rows import DeferredRows
 from adapters.device.speculation.proposal_tree import Tree, chain, prune_tree
-from adapters.models.decoder.shard import Kept, NamedTensors
+from adapters.models.decoder.shard import Kept, ReadableRows
 from adapters.models.drafts.cached_draft import BlockRequest, Pick
 from adapters.models.kernels.decode_pass import DecodePass, DraftPass
 from adapters.models.kernels.host_addresses import HostAddresses
 from adapters.models.kernels.step import Step
-from adapters.sequence_layout import RowSpec
 
 
 class DraftModel(Protocol):
@@ -47,18 +46,13 @@ class DraftModel(Protocol):
     def branches(self) -> bool: ...
 
     @property
-    def row_spec(self) -> RowSpec: ...
-
-    @property
-    def addressed(self) -> bool: ...
+    def rows(self) -> ReadableRows:
+        """The context rows of its slots."""
+        ...
 
     def extend(self, step: Step, tokens: Tensor, aux_hidden_states: Mapping[int, Tensor]) -> None: ...
 
     def copy_rows(self, source: int, target: int, start: int, stop: int) -> None: ...
-
-    def rows(self, slot: int, start: int, stop: int) -> Tensor: ...
-
-    def export_rows(self, slot: int, start: int, stop: int) -> NamedTensors: ...
 
     def offload(self) -> int: ...
 

@@ -94,8 +94,10 @@ def frame_tensors(shape: LayerShape) -> dict[str, tuple[int, ...]]:
 
 def layer_tensors(shape: LayerShape, prefix: str) -> Shapes:
     """Published names, which begin with `prefix`, and shapes."""
-    hidden, head = shape.hidden_size, shape.head_dim
-    q, kv = shape.num_heads * head, shape.num_kv_heads * head
+    hidden = shape.hidden_size
+    head = shape.head_dim
+    q = shape.num_heads * head
+    kv = shape.num_kv_heads * head
     shapes = frame_tensors(shape) | {
         "self_attn.q_proj.weight": (2 * q if shape.output_gate else q, hidden),
         "self_attn.k_proj.weight": (kv, hidden),
@@ -112,7 +114,8 @@ def layer_tensors(shape: LayerShape, prefix: str) -> Shapes:
 def layer_products(shape: LayerShape) -> tuple[Weight, ...]:
     """A bias is no product: it is added where heads are prepared, and a sum of two rounds alike everywhere."""
     head = shape.head_dim
-    q, kv = shape.num_heads * head, shape.num_kv_heads * head
+    q = shape.num_heads * head
+    kv = shape.num_kv_heads * head
     return frame_products(shape, (2 * q if shape.output_gate else q) + 2 * kv, q)
 
 
@@ -125,8 +128,10 @@ def frame_products(shape: LayerShape, projected: int, mixed: int) -> tuple[Weigh
 def layer_matrices(shape: LayerShape, prefix: str) -> Iterator[Matrix]:
     """Every weight of the layer with the tensors that it is made of."""
     projection, out = layer_products(shape)[:2]
-    head, own = shape.head_dim, prefix + "self_attn."
-    q, kv = shape.num_heads * head, shape.num_kv_heads * head
+    head = shape.head_dim
+    own = prefix + "self_attn."
+    q = shape.num_heads * head
+    kv = shape.num_kv_heads * head
     parts = [(f"{own}q_proj.weight", q), (f"{own}k_proj.weight", kv), (f"{own}v_proj.weight", kv)]
     yield projection, (*parts, *parts[:1]) if shape.output_gate else tuple(parts)
     yield out, ((f"{own}o_proj.weight", out.outputs),)
@@ -200,7 +205,8 @@ def load_frame(
 
 
 def load_layer(read: WeightReader, kernels: Kernels, shape: LayerShape, prefix: str) -> DecoderLayer:
-    attention, head = prefix + "self_attn.", shape.head_dim
+    attention = prefix + "self_attn."
+    head = shape.head_dim
     projection = read.matrix(*(f"{attention}{part}_proj.weight" for part in "qkv"))
     width = (shape.num_heads + 2 * shape.num_kv_heads) * head
     if shape.output_gate:  # published head by head, `q | gate`; here all gates stand behind the values
@@ -222,12 +228,12 @@ def load_layer(read: WeightReader, kernels: Kernels, shape: LayerShape, prefix: 
     return DecoderLayer(frame, prep, width)
 
 
-def projected(kernels: Kernels, frame: Frame, residual: Tensor, delta: Tensor | None) -> Tensor:
+def project_inputs(kernels: Kernels, frame: Frame, residual: Tensor, delta: Tensor | None) -> Tensor:
     """Up to where rows mix: residual += delta, and what is projected of it. delta: what the layer before returned."""
     return kernels.linear(kernels.add_norm(residual, delta, frame.input_norm, frame.eps), frame.projection)
 
 
-def gated(kernels: Kernels, layer: DecoderLayer, attended: Tensor, own: Tensor) -> Tensor:
+def gate_attention(kernels: Kernels, layer: DecoderLayer, attended: Tensor, own: Tensor) -> Tensor:
     """What was attended, times the sigmoid of the gate in what was projected, if there is one."""
     if own.shape[1] == layer.width:
         return attended
@@ -235,7 +241,7 @@ def gated(kernels: Kernels, layer: DecoderLayer, attended: Tensor, own: Tensor) 
     return kernels.delta.apply_gate(attended, own[:, layer.width :])
 
 
-def finished(kernels: Kernels, frame: Frame, residual: Tensor, mixed: Tensor, batch: Batch) -> Tensor:
+def finish_layer(kernels: Kernels, frame: Frame, residual: Tensor, mixed: Tensor, batch: Batch) -> Tensor:
     """From there on; what is returned is still to be added to the residual stream."""
     x = kernels.add_norm(residual, kernels.linear(mixed, frame.out), frame.post_norm, frame.eps)
     return fed(kernels, frame.feed, x, batch)

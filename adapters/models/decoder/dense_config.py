@@ -17,6 +17,7 @@ from adapters.checkpoint.safetensors_folder import Shapes
 from adapters.models.decoder.decoder_layer import layer_matrices, layer_products, layer_tensors
 from adapters.models.decoder.feed_forward import Matrix, idle_weights
 from adapters.models.decoder.rope import Rotary
+from adapters.models.decoder.shard import ShardPlacement
 from adapters.models.decoder.tree_attention import check_tree
 from adapters.models.kernels.delta_interface import DeltaShape, make_raw_state, make_row_state
 from adapters.models.kernels.experts_interface import ExpertsShape
@@ -171,19 +172,18 @@ class DenseConfig:
         return evolve(self, num_layers=2, **changes)
 
 
-def check_arguments(
-    config: DenseConfig, layers: range, slots: int, capacity: int, lists: tuple[Sequence[int], Sequence[int]]
-) -> None:
-    """Of a shard of some layers. Raises ValueError. lists: the buckets, and the layers whose outputs are kept."""
-    buckets, aux_layers = lists
+def check_arguments(config: DenseConfig, layers: range, placement: ShardPlacement) -> None:
+    """Raise ValueError for a shard of these layers that cannot be built."""
+    slots = placement.slots
+    capacity = placement.capacity
     if layers.step != 1 or not 0 <= layers.start < layers.stop <= config.num_layers:
         raise ValueError(f"{layers} is not a run of the model's {config.num_layers} layers")
     if slots < 1 or not 1 <= capacity <= config.max_positions:
         raise ValueError(f"{slots} slots of {capacity} rows; accepted: at least 1 of 1..{config.max_positions}")
-    if not buckets or any(bucket < 1 for bucket in buckets):
-        raise ValueError(f"buckets {tuple(buckets)} are not positive row counts")
-    if any(not 0 <= layer < config.num_layers for layer in aux_layers):
-        raise ValueError(f"aux_layers {tuple(aux_layers)}: not all in 0..{config.num_layers - 1}")
+    if not placement.buckets or any(bucket < 1 for bucket in placement.buckets):
+        raise ValueError(f"buckets {tuple(placement.buckets)} are not positive row counts")
+    if any(not 0 <= layer < config.num_layers for layer in placement.aux_layers):
+        raise ValueError(f"aux_layers {tuple(placement.aux_layers)}: not all in 0..{config.num_layers - 1}")
 
 
 def check_step(step: Step, inputs: Tensor, expected: tuple[int, ...], buckets: Sequence[int]) -> None:
@@ -235,7 +235,8 @@ def parse_dense(
     sliding = not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)
     if read_flag(raw, "use_sliding_window") or (sliding and "layer_types" not in own):
         raise CheckpointError("config.json: sliding window attention is not supported; accepted: full attention")
-    heads, hidden = read_size(raw, "num_attention_heads"), read_size(raw, "hidden_size")
+    heads = read_size(raw, "num_attention_heads")
+    hidden = read_size(raw, "hidden_size")
     kv_heads = read_size(raw, "num_key_value_heads", heads)
     size = read_size(raw, "head_dim", head_dim or max(1, hidden // heads))
     if heads % kv_heads:

@@ -10,34 +10,36 @@ import torch
 from torch import Tensor
 
 from adapters.checkpoint.weight_source import WeightSource
-from adapters.models.decoder.decoder_layer import DecoderLayer, WeightReader, finished, gated, load_layer, projected
+from adapters.models.decoder.decoder_layer import (
+    DecoderLayer,
+    WeightReader,
+    finish_layer,
+    gate_attention,
+    load_layer,
+    project_inputs,
+)
 from adapters.models.decoder.dense_config import DenseConfig, check_arguments, check_step
 from adapters.models.decoder.host_experts import HostExperts
 from adapters.models.decoder.kv_cache import KvCache, PagedKvCache
-from adapters.models.decoder.layer_buffers import Buffers, together
+from adapters.models.decoder.layer_buffers import Buffers, fuse_layers
 from adapters.models.decoder.pipelined_chunks import inference
 from adapters.models.decoder.recurrent_cache import RecurrentCache
 from adapters.models.decoder.recurrent_layer import DeltaLayer, load_delta_layer
-from adapters.models.decoder.shard import BUCKETS, Kept, NamedTensors, OutputHead
+from adapters.models.decoder.shard import Kept, OutputHead, ShardPlacement, ShardSpec
 from adapters.models.decoder.tree_attention import TreeAttention
 from adapters.models.kernels.decode_pass import DecodePass
-from adapters.models.kernels.delta_interface import CHUNK
 from adapters.models.kernels.interface import NARROW, Kernels
 from adapters.models.kernels.layer_kinds import skipped_layers
 from adapters.models.kernels.offload import count_bytes
 from adapters.models.kernels.row_format import RowFormat
 from adapters.models.kernels.step import Forward, Step
 from adapters.models.kernels.step_batch import StateBatch
-from adapters.sequence_layout import RowSpec, TensorSpec
 
 
 class DenseShard:
     """Layers `[first, last)` on one device; the embedding with layer 0, final norm and head with the last layer.
 
-    aux_layers: global layer indices whose output (HF `hidden_states[i + 1]`) every forward leaves in its
-    `aux_hidden_states`. buckets: the row counts that `forward` accepts. capacity is rounded up to whole key tiles of
-    the kernels. rows: what keys and values are kept in; by default the dtype. pages: that slots are given; without,
-    each has memory for all of its rows. offloaded: has the experts. offload_embedding: as `Build` has it.
+    placement: see `ShardPlacement`. offloaded: has the experts' weights; None: this shard has them itself.
     """
 
     def __init__(
@@ -45,123 +47,85 @@ class DenseShard:
         config: DenseConfig,
         weights: WeightSource,
         kernels: Kernels,
+        placement: ShardPlacement | None = None,
         *,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        rows: torch.dtype | None = None,
-        layers: range | None = None,
-        slots: int = 4,
-        capacity: int = 8192,
-        buckets: Sequence[int] = BUCKETS,
-        aux_layers: Sequence[int] = (),
-        state_places: int = 0,
-        pages: int = 0,
         offloaded: HostExperts | None = None,
-        offload_embedding: bool = False,
     ) -> None:
-        self._config, self._kernels, self._offloaded = config, kernels, offloaded
-        self._device, self._dtype = torch.device(device), dtype
-        self._layers = range(config.num_layers) if layers is None else layers
-        check_arguments(config, self._layers, slots, capacity, (buckets, aux_layers))
-        self._slots, self._capacity = slots, -(-capacity // kernels.kv_tile) * kernels.kv_tile
-        self._buckets, self._aux_layers = tuple(buckets), tuple(aux_layers)
+        placement = ShardPlacement() if placement is None else placement
+        device = placement.device
+        self.config = config
+        self._kernels = kernels
+        self._offloaded = offloaded
+        layers = range(config.num_layers) if placement.layers is None else placement.layers
+        check_arguments(config, layers, placement)
+        self.spec = ShardSpec(
+            layers=layers,
+            slots=placement.slots,
+            capacity=-(-placement.capacity // kernels.kv_tile) * kernels.kv_tile,
+            buckets=tuple(placement.buckets),
+            vocab_size=config.vocab_size,
+            device=device,
+            dtype=placement.dtype,
+            # Experts make the host wait for the router's choice in each layer.
+            runs_ahead=device.type == "cuda" and config.experts is None,
+        )
+        self._aux_layers = tuple(placement.aux_layers)
         self._buffers: dict[int, Buffers] = {}
-        self._rope = config.rotary.tables(self._capacity, self._device)
-        kinds = [[layer for layer in self._layers if config.recurrent(layer) is kind] for kind in (False, True)]
+        self._rope = config.rotary.tables(self.spec.capacity, device)
+        kinds = [[layer for layer in layers if config.recurrent(layer) is kind] for kind in (False, True)]
         self._places = {layer: place for kind in kinds for place, layer in enumerate(kind)}  # among those of its kind
         names, recurrent = ([f"layers.{layer}" for layer in kind] for kind in kinds)
-        form = RowFormat(dtype if rows is None else rows)
-        shape = (slots, config.num_kv_heads, self._capacity, form.row_width(config.head_dim))
-        cache = PagedKvCache if kernels.is_paged and pages else KvCache
-        self._cache = cache(names, shape, dtype=form.dtype, device=self._device, pages=pages)
-        how: dict[str, Any] = {"slots": slots, "places": state_places, "dtype": dtype, "device": self._device}
-        self._states = RecurrentCache(recurrent, config.delta, kernels.delta, **how)
-        self._load(WeightReader(weights, self._device, dtype, offloaded), offload_embedding=offload_embedding)
+        row_format = RowFormat(placement.dtype if placement.rows is None else placement.rows)
+        width = row_format.row_width(config.head_dim)
+        self.rows = (PagedKvCache if kernels.is_paged and placement.pages else KvCache)(
+            names,
+            (placement.slots, config.num_kv_heads, self.spec.capacity, width),
+            dtype=row_format.dtype,
+            device=device,
+            pages=placement.pages,
+        )
+        self.states = RecurrentCache(
+            recurrent,
+            config.delta,
+            kernels.delta,
+            slots=placement.slots,
+            places=placement.state_places,
+            dtype=placement.dtype,
+            device=device,
+        )
+        self._load(
+            WeightReader(weights, device, placement.dtype, offloaded), offload_embedding=placement.offload_embedding
+        )
 
     def _load(self, read: WeightReader, *, offload_embedding: bool) -> None:
-        config, kernels = self._config, self._kernels
-        last = self._layers.stop == config.num_layers
-        self._stops = last and self._layers.stop - 1 not in self._aux_layers
-        needed = self._layers.start == 0 or (last and config.tie_word_embeddings)
+        config = self.config
+        kernels = self._kernels
+        last = self.spec.layers.stop == config.num_layers
+        self._stops = last and self.spec.layers.stop - 1 not in self._aux_layers
+        needed = self.spec.layers.start == 0 or (last and config.tie_word_embeddings)
         table = read.table(on_host=offload_embedding and not config.tie_word_embeddings) if needed else None
-        self._embedding = table if self._layers.start == 0 else None
+        self._embedding = table if self.spec.layers.start == 0 else None
         self._decoder: list[DecoderLayer | DeltaLayer] = [
             (load_delta_layer if config.recurrent(layer) else load_layer)(
                 read, kernels, config.shape_of(layer), f"model.layers.{layer}."
             )
-            for layer in self._layers
+            for layer in self.spec.layers
         ]
         self._norm = read.norm("model.norm.weight", zero_centred=config.zero_centred) if last else None
         self._head: Any = kernels.pack(read.head(table if config.tie_word_embeddings else None)) if last else None
-        self._host_bytes = 0 if table is None or table.device.type == self._device.type else table.nbytes
+        self._host_bytes = 0 if table is None or table.device.type == self.spec.device.type else table.nbytes
         self._weights_bytes = count_bytes((self._embedding, self._norm, self._head, self._decoder)) - self._host_bytes
-
-    @property
-    def config(self) -> DenseConfig:
-        return self._config
-
-    @property
-    def layers(self) -> range:
-        return self._layers
-
-    @property
-    def slots(self) -> int:
-        return self._slots
-
-    @property
-    def capacity(self) -> int:
-        return self._capacity
-
-    @property
-    def buckets(self) -> tuple[int, ...]:
-        return self._buckets
-
-    @property
-    def vocab_size(self) -> int:
-        return self._config.vocab_size
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._dtype
-
-    @property
-    def row_spec(self) -> RowSpec:
-        return self._cache.spec
-
-    @property
-    def state_specs(self) -> tuple[TensorSpec, ...]:
-        return self._states.specs
-
-    @property
-    def state_block(self) -> int:
-        return CHUNK
-
-    @property
-    def state_places(self) -> int:
-        return self._states.places
-
-    @property
-    def addressed(self) -> bool:
-        return True
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
-    @property
-    def runs_ahead(self) -> bool:  # experts make the host wait for the router's choice, layer by layer
-        return self._device.type == "cuda" and self._config.experts is None
 
     @property
     def embedding(self) -> Tensor:
         if self._embedding is None:
-            raise ValueError(f"layers {self._layers.start}..{self._layers.stop - 1} lack the embedding")
+            raise ValueError(f"layers {self.spec.layers.start}..{self.spec.layers.stop - 1} lack the embedding")
         return self._embedding
 
     @property
     def output(self) -> OutputHead:
         if self._norm is None:
-            raise ValueError(f"layers {self._layers.start}..{self._layers.stop - 1} lack the head")
+            raise ValueError(f"layers {self.spec.layers.start}..{self.spec.layers.stop - 1} lack the head")
         return OutputHead(self._head, self._norm)
 
     def forward(self, step: Step, inputs: Tensor) -> Forward:
@@ -170,7 +134,8 @@ class DenseShard:
         with inference():
             if self._embedding is None:
                 buffers.hidden.copy_(inputs)
-            buffers.batch.before, buffers.batch.settles = self._states.start(step), step.rows_only
+            buffers.batch.before = self.states.start(step)
+            buffers.batch.settles = step.rows_only
             buffers.batch.load(step, None if self._embedding is None else inputs)
             self._kernels.prepare_step(buffers.batch)
             if step.branches:
@@ -178,22 +143,22 @@ class DenseShard:
                 return buffers.forward
             # Only the model's last layer may stop early, and only if nobody wants what it leaves. A narrow step does
             # not where it is a graph: a second one would hold a start up for longer than it could ever save.
-            early = step.rows_only and self._stops and not (self.runs_ahead and step.bucket <= NARROW)
-            name = "rows" if early else "settled" if step.rows_only and self.state_specs else "layers"
-            with self._states.settling(step):
+            early = step.rows_only and self._stops and not (self.spec.runs_ahead and step.bucket <= NARROW)
+            name = "rows" if early else "settled" if step.rows_only and self.states.specs else "layers"
+            with self.states.settling(step):
                 self._kernels.launch(name, buffers.batch, lambda: self._run_layers(buffers, early=early))
         return buffers.forward
 
     def settling(self, step: Step) -> AbstractContextManager[None]:
-        return self._states.restoring(step)
+        return self.states.restoring(step)
 
     def _run_tree(self, buffers: Buffers, step: Step) -> None:
         """Its shape changes from step to step, so no graph is recorded of it."""
         if buffers.tree is None:
-            width = self._config.num_heads * self._config.head_dim
-            buffers.tree = TreeAttention(self._kernels, step.bucket, self._rope, self._cache, (width, self._dtype))
+            width = self.config.num_heads * self.config.head_dim
+            buffers.tree = TreeAttention(self._kernels, step.bucket, self._rope, self.rows, (width, self.spec.dtype))
         buffers.tree.load(step)
-        if self._device.type == "cuda":
+        if self.spec.device.type == "cuda":
             self._run_layers(buffers, buffers.tree)
         else:
             self._kernels.launch("tree", buffers.batch, lambda: self._run_layers(buffers, buffers.tree))
@@ -203,7 +168,7 @@ class DenseShard:
             raise ValueError(f"{len(kept)} answers for a step of {len(step.parts)} slots")
         tree = self._at(step.bucket).tree
         with inference():
-            self._states.commit(step, kept)
+            self.states.commit(step, kept)
             if step.branches and tree is not None:
                 tree.settle(step, kept)
 
@@ -211,12 +176,12 @@ class DenseShard:
         """Float32 `[bucket, V]`, a static buffer; padded rows mean nothing."""
         buffers = self._at(step.bucket)
         if self._norm is None:
-            raise ValueError(f"logits: layers {self._layers.start}..{self._layers.stop - 1} have no head")
-        logits = buffers.logits_of(self._config.vocab_size)
+            raise ValueError(f"logits: layers {self.spec.layers.start}..{self.spec.layers.stop - 1} have no head")
+        logits = buffers.logits_of(self.config.vocab_size)
         with inference():
             if hidden is not buffers.hidden:
                 buffers.hidden.copy_(hidden)
-            given = (buffers.hidden, self._norm, self._config.rms_norm_eps, self._head, logits)
+            given = (buffers.hidden, self._norm, self.config.rms_norm_eps, self._head, logits)
             self._kernels.launch("logits", buffers.batch, lambda: self._kernels.write_logits(*given))
         return logits
 
@@ -224,20 +189,23 @@ class DenseShard:
         """Where one call carries out all of the model, and none of it has positional state."""
         buffers = self._at(bucket)
         stop, layers = buffers.fused_layers.get(0, (0, None))
-        if layers is None or self._norm is None or stop < self._config.num_layers or self.state_specs:
+        if layers is None or self._norm is None or stop < self.config.num_layers or self.states.specs:
             return None
-        ending, logits = (self._norm, self._config.rms_norm_eps, self._head), buffers.logits_of(self.vocab_size)
+        ending = (self._norm, self.config.rms_norm_eps, self._head)
+        logits = buffers.logits_of(self.spec.vocab_size)
         return self._kernels.build_pass(layers, ending, buffers.batch, buffers.forward, logits)
 
     def _run_layers(self, buffers: Buffers, tree: TreeAttention | None = None, *, early: bool = False) -> None:
-        residual, delta = buffers.hidden, None
-        number, fused_layers = self._layers.start, buffers.fused_layers if tree is None else {}
-        skipped = skipped_layers(self._layers, self._decoder) if self._device.type == "cuda" else ()
+        residual = buffers.hidden
+        delta = None
+        number = self.spec.layers.start
+        fused_layers = buffers.fused_layers if tree is None else {}
+        skipped = skipped_layers(self.spec.layers, self._decoder) if self.spec.device.type == "cuda" else ()
         if self._embedding is not None and number not in fused_layers:
             self._kernels.embed(self._embedding, buffers.batch.tokens, out=residual)
-        while number < self._layers.stop:
+        while number < self.spec.layers.stop:
             stop, whole = fused_layers.get(number, (number + 1, None))
-            stops = early and stop == self._layers.stop
+            stops = early and stop == self.spec.layers.stop
             if whole is None and number not in skipped:
                 delta = self._run_layer(number, buffers, delta, tree, stops=stops)
             elif whole is not None:
@@ -253,89 +221,62 @@ class DenseShard:
         self, number: int, buffers: Buffers, delta: Tensor | None, tree: TreeAttention | None, *, stops: bool
     ) -> Tensor | None:
         """One of them, operation by operation. stops: once its keys and values, or its state, are written."""
-        kernels, batch, residual = self._kernels, buffers.batch, buffers.hidden
-        layer, place = self._decoder[number - self._layers.start], self._places[number]
-        own = projected(kernels, layer.frame, residual, delta)
+        kernels = self._kernels
+        batch = buffers.batch
+        residual = buffers.hidden
+        layer = self._decoder[number - self.spec.layers.start]
+        place = self._places[number]
+        own = project_inputs(kernels, layer.frame, residual, delta)
         if (before := buffers.forward.aux_hidden_states.get(number - 1)) is not None:
             before.copy_(residual)
         if isinstance(layer, DeltaLayer):
             assert kernels.delta is not None
-            mixed = layer.mix(kernels.delta, own, self._states.layers[place], batch)
+            mixed = layer.mix(kernels.delta, own, self.states.layers[place], batch)
         elif tree is not None:
-            mixed = gated(kernels, layer, tree.attend(place, own[:, : layer.width], layer.prep), own)
+            mixed = gate_attention(kernels, layer, tree.attend(place, own[:, : layer.width], layer.prep), own)
         else:
-            k_cache, v_cache = self._cache.layers[place]
+            k_cache, v_cache = self.rows.layers[place]
             q = kernels.rotate_store(own[:, : layer.width], layer.prep, self._rope, batch, k_cache, v_cache)
             if stops:
                 return None
-            mixed = gated(kernels, layer, kernels.attend(q, k_cache, v_cache, batch), own)
-        return None if stops else finished(kernels, layer.frame, residual, mixed, batch)
+            mixed = gate_attention(kernels, layer, kernels.attend(q, k_cache, v_cache, batch), own)
+        return None if stops else finish_layer(kernels, layer.frame, residual, mixed, batch)
 
     def _at(self, bucket: int) -> Buffers:
         if bucket not in self._buffers:
-            hidden = torch.zeros(bucket, self._config.hidden_size, dtype=self._dtype, device=self._device)
-            aux_hidden_states = {layer: torch.zeros_like(hidden) for layer in self._aux_layers if layer in self._layers}
-            if self._layers.stop - 1 in aux_hidden_states:
-                aux_hidden_states[self._layers.stop - 1] = hidden  # as the last layer leaves it
-            batch = StateBatch(bucket, self._device, pages=self._cache.table)
+            hidden = torch.zeros(bucket, self.config.hidden_size, dtype=self.spec.dtype, device=self.spec.device)
+            aux_hidden_states = {
+                layer: torch.zeros_like(hidden) for layer in self._aux_layers if layer in self.spec.layers
+            }
+            if self.spec.layers.stop - 1 in aux_hidden_states:
+                aux_hidden_states[self.spec.layers.stop - 1] = hidden  # as the last layer leaves it
+            batch = StateBatch(bucket, self.spec.device, pages=self.rows.table)
             forward = Forward(hidden, aux_hidden_states)
-            fused_layers = together(self._kernels, self._attending(), self._rope, forward, self._embedding)
+            fused_layers = fuse_layers(self._kernels, self._attending(), self._rope, forward, self._embedding)
             self._buffers[bucket] = Buffers(batch, hidden, None, forward, fused_layers)
         return self._buffers[bucket]
 
     def _attending(self) -> Mapping[int, tuple[DecoderLayer, tuple[Tensor, Tensor]]]:
-        caches, places = self._cache.layers, self._places
-        layers = zip(self._layers, self._decoder, strict=True)
+        caches = self.rows.layers
+        places = self._places
+        layers = zip(self.spec.layers, self._decoder, strict=True)
         return {number: (one, caches[places[number]]) for number, one in layers if isinstance(one, DecoderLayer)}
 
     def _check_step(self, step: Step, inputs: Tensor) -> None:
-        expected = (step.rows,) if self._embedding is not None else (step.bucket, self._config.hidden_size)
-        check_step(step, inputs, expected, self._buckets)
+        expected = (step.rows,) if self._embedding is not None else (step.bucket, self.config.hidden_size)
+        check_step(step, inputs, expected, self.spec.buckets)
         for segment in step.segments:
-            self._cache.check_span(segment.slot, segment.start, segment.start + segment.count)
-
-    def copy_rows(self, source: int, target: int, count: int) -> None:
-        self._cache.copy(source, target, 0, count)
-
-    def seat(self, slot: int, source: int, keep: int, pages: Sequence[int]) -> None:
-        self._cache.seat(slot, source, keep, pages)
-
-    def grow(self, slot: int, pages: Sequence[int]) -> None:
-        self._cache.grow(slot, pages)
-
-    def rows(self, slot: int, start: int, stop: int) -> Tensor:
-        return self._cache.rows(slot, start, stop)
-
-    def export_rows(self, slot: int, start: int, stop: int) -> NamedTensors:
-        return self._cache.export(slot, start, stop)
-
-    def import_rows(self, slot: int, start: int, rows: NamedTensors) -> None:
-        self._cache.import_(slot, start, rows)
-
-    def export_state(self, slot: int) -> NamedTensors:
-        return self._states.export(slot)
-
-    def import_state(self, slot: int, state: NamedTensors) -> None:
-        self._states.import_(slot, state)
-
-    def copy_state(self, source: int, target: int) -> None:
-        self._states.copy(source, target)
-
-    def keep_state(self, slot: int, place: int) -> None:
-        self._states.keep(slot, place)
-
-    def load_state(self, place: int, slot: int) -> None:
-        self._states.load(place, slot)
+            self.rows.check_span(segment.slot, segment.start, segment.start + segment.count)
 
     def synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        if self.spec.device.type == "cuda":
+            torch.cuda.current_stream(self.spec.device).synchronize()
 
     def memory(self) -> Mapping[str, int]:
         buffers = sum(held.nbytes for held in tuple(self._buffers.values()))  # asked from other threads, too
         buffers += self._rope.cos.nbytes + self._rope.sin.nbytes
         weights = self._weights_bytes + (0 if self._offloaded is None else self._offloaded.device_bytes)
-        kv = self._cache.nbytes + self._states.nbytes
+        kv = self.rows.nbytes + self.states.nbytes
         return {"weights": weights, "host": self._host_bytes, "kv": kv, "buffers": buffers}
 
     def close(self) -> None:
@@ -343,7 +284,7 @@ class DenseShard:
         self._decoder.clear()
         self._buffers.clear()
         self._embedding = self._norm = self._head = None
-        self._cache.close()
-        self._states.close()
+        self.rows.close()
+        self.states.close()
         if self._offloaded is not None:
             self._offloaded.close()

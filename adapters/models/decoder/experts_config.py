@@ -19,7 +19,8 @@ def read_experts(raw: Mapping[str, Any], *, normed: bool, shared: bool) -> Exper
     """
     name = "num_local_experts" if raw.get("num_experts") is None and "num_local_experts" in raw else "num_experts"
     count = read_size({"num_experts": raw.get(name)}, "num_experts")
-    active, layers = read_size(raw, "num_experts_per_tok"), read_size(raw, "num_hidden_layers")
+    active = read_size(raw, "num_experts_per_tok")
+    layers = read_size(raw, "num_hidden_layers")
     if active > count:
         raise CheckpointError(f"config.json: num_experts_per_tok {active} is more than num_experts, {count}")
     if count * layers > MOST:
@@ -35,7 +36,8 @@ def read_experts(raw: Mapping[str, Any], *, normed: bool, shared: bool) -> Exper
 
 def read_dense_layers(raw: Mapping[str, Any]) -> tuple[int, ...]:
     """Those without experts: the ones that are named, and all but every so many."""
-    layers, step = read_size(raw, "num_hidden_layers"), read_size(raw, "decoder_sparse_step", 1)
+    layers = read_size(raw, "num_hidden_layers")
+    step = read_size(raw, "decoder_sparse_step", 1)
     named = raw.get("mlp_only_layers")
     whole = isinstance(named, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in named)
     if named is not None and not whole:

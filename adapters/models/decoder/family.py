@@ -18,7 +18,7 @@ from adapters.models.decoder.decoder_layer import LayerShape
 from adapters.models.decoder.feed_forward import Matrix
 from adapters.models.decoder.host_experts import HostExperts
 from adapters.models.decoder.rope import Rotary
-from adapters.models.decoder.shard import Shard
+from adapters.models.decoder.shard import Shard, ShardPlacement
 from adapters.models.kernels.experts_interface import ExpertsShape
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import Products
@@ -97,34 +97,18 @@ class ModelConfig(Protocol):
 
 
 class Build(Protocol):
+    """Builds a shard of a family's models."""
+
     def __call__(
         self,
         config: Any,
         weights: WeightSource,
         kernels: Kernels,
+        placement: ShardPlacement,
         *,
-        device: torch.device,
-        dtype: torch.dtype,
-        rows: torch.dtype | None = ...,
-        layers: range | None = ...,
-        slots: int,
-        capacity: int,
-        buckets: Sequence[int],
-        aux_layers: Sequence[int] = ...,
-        state_places: int = ...,
-        pages: int = ...,
         offloaded: HostExperts | None = ...,
-        offload_embedding: bool = ...,
     ) -> Shard:
-        """Layers `[first, last)`, all by default; the embedding with the first, final norm and head with the last.
-
-        rows: what keys and values are kept in (`RowFormat`); by default as they are computed. capacity: rows of a slot,
-        at least. buckets: the row counts that `forward` accepts. aux_layers: whose outputs every forward leaves in its
-        `aux_hidden_states`. state_places: for positional states beside the slots; models without any need none, and
-        make none. pages: of the pool that slots take their rows from; 0: there is none.
-        offloaded: what has the experts' weights; None: the shard itself. offload_embedding: the embedding is kept in
-        host memory, if it is not the head as well and the device can read it there.
-        """
+        """Return the shard that `placement` describes. offloaded: has the experts' weights; None: the shard itself."""
         ...
 
 

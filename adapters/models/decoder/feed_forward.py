@@ -42,7 +42,8 @@ class FeedShape(Protocol):
 
 
 def feed_tensors(shape: FeedShape) -> dict[str, tuple[int, ...]]:
-    hidden, experts = shape.hidden_size, shape.experts
+    hidden = shape.hidden_size
+    experts = shape.experts
     if experts is None:
         return _gated_tensors("mlp.", hidden, shape.intermediate_size)
     found: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (experts.count, hidden)}
@@ -64,7 +65,8 @@ def _gated_tensors(prefix: str, hidden: int, inner: int) -> dict[str, tuple[int,
 
 def feed_products(shape: FeedShape) -> tuple[Weight, ...]:
     """What a row is multiplied with, each as often as it is; and the router of the few experts that are probed."""
-    hidden, experts = shape.hidden_size, shape.experts
+    hidden = shape.hidden_size
+    experts = shape.experts
     if experts is None:
         return _gated_products(hidden, shape.intermediate_size)
     shared = _gated_products(hidden, experts.shared) if experts.shared else ()
@@ -77,7 +79,8 @@ def _gated_products(hidden: int, inner: int) -> tuple[Weight, ...]:
 
 
 def feed_matrices(shape: FeedShape, prefix: str) -> Iterator[Matrix]:
-    hidden, experts = shape.hidden_size, shape.experts
+    hidden = shape.hidden_size
+    experts = shape.experts
     if experts is None:
         yield from _gated_matrices(hidden, shape.intermediate_size, f"{prefix}mlp.")
         return
@@ -114,7 +117,8 @@ def load_feed(read: FeedReader, kernels: Kernels, shape: FeedShape, prefix: str)
 
     def gated(place: str, *, packed: bool = True) -> GatedWeights:
         gate, up, down = (f"{prefix}{place}.{part}_proj.weight" for part in ("gate", "up", "down"))
-        both, own = read.matrix(gate, up), read.matrix(down)
+        both = read.matrix(gate, up)
+        own = read.matrix(down)
         if not packed:
             return GatedWeights(kernels.pack_gated(both.unpack()), kernels.pack(own.unpack()))
         return GatedWeights(kernels.pack_gated(both), kernels.pack(own))
@@ -141,7 +145,8 @@ def cut_up(name: str, entry: StoredTensor, wanted: Container[str]) -> Mapping[st
 
     Any other is left as it is, as is one whose parts nobody wants; a prediction head's are looked at where it is read.
     """
-    stack, shape = _STACKED.fullmatch(name), entry.shape
+    stack = _STACKED.fullmatch(name)
+    shape = entry.shape
     if (
         not isinstance(entry, TensorEntry)
         or stack is None

@@ -44,7 +44,8 @@ class ExpertForm:
 
         def view(part: Tensor) -> Tensor:
             nonlocal at
-            start, at = at, at + _whole(part.nbytes)
+            start = at
+            at = at + _whole(part.nbytes)
             return memory[start : start + part.nbytes].view(part.dtype).view(part.shape)
 
         found = map_tensors(self.tree, view)
@@ -109,7 +110,8 @@ class HostExperts:
 
     def layer(self, each: Iterable[GatedWeights]) -> ChosenExperts:
         """One more layer. each: its experts, on the device or on the host; none is kept where it was."""
-        first, memory = len(self._layers) * self.count, torch.empty(0)
+        first = len(self._layers) * self.count
+        memory = torch.empty(0)
         for number, weights in enumerate(each):
             if self._form is None:
                 self._form = ExpertForm.of(weights)
@@ -132,7 +134,9 @@ class HostExperts:
         memory = torch.empty(ring + places, form.size, dtype=torch.uint8, device=self.device)
         event = torch.cuda.Event if cuda else lambda: None
         made = [Spot(at, row, form.over(row), event(), event()) for at, row in enumerate(memory)]
-        self._ring, self.spots, self._places = made[:ring], made[ring:], form.stacked(memory)
+        self._ring = made[:ring]
+        self.spots = made[ring:]
+        self._places = form.stacked(memory)
 
     # --- what there is ---
 
@@ -175,7 +179,8 @@ class HostExperts:
                 raise ValueError(f"expert {expert} of {self.experts} to place {place} of {self.places}")
             if (before := held.get(place)) is not None:
                 del self.where[before]
-            self.where[expert], held[place] = place, expert
+            self.where[expert] = place
+            held[place] = expert
             self.moved += 1
             self._copy(expert, self.spots[place], self._leaving(self.spots[place]))
 
@@ -271,7 +276,9 @@ class HostExperts:
         """Of every expert, the steps since the last report that needed it; nothing before there were enough."""
         if self._asked < EVERY * len(self._layers):
             return ()
-        uses, self._uses, self._asked = tuple(self._uses), [0] * self.experts, 0
+        uses = tuple(self._uses)
+        self._uses = [0] * self.experts
+        self._asked = 0
         return uses
 
     def close(self) -> None:
@@ -288,7 +295,9 @@ class LayerOfExperts(ChosenExperts):
     """Those of one layer, the first of which is `first` of all."""
 
     def __init__(self, owner: HostExperts, first: int, places: StackedExperts) -> None:
-        self._owner, self._first, self.places = owner, first, places
+        self._owner = owner
+        self._first = first
+        self.places = places
 
     def fetch(self, numbers: Sequence[int]) -> Iterator[GatedWeights]:
         return self._owner.fetch(self._first, numbers)

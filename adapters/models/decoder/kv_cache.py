@@ -1,6 +1,7 @@
-"""Keys and values of some layers, for every slot: one tensor, and all that rows are asked for, by name or place.
+"""Keys and values of some layers, for every slot, in one tensor: `SlotRows` for a `DenseShard` or a draft.
 
-Either every slot has memory of its own, in one piece, or its rows are in pages of a pool, wherever a table says.
+Either every slot has memory of its own in one piece (`KvCache`), or its rows lie in pages of a pool that a table lists
+(`PagedKvCache`, on a GPU).
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ Piece: TypeAlias = tuple[int, int]  # a slot, and the number of a run of PAGE ro
 class KvCache:
     """`[layers, 2, slots, KV, rows, hd]`, zeroed, so that what is masked is always finite.
 
-    names: of the layers, as in `layers.12`. rows: of a slot, in whole tiles of the kernels; in host memory they take up
-    some once they are written. capacity: of these, the ones that can be asked for; all by default. pages: of a pool
-    that slots are given permits from, host memory only: rows take up none any more when their slot no longer has the
-    page that permits them; 0: every slot may keep all of its rows.
+    names: of the layers, as in `layers.12`.
+    rows: of a slot, in whole key tiles of the kernels. In host memory a row takes memory once it is written.
+    capacity: the rows of a slot that may be used; all by default.
+    pages: in host memory, the number of permits that slots share; 0: every slot may keep all of its rows. A permit
+        covers PAGE rows of one slot. When it goes to another slot, the memory of these rows is given back.
     """
 
     table: Tensor | None = None
+    is_addressable = True
 
     def __init__(
         self,
@@ -65,23 +68,23 @@ class KvCache:
 
     @property
     def nbytes(self) -> int:
-        """That rows may come to take."""
+        """The most bytes that the rows can take."""
         return min(self._all.nbytes, self.pages * PAGE * self.spec.token_bytes) if self.pages else self._all.nbytes
 
     def check_span(self, slot: int, start: int, stop: int) -> None:
-        """Raises ValueError for rows that no slot has."""
+        """Raise ValueError for rows that no slot has."""
         if not 0 <= slot < self.slots:
             raise ValueError(f"slot {slot} is not in 0..{self.slots - 1}")
         if not 0 <= start < stop <= self.capacity:
             raise ValueError(f"rows {start}..{stop} are not a span within a slot's {self.capacity} rows")
 
-    def rows(self, slot: int, start: int, stop: int) -> Tensor:
-        """Where they are: a view `[layers, 2, KV, stop - start, hd]`."""
+    def view(self, slot: int, start: int, stop: int) -> Tensor:
+        """Return the rows where they are: a view `[layers, 2, KV, stop - start, hd]`."""
         self.check_span(slot, start, stop)
         return self._all[:, :, slot, :, start:stop]
 
     def put(self, layer: int, slot: int, start: int, keys: Tensor, values: Tensor) -> None:
-        """Rows from `start` on of one layer, each `[KV, rows, hd]`."""
+        """Write rows of one layer from `start` on, each `[KV, rows, hd]`."""
         for cache, rows in zip(self.layers[layer], (keys, values), strict=True):
             cache[slot, :, start : start + rows.shape[1]] = rows
 
@@ -95,7 +98,7 @@ class KvCache:
             raise ValueError(f"slot {slot} keeps {keep} rows and is given {len(pages)} pages of {PAGE} for them")
         lost = self._permit(slot, 0, pages)
         if keep and source != slot:
-            self.copy(source, slot, 0, keep)
+            self.copy(source, slot, keep)
         self._give_back(lost)
 
     def grow(self, slot: int, pages: Sequence[int]) -> None:
@@ -105,7 +108,8 @@ class KvCache:
 
     def _check_pages(self, slot: int, first: int, pages: Sequence[int]) -> None:
         """Raise ValueError for pages that are not in the pool, that come twice, or that the slot has no rows for."""
-        stop, most = first + len(pages), -(-self.capacity // PAGE)
+        stop = first + len(pages)
+        most = -(-self.capacity // PAGE)
         if stop > most:
             raise ValueError(f"slot {slot} is given {stop} pages; it has rows for {most}")
         if len(set(pages)) < len(pages) or not all(0 <= page < self.pages for page in pages):
@@ -124,7 +128,8 @@ class KvCache:
         for piece in lost:
             del self._permits[piece]
         for page, piece in zip(pages, given, strict=True):
-            self._pieces[page], self._permits[piece] = piece, page
+            self._pieces[page] = piece
+            self._permits[piece] = page
         self._counts[slot] = first + len(pages)
         return lost
 
@@ -137,43 +142,51 @@ class KvCache:
             return
         for slot, number in pieces:
             rows = self._all[0, 0, slot, 0, number * PAGE : (number + 1) * PAGE]
-            step, size = self._all.stride(3) * rows.itemsize, rows.nbytes
+            step = self._all.stride(3) * rows.itemsize
+            size = rows.nbytes
             for both in self._all[:, :, slot, 0, number * PAGE].flatten(0, 1):
                 begin = both.data_ptr() - self._all.data_ptr()
                 for at in range(begin, begin + step * self.spec.heads, step):
-                    start, stop = -(-at // mmap.PAGESIZE) * mmap.PAGESIZE, (at + size) // mmap.PAGESIZE * mmap.PAGESIZE
+                    start = -(-at // mmap.PAGESIZE) * mmap.PAGESIZE
+                    stop = (at + size) // mmap.PAGESIZE * mmap.PAGESIZE
                     if start < stop:
                         self._memory.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
-    def copy(self, source: int, target: int, start: int, stop: int) -> None:
+    def copy(self, source: int, target: int, count: int) -> None:
+        """Copy the first `count` rows of slot `source` into slot `target`."""
+        self.copy_span(source, target, 0, count)
+
+    def copy_span(self, source: int, target: int, start: int, stop: int) -> None:
+        """Copy rows `[start, stop)` of slot `source` into slot `target`."""
         for first, last in self.spans(start, stop):
-            self.rows(target, first, last).copy_(self.rows(source, first, last))
+            self.view(target, first, last).copy_(self.view(source, first, last))
 
     def spans(self, start: int, stop: int) -> Iterator[Span]:
-        """Those that `rows` has a view of, in order."""
+        """Yield the parts of a span that `view` accepts, in order."""
         yield start, stop
 
     def export(self, slot: int, start: int, stop: int) -> NamedTensors:
-        """By name, each `[KV, stop - start, hd]`, on the host."""
-        parts = [self.rows(slot, *span).flatten(0, 1) for span in self.spans(start, stop)]
+        """Return rows by name, each `[KV, stop - start, hd]`, on the host."""
+        parts = [self.view(slot, *span).flatten(0, 1) for span in self.spans(start, stop)]
         rows = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
         host = torch.empty(rows.shape, dtype=rows.dtype).copy_(rows)
         return dict(zip(self.spec.names, host, strict=True))
 
     def import_(self, slot: int, start: int, rows: NamedTensors) -> None:
-        """What `export` gave, at `start`; ValueError for a name, shape or dtype that is not ours."""
+        """Write rows that `export` returned, from `start` on. ValueError for another name, shape or dtype."""
         odd = sorted(set(self.spec.names).symmetric_difference(rows))
         if odd:
             raise ValueError(f"rows of {len(self.spec.names) // 2} layers: {odd[0]} is odd")
         first = rows[self.spec.names[0]]
-        count, dtype = first.shape[1] if first.dim() == 3 else 0, self._all.dtype
+        count = first.shape[1] if first.dim() == 3 else 0
+        dtype = self._all.dtype
         self.check_span(slot, start, start + count)
         shape = (self.spec.heads, count, self.spec.width)
         for name, tensor in rows.items():
             if tensor.shape != shape or tensor.dtype != dtype:
                 raise ValueError(f"{name}: {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(shape)}")
         for begin, end in self.spans(start, start + count):
-            for name, place in zip(self.spec.names, self.rows(slot, begin, end).flatten(0, 1), strict=True):
+            for name, place in zip(self.spec.names, self.view(slot, begin, end).flatten(0, 1), strict=True):
                 given = rows[name][:, begin - start : end - start]
                 if place.device.type == given.device.type == "cpu":
                     copy(place, given)
@@ -188,10 +201,10 @@ class KvCache:
 
 
 class PagedKvCache(KvCache):
-    """`[layers, 2, pages, KV, PAGE, hd]`, zeroed. Slots may have the same page, where their sequences begin alike.
+    """`[layers, 2, pages, KV, PAGE, hd]`, zeroed. Slots whose sequences begin alike may share pages.
 
-    table: int32 `[slots, pages of a slot]` on the device, for kernels, at an address that stays; what slots do not have
-    is some page all the same. Written on the lane, in order with what is launched there.
+    table: int32 `[slots, pages of a slot]` on the device, for kernels, at an address that stays. Entries for pages that
+        a slot does not have name some page. It is written on the lane, in order with the launches there.
     """
 
     table: Tensor
@@ -208,8 +221,8 @@ class PagedKvCache(KvCache):
     def nbytes(self) -> int:
         return self._all.nbytes + self.table.nbytes
 
-    def rows(self, slot: int, start: int, stop: int) -> Tensor:
-        """The same, of rows of one page."""
+    def view(self, slot: int, start: int, stop: int) -> Tensor:
+        """Return the rows where they are. All must be in one page."""
         self.check_span(slot, start, stop)
         number, first = divmod(start, PAGE)
         if stop - start > PAGE - first:
@@ -235,7 +248,8 @@ class PagedKvCache(KvCache):
             raise ValueError(f"slot {slot} keeps {keep} rows and is given {len(pages)} pages of {PAGE} for them")
         before = self._pages[source][: -(-keep // PAGE)]
         moves = [(old, new) for old, new in zip(before, pages, strict=False) if old != new]
-        read, written = {old for old, _ in moves}, {new for _, new in moves}
+        read = {old for old, _ in moves}
+        written = {new for _, new in moves}
         # A page that is both read and written is read before anything is written.
         held = {old: self._all[:, :, old].clone() for old in read & written}
         for old, new in moves:
@@ -244,7 +258,8 @@ class PagedKvCache(KvCache):
         self.grow(slot, pages)
 
     def grow(self, slot: int, pages: Sequence[int]) -> None:
-        first, stop = self._counts[slot], self._counts[slot] + len(pages)
+        first = self._counts[slot]
+        stop = self._counts[slot] + len(pages)
         self._check_pages(slot, first, pages)
         self._pages[slot][first:stop] = pages
         self.table[slot, first:stop] = torch.tensor(pages, dtype=torch.int32)

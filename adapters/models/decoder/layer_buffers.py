@@ -41,7 +41,7 @@ class Buffers:
         return sum(one.nbytes for one in own if one is not None)
 
 
-def together(
+def fuse_layers(
     kernels: Kernels,
     layers: Mapping[int, tuple[DecoderLayer, tuple[Tensor, Tensor]]],
     rope: Rope,
@@ -51,7 +51,8 @@ def together(
     """Of layers of attention, by number, and their caches: the runs that the kernels carry out at once, the ends by the
     beginnings. embedding: of the model's first layer.
     """
-    found, whole = dict[int, tuple[int, FusedLayers]](), list[tuple[int, WholeLayer]]()
+    found = dict[int, tuple[int, FusedLayers]]()
+    whole = list[tuple[int, WholeLayer]]()
     for number, (layer, caches) in layers.items():
         if not isinstance(layer.frame.feed, Experts):
             before = forward.aux_hidden_states.get(number - 1)

@@ -1,4 +1,4 @@
-"""A target's shards in the order of their layers, run as one: what each leaves is what the next one begins with."""
+"""A target's shards in the order of their layers, run as one: what each shard leaves, the next one begins with."""
 
 from __future__ import annotations
 
@@ -11,32 +11,40 @@ from attrs import evolve
 from torch import Tensor
 
 from adapters.models.decoder.pipelined_chunks import SPAN, Waves, current
-from adapters.models.decoder.shard import Kept, NamedTensors, OutputHead, Shard, TargetHead
+from adapters.models.decoder.shard import Kept, OutputHead, Shard, TargetHead
+from adapters.models.decoder.split_slots import SplitRows, SplitStates
 from adapters.models.kernels.step import Forward, Step
-from adapters.sequence_layout import RowSpec, TensorSpec
 
 
 class Pipeline:
-    """A run of layers over any number of shards, as one shard. A target on a single device is a pipeline of one.
+    """Shards of consecutive layers as one shard. A target on a single device is a pipeline of one.
 
-    Logits are on the device of the last shard, and so is whatever a draft reads: `device` is that one. Of slots, rows
-    and buckets the shards must have the same numbers; where their kernels' tiles differ, the shortest slot counts. Rows
-    are moved part by part, so only `parts` are asked where they are.
+    Logits are on the device of the last shard, and so is everything that a draft reads: `spec.device` is that device.
+    All shards must have the same numbers of slots and buckets. Their capacities may differ, because the key tiles of
+    their kernels do; the smallest one counts.
     """
 
     def __init__(self, parts: Sequence[Shard]) -> None:
         self._parts = tuple(parts)
-        if not parts or any(one.layers.stop != other.layers.start for one, other in pairwise(parts)):
-            raise ValueError(f"shards of layers {[part.layers for part in parts]} are no run of layers")
+        specs = [part.spec for part in parts]
+        if not parts or any(one.layers.stop != other.layers.start for one, other in pairwise(specs)):
+            raise ValueError(f"shards of layers {[spec.layers for spec in specs]} are no run of layers")
         for name in ("slots", "buckets", "vocab_size", "dtype"):
-            values = [getattr(part, name) for part in parts]
+            values = [getattr(spec, name) for spec in specs]
             if any(value != values[0] for value in values):
                 raise ValueError(f"{name} differ among the shards: {values}")
-        self._stateful = tuple(part for part in self._parts if part.state_specs)
-        if len({part.state_block for part in self._stateful}) > 1:
-            raise ValueError("the shards have their states at different multiples")
+        self.spec = evolve(
+            specs[0],
+            layers=range(specs[0].layers.start, specs[-1].layers.stop),
+            capacity=min(spec.capacity for spec in specs),
+            device=specs[-1].device,
+            runs_ahead=all(spec.runs_ahead for spec in specs),
+        )
+        stateful = [part.states for part in parts if part.states.specs]
+        self.rows = SplitRows(self._parts)
+        self.states = SplitStates(stateful, self._parts[0].states)
         self._embedding: Tensor | None = None  # a copy beside the head, where another device has it
-        self._waves = Waves(self._parts, self.device)
+        self._waves = Waves(self._parts, self.spec.device)
 
     # --- what it is ---
 
@@ -45,41 +53,9 @@ class Pipeline:
         return self._parts
 
     @property
-    def layers(self) -> range:
-        return range(self._parts[0].layers.start, self._parts[-1].layers.stop)
-
-    @property
-    def slots(self) -> int:
-        return self._parts[0].slots
-
-    @property
-    def capacity(self) -> int:
-        return min(part.capacity for part in self._parts)
-
-    @property
-    def buckets(self) -> tuple[int, ...]:
-        return self._parts[0].buckets
-
-    @property
-    def vocab_size(self) -> int:
-        return self._parts[0].vocab_size
-
-    @property
-    def device(self) -> torch.device:
-        return self._parts[-1].device
-
-    @property
     def devices(self) -> tuple[torch.device, ...]:
-        """Of the parts, each once."""
-        return tuple(dict.fromkeys(part.device for part in self._parts))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._parts[0].dtype
-
-    @property
-    def runs_ahead(self) -> bool:
-        return all(part.runs_ahead for part in self._parts)
+        """The devices of the parts, each once."""
+        return tuple(dict.fromkeys(part.spec.device for part in self._parts))
 
     @property
     def embedding(self) -> Tensor:
@@ -91,61 +67,46 @@ class Pipeline:
 
     @property
     def head(self) -> TargetHead:
-        """Where the embedding is on another device than the head, with a copy of it, which `memory` charges."""
-        own, output = self._parts[0].embedding, self.output
-        if self._embedding is None and self._parts[0].device != self._parts[-1].device:
+        """The head with the embedding on its device. If that takes a copy of the embedding, `memory` counts it."""
+        own = self._parts[0].embedding
+        output = self.output
+        if self._embedding is None and self._parts[0].spec.device != self.spec.device:
             self._embedding = own.to(output.norm.device)
         return TargetHead(own if self._embedding is None else self._embedding, output.packed, output.norm)
-
-    @property
-    def row_spec(self) -> RowSpec:
-        names = tuple(name for part in self._parts for name in part.row_spec.names)
-        return evolve(self._parts[0].row_spec, names=names)
-
-    @property
-    def state_specs(self) -> tuple[TensorSpec, ...]:
-        return tuple(spec for part in self._stateful for spec in part.state_specs)
-
-    @property
-    def state_block(self) -> int:
-        return (*self._stateful, self._parts[0])[0].state_block
-
-    @property
-    def state_places(self) -> int:
-        return min((part.state_places for part in self._stateful), default=0)
 
     # --- steps ---
 
     def forward(self, step: Step, inputs: Tensor) -> Forward:
-        """A shard that fails takes back what those before it have settled."""
+        """Run the step through all shards. If one fails, those before it take back what they have settled."""
         if len(self._parts) == 1:
-            with current(self.device):
+            with current(self.spec.device):
                 return self._parts[0].forward(step, inputs)
         found: dict[int, Tensor] = {}
         with ExitStack() as settled:
             for part in self._parts[:-1]:
                 settled.enter_context(part.settling(step))
             for part in self._parts:
-                with current(part.device):
+                with current(part.spec.device):
                     left = part.forward(step, inputs)
                 inputs = left.hidden
-                found |= {layer: hidden.to(self.device) for layer, hidden in left.aux_hidden_states.items()}
+                found |= {layer: hidden.to(self.spec.device) for layer, hidden in left.aux_hidden_states.items()}
         return Forward(inputs, found)
 
     @property
     def span(self) -> int:
-        """Chunks that one prefill may be of: more than one where shards compute side by side, or the only one need not
-        wait for the host between two of them.
+        """The number of chunks that one prefill may have.
+
+        More than one where shards compute side by side, or where the only shard runs ahead of the host.
         """
-        return SPAN if self._waves.beside or self.ahead else 1
+        return SPAN if self._waves.is_parallel or self.launches_ahead else 1
 
     @property
-    def ahead(self) -> bool:
-        """Is a chunk launched before the one before it is done?"""
-        return len(self._parts) == 1 and self._parts[0].runs_ahead
+    def launches_ahead(self) -> bool:
+        """Is a chunk launched before the chunk before it is done?"""
+        return len(self._parts) == 1 and self.spec.runs_ahead
 
     def prefill(self, chunks: Iterable[tuple[Step, Tensor]]) -> Iterator[Forward]:
-        """`forward` of steps of `rows_only`, side by side; see `Waves`. A single shard is only told of them."""
+        """Run steps of `rows_only`: several shards work side by side (see `Waves`), a single shard one by one."""
         return (self.forward(*chunk) for chunk in chunks) if len(self._parts) == 1 else self._waves.run(chunks)
 
     @contextmanager
@@ -157,73 +118,21 @@ class Pipeline:
 
     def commit(self, step: Step, kept: Sequence[Kept]) -> None:
         for part in self._parts:
-            with current(part.device):
+            with current(part.spec.device):
                 part.commit(step, kept)
 
     def logits(self, step: Step, hidden: Tensor) -> Tensor:
-        with current(self.device):
+        with current(self.spec.device):
             return self._parts[-1].logits(step, hidden)
 
     def synchronize(self) -> None:
         for part in self._parts:
             part.synchronize()
 
-    # --- rows and states ---
-
-    def copy_rows(self, source: int, target: int, count: int) -> None:
-        for part in self._parts:
-            part.copy_rows(source, target, count)
-
-    def seat(self, slot: int, source: int, keep: int, pages: Sequence[int]) -> None:
-        for part in self._parts:
-            with current(part.device):
-                part.seat(slot, source, keep, pages)
-
-    def grow(self, slot: int, pages: Sequence[int]) -> None:
-        for part in self._parts:
-            with current(part.device):
-                part.grow(slot, pages)
-
-    def copy_state(self, source: int, target: int) -> None:
-        for part in self._stateful:
-            part.copy_state(source, target)
-
-    @property
-    def addressed(self) -> bool:
-        return False
-
-    def rows(self, slot: int, start: int, stop: int) -> Tensor:
-        raise ValueError(f"rows {start}..{stop} of slot {slot}: they are in the parts")
-
-    def export_rows(self, slot: int, start: int, stop: int) -> NamedTensors:
-        return {name: one for part in self._parts for name, one in part.export_rows(slot, start, stop).items()}
-
-    def import_rows(self, slot: int, start: int, rows: NamedTensors) -> None:
-        check_names(rows, self.row_spec.names)
-        for part in self._parts:
-            if part.row_spec.names:
-                part.import_rows(slot, start, {name: rows[name] for name in part.row_spec.names})
-
-    def export_state(self, slot: int) -> NamedTensors:
-        return {name: one for part in self._stateful for name, one in part.export_state(slot).items()}
-
-    def import_state(self, slot: int, state: NamedTensors) -> None:
-        check_names(state, [spec.name for spec in self.state_specs])
-        for part in self._stateful:
-            part.import_state(slot, {spec.name: state[spec.name] for spec in part.state_specs})
-
-    def keep_state(self, slot: int, place: int) -> None:
-        for part in self._stateful:
-            part.keep_state(slot, place)
-
-    def load_state(self, place: int, slot: int) -> None:
-        for part in self._stateful:
-            part.load_state(place, slot)
-
     # --- memory ---
 
     def memory(self) -> Mapping[str, int]:
-        """Of all parts, on whatever device."""
+        """Return the bytes of all parts, on whatever device they are."""
         parts = [part.memory() for part in self._parts]
         total = {name: sum(part[name] for part in parts) for name in parts[0]}
         copied = 0 if self._embedding is None else self._embedding.nbytes
@@ -236,8 +145,6 @@ class Pipeline:
             part.close()
 
 
-def check_names(given: NamedTensors, own: Sequence[str]) -> None:
-    """Raises ValueError for names that are not exactly ours."""
-    odd = sorted(set(own).symmetric_difference(given))
-    if odd:
-        raise ValueError(f"{len(own)} tensors of all parts: {odd[0]} is odd")
+def as_pipeline(shard: Shard) -> Pipeline:
+    """Return the shard itself if it is a pipeline, else a pipeline of this shard alone."""
+    return shard if isinstance(shard, Pipeline) else Pipeline([shard])

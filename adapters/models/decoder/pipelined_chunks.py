@@ -45,13 +45,13 @@ class Waves:
 
     def __attrs_post_init__(self) -> None:
         self._threads = {
-            number: ThreadPoolExecutor(1, f"shard-{part.layers.start}")
+            number: ThreadPoolExecutor(1, f"shard-{part.spec.layers.start}")
             for number, part in enumerate(self.parts)
             if elsewhere(part)
         }
 
     @property
-    def beside(self) -> bool:
+    def is_parallel(self) -> bool:
         """Is there anything to gain?"""
         return bool(self._threads) and len(self.parts) > 1
 
@@ -59,7 +59,8 @@ class Waves:
         """What each chunk leaves, in order, to be read before the next one is asked for. Chunks are taken as they
         begin: where there is no more, those on their way are finished.
         """
-        coming, flying = iter(chunks), list[Flight]()
+        coming = iter(chunks)
+        flying = list[Flight]()
         while True:
             if (chunk := next(coming, None)) is not None:
                 flying.append(Flight(*chunk))
@@ -88,8 +89,9 @@ class Waves:
             raise errors[min(errors)]
 
     def _advance(self, flight: Flight) -> None:
-        part, last = self.parts[flight.at], flight.at == len(self.parts) - 1
-        with inference(), current(part.device):
+        part = self.parts[flight.at]
+        last = flight.at == len(self.parts) - 1
+        with inference(), current(part.spec.device):
             part.synchronize()  # with the chunk before this one: nobody runs ahead of what is abandoned
             left = part.forward(flight.step, flight.carried)
             for layer, hidden in left.aux_hidden_states.items():
@@ -104,7 +106,7 @@ class Waves:
 
 def elsewhere(part: Shard) -> bool:
     """Does it compute while this processor does something else: on a GPU, or in another process?"""
-    return part.device.type == "cuda" or not part.addressed
+    return part.spec.device.type == "cuda" or not part.rows.is_addressable
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:

@@ -1,4 +1,4 @@
-"""The positional state of some layers, for every slot: where it stands, what may go on from it, and places for more."""
+"""The positional state of recurrent layers in tensors of this process: `PositionalStates` for a `DenseShard`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ _NOTHING = nullcontext()
 
 @frozen
 class Standing:
-    """base: of the state, a multiple of 64; None where it was imported and stands where the next forward starts.
+    """Where the state of a slot stands.
 
-    rows: settled ones behind it, of which later rows find in the layers what they need. At most 63.
+    base: the row behind which it stands, a multiple of 64; None for an imported state, which stands wherever the next
+        forward starts.
+    rows: settled rows behind it, at most 63. The layers hold what these rows will change in the state.
     """
 
     base: int | None
@@ -29,10 +31,12 @@ class Standing:
 
 
 class RecurrentCache:
-    """What layers with the gated delta rule keep, in tensors that their kernels make.
+    """The states of layers with the gated delta rule, in tensors that their kernels make.
 
-    names: as in `layers.12`. Where there is no such layer, nothing is kept, and any step may start anywhere.
+    names: of the layers, as in `layers.12`. Without such a layer there is no state, and any step may start anywhere.
     """
+
+    block = CHUNK
 
     def __init__(
         self,
@@ -47,8 +51,11 @@ class RecurrentCache:
     ) -> None:
         if names and (shape is None or kernels is None):
             raise ValueError("these kernels have no operations for recurrent layers")
-        self.slots, self.places, self._kernels = slots, places if names else 0, kernels
-        self.layers, specs = list[DeltaState](), list[TensorSpec]()
+        self.slots = slots
+        self.places = places if names else 0
+        self._kernels = kernels
+        self.layers = list[DeltaState]()
+        specs = list[TensorSpec]()
         if shape is not None and kernels is not None:
             self.layers += (kernels.make_state(shape, slots, places, dtype, device) for _ in names)
             memory = (shape.value_heads, shape.key_size, shape.value_size)
@@ -66,9 +73,9 @@ class RecurrentCache:
     # --- steps ---
 
     def start(self, step: Step) -> tuple[int, ...]:
-        """Where the state of each segment's slot stands; from now on its rows behind the segment's start are forgotten.
+        """Return where the state of each segment's slot stands, and forget the slot's rows from the segment's start on.
 
-        Raises ValueError for a step that cannot go on from what is there.
+        Raises ValueError for a step that cannot continue from there.
         """
         if not self.layers:
             return (0,) * len(step.segments)
@@ -88,7 +95,7 @@ class RecurrentCache:
         return bases
 
     def _base(self, slot: int, start: int) -> int:
-        """Where the state stands that a forward of the slot from `start` on goes on from."""
+        """Return where the state stands that a forward of the slot continues from if it starts at `start`."""
         if not start:
             return 0
         standing = self._standing[slot]
@@ -101,13 +108,14 @@ class RecurrentCache:
         return base
 
     def settling(self, step: Step) -> AbstractContextManager[None]:
-        """Around a forward. One of rows only moves states as it goes: if it raises, they are put back; else all of its
-        rows are settled.
+        """Return a context for a forward. A step of rows only moves the states as it runs.
+
+        If the forward raises, the states are put back; otherwise all of its rows are settled.
         """
         return self._settling(step) if step.rows_only and self.layers else _NOTHING
 
     def restoring(self, step: Step) -> AbstractContextManager[None]:
-        """Around whatever settles a step of rows only: if it raises, each slot's state is where the step found it."""
+        """Return a context that puts the states back if a step of rows only fails in it, here or in a later shard."""
         return self._restoring(step) if step.rows_only and self.layers else _NOTHING
 
     @contextmanager
@@ -146,13 +154,14 @@ class RecurrentCache:
             rows = segment.start - base + (keep if isinstance(keep, int) else len(keep))
             if rows >= CHUNK:
                 self._kernels.advance_state(self.layers, segment.slot, base)
-                base, rows = base + CHUNK, rows - CHUNK
+                base = base + CHUNK
+                rows = rows - CHUNK
             self._standing[segment.slot] = Standing(base, rows)
 
     # --- states ---
 
     def copy(self, source: int, target: int) -> None:
-        """All that the source may go on with."""
+        """Let slot `target` continue from wherever slot `source` may continue."""
         for layer in self.layers:
             for tensor in astuple(layer, recurse=False):
                 if len(tensor):
@@ -178,23 +187,24 @@ class RecurrentCache:
             layer.conv[target].copy_(layer.conv[source])
 
     def _tensors(self, slot: int) -> list[Tensor]:
-        """In the order of `specs`."""
+        """Return the tensors of a slot's state in the order of `specs`."""
         return [tensor[slot] for layer in self.layers for tensor in (layer.conv, layer.memory)]
 
     def export(self, slot: int) -> NamedTensors:
-        """On the host."""
+        """Return copies of the slot's state on the host."""
         return {
             spec.name: torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
             for spec, tensor in zip(self.specs, self._tensors(slot), strict=True)
         }
 
     def import_(self, slot: int, state: NamedTensors) -> None:
-        """What `export` gave; ValueError for a name, shape or dtype that is not ours."""
+        """Write a state that `export` returned. Raises ValueError for another name, shape or dtype."""
         odd = sorted({spec.name for spec in self.specs}.symmetric_difference(state))
         if odd:
             raise ValueError(f"state of {len(self.layers)} layers: {odd[0]} is odd")
         for spec in self.specs:
-            tensor, dtype = state[spec.name], torch_dtype(spec.dtype)
+            tensor = state[spec.name]
+            dtype = torch_dtype(spec.dtype)
             if tensor.shape != spec.shape or tensor.dtype != dtype:
                 raise ValueError(f"{spec.name}: {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(spec.shape)}")
         for spec, place in zip(self.specs, self._tensors(slot), strict=True):

@@ -66,7 +66,8 @@ class DeltaLayer:
 
 def delta_layer_tensors(shape: RecurrentShape, prefix: str) -> Shapes:
     """Published names, which begin with `prefix`, and shapes."""
-    hidden, delta = shape.hidden_size, delta_of(shape)
+    hidden = shape.hidden_size
+    delta = delta_of(shape)
     heads = delta.value_heads
     parts = {"qkv": delta.channels, "z": delta.values, "b": heads, "a": heads}
     if shape.by_key_head:

@@ -66,8 +66,10 @@ class Yarn:
             for turns in (self.fast, self.slow)
         )
         if self.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, head - 1)
+            low = math.floor(low)
+            high = math.ceil(high)
+        low = max(low, 0)
+        high = min(high, head - 1)
         width = high - low or 0.001
         kept = 1 - ((torch.arange(head // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
         return 1.0 / (self.factor * powers) * (1 - kept) + 1.0 / powers * kept
@@ -98,9 +100,11 @@ class Rotary:
         """Computed on the host in float32, in the order of transformers, so that every device rotates alike."""
         frequencies, scale = self.frequencies()
         angles = torch.outer(torch.arange(positions).float(), frequencies)
-        cos, sin = angles.cos(), angles.sin_()
+        cos = angles.cos()
+        sin = angles.sin_()
         if scale != 1:
-            cos, sin = cos.mul_(scale), sin.mul_(scale)
+            cos = cos.mul_(scale)
+            sin = sin.mul_(scale)
         return Rope(cos.to(device), sin.to(device))
 
     def frequencies(self) -> tuple[Tensor, float]:
@@ -117,13 +121,15 @@ def parse_rope(
 ) -> tuple[float, Scaling | None]:
     """Theta and scaling of a config.json. theta: where none is told; without it, it must be told."""
     rope = read_rope(raw, accepted, theta)
-    base, kind = rope["rope_theta"], rope["rope_type"]
+    base = rope["rope_theta"]
+    kind = rope["rope_type"]
     if kind == "default":
         return base, None
     if kind == "linear":
         return base, Linear(_number(rope, "factor"))
     if kind == "llama3":
-        low, high = _number(rope, "low_freq_factor"), _number(rope, "high_freq_factor")
+        low = _number(rope, "low_freq_factor")
+        high = _number(rope, "high_freq_factor")
         if low >= high:
             raise CheckpointError(f"config.json: low_freq_factor {low:g} is not below high_freq_factor {high:g}")
         return base, Llama3(_number(rope, "factor"), low, high, _number(rope, "original_max_position_embeddings"))
@@ -163,11 +169,11 @@ def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
     if told is not None:
         return read_positive(told, "attention_factor")
 
-    def grown(by: float) -> float:
+    def grow_tables(by: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0
 
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return grown(read_positive(rope["mscale"], "mscale")) / grown(
+        return grow_tables(read_positive(rope["mscale"], "mscale")) / grow_tables(
             read_positive(rope["mscale_all_dim"], "mscale_all_dim")
         )
-    return grown(1.0)
+    return grow_tables(1.0)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +22,14 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from adapters.checkpoint.weight_source import WeightSource
-from adapters.models.decoder.decoder_layer import DecoderLayer, WeightReader, finished, gated, load_layer, projected
+from adapters.models.decoder.decoder_layer import (
+    DecoderLayer,
+    WeightReader,
+    finish_layer,
+    gate_attention,
+    load_layer,
+    project_inputs,
+)
 from adapters.models.decoder.dense_config import DenseConfig
 from adapters.models.decoder.recurrent_cache import RecurrentCache
 from adapters.models.decoder.recurrent_layer import DeltaLayer, load_delta_layer
@@ -91,7 +99,8 @@ class Scorer:
         return self.buckets[-1]
 
     def _load(self) -> ScorerWeights:
-        config, read = self.config, WeightReader(self.source, self.device, self.dtype)
+        config = self.config
+        read = WeightReader(self.source, self.device, self.dtype)
         layers = tuple(
             (load_delta_layer if config.recurrent(layer) else load_layer)(
                 read, self.kernels, config.shape_of(layer), f"model.layers.{layer}."
@@ -125,28 +134,32 @@ class Scoring:
     _states: RecurrentCache | None = field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
-        scorer, config, count = self.scorer, self.scorer.config, len(self.tokens)
+        scorer = self.scorer
+        config = self.scorer.config
+        count = len(self.tokens)
         if not TAIL <= count <= scorer.limit:
             raise ValueError(f"a prompt of {count} tokens; accepted: {TAIL} to {scorer.limit}")
         self._portions = tuple(portions(count, scorer.chunk))
         tile = scorer.kernels.kv_tile
         capacity = -(-count // tile) * tile
-        how: dict[str, Any] = {"device": scorer.device, "dtype": scorer.dtype}
+        make = partial(torch.zeros, device=scorer.device, dtype=scorer.dtype)
         heads = config.num_kv_heads, config.num_heads // config.num_kv_heads
         self._rope = config.rotary.tables(capacity, scorer.device)
         weights = scorer.weights.loaded
         assert weights is not None, "the drafter is not loaded"
         ids = torch.tensor(self.tokens, device=scorer.device)
         self._hidden = torch.index_select(weights.embedding, 0, ids)
-        self._kv = torch.zeros(2, 1, heads[0], capacity, config.head_dim, **how)
+        self._kv = make(2, 1, heads[0], capacity, config.head_dim)
         if any(portion.low for portion in self._portions):
-            self._near = torch.zeros(2, 1, heads[0], SINK + WINDOW + BAND, config.head_dim, **how)
-        self._keys = torch.zeros(heads[0], count, config.head_dim, **how)
+            self._near = make(2, 1, heads[0], SINK + WINDOW + BAND, config.head_dim)
+        self._keys = make(heads[0], count, config.head_dim)
         self._tail = torch.zeros(*heads, TAIL, config.head_dim, device=scorer.device)
         self._most = torch.zeros(TAIL, count, device=scorer.device)
         if any(config.recurrent(layer) for layer in range(config.num_layers)):
             delta = scorer.kernels.delta
-            self._states = RecurrentCache(["layer"], config.delta, delta, slots=1, places=0, **how)
+            self._states = RecurrentCache(
+                ["layer"], config.delta, delta, slots=1, places=0, device=scorer.device, dtype=scorer.dtype
+            )
 
     @property
     def complete(self) -> bool:
@@ -160,7 +173,8 @@ class Scoring:
 
     def advance(self) -> None:
         """One more turn: at most as much work as TURN rows are, and as a chunk is, through all layers."""
-        rows, chunk = min(TURN, self.scorer.chunk) * len(self._layers), self.scorer.chunk
+        rows = min(TURN, self.scorer.chunk) * len(self._layers)
+        chunk = self.scorer.chunk
         with torch.inference_mode():
             for _ in range(-(-rows // chunk)):
                 if not self.complete:
@@ -169,13 +183,15 @@ class Scoring:
             torch.cuda.current_stream(self.scorer.device).synchronize()
 
     def _go_on(self) -> None:
-        layer, portion = self._layers[self.layer], self._portions[self.done]
+        layer = self._layers[self.layer]
+        portion = self._portions[self.done]
         self._forward(layer, portion, last=self.layer == len(self._layers) - 1)
         self.done += 1
         if self.done == len(self._portions):
             if isinstance(layer, DecoderLayer):
                 self._score()
-            self.layer, self.done = self.layer + 1, 0
+            self.layer = self.layer + 1
+            self.done = 0
 
     def _forward(self, layer: DecoderLayer | DeltaLayer, portion: Portion, *, last: bool) -> None:
         rows = portion.stop - portion.start
@@ -211,7 +227,8 @@ class Scoring:
         batch = self._batches.get(key)
         if batch is None or self._states is not None:
             batch = self._batches[key] = batch or StateBatch(step.bucket, self.scorer.device)
-            batch.before, batch.settles = (0,) if states is None else states.start(step), True
+            batch.before = (0,) if states is None else states.start(step)
+            batch.settles = True
             batch.load(step, None)
             self.scorer.kernels.prepare_step(batch)
         return batch
@@ -221,7 +238,7 @@ class Scoring:
     ) -> Tensor | None:
         """What is to be added to the residual stream; of the last layer nothing is wanted but its keys and queries."""
         kernels = self.scorer.kernels
-        own = projected(kernels, layer.frame, residual, None)
+        own = project_inputs(kernels, layer.frame, residual, None)
         if isinstance(layer, DeltaLayer):
             assert kernels.delta is not None
             assert self._states is not None
@@ -232,18 +249,20 @@ class Scoring:
                 return None
             k_cache, v_cache = self._kv
             q = kernels.rotate_store(own[:, : layer.width], layer.prep, self._rope, batch, k_cache, v_cache)
-            mixed = gated(kernels, layer, self._attended(q, batch, portion), own)
-        return finished(kernels, layer.frame, residual, mixed, batch)
+            mixed = gate_attention(kernels, layer, self._attend(q, batch, portion), own)
+        return finish_layer(kernels, layer.frame, residual, mixed, batch)
 
-    def _attended(self, q: Tensor, batch: StateBatch, portion: Portion) -> Tensor:
+    def _attend(self, q: Tensor, batch: StateBatch, portion: Portion) -> Tensor:
         """Rows of a band see what they attend to side by side, in a cache of its own, which is read as any is: keys are
         rotated already, each to where it stands.
         """
-        kernels, (k_cache, v_cache) = self.scorer.kernels, self._kv
+        kernels = self.scorer.kernels
+        (k_cache, v_cache) = self._kv
         if not portion.low:
             return kernels.attend(q, k_cache, v_cache, batch)
         assert self._near is not None
-        band, moved = portion.start // BAND * BAND, portion.low - SINK
+        band = portion.start // BAND * BAND
+        moved = portion.low - SINK
         first = portion.low if portion.start == band else portion.start
         self._near[..., :SINK, :] = self._kv[..., :SINK, :]
         self._near[..., first - moved : portion.stop - moved, :] = self._kv[..., first : portion.stop, :]
@@ -254,25 +273,29 @@ class Scoring:
 
     def _take(self, qkv: Tensor, prep: HeadPrep, start: int) -> None:
         """The portion's keys, and its queries where the prompt's last tokens are in it."""
-        config, stop, count = self.scorer.config, start + len(qkv), len(self.tokens)
-        queries, kv = config.num_heads, config.num_kv_heads
+        config = self.scorer.config
+        stop = start + len(qkv)
+        count = len(self.tokens)
+        queries = config.num_heads
+        kv = config.num_kv_heads
         heads = qkv.view(len(qkv), -1, config.head_dim)
         bias = None if prep.bias is None else prep.bias.view(-1, config.head_dim)
 
-        def made(first: int, last: int, row: int, weight: Tensor | None) -> Tensor:
+        def norm_heads(first: int, last: int, row: int, weight: Tensor | None) -> Tensor:
             own = heads[row:, first:last].float()
             return normed(own if bias is None else own + bias[first:last].float(), weight, prep.eps)
 
-        self._keys[:, start:stop] = made(queries, queries + kv, 0, prep.k_norm).transpose(0, 1)
+        self._keys[:, start:stop] = norm_heads(queries, queries + kv, 0, prep.k_norm).transpose(0, 1)
         first = max(start, count - TAIL)
         if first < stop:
             place = first - (count - TAIL)
-            asking = made(0, queries, first - start, prep.q_norm).view(stop - first, kv, -1, config.head_dim)
+            asking = norm_heads(0, queries, first - start, prep.q_norm).view(stop - first, kv, -1, config.head_dim)
             self._tail[:, :, place : place + stop - first] = asking.permute(1, 2, 0, 3)
 
     def _score(self) -> None:
         """No more than the weights of one head of keys are there at once."""
-        count, scale = len(self.tokens), self.scorer.config.head_dim**-0.5
+        count = len(self.tokens)
+        scale = self.scorer.config.head_dim**-0.5
         rows = torch.arange(count - TAIL, count, device=self.scorer.device).unsqueeze(1)
         hidden = torch.arange(count, device=self.scorer.device) > rows
         for keys, group in zip(self._keys, self._tail, strict=True):

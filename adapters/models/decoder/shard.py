@@ -1,8 +1,20 @@
-"""The model shard: the one interface behind which a target's layers live, local or remote.
+"""The interface of a shard: a contiguous range of a target's layers, with its weights and its slots.
 
-A shard owns a contiguous range of layers, its weights and its slots. What crosses the interface is named, never
-shared: slots are numbers, rows are half-open spans of positions, tensors are named by *global* layer
-(`layers.12.k`), so another split of the same numerics classes can take them in.
+The executor, the transfers to a store and the probe use a target through this interface only, whether its layers are
+in this process (`DenseShard`), in another one (`RemoteShard`) or spread over several shards (`Pipeline`).
+
+A shard consists of parts:
+
+* `ShardSpec` says what it is. It never changes.
+* `SlotRows` holds the rows that slots keep: keys and values, one row for each token. Rows may be cut, copied and
+  overwritten at will.
+* `PositionalStates` holds the state of recurrent layers. A state stands for all tokens up to one position, and the
+  state at an earlier position cannot be made from it. A model with attention alone has no such state.
+* The shard itself runs steps: `forward`, then `commit`, and `logits` on the last shard.
+
+Nothing that crosses the interface is shared. Slots are numbers, rows are half-open spans of positions, and tensors are
+named by their layer in the whole model (`layers.12.k`). So rows that one split of a model exported can be imported by
+another split with the same numerics.
 """
 
 from __future__ import annotations
@@ -12,23 +24,25 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from torch import Tensor
 
 from adapters.models.kernels.step import Forward, Step
 from adapters.sequence_layout import RowSpec, TensorSpec
 
-BUCKETS = (4, 8, 16, 32, 64, 128, 256, 512)  # the row counts of forwards where nobody says otherwise
+BUCKETS = (4, 8, 16, 32, 64, 128, 256, 512)  # the default row counts of forwards
 NamedTensors: TypeAlias = Mapping[str, Tensor]
-# What stays of one slot's rows in a step: the first so many, or, of a tree, those of one path from its root on,
-# numbered from the slot's first row. Nothing: 0, or no path.
+# The rows that stay of one slot in a step: the first so many; or, for a tree, the rows of one path from its root,
+# numbered from the slot's first row. If nothing stays, this is 0 or an empty path.
 Kept: TypeAlias = int | tuple[int, ...]
 
 
 @frozen(eq=False)
 class OutputHead:
-    """packed: the head `[V, D]` as the target's kernels packed it, so a draft on the same kind of kernels multiplies
-    with it as it is. norm: `[D]`, what the final norm before the head multiplies with, as `Kernels.add_norm` takes it.
+    """The output head of a target.
+
+    packed: the head `[V, D]` as the target's kernels packed it. A draft on kernels of the same kind uses it as it is.
+    norm: the weights `[D]` of the final norm before the head, in the form that `Kernels.add_norm` takes.
     """
 
     packed: Any
@@ -37,10 +51,11 @@ class OutputHead:
 
 @frozen(eq=False)
 class TargetHead:
-    """What a draft shares with its target: it has neither embedding nor head of its own.
+    """The tensors that a draft shares with its target: a draft has neither an embedding nor a head of its own.
 
-    embedding: `[V, D]` in the target's dtype, on the device of the output head or in host memory that it reads
-    (`Kernels.embed` does either). packed, norm: of `OutputHead`.
+    embedding: `[V, D]` in the target's dtype, on the device of the output head or in host memory that this device can
+        read (`Kernels.embed` accepts both).
+    packed, norm: as in `OutputHead`.
     """
 
     embedding: Tensor
@@ -48,48 +63,158 @@ class TargetHead:
     norm: Tensor
 
 
-class Shard(Protocol):
-    """Layers `[first, last)` of one target on one device. Every call runs on the lane's thread, but for `rows`.
+@frozen(kw_only=True)
+class ShardSpec:
+    """The facts about a shard that never change.
 
-    What a slot keeps of its sequence is of two kinds. Rows, one for every token, are cut, copied and overwritten at
-    will: `row_spec` says what they are. Positional state stands for all tokens up to one position and cannot be cut
-    out of a later one: `state_specs` lists its tensors, and is empty for attention alone.
+    capacity: rows of a slot.
+    buckets: the row counts that `Shard.forward` accepts, ascending.
+    runs_ahead: `Shard.forward` returns before the device is done, and accepts token ids on the device that are still
+        being picked.
+    """
 
-    Positional state stands at multiples of `state_block`: a slot with n settled rows has the state at the last multiple
-    at or below n, and what was set aside of the rows after it. So its next forward may start anywhere from there to n,
-    which forgets the rows behind that start, or at 0, from no state. A start where nothing is is a ValueError.
-    `state_places` are room for more such states on the device, beside the slots; who holds which is for others to know.
+    layers: range
+    slots: int
+    capacity: int
+    buckets: tuple[int, ...]
+    vocab_size: int
+    device: torch.device
+    dtype: torch.dtype
+    runs_ahead: bool = False
+
+
+@frozen(kw_only=True)
+class ShardPlacement:
+    """How a shard is to be built: where, with which layers, and with how much room for requests.
+
+    rows: the dtype that keys and values are kept in (`RowFormat`); None: the dtype of the computation.
+    layers: None: all layers. The embedding comes with the first one, final norm and head with the last one.
+    capacity: rows of a slot, at least; it is rounded up to whole key tiles of the kernels.
+    buckets: the row counts that `Shard.forward` shall accept.
+    aux_layers: global numbers of layers whose outputs every forward leaves in its `aux_hidden_states` (`hidden_states[i
+        + 1]` in transformers).
+    state_places: places for positional states beside the slots. A model without such state makes none.
+    pages: pages of the pool that slots take their rows from; 0: each slot has memory for all of its rows.
+    offload_embedding: keep the embedding in host memory, if it is not the head as well and the device can read it.
+    """
+
+    device: torch.device = field(default=torch.device("cpu"), converter=torch.device)
+    dtype: torch.dtype = torch.float32
+    rows: torch.dtype | None = None
+    layers: range | None = None
+    slots: int = 4
+    capacity: int = 8192
+    buckets: Sequence[int] = BUCKETS
+    aux_layers: Sequence[int] = ()
+    state_places: int = 0
+    pages: int = 0
+    offload_embedding: bool = False
+
+
+class ReadableRows(Protocol):
+    """Rows of slots that can be read, those of a shard or of a draft.
+
+    spec: names, shape and dtype of the rows. is_addressable: `view` may be called.
     """
 
     @property
-    def layers(self) -> range: ...
+    def spec(self) -> RowSpec: ...
 
     @property
-    def slots(self) -> int: ...
+    def is_addressable(self) -> bool: ...
 
-    @property
-    def capacity(self) -> int:
-        """Rows of a slot."""
+    def view(self, slot: int, start: int, stop: int) -> Tensor:
+        """Return the rows where they are: a view `[layers, 2, heads, stop - start, width]` in the order of `spec`.
+
+        On a CUDA device the rows must be in one page, else ValueError. Any thread may read and write the rows as long
+        as nobody else uses them.
+        """
         ...
 
-    @property
-    def buckets(self) -> tuple[int, ...]:
-        """The row counts that `forward` accepts, ascending."""
+    def export(self, slot: int, start: int, stop: int) -> NamedTensors:
+        """Return rows `[start, stop)` on the host, each `[KV, stop - start, hd]`: `layers.N.k` and `layers.N.v`."""
         ...
 
-    @property
-    def vocab_size(self) -> int: ...
 
-    @property
-    def device(self) -> torch.device: ...
+class SlotRows(ReadableRows, Protocol):
+    """The rows that slots of a shard keep: keys and values of its layers, one row for each token."""
 
-    @property
-    def dtype(self) -> torch.dtype: ...
+    def seat(self, slot: int, source: int, keep: int, pages: Sequence[int]) -> None:
+        """Give the slot these pages of PAGE rows in place of its own, and rows `[0, keep)` of the source in them.
 
-    @property
-    def runs_ahead(self) -> bool:
-        """Does `forward` return before it is done, and take token ids on the device that are still being picked?"""
+        The source may be the slot itself. Rows in a page that both have stay where they are; other rows are copied.
+        Only a shard that was built with a pool of pages has this.
+        """
         ...
+
+    def grow(self, slot: int, pages: Sequence[int]) -> None:
+        """Give the slot these pages behind those that it has."""
+        ...
+
+    def copy(self, source: int, target: int, count: int) -> None:
+        """Copy rows `[0, count)` of slot `source` into slot `target`. Positional state is not copied."""
+        ...
+
+    def import_(self, slot: int, start: int, rows: NamedTensors) -> None:
+        """Write rows that `export` returned, from row `start` on. ValueError for another name, shape or dtype."""
+        ...
+
+
+class PositionalStates(Protocol):
+    """The positional state of recurrent layers, for each slot, and places for more such states on the device.
+
+    A state stands at a multiple of `block`. A slot with n settled rows has the state at the last multiple at or below
+    n, and what the rows after it will change in it. So the slot's next forward may start anywhere from there to n,
+    which forgets the rows behind that start; or it may start at 0, from no state. ValueError for any other start.
+
+    specs: the tensors of a state; empty where there is no state. places: how many places there are, numbered from 0.
+    The caller decides what a place holds.
+    """
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]: ...
+
+    @property
+    def block(self) -> int: ...
+
+    @property
+    def places(self) -> int: ...
+
+    def copy(self, source: int, target: int) -> None:
+        """Let slot `target` continue from wherever slot `source` may continue."""
+        ...
+
+    def export(self, slot: int) -> NamedTensors:
+        """Return the slot's state on the host: the one at the last multiple of `block` in its settled rows."""
+        ...
+
+    def import_(self, slot: int, state: NamedTensors) -> None:
+        """Write a state that `export` returned. The start of the slot's next forward tells where it stands.
+
+        ValueError for another name, shape or dtype.
+        """
+        ...
+
+    def keep(self, slot: int, place: int) -> None:
+        """Copy the state that `export` would return into a place, on the device."""
+        ...
+
+    def load(self, place: int, slot: int) -> None:
+        """Copy the state of a place into any slot, which then stands at that position."""
+        ...
+
+
+class Shard(Protocol):
+    """Layers `[first, last)` of a target on one device. Every call runs on the lane's thread, but for `rows.view`."""
+
+    @property
+    def spec(self) -> ShardSpec: ...
+
+    @property
+    def rows(self) -> SlotRows: ...
+
+    @property
+    def states(self) -> PositionalStates: ...
 
     @property
     def embedding(self) -> Tensor:
@@ -101,125 +226,52 @@ class Shard(Protocol):
         """Last shard only; ValueError elsewhere."""
         ...
 
-    @property
-    def row_spec(self) -> RowSpec:
-        """The rows of layers that have any, named as `export_rows` names them."""
-        ...
-
-    @property
-    def state_specs(self) -> tuple[TensorSpec, ...]:
-        """The tensors of `export_state`."""
-        ...
-
-    @property
-    def state_block(self) -> int:
-        """Positional state stands at multiples of so many rows; of no matter where there is none."""
-        ...
-
-    @property
-    def state_places(self) -> int:
-        """Places for states, numbered from 0; none where there is no state."""
-        ...
-
     def forward(self, step: Step, inputs: Tensor) -> Forward:
-        """Run `step` through the layers, writing KV rows `[start, start + count)` of each segment's slot.
+        """Run `step` through the layers, and write rows `[start, start + count)` of each segment's slot.
 
-        inputs: int64 `[rows]` token ids on the first shard (the shard pads to the bucket), otherwise hidden states
-        `[bucket, D]`. Rows below `start` must be valid. Rows past `start + count` become garbage: attention never
-        reads beyond a row's own position.
+        inputs: on the first shard int64 token ids `[rows]`, which the shard pads to the bucket; on any other shard
+        hidden states `[bucket, D]`. Rows below `start` must be valid. Rows from `start + count` on become garbage:
+        attention never reads beyond a row's own position.
 
-        A step of `rows_only` is settled at once. Any other one is settled by `commit`; without it, none of its rows
-        have happened. A shard with recurrent layers refuses trees by name, since each node would need a state of its
-        own, and more than 64 rows of a slot in a step that is not settled at once.
-        Where a forward raises, no slot's state has moved; where it starts at 0, the slot had none to keep.
+        A step of `rows_only` is settled at once. Any other step is settled by `commit`; without it, the step counts as
+        if it had never run. A shard with recurrent layers refuses trees by name, since each node would need a state of
+        its own. It also refuses more than 64 rows of a slot in a step that is not settled at once.
+
+        If a forward raises, no slot's state has moved. The exception: the state of a slot that started at 0 is lost.
         """
         ...
 
     def settling(self, step: Step) -> AbstractContextManager[None]:
-        """Around this shard's forward and those of the shards after it. If one of them raises, what a step of
-        `rows_only` has settled here is put back.
+        """Return a context for this shard's forward and those of the shards behind it.
+
+        If one of them raises, what a step of `rows_only` has settled here is put back.
         """
         ...
 
     def commit(self, step: Step, kept: Sequence[Kept]) -> None:
-        """What stays of the step that ran last, for each of its slots in order; the rest is rolled back.
+        """Keep these rows of the last step, for each of its slots in order, and roll the others back.
 
-        A chain is rolled back by forgetting its length, and a tree's path put at its positions. A recurrent layer moves
-        its state to the next multiple of `state_block`, if the kept rows come so far, from what it set aside of them.
-        Where it raises, no slot of the step is to be believed.
+        A chain is rolled back by forgetting its length. The path that stays of a tree is moved to its positions. A
+        recurrent layer moves its state to the next multiple of `states.block` if the kept rows reach it.
+        If this raises, the rows and states of all slots of the step are undefined.
         """
         ...
 
     def logits(self, step: Step, hidden: Tensor) -> Tensor:
-        """Final norm and head over `hidden[bucket, D]`: float32 `[bucket, V]`. Last shard only."""
+        """Apply the final norm and the head to `hidden[bucket, D]`: float32 `[bucket, V]`. Last shard only."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until everything that was asked of the device here has been done."""
-        ...
-
-    def copy_rows(self, source: int, target: int, count: int) -> None:
-        """Copy rows `[0, count)` of slot `source` into slot `target`; not its positional state."""
-        ...
-
-    def seat(self, slot: int, source: int, keep: int, pages: Sequence[int]) -> None:
-        """From now on the slot has these pages of PAGE rows, and rows `[0, keep)` of the source, which may be itself:
-        those in a page of both stay where they are, the others are copied. Of a shard that was built with a pool.
-        """
-        ...
-
-    def grow(self, slot: int, pages: Sequence[int]) -> None:
-        """And these pages behind them."""
-        ...
-
-    def copy_state(self, source: int, target: int) -> None:
-        """The target may go on from wherever the source may."""
-        ...
-
-    @property
-    def addressed(self) -> bool:
-        """May `rows` be called?"""
-        ...
-
-    def rows(self, slot: int, start: int, stop: int) -> Tensor:
-        """Rows where they are: a view `[layers, 2, heads, stop - start, width]` in the order of `row_spec`. On a CUDA
-        device of one page only, ValueError otherwise.
-
-        Any thread that knows that nobody else uses these rows may read and write them.
-        """
-        ...
-
-    def export_rows(self, slot: int, start: int, stop: int) -> NamedTensors:
-        """KV rows `[start, stop)` as `layers.N.k` and `layers.N.v`, each `[KV, stop - start, hd]`, on the host."""
-        ...
-
-    def import_rows(self, slot: int, start: int, rows: NamedTensors) -> None:
-        """Put what `export_rows` gave back at `start`; a name, shape or dtype that is not ours is a ValueError."""
-        ...
-
-    def export_state(self, slot: int) -> NamedTensors:
-        """The slot's positional state, on the host: at the last multiple of `state_block` in its settled rows."""
-        ...
-
-    def import_state(self, slot: int, state: NamedTensors) -> None:
-        """Put what `export_state` gave back: the slot goes on where that stood, which the next forward's start tells.
-
-        A name, shape or dtype that is not ours is a ValueError.
-        """
-        ...
-
-    def keep_state(self, slot: int, place: int) -> None:
-        """Copy what `export_state` would give into a place, on the device."""
-        ...
-
-    def load_state(self, place: int, slot: int) -> None:
-        """Put what was kept in a place back, into any slot, which then stands at that position."""
+        """Wait until the device has done everything that was asked of it."""
         ...
 
     def memory(self) -> Mapping[str, int]:
-        """Bytes held on the device: `weights`, `kv`, `buffers`; and `host`, those of weights in host memory that it
-        reads there, but for experts.
+        """Return the bytes of `weights`, `kv` and `buffers` on the device, and of `host`.
+
+        `host` counts weights in host memory that the device reads there, without those of experts.
         """
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Give the memory back. The shard cannot be used afterwards."""
+        ...

@@ -97,7 +97,8 @@ class TreeAttention:
     def attend(self, number: int, qkv: Tensor, prep: HeadPrep) -> Tensor:
         """`rotate_store` and `attend` of layer `number`, as if every path were a chain of its own. -> `[bucket, H
         hd]`"""
-        (k_cache, v_cache), (k, v) = self.cache.layers[number], self.aside[number]
+        (k_cache, v_cache) = self.cache.layers[number]
+        (k, v) = self.aside[number]
         q = self.kernels.rotate_store(qkv, prep, self.rope, self.flat, k, v)
         for wave in self.waves:
             for piece in wave.pieces:
@@ -147,7 +148,9 @@ def check_path(part: tuple[Segment, ...], path: tuple[int, ...]) -> tuple[int, .
 
 def parents_of(part: tuple[Segment, ...]) -> list[int]:
     """Of every row of a tree the row that it follows; the root, row 0, has itself."""
-    latest, parents = dict[int, int](), list[int]()  # latest: position -> the last row so far that is there
+    # latest: position -> the last row so far that is there
+    latest = dict[int, int]()
+    parents = list[int]()
     for piece in part:
         for position in range(piece.start, piece.start + piece.count):
             row = len(parents)

@@ -18,13 +18,12 @@ from torch import Tensor
 from adapters.models.decoder.decoder_layer import WeightReader
 from adapters.models.decoder.kv_cache import KvCache
 from adapters.models.decoder.pipelined_chunks import current
-from adapters.models.decoder.shard import BUCKETS, NamedTensors, TargetHead
-from adapters.models.drafts.draft_parts import DraftShape, DraftWeights
+from adapters.models.decoder.shard import TargetHead
+from adapters.models.drafts.draft_parts import DraftPlacement, DraftShape, DraftWeights
 from adapters.models.kernels.decode_pass import DecodePass, DraftPass
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.offload import OffloadableWeights, State
 from adapters.models.kernels.step import Segment, Step
-from adapters.sequence_layout import RowSpec
 
 
 class NotLoaded(RuntimeError):
@@ -63,8 +62,10 @@ class CachedDraft(ABC, Generic[L]):
     """Called on the lane's thread only. L: its loaded weights.
 
     kernels: an instance of its own, of its device's kind. head: what it shares with the target, on the same device and
-    in the same dtype; or makes copies for its own device, which come and go with its weights. buckets: the row counts
-    that `extend` accepts and `propose` pads to. A slot holds `capacity` rows and room for what is proposed behind them.
+    in the same dtype; or makes copies for its own device, which come and go with its weights. A slot holds as many rows
+    as `placement` says, and has room for what is proposed behind them.
+
+    rows: the context rows of the slots, one for each row of the target.
     """
 
     def __init__(
@@ -73,29 +74,28 @@ class CachedDraft(ABC, Generic[L]):
         weights: DraftWeights,
         kernels: Kernels,
         head: AnyHead,
-        *,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        slots: int = 4,
-        capacity: int = 8192,
-        buckets: Sequence[int] = BUCKETS,
+        placement: DraftPlacement | None = None,
     ) -> None:
-        self._shape, self._kernels, self._target = shape, kernels, head
-        self._device, self._dtype = torch.device(device), dtype
-        self._buckets = tuple(sorted(buckets))
-        _check_arguments(shape, (slots, capacity), self._buckets)
-        rows = cache_rows(capacity, shape.block, kernels.kv_tile)
-        self._rope = shape.rotary.tables(rows, self._device)
+        placement = DraftPlacement() if placement is None else placement
+        self._shape = shape
+        self._kernels = kernels
+        self._target = head
+        self._device = placement.device
+        self._dtype = placement.dtype
+        self._buckets = tuple(sorted(placement.buckets))
+        _check_arguments(shape, placement)
+        count = cache_rows(placement.capacity, shape.block, kernels.kv_tile)
+        self._rope = shape.rotary.tables(count, self._device)
         names = [f"draft.layers.{layer}" for layer in range(shape.num_layers)]
-        size = (slots, shape.num_kv_heads, rows, shape.head_dim)
-        self._cache = KvCache(names, size, dtype=dtype, device=self._device, capacity=capacity)
+        size = (placement.slots, shape.num_kv_heads, count, shape.head_dim)
+        self.rows = KvCache(names, size, dtype=self._dtype, device=self._device, capacity=placement.capacity)
         self._make_buffers()
         self._offloadable: OffloadableWeights[HeldWeights[L]] = OffloadableWeights(
             partial(self._read, weights), self._device
         )
         self._offloadable.load_back()
         self._try()
-        facts = (weights.digest(), shape.row_facts(), str(dtype), kernels.bit_signature)
+        facts = (weights.digest(), shape.row_facts(), str(self._dtype), kernels.bit_signature)
         self.identity = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
     def _read(self, weights: DraftWeights) -> HeldWeights[L]:
@@ -200,15 +200,7 @@ class CachedDraft(ABC, Generic[L]):
     @property
     def capacity(self) -> int:
         """Context rows of a slot."""
-        return self._cache.capacity
-
-    @property
-    def row_spec(self) -> RowSpec:
-        return self._cache.spec
-
-    @property
-    def addressed(self) -> bool:
-        return True
+        return self.rows.capacity
 
     @property
     def state(self) -> State:
@@ -218,19 +210,7 @@ class CachedDraft(ABC, Generic[L]):
 
     def copy_rows(self, source: int, target: int, start: int, stop: int) -> None:
         """Copy context rows `[start, stop)` of slot `source` into slot `target`."""
-        self._cache.copy(source, target, start, stop)
-
-    def rows(self, slot: int, start: int, stop: int) -> Tensor:
-        """Context rows `[start, stop)` where they are: a view `[layers, 2, KV, stop - start, hd]`."""
-        return self._cache.rows(slot, start, stop)
-
-    def export_rows(self, slot: int, start: int, stop: int) -> NamedTensors:
-        """Context rows `[start, stop)` as `draft.layers.N.k` and `.v`, each `[KV, stop - start, hd]`, on the host."""
-        return self._cache.export(slot, start, stop)
-
-    def import_rows(self, slot: int, start: int, rows: NamedTensors) -> None:
-        """Put what `export_rows` gave back at `start`; a name, shape or dtype that is not ours is a ValueError."""
-        self._cache.import_(slot, start, rows)
+        self.rows.copy_span(source, target, start, stop)
 
     # --- residency ---
 
@@ -261,14 +241,14 @@ class CachedDraft(ABC, Generic[L]):
         return {
             "weights": self._offloadable.weights_bytes,
             "host": self._offloadable.host_bytes,
-            "kv": self._cache.nbytes,
+            "kv": self.rows.nbytes,
             "buffers": self._rope.cos.nbytes + self._rope.sin.nbytes + self._buffers_bytes(),
         }
 
     def close(self) -> None:
         """Give all memory back; the draft is of no use afterwards."""
         self.release()
-        self._cache.close()
+        self.rows.close()
 
     def _forget(self) -> None:
         """Buffers go, and recorded graphs with the weights' addresses in them: fresh kernels have recorded nothing."""
@@ -299,11 +279,11 @@ class CachedDraft(ABC, Generic[L]):
         if len({segment.slot for segment in step.segments}) != len(step.segments):
             raise ValueError("a slot appears twice in one step")
         for segment in step.segments:
-            self._cache.check_span(segment.slot, segment.start, segment.start + segment.count)
+            self.rows.check_span(segment.slot, segment.start, segment.start + segment.count)
 
     def _check_requests(self, requests: Sequence[BlockRequest]) -> None:
         """Raises ValueError for what cannot be proposed to."""
-        slots, capacity, block, vocab = self._cache.slots, self.capacity, self.block, len(self._head.embedding)
+        slots, capacity, block, vocab = self.rows.slots, self.capacity, self.block, len(self._head.embedding)
         if not requests or len({request.slot for request in requests}) != len(requests):
             raise ValueError("nothing is asked, or a slot asks twice")
         for request in requests:
@@ -327,8 +307,11 @@ def first_tokens(parts: Sequence[Tensor]) -> list[list[int]]:
     return [[0] * len(part) for part in parts]
 
 
-def _check_arguments(shape: DraftShape, caches: tuple[int, int], buckets: Sequence[int]) -> None:
-    if min(caches) < 1:
-        raise ValueError(f"{caches[0]} slots of {caches[1]} rows; accepted: at least 1 of 1")
-    if not buckets or buckets[0] < 1 or buckets[-1] < shape.block:
+def _check_arguments(shape: DraftShape, placement: DraftPlacement) -> None:
+    slots = placement.slots
+    capacity = placement.capacity
+    buckets = placement.buckets
+    if min(slots, capacity) < 1:
+        raise ValueError(f"{slots} slots of {capacity} rows; accepted: at least 1 of 1")
+    if not buckets or min(buckets) < 1 or max(buckets) < shape.block:
         raise ValueError(f"buckets {tuple(buckets)} do not hold a block of {shape.block} rows")

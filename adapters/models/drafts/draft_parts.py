@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
+from attrs import field, frozen
 from torch import Tensor
 
 from adapters.checkpoint.weight_source import WeightSource
 from adapters.models.decoder.rope import Rotary
+from adapters.models.decoder.shard import BUCKETS
 from adapters.models.kernels.step import Step
+
+
+@frozen(kw_only=True)
+class DraftPlacement:
+    """Where a draft is built, and how much room it has.
+
+    capacity: rows of a slot. buckets: the row counts that `CachedDraft.extend` accepts and proposals are padded to.
+    """
+
+    device: torch.device = field(default=torch.device("cpu"), converter=torch.device)
+    dtype: torch.dtype = torch.float32
+    slots: int = 4
+    capacity: int = 8192
+    buckets: Sequence[int] = BUCKETS
 
 
 class DraftWeights(WeightSource, Protocol):

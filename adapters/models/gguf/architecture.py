@@ -57,10 +57,15 @@ class Parts:
 
 @frozen
 class Architecture:
-    """settings: as config.json has them. layer: a layer's tensors, as they are published and as llama.cpp calls them.
-    apart: what files may have of a layer in several tensors, by the published name. undo: what brings a tensor back to
-    what was published, if anything was done to it. adjusted: the configuration, if a tensor is part of it. spare:
-    tensors that it has read. head: those of a prediction head, behind the last layer.
+    """The form in which GGUF files of an architecture keep a model.
+
+    settings: returns a mapping with the keys of Hugging Face's config.json, which a family's parser reads.
+    layer: a layer's tensors, by their published names and as llama.cpp calls them.
+    undo: returns what brings a tensor back to its published form, or None if nothing was done to it.
+    adjusted: returns the configuration, with what tensors of the file add to it.
+    spare: the names of tensors that `adjusted` has read.
+    head: the tensors of a prediction head, which stands behind the last layer.
+    apart: tensors of a layer that files may have in several parts, by their published names.
     """
 
     settings: Callable[[Metadata], dict[str, Any]]

@@ -5,7 +5,6 @@ There, llama.cpp rotates neighbours, where all else rotates the two halves of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -81,10 +80,8 @@ def divided(config: LlamaConfig, found: Metadata) -> LlamaConfig:
     return evolve(config, rope_scaling=Divided(tuple(factors)))
 
 
-def form(own: Callable[[Metadata], dict[str, Any]] = settings, **more: Any) -> Architecture:
-    return Architecture(own, FRAME | ATTENTION, **{"undo": nothing_to_undo, **more})
-
-
-LLAMA = form(partial(settings, theta=THETA), undo=halves, adjusted=divided, spare=frozenset({FREQUENCIES}))
-QWEN = form()
+LLAMA = Architecture(
+    partial(settings, theta=THETA), FRAME | ATTENTION, halves, adjusted=divided, spare=frozenset({FREQUENCIES})
+)
+QWEN = Architecture(settings, FRAME | ATTENTION, nothing_to_undo)
 QWEN_MOE = Architecture(settings, {**FRAME, **ATTENTION, **EXPERTS}, nothing_to_undo)

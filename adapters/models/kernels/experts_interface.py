@@ -18,9 +18,9 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
+from adapters.models.kernels.functions.vector_functions import apply_in_vectors
 from adapters.models.kernels.offload import map_tensors
 from adapters.models.kernels.step_batch import Batch
-from adapters.models.kernels.vector_functions import apply_in_vectors
 
 _VECTOR = 64  # a row of logits is padded to a multiple of this, whole vectors on every processor
 _PROBED = 6  # experts of a probed layer, of which a row goes through two; only the router depends on their number

@@ -1,12 +1,17 @@
 """The numerics probe: proves, on this machine, that a row's bits do not depend on how it was computed.
 
-First every product that serving can ask for, shape by shape and with the threads that will serve (`kernels/proof.py`);
-what agrees, and is quickest among that, becomes the plan that the kernels keep to. Then one decoder layer of every kind
-that the family has, of the model's own shapes, with random weights, as a check that the list is whole: every bucket is
-compared with a chunk of C rows, bit for bit, hidden rows and K and V rows, wherever the rows stand in the step, alone
-and next to other slots, across the boundaries of the kernels' key tiles (where products have no plan, packed as the
-model's are); layers with a recurrent state in a manner of
-their own (`state_probe.py`). Nothing is left out for lack of time.
+Theory of operation
+-------------------
+
+1. Every product that serving can ask for is tried, shape by shape and with the threads that will serve
+   (`kernels/proof/`). Among the ways that agree bit for bit, the quickest becomes the plan of the kernels.
+2. The list of products may have gaps. So one decoder layer of each kind of the family is run with random weights, in
+   the shapes of the model. Each bucket is compared with a chunk of C rows, bit for bit: hidden rows, and rows of K and
+   V. Rows are tried wherever they can stand in a step, alone, beside other slots, and across the boundaries of the
+   kernels' key tiles.
+3. Layers with recurrent state have trials of their own (`state_probe.py`).
+
+Without a plan of products, weights are packed here as the model's are. No trial is left out for lack of time.
 """
 
 from __future__ import annotations
@@ -14,21 +19,20 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 from torch import Tensor
 
 from adapters.checkpoint.packed_matrix import StepLayout
 from adapters.models.decoder.family import Family, ModelConfig
-from adapters.models.decoder.shard import BUCKETS, Shard
+from adapters.models.decoder.shard import BUCKETS, Shard, ShardPlacement
+from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.interface import Kernels
-from adapters.models.kernels.product_list import Proof
+from adapters.models.kernels.product_list import Products, Proof
 from adapters.models.kernels.row_format import RowFormat
-from adapters.models.kernels.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step
-from adapters.models.numerics.probe_result import BLOCK_SIZE, Numerics, kept_under, machine
+from adapters.models.numerics.probe_result import BLOCK_SIZE, Numerics, build_proof_key, describe_machine
 from adapters.models.numerics.state_probe import StateBench
 from adapters.models.numerics.synthetic import RandomWeights, packed_in
 from adapters.sequence_layout import torch_dtype
@@ -40,58 +44,63 @@ _FINGERPRINT_ROWS = 64
 _EXPERTS = 2  # the arithmetic of experts, of which nothing that was kept of another is taken
 
 
-def probe_key(
-    family: Family,
-    config: ModelConfig,
-    kernels: Kernels,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    rows: torch.dtype | None = None,
-    chunk: int,
-    capacity: int,
-    sizes: Sequence[int] = BUCKETS,
-    memory: int = 1 << 62,
-    layouts: Mapping[str, StepLayout] = {},
-) -> str:
-    """Under which an outcome may be kept: 32 hex digits over all that the probe depends on."""
-    how: dict[str, Any] = {"capacity": capacity, "dtype": dtype, "memory": memory, "layouts": layouts}
-    listed = config.products(buckets_of(sizes, chunk), threads=torch.get_num_threads(), **how)
+@frozen(kw_only=True)
+class ProbeShape:
+    """What is served and where, as far as a probe depends on it.
+
+    rows: the dtype that keys and values are kept in; None: `dtype`. chunk: rows of a prefill chunk. capacity: rows of a
+    slot. sizes: the buckets that are tried, beside the chunk. memory: bytes that weights may take in host memory.
+    layouts: of tensors that may be multiplied as they are packed.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    rows: torch.dtype | None = None
+    chunk: int
+    capacity: int
+    sizes: Sequence[int] = BUCKETS
+    memory: int = 1 << 62
+    layouts: Mapping[str, StepLayout] = {}
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        return buckets_of(self.sizes, self.chunk)
+
+    def list_products(self, config: ModelConfig) -> Products:
+        """Return every product that serving can ask for."""
+        return config.products(
+            self.buckets,
+            capacity=self.capacity,
+            dtype=self.dtype,
+            threads=torch.get_num_threads(),
+            memory=self.memory,
+            layouts=self.layouts,
+        )
+
+
+def probe_key(family: Family, config: ModelConfig, kernels: Kernels, shape: ProbeShape) -> str:
+    """Return the key under which an outcome may be kept: 32 hex digits over all that the probe depends on."""
     kinds = (family.model_type, tuple(config.probed()), *(() if config.experts is None else (_EXPERTS,)))
-    return kept_under(listed, kernels, device, (kinds, chunk, capacity, tuple(sizes), str(dtype), str(rows or dtype)))
+    dtypes = str(shape.dtype), str(shape.rows or shape.dtype)
+    facts = (kinds, shape.chunk, shape.capacity, tuple(shape.sizes), *dtypes)
+    return build_proof_key(shape.list_products(config), kernels, shape.device, facts)
 
 
 def buckets_of(sizes: Sequence[int], chunk: int) -> tuple[int, ...]:
+    """Return the sizes below a chunk, ascending, and the chunk."""
     return (*(bucket for bucket in sorted(sizes) if bucket < chunk), chunk)
 
 
-def probe(
-    family: Family,
-    config: ModelConfig,
-    kernels: Kernels,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    rows: torch.dtype | None = None,
-    chunk: int,
-    capacity: int,
-    sizes: Sequence[int] = BUCKETS,
-    memory: int = 1 << 62,
-    layouts: Mapping[str, StepLayout] = {},
-) -> Numerics:
-    """Take the measure of `kernels` on `device`; a second or two. The kernels themselves are left as they were.
-
-    rows: what keys and values are kept in; by default the dtype. memory: bytes that weights may take in host memory.
-    layouts: of tensors that may be multiplied as they are packed.
-    """
+def probe(family: Family, config: ModelConfig, kernels: Kernels, shape: ProbeShape) -> Numerics:
+    """Prove what holds of `kernels` on the device. It takes a second or two, and leaves the kernels as they were."""
     start = time.perf_counter()
-    buckets, threads = buckets_of(sizes, chunk), torch.get_num_threads()
-    how: dict[str, Any] = {"capacity": capacity, "dtype": dtype, "memory": memory, "layouts": layouts}
-    proof = kernels.prove(config.products(buckets, threads=threads, **how))
-    shape: dict[str, Any] = {"device": device, "dtype": dtype, "rows": rows, "capacity": capacity, "buckets": buckets}
+    chunk = shape.chunk
+    buckets = shape.buckets
+    threads = torch.get_num_threads()
+    proof = kernels.prove(shape.list_products(config))
     found = [
-        _layer(family, small, layers, kernels, proof, layouts=own, **shape)
-        for small, layers, own in packed_in(config.probed(), layouts if proof.plan is None else {})
+        _probe_layer(family, small, kernels, proof, evolve(shape, layouts=own), layers=layers)
+        for small, layers, own in packed_in(config.probed(), shape.layouts if proof.plan is None else {})
     ]
     broken = {bucket: why for one in found for bucket, why in one.broken.items()}
     kept = tuple(bucket for bucket in buckets if bucket not in broken)
@@ -106,8 +115,10 @@ def probe(
         block_size=BLOCK_SIZE if buckets_hold else chunk,
         chunk=chunk,
         kernels=kernels.name,
-        threads=threads if device.type == "cpu" else 0,
-        numerics_class=f"{machine(kernels, device)}, {_served(kept, proof, threads)}, {fingerprint}",
+        threads=threads if shape.device.type == "cpu" else 0,
+        numerics_class=", ".join(
+            (describe_machine(kernels, shape.device), digest_served_shapes(kept, proof, threads), fingerprint)
+        ),
         seconds=time.perf_counter() - start,
         checks=sum(one.checks for one in found) + proof.checks,
         spans=sum(one.spans for one in found),
@@ -128,51 +139,39 @@ class LayerFindings:
     fingerprint: str
 
 
-def _layer(
-    family: Family,
-    config: ModelConfig,
-    layers: range,
-    kernels: Kernels,
-    proof: Proof,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    rows: torch.dtype | None,
-    capacity: int,
-    buckets: tuple[int, ...],
-    layouts: Mapping[str, StepLayout],
+def _probe_layer(
+    family: Family, config: ModelConfig, kernels: Kernels, proof: Proof, shape: ProbeShape, *, layers: range
 ) -> LayerFindings:
-    stored = torch.float32 if device.type == "cpu" else dtype
-    weights = RandomWeights(config, 1, device, stored, config.hidden_size**-0.5, layouts)
-    shard = family.build(
-        config,
-        weights,
-        kernels.with_plan(proof.plan),
-        device=device,
-        dtype=dtype,
-        rows=rows,
+    """Probe one layer of a kind. layers: which one of the small model `config`."""
+    stored = torch.float32 if shape.device.type == "cpu" else shape.dtype
+    weights = RandomWeights(config, 1, shape.device, stored, config.hidden_size**-0.5, shape.layouts)
+    placement = ShardPlacement(
+        device=shape.device,
+        dtype=shape.dtype,
+        rows=shape.rows,
         layers=layers,
         slots=PROBED_SLOTS,
-        capacity=capacity,
-        buckets=buckets,
+        capacity=shape.capacity,
+        buckets=shape.buckets,
         state_places=1,
     )
+    shard = family.build(config, weights, kernels.with_plan(proof.plan), placement)
     try:
         bench: LayerBench | StateBench
-        if shard.state_specs:
-            bench = StateBench(shard, capacity)
+        if shard.states.specs:
+            bench = StateBench(shard, shape.capacity)
             spans = bench.run()
         else:
-            bench = LayerBench(shard, config.hidden_size, capacity)
+            bench = LayerBench(shard, config.hidden_size, shape.capacity)
             spans = bench.run(kernels.kv_tile, every=proof.plan is None)
         whole = proof.holds and not bench.broken
-        widths = frozenset(buckets[:-1] if whole else bench.widths())
+        widths = frozenset(shape.buckets[:-1] if whole else bench.widths())
         return LayerFindings(bench.broken, widths, bench.checks, spans, bench.fingerprint)
     finally:
         shard.close()
 
 
-def _served(buckets: Sequence[int], proof: Proof, threads: int) -> str:
+def digest_served_shapes(buckets: Sequence[int], proof: Proof, threads: int) -> str:
     """16 hex digits of the shapes that serve: whoever serves in others shares nothing with us."""
     plan = None if proof.plan is None else proof.plan.bit_signature()
     parts = (tuple(buckets), plan, 0 if proof.single else threads, proof.digest)
@@ -216,20 +215,25 @@ class LayerBench:
     fingerprint: str = field(init=False, default="")
 
     def __attrs_post_init__(self) -> None:
-        shard, generator = self.shard, make_generator(2)
-        self.tokens = torch.randint(0, shard.vocab_size, (self.capacity,), generator=generator)
-        generator = make_generator(3, shard.device)
-        if shard.layers.start:  # hidden states come in, one vector for each token of the vocabulary
-            table = torch.empty(shard.vocab_size, self.hidden_size, device=shard.device, dtype=shard.dtype)
+        shard = self.shard
+        generator = make_generator(2)
+        self.tokens = torch.randint(0, shard.spec.vocab_size, (self.capacity,), generator=generator)
+        generator = make_generator(3, shard.spec.device)
+        if shard.spec.layers.start:  # hidden states come in, one vector for each token of the vocabulary
+            table = torch.empty(
+                shard.spec.vocab_size, self.hidden_size, device=shard.spec.device, dtype=shard.spec.dtype
+            )
             self.vectors = table.normal_(generator=generator)
-        spec, form, rows = shard.row_spec, RowFormat(torch_dtype(shard.row_spec.dtype)), dict[str, Tensor]()
+        spec = shard.rows.spec
+        form = RowFormat(torch_dtype(shard.rows.spec.dtype))
+        rows = dict[str, Tensor]()
         shape = (spec.heads, self.capacity, form.head_size(spec.width))
         for name in spec.names:
-            drawn = torch.empty(shape, device=shard.device, dtype=shard.dtype)
+            drawn = torch.empty(shape, device=shard.spec.device, dtype=shard.spec.dtype)
             rows[name] = form.encode(drawn.normal_(generator=generator))
-        shard.import_rows(0, 0, rows)
+        shard.rows.import_(0, 0, rows)
         for slot in range(1, PROBED_SLOTS):
-            shard.copy_rows(0, slot, self.capacity)
+            shard.rows.copy(0, slot, self.capacity)
 
     def compute(self, bucket: int, *segments: Segment) -> list[Computed]:
         """The rows of every segment; slots all hold the same sequence."""
@@ -239,10 +243,12 @@ class LayerBench:
             padding = inputs.new_zeros(bucket - len(inputs))
             inputs = self.vectors[torch.cat((inputs, padding)).to(self.vectors.device)]
         hidden = self.shard.forward(step, inputs).hidden
-        found, row = [], 0
+        found = []
+        row = 0
         for segment in segments:
-            rows, stop = slice(row, row + segment.count), segment.start + segment.count
-            kv = self.shard.export_rows(segment.slot, segment.start, stop)
+            rows = slice(row, row + segment.count)
+            stop = segment.start + segment.count
+            kv = self.shard.rows.export(segment.slot, segment.start, stop)
             found.append(Computed(segment.start, hidden[rows].clone(), kv))
             row += segment.count
         return found
@@ -250,7 +256,7 @@ class LayerBench:
     def run(self, tile: int, *, every: bool) -> int:
         """Check every bucket at key tile boundaries, `every` sampled one or the first and the last; returns how
         many."""
-        rows = min(self.shard.buckets[-1], self.capacity)
+        rows = min(self.shard.spec.buckets[-1], self.capacity)
         last = self.capacity - rows
         at = [min(max(0, boundary - rows // 2), last) for boundary in boundaries(tile, self.capacity)]
         thorough = {0, *at[:1]}
@@ -261,12 +267,12 @@ class LayerBench:
 
     def check_span(self, start: int, rows: int, tile: int, *, thorough: bool) -> None:
         """Compare pieces of `[start, start + rows)` with the whole of it, computed as one chunk of C."""
-        chunk = self.shard.buckets[-1]
+        chunk = self.shard.spec.buckets[-1]
         [whole] = self.compute(chunk, Segment(0, start, rows))
         if not self.fingerprint:
             self._take_fingerprint(whole.part(start, start + min(rows, _FINGERPRINT_ROWS)))
         edge = min(max(start + 1, (start // tile + 1) * tile), start + rows - 1)
-        for bucket in self.shard.buckets:
+        for bucket in self.shard.spec.buckets:
             for at, count in pieces(start, rows, edge, bucket, thorough=thorough):
                 if bucket in self.broken:
                     break
@@ -275,7 +281,7 @@ class LayerBench:
             if thorough and bucket not in self.broken:
                 self._check_batch(bucket, whole, start, rows, edge)
             if bucket in self.broken:
-                self.shard.import_rows(0, start, whole.kv)
+                self.shard.rows.import_(0, start, whole.kv)
 
     def _check_batch(self, bucket: int, whole: Computed, start: int, rows: int, edge: int) -> None:
         """Neighbours: segments of three slots in one step, each as it came out of the chunk."""
@@ -285,7 +291,7 @@ class LayerBench:
         if sum(segment.count for segment in segments) > bucket:
             return
         for slot in range(1, PROBED_SLOTS):
-            self.shard.import_rows(slot, start, whole.kv)
+            self.shard.rows.import_(slot, start, whole.kv)
         for part in self.compute(bucket, *segments):
             self._compare(bucket, "batched", whole, part)
 
@@ -293,7 +299,7 @@ class LayerBench:
         stop = part.start + len(part.hidden)
         self.checks += 1
         if bucket not in self.broken and not same_bits(whole.part(part.start, stop), part):
-            chunk = self.shard.buckets[-1]
+            chunk = self.shard.spec.buckets[-1]
             self.broken[bucket] = (
                 f"bucket {bucket}: rows {part.start}..{stop - 1}, {how}, differ from a chunk of {chunk}"
             )
@@ -306,8 +312,10 @@ class LayerBench:
 
     def widths(self) -> set[int]:
         """The buckets at which a row is the same alone, in another place and among others."""
-        at, other, found = self.capacity // 2, self.capacity // 3, set[int]()
-        for bucket in self.shard.buckets[:-1]:
+        at = self.capacity // 2
+        other = self.capacity // 3
+        found = set[int]()
+        for bucket in self.shard.spec.buckets[:-1]:
             [alone] = self.compute(bucket, Segment(0, at, 1))
             _, batched, _ = self.compute(bucket, Segment(1, other, 1), Segment(0, at, 1), Segment(2, at, 1))
             if same_bits(alone, batched):
@@ -333,6 +341,7 @@ def pieces(start: int, rows: int, edge: int, bucket: int, *, thorough: bool) -> 
     if thorough or bucket <= _NARROW:
         found += [(edge, 1), (edge - 1, 1), (end - 1, 1)]
     if thorough:
-        odd, at = max(1, full - 1), min(start + BLOCK_SIZE, end - 1)
+        odd = max(1, full - 1)
+        at = min(start + BLOCK_SIZE, end - 1)
         found += [(start, full), (end - odd, odd), (at, min(bucket, end - at))]
     return list(dict.fromkeys(found))

@@ -105,7 +105,7 @@ class Numerics:
         return found
 
 
-def joined(parts: Sequence[tuple[range, Numerics]]) -> Numerics:
+def join_numerics(parts: Sequence[tuple[range, Numerics]]) -> Numerics:
     """Of a target whose runs of layers are computed in what was found for each, all with the same chunk.
 
     Where all are of one class, which layers were computed where is no part of it. Where they are not, what layers are
@@ -161,15 +161,15 @@ for _kind in (int, str, float, bool):
     _converter.register_structure_hook(_kind, _exactly)
 
 
-def kept_under(listed: Products, kernels: Kernels, device: torch.device, more: object = None) -> str:
+def build_proof_key(listed: Products, kernels: Kernels, device: torch.device, more: object = None) -> str:
     """Under which the proof of a list of products may be kept, and whatever else was measured: 32 hex digits."""
     own = [_RECURRENT] if listed.deltas else []
     own += [_BETWEEN] if device.type == "cpu" else []
-    parts = (_VERSION, str(device), torch.get_num_threads(), machine(kernels, device), listed, more, *own)
+    parts = (_VERSION, str(device), torch.get_num_threads(), describe_machine(kernels, device), listed, more, *own)
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
-def machine(kernels: Kernels, device: torch.device) -> str:
+def describe_machine(kernels: Kernels, device: torch.device) -> str:
     """Device kind, instruction set or GPU, torch build and kernels, in words."""
     build = f"torch {torch.__version__}"
     if device.type == "cuda":

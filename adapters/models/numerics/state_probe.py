@@ -14,7 +14,7 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from adapters.models.decoder.shard import Shard
-from adapters.models.kernels.seeded import make_generator
+from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.probe_result import BLOCK_SIZE
 
@@ -44,11 +44,11 @@ class StateBench:
 
     def __attrs_post_init__(self) -> None:
         generator = make_generator(2)
-        self.tokens = torch.randint(0, self.shard.vocab_size, (self.capacity,), generator=generator)
+        self.tokens = torch.randint(0, self.shard.spec.vocab_size, (self.capacity,), generator=generator)
 
     @property
     def chunk(self) -> int:
-        return self.shard.buckets[-1]
+        return self.shard.spec.buckets[-1]
 
     def run(self) -> int:
         """Check every bucket, from behind a chunk, if there is room for another one; returns from how many starts."""
@@ -57,9 +57,9 @@ class StateBench:
         whole = self.compute(0, start, self.chunk, most, most)
         near = self.compute(0, start, self.chunk, min(_NEAR, most), most)
         self._take_fingerprint(whole)
-        for bucket in self.shard.buckets:
+        for bucket in self.shard.spec.buckets:
             rows, reference = (min(_NEAR, most), near) if bucket <= _NARROW else (most, whole)
-            sizes = {bucket, max(1, bucket - 1), *((1,) if bucket == self.shard.buckets[0] else ())}
+            sizes = {bucket, max(1, bucket - 1), *((1,) if bucket == self.shard.spec.buckets[0] else ())}
             for count in sorted(sizes):
                 if bucket not in self.broken:
                     found = self.compute(1, start, bucket, rows, count)
@@ -83,15 +83,15 @@ class StateBench:
             found.append(self._forward(step)[:part].clone())
             if not step.rows_only:
                 self.shard.commit(step, [part])
-        return Settled(torch.cat(found), self.shard.export_state(slot))
+        return Settled(torch.cat(found), self.shard.states.export(slot))
 
     def _chunk_before(self, slot: int) -> None:
         """Computed once, and kept: what goes on from a place goes on from what was put there."""
         if self._kept:
-            self.shard.load_state(0, slot)
+            self.shard.states.load(0, slot)
             return
         self._forward(Step((Segment(slot, 0, self.chunk),), self.chunk, rows_only=True))
-        self.shard.keep_state(slot, 0)
+        self.shard.states.keep(slot, 0)
         self._kept = True
 
     def _forward(self, step: Step) -> Tensor:
@@ -134,7 +134,7 @@ class StateBench:
     def widths(self) -> set[int]:
         """The buckets at which a row is the same alone and among others."""
         found = set[int]()
-        for bucket in self.shard.buckets[:-1]:
+        for bucket in self.shard.spec.buckets[:-1]:
             alone = self._forward(Step((Segment(0, 0, 1),), bucket))[:1].clone()
             beside = self._forward(Step((Segment(1, 0, 2), Segment(0, 0, 1)), bucket))[2:3]
             if same_bits(alone, beside):

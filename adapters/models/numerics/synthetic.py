@@ -15,7 +15,7 @@ from adapters.checkpoint.safetensors_folder import Shapes
 from adapters.models.decoder.family import ModelConfig
 from adapters.models.drafts.dflash.checkpoint import draft_tensors
 from adapters.models.drafts.dflash.config import DFlashConfig
-from adapters.models.kernels.seeded import make_generator
+from adapters.models.kernels.functions.seeded import make_generator
 
 
 @frozen
@@ -99,8 +99,10 @@ def random_matrix(
     shape: tuple[int, ...], layout: StepLayout, name: str, device: torch.device | None = None, scale: float = 0.02
 ) -> PackedMatrix:
     """Packed numbers of about that standard deviation. Steps are those that files have: of Q5_K five bits."""
-    generator, (rows, columns) = _generator(name, device), shape
-    groups, spans = columns // layout.group, columns // layout.span
+    generator = _generator(name, device)
+    (rows, columns) = shape
+    groups = columns // layout.group
+    spans = columns // layout.span
 
     def whole(low: int, high: int, each: int, dtype: torch.dtype = torch.int8) -> Tensor:
         return torch.randint(low, high, (rows, each), generator=generator, device=device, dtype=dtype)
@@ -115,11 +117,14 @@ def random_matrix(
         drawn = torch.empty(rows, columns, device=device).normal_(generator=generator)
         return PackedMatrix(layout, drawn.to(torch.float8_e4m3fn).view(torch.uint8), around(step))
     if layout.steps in TABLES:
-        steps, step = whole(0, 16, columns, torch.uint8), step / (70 if layout.steps == "iq4" else 4.6)
+        steps = whole(0, 16, columns, torch.uint8)
+        step = step / (70 if layout.steps == "iq4" else 4.6)
     elif layout.least == "own":
-        steps, step = whole(0, 32, columns), step / 9
+        steps = whole(0, 32, columns)
+        step = step / 9
     else:
-        steps, step = whole(-128, 128, columns), step / 74
+        steps = whole(-128, 128, columns)
+        step = step / 74
     inner = whole(1, 48, groups) if layout.inner else None
     middle = scale / 4.6 if layout.least == "own" else None
     return PackedMatrix(layout, steps, around(step), inner, least, None if middle is None else around(middle))
@@ -131,7 +136,8 @@ def _generator(name: str, device: torch.device | None) -> torch.Generator:
 
 
 def _normal(shape: tuple[int, ...], name: str, device: torch.device, dtype: torch.dtype, scale: float) -> Tensor:
-    generator, tensor = _generator(name, device), torch.empty(shape, device=device, dtype=dtype)
+    generator = _generator(name, device)
+    tensor = torch.empty(shape, device=device, dtype=dtype)
     if name.endswith("A_log"):  # of recurrent heads: some forget within a few rows, some remember for thousands
         return tensor.normal_(-4.0, 2.0, generator=generator)
     tensor.normal_(0.0, scale, generator=generator)

@@ -25,7 +25,7 @@ class RemoteDrafting(DraftProposer[RemoteDraft]):
 
     def _ask(self, request: DraftRequest) -> BlockRequest:
         ask = super()._ask(request)
-        first = self.draft.context(ask.slot, ask.first, ask.position)
+        first = self.draft.rows.find_context_start(ask.slot, ask.first, ask.position)
         return evolve(ask, first=first, count=ask.count if first < ask.position else 0)
 
 

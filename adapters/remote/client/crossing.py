@@ -23,20 +23,22 @@ from adapters.remote.protocol.messages import (
     Unacceptable,
     WireMessage,
 )
-from adapters.remote.protocol.payload_tensors import TensorBytes, described, unpacked
+from adapters.remote.protocol.payload_tensors import TensorBytes, describe_tensors, unpack_tensors
 from adapters.sequence_layout import RowSpec, TensorSpec
 
 
-def given(lender: Lender | None, tensors: NamedTensors) -> tuple[tuple[Described, ...], tuple[Lent, ...], NamedTensors]:
+def describe_sent(
+    lender: Lender | None, tensors: NamedTensors
+) -> tuple[tuple[Described, ...], tuple[Lent, ...], NamedTensors]:
     """What a daemon is told of tensors, and what has to be sent: nothing where it sees them, and reads them until it
     answers.
     """
-    lent = () if lender is None else lender.lent(tensors)
-    return ((), lent, {}) if lent else (described(tensors), (), tensors)
+    lent = () if lender is None else lender.locate(tensors)
+    return ((), lent, {}) if lent else (describe_tensors(tensors), (), tensors)
 
 
 def import_rows(peer: Peer, slot: int, start: int, rows: NamedTensors) -> None:
-    tensors, lent, sent = given(peer.lender, rows)
+    tensors, lent, sent = describe_sent(peer.lender, rows)
     peer.ask(Op.IMPORT_ROWS, ImportRows(slot, start, tensors, lent), Nothing, list(sent.values()))
 
 
@@ -46,7 +48,8 @@ def import_runs(
     """Put rows `[names, heads, rows, width]` of `spec` there, each from its start on. Those that the daemon sees itself
     are posted, and `keep`, whose memory they are in, is referred to until it has them.
     """
-    lender, seen = peer.lender, list[LentRun]()
+    lender = peer.lender
+    seen = list[LentRun]()
     for start, rows in runs:
         if lender is not None and (lent := lender.run(spec, start, rows)) is not None:
             seen.append(lent)
@@ -57,11 +60,11 @@ def import_runs(
         peer.post(Op.IMPORT_RUNS, ImportRuns(slot, some), keep, spec.token_bytes * sum(run.count for run in some))
 
 
-def expected_of(specs: Sequence[TensorSpec]) -> tuple[Described, ...]:
+def describe_specs(specs: Sequence[TensorSpec]) -> tuple[Described, ...]:
     return tuple(Described(one.name, one.dtype, one.shape) for one in specs)  # type: ignore[arg-type]
 
 
-def asked_tensors(
+def ask_tensors(
     peer: Peer, op: Op, message: WireMessage, kind: type[T], *, sent: NamedTensors, expected: tuple[Described, ...]
 ) -> tuple[T, TensorBytes]:
     """What a daemon answers with tensors, which are to be read before anything else is asked. Anything but what is
@@ -69,7 +72,7 @@ def asked_tensors(
     """
     done, frame = peer.ask(op, message, kind, list(sent.values()))
     try:
-        found = unpacked(done.tensors, frame.payload)  # type: ignore[attr-defined]
+        found = unpack_tensors(done.tensors, frame.payload)  # type: ignore[attr-defined]
     except Unacceptable as error:
         raise peer.lose(ConnectionBroken(str(error))) from error
     if found.tensors != expected:

@@ -71,14 +71,15 @@ class Launched:
     def open(self) -> Channel:
         if self._begun is None:
             self.begin()
-        channel, self._begun = self._begun, None
+        channel = self._begun
+        self._begun = None
         assert channel is not None
         return channel
 
     def begin(self) -> None:
         self.end()
         ours, theirs = socket.socketpair()
-        made = [shared_memory.made(), shared_memory.made()]
+        made = [shared_memory.make_memory(), shared_memory.make_memory()]
         with self._lock:
             self._memory = tuple(one for one in made if one is not None)
             seen = self._memory if self.lender is None else (*self._memory, self.lender.descriptor)
@@ -102,18 +103,21 @@ class Launched:
         if len(self._memory) != 2 or not all(sizes):
             return None
         try:
-            out, into = (shared_memory.grown(one, size) for one, size in zip(self._memory, sizes, strict=True))
+            out, into = (shared_memory.grow_memory(one, size) for one, size in zip(self._memory, sizes, strict=True))
         except OSError:
             return None
         return Shared(out, into, lender=self.lender)
 
     def end(self) -> str:
-        begun, self._begun = self._begun, None
+        begun = self._begun
+        self._begun = None
         if begun is not None:
             begun.close()
         with self._lock:
-            process, self._process = self._process, None
-            memory, self._memory = self._memory, ()
+            process = self._process
+            self._process = None
+            memory = self._memory
+            self._memory = ()
         for one in memory:
             os.close(one)
         if process is None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from adapters.models.numerics.probe_result import Numerics
 from adapters.remote.client.dial import Dial
 from adapters.remote.client.pending_answers import Posted, PostedQuestion, PostedRefused
-from adapters.remote.protocol.channel import Channel, ConnectionBroken, WireFrame, failed, failure
+from adapters.remote.protocol.channel import Channel, ConnectionBroken, WireFrame, failure, is_failure
 from adapters.remote.protocol.draft_messages import DraftReady, LoadDraft
 from adapters.remote.protocol.handshake import greet
 from adapters.remote.protocol.lent_memory import Lender
@@ -29,8 +29,8 @@ from adapters.remote.protocol.messages import (
     Prove,
     Unacceptable,
     WireMessage,
-    decoded,
-    encoded,
+    decode_message,
+    encode_message,
 )
 from adapters.remote.protocol.peer_expectation import Deadlines, ExpectedModel
 from adapters.remote.protocol.scorer_messages import DrafterReady, LoadDrafter
@@ -49,11 +49,11 @@ PAUSE_SHARE = 50  # times as long as a try took: a port where nobody listens say
 
 @define(eq=False)
 class Peer:
-    """Everything is asked by one thread at a time. pause_s: after it could not be had again, everybody is told at once
-    for so long, or less where it took no time to find that out. error, gone: why it is not there; empty while it is.
+    """The connection to one daemon. One thread at a time asks over it.
 
-    restarts: times that it was had anew. hops, hop_ns: of forwards, the time that was not computing there. waits:
-    whoever asks when it is gone waits until it is had anew; else that is for somebody who calls `again`.
+    pause_s: after a failed try, calls fail at once for so long, or less if the try took little time. error, gone: why
+    it is not connected; empty while it is. restarts: new connections so far. hops, hop_ns: of forwards, the time that
+    was not spent on computing. waits: a call that finds it gone connects anew; otherwise the owner calls `reconnect`.
     """
 
     dial: Dial
@@ -88,7 +88,7 @@ class Peer:
         """Have it, and be sure who it is. Raises RowsLost."""
         with self._lock:
             try:
-                self._channel = self._opened()
+                self._channel = self._open_connection()
             except (ConnectionBroken, OSError) as error:
                 raise self.lose(error) from error
             assert self.facts is not None
@@ -115,37 +115,38 @@ class Peer:
     def _load_first(self, asked: Load, kind: type[A]) -> A:
         with self._lock:
             try:
-                loaded = self._loaded(self._living(), asked, kind)
+                loaded = self._load_over(self._living(), asked, kind)
             except ConnectionBroken as error:
                 raise self.lose(error) from error
-            self.slots, self._load = asked.slots, (asked, loaded)
+            self.slots = asked.slots
+            self._load = (asked, loaded)
             return loaded
 
-    def lost_to(self, told: Callable[[str], object]) -> None:
-        """From now on this hears, before anybody else does, that all rows are gone, and why; and it is had anew."""
-        self._told = told
+    def set_loss_listener(self, listener: Callable[[str], object]) -> None:
+        """Have this called first, with the reason, whenever all rows are lost. Then a new connection is made."""
+        self._told = listener
 
     # --- asking ---
 
     def ask(
         self, op: Op, message: WireMessage, answer: type[T], tensors: Sequence[Tensor] = (), *, seconds: float = 0
     ) -> tuple[T, WireFrame]:
-        """What it says; the frame is to be read before anything else is asked.
+        """Ask, and return the answer. Its frame must be read before anything else is asked.
 
-        Raises RowsLost where it is gone or makes no sense. Else what it failed with: ValueError where it refused,
-        torch.OutOfMemoryError, RuntimeError.
+        Raises RowsLost where the daemon is gone or its answer makes no sense, ValueError where it refused, and
+        torch.OutOfMemoryError or RuntimeError for what it failed with.
         """
         with self._lock:
             channel = self._living()
             try:
-                return self._asked(channel, op, message, answer, tensors, seconds=seconds or self.deadlines.step)
+                return self._ask_over(channel, op, message, answer, tensors, seconds=seconds or self.deadlines.step)
             except ConnectionBroken as error:
                 raise self.lose(error) from error
             except PostedRefused as error:
-                raise self._refused(str(error)) from error
+                raise self._lose_rows(str(error)) from error
 
-    def heard(self) -> None:
-        """All that was posted has been answered. Raises RowsLost where something was refused, too."""
+    def read_posted_answers(self) -> None:
+        """Wait for the answers to all posted questions. Raises RowsLost, also where one was refused."""
         with self._lock:
             if self._channel is None:
                 raise RowsLost((), f"{self.dial.name}: {self.error}")
@@ -154,7 +155,7 @@ class Peer:
             except ConnectionBroken as error:
                 raise self.lose(error) from error
             if refused:
-                raise self._refused(refused)
+                raise self._lose_rows(refused)
 
     def post(self, op: Op, message: WireMessage, keep: Sequence[object] = (), nbytes: int = 0) -> None:
         """Ask without waiting: its answer is read before that of whatever is asked next. One that failed is a loss.
@@ -162,15 +163,15 @@ class Peer:
         nbytes: of rows that it reads in memory that is lent, to which `keep` is referred until then.
         """
         with self._lock:
-            if nbytes and self._posted.crowded(nbytes):
-                self.heard()
+            if nbytes and self._posted.is_crowded(nbytes):
+                self.read_posted_answers()
             channel = self._living()
             try:
-                self._posted.add(PostedQuestion(op, self._sent(channel, op, message, ()), keep, nbytes))
+                self._posted.add(PostedQuestion(op, self._send(channel, op, message, ()), keep, nbytes))
             except ConnectionBroken as error:
                 raise self.lose(error) from error
 
-    def spent(self, waited_ns: int, computed_ns: int) -> None:
+    def count_hop(self, waited_ns: int, computed_ns: int) -> None:
         """On a forward."""
         self.hops += 1
         self.hop_ns += max(0, waited_ns - computed_ns)
@@ -190,8 +191,8 @@ class Peer:
         return None if self._channel is None else self._channel.lender
 
     @property
-    def ended(self) -> bool:
-        """By any thread: is its connection of no use, as far as that can be seen without asking?"""
+    def has_ended(self) -> bool:
+        """Is the connection of no use, as far as can be seen without asking? On any thread."""
         return not self._closed and ((channel := self._channel) is None or channel.ended)
 
     @property
@@ -200,7 +201,7 @@ class Peer:
 
     @property
     def lock(self) -> threading.RLock:
-        """Held by whoever asks and then reads the frame."""
+        """The lock that a caller holds while it asks and then reads the frame."""
         return self._lock
 
     def figures(self) -> Mapping[str, float]:
@@ -221,12 +222,12 @@ class Peer:
 
     # --- how ---
 
-    def _sent(self, channel: Channel, op: Op, message: WireMessage, tensors: Sequence[Tensor]) -> int:
+    def _send(self, channel: Channel, op: Op, message: WireMessage, tensors: Sequence[Tensor]) -> int:
         self._request = request = (self._request + 1) % (1 << 32)
-        channel.send(op, request, encoded(message), tensors, seconds=self.deadlines.step)
+        channel.send(op, request, encode_message(message), tensors, seconds=self.deadlines.step)
         return request
 
-    def _asked(
+    def _ask_over(
         self,
         channel: Channel,
         op: Op,
@@ -236,15 +237,15 @@ class Peer:
         *,
         seconds: float,
     ) -> tuple[T, WireFrame]:
-        request = self._sent(channel, op, message, tensors)
+        request = self._send(channel, op, message, tensors)
         refused = self._posted.answers(channel, seconds)
         frame = channel.answer(op, request, seconds)
         if refused:  # what came for this question is of rows that are not believed any more
             raise PostedRefused(refused)
-        if failed(frame):
+        if is_failure(frame):
             raise failure(channel, frame)
         try:
-            return decoded(frame.arguments, answer), frame
+            return decode_message(frame.arguments, answer), frame
         except Unacceptable as error:
             raise channel.broken(str(error)) from error
 
@@ -256,21 +257,18 @@ class Peer:
             return self._channel
         if time.monotonic() < self._refused_until or self._told is None or not self.waits:
             raise RowsLost((), f"{self.dial.name}: {self.error}")
-        return self.again()
+        return self.reconnect()
 
-    def again(self) -> Channel:
-        """Have it anew, with all that was set up on it. Raises RowsLost.
-
-        Whoever does not wait for it is told so meanwhile: nobody has the lock for longer than it takes to say it.
-        """
+    def reconnect(self) -> Channel:
+        """Connect anew, and set up all that was set up before. Other callers fail meanwhile. Raises RowsLost."""
         began = time.monotonic()
         try:
-            channel = self._opening = self._opened()
+            channel = self._opening = self._open_connection()
             self._again(channel)
         except (ConnectionBroken, OSError, ValueError, RuntimeError) as error:
             now = time.monotonic()
             self._refused_until = now + min(self.pause_s, PAUSE_SHARE * (now - began))
-            raise RowsLost((), self._gone(error)) from error  # what there was is lost already
+            raise RowsLost((), self._disconnect(error)) from error  # what there was is lost already
         self._channel = channel
         self._opening = None
         self.error = self.gone = ""
@@ -278,7 +276,7 @@ class Peer:
         log.warning("shard %s is back after %.1f s", self.dial.name, time.monotonic() - began)
         return channel
 
-    def _opened(self) -> Channel:
+    def _open_connection(self) -> Channel:
         channel = self.dial.open()
         facts = greet(channel, self.secret, self.version, self.dial.hello_s)
         for name, theirs, ours in (
@@ -291,34 +289,35 @@ class Peer:
         return channel
 
     def _again(self, channel: Channel) -> None:
-        """A new one computes as the last one did, and has the same room."""
+        """Check that the new process computes as the last one did, and load the same there."""
         if self._proof is not None:
             asked, found = self._proof
             asked = structs.replace(asked, offers=(*asked.offers[:15], found))
-            now, _ = self._asked(channel, Op.PROVE, asked, Offer, seconds=self.deadlines.prove)
+            now, _ = self._ask_over(channel, Op.PROVE, asked, Offer, seconds=self.deadlines.prove)
             before = Numerics.from_json(found.outcome)
             if _bits(Numerics.from_json(now.outcome)) != _bits(before):
                 raise ValueError("it computes otherwise than before")
         if self._load is not None:
             asked_for, before_that = self._load
-            loaded = self._loaded(channel, asked_for, type(before_that))
+            loaded = self._load_over(channel, asked_for, type(before_that))
             if loaded.shape != before_that.shape:
                 raise ValueError("it has other rows or states than before")
 
-    def _loaded(self, channel: Channel, asked: Load, kind: type[A]) -> A:
-        """Both ends let payloads be as large as this model needs, in shared memory where there is some."""
+    def _load_over(self, channel: Channel, asked: Load, kind: type[A]) -> A:
+        """Load, and let both ends send payloads as large as this model needs, in shared memory if there is some."""
         shared = self.dial.share(asked.shared)
         asked = asked if shared is not None else structs.replace(asked, shared=(0, 0))
-        loaded, _ = self._asked(channel, LOADING[type(asked)], asked, kind, seconds=self.deadlines.load)
-        channel.limit, channel.shared = asked.limit, shared if loaded.shared else None
+        loaded, _ = self._ask_over(channel, LOADING[type(asked)], asked, kind, seconds=self.deadlines.load)
+        channel.limit = asked.limit
+        channel.shared = shared if loaded.shared else None
         return loaded
 
     def lose(self, error: Exception) -> RowsLost:
         """It is gone, and its rows with it. Whoever is to hear that has heard it when this returns."""
-        return self._rows_lost(self._gone(error))
+        return self._rows_lost(self._disconnect(error))
 
-    def _refused(self, why: str) -> RowsLost:
-        """What was not waited for was refused: the rows are lost, and the process stays."""
+    def _lose_rows(self, why: str) -> RowsLost:
+        """Return the loss of all rows, because a posted question was refused. The process stays."""
         self.error = why
         log.warning("shard %s refused a command: %s", self.dial.name, why)
         return self._rows_lost(f"shard {self.dial.name}: {why}")
@@ -329,14 +328,15 @@ class Peer:
         self._told(why)
         return RowsLost((), why)
 
-    def _gone(self, error: Exception) -> str:
-        """Nothing is left of it. Why, in words."""
+    def _disconnect(self, error: Exception) -> str:
+        """Close the connection, end the process, and return the reason in words."""
         for channel in (self._channel, self._opening):
             if channel is not None:
                 channel.close(str(error))
         self._channel = self._opening = None
         self._posted.clear()
-        became, before = self.dial.end(), self.gone
+        became = self.dial.end()
+        before = self.gone
         reason = (error.strerror if isinstance(error, OSError) else "") or str(error)
         self.error = f"{reason}; {became}" if became else reason
         if not self._closed:

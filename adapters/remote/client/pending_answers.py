@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from attrs import define, field, frozen
 
-from adapters.remote.protocol.channel import Channel, failed, failure
+from adapters.remote.protocol.channel import Channel, failure, is_failure
 from adapters.remote.protocol.messages import Op
 
 MOST_POSTED = 8  # at once: so few answers find room on the way while nobody reads them
@@ -37,7 +37,7 @@ class Posted:
     def add(self, question: PostedQuestion) -> None:
         self._questions.append(question)
 
-    def crowded(self, nbytes: int) -> bool:
+    def is_crowded(self, nbytes: int) -> bool:
         """Are answers to be read before another one is asked, of so many bytes?"""
         lent = sum(one.nbytes for one in self._questions)
         return len(self._questions) >= MOST_POSTED or (lent > 0 and lent + nbytes > MOST_LENT)
@@ -52,7 +52,7 @@ class Posted:
         while self._questions:
             asked = self._questions[0]  # what is kept is kept meanwhile
             frame = channel.answer(asked.op, asked.request, seconds)
-            if failed(frame):
+            if is_failure(frame):
                 error = failure(channel, frame)
                 why = f"{asked.op.name.lower()}: {error}"
                 if not isinstance(error, ValueError):

@@ -19,13 +19,12 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from adapters.device.slots.slots import add_span
 from adapters.device.speculation.proposal_tree import Tree
 from adapters.models.decoder.shard import NamedTensors
 from adapters.models.drafts.draft_parts import DraftShape, Projection
 from adapters.models.kernels.step import Step
-from adapters.remote.client.crossing import asked_tensors, expected_of, given
 from adapters.remote.client.peer import Peer
+from adapters.remote.client.remote_draft_rows import RemoteDraftRows
 from adapters.remote.protocol.channel import ConnectionBroken
 from adapters.remote.protocol.draft_messages import (
     MOST_FOLLOWED,
@@ -40,10 +39,9 @@ from adapters.remote.protocol.draft_messages import (
     LoadDraft,
     SendAway,
 )
-from adapters.remote.protocol.messages import Exported, ImportRows, Nothing, Op, RowSpan, T, WireMessage, told
-from adapters.remote.protocol.payload_tensors import described
+from adapters.remote.protocol.messages import Nothing, Op, T, WireMessage, encode_step
+from adapters.remote.protocol.payload_tensors import describe_tensors
 from adapters.sequence_layout import RowSpec
-from effects.ids import Span
 from effects.ports import RowsLost
 
 log = logging.getLogger("rekindle.shard")
@@ -64,13 +62,12 @@ class RemoteDraft:
     digests: tuple[str, str]
     projection: Projection
     _loaded: DraftReady = field(init=False)
-    _spec: RowSpec = field(init=False)
+    rows: RemoteDraftRows = field(init=False)
     _memory: DraftBytes = field(init=False)
     _there: bool = True
     _wanted: Literal["loaded", "parked", "released"] = "loaded"
     _told: Callable[[bool], object] = lambda _: None
     _ahead: list[tuple[FollowedRows, Tensor]] = field(factory=list)  # their features, on the host
-    _held: dict[int, tuple[Span, ...]] = field(factory=dict)  # by slot, the rows that it has or that are ahead
     _moving: threading.Lock = field(factory=threading.Lock)
     _returning: threading.Thread | None = None
     _ended: threading.Event = field(factory=threading.Event)
@@ -81,9 +78,11 @@ class RemoteDraft:
         if (loaded.weights, loaded.facts) != self.digests:
             raise ValueError(f"{self.place} has another draft than this one")
         rows = loaded.rows
-        self._spec, self._memory = RowSpec(rows.names, rows.heads, rows.width, rows.dtype), loaded.memory
+        spec = RowSpec(rows.names, rows.heads, rows.width, rows.dtype)
+        self.rows = RemoteDraftRows(self.peer, spec, self.place, self._ask, self._flush)
+        self._memory = loaded.memory
         self.peer.waits = False
-        self.peer.lost_to(self._lost)
+        self.peer.set_loss_listener(self._on_lost)
 
     # --- what it is ---
 
@@ -112,15 +111,7 @@ class RemoteDraft:
     def state(self) -> Literal["loaded", "parked", "released", "lost"]:
         return self._wanted if self._there else "lost"
 
-    @property
-    def row_spec(self) -> RowSpec:
-        return self._spec
-
-    @property
-    def addressed(self) -> bool:
-        return False
-
-    def told(self, told: Callable[[bool], object]) -> None:
+    def set_presence_listener(self, told: Callable[[bool], object]) -> None:
         """From now on this hears when it is gone, and when it is there again. From any thread."""
         self._told = told
 
@@ -131,7 +122,7 @@ class RemoteDraft:
         if self.state != "loaded":
             return
         features = self.projection.features(step, aux_hidden_states)[: step.rows].to("cpu", copy=True)
-        self._ahead.append((FollowedRows(told(step), tuple(tokens.tolist())), features))
+        self._ahead.append((FollowedRows(encode_step(step), tuple(tokens.tolist())), features))
         for one in step.segments:
             self._hold(one.slot, one.start, one.start + one.count)
         if len(self._ahead) == MOST_FOLLOWED or sum(len(one.tokens) for one, _ in self._ahead) >= AHEAD_ROWS:
@@ -139,38 +130,31 @@ class RemoteDraft:
 
     def round(self, asked: Sequence[AskedProposals]) -> list[Tree] | None:
         """What may follow; None where that cannot be known, for it is gone. Raises torch.OutOfMemoryError."""
-        ahead, self._ahead = self._ahead, []
+        ahead = self._ahead
+        self._ahead = []
         if not self._there or not (ahead or asked):
             return None
         features = {"features": torch.cat([own for _, own in ahead])} if ahead else {}
-        message = DraftRound(tuple(one for one, _ in ahead), tuple(asked), described(features))
+        message = DraftRound(tuple(one for one, _ in ahead), tuple(asked), describe_tensors(features))
         began = time.perf_counter_ns()
         try:
             done = self._ask(Op.DRAFT_ROUND, message, DraftProposed, features)
         except (torch.OutOfMemoryError, ValueError) as error:
-            self._held.clear()  # who knows which of them it has followed
+            self.rows.forget()  # who knows which of them it has followed
             if isinstance(error, ValueError):
                 return None
             raise
         except RowsLost:
             return None
-        self.peer.spent(time.perf_counter_ns() - began, done.ns)
+        self.peer.count_hop(time.perf_counter_ns() - began, done.ns)
         self._memory = done.memory or self._memory
         return [Tree(tree.tokens, tree.parents) for tree in done.trees]
 
-    def context(self, slot: int, first: int, position: int) -> int:
-        """Of rows `[first, position)` those right before the last, as far as the process has them, begin here."""
-        begins = [start for start, stop in self._held.get(slot, ()) if start < position <= stop]
-        return max(first, begins[0]) if begins else position
-
     # --- rows ---
-
-    def rows(self, slot: int, start: int, stop: int) -> Tensor:
-        raise ValueError(f"rows {start}..{stop} of slot {slot}: they are in another process")
 
     def copy_rows(self, source: int, target: int, start: int, stop: int) -> None:
         """As far as it has them; nobody counts on more."""
-        if not self._has(source, start, stop):
+        if not self.rows.has_rows(source, start, stop):
             return
         try:
             self._flush()
@@ -179,34 +163,9 @@ class RemoteDraft:
             return
         self._hold(target, start, stop)
 
-    def export_rows(self, slot: int, start: int, stop: int) -> NamedTensors:
-        """Raises RowsLost for what the process that is there does not have."""
-        self._flush()
-        if not self._has(slot, start, stop):
-            raise RowsLost((), f"{self.place} has no rows {start}..{stop} of slot {slot}")
-        with self.peer.lock:
-            try:
-                asked, tensors = RowSpan(slot, start, stop), expected_of(self._spec.tensor_specs(stop - start))
-                _, found = asked_tensors(self.peer, Op.EXPORT_ROWS, asked, Exported, sent={}, expected=tensors)
-            except ValueError as error:
-                raise RowsLost((), f"{self.place}: {error}") from error
-            except RuntimeError as error:
-                raise self.peer.lose(ConnectionBroken(f"export_rows: {error}")) from error
-            return {name: tensor.clone() for name, tensor in found.views().items()}
-
-    def import_runs(self, slot: int, runs: Sequence[tuple[int, Tensor]], _: Sequence[object]) -> None:
-        self._flush()
-        for start, rows in runs:
-            tensors, lent, sent = given(self.peer.lender, dict(zip(self._spec.names, rows, strict=True)))
-            self._ask(Op.IMPORT_ROWS, ImportRows(slot, start, tensors, lent), Nothing, sent)
-            self._hold(slot, start, start + rows.shape[2])
-
-    def _has(self, slot: int, start: int, stop: int) -> bool:
-        return any(first <= start and stop <= last for first, last in self._held.get(slot, ()))
-
     def _hold(self, slot: int, start: int, stop: int) -> None:
         if self._there:
-            self._held[slot] = add_span(self._held.get(slot, ()), start, stop)
+            self.rows.add_held_rows(slot, start, stop)
 
     def _flush(self) -> None:
         if self._ahead:
@@ -312,11 +271,12 @@ class RemoteDraft:
 
     # --- losing it ---
 
-    def _lost(self, why: str) -> None:
+    def _on_lost(self, why: str) -> None:
         """By whoever asked it. Nobody waits for it to come back."""
-        was, self._there = self._there, False
+        was = self._there
+        self._there = False
         self._ahead.clear()
-        self._held.clear()
+        self.rows.forget()
         if not was or self._ended.is_set():
             return
         log.warning("the draft is lost, and nothing is proposed until it is back: %s", why)
@@ -328,11 +288,11 @@ class RemoteDraft:
         """On a thread of its own: started, loaded and where it is wanted; then it counts."""
         while not self._ended.is_set():
             try:
-                self.peer.again()
+                self.peer.reconnect()
                 with self._moving:
                     if self._wanted != "loaded":
                         self.peer.ask(Op.SEND_DRAFT_AWAY, SendAway(self._wanted == "parked"), DraftMoved)
-                    self._held.clear()
+                    self.rows.forget()
                     self._there = True
             except (RowsLost, RuntimeError, ValueError) as error:
                 log.debug("the draft is not back yet: %s", error)

@@ -20,7 +20,7 @@ from adapters.remote.protocol.draft_messages import DraftBytes, DraftMoved, Send
 from adapters.remote.protocol.frames import MOST_PAYLOAD
 from adapters.remote.protocol.load_request import SHARED
 from adapters.remote.protocol.messages import Described, Nothing, Op, T, Unacceptable, WireMessage
-from adapters.remote.protocol.payload_tensors import described, unpacked
+from adapters.remote.protocol.payload_tensors import describe_tensors, unpack_tensors
 from adapters.remote.protocol.peer_expectation import Deadlines
 from adapters.remote.protocol.scorer_messages import DrafterReady, DropScoring, LoadDrafter, PromptAdvanced, ScorePrompt
 from effects.ports import RowsLost
@@ -28,7 +28,7 @@ from effects.ports import RowsLost
 DRAFTER_DEADLINES = Deadlines(step=60)  # a chunk through all layers of a small model, on few cores
 
 
-def loading_drafter(most: int, *, fast: bool) -> LoadDrafter:
+def build_scorer_request(most: int, *, fast: bool) -> LoadDrafter:
     """What crosses at once: a prompt's tokens, or its scores."""
     limit = 4 * most + MOST_PAYLOAD
     room = min(SHARED, limit)
@@ -50,7 +50,7 @@ class RemoteWeights:
     _memory: DraftBytes = (0, 0, 0, 0)
 
     def __attrs_post_init__(self) -> None:
-        self.peer.lost_to(self._lost)
+        self.peer.set_loss_listener(self._lost)
 
     def _lost(self, _: str) -> None:
         self.lives += 1
@@ -67,7 +67,9 @@ class RemoteWeights:
     def load_back(self) -> int:
         """Raises OSError where it cannot be had, and torch.OutOfMemoryError."""
         done = self.ask(Op.FETCH_DRAFT, Nothing(), DraftMoved, seconds=self.peer.deadlines.load)
-        self.loaded, self._fetched, self._memory = True, self.lives, done.memory
+        self.loaded = True
+        self._fetched = self.lives
+        self._memory = done.memory
         return done.bytes
 
     def there(self) -> None:
@@ -107,7 +109,7 @@ class RemoteWeights:
             except RuntimeError as error:
                 raise self.useless(f"{op.name.lower()}: {error}") from error
             try:
-                found = unpacked(getattr(done, "tensors", ()), frame.payload)
+                found = unpack_tensors(getattr(done, "tensors", ()), frame.payload)
             except Unacceptable as error:
                 raise self.useless(f"{op.name.lower()}: {error}") from error
             return done, {name: tensor.clone() for name, tensor in found.views().items()}
@@ -164,10 +166,10 @@ class RemoteScoring:
             raise ConnectionError(f"the process that was scoring the prompt is gone: {self.weights.peer.error}")
         tokens = {} if self._begun else {"tokens": torch.tensor(self.tokens, dtype=torch.int32)}
         self._begun = True
-        message = ScorePrompt(self.number, described(tokens))
+        message = ScorePrompt(self.number, describe_tensors(tokens))
         began = time.perf_counter_ns()
         done, found = self.weights.asked(Op.SCORE, message, PromptAdvanced, tokens)
-        self.weights.peer.spent(time.perf_counter_ns() - began, done.ns)
+        self.weights.peer.count_hop(time.perf_counter_ns() - began, done.ns)
         self.nbytes = done.held
         if found:
             if done.tensors != (Described("scores", "F32", (len(self.tokens),)),):

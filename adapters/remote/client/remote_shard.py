@@ -16,35 +16,27 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from adapters.models.decoder.shard import Kept, NamedTensors, OutputHead
+from adapters.models.decoder.shard import Kept, NamedTensors, OutputHead, ShardSpec
 from adapters.models.kernels.step import Forward, Step
-from adapters.remote.client.crossing import asked_tensors, expected_of, given, import_rows, import_runs
+from adapters.remote.client.crossing import ask_tensors
 from adapters.remote.client.peer import Peer
+from adapters.remote.client.remote_rows import RemoteRows, RemoteStates
 from adapters.remote.protocol import messages
 from adapters.remote.protocol.messages import (
     Commit,
-    CopyRows,
-    CopyState,
     Described,
-    Exported,
+    Element,
     Forwarded,
     Having,
-    ImportState,
-    Loaded,
     LoadLayers,
-    Nothing,
-    OneSlot,
     Op,
-    RowSpan,
     Settle,
-    SlotPlace,
     StepSettled,
-    WireMessage,
-    told,
+    encode_step,
     with_logits,
 )
-from adapters.remote.protocol.payload_tensors import TensorBytes, bytes_of, described
-from adapters.sequence_layout import RowSpec, TensorSpec, torch_dtype
+from adapters.remote.protocol.payload_tensors import TensorBytes, bytes_of, describe_tensors
+from adapters.sequence_layout import torch_dtype
 from effects.ports import RowsLost
 
 
@@ -87,51 +79,38 @@ class StepBuffers:
 
 @define(eq=False)
 class RemoteShard:
-    """Layers `[first, last)`. What it leaves is in host memory, so `device` is the CPU of this process."""
+    """Layers `[first, last)` in another process. Results arrive in host memory: `spec.device` is the CPU here."""
 
     peer: Peer
     asked: LoadLayers
     ends: Ends
     hidden_size: int
     num_layers: int
-    _loaded: Loaded = field(init=False)
-    _having: Having = field(init=False)
+    spec: ShardSpec = field(init=False)
+    rows: RemoteRows = field(init=False)
+    states: RemoteStates = field(init=False)
+    _dtype_name: Element = field(init=False)
     _memory: tuple[int, int, int] = field(init=False)
     _buffers: dict[int, StepBuffers] = field(factory=dict[int, StepBuffers])
 
     def __attrs_post_init__(self) -> None:
         loaded = self.peer.load(self.asked)
-        self._loaded, self._having, self._memory = loaded, Having.of(loaded), loaded.memory
+        self._memory = loaded.memory
+        self._dtype_name = loaded.dtype
+        self.spec = ShardSpec(
+            layers=range(*self.asked.layers),
+            slots=self.asked.slots,
+            capacity=loaded.capacity,
+            buckets=self.asked.buckets,
+            vocab_size=loaded.vocab,
+            device=torch.device("cpu"),
+            dtype=torch_dtype(loaded.dtype),
+        )
+        having = Having.of(loaded)
+        self.rows = RemoteRows(self.peer, having.rows)
+        self.states = RemoteStates(self.peer, having.states, loaded.state_block, loaded.state_places)
 
     # --- what it is ---
-
-    @property
-    def layers(self) -> range:
-        return range(*self.asked.layers)
-
-    @property
-    def slots(self) -> int:
-        return self.asked.slots
-
-    @property
-    def capacity(self) -> int:
-        return self._loaded.capacity
-
-    @property
-    def buckets(self) -> tuple[int, ...]:
-        return self.asked.buckets
-
-    @property
-    def vocab_size(self) -> int:
-        return self._loaded.vocab
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch_dtype(self._loaded.dtype)
 
     @property
     def embedding(self) -> Tensor:
@@ -144,45 +123,23 @@ class RemoteShard:
         return self.ends.output
 
     @property
-    def row_spec(self) -> RowSpec:
-        return self._having.rows
-
-    @property
-    def state_specs(self) -> tuple[TensorSpec, ...]:
-        return self._having.states
-
-    @property
-    def state_block(self) -> int:
-        return self._loaded.state_block
-
-    @property
-    def state_places(self) -> int:
-        return self._loaded.state_places
-
-    @property
-    def addressed(self) -> bool:
-        return False
-
-    @property
-    def runs_ahead(self) -> bool:
-        return False
-
-    @property
     def _last(self) -> bool:
-        return self.layers.stop == self.num_layers
+        return self.spec.layers.stop == self.num_layers
 
     def _check_end(self, *, first: bool) -> None:
-        if not (self.layers.start == 0 if first else self._last):
+        if not (self.spec.layers.start == 0 if first else self._last):
             what = "embedding" if first else "head"
-            raise ValueError(f"layers {self.layers.start}..{self.layers.stop - 1} lack the {what}")
+            raise ValueError(f"layers {self.spec.layers.start}..{self.spec.layers.stop - 1} lack the {what}")
 
     # --- steps ---
 
     def forward(self, step: Step, inputs: Tensor) -> Forward:
-        name = "hidden" if self.layers.start else "tokens"
+        name = "hidden" if self.spec.layers.start else "tokens"
         buffers = self._at(step.bucket)
         with self.peer.lock:
-            buffers.take(self._step(Op.FORWARD, step, {name: inputs[: step.rows]}, self._expected(step, buffers)))
+            buffers.take(
+                self._step(Op.FORWARD, step, {name: inputs[: step.rows]}, self._describe_answer(step, buffers))
+            )
             buffers.fresh = self._last and with_logits(step)
         return Forward(buffers.hidden, buffers.aux_hidden_states)
 
@@ -192,7 +149,7 @@ class RemoteShard:
         own = self._logits(buffers)
         if hidden is not buffers.hidden or not buffers.fresh:
             with self.peer.lock:
-                shape = (Described("logits", "F32", (step.rows, self.vocab_size)),)
+                shape = (Described("logits", "F32", (step.rows, self.spec.vocab_size)),)
                 buffers.take(self._step(Op.LOGITS, step, {"hidden": hidden[: step.rows]}, shape))
             buffers.fresh = hidden is buffers.hidden
         return own
@@ -200,10 +157,10 @@ class RemoteShard:
     @contextmanager
     def settling(self, step: Step) -> Iterator[None]:
         """Only where a forward settles something: told there, and that it has gone well, or has not."""
-        if not (step.rows_only and self.state_specs):
+        if not (step.rows_only and self.states.specs):
             yield
             return
-        self.peer.post(Op.SETTLE, Settle(told(step)))
+        self.peer.post(Op.SETTLE, Settle(encode_step(step)))
         try:
             yield
         except RowsLost:
@@ -217,95 +174,49 @@ class RemoteShard:
         """One that fails is told with whatever is asked next, as a loss of all rows."""
         if len(kept) != len(step.parts):
             raise ValueError(f"{len(kept)} answers for a step of {len(step.parts)} slots")
-        self.peer.post(Op.COMMIT, Commit(told(step), tuple(kept)))
+        self.peer.post(Op.COMMIT, Commit(encode_step(step), tuple(kept)))
 
     def synchronize(self) -> None:
         """Every answer has been waited for, but for those of commits and of rows that are put where they go."""
 
-    def _expected(self, step: Step, buffers: StepBuffers) -> tuple[Described, ...]:
+    def _describe_answer(self, step: Step, buffers: StepBuffers) -> tuple[Described, ...]:
         """In the order that the daemon names them in."""
         asked = step.rows, step.rows_only
         if (known := buffers.expected.get(asked)) is not None:
             return known
-        wide, dtype = (step.rows, self.hidden_size), self._loaded.dtype
+        wide = (step.rows, self.hidden_size)
+        dtype = self._dtype_name
         found = [Described(f"aux.{layer}", dtype, wide) for layer in buffers.aux_hidden_states]
         if not (step.rows_only and self._last):
             found.append(Described("hidden", dtype, wide))
         if self._last and with_logits(step):
             self._logits(buffers)
-            found.append(Described("logits", "F32", (step.rows, self.vocab_size)))
+            found.append(Described("logits", "F32", (step.rows, self.spec.vocab_size)))
         return buffers.expected.setdefault(asked, tuple(found))
 
     def _step(self, op: Op, step: Step, given: NamedTensors, expected: tuple[Described, ...]) -> TensorBytes:
         began = time.perf_counter_ns()
-        message = messages.RunStep(told(step), described(given))
-        done, found = asked_tensors(self.peer, op, message, Forwarded, sent=given, expected=expected)
-        self.peer.spent(time.perf_counter_ns() - began, done.ns)
+        message = messages.RunStep(encode_step(step), describe_tensors(given))
+        done, found = ask_tensors(self.peer, op, message, Forwarded, sent=given, expected=expected)
+        self.peer.count_hop(time.perf_counter_ns() - began, done.ns)
         self._memory = done.memory or self._memory
         return found
 
     def _at(self, bucket: int) -> StepBuffers:
         if bucket not in self._buffers:
             shape = (bucket, self.hidden_size)
-            aux = [layer for layer in self.asked.aux_layers if layer in self.layers]
+            aux = [layer for layer in self.asked.aux_layers if layer in self.spec.layers]
             self._buffers[bucket] = StepBuffers(
-                torch.zeros(shape, dtype=self.dtype), {layer: torch.zeros(shape, dtype=self.dtype) for layer in aux}
+                torch.zeros(shape, dtype=self.spec.dtype),
+                {layer: torch.zeros(shape, dtype=self.spec.dtype) for layer in aux},
             )
         return self._buffers[bucket]
 
     def _logits(self, buffers: StepBuffers) -> Tensor:
         if buffers.logits is None:
-            buffers.logits = torch.zeros(len(buffers.hidden), self.vocab_size)
+            buffers.logits = torch.zeros(len(buffers.hidden), self.spec.vocab_size)
             buffers.bytes["logits"] = bytes_of(buffers.logits)
         return buffers.logits
-
-    # --- rows and states ---
-
-    def copy_rows(self, source: int, target: int, count: int) -> None:
-        self.peer.ask(Op.COPY_ROWS, CopyRows(source, target, count), Nothing)
-
-    def seat(self, slot: int, source: int, keep: int, pages: Sequence[int]) -> None:
-        raise ValueError(
-            f"slot {slot}, {keep} rows of {source}, {len(pages)} pages: slots of another process share none"
-        )
-
-    def grow(self, slot: int, pages: Sequence[int]) -> None:
-        raise ValueError(f"slot {slot}, {len(pages)} pages: slots of another process share none")
-
-    def copy_state(self, source: int, target: int) -> None:
-        self.peer.ask(Op.COPY_STATE, CopyState(source, target), Nothing)
-
-    def rows(self, slot: int, start: int, stop: int) -> Tensor:
-        raise ValueError(f"rows {start}..{stop} of slot {slot}: they are in another process")
-
-    def export_rows(self, slot: int, start: int, stop: int) -> NamedTensors:
-        specs = self.row_spec.tensor_specs(max(0, stop - start))
-        return self._taken(Op.EXPORT_ROWS, RowSpan(slot, start, stop), specs)
-
-    def import_rows(self, slot: int, start: int, rows: NamedTensors) -> None:
-        import_rows(self.peer, slot, start, rows)
-
-    def import_runs(self, slot: int, runs: Sequence[tuple[int, Tensor]], keep: Sequence[object]) -> None:
-        """Those that fail are told of as a commit is."""
-        import_runs(self.peer, slot, self.row_spec, runs, keep)
-
-    def export_state(self, slot: int) -> NamedTensors:
-        return self._taken(Op.EXPORT_STATE, OneSlot(slot), self.state_specs)
-
-    def import_state(self, slot: int, state: NamedTensors) -> None:
-        tensors, lent, sent = given(self.peer.lender, state)
-        self.peer.ask(Op.IMPORT_STATE, ImportState(slot, tensors, lent), Nothing, list(sent.values()))
-
-    def keep_state(self, slot: int, place: int) -> None:
-        self.peer.ask(Op.KEEP_STATE, SlotPlace(slot, place), Nothing)
-
-    def load_state(self, place: int, slot: int) -> None:
-        self.peer.ask(Op.LOAD_STATE, SlotPlace(slot, place), Nothing)
-
-    def _taken(self, op: Op, message: WireMessage, specs: Sequence[TensorSpec]) -> NamedTensors:
-        with self.peer.lock:
-            _, found = asked_tensors(self.peer, op, message, Exported, sent={}, expected=expected_of(specs))
-            return {name: tensor.clone() for name, tensor in found.views().items()}
 
     # --- memory ---
 

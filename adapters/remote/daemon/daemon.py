@@ -30,10 +30,10 @@ from adapters.remote.protocol.messages import (
     Op,
     Prove,
     Unacceptable,
-    decoded,
-    encoded,
+    decode_message,
+    encode_message,
 )
-from adapters.remote.protocol.payload_tensors import TensorBytes, unpacked
+from adapters.remote.protocol.payload_tensors import TensorBytes, unpack_tensors
 from adapters.remote.protocol.scorer_messages import LoadDrafter
 
 log = logging.getLogger("rekindle.shard")
@@ -95,11 +95,14 @@ class Daemon:
 
     def _answer(self, frame: WireFrame) -> None:
         """A frame that is well framed has an answer, whatever is in it."""
-        head, flags, tensors = frame.head, REPLY, list[Tensor]()
+        head = frame.head
+        flags = REPLY
+        tensors = list[Tensor]()
         self._after = lambda: None
         try:
             answer = self._carried_out(frame)
-            said, tensors = encoded(answer.message), list(answer.tensors.values())
+            said = encode_message(answer.message)
+            tensors = list(answer.tensors.values())
         except Exception as error:  # the server is told
             if isinstance(error, ConnectionBroken):
                 raise
@@ -108,7 +111,8 @@ class Daemon:
                 kind = "refused"
             if kind == "failed":
                 log.exception("an op failed")
-            said, flags = encoded(Failure.of(kind, error)), REPLY | FAILED
+            said = encode_message(Failure.of(kind, error))
+            flags = REPLY | FAILED
         self.channel.send(head.op, head.request, said, tensors, flags=flags, seconds=SECONDS)
         self._after()
 
@@ -116,7 +120,7 @@ class Daemon:
         if frame.head.op not in OPS:
             raise Unacceptable(f"there is no op {frame.head.op}")
         kind, work = OPS[op := Op(frame.head.op)]
-        asked = decoded(frame.arguments, kind)
+        asked = decode_message(frame.arguments, kind)
         given = self._given(asked, frame)
         if work is not None:
             return work(self, asked, given)
@@ -129,7 +133,7 @@ class Daemon:
 
     def _given(self, asked: Any, frame: WireFrame) -> TensorBytes | LentTensors:
         """In the payload, or where the server has them."""
-        given = unpacked(getattr(asked, "tensors", ()), frame.payload)
+        given = unpack_tensors(getattr(asked, "tensors", ()), frame.payload)
         if not (lent := getattr(asked, "lent", ())):
             return given
         shared = self.channel.shared
@@ -152,7 +156,8 @@ class Daemon:
         self._served = loads[type(asked)](asked)
 
         def after() -> None:
-            self.channel.limit, self.channel.shared = asked.limit, shared
+            self.channel.limit = asked.limit
+            self.channel.shared = shared
 
         self._after = after  # this answer is still as small as all before it
         return Answering(self._served.loaded(shared=shared is not None))

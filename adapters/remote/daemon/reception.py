@@ -38,7 +38,8 @@ class WaitingServer:
     def claim(self) -> bool:
         """Is it still undecided what becomes of it? Whoever asks first decides."""
         with self._lock:
-            first, self._settled = not self._settled, True
+            first = not self._settled
+            self._settled = True
         self._taken.set()
         return first
 

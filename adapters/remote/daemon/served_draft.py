@@ -39,7 +39,7 @@ from adapters.remote.protocol.messages import (
     Unacceptable,
     step_of,
 )
-from adapters.remote.protocol.payload_tensors import TensorBytes, described
+from adapters.remote.protocol.payload_tensors import TensorBytes, describe_tensors
 from adapters.sequence_layout import dtype_name
 from effects.job import Sampling
 
@@ -61,7 +61,7 @@ class ServedDraft:
         return self.draft.device
 
     def loaded(self, *, shared: bool) -> DraftReady:
-        rows = self.draft.row_spec
+        rows = self.draft.rows.spec
         held = HeldRows(rows.names, rows.heads, rows.width, rows.dtype)  # type: ignore[arg-type]
         own = self.weights, self.facts, self.draft.identity, self.draft.branches
         return DraftReady(*own, held, self._memory(), shared=shared)
@@ -79,9 +79,10 @@ class ServedDraft:
     def round(self, asked: DraftRound, given: TensorBytes) -> Answering:
         if self.draft.state != "loaded":
             raise Unacceptable(f"the draft's weights are {self.draft.state}")
-        began, told = time.perf_counter_ns(), self._told
+        began = time.perf_counter_ns()
+        told = self._told
         self._follow(asked.follow, given)
-        trees = self._proposed(asked.asked) if asked.asked else ()
+        trees = self._propose_trees(asked.asked) if asked.asked else ()
         memory = self._memory()
         took = time.perf_counter_ns() - began
         return Answering(DraftProposed(took, tuple(trees), None if memory == told else memory))
@@ -97,7 +98,7 @@ class ServedDraft:
             self.draft.take(step, tokens, features[: step.rows])
             features = features[step.rows :]
 
-    def _proposed(self, asked: Sequence[AskedProposals]) -> Iterator[ProposedTree]:
+    def _propose_trees(self, asked: Sequence[AskedProposals]) -> Iterator[ProposedTree]:
         nodes = self.nodes if self.draft.branches else 0
         said = ProposalPicker([self._following(one) for one in asked], nodes, self.draft.block)
         asks = [BlockRequest(one.slot, one.first, one.position, one.token, one.count) for one in asked]
@@ -117,11 +118,11 @@ class ServedDraft:
         return Answering(Nothing())
 
     def export_rows(self, asked: RowSpan, _: TensorBytes) -> Answering:
-        found = self.draft.export_rows(asked.slot, asked.start, asked.stop)
-        return Answering(Exported(described(found)), found)
+        found = self.draft.rows.export(asked.slot, asked.start, asked.stop)
+        return Answering(Exported(describe_tensors(found)), found)
 
     def import_rows(self, asked: ImportRows, given: TensorBytes | LentTensors) -> Answering:
-        self.draft.import_rows(asked.slot, asked.start, given.views())
+        self.draft.rows.import_(asked.slot, asked.start, given.views())
         return Answering(Nothing())
 
     def fetch(self, _: Nothing, __: TensorBytes) -> Answering:

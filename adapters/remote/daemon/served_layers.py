@@ -41,7 +41,7 @@ from adapters.remote.protocol.messages import (
     step_of,
     with_logits,
 )
-from adapters.remote.protocol.payload_tensors import TensorBytes, bytes_of, described
+from adapters.remote.protocol.payload_tensors import TensorBytes, bytes_of, describe_tensors
 from adapters.sequence_layout import dtype_name, torch_dtype
 
 
@@ -59,18 +59,19 @@ class ServedLayers:
 
     @property
     def device(self) -> torch.device:
-        return self.shard.device
+        return self.shard.spec.device
 
     def loaded(self, *, shared: bool) -> Loaded:
-        shard, rows = self.shard, self.shard.row_spec
+        shard = self.shard
+        rows = self.shard.rows.spec
         return Loaded(
-            capacity=shard.capacity,
-            vocab=shard.vocab_size,
-            dtype=dtype_name(shard.dtype),  # type: ignore[arg-type]
+            capacity=shard.spec.capacity,
+            vocab=shard.spec.vocab_size,
+            dtype=dtype_name(shard.spec.dtype),  # type: ignore[arg-type]
             rows=HeldRows(rows.names, rows.heads, rows.width, rows.dtype),  # type: ignore[arg-type]
-            states=tuple(Described(one.name, one.dtype, one.shape) for one in shard.state_specs),  # type: ignore[arg-type]
-            state_block=shard.state_block,
-            state_places=shard.state_places,
+            states=tuple(Described(one.name, one.dtype, one.shape) for one in shard.states.specs),  # type: ignore[arg-type]
+            state_block=shard.states.block,
+            state_places=shard.states.places,
             memory=self._memory(),
             shared=shared,
         )
@@ -90,70 +91,80 @@ class ServedLayers:
 
     def forward(self, asked: RunStep, given: TensorBytes) -> Answering:
         """Logits come with the hidden states they are of: they will be asked for."""
-        shard, step, began = self.shard, self._step(step_of(asked.step)), time.perf_counter_ns()
-        left = shard.forward(step, self._input(step, given) if shard.layers.start else self._tokens(step, given))
+        shard = self.shard
+        step = self._step(step_of(asked.step))
+        began = time.perf_counter_ns()
+        left = shard.forward(step, self._input(step, given) if shard.spec.layers.start else self._tokens(step, given))
         found = {f"aux.{layer}": hidden[: step.rows] for layer, hidden in left.aux_hidden_states.items()}
         if not (step.rows_only and self._last):
             found["hidden"] = left.hidden[: step.rows]
         if self._last and with_logits(step):
             found["logits"] = shard.logits(step, left.hidden)[: step.rows]
         shard.synchronize()
-        return self._forwarded(step, found, began)
+        return self._answer_step(step, found, began)
 
     def logits(self, asked: RunStep, given: TensorBytes) -> Answering:
         if not self._last:
             raise Unacceptable("these layers have no head")
-        step, began = self._step(step_of(asked.step)), time.perf_counter_ns()
-        return self._forwarded(step, {"logits": self.shard.logits(step, self._input(step, given))[: step.rows]}, began)
+        step = self._step(step_of(asked.step))
+        began = time.perf_counter_ns()
+        return self._answer_step(
+            step, {"logits": self.shard.logits(step, self._input(step, given))[: step.rows]}, began
+        )
 
-    def _forwarded(self, step: Step, found: dict[str, Tensor], began: int) -> Answering:
-        took, shape = time.perf_counter_ns() - began, (step.bucket, step.rows_only, step.branches)
+    def _answer_step(self, step: Step, found: dict[str, Tensor], began: int) -> Answering:
+        took = time.perf_counter_ns() - began
+        shape = (step.bucket, step.rows_only, step.branches)
         changed = shape not in self._seen  # buffers are made when they are first used
         self._seen.add(shape)
-        return Answering(Forwarded(took, described(found), self._memory() if changed else None), found)
+        return Answering(Forwarded(took, describe_tensors(found), self._memory() if changed else None), found)
 
     @property
     def _last(self) -> bool:
-        return self.shard.layers.stop == self.layers
+        return self.shard.spec.layers.stop == self.layers
 
     def _step(self, step: Step) -> Step:
         """As far as no shard checks it: there is room for what is counted."""
-        if step.bucket not in self.shard.buckets or not 0 < step.rows <= step.bucket:
-            raise Unacceptable(f"{step.rows} rows at bucket {step.bucket}; accepted: {self.shard.buckets}")
+        if step.bucket not in self.shard.spec.buckets or not 0 < step.rows <= step.bucket:
+            raise Unacceptable(f"{step.rows} rows at bucket {step.bucket}; accepted: {self.shard.spec.buckets}")
         for segment in step.segments:
             self._slot(segment.slot)
         return step
 
     def _slot(self, *slots: int) -> None:
         for slot in slots:
-            if slot >= self.shard.slots:
-                raise Unacceptable(f"slot {slot} is not in 0..{self.shard.slots - 1}")
+            if slot >= self.shard.spec.slots:
+                raise Unacceptable(f"slot {slot} is not in 0..{self.shard.spec.slots - 1}")
 
     def _place(self, place: int) -> None:
-        if place >= self.shard.state_places:
-            raise Unacceptable(f"place {place} is not one of {self.shard.state_places}")
+        if place >= self.shard.states.places:
+            raise Unacceptable(f"place {place} is not one of {self.shard.states.places}")
 
     def _tokens(self, step: Step, given: TensorBytes) -> Tensor:
         """Of real rows. A GPU that looks up what is no token is of no use to anybody any more."""
         if given.tensors != (accepted := Described("tokens", "I64", (step.rows,)),):
             raise Unacceptable(f"the first layers of a model are given tokens; here {accepted}")
         tokens = given.views()["tokens"].clone()
-        if not 0 <= int(tokens.min()) <= int(tokens.max()) < self.shard.vocab_size:
-            raise Unacceptable(f"a step of what are no tokens; accepted: 0..{self.shard.vocab_size - 1}")
+        if not 0 <= int(tokens.min()) <= int(tokens.max()) < self.shard.spec.vocab_size:
+            raise Unacceptable(f"a step of what are no tokens; accepted: 0..{self.shard.spec.vocab_size - 1}")
         return tokens
 
     def _input(self, step: Step, given: TensorBytes) -> Tensor:
         """Hidden states, of which only real rows came: those after them are finite, and nobody's."""
-        shard, rows = self.shard, step.rows
-        accepted = Described("hidden", dtype_name(shard.dtype), (rows, self.hidden_size))  # type: ignore[arg-type]
+        shard = self.shard
+        rows = step.rows
+        accepted = Described("hidden", dtype_name(shard.spec.dtype), (rows, self.hidden_size))  # type: ignore[arg-type]
         if given.tensors != (accepted,):
             raise Unacceptable(f"a step is given hidden states in the model's dtype; here {accepted}")
         if step.bucket not in self._inputs:
             shape = (step.bucket, self.hidden_size)
-            self._inputs[step.bucket] = torch.zeros(shape, dtype=shard.dtype, pin_memory=shard.device.type == "cuda")
-        (piece,), own = given.pieces, self._inputs[step.bucket]
+            self._inputs[step.bucket] = torch.zeros(
+                shape, dtype=shard.spec.dtype, pin_memory=shard.spec.device.type == "cuda"
+            )
+        (piece,) = given.pieces
+        own = self._inputs[step.bucket]
         bytes_of(own)[: piece.nbytes] = piece
-        return own.to(shard.device)
+        return own.to(shard.spec.device)
 
     def commit(self, asked: Commit, _: TensorBytes) -> Answering:
         self.shard.commit(self._step(step_of(asked.step)), asked.kept)
@@ -177,7 +188,8 @@ class ServedLayers:
 
     def _settle_with(self, error: RuntimeError | None) -> None:
         """End the step that is being settled, well or not."""
-        settling, self._settling = self._settling, None
+        settling = self._settling
+        self._settling = None
         assert settling is not None
         if error is None:
             settling.__exit__(None, None, None)
@@ -192,62 +204,63 @@ class ServedLayers:
 
     def copy_rows(self, asked: CopyRows, _: TensorBytes) -> Answering:
         self._slot(asked.source, asked.target)
-        self.shard.copy_rows(asked.source, asked.target, asked.count)
+        self.shard.rows.copy(asked.source, asked.target, asked.count)
         return Answering(Nothing())
 
     def copy_state(self, asked: CopyState, _: TensorBytes) -> Answering:
         self._slot(asked.source, asked.target)
-        self.shard.copy_state(asked.source, asked.target)
+        self.shard.states.copy(asked.source, asked.target)
         return Answering(Nothing())
 
     def export_rows(self, asked: RowSpan, _: TensorBytes) -> Answering:
-        return _moved(self.shard.export_rows(asked.slot, asked.start, asked.stop))
+        return answer_exported(self.shard.rows.export(asked.slot, asked.start, asked.stop))
 
     def import_rows(self, asked: ImportRows, given: TensorBytes | LentTensors) -> Answering:
         self._slot(asked.slot)
-        self.shard.import_rows(asked.slot, asked.start, given.views())
+        self.shard.rows.import_(asked.slot, asked.start, given.views())
         return Answering(Nothing())
 
     def import_runs(self, asked: ImportRuns, given: LentTensors) -> Answering:
         self._slot(asked.slot)
         for run in asked.lent:
-            self._put(asked.slot, run, given.borrower.run(self.shard.row_spec, run))
+            self._put(asked.slot, run, given.borrower.run(self.shard.rows.spec, run))
         return Answering(Nothing())
 
     def _put(self, slot: int, run: LentRun, rows: Integers) -> None:
         """At once where both are in host memory, tensor by tensor where not."""
-        shard, spec = self.shard, self.shard.row_spec
-        if shard.device.type == "cpu":
-            own = bits(shard.rows(slot, run.start, run.start + run.count))
+        shard = self.shard
+        spec = self.shard.rows.spec
+        if shard.spec.device.type == "cpu":
+            own = bits(shard.rows.view(slot, run.start, run.start + run.count))
             np.copyto(own, rows.reshape(own.shape))
         else:
             named = torch.from_numpy(rows).view(torch_dtype(spec.dtype))
-            shard.import_rows(slot, run.start, dict(zip(spec.names, named, strict=True)))
+            shard.rows.import_(slot, run.start, dict(zip(spec.names, named, strict=True)))
 
     def export_state(self, asked: OneSlot, _: TensorBytes) -> Answering:
         self._slot(asked.slot)
-        return _moved(self.shard.export_state(asked.slot))
+        return answer_exported(self.shard.states.export(asked.slot))
 
     def import_state(self, asked: ImportState, given: TensorBytes | LentTensors) -> Answering:
         self._slot(asked.slot)
-        self.shard.import_state(asked.slot, given.views())
+        self.shard.states.import_(asked.slot, given.views())
         return Answering(Nothing())
 
     def keep_state(self, asked: SlotPlace, _: TensorBytes) -> Answering:
         self._slot(asked.slot)
         self._place(asked.place)
-        self.shard.keep_state(asked.slot, asked.place)
+        self.shard.states.keep(asked.slot, asked.place)
         return Answering(Nothing())
 
     def load_state(self, asked: SlotPlace, _: TensorBytes) -> Answering:
         self._slot(asked.slot)
         self._place(asked.place)
-        self.shard.load_state(asked.place, asked.slot)
+        self.shard.states.load(asked.place, asked.slot)
         return Answering(Nothing())
 
 
-def _moved(found: NamedTensors) -> Answering:
-    return Answering(Exported(described(found)), found)
+def answer_exported(found: NamedTensors) -> Answering:
+    return Answering(Exported(describe_tensors(found)), found)
 
 
 ServedLayers.ops = {

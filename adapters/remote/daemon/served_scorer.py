@@ -12,7 +12,7 @@ from adapters.models.decoder.scorer import TAIL, Scorer, Scoring
 from adapters.remote.daemon.answer_handlers import Answering, Ops
 from adapters.remote.protocol.draft_messages import DraftBytes, DraftMoved, SendAway
 from adapters.remote.protocol.messages import Described, Nothing, Op, Unacceptable
-from adapters.remote.protocol.payload_tensors import TensorBytes, described
+from adapters.remote.protocol.payload_tensors import TensorBytes, describe_tensors
 from adapters.remote.protocol.scorer_messages import (
     MOST_SCORINGS,
     DrafterReady,
@@ -45,22 +45,26 @@ class ServedDrafter:
 
     def score(self, asked: ScorePrompt, given: TensorBytes) -> Answering:
         """What fails leaves nothing of the prompt."""
-        began, scoring = time.perf_counter_ns(), self._underway.pop(asked.number, None)
+        began = time.perf_counter_ns()
+        scoring = self._underway.pop(asked.number, None)
         if given.tensors:
             scoring = self._begun(given)
         if scoring is None:
             raise Unacceptable(f"nothing of prompt {asked.number} was scored before")
         scoring.advance()
-        found, held = dict[str, torch.Tensor](), scoring.nbytes
+        found = dict[str, torch.Tensor]()
+        held = scoring.nbytes
         if scoring.complete:
-            found, held = {"scores": torch.tensor(scoring.scores())}, 0
+            found = {"scores": torch.tensor(scoring.scores())}
+            held = 0
         else:
             self._underway[asked.number] = scoring
-        return Answering(PromptAdvanced(time.perf_counter_ns() - began, held, described(found)), found)
+        return Answering(PromptAdvanced(time.perf_counter_ns() - began, held, describe_tensors(found)), found)
 
     def _begun(self, given: TensorBytes) -> Scoring:
         [tokens, *others] = given.tensors
-        count, vocab = tokens.shape[0] if len(tokens.shape) == 1 else 0, self.scorer.config.vocab_size
+        count = tokens.shape[0] if len(tokens.shape) == 1 else 0
+        vocab = self.scorer.config.vocab_size
         accepted = Described("tokens", "I32", (count,))
         if others or tokens != accepted or not TAIL <= count <= self.scorer.limit:
             raise Unacceptable(f"a prompt is {TAIL} to {self.scorer.limit} tokens")

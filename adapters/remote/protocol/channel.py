@@ -19,8 +19,8 @@ from torch import Tensor
 from adapters.remote.protocol import frames
 from adapters.remote.protocol.frames import FAILED, HEAD, REPLY, SHARED, FrameHead, Malformed
 from adapters.remote.protocol.lent_memory import Borrower, Lender
-from adapters.remote.protocol.messages import Failure, Unacceptable, decoded
-from adapters.remote.protocol.payload_tensors import flattened
+from adapters.remote.protocol.messages import Failure, Unacceptable, decode_message
+from adapters.remote.protocol.payload_tensors import flatten_tensor
 
 BULK = 1 << 16  # bytes of a payload from which on shared memory is quicker than sending it
 AHEAD = 1 << 15  # bytes of a read at least: so most frames of a decode step are one system call
@@ -76,7 +76,8 @@ class Channel:
 
     def bound(self, seconds: float, most_bytes: int) -> None:
         """All that comes and goes until `unbind` takes so long, and is of so many bytes, together."""
-        self._until, self._left = time.monotonic() + seconds, most_bytes
+        self._until = time.monotonic() + seconds
+        self._left = most_bytes
 
     def unbind(self) -> None:
         self._until = self._left = None
@@ -92,15 +93,16 @@ class Channel:
         seconds: float | None = None,
     ) -> None:
         """Raises Broken."""
-        pieces = flattened(tensors)
+        pieces = flatten_tensor(tensors)
         size = sum(piece.nbytes for piece in pieces)
         if self.shared is not None and BULK <= size <= self.shared.out.nbytes:
             at = 0
             for piece in pieces:
                 self.shared.out[at : at + piece.nbytes] = piece
                 at += piece.nbytes
-            flags, pieces = flags | SHARED, []
-        head = frames.written(FrameHead(op, flags, request, len(arguments), size), arguments, pieces)
+            flags = flags | SHARED
+            pieces = []
+        head = frames.write_frame(FrameHead(op, flags, request, len(arguments), size), arguments, pieces)
         self._write([memoryview(head + arguments), *pieces], seconds)
 
     def receive(self, seconds: float, *, patient: bool = False) -> WireFrame:
@@ -172,9 +174,10 @@ class Channel:
         self._left -= nbytes
 
     def _write(self, pieces: list[memoryview], seconds: float | None) -> None:
-        until, at = None if seconds is None else time.monotonic() + seconds, 0
+        until = None if seconds is None else time.monotonic() + seconds
+        at = 0
         while at < len(pieces):
-            sent = self._done(lambda: self.socket.sendmsg(pieces[at : at + FRAGMENTS]), until)  # noqa: B023 - called now
+            sent = self._run_until(lambda: self.socket.sendmsg(pieces[at : at + FRAGMENTS]), until)  # noqa: B023 - called now
             while sent and sent >= pieces[at].nbytes:
                 sent -= pieces[at].nbytes
                 at += 1
@@ -187,12 +190,13 @@ class Channel:
         while True:
             taken = min(into.nbytes - got, self._here.nbytes)
             into[got : got + taken] = self._here[:taken]
-            got, self._here = got + taken, self._here[taken:]
+            got = got + taken
+            self._here = self._here[taken:]
             if got == into.nbytes:
                 return
             short = into.nbytes - got < AHEAD
             place = self._ahead if short else into[got:]
-            count = self._done(lambda: self.socket.recv_into(place), until)  # noqa: B023 - called now
+            count = self._run_until(lambda: self.socket.recv_into(place), until)  # noqa: B023 - called now
             if not count:
                 error = self.broken("the other end has closed the connection")
                 raise ConnectionEnded(error.args[0]) if begins and not got else error
@@ -201,7 +205,7 @@ class Channel:
             else:
                 got += count
 
-    def _done(self, work: Callable[[], int], until: float | None) -> int:
+    def _run_until(self, work: Callable[[], int], until: float | None) -> int:
         if self.why:
             raise ConnectionBroken(self.why)
         try:
@@ -215,14 +219,14 @@ class Channel:
             raise self.broken(error.strerror or str(error)) from error
 
 
-def failed(frame: WireFrame) -> bool:
+def is_failure(frame: WireFrame) -> bool:
     return bool(frame.head.flags & FAILED)
 
 
 def failure(channel: Channel, frame: WireFrame) -> Exception:
     """What the other end failed with, as it would be raised here."""
     try:
-        said = decoded(frame.arguments, Failure)
+        said = decode_message(frame.arguments, Failure)
     except Unacceptable as error:
         return channel.broken(str(error))
     if said.kind == "refused":

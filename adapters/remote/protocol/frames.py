@@ -22,7 +22,10 @@ MOST_ARGUMENTS = 1 << 20  # a step of 4,096 segments takes a tenth of it, a prob
 MOST_PAYLOAD = 1 << 16  # until both ends know the model: hellos have none
 LARGEST = 1 << 36  # of any model: 64 GiB, so that nobody's arithmetic leaves 64 bits
 
-REPLY, FAILED, SHARED = 1, 2, 4  # flags: an answer; one that says why not; the payload is in shared memory
+# flags: an answer; one that says why not; the payload is in shared memory
+REPLY = 1
+FAILED = 2
+SHARED = 4
 FLAGS = REPLY | FAILED | SHARED
 
 
@@ -47,7 +50,7 @@ class FrameHead:
         return 0 if self.flags & SHARED else self.payload
 
 
-def written(head: FrameHead, arguments: bytes, payload: Iterable[memoryview] = ()) -> bytes:
+def write_frame(head: FrameHead, arguments: bytes, payload: Iterable[memoryview] = ()) -> bytes:
     """The head's bytes. payload: what follows over the connection, in order."""
     bare = HEAD.pack(MAGIC, VERSION, head.op, head.flags, head.request, head.arguments, head.payload, 0)
     return bare[:SUMMED] + checksum(bare, arguments, payload).to_bytes(4, "little")

@@ -14,10 +14,18 @@ from typing import NoReturn, TypeVar
 
 from attrs import frozen
 
-from adapters.remote.protocol.channel import Channel, ConnectionBroken, WireFrame, failed
+from adapters.remote.protocol.channel import Channel, ConnectionBroken, WireFrame, is_failure
 from adapters.remote.protocol.frames import FAILED, REPLY
 from adapters.remote.protocol.hello_messages import Challenge, Hello, SecretProof, Welcome
-from adapters.remote.protocol.messages import Facts, Failure, Op, Unacceptable, WireMessage, decoded, encoded
+from adapters.remote.protocol.messages import (
+    Facts,
+    Failure,
+    Op,
+    Unacceptable,
+    WireMessage,
+    decode_message,
+    encode_message,
+)
 
 T = TypeVar("T", bound=WireMessage)
 HELLO_S = 5.0  # for a whole hello at a port that strangers reach: three round trips
@@ -34,9 +42,9 @@ def greet(channel: Channel, secret: bytes, version: str, seconds: float) -> Fact
     """By the server, within so many seconds altogether. Raises Broken."""
     nonce = secrets.token_hex(32)
     channel.bound(seconds, MOST_BYTES)
-    channel.send(Op.HELLO, 0, encoded(Hello(nonce)), seconds=seconds)
+    channel.send(Op.HELLO, 0, encode_message(Hello(nonce)), seconds=seconds)
     other = _said(channel, Op.HELLO, 0, Challenge, seconds).nonce
-    channel.send(Op.PROOF, 1, encoded(SecretProof(proof_of(secret, "server", nonce, other))), seconds=seconds)
+    channel.send(Op.PROOF, 1, encode_message(SecretProof(proof_of(secret, "server", nonce, other))), seconds=seconds)
     welcome = _said(channel, Op.PROOF, 1, Welcome, seconds)
     if not hmac.compare_digest(welcome.proof, proof_of(secret, "daemon", nonce, other)):
         raise channel.broken("it does not know the secret")
@@ -49,9 +57,9 @@ def greet(channel: Channel, secret: bytes, version: str, seconds: float) -> Fact
 def _said(channel: Channel, op: Op, request: int, kind: type[T], seconds: float) -> T:
     frame = channel.answer(op, request, seconds)
     try:
-        if failed(frame):
-            raise channel.broken(f"refused: {decoded(frame.arguments, Failure).why}")
-        return decoded(frame.arguments, kind)
+        if is_failure(frame):
+            raise channel.broken(f"refused: {decode_message(frame.arguments, Failure).why}")
+        return decode_message(frame.arguments, kind)
     except Unacceptable as error:
         raise channel.broken(str(error)) from error
 
@@ -72,7 +80,7 @@ def challenge(channel: Channel, secret: bytes, seconds: float = HELLO_S) -> Prov
     channel.bound(seconds, MOST_BYTES)
     frame, hello = _asked(channel, Op.HELLO, Hello, seconds)
     nonce = secrets.token_hex(32)
-    channel.send(Op.HELLO, frame.head.request, encoded(Challenge(nonce)), flags=REPLY, seconds=seconds)
+    channel.send(Op.HELLO, frame.head.request, encode_message(Challenge(nonce)), flags=REPLY, seconds=seconds)
     frame, given = _asked(channel, Op.PROOF, SecretProof, seconds)
     if not hmac.compare_digest(given.proof, proof_of(secret, "server", hello.nonce, nonce)):
         refuse(channel, Op.PROOF, frame.head.request, "the secret is another one", seconds)
@@ -82,7 +90,7 @@ def challenge(channel: Channel, secret: bytes, seconds: float = HELLO_S) -> Prov
 
 def welcome(channel: Channel, proven: ProvenServer, version: str, facts: Facts, seconds: float) -> None:
     """By the daemon, to a server whose turn it is. Raises Broken."""
-    said = encoded(Welcome(proven.proof, version, facts))
+    said = encode_message(Welcome(proven.proof, version, facts))
     channel.send(Op.PROOF, proven.request, said, flags=REPLY, seconds=seconds)
 
 
@@ -91,7 +99,7 @@ def _asked(channel: Channel, op: Op, kind: type[T], seconds: float) -> tuple[Wir
     frame = channel.receive(seconds)
     found: T | None = None
     with suppress(Unacceptable):
-        found = decoded(frame.arguments, kind) if frame.head.op == op else None
+        found = decode_message(frame.arguments, kind) if frame.head.op == op else None
     if found is None:
         refuse(channel, frame.head.op, frame.head.request, "this is no hello", seconds)
     return frame, found
@@ -99,6 +107,6 @@ def _asked(channel: Channel, op: Op, kind: type[T], seconds: float) -> tuple[Wir
 
 def refuse(channel: Channel, op: int, request: int, why: str, seconds: float) -> NoReturn:
     """Say so, and have nothing more to do with it."""
-    channel.send(op, request, encoded(Failure.of("refused", why)), flags=REPLY | FAILED, seconds=seconds)
+    channel.send(op, request, encode_message(Failure.of("refused", why)), flags=REPLY | FAILED, seconds=seconds)
     channel.close(why)
     raise ConnectionBroken(why)

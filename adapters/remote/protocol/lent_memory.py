@@ -33,9 +33,9 @@ class Lender:
     _lock: threading.Lock = field(factory=threading.Lock)
 
     @classmethod
-    def opened(cls) -> Lender | None:
+    def open(cls) -> Lender | None:
         """None where the system has no such memory."""
-        if (descriptor := shared_memory.made()) is None:
+        if (descriptor := shared_memory.make_memory()) is None:
             return None
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
         return cls(descriptor)
@@ -54,15 +54,17 @@ class Lender:
             self._spans.append((found.data_ptr(), found.data_ptr() + whole, begin))
         return found[:size]
 
-    def lent(self, tensors: Mapping[str, Tensor]) -> tuple[Lent, ...]:
+    def locate(self, tensors: Mapping[str, Tensor]) -> tuple[Lent, ...]:
         """Where they lie. Nothing, if one of them does not lie in here."""
         found = list[Lent]()
         for alike in rows_of(tensors):
-            names, (first, *others) = tuple(name for name, _ in alike), [one for _, one in alike]
+            names = tuple(name for name, _ in alike)
+            (first, *others) = [one for _, one in alike]
             if (place := self._place(first.data_ptr())) is None:
                 return ()
             apart = (others[0].data_ptr() - first.data_ptr()) // first.itemsize if others else 0
-            dtype, shape = dtype_name(first.dtype), tuple(first.shape)
+            dtype = dtype_name(first.dtype)
+            shape = tuple(first.shape)
             found.append(Lent(names, dtype, shape, place, apart, first.stride()))  # type: ignore[arg-type]
         return tuple(found)
 
@@ -96,7 +98,8 @@ def rows_of(tensors: Mapping[str, Tensor]) -> list[list[tuple[str, Tensor]]]:
 
 
 def goes_on(row: list[Tensor], one: Tensor) -> bool:
-    last, apart = row[-1], one.data_ptr() - row[-1].data_ptr()
+    last = row[-1]
+    apart = one.data_ptr() - row[-1].data_ptr()
     alike = (last.dtype, last.shape, last.stride()) == (one.dtype, one.shape, one.stride())
     together = last.untyped_storage().data_ptr() == one.untyped_storage().data_ptr() and apart >= 0
     return alike and together and (len(row) == 1 or apart == last.data_ptr() - row[-2].data_ptr())
@@ -119,12 +122,16 @@ class Borrower:
 
     def run(self, spec: RowSpec, lent: LentRun) -> Integers:
         """The bits of rows `[names, heads, rows, width]` of `spec`. Raises Unacceptable for what is not in there."""
-        size, names, heads = ELEMENT_BYTES[spec.dtype], len(spec.names), spec.heads
-        row, of_head = spec.width * size, spec.width * size * lent.room
+        size = ELEMENT_BYTES[spec.dtype]
+        names = len(spec.names)
+        heads = spec.heads
+        row = spec.width * size
+        of_head = spec.width * size * lent.room
         if lent.count > lent.room or lent.place % size:
             raise Unacceptable(f"{lent.count} rows are lent as no run of {lent.room} can lie")
         memory = self._bytes(lent.place + (names * heads - 1) * of_head + lent.count * row)
-        shape, strides = (names, heads, lent.count, spec.width), (heads * of_head, of_head, row, size)
+        shape = (names, heads, lent.count, spec.width)
+        strides = (heads * of_head, of_head, row, size)
         return np.ndarray(shape, f"i{size}", memory, lent.place, strides)  # type: ignore[arg-type]
 
     def _bytes(self, size: int) -> Mapped:
@@ -151,7 +158,9 @@ class Borrower:
 
 def _whole(one: Lent, memory: Mapped) -> Tensor:
     """`[names, ...]`."""
-    dtype, place, shape = torch_dtype(one.dtype), one.place, (len(one.names), *one.shape)
+    dtype = torch_dtype(one.dtype)
+    place = one.place
+    shape = (len(one.names), *one.shape)
     if not all(shape):
         return torch.empty(shape, dtype=dtype)
     flat = torch.frombuffer(memory, dtype=dtype, offset=place, count=(one.end - place) // dtype.itemsize)

@@ -1,14 +1,12 @@
-"""What a daemon is asked to load, and how much may cross to it at once."""
+"""The requests to load a shard or a draft in another process, with limits of what may cross to it at once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
-import torch
-
 from adapters.models.decoder.family import ModelConfig
-from adapters.models.drafts.draft_parts import DraftShape
+from adapters.models.decoder.shard import ShardPlacement
+from adapters.models.drafts.draft_parts import DraftPlacement, DraftShape
 from adapters.remote.protocol.draft_messages import MOST_FOLLOWED, LoadDraft
 from adapters.remote.protocol.frames import LARGEST, MOST_PAYLOAD
 from adapters.remote.protocol.messages import LoadLayers
@@ -20,30 +18,31 @@ RUN = 1 << 23  # bytes of a restore's run, or most of it: small models' steps wo
 SHARED = 1 << 26  # bytes of shared memory each way, at most: of a chunk's hidden states 27B take 10 MiB, of a run 4
 
 
-def loading_draft(
+def build_draft_request(
     config: ModelConfig,
     shape: DraftShape,
-    dtype: torch.dtype,
+    placement: DraftPlacement,
     *,
-    slots: int,
-    capacity: int,
-    buckets: Sequence[int],
     bits: Literal[0, 4, 8],
     nodes: int,
     rows: int,
     fast: bool,
 ) -> LoadDraft:
-    """What crosses at once: the features of a round, or rows of a whole slot."""
-    features = MOST_FOLLOWED * max(buckets) * config.hidden_size * dtype.itemsize
-    limit = max(features, (capacity + SPARE_ROWS) * shape.kv_bytes_per_token(dtype)) + MOST_PAYLOAD
-    limit = min(limit, LARGEST)
+    """Return the request to load a draft. At most the features of a round, or the rows of a whole slot, cross at once.
+
+    bits: that the target's weights are quantised to; 0: they are not. nodes: of a proposed tree. rows: of a decode
+    step.
+    """
+    features = MOST_FOLLOWED * max(placement.buckets) * config.hidden_size * placement.dtype.itemsize
+    context = (placement.capacity + SPARE_ROWS) * shape.kv_bytes_per_token(placement.dtype)
+    limit = min(max(features, context) + MOST_PAYLOAD, LARGEST)
     room = min(SHARED, limit)
     return LoadDraft(
-        dtype=dtype_name(dtype),  # type: ignore[arg-type]
+        dtype=dtype_name(placement.dtype),  # type: ignore[arg-type]
         bits=bits,
-        slots=slots,
-        capacity=capacity,
-        buckets=tuple(buckets),
+        slots=placement.slots,
+        capacity=placement.capacity,
+        buckets=tuple(placement.buckets),
         nodes=nodes,
         rows=rows,
         fast=fast,
@@ -52,35 +51,31 @@ def loading_draft(
     )
 
 
-def loading(
-    config: ModelConfig,
-    dtype: torch.dtype,
-    layers: range,
-    *,
-    rows: torch.dtype,
-    slots: int,
-    capacity: int,
-    buckets: Sequence[int],
-    aux_layers: Sequence[int],
-    state_places: int,
-    fast: bool,
-) -> LoadLayers:
-    """What a daemon is asked to load, and how much may cross at once: a step with all its logits, or a whole slot."""
-    chunk, wide = max(buckets), (2 + len(aux_layers)) * config.hidden_size * dtype.itemsize
-    kept = (capacity + SPARE_ROWS) * config.kv_bytes_per_token(rows, layers) + max(
-        config.state_bytes(dtype, layers=layers)
-    )
+def build_layers_request(config: ModelConfig, placement: ShardPlacement, *, fast: bool) -> LoadLayers:
+    """Return the request to load a shard. At most a step with all its logits, or a whole slot, crosses at once.
+
+    placement: names its layers and the dtype of its rows. Its device and its pages are not those of the other process.
+    """
+    layers = placement.layers
+    assert layers is not None
+    dtype = placement.dtype
+    capacity = placement.capacity
+    aux_layers = placement.aux_layers
+    chunk = max(placement.buckets)
+    wide = (2 + len(aux_layers)) * config.hidden_size * dtype.itemsize
+    row_bytes = config.kv_bytes_per_token(dtype if placement.rows is None else placement.rows, layers)
+    kept = (capacity + SPARE_ROWS) * row_bytes + max(config.state_bytes(dtype, layers=layers))
     limit = max(kept, chunk * (wide + 4 * config.vocab_size)) + MOST_PAYLOAD
     limit += ALIGN * (2 * len(layers) + len(aux_layers) + 8)  # between tensors
     limit = min(limit, LARGEST)  # rows of a whole slot may be more; they cross in runs, which never are
     room = min(SHARED, max(RUN, chunk * wide, 64 * (wide + 4 * config.vocab_size)) + MOST_PAYLOAD)
     return LoadLayers(
         layers=(layers.start, layers.stop),
-        slots=slots,
+        slots=placement.slots,
         capacity=capacity,
-        buckets=tuple(buckets),
+        buckets=tuple(placement.buckets),
         aux_layers=tuple(aux_layers),
-        state_places=state_places,
+        state_places=placement.state_places,
         fast=fast,
         limit=limit,
         shared=(room, room),

@@ -97,7 +97,8 @@ class Lent(WireMessage, frozen=True, array_like=True):
     @property
     def end(self) -> int:
         """Of the last one's last byte, and one more."""
-        sizes, steps = (len(self.names), *self.shape), (self.apart, *self.strides)
+        sizes = (len(self.names), *self.shape)
+        steps = (self.apart, *self.strides)
         last = sum(max(size - 1, 0) * step for size, step in zip(sizes, steps, strict=True))
         return self.place + (last + 1) * ELEMENT_BYTES[self.dtype]
 
@@ -287,7 +288,7 @@ class Unacceptable(ValueError):
     """Arguments that are not what the op has, or tensors that the payload does not hold."""
 
 
-def encoded(message: WireMessage) -> bytes:
+def encode_message(message: WireMessage) -> bytes:
     """Raises Unacceptable for what no frame holds: the other end would call it malformed, and end the connection."""
     found = msgspec.json.encode(message)
     if len(found) > MOST_ARGUMENTS:
@@ -295,7 +296,7 @@ def encoded(message: WireMessage) -> bytes:
     return found
 
 
-def decoded(data: bytes, kind: type[T]) -> T:
+def decode_message(data: bytes, kind: type[T]) -> T:
     """Raises Refused."""
     try:
         return _decoder(kind)(data)
@@ -317,7 +318,7 @@ def with_logits(step: Step) -> bool:
     return not step.rows_only and step.bucket <= HEAD_ROWS
 
 
-def told(step: Step) -> Stepped:
+def encode_step(step: Step) -> Stepped:
     return Stepped(tuple((one.slot, one.start, one.count) for one in step.segments), step.bucket, step.rows_only)
 
 

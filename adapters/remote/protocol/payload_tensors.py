@@ -17,13 +17,14 @@ from adapters.sequence_layout import dtype_name, torch_dtype
 ALIGN = 64
 
 
-def described(tensors: Mapping[str, Tensor]) -> tuple[Described, ...]:
+def describe_tensors(tensors: Mapping[str, Tensor]) -> tuple[Described, ...]:
     return tuple(Described(name, dtype_name(one.dtype), tuple(one.shape)) for name, one in tensors.items())  # type: ignore[arg-type]
 
 
 def places(tensors: Sequence[Described]) -> tuple[list[int], int]:
     """Where each begins, and how many bytes they take together."""
-    found, at = list[int](), 0
+    found = list[int]()
+    at = 0
     for one in tensors:
         at = -(-at // ALIGN) * ALIGN
         found.append(at)
@@ -41,9 +42,10 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(block).cast("B")
 
 
-def flattened(tensors: Iterable[Tensor]) -> list[memoryview]:
+def flatten_tensor(tensors: Iterable[Tensor]) -> list[memoryview]:
     """The payload in pieces: each tensor's bytes, and what lies between."""
-    found, at = list[memoryview](), 0
+    found = list[memoryview]()
+    at = 0
     for one in tensors:
         if gap := -at % ALIGN:
             found.append(_GAP[:gap])
@@ -73,7 +75,7 @@ class TensorBytes:
         return found
 
 
-def unpacked(tensors: tuple[Described, ...], payload: memoryview) -> TensorBytes:
+def unpack_tensors(tensors: tuple[Described, ...], payload: memoryview) -> TensorBytes:
     """Raises Unacceptable for a payload that does not hold exactly these."""
     begins, total = places(tensors)
     if total != payload.nbytes:

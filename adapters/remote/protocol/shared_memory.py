@@ -9,21 +9,21 @@ import os
 SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
 
 
-def made() -> int | None:
+def make_memory() -> int | None:
     """A descriptor of such memory, empty so far, which a child may inherit; None where the system has none."""
     if not hasattr(os, "memfd_create") or not hasattr(fcntl, "F_ADD_SEALS"):
         return None
     return os.memfd_create("rekindle-shard", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
-def grown(descriptor: int, size: int) -> memoryview:
+def grow_memory(descriptor: int, size: int) -> memoryview:
     """Of that size from now on, for good: whoever maps it cannot have it taken away. By whoever made it."""
     os.ftruncate(descriptor, size)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, sum(getattr(fcntl, name) for name in SEALS))
     return memoryview(mmap.mmap(descriptor, size))
 
 
-def joined(descriptor: int, size: int) -> memoryview:
+def join_memory(descriptor: int, size: int) -> memoryview:
     """By the other one. Raises ValueError, OSError where it is not of that size for good."""
     if os.fstat(descriptor).st_size != size or not size:
         raise ValueError(f"shared memory is not of {size} bytes")

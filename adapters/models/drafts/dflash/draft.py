@@ -13,13 +13,12 @@ the other blocks, so a restored or batched sequence is proposed the same tokens 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from attrs import define
 from torch import Tensor
 
-from adapters.models.decoder.decoder_layer import WeightReader, finished, projected
+from adapters.models.decoder.decoder_layer import WeightReader, finish_layer, project_inputs
 from adapters.models.decoder.layer_buffers import whole_layer
 from adapters.models.decoder.pipelined_chunks import current, inference
 from adapters.models.decoder.shard import TargetHead
@@ -27,7 +26,7 @@ from adapters.models.drafts.cached_draft import AnyHead, BlockRequest, CachedDra
 from adapters.models.drafts.dflash.config import DFlashConfig
 from adapters.models.drafts.dflash.draft_blocks import MOST_ROWS, SMALLEST_BLOCK, block_rows, turns
 from adapters.models.drafts.dflash.weights import LoadedDraft, load_draft
-from adapters.models.drafts.draft_parts import DraftWeights
+from adapters.models.drafts.draft_parts import DraftPlacement, DraftWeights
 from adapters.models.kernels.decode_pass import DecodePass, DraftPass
 from adapters.models.kernels.experts_interface import Experts
 from adapters.models.kernels.interface import (
@@ -68,11 +67,16 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
     """As `CachedDraft` says; its blocks are behind the context rows of their slots."""
 
     def __init__(
-        self, config: DFlashConfig, weights: DraftWeights, kernels: Kernels, head: AnyHead, **place: Any
+        self,
+        config: DFlashConfig,
+        weights: DraftWeights,
+        kernels: Kernels,
+        head: AnyHead,
+        placement: DraftPlacement | None = None,
     ) -> None:
-        """head, place: of `CachedDraft`."""
+        """Build the draft. head, placement: as in `CachedDraft`."""
         self._config = config
-        super().__init__(config, weights, kernels, head, **place)
+        super().__init__(config, weights, kernels, head, placement)
 
     def _check_head(self, head: TargetHead) -> None:
         super()._check_head(head)
@@ -164,7 +168,7 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
 
     def _store(self, loaded: LoadedDraft, buffers: ContextBuffers, context: Tensor) -> None:
         kernels, batch = self._kernels, buffers.batch
-        for layer, (k_cache, v_cache) in zip(loaded.layers, self._cache.layers, strict=True):
+        for layer, (k_cache, v_cache) in zip(loaded.layers, self.rows.layers, strict=True):
             kv = kernels.linear(context, layer.kv)
             kernels.store(kv, layer.decoder.prep, self._rope, batch, k_cache, v_cache)
 
@@ -179,11 +183,11 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
             masked = (batch.tokens == self._config.mask_token_id).unsqueeze(1)
             residual.copy_(torch.where(masked, loaded.mask, residual))
         delta: Tensor | None = None
-        for layer, (k_cache, v_cache), mask in zip(loaded.layers, self._cache.layers, self._config.masks, strict=True):
-            qkv = projected(kernels, layer.decoder.frame, residual, delta)
+        for layer, (k_cache, v_cache), mask in zip(loaded.layers, self.rows.layers, self._config.masks, strict=True):
+            qkv = project_inputs(kernels, layer.decoder.frame, residual, delta)
             q = kernels.rotate_store(qkv, layer.decoder.prep, self._rope, batch, k_cache, v_cache)
             attended = kernels.attend_block(q, k_cache, v_cache, batch, mask)
-            delta = finished(kernels, layer.decoder.frame, residual, attended, batch)
+            delta = finish_layer(kernels, layer.decoder.frame, residual, attended, batch)
         x = kernels.add_norm(residual, delta, loaded.norm, eps)
         buffers.logits.copy_(kernels.linear(x, self._head.packed))
 
@@ -266,14 +270,14 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
         loaded = self._loaded()
         layers = [
             ContextLayer(layer.kv, layer.decoder.prep, *caches)
-            for layer, caches in zip(loaded.layers, self._cache.layers, strict=True)
+            for layer, caches in zip(loaded.layers, self.rows.layers, strict=True)
         ]
         eps = self._config.rms_norm_eps
         return self._kernels.fuse_context(loaded.fc, loaded.hidden_norm, eps, layers, self._rope, bucket)
 
     def _fuse_layers(self, bucket: int) -> FusedLayers | None:
         loaded, layers = self._loaded(), list[WholeLayer]()
-        for layer, caches, mask in zip(loaded.layers, self._cache.layers, self._config.masks, strict=True):
+        for layer, caches, mask in zip(loaded.layers, self.rows.layers, self._config.masks, strict=True):
             feed = layer.decoder.frame.feed
             assert not isinstance(feed, Experts), "drafts are dense"
             layers.append(whole_layer(layer.decoder, feed, caches, mask=mask))

@@ -105,9 +105,8 @@ class FeatureProjection:
 
     def _at(self, bucket: int) -> ProjectionBuffers:
         if bucket not in self._buffers:
-            how: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
             width = self.config.hidden_size
-            fused = torch.zeros(bucket, len(self.config.aux_layers) * width, **how)
-            out = torch.zeros(bucket, width, **how)
+            fused = torch.zeros(bucket, len(self.config.aux_layers) * width, dtype=self.dtype, device=self.device)
+            out = torch.zeros(bucket, width, dtype=self.dtype, device=self.device)
             self._buffers[bucket] = ProjectionBuffers(Batch(bucket, self.device), fused, out)
         return self._buffers[bucket]

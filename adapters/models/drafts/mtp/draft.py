@@ -15,16 +15,15 @@ states are kept for each slot, as recurrent layers keep what they need of them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from attrs import define, field
 from torch import Tensor
 
-from adapters.models.decoder.decoder_layer import WeightReader, finished, gated, projected
+from adapters.models.decoder.decoder_layer import WeightReader, finish_layer, gate_attention, project_inputs
 from adapters.models.decoder.pipelined_chunks import current, inference
 from adapters.models.drafts.cached_draft import AnyHead, BlockRequest, CachedDraft, Pick
-from adapters.models.drafts.draft_parts import DraftWeights
+from adapters.models.drafts.draft_parts import DraftPlacement, DraftWeights
 from adapters.models.drafts.mtp.checkpoint import HeadConfig
 from adapters.models.drafts.mtp.weights import LoadedHead, load_head
 from adapters.models.kernels.interface import AttentionMask, Kernels
@@ -90,11 +89,17 @@ class MtpDraft(CachedDraft[LoadedHead]):
     """As `CachedDraft` says."""
 
     def __init__(
-        self, config: HeadConfig, weights: DraftWeights, kernels: Kernels, head: AnyHead, **place: Any
+        self,
+        config: HeadConfig,
+        weights: DraftWeights,
+        kernels: Kernels,
+        head: AnyHead,
+        placement: DraftPlacement | None = None,
     ) -> None:
-        """head, place: of `CachedDraft`."""
-        self._config, self._eps = config, config.layer.rms_norm_eps
-        super().__init__(config, weights, kernels, head, **place)
+        """Build the draft. head, placement: as in `CachedDraft`."""
+        self._config = config
+        self._eps = config.layer.rms_norm_eps
+        super().__init__(config, weights, kernels, head, placement)
 
     @property
     def config(self) -> HeadConfig:
@@ -167,17 +172,17 @@ class MtpDraft(CachedDraft[LoadedHead]):
         x = self._joined(loaded, batch)
         self._hidden.index_copy_(0, batch.places, hidden)
         kv = kernels.linear(kernels.add_norm(x, None, loaded.layer.frame.input_norm, self._eps), loaded.kv)
-        [(k_cache, v_cache)] = self._cache.layers
+        [(k_cache, v_cache)] = self.rows.layers
         kernels.store(kv, loaded.layer.prep, self._rope, batch, k_cache, v_cache)
 
     def _run_head(self, loaded: LoadedHead, buffers: HeadBuffers) -> None:
         kernels, batch, layer = self._kernels, buffers.batch, loaded.layer
-        [(k_cache, v_cache)] = self._cache.layers
+        [(k_cache, v_cache)] = self.rows.layers
         x = self._joined(loaded, batch)
-        own = projected(kernels, layer.frame, x, None)
+        own = project_inputs(kernels, layer.frame, x, None)
         q = kernels.rotate_store(own[:, : layer.width], layer.prep, self._rope, batch, k_cache, v_cache)
         attended = kernels.attend_block(q, k_cache, v_cache, batch, ALONE)
-        delta = finished(kernels, layer.frame, x, gated(kernels, layer, attended, own), batch)
+        delta = finish_layer(kernels, layer.frame, x, gate_attention(kernels, layer, attended, own), batch)
         out = kernels.add_norm(x, delta, loaded.norm, self._eps)
         self._hidden.narrow(0, batch.step_rows, batch.bucket).copy_(out)
         assert buffers.logits is not None
@@ -196,7 +201,7 @@ class MtpDraft(CachedDraft[LoadedHead]):
 
     def copy_rows(self, source: int, target: int, start: int, stop: int) -> None:
         super().copy_rows(source, target, start, stop)
-        slots = torch.unflatten(self._hidden.narrow(0, 1, self._cache.slots * KEPT), 0, (-1, KEPT))
+        slots = torch.unflatten(self._hidden.narrow(0, 1, self.rows.slots * KEPT), 0, (-1, KEPT))
         slots[target].copy_(slots[source])
 
     # --- weights and buffers ---
@@ -207,7 +212,7 @@ class MtpDraft(CachedDraft[LoadedHead]):
     def _make_buffers(self) -> None:
         """Hidden states: zeros, those of every slot's last rows, whatever is not kept, those of the step."""
         self._buffers: dict[int, HeadBuffers] = {}
-        rows = 2 + self._cache.slots * KEPT + self._buckets[-1]
+        rows = 2 + self.rows.slots * KEPT + self._buckets[-1]
         self._hidden = torch.zeros(rows, self._config.hidden_size, dtype=self._dtype, device=self._device)
 
     def _forget_buffers(self) -> None:
@@ -222,5 +227,5 @@ class MtpDraft(CachedDraft[LoadedHead]):
     def _at(self, bucket: int) -> HeadBuffers:
         if bucket not in self._buffers:
             last = torch.zeros(bucket, self._config.hidden_size, dtype=self._dtype, device=self._device)
-            self._buffers[bucket] = HeadBuffers(HeadBatch(bucket, self._device, self._cache.slots), last)
+            self._buffers[bucket] = HeadBuffers(HeadBatch(bucket, self._device, self.rows.slots), last)
         return self._buffers[bucket]

@@ -32,10 +32,10 @@ from adapters.models.kernels.delta_interface import (
     DeltaWeights,
     make_row_state,
 )
+from adapters.models.kernels.functions.vector_functions import apply_in_vectors, silu
 from adapters.models.kernels.product_list import BATCHED, NATIVE, ProductPlan, UnprovenProductError
 from adapters.models.kernels.step import Segment
 from adapters.models.kernels.step_batch import StateBatch
-from adapters.models.kernels.vector_functions import apply_in_vectors, silu
 
 
 class CpuDelta:

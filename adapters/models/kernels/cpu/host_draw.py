@@ -15,10 +15,10 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from adapters.models.kernels.exact_exp import exact_weights
-from adapters.models.kernels.exact_functions import BITS
-from adapters.models.kernels.noise import FRACTION, exact_gumbel_at, gumbel_at, noise_keys, noise_order
-from adapters.models.kernels.truncation import find_likeliest, make_column
+from adapters.models.kernels.functions.exact_exp import exact_weights
+from adapters.models.kernels.functions.exact_functions import BITS
+from adapters.models.kernels.functions.noise import FRACTION, exact_gumbel_at, gumbel_at, noise_keys, noise_order
+from adapters.models.kernels.functions.truncation import find_likeliest, make_column
 from effects.job import Sampling
 
 SHORT = 64

@@ -12,10 +12,10 @@ from adapters.models.kernels.cpu.host_draw import draw_rows
 from adapters.models.kernels.cpu.native.draw import NativePicker
 from adapters.models.kernels.cpu.native.library import find_library
 from adapters.models.kernels.cpu.penalties import HostPenalties
-from adapters.models.kernels.exact_exp import exact_weights
-from adapters.models.kernels.exact_functions import BITS
+from adapters.models.kernels.functions.exact_exp import exact_weights
+from adapters.models.kernels.functions.exact_functions import BITS
+from adapters.models.kernels.functions.truncation import find_likeliest
 from adapters.models.kernels.sampling_interface import Penalties, RowPicker
-from adapters.models.kernels.truncation import find_likeliest
 from effects.ids import Tokens
 from effects.job import Sampling
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adapters.models.kernels.exact_exp import exp_factors
-from adapters.models.kernels.exact_functions import MOST_TAKEN
-from adapters.models.kernels.noise import noise_key
+from adapters.models.kernels.functions.exact_exp import exp_factors
+from adapters.models.kernels.functions.exact_functions import MOST_TAKEN
+from adapters.models.kernels.functions.noise import noise_key
 from adapters.models.kernels.triton.draw_kernel import part_draws, part_weights, row_draws, row_leaders
 from adapters.models.kernels.triton_launch import launch
 from effects.job import Sampling

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from adapters.checkpoint.packed_matrix import TABLES, PackedMatrix, StepLayout
-from adapters.models.kernels.seeded import make_generator
+from adapters.models.kernels.functions.seeded import make_generator
 
 _MOST = 1 << 22  # random elements of a weight; a larger one repeats them
 

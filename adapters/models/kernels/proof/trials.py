@@ -14,10 +14,10 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
+from adapters.models.kernels.functions.seeded import make_generator
 from adapters.models.kernels.multiplier import ExactAttention, Multiplier, dtype_name
 from adapters.models.kernels.product_list import NATIVE, PACKED, SCORES, TILE, Heads, Weight
 from adapters.models.kernels.proof.cancelling import make_cancelling, make_cancelling_packed
-from adapters.models.kernels.seeded import make_generator
 
 _RUNS = 4
 # Seconds that a product outside the library adds to a step: its layer can no longer be fused (`Kernels.fuse_layers`),

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from adapters.models.kernels import exact_functions
+from adapters.models.kernels.functions import exact_functions
 from adapters.models.kernels.triton.logit_parts import (
     NONE,
     ahead,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from adapters.models.kernels import exact_functions
+from adapters.models.kernels.functions import exact_functions
 
 LOWEST = tl.constexpr(exact_functions.LOWEST)
 STEP = tl.constexpr(exact_functions.STEP)

@@ -27,8 +27,8 @@ from adapters.models.kernels.cpu.native.native_decode import (
     RoundOf,
 )
 from adapters.models.kernels.decode_pass import MOST_ROWS, DraftPass, RoundOutcome
+from adapters.models.kernels.functions.noise import noise_key
 from adapters.models.kernels.host_addresses import HostAddresses, list_addresses
-from adapters.models.kernels.noise import noise_key
 from effects.job import Sampling
 
 AHEAD = 64  # positions whose noise keys are computed together

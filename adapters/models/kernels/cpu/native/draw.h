@@ -68,7 +68,7 @@ static inline uint32_t place_of(float logit) { // -0 is where 0 is
     return bits & 0x80000000 ? ~bits : bits | 0x80000000;
 }
 
-// Of a positive number, by operations that have one right answer: see adapters/models/kernels/exact_exp.py.
+// Of a positive number, by operations that have one right answer: see adapters/models/kernels/functions/exact_exp.py.
 static double steady_log(double value) {
     const int64_t bits = word_of(value) - word_of(HALF_ROOT), power = bits >> 52;
     const double rest = double_of((bits & 0xfffffffffffff) + word_of(HALF_ROOT)) - 1.0, s = rest / (rest + 2.0), z = s * s;

@@ -17,8 +17,8 @@ from attrs import frozen
 from torch import Tensor
 
 from adapters.models.kernels.cpu.native.library import NativeLibrary
-from adapters.models.kernels.exact_exp import exp_factors
-from adapters.models.kernels.noise import noise_key
+from adapters.models.kernels.functions.exact_exp import exp_factors
+from adapters.models.kernels.functions.noise import noise_key
 from adapters.models.kernels.sampling_interface import PickedRow, PickRequest, TokenMask
 
 # `draw_t` of draw.h: what the library reads about a row, and behind it what it writes.

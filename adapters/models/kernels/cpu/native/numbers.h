@@ -33,7 +33,7 @@ static inline uint32_t bits_of(float one) {
     return bits;
 }
 
-// The last part of SplitMix64; see adapters/models/kernels/noise.py.
+// The last part of SplitMix64; see adapters/models/kernels/functions/noise.py.
 static inline __attribute__((always_inline)) uint64_t mixed(uint64_t z) {
     z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
     z = (z ^ z >> 27) * 0x94d049bb133111ebu;

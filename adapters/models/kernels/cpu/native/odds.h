@@ -16,7 +16,7 @@ static FOR int ON(extremes)(const float *logits, long count, float *lowest, floa
     return !odd;
 }
 
-// weights[i] = round(exp((logits[i] - peak) / temperature) * 2^42), by the operations of adapters/models/kernels/exact_exp.py.
+// weights[i] = round(exp((logits[i] - peak) / temperature) * 2^42), by the operations of adapters/models/kernels/functions/exact_exp.py.
 static FOR void ON(weights)(
     const float *logits, long count, double peak, double temperature, const double *factors, int64_t *weights
 ) {

@@ -26,8 +26,8 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from adapters.models.kernels.exact_exp import exact_log
-from adapters.models.kernels.exact_functions import FIRST, GOLDEN, SECOND
+from adapters.models.kernels.functions.exact_exp import exact_log
+from adapters.models.kernels.functions.exact_functions import FIRST, GOLDEN, SECOND
 
 FRACTION = 2**52
 

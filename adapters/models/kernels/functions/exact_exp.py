@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from adapters.models.kernels.exact_functions import HALF_ROOT, INVERSE, LOWEST, PARTS, REST, SERIES, STEP
+from adapters.models.kernels.functions.exact_functions import HALF_ROOT, INVERSE, LOWEST, PARTS, REST, SERIES, STEP
 
 DOUBT = 2.0**-7  # error that is allowed for in a weight up to 2**42, whose last bit is 2**-10
 

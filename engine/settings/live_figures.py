@@ -1,0 +1,82 @@
+"""The figures that a running server reports of its memory, its cache and its processes.
+
+The loaded model makes them (`Target.live`), the core adds what has broken, and /props shows them as JSON. They stand
+below both, since neither of these rooms knows the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import asdict, frozen
+
+
+@frozen
+class ModelBytes:
+    """The bytes of a model's weights, on its device and in host memory."""
+
+    device: int
+    host: int
+
+
+@frozen
+class ModelPlace:
+    """The place of a draft or a prompt scorer, and of the process that has it.
+
+    bytes: what it holds, by kind. error: why its process is gone, while it is gone.
+    """
+
+    device: str
+    process: int
+    bytes: Mapping[str, int]
+    error: str = ""
+    restarts: int = 0
+
+
+@frozen
+class ShardPlace(ModelPlace):
+    """The place of a shard. layers: the first, and the one behind the last. remote: another process has it."""
+
+    layers: tuple[int, int] = (0, 0)
+    remote: bool = False
+
+
+@frozen
+class MemoryLedger:
+    """The memory in use, in bytes.
+
+    models: by name, the weights. slots, buffers: by model, on its device. blocks, pool: of the cache in host memory.
+    experts: how those in host memory are used; None where there are none.
+    """
+
+    models: Mapping[str, ModelBytes]
+    experts: Mapping[str, int] | None
+    shards: tuple[ShardPlace, ...]
+    draft: ModelPlace | None
+    drafter: ModelPlace | None
+    slots: Mapping[str, int]
+    buffers: Mapping[str, int]
+    blocks: Mapping[str, int]
+    pool: Mapping[str, int]
+
+
+@frozen
+class LiveFigures:
+    """What /props reports beyond what never changes.
+
+    memory: None without a loaded model. damaged: files that were found damaged, by kind. full_cache: the figures of
+    each tier, as JSON has them. outages: why shards are gone, by name. troubles: outages, and threads that have ended.
+    frozen: figures of frozen messages, where messages are frozen.
+    """
+
+    memory: MemoryLedger | None = None
+    damaged: Mapping[str, int] = {}
+    full_cache: Mapping[str, Any] = {}
+    outages: Mapping[str, str] = {}
+    troubles: Mapping[str, str] = {}
+    frozen: Mapping[str, int] | None = None
+
+    def build_json(self) -> Mapping[str, Any]:
+        """Return the figures as /props has them, without those that there are not."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
