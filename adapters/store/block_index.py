@@ -81,7 +81,8 @@ class BlockIndex:
         entry = self._blocks.get(key)
         if entry is None:
             return None
-        block, step = entry.keys.index(key), self.block_size * TOKEN_BYTES
+        block = entry.keys.index(key)
+        step = self.block_size * TOKEN_BYTES
         return entry if entry.tokens[block * step : (block + 1) * step] == tokens else None
 
     def get_holder(self, key: bytes) -> Entry | None:
@@ -90,7 +91,8 @@ class BlockIndex:
 
     def get_continuations(self, key: bytes) -> list[bytes]:
         """Return the packed tokens that follow the block `key`: in the last run added behind it, and in its own run."""
-        latest, entry = self._latest.get(key), self._blocks.get(key)
+        latest = self._latest.get(key)
+        entry = self._blocks.get(key)
         found = [] if latest is None else [latest.tokens]
         if entry is not None and key != entry.keys[-1]:
             found.append(entry.tokens[(entry.keys.index(key) + 1) * self.block_size * TOKEN_BYTES :])
@@ -105,7 +107,8 @@ class BlockIndex:
         if not entry.keys or entry.handle in self.entries or not self._blocks.keys().isdisjoint(entry.keys):
             return False
         self.turn = max(self.turn, entry.handle, entry.last_turn)
-        continued, parent = self._continued, entry.parent
+        continued = self._continued
+        parent = entry.parent
         leaf = continued.keys().isdisjoint(entry.keys)
         entry.children = 0 if leaf else sum(continued[key] for key in entry.keys)
         continued[parent] = continued.get(parent, 0) + 1
@@ -124,7 +127,9 @@ class BlockIndex:
         taken = {entry.handle: entry for entry in entries if entry.keys}
         if self.entries or len(taken) < len(entries) or len(blocks) < sum(len(entry.keys) for entry in entries):
             return [entry for entry in entries if self.add(entry)]
-        self.entries, self._blocks, self._continued = taken, blocks, Counter(entry.parent for entry in entries)
+        self.entries = taken
+        self._blocks = blocks
+        self._continued = Counter(entry.parent for entry in entries)
         self._latest = {entry.parent: entry for entry in entries if entry.kind == "rows"}
         for parent, count in self._continued.items():
             if (before := blocks.get(parent)) is not None:
@@ -152,7 +157,8 @@ class BlockIndex:
 
     def touch(self, entry: Entry) -> None:
         self.turn += 1
-        entry.last_turn, entry.hits = self.turn, entry.hits + 1
+        entry.last_turn = self.turn
+        entry.hits = entry.hits + 1
 
     def compute_score(self, entry: Entry) -> tuple[bool, float]:
         """Return what the entry is worth: saved tokens per byte, divided by age. The lowest is evicted first.

@@ -60,7 +60,8 @@ def unpack_tokens(packed: bytes) -> tuple[int, ...]:
 
 def chain_keys(parent: bytes, packed: bytes, block_size: int) -> tuple[bytes, ...]:
     """The key of each whole block of `packed`, the first one's parent being `parent`."""
-    keys, step = list[bytes](), block_size * TOKEN_BYTES
+    keys = list[bytes]()
+    step = block_size * TOKEN_BYTES
     for start in range(0, len(packed) // step * step, step):
         parent = blake2b(packed[start : start + step], digest_size=KEY_BYTES, key=parent).digest()
         keys.append(parent)

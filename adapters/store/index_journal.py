@@ -70,13 +70,15 @@ class JournalContents:
 
 def parse_journal(raw: bytes) -> JournalContents:
     entries: dict[int, Entry] = {}
-    at, count = len(MAGIC), 0
+    at = len(MAGIC)
+    count = 0
     if raw[:at] != MAGIC:
         return JournalContents(entries, whole=False, records=0)
     for body, end in parse_records(raw, at):
         if not apply_record(entries, body):
             break
-        at, count = end, count + 1
+        at = end
+        count = count + 1
     return JournalContents(entries, at == len(raw), count)
 
 
@@ -94,7 +96,8 @@ def apply_record(entries: dict[int, Entry], body: bytes) -> bool:
             if max(hits, used) > MAX_HANDLE:
                 return False
             if handle in entries:
-                entries[handle].hits, entries[handle].last_turn = hits, used
+                entries[handle].hits = hits
+                entries[handle].last_turn = used
     except (struct.error, ValueError, KeyError):
         return False
     return True

@@ -34,7 +34,8 @@ class JournalFile:
 
     def read(self, listing: dict[str, int]) -> index_journal.JournalContents:
         """Read the journal. Raises OSError for a foreign file of that name in a folder without runs."""
-        there, size = index_journal.NAME in listing, listing.pop(index_journal.NAME, 0)
+        there = index_journal.NAME in listing
+        size = listing.pop(index_journal.NAME, 0)
         beginning = self.upkeep.read_small(index_journal.NAME, index_journal.MAGIC_BYTES) if size else b""
         ours = not beginning or index_journal.may_be_journal(
             beginning
@@ -51,7 +52,8 @@ class JournalFile:
     def append(self, *records: bytes) -> None:
         """And what was found meanwhile."""
         with self.upkeep.lock:
-            touched, self._touched = self._touched, {}
+            touched = self._touched
+            self._touched = {}
             touches = [
                 index_journal.encode_hit(entry) for entry in touched.values() if entry.handle in self.index.entries
             ]
@@ -72,4 +74,5 @@ class JournalFile:
             parts = list(index_journal.encode_snapshot(self.index.entries.values()))
         with suppress(OSError):
             self.upkeep.folder.write_file(index_journal.NAME, [b"".join(parts)])
-            self._records, self.needs_rewrite = len(parts) - 1, False
+            self._records = len(parts) - 1
+            self.needs_rewrite = False

@@ -49,7 +49,8 @@ def open_store(
     if path is None and not host_bytes:
         return None
     pool = create_memory(host_bytes, pin=False) if memory is None else memory
-    run_bytes, lock = choose_run_bytes(pin=pool.pin), threading.RLock()
+    run_bytes = choose_run_bytes(pin=pool.pin)
+    lock = threading.RLock()
     if pool.pin:
         pool.slab = choose_slab_bytes(layout, run_bytes)
     disk = None if path is None else open_disk(layout, PrivateFolder.open(path), lock, budget=disk_bytes, codec=codec)
@@ -80,7 +81,8 @@ def choose_slab_bytes(layout: Layout, run_bytes: int) -> int:
     """Return the bytes of memory to register at once, few of them: a run of rows, or some where positional state is
     larger, so that little is left over.
     """
-    run, state = compute_longest_run(layout, run_bytes), layout.compute_size("state", 0)
+    run = compute_longest_run(layout, run_bytes)
+    state = layout.compute_size("state", 0)
     return run * max(1, -(-state // run))
 
 

@@ -147,7 +147,8 @@ class RecentPrompts:
         """Tokens that each prompt shares with this one."""
         import numpy as np  # noqa: PLC0415 - who only looks at a folder need not wait for it
 
-        mine, found = np.frombuffer(packed, np.int32), {0: 0}
+        mine = np.frombuffer(packed, np.int32)
+        found = {0: 0}
         for serial, recent in self._prompts.items():
             shared = found[recent.parent]
             if shared >= recent.shared:

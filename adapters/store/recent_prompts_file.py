@@ -48,8 +48,11 @@ class RecentPromptsFile:
         """Should it fail half way, all of them are written anew with the next one."""
         if one.serial <= self._last:
             return  # they were, meanwhile
-        before, self._bytes, kept = self._bytes, 0, [one]
-        lost, self.has_lost_prompt = self.has_lost_prompt, False
+        before = self._bytes
+        self._bytes = 0
+        kept = [one]
+        lost = self.has_lost_prompt
+        self.has_lost_prompt = False
         if before and not lost and before <= 2 * self.prompts.held_bytes + recent_prompts.SLACK:
             raw = recent_prompts.encode_prompt(one)
             self.upkeep.folder.extend_file(self.name, raw)

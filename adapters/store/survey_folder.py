@@ -157,7 +157,8 @@ def describe_file(name: str, descriptor: int, known: Mapping[int, Entry]) -> Sur
     entry = make_named_entry(named, said, size)
     remembered = known.get(named[1])
     if remembered is not None and remembered.keys == entry.keys:
-        entry.hits, entry.last_turn = remembered.hits, remembered.last_turn
+        entry.hits = remembered.hits
+        entry.last_turn = remembered.last_turn
     return SurveyedFile(
         name,
         entry,
@@ -200,14 +201,17 @@ def verify_runs(folder: PrivateFolder, names: Iterable[str]) -> Iterator[tuple[s
 
 def check_run(name: str, descriptor: int) -> None:
     """Name, seek table, head, keys, tensors, every frame and its checksum. Raises Damaged, Newer, Outdated, OSError."""
-    size, named = os.fstat(descriptor).st_size, parse_name(name)
+    size = os.fstat(descriptor).st_size
+    named = parse_name(name)
     assert named is not None
-    frames, checksums = read_seek_table(descriptor, size), list[bytes]()
+    frames = read_seek_table(descriptor, size)
+    checksums = list[bytes]()
     if len(frames) < 2 or frames[0][1] > MAX_HEAD_BYTES:
         raise Damaged("the header is too long, or all that there is")
     data = sum(content for _, content in frames[1:])
     check_frames(frames, data)
-    at, first = frames[0][0], bytearray(frames[0][1])
+    at = frames[0][0]
+    first = bytearray(frames[0][1])
     seekable.decompress(read_exactly(descriptor, 0, at), memoryview(first))
     said = parse_head(first)
     make_named_entry(named, said, size)
@@ -319,11 +323,15 @@ def group_sequences(kept: Iterable[SurveyedFile]) -> list[StoredSequence]:
 
 def trace_sequence(last: SurveyedFile, holders: Mapping[bytes, SurveyedFile], taken: set[str]) -> StoredSequence:
     """Collect a sequence from its end back to the first file that another sequence has taken."""
-    files, one, before = [last], last, holders.get(last.entry.parent)
+    files = [last]
+    one = last
+    before = holders.get(last.entry.parent)
     while before is not None and before.name not in taken:
         taken.add(before.name)
         files.append(before)
-        one, before = before, holders.get(before.entry.parent)
+        one = before
+        before = holders.get(before.entry.parent)
     while before is not None:
-        one, before = before, holders.get(before.entry.parent)
+        one = before
+        before = holders.get(before.entry.parent)
     return StoredSequence(files[::-1], one.entry.start == 0, one.entry.tokens)

@@ -50,8 +50,10 @@ def choose_settings(
     kept: CalibrationCache,
 ) -> Settings:
     """Return the settings that the engine starts with, and measure their rates. They do not know of a store yet."""
-    fit, numerics = proven.fit, proven.numerics
-    has_draft, stateful = draft is not None, bool(shard.state_specs)
+    fit = proven.fit
+    numerics = proven.numerics
+    has_draft = draft is not None
+    stateful = bool(shard.state_specs)
     branches = draft is not None and draft.branches and not stateful
     no_trees = options.speculation.ddtree and has_draft and not branches
     if no_trees:
@@ -67,7 +69,8 @@ def choose_settings(
     )
     if message:
         log.warning(message)
-    block, has_buckets = count_most_proposals(draft, shard), numerics.mode == "buckets"
+    block = count_most_proposals(draft, shard)
+    has_buckets = numerics.mode == "buckets"
     concurrent_rows = choose_concurrent_rows(plan, shard, numerics.buckets, drafted=has_draft) if has_buckets else 0
     shape: dict[str, Any] = {
         "chunk": numerics.chunk,

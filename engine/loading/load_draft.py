@@ -203,7 +203,8 @@ def build_own_kernels(
     head too.
     """
     with current(device):
-        kernels, threads = build_kernels(device, shard.dtype), torch.get_num_threads()
+        kernels = build_kernels(device, shard.dtype)
+        threads = torch.get_num_threads()
         target = config.products(shard.buckets, capacity=shard.capacity, dtype=shard.dtype, threads=threads)
         own = found.products(target, capacity=shard.capacity, vocab=config.vocab_size)
         head = Weight(config.vocab_size, config.hidden_size, most=HEAD_ROWS)
@@ -238,11 +239,9 @@ def placed_draft(
             fast=options.runtime.numerics == "fast",
         )
         return load_remote_draft(found, options, checkpoint, shard, peer, kernels=beside)
-    device, fast, config = (
-        choose_draft_device(options.speculation, shard.device),
-        options.runtime.numerics == "fast",
-        checkpoint.config,
-    )
+    device = choose_draft_device(options.speculation, shard.device)
+    fast = options.runtime.numerics == "fast"
+    config = checkpoint.config
     if device == shard.device:
         own = build_draft_kernels(found, config, shard, kernels, numerics=numerics, kept=kept, fast=fast)
     else:

@@ -109,7 +109,8 @@ def find_drafter(
         return None
     path = drafter_folder(options)
     try:
-        checkpoint, tokenizer = Checkpoint.open(path), Tokenizer.load(path)
+        checkpoint = Checkpoint.open(path)
+        tokenizer = Tokenizer.load(path)
         own = tokenizer if path == folder else Tokenizer.load(folder)
     except CheckpointError as error:
         raise UserError(f"--prefill-drafter {error}") from error
@@ -166,7 +167,8 @@ def cannot_stay(found: FoundDrafter) -> bool:
 
     A device of another process says only how much is free, so there the weights have to fit into that.
     """
-    config, dtype = found.checkpoint.config, resolve_dtype("auto", found.checkpoint)
+    config = found.checkpoint.config
+    dtype = resolve_dtype("auto", found.checkpoint)
     size = estimate_weights(config, dtype, found.device, range(config.num_layers))
     if found.peer is None:
         return is_short_of_memory(found.device, size)
@@ -200,7 +202,8 @@ def on(lane: DeviceLane, device: torch.device) -> bool:
 def build(found: FoundDrafter, options: Options, kept: CalibrationCache) -> tuple[Compressor, str]:
     """And its identity. Raises UserError."""
     dtype = resolve_dtype("auto", found.checkpoint)
-    checkpoint, config = found.checkpoint.rounded(dtype), found.checkpoint.config
+    checkpoint = found.checkpoint.rounded(dtype)
+    config = found.checkpoint.config
     tokenizer = found.tokenizer
     controls = frozenset(control.id for control in tokenizer.controls.values())
     marks = build_token_marks([tokenizer.token_bytes(token) for token in range(tokenizer.size)], controls)

@@ -60,7 +60,7 @@ from engine.loading.warm_up import warm_up, warm_up_sampling
 from engine.settings import start_progress
 from engine.settings.calibration_cache import CalibrationCache
 from engine.settings.model_catalog import choose_served_name
-from engine.settings.model_options import ModelOptions
+from engine.settings.model_options import ModelOptions, WeightOptions
 from engine.settings.options import Options
 from engine.settings.paths import find_model_folder, find_user_folder
 from engine.settings.user_error import UserError
@@ -235,11 +235,10 @@ def load_over(
     only: str | None,
 ) -> Target:
     """Load a target over the processes that have its parts. apart: those processes."""
-    dtype, fast = resolve_dtype(options.weights.dtype, checkpoint), options.runtime.numerics == "fast"
-    checkpoint = (
-        checkpoint.quantised(options.weights.quantized_bits) if options.weights.quantized_bits else checkpoint
-    ).rounded(dtype)
-    plan, opened = plan_placement(options.placement, checkpoint.config, apart.shards), find_draft(options, checkpoint)
+    dtype = resolve_dtype(options.weights.dtype, checkpoint)
+    checkpoint = choose_weights(options.weights, checkpoint, dtype)
+    plan = plan_placement(options.placement, checkpoint.config, apart.shards)
+    opened = find_draft(options, checkpoint)
     load_plan = LoadPlan(options, checkpoint, dtype, plan, opened, apart.draft)
     fit = load_plan.choose_fit()
     kept = CalibrationCache(find_user_folder(), proving=lambda: step(start_progress.PROBE))
@@ -248,18 +247,19 @@ def load_over(
     away = hosts_embedding(checkpoint.config, dtype, plan, checkpoint.layouts)
     with warm_up_sampling(plan, checkpoint.config.vocab_size), stage_weights(heard, plan, memory, dtype) as sources:
         proven = prove_plan(load_plan, fit, kept=kept, step=step)
-        fit, numerics, kernels, named = proven.fit, proven.numerics, proven.kernels, proven.identity
-        if only not in {None, named}:
-            raise Mismatched(named)
+        numerics = proven.numerics
+        if only not in {None, proven.identity}:
+            raise Mismatched(proven.identity)
         found = apart.keep_draft(check_provable(opened, numerics))
-        scores = find_drafter(options, checkpoint.folder, plan[-1].device, fit.context, peer=apart.drafter)
+        scores = find_drafter(options, checkpoint.folder, plan[-1].device, proven.fit.context, peer=apart.drafter)
         step(start_progress.WEIGHTS)
         hosted = build_host_experts(options, checkpoint, dtype, plan)
         room = plan_shard_room(options, proven, dtype, found, hosted, hosts_embedding=away)
-        shard = build_shards(heard, dtype, plan, kernels, sources, room=room)
+        shard = build_shards(heard, dtype, plan, proven.kernels, sources, room=room)
     place_first_experts(hosted)
-    parts = ExecutorParts(shard, numerics.buckets, lane, fast=fast, experts=hosted)
-    placing: dict[str, Any] = {"kernels": beside_last(kernels), "numerics": numerics, "kept": kept, "peer": apart.draft}
+    parts = ExecutorParts(shard, numerics.buckets, lane, fast=options.runtime.numerics == "fast", experts=hosted)
+    last_kernels = beside_last(proven.kernels)
+    placing: dict[str, Any] = {"kernels": last_kernels, "numerics": numerics, "kept": kept, "peer": apart.draft}
     drafting = add_draft(found, options, checkpoint, shard, events=parts.events, step=step, **placing)
     draft = None if drafting is None else drafting.draft
     parts = evolve(parts, proposer=drafting)
@@ -270,7 +270,7 @@ def load_over(
     settings = with_expert_counts(settings, hosted)
     drafter, settings = add_drafter(scores, options, lane, settings=settings, kept=kept)
     step(start_progress.CACHE)
-    kind = build_layout(shard, draft, named, numerics.block_size)
+    kind = build_layout(shard, draft, proven.identity, numerics.block_size)
     moving = open_transfer(options.cache, kind, shard, parts.slots, lane, drafting=drafting, memory=memory)
     settings = settings if moving is None else with_store(settings, moving, shard, chunk=numerics.chunk, kept=kept)
     executor = build_executor(parts, settings, drafting=drafting, drafter=drafter, transfer=moving)
@@ -283,7 +283,7 @@ def load_over(
         executor=executor,
         numerics=numerics,
         settings=settings,
-        identity=named,
+        identity=proven.identity,
         model_id=choose_model_id(options.model),
         mode=options.runtime.numerics,
         freezes=options.cache.disk_prefix_cache_compress,
@@ -295,6 +295,13 @@ def load_over(
         pflash=pflash(options, settings, drafter),
         transfer=moving,
     )
+
+
+def choose_weights(weights: WeightOptions, checkpoint: Checkpoint, dtype: torch.dtype) -> Checkpoint:
+    """Return the checkpoint with its weights to be rounded to `--quantize` bits, if any, and to be read in `dtype`."""
+    if weights.quantized_bits:
+        checkpoint = checkpoint.quantised(weights.quantized_bits)
+    return checkpoint.rounded(dtype)
 
 
 def plan_shard_room(

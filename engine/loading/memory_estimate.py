@@ -76,7 +76,8 @@ def choose_fit(
             short = f"{format_bytes(taken)} are needed, and {format_bytes(need.available)} can be had"
             log.warning("%s: %s for %d slots of %d tokens", need.name, short, found.slots, found.context)
     on_host = draft is not None and plan_draft_placement(options.speculation, plan[-1].device, peer).is_on_host
-    shape, rows = draft.shape if draft and on_host else None, row_dtype(options.weights.kv_dtype, dtype)
+    shape = draft.shape if draft and on_host else None
+    rows = row_dtype(options.weights.kv_dtype, dtype)
     check_memory(measure_host_slots(config, shape, dtype, rows, plan), options.cache.state_checkpoints, found)
     return found
 
@@ -130,7 +131,8 @@ def estimate_needs(
     for memory in dict.fromkeys((*(one.memory for one in plan), *(() if draft is None else (drafted.memory,)))):
         places = [one for one in plan if one.memory == memory]
         first = (*places, drafted)[0]
-        here, device = [one.layers for one in places], first.compute_device
+        here = [one.layers for one in places]
+        device = first.compute_device
         states = [config.state_bytes(dtype, device.type, layers) for layers in here]
         fixed = sum(estimate_weights(config, dtype, device, layers, layouts, proven=proven) for layers in here)
         if hosted and places:
@@ -138,10 +140,8 @@ def estimate_needs(
         if plan[0] in places:
             fixed -= table
         fixed += options.cache.state_checkpoints * sum(place for _, place in states)
-        own, row = (
-            0,
-            sum(config.kv_bytes_per_token(row_dtype(options.weights.kv_dtype, dtype), layers) for layers in here),
-        )
+        own = 0
+        row = sum(config.kv_bytes_per_token(row_dtype(options.weights.kv_dtype, dtype), layers) for layers in here)
         if plan[-1] in places:
             fixed += estimate_buffers(options.runtime, config, dtype, plan)
         if draft is not None and memory == drafted.memory:
@@ -157,7 +157,8 @@ def estimate_needs(
         free = measure_available(device) if first.is_local or first.is_on_host else measure_remote_free(first)
         found.append(DeviceNeed(name, free, fixed, row, state, once=len(here) * estimate_rope(config), own=own))
     if hosted or table:
-        host, experts = torch.device("cpu"), count_expert_weights(config) * dtype.itemsize if hosted else 0
+        host = torch.device("cpu")
+        experts = count_expert_weights(config) * dtype.itemsize if hosted else 0
         found.append(DeviceNeed(str(host), measure_available(host), experts + table, 0))
     return found
 
@@ -170,7 +171,8 @@ def hosts_embedding(
     A step reads only a few of its rows, and a GPU has better use for the memory if weights take more than half of it.
     An embedding that is also the head is read whole, so it stays on the device.
     """
-    one, shapes = plan[0], config.tensors()
+    one = plan[0]
+    shapes = config.tensors()
     if not one.is_local or one.compute_device.type != "cuda" or "lm_head.weight" not in shapes:
         return False
     return 2 * estimate_weights(config, dtype, one.compute_device, one.layers, layouts) > measure_allowed(
@@ -263,7 +265,8 @@ def estimate_weights(
         numbers = sum(map(math.prod, shapes.values())) + (table if tied else 0)
         less, taken = count_packed_products(config, dtype, layers, layouts, proven) if layouts else (0, 0)
         return table * dtype.itemsize + (numbers - less) * choose_itemsize(config, dtype, device) + taken
-    kept, head = list_packed_tensors(shapes, layouts, dtype), {EMBEDDING: config.tensors()[EMBEDDING]} if tied else {}
+    kept = list_packed_tensors(shapes, layouts, dtype)
+    head = {EMBEDDING: config.tensors()[EMBEDDING]} if tied else {}
     own = sum(list_packed_tensors(head, layouts, dtype).values())
     plain = sum(math.prod(shape) for name, shape in shapes.items() if name not in kept)
     return (table + plain) * dtype.itemsize + own + sum(kept.values())
@@ -273,7 +276,9 @@ def outgrows_estimate(
     checkpoint: Checkpoint, dtype: torch.dtype, plan: Sequence[Placement], proven: ProductPlan | None
 ) -> bool:
     """Return whether packed weights take more host memory than was expected before anything was proven."""
-    config, layouts, host = checkpoint.config, checkpoint.layouts, torch.device("cpu")
+    config = checkpoint.config
+    layouts = checkpoint.layouts
+    host = torch.device("cpu")
     here = [one.layers for one in plan if one.is_local and one.compute_device.type == "cpu"]
     if proven is None or not layouts:
         return False

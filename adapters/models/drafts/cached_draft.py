@@ -80,8 +80,11 @@ class CachedDraft(ABC, Generic[L]):
         capacity: int = 8192,
         buckets: Sequence[int] = BUCKETS,
     ) -> None:
-        self._shape, self._kernels, self._target = shape, kernels, head
-        self._device, self._dtype = torch.device(device), dtype
+        self._shape = shape
+        self._kernels = kernels
+        self._target = head
+        self._device = torch.device(device)
+        self._dtype = dtype
         self._buckets = tuple(sorted(buckets))
         _check_arguments(shape, (slots, capacity), self._buckets)
         rows = cache_rows(capacity, shape.block, kernels.kv_tile)
@@ -303,7 +306,10 @@ class CachedDraft(ABC, Generic[L]):
 
     def _check_requests(self, requests: Sequence[BlockRequest]) -> None:
         """Raises ValueError for what cannot be proposed to."""
-        slots, capacity, block, vocab = self._cache.slots, self.capacity, self.block, len(self._head.embedding)
+        slots = self._cache.slots
+        capacity = self.capacity
+        block = self.block
+        vocab = len(self._head.embedding)
         if not requests or len({request.slot for request in requests}) != len(requests):
             raise ValueError("nothing is asked, or a slot asks twice")
         for request in requests:

@@ -24,7 +24,8 @@ from adapters.models.decoder.rope import Rotary
 from adapters.models.kernels.delta_interface import TAPS, DeltaShape
 from adapters.models.kernels.product_list import Weight
 
-LINEAR, FULL = "linear_attention", "full_attention"
+LINEAR = "linear_attention"
+FULL = "full_attention"
 INTERVAL = 4  # where neither the layers' kinds nor an interval are told
 PARTIAL = 0.25  # of a head is rotated where it is not told
 HEAD_DIM = 256
@@ -146,7 +147,8 @@ def accept(text: Mapping[str, Any], name: str, values: Sequence[object]) -> None
 
 def _layer_types(text: Mapping[str, Any]) -> tuple[str, ...]:
     """As they are told, or by the interval at which layers attend."""
-    count, told = read_size(text, "num_hidden_layers"), text.get("layer_types")
+    count = read_size(text, "num_hidden_layers")
+    told = text.get("layer_types")
     if told is None:
         interval = read_size(text, "full_attention_interval", INTERVAL)
         return tuple(LINEAR if (layer + 1) % interval else FULL for layer in range(count))

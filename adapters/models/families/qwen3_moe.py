@@ -39,7 +39,8 @@ def parse(raw: Mapping[str, Any]) -> Qwen3MoeConfig:
     """rope_theta must be told, as with qwen3. Raises CheckpointError."""
     refuse_flag(raw, "attention_bias")
     theta, _ = parse_rope(raw, ("default",))
-    experts, dense = read_experts(raw, normed=False, shared=False), read_dense_layers(raw)
+    experts = read_experts(raw, normed=False, shared=False)
+    dense = read_dense_layers(raw)
     own: dict[str, Any] = {"experts": experts, "dense_layers": dense, "rope_theta": theta}
     return parse_dense(raw, Qwen3MoeConfig, head_dim=HEAD_DIM, **own)
 

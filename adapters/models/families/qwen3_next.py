@@ -21,7 +21,8 @@ class Qwen3NextConfig(Qwen35MoeConfig):
 
 def parse(raw: Mapping[str, Any]) -> Qwen3NextConfig:
     """As with qwen3_5, all at one level. Raises CheckpointError."""
-    experts, dense = read_experts(raw, normed=True, shared=True), read_dense_layers(raw)
+    experts = read_experts(raw, normed=True, shared=True)
+    dense = read_dense_layers(raw)
     return parse_hybrid(raw, Qwen3NextConfig, experts=experts, dense_layers=dense)
 
 

@@ -78,7 +78,8 @@ def shared_settings(found: Metadata) -> dict[str, Any]:
     for name in ("attention.sliding_window",) if sparse else ("expert_count", "attention.sliding_window"):
         found.refuse(name, 0)
     found.refuse("attention.causal", True)
-    heads, hidden = found.read_count("attention.head_count"), found.read_count("embedding_length")
+    heads = found.read_count("attention.head_count")
+    hidden = found.read_count("embedding_length")
     head = found.read_count("attention.key_length", hidden // max(heads, 1))
     found.refuse("attention.value_length", head)
     embedding = found.tensors.get("token_embd.weight")

@@ -87,7 +87,8 @@ def called(form: Architecture, config: ModelConfig, name: str) -> str:
 
 def stored_as(found: Metadata, form: Architecture, config: ModelConfig, name: str) -> tuple[str, ...]:
     """The names of what the file has of a published tensor: those of its parts, unless it is there in one."""
-    there, layer = called(form, config, name), LAYER.fullmatch(name)
+    there = called(form, config, name)
+    layer = LAYER.fullmatch(name)
     parts = form.apart.get(layer[2]) if layer else None
     if layer is None or parts is None or there in found.tensors:
         return (there,)
@@ -117,7 +118,8 @@ def joined(
 ) -> JoinedTensor:
     entries = list[GgufTensor]()
     for there, rows in zip(names, parts.rows(config), strict=True):
-        stored, wanted = found.tensors.get(there), (rows, *shape[1:])
+        stored = found.tensors.get(there)
+        wanted = (rows, *shape[1:])
         if stored is None:
             raise found.make_error(f"tensor {there} is missing")
         if stored.shape != wanted:
@@ -146,7 +148,8 @@ def head(found: Metadata, form: Architecture, config: ModelConfig) -> dict[str, 
     tensors = {}
     for name in form.head if heads_of_its_own(found) else ():
         there = called(form, config, name)
-        stored, experts = found.tensors.get(there), getattr(config, "experts", None)
+        stored = found.tensors.get(there)
+        experts = getattr(config, "experts", None)
         if stored is None:
             continue
         if "*" in name:

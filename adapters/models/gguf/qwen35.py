@@ -48,7 +48,8 @@ def sparse_settings(found: Metadata) -> dict[str, Any]:
 
 def settings(found: Metadata) -> dict[str, Any]:
     shared = shared_settings(found)
-    head, heads = shared["head_dim"], found.read_count("ssm.time_step_rank")
+    head = shared["head_dim"]
+    heads = found.read_count("ssm.time_step_rank")
     rotated = found.read_count("rope.dimension_count", head // 4)
     found.refuse("rope.scaling.type", "none")
     # a little more than the quotient: what is rotated is the whole part of its product with the head
@@ -68,7 +69,8 @@ def settings(found: Metadata) -> dict[str, Any]:
 
 
 def undo(config: Qwen35Config, name: str) -> Undo | None:
-    part, own = name.removesuffix(".weight").rsplit(".", 1)[-1], ".linear_attn." in name
+    part = name.removesuffix(".weight").rsplit(".", 1)[-1]
+    own = ".linear_attn." in name
     if "norm" in part:
         return None if own else uncentred
     if not own:

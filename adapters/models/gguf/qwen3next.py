@@ -20,11 +20,13 @@ from adapters.models.kernels.delta_interface import DeltaShape
 PROJECTED = "linear_attn.in_proj_qkvz.weight"
 OWN = {PROJECTED: "ssm_in.weight", "linear_attn.in_proj_ba.weight": "ssm_ba.weight"}
 LAYER = {name: there for name, there in SPARSE.items() if not name.startswith("linear_attn.in_proj")} | OWN
-KEYS_VALUES, GATE = RECURRENT["linear_attn.in_proj_qkv.weight"], RECURRENT["linear_attn.in_proj_z.weight"]
+KEYS_VALUES = RECURRENT["linear_attn.in_proj_qkv.weight"]
+GATE = RECURRENT["linear_attn.in_proj_z.weight"]
 
 
 def undo(config: Qwen3NextConfig, name: str) -> Undo | None:  # noqa: ARG001 - as other architectures have it
-    part, own = name.removesuffix(".weight").rsplit(".", 1)[-1], ".linear_attn." in name
+    part = name.removesuffix(".weight").rsplit(".", 1)[-1]
+    own = ".linear_attn." in name
     if "norm" in part:
         return None if own else uncentred
     return {"conv1d": taps, "A_log": logarithm}.get(part) if own else None

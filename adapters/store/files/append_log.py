@@ -17,7 +17,8 @@ def parse_records(raw: bytes, at: int) -> Iterator[tuple[bytes, int]]:
     """(body, where its record ends) from `at` on, until one does not check."""
     while at + FRAME.size <= len(raw):
         length, check = FRAME.unpack_from(raw, at)
-        begin, at = at + FRAME.size, at + FRAME.size + length
+        begin = at + FRAME.size
+        at = at + FRAME.size + length
         if at > len(raw):
             return
         body = raw[begin:at]

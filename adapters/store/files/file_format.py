@@ -33,7 +33,8 @@ MAX_START = 1 << 24  # tokens before a run
 MAX_HANDLE = 1 << 48  # turns: a million a second for nine years
 MAX_IDENTITY = 128  # characters
 DIGEST = 16  # bytes
-INFIX, SUFFIX = "-", ".safetensors.zst"
+INFIX = "-"
+SUFFIX = ".safetensors.zst"
 
 # The target's KV rows; a draft's own rows for the same tokens; the target's positional state behind one block.
 Kind: TypeAlias = Literal["rows", "draft", "state"]
@@ -161,7 +162,8 @@ def encode_head(run: Run, layout: Layout, frames: bytes) -> bytes:
 
     frames: their digest.
     """
-    count, at = run.length, len(run.tokens)
+    count = run.length
+    at = len(run.tokens)
     about = {
         "rekindle_kv": str(VERSION),
         "kind": run.kind,
@@ -197,7 +199,8 @@ def split_frames(size: int) -> list[tuple[int, int]]:
 
 def encode_run(run: Run, layout: Layout, data: Buffer, codec: Compress) -> list[bytes]:
     """Return what to write, in order: the frame of the head, those of the rows, the seek table."""
-    view, spans = memoryview(data), split_frames(len(memoryview(data)))
+    view = memoryview(data)
+    spans = split_frames(len(memoryview(data)))
     rows = [codec.compress(view[start:stop]) for start, stop in spans]
     first = encode_head(run, layout, digest_frames(map(seekable.read_checksum, rows)))
     frames = [codec.compress(first), *rows]
@@ -223,7 +226,9 @@ def parse_head(raw: Buffer) -> FileHead:
         about = check_metadata(json.loads(bytes(raw[8 : 8 + size]))["__metadata__"])
         check_version(int(about["rekindle_kv"]))
         run = parse_run(about, bytes(raw[8 + size :]))
-        identity, block_size, key = about["identity"], int(about["grain"]), bytes.fromhex(about["key"])
+        identity = about["identity"]
+        block_size = int(about["grain"])
+        key = bytes.fromhex(about["key"])
         frames = bytes.fromhex(about["frames"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"the header cannot be read: {type(error).__name__}") from error

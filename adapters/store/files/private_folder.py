@@ -42,7 +42,8 @@ class PrivateFolder:
 
     def __init__(self, path: Path, descriptor: int, lock: int | None) -> None:
         self.path = path
-        self._descriptor, self._lock = descriptor, lock
+        self._descriptor = descriptor
+        self._lock = lock
 
     @classmethod
     def open(cls, path: Path) -> PrivateFolder:
@@ -71,7 +72,8 @@ class PrivateFolder:
     def close(self) -> None:
         """Once is enough; another time does nothing."""
         open_ones = [one for one in (self._lock, self._descriptor) if one is not None and one >= 0]
-        self._lock, self._descriptor = None, -1
+        self._lock = None
+        self._descriptor = -1
         for descriptor in open_ones:
             os.close(descriptor)
 

@@ -67,7 +67,9 @@ class RunFile(io.FileIO):
         the page cache is not taken from it either, where the file system can do that.
         """
         super().__init__(name, opener=lambda name, _: folder.open_existing(name))
-        self._expected, self._pool, self._then = expected, pool, then
+        self._expected = expected
+        self._pool = pool
+        self._then = then
         try:
             self.size = os.fstat(self.fileno()).st_size
             self.direct = (past_cache or not is_cached(self.fileno(), self.size)) and enable_direct_reads(self.fileno())
@@ -177,7 +179,9 @@ def read_table(file: RunFile, frames: int) -> list[Sizes]:
 
 
 def read_batch(file: RunFile, batch: FrameBatch, target: memoryview) -> BatchResult:
-    at, head, checksums = batch.content, b"", list[bytes]()
+    at = batch.content
+    head = b""
+    checksums = list[bytes]()
     with file.read_piece(batch.at, batch.compressed_bytes) as raw:
         for packed, content in batch.frames:
             if at < 0:
@@ -185,7 +189,8 @@ def read_batch(file: RunFile, batch: FrameBatch, target: memoryview) -> BatchRes
             else:
                 seekable.decompress(raw[:packed], target[at : at + content])
                 checksums.append(seekable.read_checksum(raw[:packed]))
-            raw, at = raw[packed:], at + content  # noqa: PLW2901 - what is left of it
+            raw = raw[packed:]  # noqa: PLW2901 - what is left of it
+            at = at + content
     return BatchResult(tuple(checksums), head)
 
 
@@ -204,7 +209,9 @@ def group_frames(frames: list[Sizes]) -> list[FrameBatch]:
         if together[-1] and sum(packed for packed, _ in together[-1]) + frame[0] > PIECE_BYTES:
             together.append([])
         together[-1].append(frame)
-    found, at, content = list[FrameBatch](), 0, -frames[0][1]
+    found = list[FrameBatch]()
+    at = 0
+    content = -frames[0][1]
     for group in together:
         found.append(FrameBatch(at, tuple(group), content))
         at += sum(packed for packed, _ in group)

@@ -11,10 +11,13 @@ from typing import Protocol, TypeAlias
 
 import zstandard
 
-SKIPPABLE, SEEKABLE = 0x184D2A5E, 0x8F92EAB1
+SKIPPABLE = 0x184D2A5E
+SEEKABLE = 0x8F92EAB1
 MOST_FRAMES = 1 << 14  # with contents of 2 MiB that is 32 GiB; only sizes that were made up are more
 CHECKSUM = 4  # bytes at a frame's end
-HEAD, ROW, FOOT = struct.Struct("<II"), struct.Struct("<II"), struct.Struct("<IBI")
+HEAD = struct.Struct("<II")
+ROW = struct.Struct("<II")
+FOOT = struct.Struct("<IBI")
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Sizes: TypeAlias = tuple[int, int]  # of one frame: compressed, content

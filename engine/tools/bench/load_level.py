@@ -42,7 +42,8 @@ class Level:
                 client, prompts.make_chains(f"{self.name}: warm-up", warm), max(1, self.streams), [], lambda: None
             )
         chains = prompts.make_chains(self.name, count)
-        self.began, spent = time.perf_counter(), time.process_time()
+        self.began = time.perf_counter()
+        spent = time.process_time()
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._measure_lateness)

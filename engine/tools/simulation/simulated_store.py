@@ -62,7 +62,8 @@ class SimulatedDisk:
     writer: Queue = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.reader, self.writer = Queue(self.clock), Queue(self.clock)
+        self.reader = Queue(self.clock)
+        self.writer = Queue(self.clock)
         self.recent_prompts.max_bytes = min(MAX_BYTES, self.index.budget // RECENT_SHARE)
 
     def touch(self, entry: Entry) -> None:

@@ -83,7 +83,8 @@ def collect_timeline(path: Path, first: int = 0, until: int | None = None) -> Re
                 step()
         run.finish()
     except ReplayDiffers as error:
-        viewed.trouble, viewed.status = str(error), CUT_SHORT if isinstance(error, TraceCutShort) else 1
+        viewed.trouble = str(error)
+        viewed.status = CUT_SHORT if isinstance(error, TraceCutShort) else 1
     except BadTrace as error:
         viewed.trouble = str(error)
         viewed.status = 2

@@ -127,13 +127,15 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
 
     def _parts(self, requests: Sequence[BlockRequest]) -> list[Tensor]:
         """The logits of each."""
-        loaded, block = self._loaded(), self.block
+        loaded = self._loaded()
+        block = self.block
         self._check_requests(requests)
         together = list(turns(requests, block, max(block, min(MOST_ROWS, self._buckets[-1]))))
         parts = list[Tensor]()
         for turn in together:
             segments = tuple([Segment(one.slot, one.position, block_rows(one, block)) for one in turn])
-            logits, row = self._run_turn(loaded, turn, segments), 1
+            logits = self._run_turn(loaded, turn, segments)
+            row = 1
             for request, segment in zip(turn, segments, strict=True):
                 rows = logits[row : row + request.count]
                 parts.append(rows if len(together) == 1 else rows.clone())
@@ -141,7 +143,8 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
         return parts
 
     def _run_turn(self, loaded: LoadedDraft, requests: Sequence[BlockRequest], segments: tuple[Segment, ...]) -> Tensor:
-        total, tokens = 0, list[int]()
+        total = 0
+        tokens = list[int]()
         for request, segment in zip(requests, segments, strict=True):
             tokens += [request.token, *[self._config.mask_token_id] * (segment.count - 1)]
             total += segment.count
@@ -155,7 +158,8 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
         return buffers.logits
 
     def _run_context(self, loaded: LoadedDraft, buffers: ContextBuffers) -> None:
-        kernels, eps = self._kernels, self._config.rms_norm_eps
+        kernels = self._kernels
+        eps = self._config.rms_norm_eps
         if buffers.fused_layers is not None:
             buffers.fused_layers.run(buffers.given, buffers.batch)
             return
@@ -163,13 +167,17 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
         self._store(loaded, buffers, context)
 
     def _store(self, loaded: LoadedDraft, buffers: ContextBuffers, context: Tensor) -> None:
-        kernels, batch = self._kernels, buffers.batch
+        kernels = self._kernels
+        batch = buffers.batch
         for layer, (k_cache, v_cache) in zip(loaded.layers, self._cache.layers, strict=True):
             kv = kernels.linear(context, layer.kv)
             kernels.store(kv, layer.decoder.prep, self._rope, batch, k_cache, v_cache)
 
     def _run_block(self, loaded: LoadedDraft, buffers: BlockBuffers) -> None:
-        kernels, batch, residual, eps = self._kernels, buffers.batch, buffers.hidden, self._config.rms_norm_eps
+        kernels = self._kernels
+        batch = buffers.batch
+        residual = buffers.hidden
+        eps = self._config.rms_norm_eps
         if buffers.fused_layers is not None:
             buffers.fused_layers.run(residual, batch, stops=False)
             kernels.write_logits(residual, loaded.norm, eps, self._head.packed, buffers.logits)
@@ -272,7 +280,8 @@ class DFlashDraft(CachedDraft[LoadedDraft]):
         return self._kernels.fuse_context(loaded.fc, loaded.hidden_norm, eps, layers, self._rope, bucket)
 
     def _fuse_layers(self, bucket: int) -> FusedLayers | None:
-        loaded, layers = self._loaded(), list[WholeLayer]()
+        loaded = self._loaded()
+        layers = list[WholeLayer]()
         for layer, caches, mask in zip(loaded.layers, self._cache.layers, self._config.masks, strict=True):
             feed = layer.decoder.frame.feed
             assert not isinstance(feed, Experts), "drafts are dense"

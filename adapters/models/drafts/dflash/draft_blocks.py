@@ -26,7 +26,8 @@ def turns(requests: Sequence[BlockRequest], block: int, most: int) -> Iterator[l
     for request in requests:
         if turn and rows + block_rows(request, block) > most:
             yield turn
-            turn, rows = [], 0
+            turn = []
+            rows = 0
         turn.append(request)
         rows += block_rows(request, block)
     yield turn

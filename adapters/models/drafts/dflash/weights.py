@@ -51,7 +51,8 @@ def load_draft(read: WeightReader, weights: DraftWeights, kernels: Kernels, conf
 
 def products(config: DFlashConfig, target: Products, *, capacity: int, vocab: int) -> Products:
     """What the CPU kernels multiply for a draft, in the steps of its target. capacity: context rows of a slot."""
-    hidden, size = config.hidden_size, config.head_dim
+    hidden = config.hidden_size
+    size = config.head_dim
     weights = (
         Weight(hidden, len(config.aux_layers) * hidden),
         *layer_products(config),

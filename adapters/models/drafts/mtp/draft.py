@@ -60,9 +60,11 @@ class HeadBatch(BlockBatch):
         return 2 + self.slots_held * KEPT
 
     def _columns(self, step: Step) -> tuple[list[int], ...]:
-        sources, places = list[int](), list[int]()
+        sources = list[int]()
+        places = list[int]()
         for segment in step.segments:
-            row, first = self.step_rows + len(sources), 1 + segment.slot * KEPT
+            row = self.step_rows + len(sources)
+            first = 1 + segment.slot * KEPT
             positions = range(segment.start, segment.start + segment.count)
             own = range(row, row + segment.count)
             if self.chained:
@@ -93,7 +95,8 @@ class MtpDraft(CachedDraft[LoadedHead]):
         self, config: HeadConfig, weights: DraftWeights, kernels: Kernels, head: AnyHead, **place: Any
     ) -> None:
         """head, place: of `CachedDraft`."""
-        self._config, self._eps = config, config.layer.rms_norm_eps
+        self._config = config
+        self._eps = config.layer.rms_norm_eps
         super().__init__(config, weights, kernels, head, **place)
 
     @property
@@ -156,12 +159,14 @@ class MtpDraft(CachedDraft[LoadedHead]):
         return buffers.logits
 
     def _prepare(self, batch: HeadBatch, step: Step, tokens: Tensor, before: Sequence[int], *, chained: bool) -> None:
-        batch.before, batch.chained = tuple(before), chained
+        batch.before = tuple(before)
+        batch.chained = chained
         batch.load(step, tokens)
         self._kernels.prepare_step(batch)
 
     def _run_context(self, loaded: LoadedHead, buffers: HeadBuffers) -> None:
-        kernels, batch = self._kernels, buffers.batch
+        kernels = self._kernels
+        batch = buffers.batch
         hidden = kernels.add_norm(buffers.last, None, self._head.norm, self._eps)
         self._hidden.narrow(0, batch.step_rows, batch.bucket).copy_(hidden)
         x = self._joined(loaded, batch)
@@ -171,7 +176,9 @@ class MtpDraft(CachedDraft[LoadedHead]):
         kernels.store(kv, loaded.layer.prep, self._rope, batch, k_cache, v_cache)
 
     def _run_head(self, loaded: LoadedHead, buffers: HeadBuffers) -> None:
-        kernels, batch, layer = self._kernels, buffers.batch, loaded.layer
+        kernels = self._kernels
+        batch = buffers.batch
+        layer = loaded.layer
         [(k_cache, v_cache)] = self._cache.layers
         x = self._joined(loaded, batch)
         own = projected(kernels, layer.frame, x, None)
@@ -185,7 +192,8 @@ class MtpDraft(CachedDraft[LoadedHead]):
 
     def _joined(self, loaded: LoadedHead, batch: HeadBatch) -> Tensor:
         """What the layer begins with, of the rows' tokens and the hidden states before them."""
-        kernels, eps = self._kernels, self._eps
+        kernels = self._kernels
+        eps = self._eps
         table = self._head.embedding
         embedded = kernels.embed(table, batch.tokens, self._hidden.new_empty(batch.bucket, table.shape[1]))
         embedded = kernels.add_norm(embedded, None, loaded.embedding_norm, eps)

@@ -42,7 +42,8 @@ def load_head(read: WeightReader, kernels: Kernels, config: HeadConfig) -> Loade
 
 def head_products(config: HeadConfig, target: Products, *, capacity: int, vocab: int) -> Products:
     """What the CPU kernels multiply for a head, in the steps of its target. capacity: context rows of a slot."""
-    shape, hidden = config.layer, config.hidden_size
+    shape = config.layer
+    hidden = config.hidden_size
     weights = (
         Weight(hidden, 2 * hidden),
         *layer_products(shape),

@@ -162,7 +162,8 @@ def _merge(
         for j in gl.static_range(AT_ONCE):
             acc, peak, total = partials[j]
             new_peak = gl.maximum(all_peak, peak)
-            old, new = gl.exp2(all_peak - new_peak), gl.exp2(peak - new_peak)
+            old = gl.exp2(all_peak - new_peak)
+            new = gl.exp2(peak - new_peak)
             all_total = gl.fma(total, new, all_total * old)
             spread = gl.zeros([PADDED, HEAD], gl.float32, layout=HEADS) + new[:, None]
             all_acc = gl.fma(acc, spread, all_acc * old[:, None])
@@ -295,7 +296,8 @@ def attend_splits_ahead(
             total = gl.zeros([BLOCK_M], gl.float32, layout=gl.SliceLayout(1, SCORES))
             for _ in range(gl.minimum(tiles - number, OF_SPLIT)):
                 key0 = start + number * BLOCK_N
-                k_at, v_at = (read + number) % K_STAGES, (read + number) % V_STAGES
+                k_at = (read + number) % K_STAGES
+                v_at = (read + number) % V_STAGES
                 masked = key0 + BLOCK_N > first + 1
                 mbarrier.wait(k_come.index(k_at), (read + number) // K_STAGES & 1)
                 nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES)
