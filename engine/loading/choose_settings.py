@@ -54,7 +54,7 @@ def choose_settings(
     numerics = proven.numerics
     has_draft = draft is not None
     stateful = bool(shard.state_specs)
-    branches = draft is not None and draft.branches and not stateful
+    branches = draft is not None and draft.can_branch and not stateful
     no_trees = options.speculation.ddtree and has_draft and not branches
     if no_trees:
         why = "each node of a tree would need a state of its own in this model's recurrent layers" if stateful else ""

@@ -26,12 +26,12 @@ from adapters.models.drafts.cached_draft import CachedDraft
 from adapters.models.drafts.dflash.checkpoint import DraftCheckpoint
 from adapters.models.drafts.dflash.draft import DFlashDraft
 from adapters.models.drafts.dflash.projection import FeatureProjection
-from adapters.models.drafts.dflash.weights import products as block_products
+from adapters.models.drafts.dflash.weights import list_draft_products as block_products
 from adapters.models.drafts.draft_parts import DraftShape, Projection
 from adapters.models.drafts.mtp.checkpoint import HeadCheckpoint
 from adapters.models.drafts.mtp.draft import MtpDraft
 from adapters.models.drafts.mtp.projection import LastHidden
-from adapters.models.drafts.mtp.weights import head_products
+from adapters.models.drafts.mtp.weights import list_head_products
 from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.product_list import Products, Weight
 from adapters.models.numerics.probe_result import Numerics, kept_under, plan_from_json, plan_to_json
@@ -122,7 +122,7 @@ def find_own_head(target: Checkpoint) -> FoundDraft:
         config,
         count_weights(found.tensors),
         found.digest(),
-        partial(head_products, config),
+        partial(list_head_products, config),
         partial(MtpDraft, config, found),
         lambda *_: LastHidden(config.aux_layers[0]),
     )

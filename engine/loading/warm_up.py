@@ -18,7 +18,7 @@ from adapters.device.speculation.proposer import DraftModel
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.decoder.pipelined_chunks import current
 from adapters.models.decoder.shard import BUCKETS, Shard
-from adapters.models.drafts.cached_draft import CachedDraft, first_tokens
+from adapters.models.drafts.cached_draft import CachedDraft, pick_first_tokens
 from adapters.models.kernels.collector_pause import pause_collector
 from adapters.models.kernels.factory import build_compiler, build_step_pacer
 from adapters.models.kernels.interface import ALONE
@@ -261,14 +261,14 @@ def warm_up_own_draft(draft: CachedDraft[Any], room: TargetRoom, most_rows: int)
     token = torch.zeros(1, dtype=torch.int64)
     width = draft.hidden_size
     for bucket in room.buckets * passes:
-        draft.take(Step((Segment(0, 0, 1),), bucket), token, torch.zeros(1, width, dtype=draft.dtype))
+        draft.extend_projected(Step((Segment(0, 0, 1),), bucket), token, torch.zeros(1, width, dtype=draft.dtype))
     rehearse_proposals(draft, room.slots, most_rows, passes)
 
 
 def rehearse_proposals(draft: CachedDraft[Any], slots: int, most_rows: int, passes: int) -> None:
     """Propose in every shape that the draft has."""
-    shapes = list(draft.rehearsals(slots, most_rows))
+    shapes = list(draft.list_rehearsals(slots, most_rows))
     for _ in range(passes):
         release_cached_memory((draft.device,))
         for requests in shapes:
-            draft.propose(requests, first_tokens)
+            draft.propose(requests, pick_first_tokens)

@@ -172,7 +172,7 @@ def test_published_hybrids_are_unpacked_with_their_prediction_head(tmp_path: Pat
     values = quantise(demo.FOLDERS["demo-hybrid"], tmp_path / "m", "fp8", prefixed)
     found = Checkpoint.open(tmp_path / "m")
     head = HeadCheckpoint.open(found)
-    assert head.has("mtp.layers.0.mlp.up_proj.weight")
+    assert head.has_tensor("mtp.layers.0.mlp.up_proj.weight")
     for name in found.tensors:
         assert torch.equal(found.read(name), values[prefixed(name)]), name
     for name in head.tensors:
