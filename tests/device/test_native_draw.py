@@ -17,7 +17,7 @@ from adapters.device.sampling.sampler import Draw, NotFinite, Sampler, adjust_lo
 from adapters.models.kernels import exact_exp
 from adapters.models.kernels.cpu import host_draw
 from adapters.models.kernels.cpu.native.draw import pick_rows
-from adapters.models.kernels.cpu.native.library import SWITCH, find_library
+from adapters.models.kernels.cpu.native.native_library import SWITCH, find_library
 from adapters.models.kernels.exact_exp import exact_log
 from adapters.models.kernels.noise import exact_gumbel_at, gumbel_at, noise_key
 from adapters.models.kernels.seeded import make_generator

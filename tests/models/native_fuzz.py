@@ -25,7 +25,7 @@ from adapters.models.kernels.cpu.native import library
 from adapters.models.kernels.cpu.native.attention import NativeAttention
 from adapters.models.kernels.cpu.native.delta import NativeDelta
 from adapters.models.kernels.cpu.native.draw import pick_rows
-from adapters.models.kernels.cpu.native.library import NativeLibrary
+from adapters.models.kernels.cpu.native.native_library import NativeLibrary
 from adapters.models.kernels.cpu.native.products import NativeProducts
 from adapters.models.kernels.cpu.native.rows import NativeRows, PreparedHeads
 from adapters.models.kernels.delta_interface import CHUNK, UNSETTLED, DeltaShape, DeltaWeights

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from adapters.models.kernels.cpu.convolution_taps import TransposedTaps
-from adapters.models.kernels.cpu.native.library import NativeLibrary
+from adapters.models.kernels.cpu.native.native_library import NativeLibrary
 from adapters.models.kernels.cpu.native.products import DTYPE_CODES, WIDEST, check_layout
 from adapters.models.kernels.delta_interface import (
     CHUNK,

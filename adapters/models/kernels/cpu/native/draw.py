@@ -16,7 +16,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from adapters.models.kernels.cpu.native.library import NativeLibrary
+from adapters.models.kernels.cpu.native.native_library import NativeLibrary
 from adapters.models.kernels.exact_exp import exp_factors
 from adapters.models.kernels.noise import noise_key
 from adapters.models.kernels.sampling_interface import PickedRow, PickRequest, TokenMask

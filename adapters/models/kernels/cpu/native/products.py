@@ -17,7 +17,7 @@ from torch import Tensor
 
 from adapters.checkpoint.packed_matrix import TABLES, PackedMatrix, StepLayout
 from adapters.models.kernels.cpu.native.large_pages import LargePages
-from adapters.models.kernels.cpu.native.library import NativeLibrary
+from adapters.models.kernels.cpu.native.native_library import NativeLibrary
 from adapters.models.kernels.packed_formats import PANEL
 
 WIDEST = 1024  # numbers of a head, at most
