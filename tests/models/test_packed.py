@@ -15,7 +15,7 @@ from adapters.checkpoint.gguf.unpack_blocks import UNPACK
 from adapters.checkpoint.packed_matrix import TABLES, PackedMatrix, StackedWeight, StepLayout
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.kernels.cpu.kernels import CpuKernels, CpuStack
-from adapters.models.kernels.cpu.native import library
+from adapters.models.kernels.cpu.native import native_library
 from adapters.models.kernels.cpu.native.products import NativeProducts
 from adapters.models.kernels.offload import count_bytes
 from adapters.models.kernels.product_list import (
@@ -96,7 +96,7 @@ def own(native_code: Any) -> NativeProducts:
 @pytest.fixture
 def installed(own: NativeProducts, monkeypatch: pytest.MonkeyPatch) -> None:
     """As these sources make them, whatever this tree has."""
-    monkeypatch.setattr(library, "load_library", lambda: (own.compiled, ""))
+    monkeypatch.setattr(native_library, "load_library", lambda: (own.compiled, ""))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -230,11 +230,14 @@ def attend_splits_ahead(
     AT_ONCE: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """As `attention.attend_splits`, of rows as they are (not coded), with tiles of 64 rows. PAGE: SPLIT, or 0.
+    """Do the same as `attention.attend_splits`, for rows that are not coded, in tiles of 64 rows. PAGE: SPLIT, or 0.
 
-    A slot's rows of this step follow each other in the batch, so what is `row0` positions before a tile's first is old.
-    AT_ONCE: partials that are merged at once, by who leaves the last one of a tile and key head; 0: they are not. left:
-    int32, KV numbers for each row of the bucket, how many have been left: zeros before and behind.
+    A slot's rows of this step are consecutive in the batch. So the keys up to `row0` positions before a tile's first
+    row were written by earlier steps.
+    AT_ONCE: how many partials are merged together. The program that writes the last partial of a tile and key head
+    merges them; 0: no program does.
+    left: int32, KV numbers for each row of the bucket: how many partials have been written. It is zero before and
+    after the launch.
     """
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     BLOCK_M: gl.constexpr = 64
