@@ -64,7 +64,8 @@ class JournalFile:
         if raw := b"".join((*records, *touches)):
             try:
                 self.upkeep.folder.extend_file(index_journal.NAME, raw)
-            except FileNotFoundError:  # it could not be written before; records without a beginning would be nobody's
+            except FileNotFoundError:
+                # Earlier writes failed. A journal without its beginning could not be read, so all of it is written.
                 self.compact()
             except OSError:
                 return

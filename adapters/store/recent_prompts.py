@@ -76,7 +76,7 @@ class RecentPrompts:
             return max(list(self._count_shared_tokens(pack_tokens(prompt)).values())[-window:], default=0)
 
     def add(self, prompt: Tokens) -> RecentPrompt:
-        """It is the most recent one from now on."""
+        """Add a prompt as the most recent one."""
         return self.add_and_compare(prompt, 0)[1]
 
     def add_and_compare(
@@ -84,13 +84,13 @@ class RecentPrompts:
     ) -> tuple[int, RecentPrompt, Divergence | None]:
         """Do `longest_match` and `add` with one comparison.
 
-        Also return where the prompt leaves the most similar of all.
+        Also return where the prompt diverges from the most similar one of all.
         """
         before = encode_salt(salt)
         packed = before + pack_tokens(prompt)
         with self._lock:
             found = self._count_shared_tokens(packed)
-            likest = max(list(found.values())[-window:], default=0) if window > 0 else 0
+            longest = max(list(found.values())[-window:], default=0) if window > 0 else 0
             parent = max(found, key=lambda serial: (found[serial], serial), default=0)
             shared = found.get(parent, 0)
             diverged = (
@@ -101,7 +101,7 @@ class RecentPrompts:
             recent = RecentPrompt(self._last + 1, parent if shared else 0, shared, packed[shared * TOKEN_BYTES :])
             self._keep(recent)
             self.trim()
-        return max(0, likest - len(before) // TOKEN_BYTES), recent, diverged
+        return max(0, longest - len(before) // TOKEN_BYTES), recent, diverged
 
     def _find_divergence(self, serial: int, shared: int, before: int) -> Divergence | None:
         """Return what prompt `serial` has behind its first `shared` tokens.

@@ -164,7 +164,7 @@ def enable_direct_reads(descriptor: int) -> bool:
 
 @frozen
 class BatchResult:
-    """The result of reading one batch, beside the contents. head: of the batch that begins with it."""
+    """The result of reading one batch, without the contents. head: the header, if the batch begins with it."""
 
     checksums: tuple[bytes, ...]
     head: bytes = b""
