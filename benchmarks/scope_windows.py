@@ -90,7 +90,7 @@ def counted(shape: Traffic, window: int) -> tuple[float, int, int]:
     run.run()
     counts = list(run.tally.counts.values())[shape.warm :]
     selected = [count.selected for count in counts if count.selected]
-    return sum(selected) / max(1, len(selected)), sum(count.whole for count in counts), len(counts)
+    return sum(selected) / max(1, len(selected)), sum(count.is_whole_hit for count in counts), len(counts)
 
 
 def main() -> int:

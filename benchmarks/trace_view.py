@@ -60,7 +60,7 @@ class RecordedSimulation(Simulation):
     file: IO[str] = field(kw_only=True)
 
     def _begin(self) -> None:
-        super()._begin()
+        super()._start_process()
         plain = self.process
         self.process = RecordedProcess(plain.settings, plain.costs, plain.clock, plain.keeping, file=self.file)
 

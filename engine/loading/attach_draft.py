@@ -14,20 +14,20 @@ from adapters.models.open_checkpoint import Checkpoint
 from adapters.remote.client.attach_remote_draft import RemoteDrafting
 from adapters.remote.client.remote_draft import RemoteDraft
 from effects.ids import RequestId
-from engine.loading.load_draft import FoundDraft, placed_draft
+from engine.loading.load_draft import FoundDraft, place_draft
 from engine.settings import start_progress
 from engine.settings.options import Options
 from states.residency import make_unload
 from states.settings import Settings
 
 
-def sent_away(drafting: DraftProposer[DraftModel] | None, settings: Settings) -> None:
+def offload_unused_draft(drafting: DraftProposer[DraftModel] | None, settings: Settings) -> None:
     """Offload the draft, since no request needs it yet."""
     if drafting is not None and settings.residency.draft != "keep":
         drafting.offload(RequestId(0), make_unload(settings.residency, "draft"))
 
 
-def beside_last(kernels: Sequence[Kernels | None]) -> Kernels:
+def get_last_kernels(kernels: Sequence[Kernels | None]) -> Kernels:
     """Return the kernels for the last layers, which are in this process wherever the layers are."""
     last = kernels[-1]
     assert last is not None
@@ -51,7 +51,7 @@ def add_draft(
     if found is None:
         return None
     step(start_progress.DRAFT)
-    draft = placed_draft(found, options, checkpoint, shard, **placing)
+    draft = place_draft(found, options, checkpoint, shard, **placing)
     if isinstance(draft, RemoteDraft):
         drafting: DraftProposer[Any] = RemoteDrafting(draft, shard.buckets)
         draft.told(lambda is_there: events.report(DraftProcessChanged(is_there)))

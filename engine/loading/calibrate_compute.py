@@ -232,8 +232,8 @@ def measure_decode(
         new = outcomes[begun[-1] :] if begun else ()
         tokens.extend(chain.from_iterable(done.tokens for done in new if isinstance(done, Decoded)))
         if begun and len(begun) % len(widths) == 0:
-            rounds.append(least(outcomes[begun[-len(widths)] :]))
-            if enough(rounds, time.perf_counter_ns() - started, passes // 2):
+            rounds.append(find_quickest_launches(outcomes[begun[-len(widths)] :]))
+            if has_enough_rounds(rounds, time.perf_counter_ns() - started, passes // 2):
                 return None
         width = widths[len(begun) % len(widths)]
         begun.append(len(outcomes))
@@ -242,12 +242,12 @@ def measure_decode(
     if known < 2:
         return ()
     outcomes = executor.rehearse(OpenSlot(slot, slot, 0, tuple(tokens), Sampling()), following)
-    found = least(outcomes)
+    found = find_quickest_launches(outcomes)
     shapes = {launch_prices.Shape(0, 1, 1 + width if width else 0).key: ns for width, ns in found.items()}
     return tuple((*key, ns, found.get(0, 0) if key[2] else 0) for key, ns in sorted(shapes.items()))
 
 
-def least(outcomes: Sequence[Outcome]) -> dict[int, int]:
+def find_quickest_launches(outcomes: Sequence[Outcome]) -> dict[int, int]:
     """The quickest launch with so many proposals."""
     times: dict[int, int] = {}
     for done in outcomes:
@@ -256,7 +256,7 @@ def least(outcomes: Sequence[Outcome]) -> dict[int, int]:
     return dict(sorted(times.items()))
 
 
-def enough(rounds: Sequence[dict[int, int]], spent_ns: int, wanted: int) -> bool:
+def has_enough_rounds(rounds: Sequence[dict[int, int]], spent_ns: int, wanted: int) -> bool:
     """Of `wanted` rounds at least, the last one brought nothing that is clearly quicker; or they take too long."""
     *before, last = rounds
     known = {width: min(one.get(width, ns) for one in before) for width, ns in last.items()} if before else last

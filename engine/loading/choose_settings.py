@@ -24,7 +24,7 @@ from engine.loading.load_draft import (
     count_most_proposals,
     is_short_of_memory,
 )
-from engine.loading.load_scorer import FoundDrafter, cannot_stay
+from engine.loading.load_scorer import FoundScorer, cannot_stay
 from engine.loading.memory_estimate import shares_pages
 from engine.loading.plan_load import ProvenPlan
 from engine.loading.shard_peers import (
@@ -43,7 +43,7 @@ def choose_settings(
     parts: ExecutorParts,
     shard: Pipeline,
     draft: DraftModel | None,
-    scores: FoundDrafter | None = None,
+    scores: FoundScorer | None = None,
     *,
     plan: Sequence[Placement],
     proven: ProvenPlan,

@@ -76,13 +76,13 @@ def find_draft(options: Options, target: Checkpoint) -> FoundDraft | None:
     """Return the draft that was asked for, or that comes with a demo. Raises UserError if it cannot draft for this
     target.
     """
-    found = named_draft(choose_draft_name(options.speculation.draft, options.model.model), target)
+    found = open_draft(choose_draft_name(options.speculation.draft, options.model.model), target)
     if found is None and options.speculation.ddtree:
         log.warning("--ddtree: there is no draft whose proposals could branch (--draft none)")
     return found
 
 
-def named_draft(name: str, target: Checkpoint) -> FoundDraft | None:
+def open_draft(name: str, target: Checkpoint) -> FoundDraft | None:
     """Return the draft of this name. Raises UserError."""
     if name == "none":
         return None
@@ -214,7 +214,7 @@ def build_own_kernels(
         return kernels.with_plan(evolve(proven, steps=()) if fast and proven is not None else proven)
 
 
-def placed_draft(
+def place_draft(
     found: FoundDraft,
     options: Options,
     checkpoint: Checkpoint,

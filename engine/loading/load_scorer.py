@@ -41,12 +41,12 @@ from states.settings import Settings
 
 log = logging.getLogger("rekindle")
 
-BESIDE = LaneId(1)  # of a drafter on a device of its own
+SCORER_LANE = LaneId(1)  # of a drafter on a device of its own
 CUDA_CHUNK = 4096  # rows at once on a GPU: so narrow a model is done with fewer before the host has asked for more
 
 
 @frozen
-class FoundDrafter:
+class FoundScorer:
     """A drafter that was asked for, checked against its target. name: as `--prefill-drafter` has it."""
 
     name: str
@@ -62,18 +62,18 @@ class FoundDrafter:
 
 
 @define(eq=False)
-class Drafter:
+class PromptScorer:
     """What the engine knows of it. beside: what works on its lane, if it has one of its own."""
 
-    found: FoundDrafter
+    found: FoundScorer
     compressor: Compressor
     lane: DeviceLane
-    beside: PromptScorerLane | None = None
+    own_lane: PromptScorerLane | None = None
     identity: str = ""  # of the model and the numerics that it scores with
 
     @property
     def threads(self) -> tuple[WatchedThread, ...]:
-        return () if self.beside is None else (self.beside.lane.thread,)
+        return () if self.own_lane is None else (self.own_lane.lane.thread,)
 
     def memory(self) -> Mapping[str, int]:
         device, host = self.compressor.weights_bytes
@@ -81,33 +81,33 @@ class Drafter:
 
     def abandon(self, request: RequestId) -> None:
         """Drop what was scored for a request, after what is in flight."""
-        if self.beside is not None:
-            self.beside.abandon(request)
+        if self.own_lane is not None:
+            self.own_lane.abandon(request)
         elif not self.lane.closed:
             self.lane.post(partial(self.compressor.forget, request), log_drop_failure)
 
     def close(self) -> None:
-        if self.beside is not None:
-            self.beside.close()
+        if self.own_lane is not None:
+            self.own_lane.close()
         if self.found.peer is not None:
             self.found.peer.close()
 
 
-def drafter_folder(options: Options) -> Path:
+def find_scorer_folder(options: Options) -> Path:
     """Or its GGUF file."""
     return demo.FOLDERS.get(options.scorer_name) or Path(options.scorer_name)
 
 
-def find_drafter(
+def find_scorer(
     options: Options, folder: Path, target: torch.device, context: int, *, peer: Peer | None = None
-) -> FoundDrafter | None:
+) -> FoundScorer | None:
     """folder: of the target. peer: of a drafter in another process. Raises UserError for one that cannot score its
     prompts.
     """
     name = options.scorer_name
     if not name:
         return None
-    path = drafter_folder(options)
+    path = find_scorer_folder(options)
     try:
         checkpoint = Checkpoint.open(path)
         tokenizer = Tokenizer.load(path)
@@ -123,7 +123,7 @@ def find_drafter(
     device = torch.device("cpu")
     if peer is None:
         device = choose_device(chosen, "--prefill-drafter-device") if chosen else target
-    return FoundDrafter(name, checkpoint, device, min(config.max_positions, MAX_FROZEN_CONTEXTS * context), own, peer)
+    return FoundScorer(name, checkpoint, device, min(config.max_positions, MAX_FROZEN_CONTEXTS * context), own, peer)
 
 
 def check_tokenizer(name: str, tokenizer: Tokenizer, own: Tokenizer, vocab: int) -> None:
@@ -139,30 +139,30 @@ def check_tokenizer(name: str, tokenizer: Tokenizer, own: Tokenizer, vocab: int)
         )
 
 
-def add_drafter(
-    found: FoundDrafter | None,
+def add_scorer(
+    found: FoundScorer | None,
     options: Options,
     lane: DeviceLane,
     *,
     settings: Settings,
     kept: CalibrationCache,
-) -> tuple[Drafter | None, Settings]:
+) -> tuple[PromptScorer | None, Settings]:
     """At work, and what that means for decisions. Its weights are read when they are needed, unless they are to stay.
 
     lane: the target's.
     """
     if found is None:
         return None, settings
-    compressor, named = build(found, options, kept)
+    compressor, named = build_compressor(found, options, kept)
     settings = load_if_kept(compressor, settings)
-    if found.peer is None and on(lane, found.device):
-        return Drafter(found, compressor, lane, identity=named), evolve(settings, drafter=found.limit)
+    if found.peer is None and shares_device(lane, found.device):
+        return PromptScorer(found, compressor, lane, identity=named), evolve(settings, drafter=found.limit)
     beside = PromptScorerLane(compressor, DeviceLane(found.device))
-    settings = evolve(settings, drafter=found.limit, drafter_lane=BESIDE)
-    return Drafter(found, compressor, beside.lane, beside, named), settings
+    settings = evolve(settings, drafter=found.limit, drafter_lane=SCORER_LANE)
+    return PromptScorer(found, compressor, beside.lane, beside, named), settings
 
 
-def cannot_stay(found: FoundDrafter) -> bool:
+def cannot_stay(found: FoundScorer) -> bool:
     """Return whether its device is short of memory once its weights are there. The target and the draft are loaded.
 
     A device of another process says only how much is free, so there the weights have to fit into that.
@@ -194,12 +194,12 @@ def load_if_kept(compressor: Compressor, settings: Settings) -> Settings:
     return settings
 
 
-def on(lane: DeviceLane, device: torch.device) -> bool:
+def shares_device(lane: DeviceLane, device: torch.device) -> bool:
     """Is it one of the lane's, so that they would wait for each other?"""
     return device in lane.devices or device.type == lane.device.type == "cpu"
 
 
-def build(found: FoundDrafter, options: Options, kept: CalibrationCache) -> tuple[Compressor, str]:
+def build_compressor(found: FoundScorer, options: Options, kept: CalibrationCache) -> tuple[Compressor, str]:
     """And its identity. Raises UserError."""
     dtype = resolve_dtype("auto", found.checkpoint)
     checkpoint = found.checkpoint.rounded(dtype)
@@ -208,37 +208,37 @@ def build(found: FoundDrafter, options: Options, kept: CalibrationCache) -> tupl
     controls = frozenset(control.id for control in tokenizer.controls.values())
     marks = build_token_marks([tokenizer.token_bytes(token) for token in range(tokenizer.size)], controls)
     if found.peer is not None:
-        remote, numerics = apart(found, found.peer, options, dtype)
+        remote, numerics = prove_remote_scorer(found, found.peer, options, dtype)
         return Compressor(remote, marks), compute_identity(checkpoint, dtype, numerics, options.runtime.numerics)
     assert isinstance(config, DenseConfig)
     place = Placement(range(config.num_layers), found.device)
-    runtime = evolve(options.runtime, chunk=scored_at_once(options.runtime, place))
+    runtime = evolve(options.runtime, chunk=count_scored_rows(options.runtime, place))
     numerics, (kernels,) = prove(options.weights, runtime, checkpoint, dtype, (place,), context=found.limit, kept=kept)
     assert kernels is not None, "its device is here"
     scorer = Scorer(config, checkpoint, kernels, found.device, dtype, numerics.buckets, found.limit)
     return Compressor(scorer, marks), compute_identity(checkpoint, dtype, numerics, options.runtime.numerics)
 
 
-def scored_at_once(runtime: RuntimeOptions, place: Placement) -> int:
+def count_scored_rows(runtime: RuntimeOptions, place: Placement) -> int:
     """Return the rows of one forward of the scorer."""
     return CUDA_CHUNK if place.compute_device.type == "cuda" else choose_chunk(runtime, (place,))
 
 
-def apart(found: FoundDrafter, peer: Peer, options: Options, dtype: torch.dtype) -> tuple[RemoteScorer, Numerics]:
+def prove_remote_scorer(found: FoundScorer, peer: Peer, options: Options, dtype: torch.dtype) -> tuple[RemoteScorer, Numerics]:
     """In the process of `peer`, which says itself what holds there."""
     config = found.checkpoint.config
     place = Placement(range(config.num_layers), found.device, peer)
     kept_in: Any = dtype_name(dtype)
     try:
         numerics = peer.prove(
-            Prove(kept_in, kept_in, scored_at_once(options.runtime, place), found.limit, read_boot_id())
+            Prove(kept_in, kept_in, count_scored_rows(options.runtime, place), found.limit, read_boot_id())
         )
         return RemoteScorer(peer, loading_drafter(found.limit, fast=options.runtime.numerics == "fast")), numerics
     except (ValueError, RowsLost) as error:
         raise UserError(f"--prefill-drafter-device {found.place}: {error}") from error
 
 
-def pflash(options: Options, settings: Settings, drafter: Drafter | None) -> Mapping[str, Any]:
+def describe_compression(options: Options, settings: Settings, drafter: PromptScorer | None) -> Mapping[str, Any]:
     """`/props.pflash`."""
     return {
         "mode": options.compression.prefill_compression,

@@ -31,7 +31,7 @@ from adapters.transfer.transfer import Transfer
 from adapters.watched_thread import WatchedThread
 from effects.ports import RowsLost
 from effects.scope import Scope
-from engine.loading.attach_draft import add_draft, beside_last, sent_away
+from engine.loading.attach_draft import add_draft, get_last_kernels, offload_unused_draft
 from engine.loading.build_executor import build_executor
 from engine.loading.choose_settings import choose_settings
 from engine.loading.device_survey import plan_placement
@@ -42,7 +42,7 @@ from engine.loading.load_draft import (
     check_provable,
     find_draft,
 )
-from engine.loading.load_scorer import Drafter, add_drafter, find_drafter, pflash
+from engine.loading.load_scorer import PromptScorer, add_scorer, find_scorer, describe_compression
 from engine.loading.load_shards import ShardRoom, build_shards, stage_weights
 from engine.loading.memory_estimate import build_host_experts, hosts_embedding
 from engine.loading.open_store import build_layout, open_transfer, transfer_memory, with_store
@@ -87,7 +87,7 @@ class Target:
     scope: Scope  # of requests that do not say
     kept: CalibrationCache
     draft: DraftModel | None = None
-    drafter: Drafter | None = None
+    scorer: PromptScorer | None = None
     offloaded: HostExperts | None = None
     pflash: Mapping[str, Any] = {}
     transfer: Transfer | None = None  # None: neither host memory nor disk keep anything
@@ -129,7 +129,7 @@ class Target:
     def threads(self) -> tuple[WatchedThread, ...]:
         """Threads whose troubles /health reports."""
         store = () if self.transfer is None else self.transfer.store.threads
-        return (*self.executor.threads, *store, *(() if self.drafter is None else self.drafter.threads))
+        return (*self.executor.threads, *store, *(() if self.scorer is None else self.scorer.threads))
 
     @property
     def has_disk(self) -> bool:
@@ -166,14 +166,14 @@ class Target:
         host = target["host"] + (0 if self.offloaded is None else self.offloaded.host_bytes)
         draft = {} if self.draft is None else self.draft.memory()
         parts = [describe_shard(part) for part in self.shard.parts]
-        others = {"draft": draft, **({} if self.drafter is None else {"drafter": self.drafter.memory()})}
+        others = {"draft": draft, **({} if self.scorer is None else {"drafter": self.scorer.memory()})}
         models = {name: {"device": one["weights"], "host": one["host"]} for name, one in others.items() if one}
         return {
             "models": {"target": {"device": target["weights"], "host": host}, **models},
             "experts": None if self.offloaded is None else self.offloaded.shown(),
             "shards": parts,
             "draft": None if self.draft is None else describe_draft(self.draft),
-            "drafter": None if self.drafter is None else describe_scorer(self.drafter),
+            "drafter": None if self.scorer is None else describe_scorer(self.scorer),
             "slots": {"target": target["kv"], "draft": draft.get("kv", 0)},
             "buffers": {"target": target["buffers"], **{name: one.get("buffers", 0) for name, one in others.items()}},
             "blocks": {"host": blocks},
@@ -192,8 +192,8 @@ class Target:
         await anyio.to_thread.run_sync(self.executor.close)
         if isinstance(self.draft, RemoteDraft):  # whose process would wait for more
             await anyio.to_thread.run_sync(self.draft.close)
-        if self.drafter is not None:
-            await anyio.to_thread.run_sync(self.drafter.close)
+        if self.scorer is not None:
+            await anyio.to_thread.run_sync(self.scorer.close)
         if self.transfer is not None:
             await anyio.to_thread.run_sync(self.transfer.close)
 
@@ -251,14 +251,14 @@ def load_over(
         if only not in {None, proven.identity}:
             raise Mismatched(proven.identity)
         found = apart.keep_draft(check_provable(opened, numerics))
-        scores = find_drafter(options, checkpoint.folder, plan[-1].device, proven.fit.context, peer=apart.drafter)
+        scores = find_scorer(options, checkpoint.folder, plan[-1].device, proven.fit.context, peer=apart.scorer)
         step(start_progress.WEIGHTS)
         hosted = build_host_experts(options, checkpoint, dtype, plan)
         room = plan_shard_room(options, proven, dtype, found, hosted, hosts_embedding=away)
         shard = build_shards(heard, dtype, plan, proven.kernels, sources, room=room)
     place_first_experts(hosted)
     parts = ExecutorParts(shard, numerics.buckets, lane, fast=options.runtime.numerics == "fast", experts=hosted)
-    last_kernels = beside_last(proven.kernels)
+    last_kernels = get_last_kernels(proven.kernels)
     placing: dict[str, Any] = {"kernels": last_kernels, "numerics": numerics, "kept": kept, "peer": apart.draft}
     drafting = add_draft(found, options, checkpoint, shard, events=parts.events, step=step, **placing)
     draft = None if drafting is None else drafting.draft
@@ -268,13 +268,13 @@ def load_over(
     step(start_progress.MEASURE)
     settings = choose_settings(options, parts, shard, draft, scores, plan=plan, proven=proven, kept=kept)
     settings = with_expert_counts(settings, hosted)
-    drafter, settings = add_drafter(scores, options, lane, settings=settings, kept=kept)
+    drafter, settings = add_scorer(scores, options, lane, settings=settings, kept=kept)
     step(start_progress.CACHE)
     kind = build_layout(shard, draft, proven.identity, numerics.block_size)
     moving = open_transfer(options.cache, kind, shard, parts.slots, lane, drafting=drafting, memory=memory)
     settings = settings if moving is None else with_store(settings, moving, shard, chunk=numerics.chunk, kept=kept)
-    executor = build_executor(parts, settings, drafting=drafting, drafter=drafter, transfer=moving)
-    sent_away(drafting, settings)
+    executor = build_executor(parts, settings, drafting=drafting, scorer=drafter, transfer=moving)
+    offload_unused_draft(drafting, settings)
     return Target(
         folder=find_model_folder(options.model),
         checkpoint=checkpoint,
@@ -290,9 +290,9 @@ def load_over(
         scope=options.cache.default_scope,
         kept=kept,
         draft=draft,
-        drafter=drafter,
+        scorer=drafter,
         offloaded=hosted,
-        pflash=pflash(options, settings, drafter),
+        pflash=describe_compression(options, settings, drafter),
         transfer=moving,
     )
 

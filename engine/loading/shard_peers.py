@@ -25,7 +25,7 @@ from adapters.remote.protocol.lent_memory import Lender
 from adapters.remote.protocol.peer_expectation import DRAFT_DEADLINES, ExpectedModel
 from effects.ports import RowsLost
 from engine.loading.load_draft import FoundDraft
-from engine.loading.load_scorer import Drafter, drafter_folder
+from engine.loading.load_scorer import PromptScorer, find_scorer_folder
 from engine.settings.options import Options, evolve_options
 from engine.settings.paths import choose_draft_name
 from engine.settings.placement import DeviceLocation
@@ -41,12 +41,12 @@ class RemotePeers:
 
     shards: tuple[Peer | None, ...]
     draft: Peer | None = None
-    drafter: Peer | None = None
+    scorer: Peer | None = None
     lender: Lender | None = None
 
     @property
     def peers(self) -> tuple[Peer, ...]:
-        return tuple(peer for peer in (*self.shards, self.draft, self.drafter) if peer is not None)
+        return tuple(peer for peer in (*self.shards, self.draft, self.scorer) if peer is not None)
 
     def keep_draft(self, found: FoundDraft | None) -> FoundDraft | None:
         """Return the draft unchanged. If there is none after all, its process is closed."""
@@ -95,7 +95,7 @@ def build_scorer_peer(options: Options) -> Peer | None:
     """Return the process that has the prompt scorer as its model, or None. Raises UserError."""
     if (where := options.compression.remote_location) is None:
         return None
-    folder = drafter_folder(options)
+    folder = find_scorer_folder(options)
     try:
         peer = build_peer(where, evolve_options(options, draft="none"), folder, Checkpoint.open(folder))
     except CheckpointError as error:
@@ -158,9 +158,9 @@ def describe_draft(draft: DraftModel) -> Mapping[str, Any]:
     return describe_model(draft.place, draft.memory(), draft.peer if isinstance(draft, RemoteDraft) else None)
 
 
-def describe_scorer(drafter: Drafter) -> Mapping[str, Any]:
+def describe_scorer(scorer: PromptScorer) -> Mapping[str, Any]:
     """Return what /props shows of a prompt scorer."""
-    return describe_model(drafter.found.place, drafter.memory(), drafter.found.peer)
+    return describe_model(scorer.found.place, scorer.memory(), scorer.found.peer)
 
 
 def describe_model(place: str, held: Mapping[str, int], remote: Peer | None) -> Mapping[str, Any]:
@@ -179,14 +179,14 @@ def find_process(peer: Peer | None) -> int:
 
 
 def collect_remote_figures(
-    parts: Sequence[Shard], draft: DraftModel | None, drafter: Drafter | None
+    parts: Sequence[Shard], draft: DraftModel | None, scorer: PromptScorer | None
 ) -> Mapping[str, Mapping[str, float]]:
     """Return what forwards in other processes have cost, by the layers of a shard, or `draft`, or `drafter`."""
     remote = {
         f"{part.layers.start}-{part.layers.stop - 1}": part.peer for part in parts if isinstance(part, RemoteShard)
     }
     remote |= {"draft": draft.peer} if isinstance(draft, RemoteDraft) else {}
-    remote |= {} if drafter is None or drafter.found.peer is None else {"drafter": drafter.found.peer}
+    remote |= {} if scorer is None or scorer.found.peer is None else {"drafter": scorer.found.peer}
     return {name: peer.figures() for name, peer in remote.items()}
 
 

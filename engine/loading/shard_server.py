@@ -47,7 +47,7 @@ from engine.loading.device_survey import (
     load_or_run_probe,
     read_boot_id,
 )
-from engine.loading.load_draft import build_draft, build_own_kernels, named_draft
+from engine.loading.load_draft import build_draft, build_own_kernels, open_draft
 from engine.loading.warm_up import warm_up_own_draft
 from engine.settings.calibration_cache import CalibrationCache
 from engine.settings.paths import choose_draft_name, find_user_folder
@@ -135,7 +135,7 @@ class ServedModel:
         kept = CalibrationCache(find_user_folder())
         checkpoint = self.checkpoint.quantised(asked.bits) if asked.bits else self.checkpoint
         checkpoint = checkpoint.rounded(dtype)
-        found = named_draft(self.draft, checkpoint)
+        found = open_draft(self.draft, checkpoint)
         config = checkpoint.config
         if found is None:
             raise ValueError("there is no draft here: name one with --draft")

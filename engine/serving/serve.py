@@ -182,7 +182,7 @@ async def serve_model(
     try:
         target = with_grammars(target, text.grammars.match)
         recorder, archive, memory = build_recorder(options, target), ResponseStore(), TurnMemory()
-        frozen = FrozenMessages(scorer_identity=target.drafter.identity) if target.freezes and target.drafter else None
+        frozen = FrozenMessages(scorer_identity=target.scorer.identity) if target.freezes and target.scorer else None
         histories: dict[str, PersistentLru] = {RESPONSES: archive, TURNS: memory}
         if frozen is not None:
             histories[FROZEN] = frozen
@@ -197,12 +197,12 @@ async def serve_model(
                 live=target.live if frozen is None else partial(collect_live_properties, target, frozen),
                 threads=(*target.threads, watch.thread),
             ),
-            compression=CompressionParts(target.drafter, (lambda *_: None) if frozen is None else frozen.store),
+            compression=CompressionParts(target.scorer, (lambda *_: None) if frozen is None else frozen.store),
             recorder=recorder,
             paranoid=options.diagnostics.paranoid,
         ) as running:
             running.metrics.watch_shards(
-                partial(collect_remote_figures, target.shard.parts, target.draft, target.drafter)
+                partial(collect_remote_figures, target.shard.parts, target.draft, target.scorer)
             )
             about = edge_options(options, target, text.sampling)
             gate.app = build_app(

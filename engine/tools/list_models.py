@@ -39,7 +39,7 @@ from engine.tools.cache.cache_folder import widen
 
 
 @frozen(kw_only=True)
-class Listed:
+class ListedModel:
     """One model. why: it is not served; empty if it is. pages: of rows, that all slots share; 0: each has room for the
     whole context. devices: bytes taken and there, by name. bits: of one weight, as it is stored. token: bytes of memory
     that a token of context takes; state: that a sequence takes however long it is. experts: bytes of theirs, which host
@@ -72,7 +72,7 @@ def run_models(options: Options, *, as_json: bool) -> int:
     shipped = [LocalModel(name, path) for name, path in demo.FOLDERS.items()]
     with announce_if_slow("looking for models"):
         models = [*shipped, *list_local_models(os.environ)]
-    found = list[Listed]()
+    found = list[ListedModel]()
     with count_progress("models read", len(models)) as step:
         for model in models:
             found.append(list_model(model, options))
@@ -84,7 +84,7 @@ def run_models(options: Options, *, as_json: bool) -> int:
     return 0
 
 
-def list_model(model: LocalModel, options: Options) -> Listed:
+def list_model(model: LocalModel, options: Options) -> ListedModel:
     """Read the headers of a model, and nothing else, and say how it would be served."""
     options = evolve_options(options, model=model.name if model.name in demo.FOLDERS else str(model.path))
     named: dict[str, Any] = {"name": model.name, "path": str(model.path)}
@@ -92,7 +92,7 @@ def list_model(model: LocalModel, options: Options) -> Listed:
         checkpoint = Checkpoint.open(model.path)
         draft = find_draft(options, checkpoint)
     except (CheckpointError, UserError) as error:
-        return Listed(**named, why=str(error).removeprefix(f"{model.path}: "))
+        return ListedModel(**named, why=str(error).removeprefix(f"{model.path}: "))
     config = checkpoint.config
     dtype = resolve_dtype(options.weights.dtype, checkpoint)
     if not can_host_experts(options, config):
@@ -108,7 +108,7 @@ def list_model(model: LocalModel, options: Options) -> Listed:
         return asked, compute_fit(other.runtime, asked, config.max_positions, plan_placement(other.placement, config))
 
     asked, fit = tried()
-    return Listed(
+    return ListedModel(
         **named,
         family=checkpoint.family.model_type,
         parameters=sum(math.prod(entry.shape) for entry in checkpoint.tensors.values()),
@@ -193,7 +193,7 @@ def shorten_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def print_models(console: Console, found: list[Listed]) -> None:
+def print_models(console: Console, found: list[ListedModel]) -> None:
     names = ("model", "family", "size", "stored", "served in", "fits", "context", "memory")
     table = Table(*names, box=None, pad_edge=False)
     for one in found:
@@ -217,7 +217,7 @@ def print_models(console: Console, found: list[Listed]) -> None:
         console.print(line, style="dim", soft_wrap=True, markup=False, highlight=False)
 
 
-def format_verdict(one: Listed) -> str:
+def format_verdict(one: ListedModel) -> str:
     if not one.fits:
         return "[red]no[/red]"
     many = f"{one.slots} x {one.context:,} tokens"
@@ -226,12 +226,12 @@ def format_verdict(one: Listed) -> str:
     return many if one.context >= one.limit else f"{many}\nof {one.limit:,}"
 
 
-def format_price(one: Listed) -> str:
+def format_price(one: ListedModel) -> str:
     """Return the memory that a token takes, and a sequence if there is recurrent state."""
     return f"{format_bytes(one.token)} a token" + (f",\n{format_bytes(one.state)} a slot" if one.state else "")
 
 
-def list_notes(found: list[Listed]) -> Iterator[str]:
+def list_notes(found: list[ListedModel]) -> Iterator[str]:
     for one in found:
         if one.why:
             yield f"{one.name}: not served: {one.why}"

@@ -67,7 +67,7 @@ def run(sessions: list[Session], scope: Scope | None = Scope(), **how: Any) -> S
 def watch(monkeypatch: Any) -> list[str]:
     """Check the world after every event, and that what is found and loaded are the very tokens that were asked for."""
     seen = list[str]()
-    feed, find, load = Process.feed, SimulatedStore.find, SimulatedStore.load
+    feed, find, load = Process.feed, SimulatedStore.find, SimulatedStore.start_load
     prompts: dict[int, Tokens] = {}
 
     def checked_feed(self: Process, request: RequestId, event: Event) -> None:

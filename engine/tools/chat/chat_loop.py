@@ -27,7 +27,7 @@ from engine.tools.chat.render_answer import choose_view, without_echo
 
 MOST_HISTORY = 1000  # lines
 INTERRUPTED = 130
-TYPED = 0  # the descriptor of what a person types
+STANDARD_INPUT = 0  # the descriptor of what a person types
 
 
 def run_chat(model: str, options: ChatOptions) -> int:
@@ -55,29 +55,29 @@ class ChatSession:
     err: Console
 
     def converse(self) -> int:
-        self.note(f"{self.peer.model} at {self.peer.base}; /help lists what else there is, Ctrl-D leaves")
+        self.print_note(f"{self.peer.model} at {self.peer.base}; /help lists what else there is, Ctrl-D leaves")
         line = enable_history(user_state_path("rekindle", appauthor=False) / "chat_history")
         while True:
             try:
                 prompt = read_prompt(line)
                 if command := parse_command(prompt):
-                    self.obey(command)
+                    self.run_command(command)
                 elif prompt and (answer := self.answer(prompt)) is not None:
-                    self.note(answer.line)
+                    self.print_note(answer.line)
             except EOFError:
                 self.out.print()
                 return 0
             except KeyboardInterrupt:  # what was being typed is dropped
                 self.out.print()
             except UserError as error:
-                self.complain(str(error))
+                self.print_error(str(error))
 
     def answer(self, prompt: str) -> ChatAnswer | None:
         """Shown as it comes, and part of the conversation from then on. Ctrl-C ends it, and what has come stays. None:
         it failed, which was told."""
         answer = ChatAnswer()
         why = ""
-        with without_echo(TYPED), choose_view(self.out) as shown:
+        with without_echo(STANDARD_INPUT), choose_view(self.out) as shown:
             try:
                 anyio.run(self.peer.ask, self.talk.add_question(prompt), answer, shown.show)
             except KeyboardInterrupt:
@@ -87,32 +87,32 @@ class ChatSession:
         if answer.text:
             self.talk.add_answer(prompt, answer.text)
         if why:
-            self.complain(why)
+            self.print_error(why)
             return None
         return answer
 
-    def obey(self, command: Command) -> None:
+    def run_command(self, command: Command) -> None:
         path = Path(command.file).expanduser()
         try:
             match command.name:
                 case "save":
                     self.talk.save(path)
-                    self.note(f"{format_count(len(self.talk.messages), 'message')} kept in {path}")
+                    self.print_note(f"{format_count(len(self.talk.messages), 'message')} kept in {path}")
                 case "load":
                     self.talk.load(path)
-                    self.note(f"{format_count(len(self.talk.messages), 'message')} of {path} are the conversation now")
+                    self.print_note(f"{format_count(len(self.talk.messages), 'message')} of {path} are the conversation now")
                 case "clear":
                     self.talk.clear()
-                    self.note("the conversation begins anew")
+                    self.print_note("the conversation begins anew")
                 case "help":
-                    self.note("\n".join((*COMMANDS.values(), *KEYS)))
+                    self.print_note("\n".join((*COMMANDS.values(), *KEYS)))
         except OSError as error:
             raise UserError(f"{path}: {(error.strerror or str(error)).lower()}") from error
 
-    def note(self, text: str) -> None:
+    def print_note(self, text: str) -> None:
         self.out.print(Line(text, style="dim"), soft_wrap=True)
 
-    def complain(self, text: str) -> None:
+    def print_error(self, text: str) -> None:
         self.err.print(Line(f"rekindle: {text}", style="red"), soft_wrap=True)
 
 

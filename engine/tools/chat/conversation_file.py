@@ -40,7 +40,7 @@ class Message(msgspec.Struct):
     content: str
 
 
-class Saved(msgspec.Struct):
+class SavedConversation(msgspec.Struct):
     messages: list[Message]
 
 
@@ -69,7 +69,7 @@ class TypedConversation:
         if path.exists():
             self._read(path, "not overwritten")
         system = [Message("system", self.system)] if self.system else []
-        found = msgspec.to_builtins(Saved([*system, *self.messages]))
+        found = msgspec.to_builtins(SavedConversation([*system, *self.messages]))
         new = path.with_name(f".{path.name}.new")
         new.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         new.replace(path)
@@ -84,7 +84,7 @@ class TypedConversation:
         with path.open("rb") as file:
             data = file.read(LARGEST + 1)
         try:
-            found = msgspec.json.decode(data, type=Saved).messages if len(data) <= LARGEST else []
+            found = msgspec.json.decode(data, type=SavedConversation).messages if len(data) <= LARGEST else []
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             found = []
         if not found:

@@ -29,7 +29,7 @@ STARTING = re.compile(r"starting: (.+) \(")
 MEET_S = 30.0
 AGAIN_S = 0.25
 STOP_S = 15.0  # for one that was started here: its --grace, and some more
-TOLD = 40  # last lines of its log that are kept, to say why it does not start
+LOG_LINES = 40  # last lines of its log that are kept, to say why it does not start
 
 
 class NoServer(Exception):
@@ -111,7 +111,7 @@ def start_server(model: str, console: Console) -> Iterator[str]:
 def wait_until_ready(process: subprocess.Popen[str], console: Console) -> str:
     assert process.stdout is not None
     assert process.stderr is not None
-    output = deque[str](maxlen=TOLD)
+    output = deque[str](maxlen=LOG_LINES)
     log = process.stderr
     with console.status("starting a server") as status:
 

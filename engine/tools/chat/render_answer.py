@@ -54,7 +54,7 @@ def split_settled(text: str) -> int:
 
 
 @define(eq=False)
-class Rendered:
+class RenderedView:
     """Blocks that are complete stay above; the last one is drawn anew until it is."""
 
     console: Console
@@ -62,7 +62,7 @@ class Rendered:
     _text: str = ""
     _live: Live = field(init=False)
 
-    def __enter__(self) -> Rendered:
+    def __enter__(self) -> RenderedView:
         self._live = Live(
             console=self.console, get_renderable=self._growing, refresh_per_second=REFRESHES, transient=True
         )
@@ -99,13 +99,13 @@ class Rendered:
 
 
 @define(eq=False)
-class Plain:
+class PlainView:
     """For a pipe or a file: the answer and nothing else."""
 
     console: Console
     _said: str = ""
 
-    def __enter__(self) -> Plain:
+    def __enter__(self) -> PlainView:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -123,7 +123,7 @@ class Plain:
 
 
 def choose_view(console: Console) -> View:
-    return Rendered(console) if console.is_terminal else Plain(console)
+    return RenderedView(console) if console.is_terminal else PlainView(console)
 
 
 @contextmanager

@@ -37,7 +37,7 @@ def run_doctor(options: Options, *, as_json: bool) -> int:
 def print_findings(out: Console, finding: Finding) -> None:
     line = Line(f"{finding.about:{WIDE}}")
     line.append(f"{finding.verdict:{WIDE - 4}}", style=STYLES[finding.verdict])
-    line.append(finding.told)
+    line.append(finding.summary)
     out.print(line, soft_wrap=True)
     if finding.remedy:
         out.print(Line(f"{'':{2 * WIDE - 4}}{finding.remedy}", style="bold"), soft_wrap=True)

@@ -46,16 +46,16 @@ def examine(options: Options, environment: Mapping[str, str]) -> Iterator[Findin
     python = f"Python {platform.python_version()}, torch {torch.__version__}"
     yield Finding("versions", "well", f"rekindle {__version__}, {python}, {platform.platform(terse=True)}")
     (device,) = dict.fromkeys(choose_devices(options.placement))
-    yield findings.device(name_device(device), cuda=torch.cuda.is_available(), driver=DRIVER.exists())
-    yield findings.memory(host_memory(), free_memory(torch.device("cpu")), find_container_limit())
+    yield findings.judge_device(name_device(device), cuda=torch.cuda.is_available(), driver=DRIVER.exists())
+    yield findings.judge_memory(host_memory(), free_memory(torch.device("cpu")), find_container_limit())
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    yield findings.files(None if hard == resource.RLIM_INFINITY else hard)
+    yield findings.judge_file_limit(None if hard == resource.RLIM_INFINITY else hard)
     ours = sorted(name for name in environment if name.startswith("REKINDLE_"))
-    yield findings.environment(ours, list(flat_values(options)))
-    yield findings.switches({name: environment[name] for name in SWITCHES if name in environment})
-    yield findings.port(PORT, taken=is_port_taken(PORT), ours=does_server_answer(PORT))
-    yield findings.models([one.name for one in list_local_models(environment)])
-    yield findings.disk(
+    yield findings.judge_environment(ours, list(flat_values(options)))
+    yield findings.judge_kernel_switches({name: environment[name] for name in SWITCHES if name in environment})
+    yield findings.judge_port(PORT, taken=is_port_taken(PORT), ours=does_server_answer(PORT))
+    yield findings.judge_models([one.name for one in list_local_models(environment)])
+    yield findings.judge_disk(
         measure_disk(options.cache.kv_cache_dir or find_cache_folder()), options.cache.kv_cache_budget << 20
     )
     yield check_numerics(options)
@@ -144,4 +144,4 @@ def check_numerics(options: Options) -> Finding:
     found, _ = prove(options.weights, options.runtime, checkpoint, dtype, plan, context=fit.context, kept=kept)
     message = f"{found.mode}, {found.buckets[0]}..{found.buckets[-1]} rows, class {found.numerics_class}: "
     message += f"{found.checks:,} comparisons of the demo's products in {found.shapes} shapes, bit for bit"
-    return findings.numerics(found.mode, message)
+    return findings.judge_numerics(found.mode, message)

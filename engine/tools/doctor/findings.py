@@ -22,7 +22,7 @@ class Finding:
 
     about: str
     verdict: Verdict
-    told: str
+    summary: str
     remedy: str = ""
 
 
@@ -39,7 +39,7 @@ class DiskFacts:
     read: float = 0.0
 
 
-def disk(facts: DiskFacts, budget: int) -> Finding:
+def judge_disk(facts: DiskFacts, budget: int) -> Finding:
     if facts.trouble:
         remedy = "name a folder of your own with --kv-cache-dir, or serve with --disk-prefix-cache off"
         return Finding("cache", "fault", facts.trouble, remedy)
@@ -55,7 +55,7 @@ def disk(facts: DiskFacts, budget: int) -> Finding:
     return Finding("cache", "well", summary)
 
 
-def memory(total: int, free: int, limit: int | None) -> Finding:
+def judge_memory(total: int, free: int, limit: int | None) -> Finding:
     """limit: of a container, where there is one."""
     summary = f"{format_bytes(free)} of {format_bytes(total)} are free"
     if limit is not None and limit < total:
@@ -66,7 +66,7 @@ def memory(total: int, free: int, limit: int | None) -> Finding:
     return Finding("memory", "well", summary)
 
 
-def files(hard: int | None) -> Finding:
+def judge_file_limit(hard: int | None) -> Finding:
     """None: as many as anybody wants."""
     if hard is not None and hard < FILES:
         remedy = f"`ulimit -Hn {FILES}`, or nofile in /etc/security/limits.conf; with systemd LimitNOFILE={FILES}"
@@ -74,7 +74,7 @@ def files(hard: int | None) -> Finding:
     return Finding("limits", "well", f"{'any number of' if hard is None else f'{hard:,}'} open files")
 
 
-def device(name: str, *, cuda: bool, driver: bool) -> Finding:
+def judge_device(name: str, *, cuda: bool, driver: bool) -> Finding:
     """cuda: torch can use one. driver: the system has one."""
     if driver and not cuda:
         remedy = "install a torch that was built for CUDA (https://pytorch.org), or look whether `nvidia-smi` works"
@@ -82,13 +82,13 @@ def device(name: str, *, cuda: bool, driver: bool) -> Finding:
     return Finding("device", "well", name)
 
 
-def port(number: int, *, taken: bool, ours: bool) -> Finding:
+def judge_port(number: int, *, taken: bool, ours: bool) -> Finding:
     if taken and not ours:
         return Finding("port", "warning", f"{number} is taken by another program", "serve with --port 8001")
     return Finding("port", "well", f"{number}: {'a server answers there' if taken else 'free'}")
 
 
-def environment(names: Sequence[str], options: Sequence[str]) -> Finding:
+def judge_environment(names: Sequence[str], options: Sequence[str]) -> Finding:
     """names: REKINDLE_... variables that are set. One that is no option is not heard, and nothing else tells of it."""
     known = {name.upper() for name in (*options, "config")}
     if odd := [name for name in names if name.removeprefix("REKINDLE_") not in known]:
@@ -98,7 +98,7 @@ def environment(names: Sequence[str], options: Sequence[str]) -> Finding:
     return Finding("environment", "well", ", ".join(names) or "no REKINDLE_... variable is set")
 
 
-def switches(found: Mapping[str, str]) -> Finding:
+def judge_kernel_switches(found: Mapping[str, str]) -> Finding:
     """Variables that change which kernels libraries choose, and with them the numerics class."""
     if not found:
         return Finding("kernels", "well", "no variable changes what libraries choose")
@@ -107,14 +107,14 @@ def switches(found: Mapping[str, str]) -> Finding:
     return Finding("kernels", "warning", summary, remedy)
 
 
-def numerics(mode: str, summary: str) -> Finding:
+def judge_numerics(mode: str, summary: str) -> Finding:
     if mode == "buckets":
         return Finding("numerics", "well", summary)
     remedy = "answers are exact, but slower, and without a draft: another --dtype or --threads may do better"
     return Finding("numerics", "warning", summary, remedy)
 
 
-def models(names: Sequence[str]) -> Finding:
+def judge_models(names: Sequence[str]) -> Finding:
     summary = (
         f"{format_count(len(names), 'model')} in ~/models and the Hugging Face cache, besides those that come with it"
     )

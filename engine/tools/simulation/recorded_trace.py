@@ -74,7 +74,7 @@ class Collector:
         length = 0
         for agent in self.agents:
             before = self.jobs[agent[-1]][1].prompt
-            if agent[-1] in self._closed and length < len(before) and extends(job.prompt, before):
+            if agent[-1] in self._closed and length < len(before) and is_continuation(job.prompt, before):
                 best = agent
                 length = len(before)
         if best is None:
@@ -98,12 +98,12 @@ class Collector:
             case _:
                 pass
 
-    def session(self, name: str, tokens: Callable[[Tokens], Tokens]) -> Session:
+    def build_session(self, name: str, tokens: Callable[[Tokens], Tokens]) -> Session:
         start = min(at_ns for at_ns, _ in self.jobs.values())
-        made = {request: self.request(request, start, tokens) for request in self.jobs}
+        made = {request: self.build_request(request, start, tokens) for request in self.jobs}
         return Session(name, tuple(Agent(tuple(made[request] for request in agent)) for agent in self.agents))
 
-    def request(self, request: RequestId, start: int, tokens: Callable[[Tokens], Tokens]) -> Request:
+    def build_request(self, request: RequestId, start: int, tokens: Callable[[Tokens], Tokens]) -> Request:
         at_ns, job = self.jobs[request]
         answer = tuple(self.answers.get(request, ())) or job.prompt[-1:]
         boundaries = tuple(sorted({at for at in job.boundaries if 0 < at <= len(job.prompt)}))
@@ -133,10 +133,10 @@ def read_recorded(path: Path) -> RecordedTrace:
     measured = MeasuredCosts(
         tuple(collector.chunks), tuple(collector.decode_steps), loads, collector.token_bytes, collector.state_tokens
     )
-    return RecordedTrace(collector.session(path.name, number_tokens()), header.settings, measured)
+    return RecordedTrace(collector.build_session(path.name, number_tokens()), header.settings, measured)
 
 
-def extends(prompt: Tokens, before: Tokens) -> bool:
+def is_continuation(prompt: Tokens, before: Tokens) -> bool:
     """Return whether a prompt begins with another one and goes on."""
     return len(before) < len(prompt) and prompt[len(before) - 1] == before[-1] and prompt[: len(before)] == before
 

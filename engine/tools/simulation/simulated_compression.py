@@ -23,7 +23,7 @@ class SimulatedCompression:
     longest: int  # tokens that a drafter can score
     frozen: FrozenMessages = field(factory=lambda: FrozenMessages(scorer_identity="simulated"))
 
-    def of(self, prompt: Tokens, boundaries: Sequence[int]) -> Compression:
+    def build_compression(self, prompt: Tokens, boundaries: Sequence[int]) -> Compression:
         """Logs do not say who speaks: an agent's messages take turns, and the first is the system's."""
         if self.asked.mode == "off":
             return self.asked

@@ -36,8 +36,8 @@ class LiveRequest:
 
     count: RequestTally
     answer: Tokens
-    closed: Callable[[], None]
-    said: int = 0  # tokens of the answer
+    on_closed: Callable[[], None]
+    answered_tokens: int = 0  # tokens of the answer
     first_slot: bool = True
 
 
@@ -54,12 +54,12 @@ class Process:
     costs: Costs
     clock: Clock
     keeping: SimulatedStore
-    frozen: Callable[[RequestId, KeepFrozen], object] = lambda *_: None
+    keep_frozen: Callable[[RequestId, KeepFrozen], object] = lambda *_: None
     world: World = field(init=False)
     lane: Queue = field(init=False)
     live: dict[RequestId, LiveRequest] = field(factory=dict[RequestId, LiveRequest])
     joining: list[EffectRequest] = field(factory=list[EffectRequest])  # who has a step with the next ones
-    quiet: bool = True  # since the first of them joined: as `carry_out` has it
+    undisturbed: bool = True  # since the first of them joined: as `carry_out` has it
 
     def __attrs_post_init__(self) -> None:
         assert not self.settings.block
@@ -67,7 +67,7 @@ class Process:
         self.lane = Queue(self.clock)
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         return not self.world.requests
 
     def submit(self, request: RequestId, job: Job, live: LiveRequest) -> None:
@@ -77,7 +77,7 @@ class Process:
     def feed(self, request: RequestId, event: Event) -> None:
         self.world, outs = advance(self.world, ForRequest(request, event))
         quiet = all(isinstance(out, Launch) or isinstance(out.effect, EmitTokens) for out in outs)
-        self.quiet = quiet and (self.quiet or not self.joining)
+        self.undisturbed = quiet and (self.undisturbed or not self.joining)
         for out in outs:
             self.carry_out(out, quiet=quiet)
 
@@ -100,11 +100,11 @@ class Process:
             case EffectRequest(request, RestoreBlocks() as restore):
                 self.restore(request, restore)
             case EffectRequest(request, SaveSnapshot() as saving):
-                self.after(self.costs.launch, partial(self.save, request, saving))
+                self.run_after(self.costs.launch, partial(self.save, request, saving))
             case EffectRequest(_, ReleasePrefix(lease)):
                 self.keeping.release(lease)
             case EffectRequest(request, KeepFrozen() as kept):
-                self.frozen(request, kept)
+                self.keep_frozen(request, kept)
             case EffectRequest(request, CloseStream() as closing):
                 self.close(request, closing)
             case _:
@@ -116,11 +116,11 @@ class Process:
         """Takes its place on the lane now; what it does is done, and answered, when its time has passed."""
         match asks[-1].effect:
             case RunPrefill() as piece if len(asks) > 1:
-                self.compute_mixed_ns(asks[:-1], asks[-1].request, piece)
+                self.launch_mixed(asks[:-1], asks[-1].request, piece)
             case RunPrefill(_, start, stop) as chunk:
                 took = self.costs.chunk_ns(start, stop)
-                self.after(took, partial(self.on_prefilled, asks[0].request, chunk, took))
-                self.lane.enter(((chunk.place is not None) + chunk.checkpoint) * self.compute_copy_ns)
+                self.run_after(took, partial(self.on_prefilled, asks[0].request, chunk, took))
+                self.lane.enter(((chunk.place is not None) + chunk.checkpoint) * self.state_copy_ns)
             case RunDecode():
                 for ask in asks:
                     if isinstance(ask.effect, RunDecode) and ask.effect.checkpoint:
@@ -128,26 +128,26 @@ class Process:
                 self.decode(asks, 1 if not quiet else self.count_undisturbed_steps(asks))
             case CompressPrompt() as asked:
                 took = self.costs.launch + count_scored(asked) * self.costs.drafter
-                self.after(took, partial(self.answer, asks[0].request, shorten_prompt(asked, took)))
+                self.run_after(took, partial(self.answer, asks[0].request, shorten_prompt(asked, took)))
             case LoadModel(name):
-                self.after(self.costs.launch, partial(self.answer, asks[0].request, ModelLoaded(name=name)))
+                self.run_after(self.costs.launch, partial(self.answer, asks[0].request, ModelLoaded(name=name)))
             case UnloadModel():
-                self.after(self.costs.launch, partial(self.answer, asks[0].request, ModelUnloaded()))
+                self.run_after(self.costs.launch, partial(self.answer, asks[0].request, ModelUnloaded()))
             case other:
                 raise AssertionError(f"nobody launches this in a simulation: {other}")
 
     def join(self, asks: tuple[EffectRequest, ...]) -> None:
         """What is on the lane has been answered for already, so they have the step after it, with whoever else has."""
         if not self.joining:
-            self.clock.at(max(self.lane.free, self.clock.now), self.list_joined)
+            self.clock.at(max(self.lane.free, self.clock.now), self.launch_joined)
         self.joining += asks
 
-    def list_joined(self) -> None:
+    def launch_joined(self) -> None:
         asks = tuple(self.joining)
         self.joining = []
-        self.launch(asks, quiet=self.quiet)
+        self.launch(asks, quiet=self.undisturbed)
 
-    def compute_mixed_ns(self, decode_steps: tuple[EffectRequest, ...], request: RequestId, piece: RunPrefill) -> None:
+    def launch_mixed(self, decode_steps: tuple[EffectRequest, ...], request: RequestId, piece: RunPrefill) -> None:
         positions = [ask.effect.position for ask in decode_steps if isinstance(ask.effect, RunDecode)]
         took = self.costs.mixed_ns(positions, piece.start, piece.stop)
 
@@ -155,14 +155,14 @@ class Process:
             self.on_decoded([ask.request for ask in decode_steps], 1, 0)
             self.on_prefilled(request, piece, 0)
 
-        self.after(took, done)
+        self.run_after(took, done)
 
     def count_undisturbed_steps(self, asks: tuple[EffectRequest, ...]) -> int:
         """How many steps these can decode before one has its whole answer, if nothing else wants the lane."""
         lives = [self.live[ask.request] for ask in asks]
-        if self.settings.stateful or self.world.lanes[MAIN].waiting or not all(live.said for live in lives):
+        if self.settings.stateful or self.world.lanes[MAIN].waiting or not all(live.answered_tokens for live in lives):
             return 1  # checkpoints, turns with others, and first tokens are of single steps
-        return min(len(live.answer) - live.said for live in lives)
+        return min(len(live.answer) - live.answered_tokens for live in lives)
 
     def decode(self, asks: tuple[EffectRequest, ...], most: int) -> None:
         """Steps that nothing comes between are one event, as what a draft proposed would be: as many as end before
@@ -178,13 +178,13 @@ class Process:
                 break
             took = took + more
             steps = steps + 1
-        self.after(took, partial(self.on_decoded, [ask.request for ask in asks], steps, took // steps))
+        self.run_after(took, partial(self.on_decoded, [ask.request for ask in asks], steps, took // steps))
 
-    def after(self, ns: int, action: Callable[[], None]) -> None:
+    def run_after(self, ns: int, action: Callable[[], None]) -> None:
         self.clock.at(self.lane.enter(ns), action)
 
     @property
-    def compute_copy_ns(self) -> int:
+    def state_copy_ns(self) -> int:
         """Nanoseconds to copy a state."""
         return self.costs.state_tokens * self.costs.copy
 
@@ -197,10 +197,10 @@ class Process:
         self.feed(request, PrefillAdvanced(chunk.stop, took))
 
     def checkpoint(self, request: RequestId, at: int) -> None:
-        left = get_remainder(self.held(request))
-        self.keeping.checkpoint((left.prompt.tokens + left.answer)[:at], left.prompt.job.salt)
+        left = get_remainder(self.get_held_state(request))
+        self.keeping.keep_checkpoint((left.prompt.tokens + left.answer)[:at], left.prompt.job.salt)
 
-    def held(self, request: RequestId) -> Held:
+    def get_held_state(self, request: RequestId) -> Held:
         state = self.world.requests[request]
         assert isinstance(state, Held), state
         return state
@@ -209,15 +209,15 @@ class Process:
         """The next token of each answer, or so many of them. took: by one step."""
         for request in requests:
             live = self.live[request]
-            tokens = live.answer[live.said : live.said + steps]
-            live.said += steps
+            tokens = live.answer[live.answered_tokens : live.answered_tokens + steps]
+            live.answered_tokens += steps
             self.feed(request, Decoded(tokens, ns=took, accepted=0, steps=steps))
 
     def open(self, request: RequestId, opening: OpenSlot) -> None:
         if opening.source != opening.slot:
             self.lane.enter(opening.keep * self.costs.copy)
         if opening.state and (opening.source != opening.slot or opening.place is not None):
-            self.lane.enter(self.compute_copy_ns)
+            self.lane.enter(self.state_copy_ns)
         live = self.live[request]
         if live.first_slot:
             live.first_slot = False
@@ -226,16 +226,16 @@ class Process:
     def save(self, request: RequestId, saving: SaveSnapshot) -> None:
         """Copy out what no tier has; then it is kept, and waits to be written."""
         tokens = saving.tokens
-        salt = get_remainder(self.held(request)).prompt.job.salt
-        runs = self.keeping.gaps(tokens, salt)
+        salt = get_remainder(self.get_held_state(request)).prompt.job.salt
+        runs = self.keeping.find_missing_runs(tokens, salt)
         copied = sum(run.length for run in runs) + self.costs.state_tokens * saving.checkpoint
 
         def done() -> None:
-            saved = self.keeping.keep(runs)
-            saved += self.keeping.checkpoint(tokens, salt) if saving.checkpoint else 0
+            saved = self.keeping.keep_runs(runs)
+            saved += self.keeping.keep_checkpoint(tokens, salt) if saving.checkpoint else 0
             self.feed(request, SnapshotSaved(len(tokens), saved))
 
-        self.after(copied * self.costs.copy, done)
+        self.run_after(copied * self.costs.copy, done)
 
     # --- the store ---
 
@@ -250,10 +250,10 @@ class Process:
     def restore(self, request: RequestId, effect: RestoreBlocks) -> None:
         """Rows from memory come at once, those from disk behind what is read for others; last, all go over the lane."""
         asked = self.clock.now
-        done = self.keeping.load(effect)
+        done = self.keeping.start_load(effect)
 
         def place() -> None:
-            state = self.compute_copy_ns if self.settings.stateful else 0
+            state = self.state_copy_ns if self.settings.stateful else 0
             self.clock.at(self.lane.enter((effect.stop - effect.start) * self.costs.copy + state), placed)
 
         def placed() -> None:
@@ -276,4 +276,4 @@ class Process:
         if report.cache.rows:
             count.selected = min(report.cache.boundary, count.prompt)
             count.needed = round_down_to_block(self.settings, min(count.selected, count.prompt - 1))
-        live.closed()
+        live.on_closed()

@@ -94,7 +94,7 @@ class SimulatedDisk:
         if self.index.fits(size):
             entry = make_entry(job.run, self.index.allocate_handle(), size, self.index.origin)
             if self.index.add(entry):
-                self.tally.wrote(self.clock.now, size, checkpoint=job.run.kind == "state")
+                self.tally.add_write(self.clock.now, size, checkpoint=job.run.kind == "state")
         else:
             self.counts["dropped_no_room"] += 1
         self.queued_bytes -= job.size
@@ -119,7 +119,7 @@ class SimulatedStore:
         self.store = Store(self.shape, tiers, threading.RLock())
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         return self.disk is None or not self.disk.queued_bytes
 
     def find(self, effect: FindPrefix) -> PrefixFound | PrefixMissed:
@@ -133,23 +133,23 @@ class SimulatedStore:
     def release(self, lease: LeaseId) -> None:
         self.store.release(lease)
 
-    def load(self, effect: RestoreBlocks) -> int:
+    def start_load(self, effect: RestoreBlocks) -> int:
         """When what is wanted will have been read. Whole runs are read, whatever part of them is wanted."""
         lease = self.store.get_lease(effect.lease)
         wanted = [part for part in lease.parts if part.start < effect.stop and part.stop > effect.start]
         wanted += [part for part in lease.states if part.stop == effect.stop]
         self._read[effect.lease] = [part for part in wanted if part.tier != self.store.memory_tier.name]
         host = sum(
-            self._tokens(part, part.stop - part.start) for part in wanted if part.tier == self.store.memory_tier.name
+            self._count_tokens(part, part.stop - part.start) for part in wanted if part.tier == self.store.memory_tier.name
         )
         done = self.clock.now + host * self.costs.host
         if self._read[effect.lease]:
             assert self.disk is not None
-            tokens = sum(self._tokens(part, part.entry.length) for part in self._read[effect.lease])
+            tokens = sum(self._count_tokens(part, part.entry.length) for part in self._read[effect.lease])
             done = max(done, self.disk.reader.enter(tokens * self.costs.disk))
         return done
 
-    def _tokens(self, part: LeasedPart, rows: int) -> int:
+    def _count_tokens(self, part: LeasedPart, rows: int) -> int:
         """Whose rows take as long."""
         return self.costs.state_tokens if part.entry.kind == "state" else rows
 
@@ -159,17 +159,17 @@ class SimulatedStore:
             self.store.promote(part.entry, make_rows(self.shape.compute_size(part.entry.kind, part.entry.length)))
         self.store.release(effect.lease)
 
-    def checkpoint(self, tokens: Tokens, salt: str) -> int:
+    def keep_checkpoint(self, tokens: Tokens, salt: str) -> int:
         """Keep the state behind these. Bytes that were taken in."""
         if not self.store.lacks_checkpoint(tokens, salt):
             return 0
         size = self.shape.compute_size("state", 0)
         return size * self.store.keep_checkpoint(tokens, make_rows(size), salt)
 
-    def gaps(self, tokens: Tokens, salt: str) -> list[Run]:
+    def find_missing_runs(self, tokens: Tokens, salt: str) -> list[Run]:
         return self.store.find_missing_runs(tokens, salt=salt)
 
-    def keep(self, runs: list[Run]) -> int:
+    def keep_runs(self, runs: list[Run]) -> int:
         """Bytes that were taken in."""
         saved = 0
         for run in runs:

@@ -29,7 +29,7 @@ class RequestTally:
     closed: int = 0
 
     @property
-    def whole(self) -> bool:
+    def is_whole_hit(self) -> bool:
         """Was all of what the scope selects there?"""
         return 0 < self.needed <= self.found
 
@@ -45,7 +45,7 @@ class InfiniteCache:
     block_size: int
     blocks: set[int] = field(factory=set[int])
 
-    def chain(self, tokens: Tokens) -> list[int]:
+    def chain_blocks(self, tokens: Tokens) -> list[int]:
         link = 0
         links = list[int]()
         block_size = self.block_size
@@ -54,11 +54,11 @@ class InfiniteCache:
             links.append(link)
         return links
 
-    def ask(self, prompt: Tokens, answer: Tokens) -> int:
+    def count_shared_tokens(self, prompt: Tokens, answer: Tokens) -> int:
         """How many tokens of the prompt are there and usable: its last one never is. From now on all of it is there,
         and of the answer all but the last token, which is fed to nobody.
         """
-        links = self.chain(prompt + answer[:-1])
+        links = self.chain_blocks(prompt + answer[:-1])
         usable = links[: (len(prompt) - 1) // self.block_size]
         there = next((number for number, link in enumerate(usable) if link not in self.blocks), len(usable))
         self.blocks.update(links)
@@ -75,7 +75,7 @@ class Tally:
     written: list[tuple[int, int]] = field(factory=list["tuple[int, int]"])  # (nanoseconds, bytes so far)
     restarts: list[int] = field(factory=list[int])  # nanoseconds
 
-    def wrote(self, now: int, size: int, *, checkpoint: bool = False) -> None:
+    def add_write(self, now: int, size: int, *, checkpoint: bool = False) -> None:
         before = self.written[-1][1] if self.written else 0
         self.checkpoints += size * checkpoint
         self.written.append((now, before + size))

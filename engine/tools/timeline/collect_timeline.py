@@ -12,7 +12,7 @@ from effects.all import Effect, EffectRequest, Launch
 from effects.ids import LaneId, RequestId, Side
 from engine.core.event_loop import Envelope
 from engine.core.request_meter import STAGES
-from engine.tools.timeline.columns import Kinds, compute_steps
+from engine.tools.timeline.columns import MixedColumns, compute_steps
 from states.events import ForModel, ForRequest, Submitted
 from states.world import Output, World
 
@@ -55,10 +55,10 @@ class Timeline:
     times: list[int] = field(factory=list[int])  # microseconds since the first one, never less than before
     seqs: tuple[int, int] = (0, -1)  # of the first event and the last
     event_rows: list[int] = field(factory=list[int])
-    events: Kinds = field(factory=Kinds)
+    events: MixedColumns = field(factory=MixedColumns)
     ask_counts: list[int] = field(factory=list[int])  # that each event led to
     ask_rows: list[int] = field(factory=list[int])
-    asks: Kinds = field(factory=Kinds)
+    asks: MixedColumns = field(factory=MixedColumns)
     requests: list[int] = field(factory=list[int])  # of each row
     bars: Spans = field(factory=Spans)  # owner: the row; kind: its state
     launches: Spans = field(factory=Spans)  # owner: the lane; kind: the first of its asks
@@ -93,10 +93,10 @@ class Timeline:
         self.seqs = (envelope.seq, envelope.seq)
         self._start_ns = envelope.at_ns
         for request, state in before.requests.items():
-            self.enter(request)
+            self.add_request(request)
             self._bar[request] = self.bars.begin(self._rows[request], STATES.index(STAGES[type(state)]), 0)
 
-    def enter(self, request: RequestId) -> None:
+    def add_request(self, request: RequestId) -> None:
         self._rows[request] = len(self.requests)
         self.requests.append(request)
 
@@ -107,7 +107,7 @@ class Timeline:
         if isinstance(happened, ForRequest):
             request = happened.request
             if isinstance(event, Submitted):
-                self.enter(request)
+                self.add_request(request)
             row = self._rows.get(request, NOBODY)
             span, effect = self._awaited.get(request, (0, None))
             if effect is not None and type(event) in effect.outcomes:
@@ -121,13 +121,13 @@ class Timeline:
         for request, state in after.requests.items():
             was = before.requests.get(request)
             if was is not state and type(was) is not type(state):
-                self.leave(request, number)
+                self.end_request(request, number)
                 kind = STATES.index(STAGES[type(state)])
                 self._bar[request] = self.bars.begin(self._rows[request], kind, number)
         for request in before.requests.keys() - after.requests.keys():
-            self.leave(request, number)
+            self.end_request(request, number)
 
-    def leave(self, request: RequestId, number: int) -> None:
+    def end_request(self, request: RequestId, number: int) -> None:
         if (bar := self._bar.pop(request, None)) is not None:
             self.bars.stop[bar] = number
 
@@ -138,19 +138,19 @@ class Timeline:
         for out in outs:
             asks = out.asks if isinstance(out, Launch) else (out,)
             if isinstance(out, Launch):
-                self.launch(out, number, len(after.lanes[out.lane].running))
+                self.add_launch(out, number, len(after.lanes[out.lane].running))
             for ask in asks:
-                self.ask(ask, number)
+                self.add_store_effect(ask, number)
         self.ask_counts.append(len(self.ask_rows) - first)
 
-    def launch(self, launch: Launch, number: int, together: int) -> None:
+    def add_launch(self, launch: Launch, number: int, together: int) -> None:
         if (last := self._running.pop(launch.lane, None)) is not None:
             self.launches.stop[last] = number
         self._running[launch.lane] = self.launches.begin(launch.lane, len(self.ask_rows), number)
         self.sizes.append(len(launch.asks))
         self.together.append(max(together, len(launch.asks)))
 
-    def ask(self, ask: EffectRequest, number: int) -> None:
+    def add_store_effect(self, ask: EffectRequest, number: int) -> None:
         row = self._rows.get(ask.request, NOBODY)
         if ask.effect.outcomes and ask.effect.side is Side.STORE:
             self._awaited[ask.request] = self.store.begin(row, len(self.ask_rows), number), ask.effect

@@ -15,7 +15,7 @@ from attrs import define, field
 from effects.scope import Scope
 
 MOST_TEXT = 200  # characters of a reason or an error that are shown
-OWN = {"token", "salt", "grammar"}  # somebody's own, and never shown
+HIDDEN_FIELDS = {"token", "salt", "grammar"}  # somebody's own, and never shown
 EXACT = 1 << 53  # what is larger is no exact number in a browser
 
 
@@ -37,7 +37,7 @@ def list_fields(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for own in list_field_names(value):
         name = prefix + own
         one = getattr(value, own)
-        if own in OWN:
+        if own in HIDDEN_FIELDS:
             yield name, None if one in (None, "") else "not shown"
         elif isinstance(one, tuple | list | Mapping):
             yield f"{name} (how many)", len(one)
@@ -77,7 +77,7 @@ class Table:
 
 
 @define
-class Kinds:
+class MixedColumns:
     """Instances of several classes, in the order in which they came."""
 
     order: list[int] = field(factory=list[int])  # of each, which class it is of

@@ -81,7 +81,7 @@ class LogReader:
             self.logs.formats[path.name] = "text"
             self.logs.sessions += text_log.parse_sessions(str(path), number_lines(path), self._encode)
         else:
-            self._session(path, found)
+            self._add_session(path, found)
 
     def _read_trace(self, path: Path) -> None:
         recorded = read_recorded(path)
@@ -90,7 +90,7 @@ class LogReader:
         self.logs.settings = self.logs.settings or recorded.settings
         self._measured.append(recorded.measured)
 
-    def _session(self, path: Path, found: Any) -> None:
+    def _add_session(self, path: Path, found: Any) -> None:
         if not isinstance(found, dict):
             with open_trace(path, "r") as file:
                 text = file.read(MOST_OBJECT + 1)
