@@ -5,7 +5,8 @@ removals and hits brings it back at the next start. A lost journal costs time on
 
 One thread, the writer, owns everything that changes in the folder. It takes jobs from a bounded queue. It compresses a
 run, makes room for it, writes it under a temporary name, makes it durable and renames it. Only then it adds the run to
-the index and to the journal. So a kill at any point leaves whole files, and temporary ones that the next start removes. The writer has an event loop of its own and makes all system calls itself (`SameThreadExecutor`).
+the index and to the journal. So a kill at any point leaves whole files, and temporary ones that the next start removes.
+The writer has an event loop of its own and makes all system calls itself (`SameThreadExecutor`).
 
 A read checks all of a file: size, checksums, and that the head is what we would write. A file that fails is
 quarantined and leaves the index: a miss, never wrong rows. What cannot be written is counted.

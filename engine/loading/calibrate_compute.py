@@ -224,7 +224,7 @@ def measure_decode(
     rounds = list[dict[int, int]]()
     begun = list[int]()
 
-    def following(outcomes: Sequence[Outcome]) -> EffectRequest | None:
+    def choose_next_launch(outcomes: Sequence[Outcome]) -> EffectRequest | None:
         if not outcomes:
             return EffectRequest(RequestId(0), RunPrefill(slot, 0, known - 1))
         if isinstance(outcomes[-1], DeviceFailed):
@@ -241,7 +241,7 @@ def measure_decode(
 
     if known < 2:
         return ()
-    outcomes = executor.rehearse(OpenSlot(slot, slot, 0, tuple(tokens), Sampling()), following)
+    outcomes = executor.rehearse(OpenSlot(slot, slot, 0, tuple(tokens), Sampling()), choose_next_launch)
     found = find_quickest_launches(outcomes)
     shapes = {launch_prices.Shape(0, 1, 1 + width if width else 0).key: ns for width, ns in found.items()}
     return tuple((*key, ns, found.get(0, 0) if key[2] else 0) for key, ns in sorted(shapes.items()))

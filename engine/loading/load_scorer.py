@@ -224,7 +224,9 @@ def count_scored_rows(runtime: RuntimeOptions, place: Placement) -> int:
     return CUDA_CHUNK if place.compute_device.type == "cuda" else choose_chunk(runtime, (place,))
 
 
-def prove_remote_scorer(found: FoundScorer, peer: Peer, options: Options, dtype: torch.dtype) -> tuple[RemoteScorer, Numerics]:
+def prove_remote_scorer(
+    found: FoundScorer, peer: Peer, options: Options, dtype: torch.dtype
+) -> tuple[RemoteScorer, Numerics]:
     """In the process of `peer`, which says itself what holds there."""
     config = found.checkpoint.config
     place = Placement(range(config.num_layers), found.device, peer)

@@ -42,7 +42,7 @@ from engine.loading.load_draft import (
     check_provable,
     find_draft,
 )
-from engine.loading.load_scorer import PromptScorer, add_scorer, find_scorer, describe_compression
+from engine.loading.load_scorer import PromptScorer, add_scorer, describe_compression, find_scorer
 from engine.loading.load_shards import ShardRoom, build_shards, stage_weights
 from engine.loading.memory_estimate import build_host_experts, hosts_embedding
 from engine.loading.open_store import build_layout, open_transfer, transfer_memory, with_store

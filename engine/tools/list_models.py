@@ -1,4 +1,4 @@
-"""`rekindle models`: what is on this machine, whether it fits, with how much context, and what would help if not."""
+"""`rekindle models`: lists the models on this machine, whether they fit, with how much context, and what would help."""
 
 from __future__ import annotations
 
@@ -40,10 +40,15 @@ from engine.tools.cache.cache_folder import widen
 
 @frozen(kw_only=True)
 class ListedModel:
-    """One model. why: it is not served; empty if it is. pages: of rows, that all slots share; 0: each has room for the
-    whole context. devices: bytes taken and there, by name. bits: of one weight, as it is stored. token: bytes of memory
-    that a token of context takes; state: that a sequence takes however long it is. experts: bytes of theirs, which host
-    memory keeps."""
+    """One model.
+
+    why: the reason that it cannot be served; empty if it can.
+    pages: pages of rows that all slots share; 0: each slot has room for the whole context.
+    devices: bytes taken and bytes available, by device name.
+    bits: the size of one stored weight.
+    token: bytes of memory for each token of context. state: bytes for each sequence of any length.
+    experts: bytes of experts that host memory keeps.
+    """
 
     name: str
     path: str
@@ -68,7 +73,7 @@ class ListedModel:
 
 
 def run_models(options: Options, *, as_json: bool) -> int:
-    """options: what would be served with, but for the model. Raises UserError."""
+    """Print the models. options: those that would serve, except for the model. Raises UserError."""
     shipped = [LocalModel(name, path) for name, path in demo.FOLDERS.items()]
     with announce_if_slow("looking for models"):
         models = [*shipped, *list_local_models(os.environ)]
@@ -85,7 +90,7 @@ def run_models(options: Options, *, as_json: bool) -> int:
 
 
 def list_model(model: LocalModel, options: Options) -> ListedModel:
-    """Read the headers of a model, and nothing else, and say how it would be served."""
+    """Return how a model would be served. Only the headers of its files are read."""
     options = evolve_options(options, model=model.name if model.name in demo.FOLDERS else str(model.path))
     named: dict[str, Any] = {"name": model.name, "path": str(model.path)}
     try:
@@ -98,8 +103,8 @@ def list_model(model: LocalModel, options: Options) -> ListedModel:
     if not can_host_experts(options, config):
         options = evolve_options(options, experts="device")
 
-    def tried(**changes: Any) -> tuple[list[DeviceNeed], Fit]:
-        """As it would be with other options."""
+    def estimate_with(**changes: Any) -> tuple[list[DeviceNeed], Fit]:
+        """Return the needs and the fit with other options."""
         other = evolve_options(options, **changes)
         kind = resolve_dtype(other.weights.dtype, checkpoint)
         asked = estimate_needs(
@@ -107,7 +112,7 @@ def list_model(model: LocalModel, options: Options) -> ListedModel:
         )
         return asked, compute_fit(other.runtime, asked, config.max_positions, plan_placement(other.placement, config))
 
-    asked, fit = tried()
+    asked, fit = estimate_with()
     return ListedModel(
         **named,
         family=checkpoint.family.model_type,
@@ -126,13 +131,13 @@ def list_model(model: LocalModel, options: Options) -> ListedModel:
         advice=tuple(
             f"--{name.replace('_', '-')} {CHANGES[name]}"
             for name in list_alternatives(options, config, dtype)
-            if is_better(tried(**{name: CHANGES[name]})[1], fit, config.max_positions)
+            if is_better(estimate_with(**{name: CHANGES[name]})[1], fit, config.max_positions)
         ),
     )
 
 
 def can_host_experts(options: Options, config: ModelConfig) -> bool:
-    """Return whether its experts could be in host memory, beside the one device that it would run on."""
+    """Return whether host memory could keep the experts. It needs a single device for the whole model."""
     devices = choose_devices(options.placement)
     return (
         config.experts is not None
@@ -141,7 +146,7 @@ def can_host_experts(options: Options, config: ModelConfig) -> bool:
     )
 
 
-# What may help: an option of those that decide, and a value that takes less.
+# What may help: options that influence the fit, each with a value that takes less memory.
 CHANGES: dict[str, Any] = {
     "experts": "host",
     "slots": 1,
@@ -153,7 +158,7 @@ CHANGES: dict[str, Any] = {
 
 
 def list_alternatives(options: Options, config: ModelConfig, dtype: torch.dtype) -> Iterator[str]:
-    """Yield other options that contradict nothing that was asked for, and change something."""
+    """Yield options that change something and contradict nothing that was requested."""
     if options.weights.device_expert_bytes is None and can_host_experts(options, config):
         yield "experts"
     if not options.runtime.slots:
@@ -169,14 +174,14 @@ def list_alternatives(options: Options, config: ModelConfig, dtype: torch.dtype)
 
 
 def is_better(other: Fit, fit: Fit, limit: int) -> bool:
-    """Return whether it fits where it did not, or with a longer context."""
+    """Return whether `other` fits where `fit` does not, or has a longer context."""
     if not fit.fits:
         return other.fits
     return fit.context < limit and other.fits and other.context > fit.context
 
 
 def find_main_format(checkpoint: Checkpoint) -> str:
-    """The type that most bytes of it have."""
+    """Return the type in which most bytes of the checkpoint are stored."""
     counts = Counter[str]()
     for entry in checkpoint.tensors.values():
         counts[kind(entry)] += math.prod(entry.shape)

@@ -26,14 +26,26 @@ DISK = DiskFacts("/kv", free=100 * GIB, kept=GIB, write=1e9, read=1e9)
     ("found", "verdict", "said"),
     [
         (findings.judge_disk(DISK, 8 * GIB), "well", ["/kv", "100.0 GiB free"]),
-        (findings.judge_disk(DiskFacts("/kv", trouble="/kv: is a file"), 8 * GIB), "fault", ["is a file", "--kv-cache-dir"]),
-        (findings.judge_disk(DiskFacts("/kv", free=GIB, read=1e9), 8 * GIB), "warning", ["--kv-cache-budget is 8192 MiB"]),
+        (
+            findings.judge_disk(DiskFacts("/kv", trouble="/kv: is a file"), 8 * GIB),
+            "fault",
+            ["is a file", "--kv-cache-dir"],
+        ),
+        (
+            findings.judge_disk(DiskFacts("/kv", free=GIB, read=1e9), 8 * GIB),
+            "warning",
+            ["--kv-cache-budget is 8192 MiB"],
+        ),
         (
             findings.judge_disk(DiskFacts("/kv", free=100 * GIB, read=1e6), 8 * GIB),
             "warning",
             ["976.6 KiB/s"],
         ),
-        (findings.judge_disk(DiskFacts("/kv", in_use=True, free=100 * GIB, read=1e9), GIB), "well", ["a server is using it"]),
+        (
+            findings.judge_disk(DiskFacts("/kv", in_use=True, free=100 * GIB, read=1e9), GIB),
+            "well",
+            ["a server is using it"],
+        ),
         (findings.judge_memory(32 * GIB, 16 * GIB, None), "well", ["16.0 GiB of 32.0 GiB"]),
         (findings.judge_memory(32 * GIB, 16 * GIB, 64 * GIB), "well", []),
         (findings.judge_memory(32 * GIB, 16 * GIB, 4 * GIB), "warning", ["container may take 4.0 GiB", "--max-ctx"]),

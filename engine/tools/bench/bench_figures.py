@@ -1,4 +1,4 @@
-"""The figures of a level of load, from its samples."""
+"""Computes the figures of a level of load from its samples."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LoadFigures:
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """The smallest value that so many percent are not above."""
+    """Return the smallest value that is at least as large as `share` percent of the values."""
     return ordered[max(0, math.ceil(len(ordered) * share / 100) - 1)]
 
 
@@ -53,7 +53,7 @@ def percentiles(values: Sequence[float]) -> tuple[float, ...] | None:
 
 
 def collect_gaps(level: Level) -> list[float]:
-    """Milliseconds between events, of all streams."""
+    """Return the milliseconds between neighbouring events of each stream, for all streams."""
     return [1e3 * (after - before) for one in level.samples for before, after in pairwise(one.times)]
 
 
@@ -62,7 +62,7 @@ def compute_figures(level: Level) -> LoadFigures:
     fine = [one for one in samples if one.ended and not one.error]
     cached_counts = [one.cached for one in fine if one.cached is not None]
     spoken = [one for one in fine if one.tokens > 1 and one.times[-1] > one.times[0]]
-    # from the first request to the last answer's end: what closing down takes is no server's
+    # The level ends with its last answer: the time that the client needs to close down is not the server's.
     seconds = max((one.ended or level.ended for one in samples), default=level.ended) - level.began
     return LoadFigures(
         level=level.name,

@@ -1,4 +1,4 @@
-"""`rekindle cache ls`: what is kept, and under which sequences."""
+"""`rekindle cache ls`: shows what a cache folder holds, and for which sequences."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from engine.settings.formatting import format_bytes
 from engine.settings.user_error import UserError
 from engine.tools.cache.cache_folder import SHOWN_IDENTITY, Identity, list_identities, open_for_reading, widen
 
-LISTED = 20  # sequences, unless all are asked for
-SHOWN_TOKENS = 200  # of a sequence's beginning
+# The most sequences that are listed, unless all are requested.
+LISTED = 20
+SHOWN_TOKENS = 200  # tokens from the beginning of a sequence
 
 
 def ls(path: Path, *, text: bool, model: Path | None, everything: bool, as_json: bool) -> int:
-    """Raises UserError."""
+    """Print the list. Raises UserError."""
     decode = build_decoder(model) if text or model is not None else None
     with open_for_reading(path) as folder:
         found = survey_folder.survey(folder)
@@ -76,7 +77,7 @@ def print_summary(path: Path, found: Survey, each: Sequence[Identity]) -> Line:
 
 
 def build_table(*columns: str) -> Table:
-    """The first column is words, the others are figures."""
+    """Return an empty table whose first column is words and whose other columns are figures."""
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for number, column in enumerate(columns):
         made.add_column(column, justify="right" if number else "left", no_wrap=True)
@@ -139,7 +140,7 @@ def show_sequences(
 
 
 def format_entry(packed: bytes, decode: Callable[[Tokens], str]) -> str:
-    """How these tokens begin, in one line of what a terminal may show: it could be anything."""
+    """Return the text of these tokens in one line that is safe to print. The text could be anything."""
     tokens = tuple(memoryview(packed[: SHOWN_TOKENS * TOKEN_BYTES]).cast("i"))
     text = "".join(char if char.isprintable() else " " for char in decode(tokens))
     return " ".join(text.split())

@@ -1,4 +1,4 @@
-"""`rekindle cache verify`: every file is read to its end."""
+"""`rekindle cache verify`: reads every file to its end and checks it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.tools.cache.cache_folder import open_for_reading, widen
 
 
 def verify(path: Path, *, as_json: bool) -> int:
-    """1 if a file is damaged. Raises UserError."""
+    """Check the folder and return the exit status, 1 if a file is damaged. Raises UserError."""
     damaged: dict[str, str] = {}
     with open_for_reading(path) as folder:
         found = survey_folder.survey(folder)

@@ -1,4 +1,4 @@
-"""`rekindle chat`: prompts in, answers out, until Ctrl-D; or one of each, where the prompt comes from a pipe."""
+"""`rekindle chat`: answers prompts until Ctrl-D. If standard input is a pipe, it answers one prompt."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from engine.tools.chat.render_answer import choose_view, without_echo
 
 MOST_HISTORY = 1000  # lines
 INTERRUPTED = 130
-STANDARD_INPUT = 0  # the descriptor of what a person types
+STANDARD_INPUT = 0  # the descriptor on which a person types
 
 
 def run_chat(model: str, options: ChatOptions) -> int:
-    """Raises UserError. Exit status 1 if the one answer to a pipe failed."""
+    """Run a conversation and return the exit status, 1 if the answer to a pipe failed. Raises UserError."""
     piped = None if sys.stdin.isatty() else sys.stdin.read()
     if piped is not None and not piped.strip():
         raise UserError("standard input is no terminal, and there is no prompt in it")
@@ -47,7 +47,7 @@ def run_chat(model: str, options: ChatOptions) -> int:
 
 @define(eq=False)
 class ChatSession:
-    """out: where answers go; err: where everything else does that is not asked for."""
+    """A conversation. out: the console for answers. err: the console for everything else."""
 
     peer: ChatPeer
     talk: TypedConversation
@@ -67,14 +67,18 @@ class ChatSession:
             except EOFError:
                 self.out.print()
                 return 0
-            except KeyboardInterrupt:  # what was being typed is dropped
+            # What was being typed is dropped.
+            except KeyboardInterrupt:
                 self.out.print()
             except UserError as error:
                 self.print_error(str(error))
 
     def answer(self, prompt: str) -> ChatAnswer | None:
-        """Shown as it comes, and part of the conversation from then on. Ctrl-C ends it, and what has come stays. None:
-        it failed, which was told."""
+        """Show the answer to a prompt as it comes, and add it to the conversation.
+
+        Ctrl-C ends the answer, and the part that has come is kept. Return None if the request failed; the failure was
+        printed.
+        """
         answer = ChatAnswer()
         why = ""
         with without_echo(STANDARD_INPUT), choose_view(self.out) as shown:
@@ -100,7 +104,9 @@ class ChatSession:
                     self.print_note(f"{format_count(len(self.talk.messages), 'message')} kept in {path}")
                 case "load":
                     self.talk.load(path)
-                    self.print_note(f"{format_count(len(self.talk.messages), 'message')} of {path} are the conversation now")
+                    self.print_note(
+                        f"{format_count(len(self.talk.messages), 'message')} of {path} are the conversation now"
+                    )
                 case "clear":
                     self.talk.clear()
                     self.print_note("the conversation begins anew")
@@ -127,7 +133,7 @@ def describe_failure(error: BaseException) -> str:
 
 
 def enable_history(file: Path) -> Callable[[str], str]:
-    """Reads a line, with what was typed before at hand, where this Python has readline."""
+    """Return a function that reads a line, with history where this Python has readline."""
     try:
         import readline  # noqa: PLC0415 - it changes how a terminal is read, and not every Python has it
     except ImportError:
@@ -140,7 +146,8 @@ def enable_history(file: Path) -> Callable[[str], str]:
 
 def keep_history(file: Path, write: Callable[[Path], None], shown: str) -> str:
     line = input(shown)
-    with suppress(OSError):  # a home that cannot be written has no history
+    # A home that cannot be written has no history.
+    with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         file.touch(mode=0o600)
         write(file)

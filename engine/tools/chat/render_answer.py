@@ -1,4 +1,4 @@
-"""An answer as it comes: rendered Markdown on a terminal, plain text elsewhere."""
+"""Shows an answer as it comes: rendered Markdown on a terminal, plain text elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.text import Text as Line
 
 FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
 LISTED = re.compile(r"([-*+]|\d{1,9}[.)])(\s|$)")
-REFRESHES = 8  # a second: each renders the block that grows
+REFRESHES = 8  # updates a second; each renders the block that still grows
 
 
 class View(Protocol):
@@ -55,7 +55,7 @@ def split_settled(text: str) -> int:
 
 @define(eq=False)
 class RenderedView:
-    """Blocks that are complete stay above; the last one is drawn anew until it is."""
+    """Shows an answer on a terminal. Complete blocks stay above; the last block is drawn again until it is complete."""
 
     console: Console
     _thought: str = ""
@@ -85,7 +85,7 @@ class RenderedView:
         return Line(self._thought, style="dim italic") if self._thought else Markdown(self._text)
 
     def _above(self, stop: int) -> None:
-        """What was thought, and the text up to here."""
+        """Print the thoughts and the text up to `stop` above the part that still grows."""
         thought = self._thought.strip()
         text = self._text[:stop]
         self._thought = ""
@@ -100,7 +100,7 @@ class RenderedView:
 
 @define(eq=False)
 class PlainView:
-    """For a pipe or a file: the answer and nothing else."""
+    """Writes the answer and nothing else, for a pipe or a file."""
 
     console: Console
     _said: str = ""

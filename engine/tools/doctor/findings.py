@@ -1,4 +1,4 @@
-"""Findings, with their remedies, from facts that were collected elsewhere."""
+"""Turns facts that were collected elsewhere into findings with remedies."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from attrs import frozen
 from engine.settings.formatting import format_bytes, format_count
 
 Verdict: TypeAlias = Literal["well", "warning", "fault"]
-FILES = 8192  # descriptors that a server asks for
-SCARCE = 1 << 30  # bytes of memory that should be there for anything to be loaded
-SLOW = 100e6  # bytes a second: a block of a 4B model, 9 MB, takes 0.1 s then, as its 64 tokens do at 700 a second
+FILES = 8192  # descriptors that a server requests
+# The free memory in bytes that loading a model needs at least.
+SCARCE = 1 << 30
+# Bytes a second. At this speed a block of a 4B model, 9 MB, takes 0.1 s, as long as computing its 64 tokens at 700 a
+# second.
+SLOW = 100e6
 
 
 @frozen
 class Finding:
-    """remedy: what a person can do about it; empty where all is well."""
+    """One finding. remedy: what a person can do about it; empty if all is well."""
 
     about: str
     verdict: Verdict
@@ -56,7 +59,7 @@ def judge_disk(facts: DiskFacts, budget: int) -> Finding:
 
 
 def judge_memory(total: int, free: int, limit: int | None) -> Finding:
-    """limit: of a container, where there is one."""
+    """Judge the memory of the machine. limit: that of a container, if there is one."""
     summary = f"{format_bytes(free)} of {format_bytes(total)} are free"
     if limit is not None and limit < total:
         remedy = "what fits is reckoned with the whole machine: choose --max-ctx and --slots, or raise the limit"
@@ -67,7 +70,7 @@ def judge_memory(total: int, free: int, limit: int | None) -> Finding:
 
 
 def judge_file_limit(hard: int | None) -> Finding:
-    """None: as many as anybody wants."""
+    """Judge the limit of open files. None: there is no limit."""
     if hard is not None and hard < FILES:
         remedy = f"`ulimit -Hn {FILES}`, or nofile in /etc/security/limits.conf; with systemd LimitNOFILE={FILES}"
         return Finding("limits", "warning", f"{hard} open files, so fewer connections than 4,096", remedy)
@@ -75,7 +78,7 @@ def judge_file_limit(hard: int | None) -> Finding:
 
 
 def judge_device(name: str, *, cuda: bool, driver: bool) -> Finding:
-    """cuda: torch can use one. driver: the system has one."""
+    """Judge the device. cuda: torch can use a GPU. driver: the system has the driver of one."""
     if driver and not cuda:
         remedy = "install a torch that was built for CUDA (https://pytorch.org), or look whether `nvidia-smi` works"
         return Finding("device", "warning", f"{name}, though there is an NVIDIA GPU", remedy)
@@ -89,7 +92,9 @@ def judge_port(number: int, *, taken: bool, ours: bool) -> Finding:
 
 
 def judge_environment(names: Sequence[str], options: Sequence[str]) -> Finding:
-    """names: REKINDLE_... variables that are set. One that is no option is not heard, and nothing else tells of it."""
+    """Judge the REKINDLE_... variables that are set. One that names no option has no effect, and only this finding says
+    so.
+    """
     known = {name.upper() for name in (*options, "config")}
     if odd := [name for name in names if name.removeprefix("REKINDLE_") not in known]:
         close = difflib.get_close_matches(odd[0].removeprefix("REKINDLE_"), sorted(known), 1)
@@ -99,7 +104,7 @@ def judge_environment(names: Sequence[str], options: Sequence[str]) -> Finding:
 
 
 def judge_kernel_switches(found: Mapping[str, str]) -> Finding:
-    """Variables that change which kernels libraries choose, and with them the numerics class."""
+    """Judge variables that change which kernels libraries choose, and with them the numerics class."""
     if not found:
         return Finding("kernels", "well", "no variable changes what libraries choose")
     summary = ", ".join(f"{name}={value}" for name, value in found.items())

@@ -1,4 +1,4 @@
-"""Recorded traces as logs: the jobs that came in, the answers they got, and how long the device really took."""
+"""Reads recorded traces as logs: the jobs, their answers, and how long the device really took."""
 
 from __future__ import annotations
 
@@ -34,16 +34,17 @@ class RecordedTrace:
 
 @define
 class Collector:
-    """Fed with a trace's records in order."""
+    """Collects what a simulation needs from a trace's records, which are fed to it in order."""
 
     jobs: dict[RequestId, tuple[int, Job]] = field(factory=dict[RequestId, "tuple[int, Job]"])
-    agents: list[list[RequestId]] = field(factory=list["list[RequestId]"])  # each in order of time
+    agents: list[list[RequestId]] = field(factory=list["list[RequestId]"])  # requests of each agent, in order of time
     answers: dict[RequestId, list[int]] = field(factory=dict[RequestId, "list[int]"])
     chunks: list[tuple[float, float]] = field(factory=list["tuple[float, float]"])
     decode_steps: list[tuple[float, float]] = field(factory=list["tuple[float, float]"])
     loads: dict[str, list[float]] = field(factory=dict[str, "list[float]"])
     token_bytes: int = 0
-    state_tokens: int = 0  # that came with every load
+    # Every load of rows came with the state of so many tokens.
+    state_tokens: int = 0
     _launched: dict[RequestId, RunPrefill | RunDecode] = field(factory=dict[RequestId, "RunPrefill | RunDecode"])
     _alone: bool = False
     _tiers: dict[RequestId, str] = field(factory=dict[RequestId, str])
@@ -69,7 +70,11 @@ class Collector:
                 pass
 
     def add_job(self, request: RequestId, job: Job) -> None:
-        """Whose turn it is: the agent's whose last prompt, answered by then, it begins with; or a new one's."""
+        """Add a job to an agent.
+
+        It belongs to the agent whose last prompt it continues, if that one was answered. If several match, the longest
+        prompt wins. If none matches, it begins a new agent.
+        """
         best = None
         length = 0
         for agent in self.agents:
@@ -111,9 +116,10 @@ class Collector:
 
 
 def read_recorded(path: Path) -> RecordedTrace:
-    """Raises BadLog. A request that was cut short is taken to have wanted what it got.
+    """Read a trace. Raises BadLog.
 
-    One that goes on from an answered one is sent by the same agent, so never before that answer.
+    A request that was cut short counts as one that wanted no more than it got. A request that continues an answered one
+    belongs to the same agent, so it is never sent before that answer.
     """
     collector = Collector()
     try:
@@ -142,7 +148,10 @@ def is_continuation(prompt: Tokens, before: Tokens) -> bool:
 
 
 def number_tokens() -> Callable[[Tokens], Tokens]:
-    """Tokens by the order in which they were first seen: those of a redacted trace are longer than an index takes."""
+    """Return a function that numbers tokens in the order in which they first occur.
+
+    Tokens of a redacted trace are too large to be used as indexes.
+    """
     numbers: dict[int, int] = {}
 
     def tokens(given: Tokens) -> Tokens:

@@ -1,4 +1,4 @@
-"""One scope, from the first request to the last, across restarts."""
+"""Simulates one scope, from the first request to the last, across restarts."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ NO_CACHE = "no cache"
 
 @frozen
 class Setup:
-    """The part of a simulation that is the same for every scope. Budgets are bytes; restart_every and interleave are 0
-    for never and for all.
+    """The part of a simulation that is the same for every scope.
+
+    Budgets are bytes. restart_every: requests between two restarts, 0: none. interleave: sessions at once, 0: all.
     """
 
     settings: Settings
@@ -46,24 +47,29 @@ class Setup:
     host_budget: int
     restart_every: int = 0
     interleave: int = 0
-    compression: Compression = field(factory=Compression)  # of every request
+    compression: Compression = field(factory=Compression)  # what every request asks for
 
 
 @define(eq=False)
 class Simulation:
-    """Sends every request of `sessions` under one scope. scope None: no prompt shares anything with another."""
+    """Sends every request of `sessions` under one scope.
+
+    scope: None means that no prompt shares anything with another.
+    """
 
     setup: Setup
     sessions: Sequence[Session]
     scope: Scope | None
-    on_answered: Callable[[], None] = lambda: None  # a request has been answered
+    on_answered: Callable[[], None] = lambda: None  # called when a request has been answered
     clock: Clock = field(factory=Clock)
     tally: Tally = field(init=False)
     disk: SimulatedDisk = field(init=False)
     process: Process = field(init=False)
-    _waiting: deque[tuple[Request, Callable[[], None]]] = field(factory=deque)  # sent while the process stops
+    _waiting: deque[tuple[Request, Callable[[], None]]] = field(
+        factory=deque
+    )  # requests that came while the process stops
     _since: int = 0  # requests since the process started
-    _places: dict[int, int] = field(init=False)  # of each request among all
+    _places: dict[int, int] = field(init=False)  # place of each request among all
     _shortening: SimulatedCompression = field(init=False)
     _evicted: int = 0  # from the host tiers of earlier processes
 
@@ -103,8 +109,8 @@ class Simulation:
         return 0 < self.setup.restart_every <= self._since
 
     def _restart(self) -> None:
-        """Restart the process: slots and host memory are empty, and what was queued for the disk has been written, as
-        at a drain.
+        """Restart the process. Slots and host memory are empty, and everything that was queued for the disk has been
+        written.
         """
         if not self._waiting and not self._remaining:
             return
@@ -127,20 +133,23 @@ class Simulation:
         number = RequestId(len(self.tally.counts))
         prompt = request.prompt
         count = RequestTally(
-            self._places[id(request)], len(prompt), self.clock.now, self.tally.infinite.count_shared_tokens(prompt, request.answer)
+            self._places[id(request)],
+            len(prompt),
+            self.clock.now,
+            self.tally.infinite.count_shared_tokens(prompt, request.answer),
         )
         self.tally.counts[number] = count
         if self.scope is None:
             prompt = (-1 - number, *prompt[1:])
 
-        def closed() -> None:
+        def finish_request() -> None:
             self.on_answered()
             answered()
 
         scope = self.scope or Scope("off")
         compression = self._shortening.build_compression(prompt, request.boundaries)
         job = Job(prompt, len(request.answer), scope=scope, boundaries=request.boundaries, compression=compression)
-        self.process.submit(number, job, LiveRequest(count, request.answer, closed))
+        self.process.submit(number, job, LiveRequest(count, request.answer, finish_request))
 
     # --- the outcome ---
 

@@ -1,4 +1,18 @@
-"""One life of the server on the virtual clock: the real fold, and executors that only take their time."""
+"""Simulates one life of the server on the virtual clock: the real fold, with executors that only take their time.
+
+Theory of operation. The problem is to learn what a cache policy would cost without a model. Decisions must be the real
+ones, but computing must take no real time.
+
+`feed` gives an event to the real fold (`states.world.advance`) and carries out the effects that come back. An effect
+computes nothing: `carry_out` reserves time for it on a queue of the virtual clock, and the event with its outcome is
+fed at the end of that time. The lane is one queue, and the disk has two more (`simulated_store.py`). The store and its
+indexes are real. So hits, evictions and restores are those of a server, and only durations come from `Costs`.
+
+Invariants: the clock never goes back; events are fed in the order of their times; the lane does one thing at a time.
+
+Example: the fold launches a prefill of 512 rows. The lane is free at 3 ms and the chunk costs 95 ms, so
+`PrefillAdvanced` is fed at 98 ms, and its rows count as computed from then on.
+"""
 
 from __future__ import annotations
 
@@ -32,22 +46,23 @@ from states.world import Output, World, advance, make_world
 
 @define(eq=False)
 class LiveRequest:
-    """A request in this process: what it is counted in, and the answer that the log says it got."""
+    """A request in this process: the figures that count it, and the answer that the log has."""
 
     count: RequestTally
     answer: Tokens
     on_closed: Callable[[], None]
-    answered_tokens: int = 0  # tokens of the answer
+    answered_tokens: int = 0  # tokens of the answer that were decoded
     first_slot: bool = True
 
 
 @define(eq=False)
 class Process:
-    """Fed by `submit`; everything else follows on the clock.
+    """A process that gets requests by `submit`. Everything else happens on the clock.
 
     An outcome says what really happened in the index and in the slots; only durations come from the costs. Nothing
-    fails here, nobody leaves, and there is no draft: settings must not ask for one.  frozen: keeps what messages were
-    frozen to.
+    fails here, no client cancels, and there is no draft, so settings must not ask for one.
+
+    keep_frozen: keeps the text of frozen messages.
     """
 
     settings: Settings
@@ -58,8 +73,8 @@ class Process:
     world: World = field(init=False)
     lane: Queue = field(init=False)
     live: dict[RequestId, LiveRequest] = field(factory=dict[RequestId, LiveRequest])
-    joining: list[EffectRequest] = field(factory=list[EffectRequest])  # who has a step with the next ones
-    undisturbed: bool = True  # since the first of them joined: as `carry_out` has it
+    joining: list[EffectRequest] = field(factory=list[EffectRequest])  # requests that join the next launch
+    undisturbed: bool = True  # since the first of them joined; see `carry_out`
 
     def __attrs_post_init__(self) -> None:
         assert not self.settings.block
@@ -82,7 +97,7 @@ class Process:
             self.carry_out(out, quiet=quiet)
 
     def carry_out(self, out: Output, *, quiet: bool) -> None:
-        """quiet: beside a launch nothing was asked for that takes time."""
+        """Carry out one output of the fold. quiet: the same event led to nothing else that takes time."""
         match out:
             case Launch(asks, joins=True):
                 self.join(asks)
@@ -108,12 +123,12 @@ class Process:
             case EffectRequest(request, CloseStream() as closing):
                 self.close(request, closing)
             case _:
-                raise AssertionError(f"nobody asks for this in a simulation: {out}")
+                raise AssertionError(f"a simulation has no such effect: {out}")
 
     # --- the device ---
 
     def launch(self, asks: tuple[EffectRequest, ...], *, quiet: bool) -> None:
-        """Takes its place on the lane now; what it does is done, and answered, when its time has passed."""
+        """Put a launch on the lane now. Its outcomes are fed when its time has passed."""
         match asks[-1].effect:
             case RunPrefill() as piece if len(asks) > 1:
                 self.launch_mixed(asks[:-1], asks[-1].request, piece)
@@ -134,10 +149,13 @@ class Process:
             case UnloadModel():
                 self.run_after(self.costs.launch, partial(self.answer, asks[0].request, ModelUnloaded()))
             case other:
-                raise AssertionError(f"nobody launches this in a simulation: {other}")
+                raise AssertionError(f"a simulation has no such launch: {other}")
 
     def join(self, asks: tuple[EffectRequest, ...]) -> None:
-        """What is on the lane has been answered for already, so they have the step after it, with whoever else has."""
+        """Let requests join the running launch.
+
+        Its outcomes are scheduled already, so they get the step after it, together with others that have joined.
+        """
         if not self.joining:
             self.clock.at(max(self.lane.free, self.clock.now), self.launch_joined)
         self.joining += asks
@@ -151,22 +169,27 @@ class Process:
         positions = [ask.effect.position for ask in decode_steps if isinstance(ask.effect, RunDecode)]
         took = self.costs.mixed_ns(positions, piece.start, piece.stop)
 
-        def done() -> None:
+        def answer_all() -> None:
             self.on_decoded([ask.request for ask in decode_steps], 1, 0)
             self.on_prefilled(request, piece, 0)
 
-        self.run_after(took, done)
+        self.run_after(took, answer_all)
 
     def count_undisturbed_steps(self, asks: tuple[EffectRequest, ...]) -> int:
-        """How many steps these can decode before one has its whole answer, if nothing else wants the lane."""
+        """Return how many steps these requests can decode before one of them is complete, if nothing else needs the
+        lane.
+        """
         lives = [self.live[ask.request] for ask in asks]
         if self.settings.stateful or self.world.lanes[MAIN].waiting or not all(live.answered_tokens for live in lives):
-            return 1  # checkpoints, turns with others, and first tokens are of single steps
+            # Steps with checkpoints, steps while others wait, and first tokens are single ones.
+            return 1
         return min(len(live.answer) - live.answered_tokens for live in lives)
 
     def decode(self, asks: tuple[EffectRequest, ...], most: int) -> None:
-        """Steps that nothing comes between are one event, as what a draft proposed would be: as many as end before
-        whatever is next on the clock. Their times are added up one by one, so that nothing else changes.
+        """Decode some tokens of each request as one event.
+
+        It holds as many steps as end before the next event on the clock. The times of the steps are added one by one,
+        so the result equals that of single steps.
         """
         positions = [ask.effect.position for ask in asks if isinstance(ask.effect, RunDecode)]
         room = self.clock.next - max(self.lane.free, self.clock.now)
@@ -185,7 +208,7 @@ class Process:
 
     @property
     def state_copy_ns(self) -> int:
-        """Nanoseconds to copy a state."""
+        """Nanoseconds to copy a recurrent state."""
         return self.costs.state_tokens * self.costs.copy
 
     def answer(self, request: RequestId, outcome: Outcome) -> None:
@@ -206,7 +229,7 @@ class Process:
         return state
 
     def on_decoded(self, requests: list[RequestId], steps: int, took: int) -> None:
-        """The next token of each answer, or so many of them. took: by one step."""
+        """Feed the next tokens of each answer. took: nanoseconds of one step."""
         for request in requests:
             live = self.live[request]
             tokens = live.answer[live.answered_tokens : live.answered_tokens + steps]
@@ -224,18 +247,18 @@ class Process:
             live.count.device = live.count.found = opening.state if self.settings.stateful else opening.keep
 
     def save(self, request: RequestId, saving: SaveSnapshot) -> None:
-        """Copy out what no tier has; then it is kept, and waits to be written."""
+        """Copy out the blocks that no tier has. Then they are kept, and wait to be written."""
         tokens = saving.tokens
         salt = get_remainder(self.get_held_state(request)).prompt.job.salt
         runs = self.keeping.find_missing_runs(tokens, salt)
         copied = sum(run.length for run in runs) + self.costs.state_tokens * saving.checkpoint
 
-        def done() -> None:
+        def finish_save() -> None:
             saved = self.keeping.keep_runs(runs)
             saved += self.keeping.keep_checkpoint(tokens, salt) if saving.checkpoint else 0
             self.feed(request, SnapshotSaved(len(tokens), saved))
 
-        self.run_after(copied * self.costs.copy, done)
+        self.run_after(copied * self.costs.copy, finish_save)
 
     # --- the store ---
 
@@ -248,23 +271,30 @@ class Process:
         self.clock.at(self.clock.now + took, partial(self.answer, request, outcome))
 
     def restore(self, request: RequestId, effect: RestoreBlocks) -> None:
-        """Rows from memory come at once, those from disk behind what is read for others; last, all go over the lane."""
+        """Restore rows.
+
+        Rows in host memory are there at once. Rows on disk wait for earlier reads. Then all of them are copied on the
+        lane.
+        """
         asked = self.clock.now
-        done = self.keeping.start_load(effect)
+        read_at = self.keeping.start_load(effect)
 
-        def place() -> None:
+        def copy_rows() -> None:
             state = self.state_copy_ns if self.settings.stateful else 0
-            self.clock.at(self.lane.enter((effect.stop - effect.start) * self.costs.copy + state), placed)
+            self.clock.at(self.lane.enter((effect.stop - effect.start) * self.costs.copy + state), finish_restore)
 
-        def placed() -> None:
+        def finish_restore() -> None:
             self.keeping.on_restored(effect)
             size = (effect.stop - effect.start) * self.costs.token_bytes + self.costs.state_bytes
             self.feed(request, BlocksRestored(effect.start, effect.stop, size, self.clock.now - asked))
 
-        self.clock.at(done, place)
+        self.clock.at(read_at, copy_rows)
 
     def close(self, request: RequestId, closing: CloseStream) -> None:
-        """The client has its answer. What is kept of it is decided in the same breath, so it is known here."""
+        """Note the figures of a request whose client has its answer.
+
+        The fold decides in the same event what is kept of it.
+        """
         live = self.live.pop(request)
         report = closing.report
         assert closing.finish == "length", closing

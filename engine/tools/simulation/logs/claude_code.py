@@ -1,8 +1,8 @@
-"""Logs of coding agents as token counts: one JSON object a session, one hash id for each block of a prompt.
+"""Reads logs of coding agents with token counts: one JSON object a session, one hash id for each block of a prompt.
 
-There is no text. Each (session, hash id) stands for its own block of tokens, always the same; what no hash covers, the
-rest of the last block and the answer, occurs nowhere else. Where ids say `hash_id_scope: global`, equal ids are equal
-blocks in all sessions. https://github.com/callanjfox/kv-cache-tester describes the format.
+There is no text. Each (session, hash id) stands for its own block of tokens, always the same one. The tokens that no
+hash covers, which are the rest of the last block and the answer, occur nowhere else. If the ids say `hash_id_scope:
+global`, equal ids are equal blocks in all sessions. https://github.com/callanjfox/kv-cache-tester describes the format.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ from engine.tools.simulation.logs.logged_requests import (
 MOST_BLOCK = 1 << 12
 Earlier: TypeAlias = tuple[int, list[int], Sequence[int]]  # length, whole blocks, where earlier prompts end in it
 MOST_DEPTH = 8  # subagents of subagents
-MOST_MADE_UP = 1 << 26  # tokens of a file, each block counted once
+# The most tokens that are made up for a file, each block counted once.
+MOST_MADE_UP = 1 << 26
 
 
 def parse_session(name: str, raw: Mapping[str, Any], *, shared_head: bool = False) -> Session:
-    """The session of the file `name`. Raises BadLog.
+    """Return the session of the file `name`. Raises BadLog.
 
-    shared_head: sessions with equally many tool tokens begin with the same tools, and with the same system prompt if
-    its tokens are as many, too.
+    shared_head: sessions with equally many tool tokens begin with the same tools. They share the system prompt too, if
+    it has equally many tokens.
     """
     return ClaudeCodeReader(name, raw, shared_head).session()
 
@@ -65,10 +66,10 @@ class ClaudeCodeReader:
     name: str
     raw: Mapping[str, Any]
     shared_head: bool
-    _key: str = ""  # what its tokens are made up from
+    _key: str = ""  # the beginning of the names from which tokens are made
     _block: int = 0
     _scope: str = ""
-    _head: tuple[int, int] = (0, 0)  # tool tokens, and those with the system prompt after them
+    _head: tuple[int, int] = (0, 0)  # tool tokens, and tool tokens with the system prompt
     _blocks: dict[int, Tokens] = field(factory=dict[int, Tokens])
     _agents: list[Agent] = field(factory=list[Agent])
     _first: Sequence[int] = ()  # hash ids of the session's first request
@@ -92,7 +93,7 @@ class ClaudeCodeReader:
         return Session(self._key, tuple(self._agents))
 
     def _read_agent(self, listed: Any, start_ns: int, where: str, depth: int) -> None:
-        """One agent's requests in order of time, its subagents' apart. A subagent begins when its entry does."""
+        """Read one agent's requests in order of time, and its subagents. A subagent begins when its entry does."""
         if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
             raise BadLog(f'{where}: "requests" is no list of objects')
         if depth > MOST_DEPTH or self._read + len(listed) > MOST_REQUESTS:
@@ -102,7 +103,8 @@ class ClaudeCodeReader:
         for number, one in enumerate(listed):
             place = f"{where}: request {number}"
             at_ns = read_seconds(one, "t", place)
-            if at_ns < start_ns:  # told from the subagent's own start
+            # The time counts from the subagent's own start.
+            if at_ns < start_ns:
                 at_ns += start_ns
             if "requests" in one:
                 self._read_agent(one["requests"], at_ns, place, depth + 1)
@@ -140,7 +142,7 @@ class ClaudeCodeReader:
         )
 
     def _count_shared_tokens(self, ids: Sequence[int], length: int) -> int:
-        """Tokens at the front that are the client's own: those that the session's first request begins with, too."""
+        """Return how many leading tokens are the client's own: the session's first request begins with them too."""
         if not self.shared_head:
             return 0
         same = next(
@@ -154,7 +156,7 @@ class ClaudeCodeReader:
         return [part for part in (parts[0][:length], parts[1][: max(0, length - tools)]) if part]
 
     def _list_body(self, ids: Sequence[int], start: int, length: int) -> list[Tokens]:
-        """From token `start` on, what the hash ids cover."""
+        """Return the tokens that the hash ids cover, from token `start` on."""
         first, into = divmod(start, self._block)
         pieces = [self._make_block(one) for one in ids[first:]]
         if pieces and into:
