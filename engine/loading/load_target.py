@@ -93,7 +93,7 @@ class Target:
     transfer: Transfer | None = None  # None: neither host memory nor disk keep anything
 
     @property
-    def numerics_shown(self) -> Mapping[str, Any]:
+    def numerics_facts(self) -> Mapping[str, Any]:
         return {"mode": self.mode, **self.numerics.shown()}
 
     @property
@@ -145,10 +145,10 @@ class Target:
         """Why shards are gone, by name. Without them no request can be answered."""
         return {f"shard {peer.dial.name}": peer.gone for peer in self.peers if peer.gone}
 
-    def live(self) -> Mapping[str, Any]:
-        return {**self._live(), "outages": self.outages}
+    def collect_live_figures(self) -> Mapping[str, Any]:
+        return {**self._collect_figures(), "outages": self.outages}
 
-    def _live(self) -> Mapping[str, Any]:
+    def _collect_figures(self) -> Mapping[str, Any]:
         damaged: Mapping[str, int] = self.kept.damaged
         if self.transfer is None:
             return {"memory": self.memory(0), "damaged": damaged, "full_cache": {"disk_policy": "off"}}
@@ -198,7 +198,7 @@ class Target:
             await anyio.to_thread.run_sync(self.transfer.close)
 
 
-class Mismatched(Exception):
+class IdentityMismatch(Exception):
     """The model has another identity, which is the argument, than the one that is wanted."""
 
 
@@ -212,7 +212,7 @@ def load_on_lane(
     checkpoint = Checkpoint.open(folder)
     apart = connect_peers(options, folder, checkpoint)
     try:
-        target = load_over(apart, checkpoint, options, lane, step=step, only=only)
+        target = load_with_peers(apart, checkpoint, options, lane, step=step, only=only)
     except RowsLost as error:
         apart.close()
         raise UserError(f"{list_remote_flags(options)}: {error}") from error
@@ -225,7 +225,7 @@ def load_on_lane(
     return target
 
 
-def load_over(
+def load_with_peers(
     apart: RemotePeers,
     checkpoint: Checkpoint,
     options: Options,
@@ -249,7 +249,7 @@ def load_over(
         proven = prove_plan(load_plan, fit, kept=kept, step=step)
         numerics = proven.numerics
         if only not in {None, proven.identity}:
-            raise Mismatched(proven.identity)
+            raise IdentityMismatch(proven.identity)
         found = apart.keep_draft(check_provable(opened, numerics))
         scores = find_scorer(options, checkpoint.folder, plan[-1].device, proven.fit.context, peer=apart.scorer)
         step(start_progress.WEIGHTS)

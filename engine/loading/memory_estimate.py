@@ -29,7 +29,7 @@ from engine.loading.device_survey import (
 )
 from engine.loading.expert_placement import choose_expert_bytes, count_expert_weights
 from engine.loading.load_draft import FoundDraft, plan_draft_placement
-from engine.loading.memory_fit import SLOTS, DeviceNeed, Fit, fit_page_pool, fit_slots
+from engine.loading.memory_fit import SLOT_COUNTS, DeviceNeed, Fit, fit_page_pool, fit_slots
 from engine.loading.packed_estimate import count_packed_products, list_host_products, list_packed_tensors
 from engine.settings.formatting import format_bytes
 from engine.settings.model_options import RuntimeOptions
@@ -95,7 +95,7 @@ def compute_fit(runtime: RuntimeOptions, asked: Sequence[DeviceNeed], limit: int
     on_cuda = local and all(one.compute_device.type == "cuda" for one in plan)
     if not (on_cuda or runtime.kv_memory):
         return fit_slots(asked, limit, runtime.slots, runtime.max_ctx)
-    slots = runtime.slots or (0 if on_cuda else SLOTS[0])
+    slots = runtime.slots or (0 if on_cuda else SLOT_COUNTS[0])
     return fit_page_pool(asked, limit, slots, runtime.max_ctx, runtime.kv_memory << 20)
 
 

@@ -8,11 +8,17 @@ from attrs import evolve, frozen
 
 from effects.ids import PAGE
 
-SLOTS = (4, 2, 1)  # by default: as many as leave each long enough
-MORE = (16, 8)  # where these take little of what is there, though each is as long as the model can
+SLOT_COUNTS = (4, 2, 1)  # by default: as many as leave each long enough
+MANY_SLOT_COUNTS = (16, 8)  # where these take little of what is there, though each is as long as the model can
 LITTLE = 4  # part of it: a quarter, since what slots keep stays in memory that others may want
-POOLED = (16, 8, 4, 2, 1)  # the same, where slots share pages: they cost what their sequences take, and no more
-ENOUGH = 32768  # tokens: an agent's session; to have more of them is worth more than longer ones
+POOLED_SLOT_COUNTS = (
+    16,
+    8,
+    4,
+    2,
+    1,
+)  # the same, where slots share pages: they cost what their sequences take, and no more
+LONG_CONTEXT = 32768  # tokens: an agent's session; to have more of them is worth more than longer ones
 LEAST = 1024
 
 
@@ -69,15 +75,17 @@ def fit_slots(needs: Sequence[DeviceNeed], limit: int, slots: int = 0, context: 
     was asked for, there are more than four if those take little. Else there are four, two or one, until each is as long
     as the model allows, or long enough.
     """
-    more = [count for count in MORE if all(need.spares_memory(Fit(count, context or limit)) for need in needs)]
+    more = [
+        count for count in MANY_SLOT_COUNTS if all(need.spares_memory(Fit(count, context or limit)) for need in needs)
+    ]
     tried = [
         Fit(count, longest)
-        for count in ((slots,) if slots else (*more, *SLOTS))
+        for count in ((slots,) if slots else (*more, *SLOT_COUNTS))
         if (longest := next((each for each in list_lengths(context, limit) if has_room(needs, count, each)), 0))
     ]
-    enough = [one for one in tried if one.context >= min(limit, ENOUGH)]
+    enough = [one for one in tried if one.context >= min(limit, LONG_CONTEXT)]
     best = enough[:1] or sorted(tried, key=lambda one: -one.context)[:1]
-    return best[0] if best else Fit(slots or SLOTS[-1], context or min(limit, LEAST), fits=False)
+    return best[0] if best else Fit(slots or SLOT_COUNTS[-1], context or min(limit, LEAST), fits=False)
 
 
 def fit_page_pool(needs: Sequence[DeviceNeed], limit: int, slots: int = 0, context: int = 0, memory: int = 0) -> Fit:
@@ -87,18 +95,21 @@ def fit_page_pool(needs: Sequence[DeviceNeed], limit: int, slots: int = 0, conte
     is memory for the whole context of every slot, each slot gets rows of its own: attention over pages takes a fifth to
     a third longer.
     """
-    whole = Fit(slots or POOLED[0], context or limit)
+    whole = Fit(slots or POOLED_SLOT_COUNTS[0], context or limit)
     if not memory and has_room(needs, whole.slots, whole.context):
         return whole
-    tried = [find_longest_context(needs, limit, count, context, memory) for count in ((slots,) if slots else POOLED)]
-    enough = [one for one in tried if one.context >= min(limit, ENOUGH)]
+    tried = [
+        find_longest_context(needs, limit, count, context, memory)
+        for count in ((slots,) if slots else POOLED_SLOT_COUNTS)
+    ]
+    enough = [one for one in tried if one.context >= min(limit, LONG_CONTEXT)]
     best = enough[:1] or sorted(tried, key=lambda one: -one.context)[:1]
     if best and best[0].context:
         return best[0]
-    least = Fit(slots or SLOTS[-1], context or min(limit, LEAST), fits=False)
-    found = count_pages(needs, slots or POOLED[0], least.context, memory) if memory else 0
+    least = Fit(slots or SLOT_COUNTS[-1], context or min(limit, LEAST), fits=False)
+    found = count_pages(needs, slots or POOLED_SLOT_COUNTS[0], least.context, memory) if memory else 0
     if found:  # what was asked for decides how long sequences are
-        return Fit(slots or POOLED[0], min(least.context, found * PAGE), pages=found)
+        return Fit(slots or POOLED_SLOT_COUNTS[0], min(least.context, found * PAGE), pages=found)
     return evolve(least, pages=-(-least.context // PAGE))
 
 

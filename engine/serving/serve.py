@@ -194,7 +194,9 @@ async def serve_model(
             transfer=target.transfer,
             status=StatusSources(
                 facts=target.facts,
-                live=target.live if frozen is None else partial(collect_live_properties, target, frozen),
+                live=target.collect_live_figures
+                if frozen is None
+                else partial(collect_live_properties, target, frozen),
                 threads=(*target.threads, watch.thread),
             ),
             compression=CompressionParts(target.scorer, (lambda *_: None) if frozen is None else frozen.store),
@@ -239,7 +241,7 @@ def with_grammars(target: Target, match: Match) -> Target:
 
 def collect_live_properties(target: Target, frozen: FrozenMessages) -> Mapping[str, Any]:
     """Return what /props shows now, with the messages that were frozen."""
-    live = target.live()
+    live = target.collect_live_figures()
     return {**live, "damaged": {**live["damaged"], FROZEN: frozen.damaged_count}, "frozen": frozen.count_figures()}
 
 
@@ -296,7 +298,7 @@ def edge_options(options: Options, target: Target, sampling: Sampling) -> EdgeOp
         any_model=options.model.any_model,
         allowed_origins=tuple(map(str.lower, options.http.allow_origin)),
         allowed_hosts=(options.http.host.lower(), *map(str.lower, options.http.allow_host)),
-        numerics=target.numerics_shown,
+        numerics=target.numerics_facts,
         model_info=target.model_info,
         sampling=sampling,
         scope=target.scope,

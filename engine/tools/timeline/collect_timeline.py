@@ -23,7 +23,7 @@ MOST_US = 1 << 50
 STATES = tuple(STAGES.values())
 # The end of a span that the trace does not have, and the row of an event without a request.
 OPEN = -1
-NOBODY = -1
+NO_ROW = -1
 
 
 @define
@@ -104,14 +104,14 @@ class Timeline:
         self.requests.append(request)
 
     def add_event(self, envelope: Envelope, number: int) -> None:
-        row = NOBODY
+        row = NO_ROW
         happened = envelope.happened
         event = happened if isinstance(happened, ForModel) else happened.event
         if isinstance(happened, ForRequest):
             request = happened.request
             if isinstance(event, Submitted):
                 self.add_request(request)
-            row = self._rows.get(request, NOBODY)
+            row = self._rows.get(request, NO_ROW)
             span, effect = self._awaited.get(request, (0, None))
             if effect is not None and type(event) in effect.outcomes:
                 self.store.stop[span] = number
@@ -124,13 +124,13 @@ class Timeline:
         for request, state in after.requests.items():
             was = before.requests.get(request)
             if was is not state and type(was) is not type(state):
-                self.end_request(request, number)
+                self.end_bar(request, number)
                 kind = STATES.index(STAGES[type(state)])
                 self._bar[request] = self.bars.begin(self._rows[request], kind, number)
         for request in before.requests.keys() - after.requests.keys():
-            self.end_request(request, number)
+            self.end_bar(request, number)
 
-    def end_request(self, request: RequestId, number: int) -> None:
+    def end_bar(self, request: RequestId, number: int) -> None:
         if (bar := self._bar.pop(request, None)) is not None:
             self.bars.stop[bar] = number
 
@@ -143,7 +143,7 @@ class Timeline:
             if isinstance(out, Launch):
                 self.add_launch(out, number, len(after.lanes[out.lane].running))
             for ask in asks:
-                self.add_store_effect(ask, number)
+                self.add_effect(ask, number)
         self.ask_counts.append(len(self.ask_rows) - first)
 
     def add_launch(self, launch: Launch, number: int, together: int) -> None:
@@ -153,8 +153,8 @@ class Timeline:
         self.sizes.append(len(launch.asks))
         self.together.append(max(together, len(launch.asks)))
 
-    def add_store_effect(self, ask: EffectRequest, number: int) -> None:
-        row = self._rows.get(ask.request, NOBODY)
+    def add_effect(self, ask: EffectRequest, number: int) -> None:
+        row = self._rows.get(ask.request, NO_ROW)
         if ask.effect.outcomes and ask.effect.side is Side.STORE:
             self._awaited[ask.request] = self.store.begin(row, len(self.ask_rows), number), ask.effect
         self.ask_rows.append(row)
