@@ -1,4 +1,4 @@
-"""The executor of a loaded target: complete, with its draft, its scoring model, its store and its prompt lane."""
+"""Builds the executor of a loaded target: complete, with its draft, its scorer, its store and its prompt lane."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def build_executor(
 
 
 def model_handlers(drafting: DraftProposer[Any] | None, scorer: PromptScorer | None) -> dict[type, Handler]:
-    """Return what carries out the effects on other models than the target, where these are on the target's lane."""
-    # By model: what brings it in, and what sends it away.
+    """Return the handlers of effects on other models than the target, as far as these use the target's lane."""
+    # For each model, the handler that loads it and the one that unloads it.
     movers: dict[ModelName, tuple[Handler, Handler]] = {}
     handlers: dict[type, Handler] = {}
     if drafting is not None:

@@ -1,4 +1,4 @@
-"""The settings that the engine starts with, from options, the loaded model and measured rates."""
+"""Chooses the settings that the engine starts with, from options, the loaded model and measured rates."""
 
 from __future__ import annotations
 

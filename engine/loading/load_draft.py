@@ -1,4 +1,4 @@
-"""The draft of a target: found, checked and loaded."""
+"""Finds the draft of a target, checks it and loads it."""
 
 from __future__ import annotations
 
@@ -49,19 +49,23 @@ from engine.settings.user_error import UserError, build_memory_error
 
 log = logging.getLogger("rekindle")
 
-WIDTHS = (3, 7, 15)  # proposals of the decode steps that are measured at start
+# The numbers of proposals of the decode steps that are measured at start.
+WIDTHS = (3, 7, 15)
 BATCH_ROWS = 64  # rows of one batched decode step at most
 FEWER = "fewer --slots, a smaller --max-ctx or --draft none"
 
 
 @frozen
 class FoundDraft:
-    """A draft that was asked for, checked against its target. name: as `--draft` has it. weights: how many it has."""
+    """A draft that was requested, checked against its target.
+
+    name: the value of `--draft`. weights: how many it has.
+    """
 
     name: str
     shape: DraftShape
     weights: int
-    digest: str  # of these
+    digest: str  # of the weights
     products: Callable[..., Products]
     build: Callable[..., CachedDraft[Any]]
     projection: Callable[[Kernels, torch.device, torch.dtype], Projection]
@@ -73,8 +77,9 @@ class FoundDraft:
 
 
 def find_draft(options: Options, target: Checkpoint) -> FoundDraft | None:
-    """Return the draft that was asked for, or that comes with a demo. Raises UserError if it cannot draft for this
-    target.
+    """Return the draft that was requested, or that comes with a demo.
+
+    Raises UserError if it cannot draft for this target.
     """
     found = open_draft(choose_draft_name(options.speculation.draft, options.model.model), target)
     if found is None and options.speculation.ddtree:
@@ -150,10 +155,10 @@ def build_draft_kernels(
     kept: CalibrationCache,
     fast: bool,
 ) -> Kernels:
-    """Of the kind of the target's, `kernels`. What the draft multiplies beyond its target's products is proven beside
-    them, so another draft changes no answer.
+    """Return kernels for a draft on the target's device. kernels: those of the target.
 
-    A draft whose products cannot be proven drafts all the same, but what it proposes after a restore may differ.
+    The products that only the draft has are proven in addition to the target's, so another draft changes no answer. A
+    draft whose products cannot be proven is used all the same, but its proposals after a restore may differ.
     """
     plan = numerics.plan
     if plan is None:
@@ -175,7 +180,7 @@ def plan_draft_placement(speculation: SpeculationOptions, target: torch.device, 
 
 
 class TargetRoom(Protocol):
-    """The room of a target that its draft has as well, named as in `Shard`."""
+    """The sizes of a target that its draft shares, named as in `Shard`."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -199,8 +204,9 @@ def build_own_kernels(
     kept: CalibrationCache,
     fast: bool,
 ) -> Kernels:
-    """Return kernels for a device that has no layers of the target. All products of the draft are proven there, the
-    head too.
+    """Return kernels for a device that has no layers of the target.
+
+    All products of the draft, the head's included, are proven there.
     """
     with current(device):
         kernels = build_kernels(device, shard.dtype)
@@ -225,11 +231,12 @@ def place_draft(
     numerics: Numerics,
     kept: CalibrationCache,
 ) -> DraftModel:
-    """Where it was asked for. kernels: of the target's last layers. peer: of a process that has the draft. Raises
-    UserError.
+    """Load the draft on the device that was requested. Raises UserError.
+
+    kernels: those of the target's last layers. peer: the process that has the draft, if another one has it.
     """
     if peer is not None:
-        beside = build_draft_kernels(
+        own_kernels = build_draft_kernels(
             found,
             checkpoint.config,
             shard,
@@ -238,7 +245,7 @@ def place_draft(
             kept=kept,
             fast=options.runtime.numerics == "fast",
         )
-        return load_remote_draft(found, options, checkpoint, shard, peer, kernels=beside)
+        return load_remote_draft(found, options, checkpoint, shard, peer, kernels=own_kernels)
     device = choose_draft_device(options.speculation, shard.device)
     fast = options.runtime.numerics == "fast"
     config = checkpoint.config
@@ -263,7 +270,7 @@ def load_remote_draft(
     *,
     kernels: Kernels,
 ) -> RemoteDraft:
-    """kernels: of what is projected beside the target."""
+    """Load the draft in another process. kernels: compute the projection in the target's process. Raises UserError."""
     asked = loading_draft(
         *(checkpoint.config, found.shape, shard.dtype),
         slots=shard.slots,
@@ -292,7 +299,10 @@ def build_draft(
     *,
     head: TargetHead | None = None,
 ) -> CachedDraft[Any]:
-    """head: of the target beside it, which it shares; None: it has copies."""
+    """Build a draft in this process.
+
+    head: the target's head on the same device, which the draft shares; None: it gets copies.
+    """
 
     def copies() -> TargetHead:
         return CopiedEnds(checkpoint.config, checkpoint, kernels, room.dtype, device).head
@@ -310,8 +320,10 @@ def is_short_of_memory(device: torch.device, coming: int = 0) -> bool:
 
 
 def count_most_proposals(draft: DraftModel | None, shard: Pipeline) -> int:
-    """Of one decode step, at most. Where the model has positional state, what can be taken back is one block of it: the
-    token that is fed, and the proposals after it.
+    """Return the most proposals of one decode step.
+
+    If the model has recurrent state, only one block can be rolled back: the token that is fed, and the proposals after
+    it.
     """
     wanted = 0 if draft is None else draft.block - 1
     most = min(wanted, shard.state_block - 1) if shard.state_specs else wanted

@@ -1,4 +1,4 @@
-"""The prompt scorer (`--prefill-drafter`) of prompt compression: found, checked against its target, and loaded."""
+"""Finds the prompt scorer (`--prefill-drafter`) of prompt compression, checks it against its target, and loads it."""
 
 from __future__ import annotations
 
@@ -41,20 +41,21 @@ from states.settings import Settings
 
 log = logging.getLogger("rekindle")
 
-SCORER_LANE = LaneId(1)  # of a drafter on a device of its own
-CUDA_CHUNK = 4096  # rows at once on a GPU: so narrow a model is done with fewer before the host has asked for more
+SCORER_LANE = LaneId(1)  # the lane of a scorer on a device of its own
+# Rows at once on a GPU. So narrow a model computes fewer rows faster than the host can launch the next ones.
+CUDA_CHUNK = 4096
 
 
 @frozen
 class FoundScorer:
-    """A drafter that was asked for, checked against its target. name: as `--prefill-drafter` has it."""
+    """A prompt scorer that was requested, checked against its target. name: the value of `--prefill-drafter`."""
 
     name: str
     checkpoint: Checkpoint
-    device: torch.device  # of this process
+    device: torch.device  # in this process
     limit: int
     tokenizer: Tokenizer
-    peer: Peer | None = None  # of the process that it is in, where that is another one
+    peer: Peer | None = None  # the process that has the scorer, if another one has it
 
     @property
     def place(self) -> str:
@@ -63,13 +64,13 @@ class FoundScorer:
 
 @define(eq=False)
 class PromptScorer:
-    """What the engine knows of it. beside: what works on its lane, if it has one of its own."""
+    """A prompt scorer that serves. own_lane: runs it on a lane of its own, if it has one."""
 
     found: FoundScorer
     compressor: Compressor
     lane: DeviceLane
     own_lane: PromptScorerLane | None = None
-    identity: str = ""  # of the model and the numerics that it scores with
+    identity: str = ""  # of the model and its numerics
 
     @property
     def threads(self) -> tuple[WatchedThread, ...]:
@@ -80,7 +81,7 @@ class PromptScorer:
         return {"weights": device, "host": host, "buffers": self.compressor.buffers}
 
     def abandon(self, request: RequestId) -> None:
-        """Drop what was scored for a request, after what is in flight."""
+        """Drop the scores of a request, after the work that is in flight."""
         if self.own_lane is not None:
             self.own_lane.abandon(request)
         elif not self.lane.closed:
@@ -94,15 +95,16 @@ class PromptScorer:
 
 
 def find_scorer_folder(options: Options) -> Path:
-    """Or its GGUF file."""
+    """Return the folder or the GGUF file of the prompt scorer."""
     return demo.FOLDERS.get(options.scorer_name) or Path(options.scorer_name)
 
 
 def find_scorer(
     options: Options, folder: Path, target: torch.device, context: int, *, peer: Peer | None = None
 ) -> FoundScorer | None:
-    """folder: of the target. peer: of a drafter in another process. Raises UserError for one that cannot score its
-    prompts.
+    """Return the prompt scorer that was requested, if any. Raises UserError if it cannot score the target's prompts.
+
+    folder: that of the target. peer: the process that has the scorer, if another one has it.
     """
     name = options.scorer_name
     if not name:
@@ -147,9 +149,9 @@ def add_scorer(
     settings: Settings,
     kept: CalibrationCache,
 ) -> tuple[PromptScorer | None, Settings]:
-    """At work, and what that means for decisions. Its weights are read when they are needed, unless they are to stay.
+    """Make the prompt scorer ready. Return it, and the settings with it.
 
-    lane: the target's.
+    Its weights are read at first use, unless they are to stay loaded. lane: the target's.
     """
     if found is None:
         return None, settings
@@ -157,15 +159,15 @@ def add_scorer(
     settings = load_if_kept(compressor, settings)
     if found.peer is None and shares_device(lane, found.device):
         return PromptScorer(found, compressor, lane, identity=named), evolve(settings, drafter=found.limit)
-    beside = PromptScorerLane(compressor, DeviceLane(found.device))
+    own_lane = PromptScorerLane(compressor, DeviceLane(found.device))
     settings = evolve(settings, drafter=found.limit, drafter_lane=SCORER_LANE)
-    return PromptScorer(found, compressor, beside.lane, beside, named), settings
+    return PromptScorer(found, compressor, own_lane.lane, own_lane, named), settings
 
 
 def cannot_stay(found: FoundScorer) -> bool:
     """Return whether its device is short of memory once its weights are there. The target and the draft are loaded.
 
-    A device of another process says only how much is free, so there the weights have to fit into that.
+    A device of another process reports only its free memory, so there the weights have to fit into that.
     """
     config = found.checkpoint.config
     dtype = resolve_dtype("auto", found.checkpoint)
@@ -177,10 +179,10 @@ def cannot_stay(found: FoundScorer) -> bool:
 
 
 def load_if_kept(compressor: Compressor, settings: Settings) -> Settings:
-    """Read the weights where they are to stay between requests.
+    """Read the weights if they are to stay between requests.
 
-    Where there is no room for them after all, `auto` releases them after each use. `persistent` was asked for, so it
-    raises torch.OutOfMemoryError.
+    If there is no room for them after all, `auto` releases them after each use. `persistent` was requested explicitly,
+    so it raises torch.OutOfMemoryError.
     """
     if settings.residency.drafter != "keep":
         return settings
@@ -195,12 +197,12 @@ def load_if_kept(compressor: Compressor, settings: Settings) -> Settings:
 
 
 def shares_device(lane: DeviceLane, device: torch.device) -> bool:
-    """Is it one of the lane's, so that they would wait for each other?"""
+    """Return whether the lane uses this device, so that work on it would wait for the lane."""
     return device in lane.devices or device.type == lane.device.type == "cpu"
 
 
 def build_compressor(found: FoundScorer, options: Options, kept: CalibrationCache) -> tuple[Compressor, str]:
-    """And its identity. Raises UserError."""
+    """Return the compressor of a scorer, and the identity of its model and numerics. Raises UserError."""
     dtype = resolve_dtype("auto", found.checkpoint)
     checkpoint = found.checkpoint.rounded(dtype)
     config = found.checkpoint.config
@@ -227,7 +229,7 @@ def count_scored_rows(runtime: RuntimeOptions, place: Placement) -> int:
 def prove_remote_scorer(
     found: FoundScorer, peer: Peer, options: Options, dtype: torch.dtype
 ) -> tuple[RemoteScorer, Numerics]:
-    """In the process of `peer`, which says itself what holds there."""
+    """Return the scorer in another process, with the numerics that this process has proven. Raises UserError."""
     config = found.checkpoint.config
     place = Placement(range(config.num_layers), found.device, peer)
     kept_in: Any = dtype_name(dtype)
@@ -241,7 +243,7 @@ def prove_remote_scorer(
 
 
 def describe_compression(options: Options, settings: Settings, drafter: PromptScorer | None) -> Mapping[str, Any]:
-    """`/props.pflash`."""
+    """Return what `/props` shows as `pflash`."""
     return {
         "mode": options.compression.prefill_compression,
         "threshold": options.compression.prefill_threshold,

@@ -1,4 +1,4 @@
-"""Shards of a target's layers, each on its device, and where their weights come from."""
+"""Builds the shards of a target's layers, each on its device, and finds the sources of their weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from engine.loading.device_survey import Placement, free_memory
 
 @frozen(eq=False)
 class ShardRoom:
-    """What every shard of a target has room for.
+    """The sizes that all shards of a target share.
 
     capacity: rows of a slot, in tokens. buckets: row counts of its forwards, ascending. rows: the dtype of cached keys
     and values. fast: numerics are `fast`. state_places: checkpoints of recurrent state. aux_layers: layers whose hidden
@@ -62,7 +62,7 @@ def build_shards(
     kernels, sources: of each shard, as `prove` and `stage_weights` return them. Shards in other processes have no pages
     and keep nothing in host memory.
     """
-    shared: dict[str, Any] = {  # what shards here and in other processes are told alike
+    shared: dict[str, Any] = {  # the arguments that are the same for shards here and in other processes
         "slots": room.slots,
         "capacity": room.capacity,
         "buckets": room.buckets,
@@ -107,7 +107,7 @@ def stage_weights(
     change how much memory the rest has. memory: what weights are copied through. dtype: the one that they will have.
     """
     own = {number: one for number, one in enumerate(plan) if one.is_local and one.device.type == "cuda"}
-    taken = list[Buffer]()  # theirs while they are known
+    taken = list[Buffer]()  # the buffers of the uploads
 
     def buffer() -> Tensor:
         one = memory.allocate(PIECE_BYTES)
@@ -124,7 +124,8 @@ def stage_weights(
     finally:
         for one in uploads.values():
             one.close()
-        taken.clear()  # whoever still knows where weights came from shall not hold the pool's memory
+        # Sources may be kept longer than this block, and must not hold the pool's memory.
+        taken.clear()
 
 
 def upload_weights(

@@ -1,4 +1,15 @@
-"""From options to a loaded target: the only place that constructs the model side."""
+"""Loads a target from options. No other module constructs the parts of a model.
+
+Theory of operation. A start must not read gigabytes before it knows that it can serve, and a restart must not serve
+other bits than before. So the load has stages, and each gets typed results of those before:
+* Connect the processes that have parts of the model (`RemotePeers`), and plan where the layers go.
+* Estimate the slots and the context that fit (`Fit`), and prove their numerics (`ProvenPlan`). Now the identity is known.
+* Build the shards and read their weights, then the draft.
+* Warm up, and measure rates for the scheduler (`Settings`).
+* Add the prompt scorer and the store, and build the executor, which is complete from then on.
+
+Begin with `load_on_lane`. All stages run on the lane, because only that thread may use the device.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +82,7 @@ log = logging.getLogger("rekindle")
 
 @define
 class Target:
-    """A model that is ready to be asked, and what the engine and the edge need to know of it."""
+    """A model that is ready to serve, with the facts that the engine and the HTTP server need."""
 
     folder: Path
     checkpoint: Checkpoint
@@ -83,14 +94,14 @@ class Target:
     identity: str
     model_id: str
     mode: str  # exact or fast
-    freezes: bool  # messages that have aged, where a drafter is
-    scope: Scope  # of requests that do not say
+    freezes: bool  # for messages that have aged, if there is a prompt scorer
+    scope: Scope  # of requests that do not name one
     kept: CalibrationCache
     draft: DraftModel | None = None
     scorer: PromptScorer | None = None
     offloaded: HostExperts | None = None
     pflash: Mapping[str, Any] = {}
-    transfer: Transfer | None = None  # None: neither host memory nor disk keep anything
+    transfer: Transfer | None = None  # None: neither host memory nor disk keeps rows
 
     @property
     def numerics_facts(self) -> Mapping[str, Any]:
@@ -98,7 +109,7 @@ class Target:
 
     @property
     def weights(self) -> int:
-        """Bytes, but for experts that are in host memory."""
+        """The bytes of weights, without experts in host memory."""
         held = self.shard.memory()
         return held["weights"] + held["host"]
 
@@ -122,7 +133,8 @@ class Target:
         return {
             "model": {"id": self.model_id, "identity": self.identity, "device": devices, **self.model_info},
             "pflash": self.pflash,
-            "settings": asdict(self.settings, filter=exclude("rates")),  # those change: `rates_ns`
+            # Rates change and are shown as `rates_ns`.
+            "settings": asdict(self.settings, filter=exclude("rates")),
         }
 
     @property
@@ -137,12 +149,12 @@ class Target:
 
     @property
     def peers(self) -> tuple[Peer, ...]:
-        """The other processes that have its shards."""
+        """The other processes that have shards of this target."""
         return tuple(part.peer for part in self.shard.parts if isinstance(part, RemoteShard))
 
     @property
     def outages(self) -> Mapping[str, str]:
-        """Why shards are gone, by name. Without them no request can be answered."""
+        """The reasons why shards are gone, by name. While one is gone, no request can be answered."""
         return {f"shard {peer.dial.name}": peer.gone for peer in self.peers if peer.gone}
 
     def collect_live_figures(self) -> Mapping[str, Any]:
@@ -161,7 +173,10 @@ class Target:
         }
 
     def memory(self, blocks: int) -> Mapping[str, Any]:
-        """The ledger, in bytes: where each model's weights are, the slots' rows and buffers, the cache's blocks."""
+        """Return bytes by use: each model's weights, the slots' rows, buffers, and the cache's blocks.
+
+        `/props` shows them.
+        """
         target = self.shard.memory()
         host = target["host"] + (0 if self.offloaded is None else self.offloaded.host_bytes)
         draft = {} if self.draft is None else self.draft.memory()
@@ -186,11 +201,12 @@ class Target:
         return f"numerics={self.mode} ({self.numerics.mode}, buckets {buckets[0]}..{buckets[-1]})"
 
     async def close(self) -> None:
-        """Close the copies beside the lane first, then the lane, then the files that it handed over."""
+        """Close the threads that copy rows first, then the lane, then the files of the store."""
         if self.transfer is not None:
             await anyio.to_thread.run_sync(self.transfer.saver.close)
         await anyio.to_thread.run_sync(self.executor.close)
-        if isinstance(self.draft, RemoteDraft):  # whose process would wait for more
+        # Its process would wait for more work.
+        if isinstance(self.draft, RemoteDraft):
             await anyio.to_thread.run_sync(self.draft.close)
         if self.scorer is not None:
             await anyio.to_thread.run_sync(self.scorer.close)
@@ -199,7 +215,7 @@ class Target:
 
 
 class IdentityMismatch(Exception):
-    """The model has another identity, which is the argument, than the one that is wanted."""
+    """The model's identity, which is the argument, is not the one that is wanted."""
 
 
 def load_on_lane(

@@ -1,6 +1,6 @@
-"""How much memory of each device a model will take, before any of it is loaded, and how much each device has.
+"""Estimates how much memory of each device a model will take, before it is loaded, and how much each device has.
 
-The estimates count what the memory ledger will show after the load.
+The estimates count what `Target.memory` will show after the load.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ from engine.settings.user_error import UserError
 
 log = logging.getLogger("rekindle")
 EMBEDDING = "model.embed_tokens.weight"
-SPARE = 1 << 30  # bytes of a GPU at least, and a tenth of it: its context, graphs, what kernels need for a moment
+# The bytes of a GPU that stay free at least; a tenth of its memory if that is more. Its context, graphs and short-lived
+# buffers of kernels need them.
+SPARE = 1 << 30
 
 
 def choose_fit(
@@ -150,7 +152,8 @@ def estimate_needs(
             )
             own = draft.shape.kv_bytes_per_token(dtype)
             row += own
-            if not drafted.is_local or plan[-1] not in places:  # with copies of the embedding and of the head
+            # Such a draft has copies of the embedding and of the head.
+            if not drafted.is_local or plan[-1] not in places:
                 fixed += 2 * config.vocab_size * config.hidden_size * dtype.itemsize
         state = sum(held for held, _ in states)
         name = str(device)
@@ -216,8 +219,8 @@ def build_host_experts(
 
 
 def measure_available(device: torch.device) -> int:
-    """Return the bytes that a model may take: of a GPU what is free now less a reserve, of a host three quarters of
-    all.
+    """Return the bytes that a model may take: the free bytes of a GPU less a reserve, or three quarters of a host's
+    memory.
     """
     if device.type != "cuda":
         return host_memory() * 3 // 4
@@ -232,7 +235,7 @@ def measure_allowed(device: torch.device) -> int:
 
 
 def measure_remote_free(place: Placement) -> int:
-    """Return the free bytes of a device in another process, as it said when it started."""
+    """Return the free bytes of a device in another process, as that process reported when it started."""
     free = 0 if place.peer is None or place.peer.facts is None else place.peer.facts.free
     return free * 3 // 4 if place.compute_device.type == "cpu" else max(0, free - SPARE)
 
@@ -255,7 +258,7 @@ def estimate_weights(
 ) -> int:
     """Return the bytes of weights as a device keeps them.
 
-    On a CPU a head is packed, so it exists beside the embedding that it is tied to. The same holds on CUDA if the file
+    On a CPU a head is packed, so it exists in addition to the embedding that it is tied to. The same holds on CUDA if the file
     packs it. proven: as in `estimate_needs`.
     """
     shapes = dict(config.tensors(layers))

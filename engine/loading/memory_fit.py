@@ -1,4 +1,4 @@
-"""How many slots of which length fit into memory, from estimates, before anything is loaded."""
+"""Computes how many slots of which length fit into memory, from estimates, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ from attrs import evolve, frozen
 
 from effects.ids import PAGE
 
-SLOT_COUNTS = (4, 2, 1)  # by default: as many as leave each long enough
-MANY_SLOT_COUNTS = (16, 8)  # where these take little of what is there, though each is as long as the model can
-LITTLE = 4  # part of it: a quarter, since what slots keep stays in memory that others may want
-POOLED_SLOT_COUNTS = (
-    16,
-    8,
-    4,
-    2,
-    1,
-)  # the same, where slots share pages: they cost what their sequences take, and no more
-LONG_CONTEXT = 32768  # tokens: an agent's session; to have more of them is worth more than longer ones
+# The default numbers of slots. The first one that leaves each slot long enough is chosen.
+SLOT_COUNTS = (4, 2, 1)
+# Larger numbers, for slots as long as the model allows that take little of the memory.
+MANY_SLOT_COUNTS = (16, 8)
+# Slots take little if they take at most a quarter of it, since memory that slots keep is lost to other programs.
+LITTLE = 4
+# The same if slots share pages. Then slots cost only what their sequences take.
+POOLED_SLOT_COUNTS = (16, 8, 4, 2, 1)
+# Tokens of an agent's session. More slots of this length are worth more than longer ones.
+LONG_CONTEXT = 32768
 LEAST = 1024
 
 
 @frozen
 class DeviceNeed:
-    """What a device has and what is asked of it, in bytes.
+    """The memory that a device has, and the memory that is needed of it, in bytes.
 
-    available: what it has. fixed: weights, buffers and checkpoints. row: of one token in each slot. own: the part of
-    `row` that every slot has for itself even if slots share pages. state: of each slot. once: of one token of the
-    longest sequence, for all slots together.
+    available: what it has.
+    fixed: weights, buffers and checkpoints.
+    row: one token in each slot. own: the part of `row` that every slot has for itself even if slots share pages.
+    state: each slot.
+    once: one token of the longest sequence, for all slots together.
     """
 
     name: str
@@ -46,15 +47,16 @@ class DeviceNeed:
         return self.fixed + self.once * fit.context + fit.slots * self.state + own + pages
 
     def spares_memory(self, fit: Fit) -> bool:
-        """Return whether the slots take at most a quarter of what is left beside `fixed`."""
+        """Return whether the slots take at most a quarter of the memory that `fixed` leaves."""
         return self.compute_taken(fit) - self.fixed <= (self.available - self.fixed) // LITTLE
 
 
 @frozen
 class Fit:
-    """So many slots of so many tokens. fits: whether there is memory for them, as far as can be known before the load.
+    """A number of slots and their length in tokens.
 
-    pages: pages of PAGE rows that the slots share; 0: each slot has room for the whole context.
+    fits: whether there is memory for them, as far as can be known before the load. pages: pages of PAGE rows that the
+    slots share; 0: each slot has room for the whole context.
     """
 
     slots: int
@@ -108,7 +110,8 @@ def fit_page_pool(needs: Sequence[DeviceNeed], limit: int, slots: int = 0, conte
         return best[0]
     least = Fit(slots or SLOT_COUNTS[-1], context or min(limit, LEAST), fits=False)
     found = count_pages(needs, slots or POOLED_SLOT_COUNTS[0], least.context, memory) if memory else 0
-    if found:  # what was asked for decides how long sequences are
+    # The pool that was requested limits how long sequences can be.
+    if found:
         return Fit(slots or POOLED_SLOT_COUNTS[0], min(least.context, found * PAGE), pages=found)
     return evolve(least, pages=-(-least.context // PAGE))
 
@@ -128,7 +131,8 @@ def count_pages(needs: Sequence[DeviceNeed], slots: int, context: int, memory: i
         need.available - need.compute_taken(Fit(slots, context, pages=1)) + page
         for need, page in zip(needs, each, strict=True)
     ]
-    paged = [one // page for one, page in zip(left, each, strict=True) if page]  # a host with weights alone has no rows
+    # A host that has only weights has no rows.
+    paged = [one // page for one, page in zip(left, each, strict=True) if page]
     most = memory // sum(each) if memory else min(paged)
     return max(0, min(most, slots * -(-context // PAGE)))
 

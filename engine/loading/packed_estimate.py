@@ -1,4 +1,4 @@
-"""How much memory weights take that stay packed in products, on a CPU and on a GPU."""
+"""Estimates the memory of weights that stay packed in products, on a CPU and on a GPU."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ from engine.settings.paths import choose_draft_name, find_user_folder
 from engine.settings.user_error import UserError
 
 log = logging.getLogger("rekindle.shard")
-WAITING = 128  # connections that are not accepted yet; they are accepted at once
+WAITING = 128  # connections that wait to be accepted; they are accepted at once
 
 
 @define(eq=False)
@@ -68,7 +68,7 @@ class ServedModel:
 
     @classmethod
     def open(cls, model: str, device: str, draft: str = "none") -> ServedModel:
-        """draft: as `--draft` has it. Raises UserError."""
+        """Open a model. draft: as for `--draft`. Raises UserError."""
         try:
             checkpoint = Checkpoint.open(find_checkpoint(model))
         except CheckpointError as error:
@@ -89,8 +89,10 @@ class ServedModel:
         )
 
     def prove(self, asked: Prove) -> Offer:
-        """What the server has found, if it is on the same machine, with the same libraries and threads; or else what
-        holds here.
+        """Return proven numerics.
+
+        Those that the server has found are taken over if it is on the same machine, with the same libraries and
+        threads. Otherwise they are proven here.
         """
         dtype = torch_dtype(asked.dtype)
         rows = torch_dtype(asked.rows)
@@ -188,7 +190,7 @@ def run_launched(model: str, device: str, draft: str, descriptors: tuple[int, ..
 
 
 def exit_with_connection(connection: socket.socket) -> None:
-    """Exit when the server is gone: whatever is being computed is of no use then."""
+    """Exit when the server is gone, even while something is being computed."""
     watched = select.poll()
     watched.register(connection, getattr(select, "POLLRDHUP", 0) | select.POLLHUP)
     watched.poll()
@@ -248,7 +250,8 @@ def serve_connection(
     except ConnectionBroken as error:
         log.info("the connection to the server ended: %s", error)
         return False
-    except UserError as error:  # the first server that connects is told
+    # The first server that connects gets the error.
+    except UserError as error:
         with suppress(ConnectionBroken):
             head = channel.receive(HELLO_S).head
             refuse(channel, head.op, head.request, str(error), HELLO_S)
