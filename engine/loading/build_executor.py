@@ -15,7 +15,7 @@ from effects.all import Outcome
 from effects.ids import ModelName, RequestId
 from effects.pflash import CompressPrompt
 from effects.residency import LoadModel, UnloadModel
-from engine.loading.load_scorer import PromptScorer
+from engine.loading.load_scorer import LoadedScorer
 from states.settings import Settings
 
 
@@ -24,7 +24,7 @@ def build_executor(
     settings: Settings,
     *,
     drafting: DraftProposer[Any] | None,
-    scorer: PromptScorer | None,
+    scorer: LoadedScorer | None,
     transfer: Transfer | None,
 ) -> DeviceExecutor:
     """Return the executor that serves. parts: what is known before the scoring model and the store are there.
@@ -40,7 +40,7 @@ def build_executor(
     return DeviceExecutor(whole)
 
 
-def model_handlers(drafting: DraftProposer[Any] | None, scorer: PromptScorer | None) -> dict[type, Handler]:
+def model_handlers(drafting: DraftProposer[Any] | None, scorer: LoadedScorer | None) -> dict[type, Handler]:
     """Return the handlers of effects on other models than the target, as far as these use the target's lane."""
     # For each model, the handler that loads it and the one that unloads it.
     movers: dict[ModelName, tuple[Handler, Handler]] = {}

@@ -63,7 +63,7 @@ class FoundScorer:
 
 
 @define(eq=False)
-class PromptScorer:
+class LoadedScorer:
     """A prompt scorer that serves. own_lane: runs it on a lane of its own, if it has one."""
 
     found: FoundScorer
@@ -148,7 +148,7 @@ def add_scorer(
     *,
     settings: Settings,
     kept: CalibrationCache,
-) -> tuple[PromptScorer | None, Settings]:
+) -> tuple[LoadedScorer | None, Settings]:
     """Make the prompt scorer ready. Return it, and the settings with it.
 
     Its weights are read at first use, unless they are to stay loaded. lane: the target's.
@@ -158,10 +158,10 @@ def add_scorer(
     compressor, named = build_compressor(found, options, kept)
     settings = load_if_kept(compressor, settings)
     if found.peer is None and shares_device(lane, found.device):
-        return PromptScorer(found, compressor, lane, identity=named), evolve(settings, drafter=found.limit)
+        return LoadedScorer(found, compressor, lane, identity=named), evolve(settings, drafter=found.limit)
     own_lane = PromptScorerLane(compressor, DeviceLane(found.device))
     settings = evolve(settings, drafter=found.limit, drafter_lane=SCORER_LANE)
-    return PromptScorer(found, compressor, own_lane.lane, own_lane, named), settings
+    return LoadedScorer(found, compressor, own_lane.lane, own_lane, named), settings
 
 
 def cannot_stay(found: FoundScorer) -> bool:
@@ -242,7 +242,7 @@ def prove_remote_scorer(
         raise UserError(f"--prefill-drafter-device {found.place}: {error}") from error
 
 
-def describe_compression(options: Options, settings: Settings, drafter: PromptScorer | None) -> Mapping[str, Any]:
+def describe_compression(options: Options, settings: Settings, drafter: LoadedScorer | None) -> Mapping[str, Any]:
     """Return what `/props` shows as `pflash`."""
     return {
         "mode": options.compression.prefill_compression,

@@ -3,7 +3,7 @@
 Theory of operation. A start must not read gigabytes before it knows that it can serve, and a restart must not serve
 other bits than before. So the load has stages, and each gets typed results of those before:
 * Connect the processes that have parts of the model (`RemotePeers`), and plan where the layers go.
-* Estimate the slots and the context that fit (`Fit`), and prove their numerics (`ProvenPlan`). Now the identity is known.
+* Estimate slots and context that fit (`Fit`), and prove their numerics (`ProvenPlan`). Now the identity is known.
 * Build the shards and read their weights, then the draft.
 * Warm up, and measure rates for the scheduler (`Settings`).
 * Add the prompt scorer and the store, and build the executor, which is complete from then on.
@@ -53,7 +53,7 @@ from engine.loading.load_draft import (
     check_provable,
     find_draft,
 )
-from engine.loading.load_scorer import PromptScorer, add_scorer, describe_compression, find_scorer
+from engine.loading.load_scorer import LoadedScorer, add_scorer, describe_compression, find_scorer
 from engine.loading.load_shards import ShardRoom, build_shards, stage_weights
 from engine.loading.memory_estimate import build_host_experts, hosts_embedding
 from engine.loading.open_store import build_layout, open_transfer, transfer_memory, with_store
@@ -98,7 +98,7 @@ class Target:
     scope: Scope  # of requests that do not name one
     kept: CalibrationCache
     draft: DraftModel | None = None
-    scorer: PromptScorer | None = None
+    scorer: LoadedScorer | None = None
     offloaded: HostExperts | None = None
     pflash: Mapping[str, Any] = {}
     transfer: Transfer | None = None  # None: neither host memory nor disk keeps rows
@@ -157,7 +157,7 @@ class Target:
         """The reasons why shards are gone, by name. While one is gone, no request can be answered."""
         return {f"shard {peer.dial.name}": peer.gone for peer in self.peers if peer.gone}
 
-    def collect_live_figures(self) -> Mapping[str, Any]:
+    def collect_live(self) -> Mapping[str, Any]:
         return {**self._collect_figures(), "outages": self.outages}
 
     def _collect_figures(self) -> Mapping[str, Any]:

@@ -258,8 +258,8 @@ def estimate_weights(
 ) -> int:
     """Return the bytes of weights as a device keeps them.
 
-    On a CPU a head is packed, so it exists in addition to the embedding that it is tied to. The same holds on CUDA if the file
-    packs it. proven: as in `estimate_needs`.
+    On a CPU a head is packed, so a tied head takes memory in addition to the embedding. The same holds on CUDA if the
+    file packs it. proven: as in `estimate_needs`.
     """
     shapes = dict(config.tensors(layers))
     table = math.prod(shapes.pop(EMBEDDING, (0,)))

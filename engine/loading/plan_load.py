@@ -62,7 +62,7 @@ class LoadPlan:
 
 @frozen(eq=False)
 class ProvenPlan:
-    """The facts that are known before weights are read: the room, the numerics, the kernels of each shard, and the identity."""
+    """The facts that are known before weights are read: room, numerics, the kernels of each shard, the identity."""
 
     fit: Fit
     numerics: Numerics

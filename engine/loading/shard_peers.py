@@ -25,7 +25,7 @@ from adapters.remote.protocol.lent_memory import Lender
 from adapters.remote.protocol.peer_expectation import DRAFT_DEADLINES, ExpectedModel
 from effects.ports import RowsLost
 from engine.loading.load_draft import FoundDraft
-from engine.loading.load_scorer import PromptScorer, find_scorer_folder
+from engine.loading.load_scorer import LoadedScorer, find_scorer_folder
 from engine.settings.options import Options, evolve_options
 from engine.settings.paths import choose_draft_name
 from engine.settings.placement import DeviceLocation
@@ -158,7 +158,7 @@ def describe_draft(draft: DraftModel) -> Mapping[str, Any]:
     return describe_model(draft.place, draft.memory(), draft.peer if isinstance(draft, RemoteDraft) else None)
 
 
-def describe_scorer(scorer: PromptScorer) -> Mapping[str, Any]:
+def describe_scorer(scorer: LoadedScorer) -> Mapping[str, Any]:
     """Return what /props shows of a prompt scorer."""
     return describe_model(scorer.found.place, scorer.memory(), scorer.found.peer)
 
@@ -179,7 +179,7 @@ def find_process(peer: Peer | None) -> int:
 
 
 def collect_remote_figures(
-    parts: Sequence[Shard], draft: DraftModel | None, scorer: PromptScorer | None
+    parts: Sequence[Shard], draft: DraftModel | None, scorer: LoadedScorer | None
 ) -> Mapping[str, Mapping[str, float]]:
     """Return what forwards in other processes have cost, by the layers of a shard, or `draft`, or `drafter`."""
     remote = {

@@ -194,9 +194,7 @@ async def serve_model(
             transfer=target.transfer,
             status=StatusSources(
                 facts=target.facts,
-                live=target.collect_live_figures
-                if frozen is None
-                else partial(collect_live_properties, target, frozen),
+                live=target.collect_live if frozen is None else partial(collect_live_properties, target, frozen),
                 threads=(*target.threads, watch.thread),
             ),
             compression=CompressionParts(target.scorer, (lambda *_: None) if frozen is None else frozen.store),
@@ -241,7 +239,7 @@ def with_grammars(target: Target, match: Match) -> Target:
 
 def collect_live_properties(target: Target, frozen: FrozenMessages) -> Mapping[str, Any]:
     """Return what /props shows now, with the messages that were frozen."""
-    live = target.collect_live_figures()
+    live = target.collect_live()
     return {**live, "damaged": {**live["damaged"], FROZEN: frozen.damaged_count}, "frozen": frozen.count_figures()}
 
 

@@ -32,7 +32,7 @@ from engine.core.request_meter import RequestMeter
 from engine.core.status import kv_pages
 from engine.core.submission import Submissions
 from engine.core.trace import Recorder
-from engine.loading.load_scorer import PromptScorer
+from engine.loading.load_scorer import LoadedScorer
 from states import invariants
 from states.events import ExpertsUsed, ForEngine, ForModel, Happened, SlotsLost
 from states.settings import Settings
@@ -67,7 +67,7 @@ class StatusSources:
 class CompressionParts:
     """What prompts are compressed with: the model that scores them, and what keeps the text of frozen messages."""
 
-    scorer: PromptScorer | None
+    scorer: LoadedScorer | None
     freeze: Callable[[RequestId, KeepFrozen], object] = lambda *_: None
 
 
@@ -184,7 +184,7 @@ def make_device_event(event: DeviceEvent) -> Happened:
 
 
 def list_lane_submitters(
-    settings: Settings, executor: DeviceExecutor, drafter: PromptScorer | None
+    settings: Settings, executor: DeviceExecutor, drafter: LoadedScorer | None
 ) -> dict[LaneId, SubmitLaunch]:
     """Return what carries out the launches of each lane."""
     beside = None if drafter is None else drafter.own_lane
@@ -204,7 +204,7 @@ def list_store_performers(transfer: Transfer | None) -> dict[type, PerformEffect
 
 
 def list_abandon_handlers(
-    executor: DeviceExecutor, drafter: PromptScorer | None, transfer: Transfer | None
+    executor: DeviceExecutor, drafter: LoadedScorer | None, transfer: Transfer | None
 ) -> tuple[Callable[[RequestId, Abandon], None], ...]:
     """Return who is told that a request is abandoned."""
     others = [one for one in (drafter, None if transfer is None else transfer.restorer) if one is not None]
