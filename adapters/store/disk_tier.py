@@ -213,7 +213,7 @@ class DiskTier:
 
     @property
     def has_unindexed_files(self) -> bool:
-        """Are there files that the journal did not name and that have not been read yet?"""
+        """True if there are files that the journal does not name and that have not been read yet."""
         return bool(self._unindexed_names)
 
     # --- the writer's thread ---

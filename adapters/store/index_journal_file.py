@@ -1,4 +1,4 @@
-"""The journal in its folder: read at the start, appended to as runs come and go, written anew when it has grown."""
+"""Keeps the journal in its folder: read at the start, appended to as runs come and go, rewritten when it has grown."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ SLACK = 4096  # records beyond what its entries need, before it is written anew
 
 @define(eq=False)
 class JournalFile:
-    """All but `touch` on the writer's thread. What cannot be written is made up for at the next start.
+    """The journal's file. All methods except `touch` are called on the writer's thread.
 
-    stale: it has to be written anew.
+    A record that cannot be written is recovered at the next start. stale: the file has to be rewritten.
     """
 
     index: BlockIndex
@@ -29,7 +29,7 @@ class JournalFile:
     _touched: dict[int, Entry] = field(factory=dict[int, Entry])
 
     def touch(self, entry: Entry) -> None:
-        """It was found, which the next records say too. With the lock."""
+        """Note a hit, which the next write records. Called with the store's lock."""
         self._touched[entry.handle] = entry
 
     def read(self, listing: dict[str, int]) -> index_journal.JournalContents:
@@ -50,7 +50,7 @@ class JournalFile:
         return kept
 
     def append(self, *records: bytes) -> None:
-        """And what was found meanwhile."""
+        """Append records, and the hits that were noted since the last write."""
         with self.upkeep.lock:
             touched = self._touched
             self._touched = {}

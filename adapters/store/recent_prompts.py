@@ -133,7 +133,7 @@ class RecentPrompts:
             return list(self._prompts.values())
 
     def trim(self) -> None:
-        """The oldest go first."""
+        """Remove the oldest prompts beyond the limits."""
         with self._lock:
             while len(self._prompts) > self.max_prompts or (self.held_bytes > self.max_bytes and self._prompts):
                 self._drop(next(iter(self._prompts.values())))
@@ -144,7 +144,7 @@ class RecentPrompts:
         self.held_bytes += len(recent.rest)
 
     def _count_shared_tokens(self, packed: bytes) -> dict[int, int]:
-        """Tokens that each prompt shares with this one."""
+        """Return how many tokens each prompt shares with this one."""
         import numpy as np  # noqa: PLC0415 - who only looks at a folder need not wait for it
 
         mine = np.frombuffer(packed, np.int32)
@@ -171,7 +171,7 @@ class RecentPrompts:
 
 
 def encode_salt(salt: str) -> bytes:
-    """A digest as tokens, the first of which is below 0."""
+    """Return a digest of the salt as tokens. The first one is below 0, so no vocabulary has it."""
     if not salt:
         return b""
     digest = bytearray(blake2b(salt.encode(), digest_size=SALT_TOKENS * TOKEN_BYTES).digest())
@@ -195,13 +195,13 @@ def encode_prompt(recent: RecentPrompt) -> bytes:
 
 
 def encode_snapshot(recents: Iterable[RecentPrompt]) -> Iterator[bytes]:
-    """A whole file that says: these."""
+    """Return a whole file with these prompts."""
     yield MAGIC
     yield from map(encode_prompt, recents)
 
 
 def restore_prompts(raw: bytes, recents: RecentPrompts) -> bool:
-    """Put what a file says into `recents`. False if it did not end with a record's end."""
+    """Add the prompts of a file to `recents`. Return False if the file did not end with a whole record."""
     at = len(MAGIC)
     if raw[:at] != MAGIC:
         return False

@@ -1,4 +1,4 @@
-"""The recent prompts of one identity in their file: brought back at the start, appended to one by one."""
+"""Keeps the recent prompts of one identity in a file: read at the start, then appended to."""
 
 from __future__ import annotations
 

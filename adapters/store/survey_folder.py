@@ -1,4 +1,4 @@
-"""A cache folder looked at from outside, of whatever model, without a lock: what it holds, and whether it is whole."""
+"""Examines a cache folder from outside, without a lock and for any model: what it holds, and whether it is whole."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MAX_DIMENSIONS = 8  # dimensions of a tensor
 
 @frozen(eq=False)
 class SurveyedFile:
-    """A file as it describes itself. content: bytes of its tensors, uncompressed."""
+    """A file and its own description. content: bytes of its tensors, uncompressed."""
 
     name: str
     entry: Entry
@@ -72,12 +72,12 @@ class Survey:
 
 
 def is_cache(folder: PrivateFolder) -> bool:
-    """Has a server ever used it? It leaves a journal from its start on."""
+    """Return True if a server has ever used the folder. A server leaves a journal there from its start on."""
     return has_journal(folder) or any(classify_name(name) == "run" for name, _ in folder.list_names())
 
 
 def has_journal(folder: PrivateFolder) -> bool:
-    """One of ours, of whatever version."""
+    """Return True if the folder has a journal of ours, of any version."""
     try:
         return read_whole(folder, journal.NAME, len(journal.ANY_MAGIC)) == journal.ANY_MAGIC
     except OSError:
@@ -85,7 +85,7 @@ def has_journal(folder: PrivateFolder) -> bool:
 
 
 def open_for_survey(path: Path) -> PrivateFolder:
-    """Raises FolderUnusable, also for a folder that is no cache."""
+    """Open a folder for a survey. Raises FolderUnusable, also for a folder that is no cache."""
     folder = PrivateFolder.open_read_only(path)
     try:
         used = is_cache(folder)
@@ -99,7 +99,10 @@ def open_for_survey(path: Path) -> PrivateFolder:
 
 
 def survey(folder: PrivateFolder) -> Survey:
-    """Reads the journal, and of each run its seek table and first frame. A file that vanishes meanwhile was evicted."""
+    """Survey the folder. It reads the journal, and the seek table and first frame of each run.
+
+    A file that vanishes meanwhile was evicted.
+    """
     found = Survey(sizes=dict(folder.list_names()))
     known = read_journal(folder, found)
     with pause_garbage_collection():
@@ -169,7 +172,7 @@ def describe_file(name: str, descriptor: int, known: Mapping[int, Entry]) -> Sur
 
 
 def read_seek_table(descriptor: int, size: int) -> list[Sizes]:
-    """(compressed, content) bytes of each frame. Raises Damaged, OSError."""
+    """Return (compressed, content) bytes of each frame. Raises Damaged, OSError."""
     foot = seekable.FOOT.size
     if size < foot:
         raise Damaged("the file is too short")
@@ -183,7 +186,7 @@ def read_seek_table(descriptor: int, size: int) -> list[Sizes]:
 
 
 def verify_runs(folder: PrivateFolder, names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Each run's name, and what is wrong with it; empty if it is whole, or was evicted meanwhile."""
+    """Yield each run's name and what is wrong with it; empty if it is whole, or was evicted meanwhile."""
     for name in names:
         try:
             descriptor = folder.open_existing(name)
@@ -200,7 +203,10 @@ def verify_runs(folder: PrivateFolder, names: Iterable[str]) -> Iterator[tuple[s
 
 
 def check_run(name: str, descriptor: int) -> None:
-    """Name, seek table, head, keys, tensors, every frame and its checksum. Raises Damaged, Newer, Outdated, OSError."""
+    """Check name, seek table, head, keys, tensors, and every frame with its checksum.
+
+    Raises Damaged, Newer, Outdated, OSError.
+    """
     size = os.fstat(descriptor).st_size
     named = parse_name(name)
     assert named is not None
@@ -226,7 +232,9 @@ def check_run(name: str, descriptor: int) -> None:
 
 
 def check_tensors(raw: bytearray, run: Run, content: int) -> None:
-    """The header's tensors lie end to end: the token ids, then what the other frames hold, to the last byte."""
+    """Check that the header's tensors lie end to end: the token ids, then the contents of the other frames, to the last
+    byte.
+    """
     header = json.loads(bytes(raw[8 : 8 + int.from_bytes(raw[:8], "little")]))
     tensors = [(name, about) for name, about in header.items() if name != "__metadata__"]
     try:
@@ -283,10 +291,12 @@ def read_whole(folder: PrivateFolder, name: str, most: int) -> bytes:
 
 @define(eq=False)
 class StoredSequence:
-    """Tokens up to the end of a run that nothing continues. files: its own, so that each is in one sequence only.
+    """The tokens up to the end of a run that no other run continues.
 
-    start: where its own files begin. whole: nothing in front of them is missing. beginning: its first tokens, packed,
-    or where they are missing the first that are there.
+    files: those of this sequence; each file is in one sequence only.
+    start: where these files begin.
+    whole: nothing before them is missing.
+    beginning: the first packed tokens of the sequence that are there.
     """
 
     files: list[SurveyedFile]

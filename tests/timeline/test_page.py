@@ -13,6 +13,7 @@ import pytest
 from benchmarks.trace_view import record
 from effects.ids import DeviceFailed, RequestId
 from effects.job import Job
+from engine.core.replay import CUT_SHORT
 from engine.tools.timeline.timeline_page import write_page
 from states.events import Submitted
 from states.settings import Settings
@@ -158,6 +159,6 @@ async def test_names_that_want_to_be_script_are_text(chromium: Browser, tmp_path
 async def test_what_is_wrong_with_a_trace_is_said_on_the_page(chromium: Browser, tmp_path: Path) -> None:
     path = tmp_path / "cut.jsonl"
     path.write_text("".join(STORIES["a_full_house"]().splitlines(keepends=True)[:-4]))
-    assert write_page(path).status == 1
+    assert write_page(path).status == CUT_SHORT
     async with shown(chromium, path.with_suffix(".html").as_uri()) as page:
         assert "cut short after event" in await page.text("#trouble")

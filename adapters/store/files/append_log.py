@@ -14,7 +14,7 @@ def frame_record(body: bytes) -> bytes:
 
 
 def parse_records(raw: bytes, at: int) -> Iterator[tuple[bytes, int]]:
-    """(body, where its record ends) from `at` on, until one does not check."""
+    """Yield (body, end of its record) for the records from `at` on, up to the first one that is damaged or torn."""
     while at + FRAME.size <= len(raw):
         length, check = FRAME.unpack_from(raw, at)
         begin = at + FRAME.size
