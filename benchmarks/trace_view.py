@@ -59,7 +59,7 @@ class RecordedSimulation(Simulation):
 
     file: IO[str] = field(kw_only=True)
 
-    def _begin(self) -> None:
+    def _start_process(self) -> None:
         super()._start_process()
         plain = self.process
         self.process = RecordedProcess(plain.settings, plain.costs, plain.clock, plain.keeping, file=self.file)

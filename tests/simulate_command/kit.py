@@ -98,5 +98,5 @@ def watch(monkeypatch: Any) -> list[str]:
 
     monkeypatch.setattr(Process, "feed", checked_feed)
     monkeypatch.setattr(SimulatedStore, "find", checked_find)
-    monkeypatch.setattr(SimulatedStore, "load", checked_load)
+    monkeypatch.setattr(SimulatedStore, "start_load", checked_load)
     return seen
