@@ -204,7 +204,7 @@ def shares_device(lane: DeviceLane, device: torch.device) -> bool:
 def build_compressor(found: FoundScorer, options: Options, kept: CalibrationCache) -> tuple[Compressor, str]:
     """Return the compressor of a scorer, and the identity of its model and numerics. Raises UserError."""
     dtype = resolve_dtype("auto", found.checkpoint)
-    checkpoint = found.checkpoint.rounded(dtype)
+    checkpoint = found.checkpoint.with_dtype(dtype)
     config = found.checkpoint.config
     tokenizer = found.tokenizer
     controls = frozenset(control.id for control in tokenizer.controls.values())

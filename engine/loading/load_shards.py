@@ -138,7 +138,7 @@ def upload_weights(
         names=checkpoint.config.tensors(place.layers),
         device=place.device,
         new_buffer=buffer,
-        on_tensor_read=checkpoint.heard,
+        on_tensor_read=checkpoint.on_read,
         served_dtype=dtype,
         max_pending_bytes=max(MAX_PENDING_BYTES, free_memory(place.device) // 4),
     )

@@ -121,10 +121,10 @@ class Target:
             "dtype": str(self.shard.dtype).removeprefix("torch."),
             "kv_dtype": str(torch_dtype(self.shard.row_spec.dtype)).removeprefix("torch."),
             "size": self.weights,
-            "packed": list(self.checkpoint.forms),
-            "bits_per_weight": round(self.checkpoint.bits, 2),
-            "bits_in_memory": round(self.checkpoint.bits_of(self.weights), 2),
-            "quantize_error": self.checkpoint.error,
+            "packed": list(self.checkpoint.packing_names),
+            "bits_per_weight": round(self.checkpoint.stored_bits, 2),
+            "bits_in_memory": round(self.checkpoint.compute_bits(self.weights), 2),
+            "quantize_error": self.checkpoint.rounding_error,
         }
 
     @property
@@ -259,9 +259,11 @@ def load_with_peers(
     fit = load_plan.choose_fit()
     kept = CalibrationCache(find_user_folder(), proving=lambda: step(start_progress.PROBE))
     memory = transfer_memory(options.cache, [one.device for one in plan], apart.lender)
-    heard = checkpoint.followed(start_progress.count_parts(step, start_progress.WEIGHTS, len(checkpoint.tensors)))
+    counted = checkpoint.with_listener(
+        start_progress.count_parts(step, start_progress.WEIGHTS, len(checkpoint.tensors))
+    )
     away = hosts_embedding(checkpoint.config, dtype, plan, checkpoint.layouts)
-    with warm_up_sampling(plan, checkpoint.config.vocab_size), stage_weights(heard, plan, memory, dtype) as sources:
+    with warm_up_sampling(plan, checkpoint.config.vocab_size), stage_weights(counted, plan, memory, dtype) as sources:
         proven = prove_plan(load_plan, fit, kept=kept, step=step)
         numerics = proven.numerics
         if only not in {None, proven.identity}:
@@ -271,7 +273,7 @@ def load_with_peers(
         step(start_progress.WEIGHTS)
         hosted = build_host_experts(options, checkpoint, dtype, plan)
         room = plan_shard_room(options, proven, dtype, found, hosted, hosts_embedding=away)
-        shard = build_shards(heard, dtype, plan, proven.kernels, sources, room=room)
+        shard = build_shards(counted, dtype, plan, proven.kernels, sources, room=room)
     place_first_experts(hosted)
     parts = ExecutorParts(shard, numerics.buckets, lane, fast=options.runtime.numerics == "fast", experts=hosted)
     last_kernels = get_last_kernels(proven.kernels)
@@ -316,8 +318,8 @@ def load_with_peers(
 def choose_weights(weights: WeightOptions, checkpoint: Checkpoint, dtype: torch.dtype) -> Checkpoint:
     """Return the checkpoint with its weights to be rounded to `--quantize` bits, if any, and to be read in `dtype`."""
     if weights.quantized_bits:
-        checkpoint = checkpoint.quantised(weights.quantized_bits)
-    return checkpoint.rounded(dtype)
+        checkpoint = checkpoint.with_quantisation(weights.quantized_bits)
+    return checkpoint.with_dtype(dtype)
 
 
 def plan_shard_room(

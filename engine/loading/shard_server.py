@@ -96,8 +96,8 @@ class ServedModel:
         """
         dtype = torch_dtype(asked.dtype)
         rows = torch_dtype(asked.rows)
-        checkpoint = self.checkpoint.quantised(asked.bits) if asked.bits else self.checkpoint
-        checkpoint = checkpoint.rounded(dtype)
+        checkpoint = self.checkpoint.with_quantisation(asked.bits) if asked.bits else self.checkpoint
+        checkpoint = checkpoint.with_dtype(dtype)
         how = build_probe_inputs(checkpoint, self.device, (dtype, rows), asked.chunk, asked.capacity)
         with current(self.device):
             kernels = build_kernels(self.device, dtype)
@@ -135,8 +135,8 @@ class ServedModel:
     def load_draft(self, asked: LoadDraft) -> ServedDraft:
         dtype = torch_dtype(asked.dtype)
         kept = CalibrationCache(find_user_folder())
-        checkpoint = self.checkpoint.quantised(asked.bits) if asked.bits else self.checkpoint
-        checkpoint = checkpoint.rounded(dtype)
+        checkpoint = self.checkpoint.with_quantisation(asked.bits) if asked.bits else self.checkpoint
+        checkpoint = checkpoint.with_dtype(dtype)
         found = open_draft(self.draft, checkpoint)
         config = checkpoint.config
         if found is None:

@@ -1,4 +1,4 @@
-"""What was measured or proven on this machine, kept in the user's cache folder for the next start."""
+"""Keeps what was measured or proven on this machine in the user's cache folder, for the next start."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from attrs import define, field
 T = TypeVar("T")
 What: TypeAlias = Literal["numerics", "rates"]  # folders, and labels in /metrics
 KINDS: tuple[What, ...] = ("numerics", "rates")
-LARGEST = 1 << 20  # bytes of a file: an outcome takes a few thousand
-MOST_AGE_S = 7 * 86400  # then times are measured again
-ALIKE = 2  # times: more apart, and it is not the disk, or not the machine, that was measured then
-UNFIT = (OSError, ValueError, RecursionError)  # what reading a file that was never written here may raise
+# The most bytes of a file. An outcome takes a few thousand.
+LARGEST = 1 << 20
+MOST_AGE_S = 7 * 86400  # older times are measured again
+# Times that differ by more than this factor were measured on another disk or machine.
+ALIKE = 2
+UNFIT = (OSError, ValueError, RecursionError)  # errors of reading a file that was not written here
 
 log = logging.getLogger("rekindle")
 

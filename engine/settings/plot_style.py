@@ -1,4 +1,4 @@
-"""How pictures of commands look, and what they are refused for before hours are spent on them."""
+"""The style of plots, and the checks of their paths before hours are spent on the measurements."""
 
 from __future__ import annotations
 

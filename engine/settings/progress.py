@@ -1,4 +1,4 @@
-"""How far a command has got, on standard error: a bar on a terminal, else a line every few seconds."""
+"""Shows the progress of a command on standard error: a bar on a terminal, else a line every few seconds."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 
-# until anything is shown, between lines, and of a bar
+# The seconds until something is shown, between two lines, and between two updates of a bar.
 FIRST_S = 1.0
 EVERY_S = 5.0
 REFRESH_S = 0.1
 
 QUIET = ContextVar("QUIET", default=False)  # progress is switched off
 
-# Call with how many steps were done, and with what is being done if that has changed.
+# Takes the number of steps that were done, and the name of the present step if it has changed.
 Advance = Callable[..., None]
 
 
@@ -40,7 +40,8 @@ def announce_if_slow(what: str, first_s: float = FIRST_S) -> Iterator[None]:
         wait = first_s
         while not done.wait(wait):
             wait = EVERY_S
-            with suppress(OSError, ValueError):  # the reader has closed the pipe
+            # The reader has closed the pipe.
+            with suppress(OSError, ValueError):
                 print(f"{what} ({time.monotonic() - began:.0f} s)", file=sys.stderr, flush=True)
 
     if QUIET.get():

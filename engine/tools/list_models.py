@@ -119,7 +119,7 @@ def list_model(model: LocalModel, options: Options) -> ListedModel:
         parameters=sum(math.prod(entry.shape) for entry in checkpoint.tensors.values()),
         bytes=sum(file.stat().st_size for file in {file for one in checkpoint.tensors.values() for file in one.files}),
         stored=find_main_format(checkpoint),
-        bits=round(checkpoint.bits, 2),
+        bits=round(checkpoint.stored_bits, 2),
         dtype=shorten_dtype(dtype),
         kv_dtype=shorten_dtype(row_dtype(options.weights.kv_dtype, dtype)),
         limit=config.max_positions,

@@ -88,7 +88,9 @@ PRIVATE_WORDS = re.compile(
 )
 MOST_PRIVATE_WORDS = 152  # lines; the goal is 50
 MOST_PARALLEL_ASSIGNMENTS = 150  # swaps included; the goal is none but swaps
-OPENERS = re.compile(r"(As|By|For whom|How|In|Of|That|Those|What|Whatever|Where|Whether|Which|Who|Whoever|Whom|Whose)\b")
+OPENERS = re.compile(
+    r"(As|By|For whom|How|In|Of|That|Those|What|Whatever|Where|Whether|Which|Who|Whoever|Whom|Whose)\b"
+)
 MOST_WITHOUT_SUBJECT = 150  # docstrings; the goal is none
 
 

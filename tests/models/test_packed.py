@@ -232,7 +232,7 @@ def checkpoints(plain: Any, folder: Any) -> list[Checkpoint]:
     found.append(write_gguf(folder / "q4_k.gguf", plain, Kind.Q4_K, pack=random_blocks))
     quantise(plain, folder / "awq", "awq")
     found.append(folder / "awq")
-    return [*(Checkpoint.open(path) for path in found), Checkpoint.open(plain).quantised(4)]
+    return [*(Checkpoint.open(path) for path in found), Checkpoint.open(plain).with_quantisation(4)]
 
 
 def test_a_shard_of_packed_weights_computes_what_they_stand_for_and_takes_their_bytes(
@@ -275,7 +275,7 @@ def test_what_packed_weights_take_is_reckoned_before_they_are_read(plain: Any, t
         held = list[int]()
         for plan in plans:
             kernels = CpuKernels(dtype).with_plan(plan)
-            shard = DenseShard(config, checkpoint.rounded(dtype), kernels, dtype=dtype, slots=1, capacity=256)
+            shard = DenseShard(config, checkpoint.with_dtype(dtype), kernels, dtype=dtype, slots=1, capacity=256)
             held.append(shard.memory()["weights"])
             shard.close()
         with pytest.MonkeyPatch.context() as patch:
@@ -293,7 +293,7 @@ def test_packed_products_are_proven_and_serve_with_the_same_bits_in_any_pieces(
     plain: Any, tmp_path: Any, installed: None
 ) -> None:
     checkpoint = Checkpoint.open(write_gguf(tmp_path / "mix.gguf", plain, Kind.Q4_0, pack=mixed))
-    checkpoint = checkpoint.rounded(torch.bfloat16)
+    checkpoint = checkpoint.with_dtype(torch.bfloat16)
     listed = checkpoint.config.products(
         BUCKETS,
         capacity=512,

@@ -7,11 +7,9 @@ the target before weights are allocated. Pickle files are never read.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
 
 from attrs import frozen
-from torch import Tensor
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.config_fields import read_json
@@ -19,13 +17,13 @@ from adapters.checkpoint.safetensors_folder import (
     Shapes,
     TensorEntry,
     check_tensors,
-    digest_tensors,
     read_header,
     scan_tensors,
 )
 from adapters.models.decoder.decoder_layer import layer_tensors
 from adapters.models.decoder.family import ModelConfig
 from adapters.models.drafts.dflash.config import DFlashConfig, DraftShapes, parse_draft_config, refuse_other_formats
+from adapters.models.drafts.stored_tensors import StoredTensors
 
 MASK_EMBEDDING = "mask_embedding"
 # Parts of tensor names that other kinds of draft have. Without such a tensor a different model would run.
@@ -62,7 +60,7 @@ def list_draft_tensors(config: DFlashConfig) -> Shapes:
 
 
 @frozen
-class DraftCheckpoint:
+class DraftCheckpoint(StoredTensors):
     """An opened, validated draft. `open` reads headers only; `read` reads one tensor, named as published.
 
     There is a tensor `mask_embedding` `[D]` if the folder has mask_embedding.safetensors. It replaces the target's
@@ -71,7 +69,6 @@ class DraftCheckpoint:
 
     folder: Path
     config: DFlashConfig
-    tensors: Mapping[str, TensorEntry]
 
     @classmethod
     def open(cls, folder: Path | str, target: ModelConfig) -> DraftCheckpoint:
@@ -91,22 +88,8 @@ class DraftCheckpoint:
             raise CheckpointError(text if text.startswith(str(path)) else f"{path}: {text}") from None
         check_tensors(path, tensors, list_draft_tensors(config), f"a {config.num_layers}-layer DFlash draft")
         mask = _find_mask_embedding(path, config.hidden_size)
-        return cls(path, config, tensors if mask is None else {**tensors, MASK_EMBEDDING: mask})
-
-    def read(self, name: str) -> Tensor:
-        """Return one tensor on the host, in its stored dtype. Raises KeyError if the draft has no such tensor."""
-        return self.tensors[name].read(name)
-
-    def has_tensor(self, name: str) -> bool:
-        return name in self.tensors
-
-    def digest(self) -> str:
-        """Return the digest of the weights, which identifies them (`digest_tensors`)."""
-        return self._digest
-
-    @cached_property
-    def _digest(self) -> str:
-        return digest_tensors(self.tensors)
+        used = tensors if mask is None else {**tensors, MASK_EMBEDDING: mask}
+        return cls(folder=path, config=config, tensors=used)
 
 
 def _refuse_gguf(path: Path) -> None:

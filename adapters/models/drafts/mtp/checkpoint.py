@@ -5,19 +5,17 @@ Other heads are refused. Everything is checked against the headers before weight
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
 
 import torch
 from attrs import frozen
-from torch import Tensor
 
 from adapters.checkpoint.checkpoint_error import CheckpointError
-from adapters.checkpoint.safetensors_folder import Shapes, StoredTensor, check_tensors, digest_tensors
+from adapters.checkpoint.safetensors_folder import Shapes, check_tensors
 from adapters.models.decoder.decoder_layer import layer_tensors
 from adapters.models.decoder.family import HeadShape
 from adapters.models.decoder.rope import Rotary
+from adapters.models.drafts.stored_tensors import StoredTensors
 from adapters.models.open_checkpoint import Checkpoint
 
 PREFIX = "mtp."
@@ -78,12 +76,11 @@ def list_head_tensors(shape: HeadShape) -> Shapes:
 
 
 @frozen
-class HeadCheckpoint:
+class HeadCheckpoint(StoredTensors):
     """A validated head. `open` reads headers only; `read` reads one tensor, named as published."""
 
     folder: Path
     config: HeadConfig
-    tensors: Mapping[str, StoredTensor]
 
     @classmethod
     def open(cls, target: Checkpoint) -> HeadCheckpoint:
@@ -97,19 +94,5 @@ class HeadCheckpoint:
             raise CheckpointError(f"mtp: {target.folder} has no prediction head (tensors mtp.*); {instead}")
         shape = target.family.head_shape(target.config)
         check_tensors(target.folder, tensors, list_head_tensors(shape), "a prediction head of one layer")
-        return cls(target.folder, HeadConfig(shape, target.config.num_layers), tensors)
-
-    def read(self, name: str) -> Tensor:
-        """Return one tensor on the host, in its stored dtype."""
-        return self.tensors[name].read(name)
-
-    def has_tensor(self, name: str) -> bool:
-        return name in self.tensors
-
-    def digest(self) -> str:
-        """Return the digest of the weights, which identifies them (`digest_tensors`)."""
-        return self._digest
-
-    @cached_property
-    def _digest(self) -> str:
-        return digest_tensors(self.tensors)
+        config = HeadConfig(shape, target.config.num_layers)
+        return cls(folder=target.folder, config=config, tensors=tensors)
