@@ -36,9 +36,9 @@ def find_nearest_divergence(indices: Mapping[Tier, BlockIndex], key: bytes, at: 
     return max(found, key=lambda one: one.at, default=None)
 
 
-def count_common_tokens(one: bytes, other: bytes) -> int:
+def count_common_tokens(first: bytes, second: bytes) -> int:
     """Return how many tokens two packed sequences have in common at their beginning. They differ within a block."""
     shared = 0
-    while (token := one[shared : shared + TOKEN_BYTES]) and token == other[shared : shared + TOKEN_BYTES]:
+    while (token := first[shared : shared + TOKEN_BYTES]) and token == second[shared : shared + TOKEN_BYTES]:
         shared += TOKEN_BYTES
     return shared // TOKEN_BYTES

@@ -179,12 +179,12 @@ def encode_salt(salt: str) -> bytes:
     return bytes(digest)
 
 
-def count_common(one: np.ndarray, other: np.ndarray) -> int:
+def count_common(first: np.ndarray, second: np.ndarray) -> int:
     """Count the equal elements that two arrays begin with."""
-    most = min(len(one), len(other))
+    most = min(len(first), len(second))
     for start in range(0, most, CHUNK):
         stop = min(start + CHUNK, most)
-        differ = one[start:stop] != other[start:stop]
+        differ = first[start:stop] != second[start:stop]
         if differ.any():
             return start + int(differ.argmax())
     return most

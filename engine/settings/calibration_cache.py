@@ -40,8 +40,8 @@ class CalibrationCache:
     proving: Callable[[], object] = lambda: None
     damaged: Counter[str] = field(factory=lambda: Counter(dict.fromkeys(KINDS, 0)))
 
-    def locate(self, what: What, key: str) -> Path:
-        return self.folder / what / f"{key}.json"
+    def locate(self, kind: What, key: str) -> Path:
+        return self.folder / kind / f"{key}.json"
 
     def has_proof(self, key: str) -> bool:
         """Return whether an outcome is kept. Its file may still be damaged."""
@@ -88,17 +88,17 @@ class CalibrationCache:
         file = self.locate("rates", key)
         replace_file(file, text, lambda new: new.replace(file))
 
-    def _load(self, what: What, key: str, read: Callable[[str], T]) -> T | None:
+    def _load(self, kind: What, key: str, read: Callable[[str], T]) -> T | None:
         """Return what an earlier start kept. read: raises ValueError for what cannot have been kept; that is counted as
         damage.
         """
-        file = self.locate(what, key)
+        file = self.locate(kind, key)
         try:
             return read(read_small_file(file))
         except FileNotFoundError:
             return None
         except UNFIT as error:
-            self.damaged[what] += 1
+            self.damaged[kind] += 1
             log.warning("what was measured is damaged, so it is measured again: %s: %s", file, str(error)[:200])
             return None
 

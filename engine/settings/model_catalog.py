@@ -98,9 +98,9 @@ def list_models_below(root: Path) -> Iterator[LocalModel]:
             waiting += [path for path in there if not path.name.startswith(".") and is_folder(path)]
 
 
-def list_gguf_files(there: Sequence[Path]) -> Iterator[Path]:
+def list_gguf_files(paths: Sequence[Path]) -> Iterator[Path]:
     """Yield GGUF files. Of several that are parts of one model, only the first."""
-    for path in there:
+    for path in paths:
         part = PART.fullmatch(path.name)
         if path.suffix == ".gguf" and not path.name.startswith(NOT_A_MODEL) and (part is None or int(part[2]) == 1):
             yield path

@@ -31,7 +31,7 @@ def silence_progress(quiet: bool) -> Iterator[None]:
 
 
 @contextmanager
-def announce_if_slow(what: str, first_s: float = FIRST_S) -> Iterator[None]:
+def announce_if_slow(activity: str, first_s: float = FIRST_S) -> Iterator[None]:
     """Say what takes long inside the block, when steps cannot be counted: after a second, then every five."""
     done = threading.Event()
 
@@ -42,7 +42,7 @@ def announce_if_slow(what: str, first_s: float = FIRST_S) -> Iterator[None]:
             wait = EVERY_S
             # The reader has closed the pipe.
             with suppress(OSError, ValueError):
-                print(f"{what} ({time.monotonic() - began:.0f} s)", file=sys.stderr, flush=True)
+                print(f"{activity} ({time.monotonic() - began:.0f} s)", file=sys.stderr, flush=True)
 
     if QUIET.get():
         yield
@@ -58,7 +58,7 @@ def announce_if_slow(what: str, first_s: float = FIRST_S) -> Iterator[None]:
 
 @contextmanager
 def count_progress(
-    what: str, total: int | None = None, clock: Callable[[], float] = time.monotonic
+    unit: str, total: int | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Advance]:
     """Show how many steps are done. total: of all steps, if it is known. Nothing is shown within the first second."""
     if QUIET.get():
@@ -70,12 +70,12 @@ def count_progress(
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal)
-    task = bar.add_task(what, total=total)
+    task = bar.add_task(unit, total=total)
     done = 0
     due = clock() + FIRST_S
     shown = False
 
-    def advance(steps: int = 1, name: str = what) -> None:
+    def advance(steps: int = 1, name: str = unit) -> None:
         nonlocal done, due, shown
         done += steps
         if (now := clock()) < due:

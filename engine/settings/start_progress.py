@@ -61,11 +61,11 @@ def pause_collection() -> Iterator[None]:
         signal.signal(signal.SIGINT, interrupt)
 
 
-def find_module(ask: Callable[..., ModuleType | None], one: object, *file: Any, **named: Any) -> ModuleType | None:
+def find_module(ask: Callable[..., ModuleType | None], value: object, *file: Any, **named: Any) -> ModuleType | None:
     """Return the module of a frame, for `inspect.getmodule`, which searches for it slowly. ask: for other objects."""
-    if inspect.isframe(one):
-        return sys.modules.get(one.f_globals.get("__name__", ""))
-    return ask(one, *file, **named)
+    if inspect.isframe(value):
+        return sys.modules.get(value.f_globals.get("__name__", ""))
+    return ask(value, *file, **named)
 
 
 @define

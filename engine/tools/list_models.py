@@ -222,18 +222,18 @@ def print_models(console: Console, found: list[ListedModel]) -> None:
         console.print(line, style="dim", soft_wrap=True, markup=False, highlight=False)
 
 
-def format_verdict(one: ListedModel) -> str:
-    if not one.fits:
+def format_verdict(model: ListedModel) -> str:
+    if not model.fits:
         return "[red]no[/red]"
-    many = f"{one.slots} x {one.context:,} tokens"
-    if one.pages:
-        many = f"{one.slots} x up to {one.context:,} tokens,\n{one.pages * PAGE:,} together"
-    return many if one.context >= one.limit else f"{many}\nof {one.limit:,}"
+    many = f"{model.slots} x {model.context:,} tokens"
+    if model.pages:
+        many = f"{model.slots} x up to {model.context:,} tokens,\n{model.pages * PAGE:,} together"
+    return many if model.context >= model.limit else f"{many}\nof {model.limit:,}"
 
 
-def format_price(one: ListedModel) -> str:
+def format_price(model: ListedModel) -> str:
     """Return the memory that a token takes, and a sequence if there is recurrent state."""
-    return f"{format_bytes(one.token)} a token" + (f",\n{format_bytes(one.state)} a slot" if one.state else "")
+    return f"{format_bytes(model.token)} a token" + (f",\n{format_bytes(model.state)} a slot" if model.state else "")
 
 
 def list_notes(found: list[ListedModel]) -> Iterator[str]:

@@ -271,8 +271,8 @@ class _HeaderReader:
             last = name
             end = tensor.stop
 
-    def read_name(self, what: str) -> str:
-        return self.read_text(what, MAX_NAME_BYTES)
+    def read_name(self, subject: str) -> str:
+        return self.read_text(subject, MAX_NAME_BYTES)
 
     def read_text(self, what: str, most: int) -> str:
         length = int(self.read_scalar(10))

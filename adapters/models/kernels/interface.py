@@ -269,7 +269,7 @@ class Kernels(Protocol):
         """
         ...
 
-    def stack_experts(self, each: Iterable[GatedWeights], count: int) -> EveryExpert:
+    def stack_experts(self, experts: Iterable[GatedWeights], count: int) -> EveryExpert:
         """Return the `count` experts of a layer in the form that `experts` reads fastest. Each is read once, and
         dropped if it is copied.
         """

@@ -21,10 +21,10 @@ MOST_LENGTH = 1 << 20  # tokens of a prompt or answer
 MOST_RATE = 10_000.0
 
 
-def parse_whole_numbers(value: str, most: int, what: str) -> tuple[int, ...]:
+def parse_whole_numbers(value: str, most: int, noun: str) -> tuple[int, ...]:
     words = [word.strip() for word in value.split(",")]
     if not all(word.isascii() and word.isdigit() and 1 <= int(word) <= most for word in words):
-        raise ValueError(f"Must be {what} from 1 to {most}; several with commas between them.")
+        raise ValueError(f"Must be {noun} from 1 to {most}; several with commas between them.")
     return tuple(dict.fromkeys(map(int, words)))
 
 

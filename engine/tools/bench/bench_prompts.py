@@ -111,9 +111,9 @@ class Prompts:
         return (*self._shared, *(ids[token % len(ids)] for token in tokens))
 
 
-def seeded_random(what: str) -> Random:
+def seeded_random(text: str) -> Random:
     """Return a generator of random numbers that is always the same for one text."""
-    return Random(what)  # noqa: S311 - repeatable, not secret
+    return Random(text)  # noqa: S311 - repeatable, not secret
 
 
 def draw_tokens(draw: Random, count: int) -> Tokens:

@@ -31,13 +31,13 @@ def format_percentile(name: str, at: int, unit: str = "") -> Callable[[LoadFigur
     return cell
 
 
-def format_shared(one: LoadFigures) -> str:
-    return NONE if one.hit_share is None else format_percent(one.hit_share)
+def format_shared(figures: LoadFigures) -> str:
+    return NONE if figures.hit_share is None else format_percent(figures.hit_share)
 
 
-def list_percentile_rows(what: str, name: str, unit: str) -> tuple[tuple[str, Callable[[LoadFigures], str]], ...]:
+def list_percentile_rows(title: str, name: str, unit: str) -> tuple[tuple[str, Callable[[LoadFigures], str]], ...]:
     return tuple(
-        (f"{'' if at else what} p{share}".strip() if not at else f"  p{share}", format_percentile(name, at, unit))
+        (f"{'' if at else title} p{share}".strip() if not at else f"  p{share}", format_percentile(name, at, unit))
         for at, share in enumerate(SHARES)
     )
 

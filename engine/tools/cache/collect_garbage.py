@@ -97,10 +97,10 @@ def describe_removal(found: Survey, unwanted: RemovalOptions) -> Removal:
     return removal
 
 
-def choose_removal(each: Sequence[Identity], wanted: str) -> Identity:
-    matching = {one.name: one for one in each if one.name.startswith(wanted.lower())}
+def choose_removal(identities: Sequence[Identity], wanted: str) -> Identity:
+    matching = {one.name: one for one in identities if one.name.startswith(wanted.lower())}
     if len(matching) != 1:
-        known = ", ".join(dict.fromkeys(one.name[:SHOWN_IDENTITY] for one in each)) or "none"
+        known = ", ".join(dict.fromkeys(one.name[:SHOWN_IDENTITY] for one in identities)) or "none"
         what = "no identity begins" if not matching else "several identities begin"
         raise UserError(f"--identity {wanted[:40]}: {what} so; accepted: the beginning of one of those here: {known}")
     (one,) = matching.values()

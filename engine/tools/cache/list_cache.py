@@ -54,9 +54,9 @@ def build_decoder(model: Path | None) -> Callable[[Tokens], str]:
         raise UserError(f"--model {folder}: {error}") from error
 
 
-def print_summary(path: Path, found: Survey, each: Sequence[Identity]) -> Line:
-    files = sum(len(identity.files) for identity in each)
-    tokens = sum(identity.tokens for identity in each)
+def print_summary(path: Path, found: Survey, identities: Sequence[Identity]) -> Line:
+    files = sum(len(identity.files) for identity in identities)
+    tokens = sum(identity.tokens for identity in identities)
     line = Line(f"{path}: ", style="bold")
     line.append(f"{format_bytes(sum(found.sizes.values()))}, {files:,} kept files, {tokens:,} tokens", style="not bold")
     others = [
@@ -84,11 +84,11 @@ def build_table(*columns: str) -> Table:
     return made
 
 
-def build_identity_table(each: Sequence[Identity]) -> Table:
+def build_identity_table(identities: Sequence[Identity]) -> Table:
     made = build_table(
         "identity", "block size", "runs", "draft", "states", "tokens", "on disk", "ratio", "hits", "last used"
     )
-    for one in each:
+    for one in identities:
         kinds = [sum(file.entry.kind == kind for file in one.files) for kind in ("rows", "draft", "state")]
         counts = (str(one.block_size), *(f"{count:,}" for count in kinds), f"{one.tokens:,}")
         made.add_row(
@@ -146,13 +146,16 @@ def format_entry(packed: bytes, decode: Callable[[Tokens], str]) -> str:
     return " ".join(text.split())
 
 
-def read_texts(one: survey_folder.StoredSequence, decode: Callable[[Tokens], str] | None) -> dict[str, str]:
+def read_texts(sequence: survey_folder.StoredSequence, decode: Callable[[Tokens], str] | None) -> dict[str, str]:
     if decode is None:
         return {}
-    return {"text": format_entry(one.beginning, decode), "new_text": format_entry(one.files[0].entry.tokens, decode)}
+    return {
+        "text": format_entry(sequence.beginning, decode),
+        "new_text": format_entry(sequence.files[0].entry.tokens, decode),
+    }
 
 
-def build_json(found: Survey, each: Sequence[Identity], decode: Callable[[Tokens], str] | None) -> dict[str, Any]:
+def build_json(found: Survey, identities: Sequence[Identity], decode: Callable[[Tokens], str] | None) -> dict[str, Any]:
     """Return what --json prints."""
     return {
         "bytes": sum(found.sizes.values()),
@@ -182,7 +185,7 @@ def build_json(found: Survey, each: Sequence[Identity], decode: Callable[[Tokens
                     for sequence in group_sequences(one.files)
                 ],
             }
-            for one in each
+            for one in identities
         ],
         "damaged": found.damaged,
         "unreadable": found.unreadable,
