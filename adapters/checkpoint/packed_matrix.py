@@ -8,8 +8,8 @@ the formats have in common is a formula: a weight is `step * scale - least` in f
   small integer per group.
 * `least` is nothing, or a number per group: an integer times the scale, or an integer times a number of its own.
 
-`StepLayout` says which of these a matrix has, and `PackedMatrix` holds the numbers. Invariant: unpacking this form gives
-exactly the weights that unpacking the published format gives.
+`StepLayout` says which of these a matrix has, and `PackedMatrix` holds the numbers. Invariant: unpacking this form
+gives exactly the weights that unpacking the published format gives.
 
 Example: a Q4_K block of GGUF has 8 groups of 32 columns, one scale and one minimum in float16 for all of them, and
 integer factors of 6 bits per group. It is `StepLayout("uint4", 32, per=8, inner=True, least="own")`.
