@@ -74,12 +74,12 @@ def serve(digests: str, words: Sequence[str]) -> None:
 @contextmanager
 def server(tree: Path, digests: Path, *words: str) -> Iterator[tuple[httpx.Client, subprocess.Popen[str]]]:
     process = subprocess.Popen(
-        [sys.executable, __file__, "serve", str(digests), "--port", "0", *words],
+        [sys.executable, str(tree / "benchmarks" / "restart.py"), "serve", str(digests), "--port", "0", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
         cwd=tree,
-        env={**os.environ, "PYTHONPATH": str(tree)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])},
     )
     assert process.stdout is not None
     try:
