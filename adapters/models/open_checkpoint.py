@@ -104,7 +104,7 @@ class Checkpoint:
         found = ((name, entry.layout) for name, entry in self.tensors.items())
         return {name: layout for name, layout in found if layout is not None}
 
-    def with_listener(self, on_read: Callable[[], object]) -> Checkpoint:
+    def with_hook(self, on_read: Callable[[], object]) -> Checkpoint:
         """Return this checkpoint with a function that is called after each tensor that is read."""
         return evolve(self, on_read=on_read)
 

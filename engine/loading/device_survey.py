@@ -185,7 +185,7 @@ def check_memory(slot: SlotMemory, state_checkpoints: int, fit: Fit) -> None:
         size = f"{fit.slots} slots of {fit.context} tokens take {rows / 1e9:.0f} GB"
         fewer = "fewer --slots or a smaller --max-ctx may help"
         if states:
-            size += f" and {state_checkpoints} states beside them {states / 1e9:.0f} GB"
+            size += f" and {state_checkpoints} states with them {states / 1e9:.0f} GB"
             fewer = "fewer --slots, fewer --state-checkpoints or a smaller --max-ctx may help"
         raise UserError(f"{size}, this machine has {there / 1e9:.0f} GB: {fewer}")
 

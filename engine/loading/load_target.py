@@ -259,9 +259,7 @@ def load_with_peers(
     fit = load_plan.choose_fit()
     kept = CalibrationCache(find_user_folder(), proving=lambda: step(start_progress.PROBE))
     memory = transfer_memory(options.cache, [one.device for one in plan], apart.lender)
-    counted = checkpoint.with_listener(
-        start_progress.count_parts(step, start_progress.WEIGHTS, len(checkpoint.tensors))
-    )
+    counted = checkpoint.with_hook(start_progress.count_parts(step, start_progress.WEIGHTS, len(checkpoint.tensors)))
     away = hosts_embedding(checkpoint.config, dtype, plan, checkpoint.layouts)
     with warm_up_sampling(plan, checkpoint.config.vocab_size), stage_weights(counted, plan, memory, dtype) as sources:
         proven = prove_plan(load_plan, fit, kept=kept, step=step)

@@ -86,12 +86,12 @@ PRIVATE_WORDS = re.compile(
     r"|Company|Going|Flying|Flights|StepsAhead|RoundsAtOnce|StepsTaken|AnyThen|Halt|Seat|Remains|Shelf|Beginning|Refusal"
     r"|Wanted|Drafter|FoundDrafter)\b"
 )
-MOST_PRIVATE_WORDS = 152  # lines; the goal is 50
-MOST_PARALLEL_ASSIGNMENTS = 150  # swaps included; the goal is none but swaps
+MOST_PRIVATE_WORDS = 130  # lines; the goal is 50
+MOST_PARALLEL_ASSIGNMENTS = 164  # swaps are not counted; the goal is none
 OPENERS = re.compile(
     r"(As|By|For whom|How|In|Of|That|Those|What|Whatever|Where|Whether|Which|Who|Whoever|Whom|Whose)\b"
 )
-MOST_WITHOUT_SUBJECT = 150  # docstrings; the goal is none
+MOST_WITHOUT_SUBJECT = 157  # docstrings; the goal is none
 
 
 def modules() -> Iterator[Path]:

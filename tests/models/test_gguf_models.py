@@ -293,7 +293,7 @@ def test_frequencies_have_to_be_positive_and_alone(tmp_path: Path) -> None:
     assert isinstance(found, Divided)
     assert 1.0 == found.factors[0] < found.factors[-1] == pytest.approx(LLAMA3["factor"])
     scaled = {"ARCH.rope.scaling.type": "linear", "ARCH.rope.scaling.factor": 4.0}
-    assert "beside another scaling" in refusal(write_gguf(tmp_path / "two.gguf", tmp_path / "m", **scaled))
+    assert "with another scaling" in refusal(write_gguf(tmp_path / "two.gguf", tmp_path / "m", **scaled))
     data = path.read_bytes().replace(np.array(found.factors, np.float32).tobytes(), bytes(4 * len(found.factors)))
     path.write_bytes(data)
     assert "rope_freqs.weight has numbers that are not positive" in refusal(path)

@@ -80,7 +80,7 @@ def add_frequency_factors(config: LlamaConfig, metadata: Metadata) -> LlamaConfi
         return config
     if stored.shape != (config.head_dim // 2,) or stored.packing.name != "F32" or config.rope_scaling is not None:
         raise metadata.make_error(
-            f"{FREQUENCIES} is not {config.head_dim // 2} numbers of type F32, or beside another scaling"
+            f"{FREQUENCIES} is not {config.head_dim // 2} numbers of type F32, or comes with another scaling"
         )
     factors = make_tensor(stored).read(FREQUENCIES).tolist()
     if min(factors) <= 0:
