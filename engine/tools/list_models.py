@@ -35,7 +35,7 @@ from engine.settings.model_catalog import LocalModel, find_hub_folder, find_own_
 from engine.settings.options import Options, evolve_options
 from engine.settings.progress import announce_if_slow, count_progress
 from engine.settings.user_error import UserError
-from engine.tools.cache.cache_folder import widen
+from engine.tools.cache.cache_folder import make_wide_console
 
 
 @frozen(kw_only=True)
@@ -85,7 +85,7 @@ def run_models(options: Options, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps([attrs.asdict(one) for one in found], indent=2))
     else:
-        print_models(widen(Console()), found)
+        print_models(make_wide_console(Console()), found)
     return 0
 
 

@@ -65,7 +65,9 @@ def build_setup(wanted: SimulationOptions, logs: Logs) -> Setup:
         costs = read_costs(wanted.costs, costs)
     if wanted.state_bytes is not None:
         costs = evolve(costs, state_bytes=wanted.state_bytes)
-    settings = with_state(evolve(build_served_settings(logs.settings), store=True, rates=costs.rates()), costs, wanted)
+    settings = with_state(
+        evolve(build_served_settings(logs.settings), store=True, rates=costs.build_rates()), costs, wanted
+    )
     if wanted.slots is not None:
         settings = evolve(settings, slots=wanted.slots)
     if wanted.min_tokens is not None:

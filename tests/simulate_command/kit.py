@@ -52,7 +52,7 @@ def setup(sessions: list[Session], **how: Any) -> Setup:
         state_places=how.pop("places", 0),
         state_tokens=costs.state_tokens,
         drafter=how.pop("drafter", 0),
-        rates=costs.rates(),
+        rates=costs.build_rates(),
     )
     chosen: dict[str, Any] = {"disk_budget": ENDLESS, "host_budget": 0} | how
     return Setup(fit_settings(settings, sessions), costs, **chosen)

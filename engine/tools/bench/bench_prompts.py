@@ -66,7 +66,7 @@ class Prompts:
     _shared: Tokens = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._shared = draw_tokens(seeded_random(f"{self.seed} shared"), self.load.shared_prefix)
+        self._shared = draw_tokens(make_random(f"{self.seed} shared"), self.load.shared_prefix)
 
     def make_chains(self, level: str, count: int) -> Iterator[Iterator[LoadPrompt]]:
         """Return chains of `count` prompts in all. The prompts of one chain are sent one after the other."""
@@ -75,7 +75,7 @@ class Prompts:
         return (iter((prompt,)) for prompt in self._draw(level, count))
 
     def _draw(self, level: str, count: int) -> Iterator[LoadPrompt]:
-        draw = seeded_random(f"{self.seed} {level}")
+        draw = make_random(f"{self.seed} {level}")
         prompts = parse_lengths(self.load.prompt_tokens)
         answers = parse_lengths(self.load.answer_tokens)
         logged = cycle(
@@ -98,7 +98,7 @@ class Prompts:
         turn = 0
         while left > 0:
             ids = list(range(LOW, HIGH))
-            seeded_random(f"{self.seed} {level} {turn}").shuffle(ids)
+            make_random(f"{self.seed} {level} {turn}").shuffle(ids)
             turn += 1
             for agent in chain.from_iterable(session.agents for session in self.sessions):
                 requests = agent.requests[:left]
@@ -111,7 +111,7 @@ class Prompts:
         return (*self._shared, *(ids[token % len(ids)] for token in tokens))
 
 
-def seeded_random(text: str) -> Random:
+def make_random(text: str) -> Random:
     """Return a generator of random numbers that is always the same for one text."""
     return Random(text)  # noqa: S311 - repeatable, not secret
 

@@ -11,7 +11,7 @@ from attrs import define, field
 
 from engine.settings.progress import Advance
 from engine.tools.bench.bench_options import MOST_STREAMS
-from engine.tools.bench.bench_prompts import LoadPrompt, Prompts, seeded_random
+from engine.tools.bench.bench_prompts import LoadPrompt, Prompts, make_random
 from engine.tools.bench.load_client import LoadClient, Sample
 
 # The interval in seconds at which the client measures its own lateness.
@@ -52,9 +52,7 @@ class Level:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._measure_lateness)
                 if self.rate:
-                    await self._send_by_clock(
-                        client, chains, seeded_random(f"{prompts.seed} {self.name} arrivals"), step
-                    )
+                    await self._send_by_clock(client, chains, make_random(f"{prompts.seed} {self.name} arrivals"), step)
                 else:
                     await run_streams(client, chains, self.streams, self.samples, step)
                 tasks.cancel_scope.cancel()

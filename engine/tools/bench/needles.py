@@ -143,7 +143,7 @@ def mark_failed(cell: Cell, why: str) -> Cell:
     return Cell(cell.method, cell.length, cell.needles, cell.depth, cell.number, error=why)
 
 
-def average(cells: Sequence[Cell], name: str) -> float | None:
+def compute_average(cells: Sequence[Cell], name: str) -> float | None:
     values = [getattr(cell, name) for cell in cells if not cell.error]
     return sum(values) / len(values) if values else None
 
@@ -166,11 +166,11 @@ def print_table(console: Console, client: LoadClient, wanted: NeedleOptions, see
         rows = [cell for cell in cells if (cell.length, cell.needles) == (length, needles)]
         if depth != "all":
             rows = [cell for cell in rows if cell.depth == depth]
-        shares = [average([cell for cell in rows if cell.method == method], "found") for method in METHODS]
+        shares = [compute_average([cell for cell in rows if cell.method == method], "found") for method in METHODS]
         where = "spread" if depth is None else depth if isinstance(depth, str) else f"{depth:g}"
         table.add_row(str(length), str(needles), where, *("-" if one is None else f"{one:.0%}" for one in shares))
     for what, name, form in (("text read", "kept", "{:.1%}"), ("prompt, ms", "prompt_ms", "{:,.0f}")):
-        values = [average([cell for cell in cells if cell.method == method], name) for method in METHODS]
+        values = [compute_average([cell for cell in cells if cell.method == method], name) for method in METHODS]
         table.add_row(what, "", "", *("-" if one is None else form.format(one) for one in values))
     console.print(table)
     for why in dict.fromkeys(cell.error for cell in cells if cell.error):
@@ -182,7 +182,7 @@ def print_table(console: Console, client: LoadClient, wanted: NeedleOptions, see
 def build_json(client: LoadClient, wanted: NeedleOptions, seed: int, cells: Sequence[Cell]) -> dict[str, Any]:
     """Return what --json prints. The key of the server is left out."""
     options = asdict(wanted, filter=filters.exclude("api_key", "json", "plot"))
-    found = {method: average([cell for cell in cells if cell.method == method], "found") for method in METHODS}
+    found = {method: compute_average([cell for cell in cells if cell.method == method], "found") for method in METHODS}
     return {
         "url": client.load.base,
         "model": client.model,

@@ -80,5 +80,5 @@ def open_for_reading(path: Path) -> Iterator[PrivateFolder]:
         folder.close()
 
 
-def widen(console: Console) -> Console:
+def make_wide_console(console: Console) -> Console:
     return console if console.is_terminal else Console(width=WIDTH + 10)

@@ -14,7 +14,13 @@ from adapters.store.files.private_folder import FolderUnusable, PrivateFolder
 from adapters.store.survey_folder import Survey, SurveyedFile
 from engine.settings.formatting import format_bytes
 from engine.settings.user_error import UserError
-from engine.tools.cache.cache_folder import SHOWN_IDENTITY, Identity, list_identities, open_for_reading, widen
+from engine.tools.cache.cache_folder import (
+    SHOWN_IDENTITY,
+    Identity,
+    list_identities,
+    make_wide_console,
+    open_for_reading,
+)
 
 
 @frozen
@@ -62,7 +68,7 @@ def gc(path: Path, unwanted: RemovalOptions, *, dry_run: bool) -> int:
 
 def print_removal(found: Survey, path: Path, unwanted: RemovalOptions, *, done: bool) -> Removal:
     removal = describe_removal(found, unwanted)
-    console = widen(Console())
+    console = make_wide_console(Console())
     reasons = dict.fromkeys(removal.names.values())
     for why in reasons:
         names = [name for name, reason in removal.names.items() if reason == why]

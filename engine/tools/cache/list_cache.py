@@ -19,7 +19,13 @@ from adapters.store.survey_folder import Survey, SurveyedFile, group_sequences
 from effects.ids import Tokens
 from engine.settings.formatting import format_bytes
 from engine.settings.user_error import UserError
-from engine.tools.cache.cache_folder import SHOWN_IDENTITY, Identity, list_identities, open_for_reading, widen
+from engine.tools.cache.cache_folder import (
+    SHOWN_IDENTITY,
+    Identity,
+    list_identities,
+    make_wide_console,
+    open_for_reading,
+)
 
 # The most sequences that are listed, unless all are requested.
 LISTED = 20
@@ -35,7 +41,7 @@ def ls(path: Path, *, text: bool, model: Path | None, everything: bool, as_json:
     if as_json:
         print(json.dumps({"folder": str(path), **build_json(found, each, decode)}, indent=2))
         return 0
-    console = widen(Console())
+    console = make_wide_console(Console())
     console.print(print_summary(path, found, each))
     if each:
         console.print(build_identity_table(each))

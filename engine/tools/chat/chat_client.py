@@ -88,7 +88,7 @@ class ChatPeer:
     def headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.key}"} if self.key else {}
 
-    def body(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    def build_body(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
         chosen = {"temperature": self.options.temperature, "max_tokens": self.options.max_tokens}
         return {
             "model": self.model,
@@ -108,7 +108,7 @@ class ChatPeer:
         named = bool(self.options.url)
         async with (
             httpx2.AsyncClient(base_url=self.base, headers=self.headers, timeout=timeout, trust_env=named) as http,
-            http.stream("POST", "/v1/chat/completions", json=self.body(messages)) as response,
+            http.stream("POST", "/v1/chat/completions", json=self.build_body(messages)) as response,
             aclosing(read_chunks(response)) as coming,
         ):
             async for now, chunk in coming:

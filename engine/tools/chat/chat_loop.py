@@ -37,7 +37,7 @@ def run_chat(model: str, options: ChatOptions) -> int:
         raise UserError("standard input is no terminal, and there is no prompt in it")
     out = Console()
     err = Console(stderr=True)
-    with find_peer(model, options, options.key(os.environ), err) as server:
+    with find_peer(model, options, options.choose_key(os.environ), err) as server:
         chat = ChatSession(server, TypedConversation(options.system), out, err)
         if piped is not None:
             answer = chat.answer(piped.strip())

@@ -33,7 +33,7 @@ class ChatOptions:
     def base(self) -> str:
         return self.url.rstrip("/").removesuffix("/v1")
 
-    def key(self, environment: Mapping[str, str]) -> str:
+    def choose_key(self, environment: Mapping[str, str]) -> str:
         """Return the key for the server.
 
         A key is sent only to the server that it was meant for. Our server may have several.

@@ -64,27 +64,27 @@ class RenderedView:
 
     def __enter__(self) -> RenderedView:
         self._live = Live(
-            console=self.console, get_renderable=self._growing, refresh_per_second=REFRESHES, transient=True
+            console=self.console, get_renderable=self._render_growing, refresh_per_second=REFRESHES, transient=True
         )
         self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._live.stop()
-        self._above(len(self._text))
+        self._print_above(len(self._text))
 
     def show(self, thought: str, text: str) -> None:
         self._thought += thought
         if text and self._thought:
-            self._above(0)
+            self._print_above(0)
         self._text += text
         if done := split_settled(self._text):
-            self._above(done)
+            self._print_above(done)
 
-    def _growing(self) -> RenderableType:
+    def _render_growing(self) -> RenderableType:
         return Line(self._thought, style="dim italic") if self._thought else Markdown(self._text)
 
-    def _above(self, stop: int) -> None:
+    def _print_above(self, stop: int) -> None:
         """Print the thoughts and the text up to `stop` above the part that still grows."""
         thought = self._thought.strip()
         text = self._text[:stop]

@@ -11,7 +11,7 @@ from rich.text import Text as Line
 
 from engine.settings.options import Options
 from engine.settings.progress import announce_if_slow
-from engine.tools.doctor.examine_machine import examine
+from engine.tools.doctor.examine_machine import examine_machine
 from engine.tools.doctor.findings import Finding, Verdict
 
 STYLES: dict[Verdict, str] = {"well": "green", "warning": "yellow", "fault": "red"}
@@ -24,7 +24,7 @@ def run_doctor(options: Options, *, as_json: bool) -> int:
     found = list[Finding]()
     watched = Console(stderr=True)
     with watched.status("examining") if watched.is_terminal else announce_if_slow("examining"):
-        for finding in examine(options, os.environ):
+        for finding in examine_machine(options, os.environ):
             found.append(finding)
             if not as_json:
                 print_findings(out, finding)

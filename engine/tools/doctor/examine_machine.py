@@ -40,7 +40,7 @@ PORT = 8000
 ASK_S = 2.0
 
 
-def examine(options: Options, environment: Mapping[str, str]) -> Iterator[Finding]:
+def examine_machine(options: Options, environment: Mapping[str, str]) -> Iterator[Finding]:
     """Yield findings as they are made; the last ones take seconds. Raises UserError if a device does not exist."""
     python = f"Python {platform.python_version()}, torch {torch.__version__}"
     yield Finding("versions", "well", f"rekindle {__version__}, {python}, {platform.platform(terse=True)}")

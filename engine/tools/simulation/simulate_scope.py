@@ -24,8 +24,8 @@ from engine.tools.simulation.tally import (
     InfiniteCache,
     RequestTally,
     Tally,
+    compute_quantile,
     compute_share,
-    quantile,
 )
 from engine.tools.simulation.virtual_clock import Clock
 from states.sequences import round_down_to_block
@@ -156,9 +156,11 @@ class Simulation:
     def build_result(self) -> FinishedRun:
         tally = self.tally
         counts = tuple(tally.counts.values())
-        return FinishedRun(self.name, self.scope, self.figures(), counts, tuple(tally.written), tuple(tally.restarts))
+        return FinishedRun(
+            self.name, self.scope, self.compute_figures(), counts, tuple(tally.written), tuple(tally.restarts)
+        )
 
-    def figures(self) -> Figures:
+    def compute_figures(self) -> Figures:
         counts = list(self.tally.counts.values())
         block_size = self.setup.settings.block_size
         prompts = sum(count.prompt for count in counts)
@@ -190,7 +192,7 @@ class Simulation:
             dropped_writes=self.disk.collect_figures()["dropped_writes"],
             disk_bytes=self.disk.index.held_bytes,
             restarts=len(self.tally.restarts),
-            first_token_ms=(quantile(waits, 0.5), quantile(waits, 0.9)),
+            first_token_ms=(compute_quantile(waits, 0.5), compute_quantile(waits, 0.9)),
         )
 
 

@@ -75,7 +75,7 @@ class Costs:
         """Return the time of both in one forward: the sum of both, less one launch."""
         return self.decode_ns(positions) + self.chunk_ns(start, stop) - self.launch
 
-    def rates(self) -> Rates:
+    def build_rates(self) -> Rates:
         """Return the rates that the engine would have measured at its start."""
         edges = [0, *(1024 << span for span in range(SPANS))]
         prefill = [
@@ -125,7 +125,7 @@ class MeasuredCosts:
             changes["prefill"], changes["prefill_slope"] = fit_line(self.chunks)
         if self.decode_steps:
             changes["decode"], changes["decode_slope"] = fit_line(self.decode_steps)
-        changes |= {tier: round(median(values)) for tier, values in self.loads.items() if values}
+        changes |= {tier: round(compute_median(values)) for tier, values in self.loads.items() if values}
         if self.token_bytes:
             changes["token_bytes"] = self.token_bytes
         if self.state_tokens:
@@ -146,7 +146,7 @@ def fit_line(points: Iterable[tuple[float, float]]) -> tuple[int, float]:
     return round(mean_y - slope * mean_x), slope
 
 
-def median(values: Iterable[float]) -> float:
+def compute_median(values: Iterable[float]) -> float:
     ordered = sorted(values)
     middle = len(ordered) // 2
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

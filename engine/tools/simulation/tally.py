@@ -122,7 +122,7 @@ class Figures:
     first_token_ms: tuple[float, float]  # median, 90th percentile
 
 
-def quantile(values: Sequence[float], share: float) -> float:
+def compute_quantile(values: Sequence[float], share: float) -> float:
     """Return a quantile, interpolated between neighbours. It is 0 without values."""
     if not values:
         return 0.0

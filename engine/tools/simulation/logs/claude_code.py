@@ -41,7 +41,7 @@ def parse_session(name: str, raw: Mapping[str, Any], *, shared_head: bool = Fals
     shared_head: sessions with equally many tool tokens begin with the same tools. They share the system prompt too, if
     it has equally many tokens.
     """
-    return ClaudeCodeReader(name, raw, shared_head).session()
+    return ClaudeCodeReader(name, raw, shared_head).read_session()
 
 
 def read_integer(
@@ -76,7 +76,7 @@ class ClaudeCodeReader:
     _read: int = 0
     _made_up: int = 0
 
-    def session(self) -> Session:
+    def read_session(self) -> Session:
         raw = self.raw
         name = self.name
         self._block = read_integer(raw, "block_size", name, least=1, most=MOST_BLOCK, default=64)
