@@ -6,7 +6,7 @@ ARGS ?=
 WORKERS ?= 2
 DRAFT_ARGS ?=
 
-.PHONY: install serve test lint types imports check docs reference diagram pictures train-demo train-demo-draft train-demo-drafter train-demo-hybrid bench clean
+.PHONY: install serve test lint types imports check docs reference diagram pictures train-demo train-demo-draft train-demo-drafter train-demo-hybrid bench figures clean
 
 install: .venv/develops  ## set up .venv with rekindle and what its tests and benchmarks need
 
@@ -60,15 +60,19 @@ diagram: install  ## regenerate docs/STATES.md
 train-demo-hybrid: install .train/packages  ## train the hybrid demo and its own head again, from nothing; needs a CUDA device
 	$(BIN)/python -m training.hybrid $(ARGS)
 
-bench: install  ## the figures of docs/BENCHMARKS.md that need no GPU; takes a while
-	$(BIN)/python -m benchmarks.engine_fold
-	$(BIN)/python -m benchmarks.engine_overhead
-	$(BIN)/python -m benchmarks.cpu_model
-	$(BIN)/python -m benchmarks.exactness
-	$(BIN)/python -m benchmarks.startup
-	$(BIN)/python -m benchmarks.restart
-	$(BIN)/python -m benchmarks.store_index
-	$(BIN)/python -m benchmarks.scope_windows
+bench: install  ## record the benchmarks that need no GPU; takes a while
+	$(BIN)/python -m benchmarks.engine_fold --record
+	$(BIN)/python -m benchmarks.engine_overhead --record
+	$(BIN)/python -m benchmarks.cpu_model --record
+	$(BIN)/python -m benchmarks.exactness --record
+	$(BIN)/python -m benchmarks.startup --record
+	$(BIN)/python -m benchmarks.restart --record
+	$(BIN)/python -m benchmarks.store_index --record
+	$(BIN)/python -m benchmarks.scope_windows --record
+
+figures: install  ## make docs/BENCHMARKS.md and the README's chart from benchmarks/results
+	$(BIN)/python -m benchmarks.report
+	$(BIN)/python -m benchmarks.chart
 
 .train/packages: training/corpus.txt install  ## what the corpus reads and nothing else needs
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: --upgrade --target $@ -r $<

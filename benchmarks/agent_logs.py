@@ -8,7 +8,6 @@ the demo on two cores, where sessions wait for each other.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,9 @@ from typing import Any
 
 import attrs
 
-from benchmarks.report import machine, raw, table
+from benchmarks.arguments import benchmark_parser
+from benchmarks.results import Figure, Goal, publish
+from benchmarks.tables import print_table
 from effects.scope import Scope, parse_scope
 from engine.tools.simulation.logs.logged_requests import Session
 from engine.tools.simulation.logs.read_log import read_logs
@@ -57,8 +58,23 @@ def one(setup: Setup, sessions: Sequence[Session], scope: Scope, server: str, bu
     }
 
 
+def make_figures(rows: list[dict[str, Any]]) -> list[Figure]:
+    """Make figures of what is found, and of what is written where nothing is evicted."""
+    found = list[Figure]()
+    for row in rows:
+        at = f"scope {row['scope']}, server: {row['server']}"
+        if row["budget"] == "none":
+            goal = Goal(at_most=1.05)
+            found.append(Figure("agents", "written, of unique bytes, no limit", at, "x", row["of_unique"], goal=goal))
+        else:
+            share = Goal(at_least=99) if row["scope"] == "full" else None
+            what = f"prompt tokens found, of an infinite cache's, room for {row['budget']}"
+            found.append(Figure("agents", what, at, "%", row["of_infinite_%"], goal=share))
+    return found
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("logs", nargs="+", type=Path)
     parser.add_argument("--interleave", type=int, default=8)
     parser.add_argument("--restart-every", type=int, default=100)
@@ -76,10 +92,12 @@ def main() -> int:
         rows.append(one(endless, logs.sessions, Scope("full"), server, "none"))
     requests = sum(session.count for session in logs.sessions)
     title = f"{requests} requests of {len(logs.sessions)} sessions, {given.interleave} at a time"
-    table(
+    print_table(
         f"{title}, a restart every {given.restart_every} (goals: 99 % of infinite; 1.05 of unique without limit)", rows
     )
-    raw("agent_logs", {"sessions": [session.name for session in logs.sessions], "rows": rows, "machine": machine()})
+    publish(
+        given, "agent_logs", {"sessions": [session.name for session in logs.sessions], "rows": rows}, make_figures(rows)
+    )
     return 0
 
 

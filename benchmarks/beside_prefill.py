@@ -11,19 +11,19 @@ Goals: p99 at most three times p50, of all gaps; p99 of /health at most 20 ms.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import threading
 import time
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import httpx
 
-from benchmarks.report import machine, raw, table
+from benchmarks.arguments import benchmark_parser
+from benchmarks.results import Figure, Goal, publish
+from benchmarks.tables import print_table
 from tests.e2e.server import Running, serving
 
 ALONE_S = 10.0  # streams without the prompt
@@ -117,26 +117,32 @@ def measure(server: Running, streams: int, prompt: int) -> dict[str, Any]:
         row("/health before", looking.between(begin, sent)),
         row("/health while it is read", looking.between(sent, read)),
     ]
-    return {"streams": streams, "prompt": len(tokens), "read in, s": read - sent, "rows": rows, "machine": machine()}
+    return {"streams": streams, "prompt": len(tokens), "read in, s": read - sent, "rows": rows}
+
+
+def make_figures(found: dict[str, Any]) -> list[Figure]:
+    rows, at = {row["gaps"]: row for row in found["rows"]}, f"{found['streams']} streams, {found['prompt']} tokens read"
+    late, looked = rows["while it is read"]["p99/p50"], rows["/health while it is read"]["p99, ms"]
+    return [
+        Figure("service", "gaps beside a long prompt, p99 over p50", at, "x", late, goal=Goal(at_most=3)),
+        Figure("service", "/health beside a long prompt, p99", at, "ms", looked, goal=Goal(at_most=20)),
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--streams", type=int, default=10)
     parser.add_argument("--prompt", type=int, default=8192)
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("options", nargs="*")
     given = parser.parse_args()
     with serving(given.model, "--slots", str(given.streams + 1), *given.options) as server:
         found = measure(server, given.streams, given.prompt)
-    table(
+    print_table(
         f"{given.streams} streams while {found['prompt']} tokens were read in {found['read in, s']:.1f} s",
         found["rows"],
     )
-    raw("beside_prefill", found)
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    publish(given, "beside_prefill", found, make_figures(found))
 
 
 if __name__ == "__main__":

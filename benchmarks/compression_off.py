@@ -11,6 +11,8 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+from benchmarks.arguments import benchmark_parser
+from benchmarks.results import publish
 from effects.compression import Compression
 from effects.job import Job
 from states import policy
@@ -23,16 +25,20 @@ PROMPT = tuple(range(8000))
 
 
 def main() -> None:
+    given, found = benchmark_parser(__doc__).parse_args(), dict[str, Any]()
     for name, words in (("no drafter", ()), ("a drafter, mode off", ("--prefill-drafter", "demo"))):
         with serving("demo", *words) as server:
             server.chat("Hello", max_tokens=8)
-            print(f"{name}: {ledger(server.client.get('/props').json()['memory'])}")
+            found[name] = ledger(server.client.get("/props").json()["memory"])
+            print(f"{name}: {found[name]}")
     settings = DecisionContext(Settings(max_context=16_384, drafter=100_000))
     for name, how in (("off", Compression()), ("auto, below its threshold", Compression("auto"))):
         job = Job(PROMPT, 100, compression=how)
         looked = microseconds(partial(policy.decide_compression, settings, make_prompt(job), len(PROMPT) - 1))
         known = microseconds(partial(make_prompt, job))
         print(f"{name}: {looked:.2f} us to look at a prompt, {known:.2f} us to see that nothing of it was frozen")
+        found[name] = {"look_us": looked, "known_us": known}
+    publish(given, "compression_off", found)
 
 
 def ledger(memory: Mapping[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """What keeping to a form costs: answers to schemas that are made up, against answers as long that keep to none.
 
-    python -m benchmarks.constrained [--schemas 200] [--streams 1,4] [--model demo] [--device cpu] [--json FILE]
+    python -m benchmarks.constrained [--schemas 200] [--streams 1,4] [--model demo] [--device cpu] [--record]
 
 Every schema is answered with the draft and without: all answers that ended must be valid (jsonschema), and the same
 both ways; the exit status is 1 if one is not. Then the same number of tokens is generated from the same prompts without
@@ -19,11 +19,13 @@ import anyio
 import jsonschema
 from attrs import evolve
 
+from adapters.device.executor import DeviceExecutor
 from adapters.text.grammars.grammar import Grammars, build_json_grammar
 from adapters.text.tokenizer import Tokenizer
 from benchmarks.arguments import options_of, server_parser
 from benchmarks.never_slower import Took, together
-from benchmarks.report import machine, median, raw, table
+from benchmarks.results import Figure, Goal, publish
+from benchmarks.tables import median, print_table
 from effects.grammar import Grammar
 from effects.job import Job, Sampling
 from effects.scope import Scope
@@ -132,7 +134,7 @@ async def measure(options: Options, count: int, streams: Sequence[int]) -> dict[
     tokenizer = Tokenizer.load(target.folder)
     grammars, schemas = Grammars(tokenizer), [schema_of(seed) for seed in range(count)]
     try:
-        target.executor.matched_by(grammars.match)
+        target.executor = DeviceExecutor(evolve(target.executor.parts, match_grammar=grammars.match))
         compile_ms = await admitted(grammars, [build_json_grammar(schema) for schema in schemas])
         rows = list[dict[str, Any]]()
         async with run_engine(target.settings, target.executor) as running:
@@ -144,7 +146,15 @@ async def measure(options: Options, count: int, streams: Sequence[int]) -> dict[
         await target.close()
     ordered = sorted(compile_ms[1:])
     told = {"first": compile_ms[0], "median": median(ordered), "p99": ordered[int(0.99 * len(ordered))]}
-    return {"schemas": count, "compile_ms": told, "rows": rows, "machine": machine()}
+    return {"schemas": count, "compile_ms": told, "rows": rows}
+
+
+def make_figures(rows: list[dict[str, Any]]) -> list[Figure]:
+    what, goal = "answers of a given form, speed against free ones", Goal(at_least=0.8)
+    return [
+        Figure("service", what, f"{row['streams']} streams, {row['way']}", "x", row["x wall"], goal=goal)
+        for row in rows
+    ]
 
 
 def main() -> int:
@@ -153,10 +163,8 @@ def main() -> int:
     parser.add_argument("--streams", default="1,4")
     given = parser.parse_args()
     found = anyio.run(measure, options_of(given), given.schemas, [int(one) for one in given.streams.split(",")])
-    table("answers of a given form against free ones as long (goal: 0.8x on 2 cores)", found["rows"])
-    raw("constrained", found)
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    print_table("answers of a given form against free ones as long (goal: 0.8x on 2 cores)", found["rows"])
+    publish(given, "constrained", found, make_figures(found["rows"]), given.device)
     return int(any(row["invalid"] or row["differing"] for row in found["rows"]))
 
 

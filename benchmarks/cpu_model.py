@@ -1,7 +1,7 @@
 """Prefill and decoding on the CPU against transformers: same weights, same run, interleaved.
 
     python -m benchmarks.cpu_model [FOLDER] [--dtypes float32 bfloat16] [--prompts 512 2048 8000] [--tokens 48]
-                                   [--repeat 3] [--chunk 256] [--json FILE]
+                                   [--repeat 3] [--chunk 256] [--record]
 
 FOLDER is a checkpoint of any family; without one the demo. Prefill: rows [0, n) of a prompt in chunks of C, against one
 transformers forward (sdpa, logits_to_keep=1). Decoding: greedy, one token a step at the smallest bucket, logits
@@ -12,8 +12,6 @@ a row.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -32,7 +30,9 @@ from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.probe import probe
 from adapters.models.numerics.probe_result import Numerics
 from adapters.models.open_checkpoint import Checkpoint
-from benchmarks.report import machine
+from benchmarks.arguments import benchmark_parser
+from benchmarks.results import Figure, Goal, publish
+from benchmarks.tables import median
 
 DEMO = Path(__file__).parents[1] / "adapters" / "demo"
 CPU = torch.device("cpu")
@@ -108,21 +108,38 @@ def compare(ours: Ours, theirs: Theirs, prompt: Tensor, tokens: int, repeat: int
     ]
 
 
+GOALS = {
+    ("prefill", "float32"): 0.9,
+    ("prefill", "bfloat16"): 0.9,
+    ("decode", "float32"): 1.2,
+    ("decode", "bfloat16"): 1.5,
+}
+
+
+def make_figures(rows: list[dict[str, Any]]) -> list[Figure]:
+    """Say how many times as fast as transformers we are, by the medians of the rounds."""
+    found = list[Figure]()
+    for row in sorted(rows, key=lambda row: (row["stage"], row["dtype"])):
+        promise = "cold" if row["stage"] == "prefill" else "decode"
+        subject = f"{row['model']}, {row['dtype']}, {row['stage']} against transformers"
+        ratio, goal = median(row["theirs"]) / median(row["ours"]), Goal(at_least=GOALS[row["stage"], row["dtype"]])
+        found.append(Figure(promise, subject, str(row["prompt"]), "x", ratio, goal=goal))
+    return found
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("folder", nargs="?", type=Path)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=[*DTYPES])
     parser.add_argument("--prompts", nargs="+", type=int, default=[512, 2048, 8000])
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--chunk", type=int, default=256)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     checkpoint = Checkpoint.open(options.folder or DEMO)
     config = checkpoint.config
     capacity = min(config.max_positions, max(options.prompts) + options.tokens)
     rows = []
-    print(machine())
     for dtype_name in options.dtypes:
         dtype, kernels = getattr(torch, dtype_name), CpuKernels(getattr(torch, dtype_name))
         how = {"device": CPU, "dtype": dtype, "chunk": options.chunk, "capacity": capacity}
@@ -145,8 +162,7 @@ def main() -> None:
                 for row in compare(Ours(shard, numerics), theirs, prompt, options.tokens, options.repeat):
                     rows.append({"model": name, "dtype": dtype_name, "kernels": numerics.kernels, **row})
                     print_row(rows[-1])
-    if options.json:
-        options.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    publish(options, f"cpu_model-{checkpoint.folder.name}", {"rows": rows}, make_figures(rows), "cpu")
 
 
 def print_row(row: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """The CUDA forward against the memory-bandwidth limit (decoding) and against transformers (prefill), in one run.
 
-    python -m benchmarks.cuda_model [--json FILE] [--layers 36] [--chunk 1024] [--contexts 8192 32768]
+    python -m benchmarks.cuda_model [--record] [--layers 36] [--chunk 1024] [--contexts 8192 32768]
 
 The model is an 8B-shaped Qwen3 with random bf16 weights, the same ones in both implementations. Decoding: one real row
 at the smallest bucket, two graph replays and a greedy argmax a token, every token fetched by the host before the next
@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +27,8 @@ from adapters.models.families.qwen3 import Qwen3Config
 from adapters.models.kernels.cuda.kernels import TritonKernels
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights
+from benchmarks.arguments import benchmark_parser
+from benchmarks.results import Figure, Goal, publish
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
@@ -212,7 +212,7 @@ def table(results: dict[str, Any]) -> str:
     lines = [
         f"{results['device']}, torch {results['torch']}, kernels {results['kernels']}, buckets {results['buckets']}",
         f"bandwidth: {speeds}",
-        f"buckets is exact: {results['sizes is exact']}",
+        f"buckets is exact: {results['buckets is exact']}",
     ]
     for context, found in results["decoding"].items():
         lines.append(
@@ -229,16 +229,28 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def make_figures(results: dict[str, Any]) -> list[Figure]:
+    subject, found = "8B shape, bf16", list[Figure]()
+    for context, one in results["decoding"].items():
+        goal = Goal(at_least=75) if context == "2048" else None
+        share = 100 * one["share of limit"]
+        found.append(Figure("decode", f"{subject}, of the bandwidth's limit", context, "%", share, goal=goal))
+    for context, one in results["prefill"].items():
+        if isinstance(one, dict):
+            ours, *theirs = one["medians"].values()
+            peers, goal = {"transformers": min(theirs)}, Goal(at_most=1.15, against="transformers")
+            found.append(Figure("cold", f"{subject}, forwards alone", context, "s", ours, peers, goal))
+    return found
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the raw figures there")
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--chunk", type=int, default=1024)
     parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 32768])
     args = parser.parse_args()
     results = measure(args)
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=1))
+    publish(args, "cuda_model", results, make_figures(results))
     print(table(results))
 
 

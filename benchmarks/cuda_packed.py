@@ -1,6 +1,6 @@
 """An 8B-shaped model of packed random weights on CUDA: decoding against the limit of its bytes, prefill against bf16.
 
-    python -m benchmarks.cuda_packed [--json FILE] [--layers 36] [--chunk 1024] [--formats q4_k awq fp8 q8_0]
+    python -m benchmarks.cuda_packed [--record] [--layers 36] [--chunk 1024] [--formats q4_k awq fp8 q8_0]
 
 As `benchmarks.cuda_model` has it, of weights in bf16 first and then in each format: of Q4_K with a head in Q6_K, as
 files have it; of AWQ and FP8 with a head in bf16, as folders have it. A token's bytes are all weights but the
@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +24,7 @@ from adapters.models.decoder.shard import BUCKETS
 from adapters.models.families.qwen3 import Qwen3Config
 from adapters.models.kernels.cuda.kernels import TritonKernels
 from adapters.models.numerics.synthetic import RandomWeights
+from benchmarks.arguments import benchmark_parser
 from benchmarks.cuda_model import (
     DEVICE,
     DTYPE,
@@ -38,7 +37,8 @@ from benchmarks.cuda_model import (
     seconds,
     wide_steps,
 )
-from benchmarks.report import raw, table
+from benchmarks.results import Figure, Goal, publish
+from benchmarks.tables import print_table
 
 HEAD = "lm_head.weight"
 LAYERS: Mapping[str, StepLayout] = {
@@ -100,9 +100,22 @@ def shown(name: str, found: Mapping[str, Any], plain: float) -> dict[str, Any]:
     }
 
 
+def make_figures(rows: list[dict[str, Any]]) -> list[Figure]:
+    found = list[Figure]()
+    for what, column, goal in (
+        ("decode, of the limit of its bytes", "of the limit", 70),
+        ("prefill, of bf16's speed", "of bf16's speed", 80),
+    ):
+        packed = [row for row in rows if row["weights"] != "bf16"]
+        bound = Goal(at_least=goal)
+        found += [
+            Figure("packed", f"8B shape, {what}", row["weights"], "%", 100 * row[column], goal=bound) for row in packed
+        ]
+    return found
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the raw figures there")
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--chunk", type=int, default=1024)
     parser.add_argument("--formats", nargs="+", choices=LAYERS, default=[*LAYERS])
@@ -112,12 +125,11 @@ def main() -> None:
         gc.collect()
         torch.cuda.empty_cache()
         found[name] = measured(name, args, max(speeds.values()))
-        raw("cuda_packed", {"weights": name} | found[name])
     plain = found["bf16"]["prefill"]
     title = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {max(speeds.values()) / 1e12:.2f} TB/s"
-    table(title, [shown(name, one, plain) for name, one in found.items()])
-    if args.json:
-        args.json.write_text(json.dumps({"bandwidth": speeds} | found, indent=1))
+    rows = [shown(name, one, plain) for name, one in found.items()]
+    print_table(title, rows)
+    publish(args, "cuda_packed", {"bandwidth": speeds} | found, make_figures(rows))
 
 
 if __name__ == "__main__":

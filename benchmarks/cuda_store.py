@@ -1,6 +1,6 @@
 """Prompts of an 8B-shaped model brought back from host memory and from a cold disk, against computing them again.
 
-    python -m benchmarks.cuda_store [--json FILE] [--tokens 2048 8192 32768] [--runs 5] [--folder DIR]
+    python -m benchmarks.cuda_store [--record] [--tokens 2048 8192 32768] [--runs 5] [--folder DIR]
         [--kv-dtype int8]
     python -m benchmarks.cuda_store --device cpu --tiny        the same on any machine, to see that it runs
 
@@ -13,12 +13,12 @@ rows, bit for bit. Medians; host memory first, then the same entries from disk, 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import tempfile
 import time
 from collections.abc import Sequence
 from functools import partial
+from inspect import isawaitable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ import torch
 from attrs import define, field
 
 from adapters.device.executor import DeviceExecutor
+from adapters.device.executor_parts import ExecutorParts
 from adapters.device.lane.lane import DeviceLane
 from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.shard import BUCKETS
@@ -38,9 +39,12 @@ from adapters.models.numerics.synthetic import RandomWeights
 from adapters.store.files.file_format import Layout
 from adapters.store.open_store import create_memory, open_store
 from adapters.store.store import Store
+from adapters.transfer.saver import AT_ONCE
 from adapters.transfer.transfer import Transfer, create_transfer
+from benchmarks.arguments import benchmark_parser
 from benchmarks.cold import forget, read_raw
-from benchmarks.report import machine, median, raw, table
+from benchmarks.results import Figure, Goal, publish
+from benchmarks.tables import median, print_table
 from effects.all import EffectRequest, Launch
 from effects.ids import RequestId, SlotId, Tier, Tokens
 from effects.job import Sampling
@@ -112,7 +116,9 @@ class StoreBench:
         self.open(prompt)
         started = time.perf_counter()
         request = RequestId(self.request)
-        found = await self.moving.lookup.find_prefix(request, FindPrefix(prompt, 0))
+        found = self.moving.lookup.find_prefix(request, FindPrefix(prompt, 0))
+        if isawaitable(found):  # a tier had to be asked
+            found = await found
         assert isinstance(found, PrefixFound), found
         assert found.tier == tier, f"it is in {found.tier} and not in {tier}"
         stop = found.length
@@ -159,7 +165,9 @@ class StoreBench:
         await self.compute(0, len(prompt) - 1)
         kept = (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
         started = time.perf_counter()
-        saved = await self.moving.saver.save(RequestId(self.request), SaveSnapshot(SLOT, prompt[:kept]))
+        saving = self.moving.saver.save(RequestId(self.request), SaveSnapshot(SLOT, prompt[:kept]))
+        self.moving.saver.pace_snapshot(RequestId(self.request), AT_ONCE)
+        saved = await saving
         assert isinstance(saved, SnapshotSaved), saved
         copied = time.perf_counter() - started
         await anyio.to_thread.run_sync(self.settle)
@@ -262,8 +270,9 @@ def build(given: argparse.Namespace, lane: DeviceLane, folder: Path) -> StoreBen
         memory=create_memory(size, pin=device.type == "cuda"),
     )
     assert store is not None
-    executor = DeviceExecutor(shard, buckets, lane=lane)
-    moving = create_transfer(store, (shard,), lane, executor.serving)
+    parts = ExecutorParts(shard, buckets, lane=lane)
+    executor = DeviceExecutor(parts)
+    moving = create_transfer(store, (shard,), lane, parts.slots.find)
     settings = Settings(
         slots=1, max_context=config.max_positions, chunk=given.chunk, block_size=BLOCK_SIZE, batch_rows=1, store=True
     )
@@ -285,7 +294,7 @@ async def measured(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for prompt in prompts:
         kept.append(await bench.keep(prompt, folder))
     shown = [{name: value for name, value in one.items() if name != "files"} for one in kept]
-    table("Snapshots: copied out on the lane, then written in the background", shown)
+    print_table("Snapshots: copied out on the lane, then written in the background", shown)
     for tier in ("host", "disk"):
         if tier == "disk":
             bench.only_disk(prompts[0])
@@ -301,13 +310,33 @@ async def measured(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "raw_copy_GB/s": copy / 1e9,
         "snapshots": shown,
         "modes": rows,
-        "machine": machine(),
     }
 
 
+def make_figures(rows: list[dict[str, Any]], model: str) -> list[Figure]:
+    """Compare the planner's choice with computing, and tell the speed of a whole restore."""
+    found = list[Figure]()
+    for row in rows:
+        peers, goal = {"computed": row["recompute_s"]}, Goal(at_most=1.1, against="computed")
+        subject = f"{model}, prompt brought back from {row['tier']}"
+        found.append(Figure("restart", subject, str(row["tokens"]), "s", row["planner_s"], peers, goal))
+    for row in rows:
+        if row["tier"] == "host":
+            found.append(
+                Figure(
+                    "continued",
+                    f"{model}, restored from host memory",
+                    str(row["tokens"]),
+                    "GB/s",
+                    row["restore_GB/s"],
+                    goal=Goal(at_least=45),
+                )
+            )
+    return found
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the raw figures there")
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="four narrow layers instead of an 8B model's")
     parser.add_argument("--layers", type=int, default=36)
@@ -320,10 +349,16 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         found = anyio.run(measured, given, Path(folder) / "kv")
     shown = [{name: value for name, value in row.items() if name != "runs"} for row in found["modes"]]
-    table("Seconds until the prompt's rows are there; planner against recompute and the better forced mode", shown)
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1))
-    raw("cuda_store", {**found, "modes": shown})
+    print_table(
+        "Seconds until the prompt's rows are there; planner against recompute and the better forced mode", shown
+    )
+    publish(
+        given,
+        "cuda_store",
+        {**found, "modes": shown},
+        make_figures(shown, "tiny" if given.tiny else "8B shape"),
+        given.device,
+    )
     return 0
 
 

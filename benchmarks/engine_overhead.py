@@ -7,7 +7,6 @@ The shard here does nothing, so what is left of a decode step is the engine, its
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +21,9 @@ from adapters.device.executor_parts import ExecutorParts
 from adapters.device.lane.lane import DeviceLane
 from adapters.models.decoder.shard import Kept, NamedTensors
 from adapters.models.kernels.step import Forward, Step
-from benchmarks.report import machine, median, raw, table
+from benchmarks.arguments import benchmark_parser
+from benchmarks.results import Figure, Goal, publish
+from benchmarks.tables import median, print_table
 from effects.job import Job
 from effects.stream import EmitTokens
 from engine.serving.wiring import run_engine
@@ -41,6 +42,7 @@ class NoModel:
     capacity: int = 1 << 16
     runs_ahead: bool = False
     layers: range = range(1)
+    device: torch.device = field(factory=lambda: torch.device("cpu"))
     _hidden: Tensor = field(factory=lambda: torch.zeros(256, 8))
     _logits: Tensor = field(factory=lambda: torch.randn(16, VOCABULARY))
 
@@ -97,17 +99,22 @@ async def decode_steps(requests: int, count: int) -> list[float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--steps", type=int, default=3000)
-    count = parser.parse_args().steps
+    given = parser.parse_args()
+    count = given.steps
     rows: list[dict[str, Any]] = []
     for requests in (1, 4):
         gaps = sorted(anyio.run(decode_steps, requests, count))
         middle = median(gaps)
         row = {"requests": requests, "us_a_round": middle, "p95_us": gaps[int(len(gaps) * 0.95)]}
         rows.append({**row, "percent_of_10_ms": middle / 100})
-    table("Engine, runner, hand-off and sampling, without a model (goal: 2 % of a 10 ms decode step)", rows)
-    raw("engine_overhead", {"rows": rows, "rounds": count, "machine": machine()})
+    print_table("Engine, runner, hand-off and sampling, without a model (goal: 2 % of a 10 ms decode step)", rows)
+    what, goal = "from token to token without a model", Goal(at_most=200)
+    figures = [
+        Figure("service", what, f"{row['requests']} requests", "us", row["us_a_round"], goal=goal) for row in rows
+    ]
+    publish(given, "engine_overhead", {"rows": rows, "rounds": count}, figures, "cpu")
     return 0
 
 

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,12 @@ from attrs import define, evolve, field
 
 from adapters.store.disk_tier import DiskTier
 from adapters.text.model_text import Text
+from benchmarks.arguments import benchmark_parser
 from benchmarks.listening import Listening
-from benchmarks.report import machine, raw, table
+from benchmarks.results import Figure, Goal, publish, slug
 from benchmarks.subjects import NAMES
 from benchmarks.subjects import prompts as held_out_prompts
+from benchmarks.tables import print_table
 from effects.decode import Logprob
 from effects.ids import Tokens
 from effects.job import Job, Report, Sampling
@@ -313,13 +315,21 @@ async def measure(options: Options, given: argparse.Namespace) -> int:
             compared.listening = Listening(compared.target) if given.digests else None
             await compared.run("from disk, of a process that was killed", compared.restored)
             await compared.target.close()
-    table("Exactness: against answers that were computed cold, alone and without a draft", compared.rows)
-    where = {"numerics": dict(target.numerics_facts), "machine": machine(), "draft": target.draft is not None}
+    print_table("Exactness: against answers that were computed cold, alone and without a draft", compared.rows)
+    where = {"numerics": dict(target.numerics_facts), "draft": target.draft is not None}
     where |= {"kv_dtype": target.model_info["kv_dtype"], "logprobs": given.logprobs}
-    raw(
-        "exactness", {"rows": compared.rows, "prompt_tokens": sum(len(job.prompt) for job in jobs), **where, **executed}
-    )
+    found = {"rows": compared.rows, "prompt_tokens": sum(len(job.prompt) for job in jobs), **where, **executed}
+    kinds = [kind for kind in (given.dtype, given.kv_dtype) if kind != "auto"]
+    subject = ", ".join([Path(given.model).stem, *kinds])
+    name = "-".join(["exactness", slug(subject)])
+    publish(given, name, found, [make_figure(compared.rows, subject)], given.device)
     return sum(row["differing"] + row.get("missing", 0) for row in compared.rows) + executed.get("differing", 0)
+
+
+def make_figure(rows: Sequence[Mapping[str, Any]], subject: str) -> Figure:
+    """Make one figure of all ways: how many answers differ from the plain ones."""
+    count, differing = sum(row["jobs"] for row in rows), sum(row["differing"] for row in rows)
+    return Figure("exactness", subject, f"{len(rows)} ways", f"of {count:,} differ", differing, goal=Goal(at_most=0))
 
 
 async def compare(compared: Comparison, modes: Sequence[str]) -> None:
@@ -353,7 +363,7 @@ async def again(compared: Comparison, options: Options) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--skip", type=int, default=0, help="prompts: so that several processes can share the work")
     parser.add_argument("--threads", type=int, default=0)

@@ -1,6 +1,6 @@
 """A layer of experts of Qwen3-30B-A3B's shape against the bytes it must read: a few rows, and chunks. On CUDA.
 
-    python -m benchmarks.expert_kernels [--json FILE]
+    python -m benchmarks.expert_kernels [--record]
 
 Random weights and rows in bfloat16. Each figure is the replay of a graph over four layers, which together do not fit
 into the cache, divided by their number; before: each expert two launches of its own, for which the host waits. Bytes:
@@ -9,12 +9,9 @@ the weights of the experts that some row goes through, each once.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,9 +29,11 @@ from adapters.models.kernels.experts_interface import (
 )
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import Batch
+from benchmarks.arguments import benchmark_parser
 from benchmarks.cuda_model import DEVICE, DTYPE, bandwidth
 from benchmarks.hybrid_kernels import replay_us
-from benchmarks.report import machine, table
+from benchmarks.results import publish
+from benchmarks.tables import print_table
 
 HIDDEN, SHAPE, LAYERS = 2048, ExpertsShape(128, 8, 768, is_normalized=True), 4
 ROWS = (1, 4, 8, 16, 32, 128, 256, 512, 1024, 2048)
@@ -89,17 +88,15 @@ def figure(kernels: TritonKernels, layers: list[Experts], rows: int, speed: floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the raw figures there")
+    parser = benchmark_parser(__doc__)
     given = parser.parse_args()
     speed = max(bandwidth().values())
     torch.cuda.empty_cache()
     kernels = TritonKernels(DEVICE)
     layers = [layer(kernels) for _ in range(LAYERS)]
     found = [figure(kernels, layers, rows, speed) for rows in ROWS]
-    table(f"{SHAPE.count} experts, {SHAPE.chosen} of them a row's; {speed / 1e12:.2f} TB/s", found)
-    if given.json:
-        given.json.write_text(json.dumps({**machine(), "bandwidth": speed, "figures": found}, indent=1))
+    print_table(f"{SHAPE.count} experts, {SHAPE.chosen} of them a row's; {speed / 1e12:.2f} TB/s", found)
+    publish(given, "expert_kernels", {"bandwidth": speed, "rows": found})
 
 
 if __name__ == "__main__":

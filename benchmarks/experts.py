@@ -9,7 +9,6 @@ Seconds are the process's, of one core by default: what else the machine does co
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 
@@ -24,7 +23,9 @@ from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.experts_interface import ExpertsShape
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights
-from benchmarks.report import machine, median, raw, table
+from benchmarks.arguments import benchmark_parser
+from benchmarks.results import publish
+from benchmarks.tables import median, print_table
 
 HIDDEN, LAYERS, ROWS, CAPACITY, SLOTS = 512, 4, 256, 512, 4
 EXPERTS = ExpertsShape(32, 4, 256, is_normalized=True)
@@ -79,7 +80,7 @@ def tasks(shard: DenseShard) -> dict[str, Callable[[], object]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--threads", type=int, default=1)
@@ -102,9 +103,9 @@ def main() -> None:
         }
         for task in counts
     ]
-    table(f"{EXPERTS.count} experts, {EXPERTS.chosen} of them active, in {told.dtype}", lines)
+    print_table(f"{EXPERTS.count} experts, {EXPERTS.chosen} of them active, in {told.dtype}", lines)
     figures = {f"{task}, {name}": values for (task, name), values in found.items()}
-    raw("experts", {**machine(), "dtype": told.dtype, "tokens_per_s": figures})
+    publish(told, "experts", {"dtype": told.dtype, "tokens_per_s": figures, "rows": lines}, device="cpu")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python -m benchmarks.first_requests [--runs 3]                        the shipped demo: 2k and 8k tokens
     python -m benchmarks.first_requests --shape small                     random weights, 32k of context, for two cores
-    python -m benchmarks.first_requests --shape 8b --json FILE            random weights of an 8B model's shape, on CUDA
+    python -m benchmarks.first_requests --shape 8b --record            random weights of an 8B model's shape, on CUDA
 
 One server computes the prompts, keeps them on disk and is killed. Then every figure is the first request of a process
 of its own, over HTTP: the page cache forgets the files, the server starts, and one token is asked for. recompute and
@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,10 @@ import torch
 from safetensors.torch import save_file
 
 from adapters import demo
+from benchmarks.arguments import benchmark_parser
 from benchmarks.cold import forget, read_raw
-from benchmarks.report import machine, median, raw, table
+from benchmarks.results import Figure, Goal, name_shape, publish
+from benchmarks.tables import median, print_table
 
 ROOT = Path(__file__).parents[1]
 STAGES = ("LookingUp", "Restoring", "Prefilling", "Speculating")
@@ -180,8 +182,6 @@ def measured(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 found.append(one)
                 shown = {name: one[name] for name in ("mode", "tokens", "seconds", "restored", "ready_s", "same")}
                 print(json.dumps(shown), flush=True)
-                if given.json:
-                    given.json.write_text(json.dumps(found, indent=1))
     return summed(found, given, codec, groups)
 
 
@@ -206,7 +206,7 @@ def summed(
             row[f"{mode}/better"] = time_ / min(middle.values(), default=time_)
             row[f"{mode}_restored"] = median([one["restored"] for one in of[mode]])
         rows.append({**row, "raw_GB/s": read / seconds / 1e9, "MB": read / 1e6})
-    return {"medians": rows, "runs": list(found), "codec": codec, "shape": given.shape, "machine": machine()}
+    return {"medians": rows, "runs": list(found), "codec": codec, "shape": given.shape}
 
 
 def checkpoint(folder: Path, given: argparse.Namespace, positions: int = POSITIONS) -> Path:
@@ -276,11 +276,29 @@ def checkpoint_texts(folder: Path, vocab: int) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
+def make_figures(rows: Sequence[Mapping[str, Any]], shape: str) -> list[Figure]:
+    """Compare the planner's choice with the better of the modes that were forced."""
+    subject, goal = f"{name_shape(shape)}, first request of a new process", Goal(at_most=1.05, against="best forced")
+    return [
+        Figure(
+            "restart",
+            subject,
+            str(row["tokens"]),
+            "s",
+            row["planner_s"],
+            {"best forced": row["planner_s"] / row["planner/better"], "computed": row["recompute_s"]},
+            goal,
+        )
+        for row in rows
+        if "planner_s" in row and "recompute_s" in row
+    ]
+
+
 def main() -> int:
     if sys.argv[1:2] == ["serve"]:
         serve(sys.argv[2], sys.argv[3:])
         return 0
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--shape", choices=["demo", *SHAPES], default="demo")
     parser.add_argument("--layers", type=int, default=0, help="other than the shape has")
     parser.add_argument("--device", default="auto")
@@ -290,16 +308,13 @@ def main() -> int:
     parser.add_argument("--codec", default="auto")
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--limit", type=float, default=225, help="seconds after which nothing new is started")
-    parser.add_argument("--json", type=Path, help="write the raw figures there")
     parser.add_argument("--folder", type=Path, help="on the disk that is to be measured")
     given = parser.parse_args()
     given.tokens = given.tokens or TOKENS[given.shape]
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         found = measured(given, Path(folder))
-    table("Seconds until the first token of a new process's first request; medians", found["medians"])
-    raw("first_requests", {name: some for name, some in found.items() if name != "runs"})
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1))
+    print_table("Seconds until the first token of a new process's first request; medians", found["medians"])
+    publish(given, f"first_requests-{given.shape}", found, make_figures(found["medians"], given.shape), given.device)
     changed = [f"{one['mode']} at {one['tokens']}" for one in found["runs"] if not one["same"]]
     if changed:
         print(f"other answers than cold: {', '.join(changed)}", file=sys.stderr)

@@ -10,14 +10,14 @@ earlier requests are still being kept, too. Medians of as many; goal: at most 1.
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import anyio
 import httpx
@@ -26,8 +26,10 @@ import torch
 from adapters import demo
 from adapters.device.lane.buckets import bucket_of
 from adapters.models.kernels.step import Segment, Step
+from benchmarks.arguments import benchmark_parser
 from benchmarks.first_requests import SHAPES, checkpoint, listening
-from benchmarks.report import machine, median, raw, table
+from benchmarks.results import Figure, Goal, name_shape, publish
+from benchmarks.tables import median, print_table
 from effects.ids import PAGE
 from engine.loading.background_load import load_target
 from engine.loading.load_target import Target
@@ -93,8 +95,18 @@ def served(client: httpx.Client, lengths: Sequence[int], runs: int) -> dict[str,
     return found
 
 
+def make_figures(rows: Sequence[Mapping[str, Any]], shape: str) -> list[Figure]:
+    """Compare first tokens over HTTP with the forwards alone."""
+    goal = Goal(at_most=1.05, against="forwards alone")
+    found = list[Figure]()
+    for row in rows:
+        subject, peers = f"{name_shape(shape)}, {row['tokens']} tokens over HTTP", {"forwards alone": row["alone, ms"]}
+        found += [Figure("cold", subject, kind, "ms", row[f"{kind}, ms"], peers, goal) for kind in KINDS]
+    return found
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--shape", choices=["demo", *SHAPES], default="demo")
     parser.add_argument("--layers", type=int, default=0, help="other than the shape has")
     parser.add_argument("--folder", type=Path, help="where random weights are written, and kept")
@@ -122,8 +134,8 @@ def main() -> None:
         middle = {kind: median(one[length]) for kind, one in times.items()}
         ratios = {f"{kind} / alone": middle[kind] / middle["alone"] for kind in KINDS}
         rows.append({"tokens": length, **{f"{kind}, ms": 1e3 * one for kind, one in middle.items()}, **ratios})
-    table("First token of a new prompt; medians", rows)
-    raw("first_token", {"machine": machine(), "times": times})
+    print_table("First token of a new prompt; medians", rows)
+    publish(given, f"first_token-{given.shape}", {"times": times, "rows": rows}, make_figures(rows, given.shape))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from adapters import demo
+from benchmarks.arguments import benchmark_parser
+from benchmarks.results import Figure, Goal, publish
 from tests.e2e.server import Running, serving
 
 KINDS = NOTHING, CACHE, FROZEN, BOTH = "neither", "prefix cache", "frozen", "both"
@@ -26,8 +28,20 @@ ELSE = "Something else altogether. " * 60  # takes the one slot over, so that no
 Turn = Mapping[str, float]
 
 
+def make_figures(rows: Mapping[str, list[list[Turn]]]) -> list[Figure]:
+    """Compare the processor time of both layers together with the better one of them."""
+    spent = {name: min(sum(turn["processor_ms"] for turn in turns) for turns in runs) for name, runs in rows.items()}
+    single = [spent[name] for name in (CACHE, FROZEN) if name in spent]
+    if BOTH not in spent or not single:
+        return []
+    peers, goal = {"best single layer": min(single)}, Goal(at_most=1.05, against="best single layer")
+    return [
+        Figure("compression", "an agent's session, cache and freezing", "processor", "ms", spent[BOTH], peers, goal)
+    ]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("log", type=Path, help="JSON Lines: timestamp, input, output of one session")
     parser.add_argument("--model", default="demo")
     parser.add_argument("--drafter", default=str(demo.DRAFTER))
@@ -39,7 +53,6 @@ def main() -> None:
     parser.add_argument("--keep", type=float, default=0.1)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--json", type=Path)
     how = parser.parse_args()
     rows = dict[str, list[list[Turn]]]()
     with ExitStack() as stack:
@@ -49,8 +62,7 @@ def main() -> None:
             for name, turns in told.items():
                 rows.setdefault(name, []).append(turns)
     show(rows)
-    if how.json:
-        how.json.write_text(json.dumps(rows, indent=1))
+    publish(how, "freezing", {"turns": rows}, make_figures(rows))
 
 
 def options(name: str, how: argparse.Namespace, stack: ExitStack) -> list[str]:

@@ -9,7 +9,8 @@ log-probability of the token that came is from the first one's, on average, and 
 
 from __future__ import annotations
 
-import argparse
+from pathlib import Path
+from typing import Any
 
 import torch
 from attrs import frozen
@@ -21,8 +22,10 @@ from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.row_format import row_dtype
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.open_checkpoint import Checkpoint, resolve_dtype
-from benchmarks.report import machine, raw, table
+from benchmarks.arguments import benchmark_parser
+from benchmarks.results import Figure, publish, slug
 from benchmarks.subjects import held_out_sources
+from benchmarks.tables import print_table
 
 CHUNK = 256
 
@@ -70,7 +73,7 @@ def measured(name: str, runs: list[list[int]], length: int) -> PackedLoss:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("weights", nargs="+")
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--run", type=int, default=1024, help="tokens that are read in a row")
@@ -83,17 +86,19 @@ def main() -> None:
             runs.append(ids[: given.run])
         if len(runs) * given.run >= given.tokens:
             break
-    rows, first = list[dict[str, object]](), None
+    rows, raw, first = list[dict[str, object]](), list[dict[str, Any]](), None
     for name in given.weights:
         one = measured(name, runs, given.run)
         first = one if first is None else first
-        figures = {"bits a weight": one.stored, "weights off, %": None if one.error is None else 100 * one.error}
-        figures |= {"nats a token": one.loss, "more, %": 100 * (one.loss / first.loss - 1)}
-        figures |= dict(zip(("off by", "at most"), one.off(first), strict=True)) if one is not first else {}
-        raw("held_out", {"weights": name, **figures})
-        rows.append({"weights": name.rsplit("/", 1)[-1], **{key: rounded(value) for key, value in figures.items()}})
-    print(machine())
-    table(f"Loss on {len(runs)} held-out files, the first {given.run:,} tokens of each", rows)
+        told = {"bits a weight": one.stored, "weights off, %": None if one.error is None else 100 * one.error}
+        told |= {"nats a token": one.loss, "more, %": 100 * (one.loss / first.loss - 1)}
+        told |= dict(zip(("off by", "at most"), one.off(first), strict=True)) if one is not first else {}
+        raw.append({"weights": name, **told})
+        rows.append({"weights": name.rsplit("/", 1)[-1], **{key: rounded(value) for key, value in told.items()}})
+    print_table(f"Loss on {len(runs)} held-out files, the first {given.run:,} tokens of each", rows)
+    what = f"loss above {slug(Path(given.weights[0]).name)}"
+    figures = [Figure("packed", what, Path(row["weights"]).stem, "%", row["more, %"]) for row in raw[1:]]
+    publish(given, f"held_out-{slug(Path(given.weights[-1]).name)}", {"rows": raw}, figures, "cpu")
 
 
 def rounded(value: float | None) -> str:

@@ -13,7 +13,6 @@ there as --cpu-layers says, and their time is counted as often as makes up all l
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +30,9 @@ from adapters.models.kernels.interface import Kernels
 from adapters.models.kernels.reference.kernels import ReferenceKernels
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights
-from benchmarks.report import machine, median, raw, table
+from benchmarks.arguments import benchmark_parser
+from benchmarks.results import Figure, Goal, name_shape, publish
+from benchmarks.tables import median, print_table
 from engine.loading.expert_placement import count_expert_weights, place_first_experts
 from states.experts import Residents, choose_moves, make_residents
 
@@ -218,8 +219,23 @@ def line(name: str, figures: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def make_figures(lines: list[dict[str, Any]], shape: str) -> list[Figure]:
+    """All experts on the device must give more than 100 tokens a second."""
+    return [
+        Figure(
+            "decode",
+            f"{name_shape(shape)}, experts",
+            one["experts, tokens"],
+            "tok/s",
+            one["decode, tokens/s"],
+            goal=Goal(at_least=100) if one["experts, tokens"].startswith("device") else None,
+        )
+        for one in lines
+    ]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="30b-a3b")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--gib", type=float, default=12)
@@ -242,8 +258,14 @@ def main() -> None:
         if told.cpu_layers:
             processor(setting, told.cpu_layers, found)
     lines = [line(name, figures) for name, figures in found.items() if "decode" in figures]
-    table(f"{told.shape}: {told.gib} GiB of {told.device}, chunks of {told.chunk} rows", lines)
-    raw("host_experts", {**machine(), "shape": told.shape, "gib": told.gib, "found": found})
+    print_table(f"{told.shape}: {told.gib} GiB of {told.device}, chunks of {told.chunk} rows", lines)
+    publish(
+        told,
+        "host_experts",
+        {"shape": told.shape, "gib": told.gib, "found": found},
+        make_figures(lines, told.shape),
+        told.device,
+    )
 
 
 if __name__ == "__main__":

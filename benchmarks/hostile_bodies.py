@@ -10,7 +10,6 @@ Goal: an answer within 2 s and ten times the body's size of memory, others' p99 
 
 from __future__ import annotations
 
-import argparse
 import json
 import threading
 import time
@@ -20,7 +19,9 @@ from typing import Any
 
 import httpx
 
-from benchmarks.report import machine, raw, table
+from benchmarks.arguments import benchmark_parser
+from benchmarks.results import Figure, Goal, publish
+from benchmarks.tables import print_table
 from tests.e2e.server import Running, serving
 
 MIB = 1 << 20
@@ -118,8 +119,19 @@ def once(server: Running, path: str, body: bytes) -> dict[str, Any]:
     }
 
 
+def make_figures(rows: list[dict[str, Any]]) -> list[Figure]:
+    """Make figures of the worst of all bodies."""
+    what, at = "bodies made to cost, worst of all", f"{len(rows)} bodies"
+    seconds, size, others = (max(row[name] for row in rows) for name in ("seconds", "peak_x", "others_p99_ms"))
+    return [
+        Figure("service", f"{what}: until it is answered", at, "s", seconds, goal=Goal(at_most=2)),
+        Figure("service", f"{what}: memory, times its size", at, "x", size, goal=Goal(at_most=10)),
+        Figure("service", f"{what}: p99 of others' requests", at, "ms", others, goal=Goal(at_most=100)),
+    ]
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--mib", type=int, default=31)
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--only", default="", help="bodies with this in their name")
@@ -133,8 +145,8 @@ def main() -> int:
                 continue
             rows.append({"body": name, "mib": len(body) / MIB, **several(server, path, body, asked.times)})
     shown = [{name: value for name, value in row.items() if name not in ("said", "runs")} for row in rows]
-    table("Bodies made to cost (goal: 2 s, 10x, others' p99 100 ms)", shown)
-    raw("hostile_bodies", {"rows": rows, "machine": machine()})
+    print_table("Bodies made to cost (goal: 2 s, 10x, others' p99 100 ms)", shown)
+    publish(asked, "hostile_bodies", {"rows": rows}, make_figures(rows), "cpu")
     return 0
 
 

@@ -1,6 +1,6 @@
 """A Qwen3.5 of the 27B's shape with random bf16 weights on one CUDA device: the server over HTTP, rounds, transformers.
 
-    python -m benchmarks.hybrid [--parts serve,rounds,transformers] [--layers 64] [--contexts 8192 32768] [--json FILE]
+    python -m benchmarks.hybrid [--parts serve,rounds,transformers] [--layers 64] [--contexts 8192 32768] [--record]
     python -m benchmarks.hybrid --parts serve,rounds --weights q4_k --draft --gib 24 --restart
 
 serve: `rekindle serve` in a process of its own, from a folder whose files have the right headers and no content: a
@@ -51,11 +51,13 @@ from adapters.models.kernels.interface import AttentionMask
 from adapters.models.numerics.synthetic import RandomWeights
 from adapters.models.open_checkpoint import DECIDING, Checkpoint
 from benchmarks import speculation_8b as rounds_of
+from benchmarks.arguments import benchmark_parser
 from benchmarks.cuda_model import DEVICE, DTYPE, bandwidth, seconds
 from benchmarks.cuda_packed import HEAD, HEADS, LAYERS
 from benchmarks.first_requests import ask, checkpoint_texts, listening, wait_until_written
-from benchmarks.report import machine, median, raw, table
+from benchmarks.results import Figure, Goal, publish
 from benchmarks.speculation_8b import BLOCK, DeviceDraft, Pair
+from benchmarks.tables import median, print_table
 
 VOCABULARY, POSITIONS, DECODED = 248320, 40960, 256
 MASK = VOCABULARY - 1
@@ -335,11 +337,37 @@ def theirs(given: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def make_figures(found: Mapping[str, Any], given: argparse.Namespace) -> list[Figure]:
+    subject, made = f"27B shape, {given.weights}", list[Figure]()
+    served, peers = found.get("serve", {}), found.get("transformers", {})
+    if served:
+        goal = Goal(at_least=70) if given.weights == "bf16" else None
+        share = 100 * served["decode"]["share"]
+        made.append(
+            Figure("hybrid", f"{subject}, decode, of the limit of its bytes", str(CONTEXT), "%", share, goal=goal)
+        )
+    for length, one in served.get("prefill", {}).items():
+        beside = {"transformers": peers[str(length)]} if str(length) in peers else {}
+        goal = Goal(at_most=1, against="transformers") if beside else None
+        made.append(Figure("hybrid", f"{subject}, first token cold", str(length), "s", one["seconds"], beside, goal))
+    if "restart" in served:
+        length = str(max(given.contexts))
+        cold = {"cold": served["prefill"][max(served["prefill"])]["seconds"]}
+        made.append(
+            Figure("hybrid", f"{subject}, first token after kill -9", length, "s", served["restart"]["seconds"], cold)
+        )
+    for row in found.get("rounds", []):
+        if row["what"] == "forced acceptance 8":
+            what = f"{subject}, speculation, forced acceptance"
+            made.append(Figure("hybrid", what, "8", "x", row["x plain"], goal=Goal(at_least=4)))
+    return made
+
+
 def main() -> None:
     if sys.argv[1:2] == ["serve"]:
         serve(sys.argv[2], float(sys.argv[3]), sys.argv[4:])
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--parts", default="serve,rounds,transformers")
     parser.add_argument("--layers", type=int, default=64)
     parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 32768])
@@ -348,21 +376,18 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=0, help="0: all of the device")
     parser.add_argument("--restart", action="store_true", help="start once more and restore the longest prompt")
     parser.add_argument("--folder", type=Path, help="on the disk that is to be measured")
-    parser.add_argument("--json", type=Path, help="write the raw figures there")
     given = parser.parse_args()
-    found: dict[str, Any] = {"machine": machine(), "layers": given.layers}
+    found: dict[str, Any] = {"layers": given.layers}
     for part in given.parts.split(","):
         if part == "serve":
             with tempfile.TemporaryDirectory(dir=given.folder) as folder:
                 found[part] = over_http(given, Path(folder))
         elif part == "rounds":
             found[part] = rounds(given.layers, given.weights)
-            table("Rounds of a draft whose acceptance is forced", found[part])
+            print_table("Rounds of a draft whose acceptance is forced", found[part])
         else:
             found[part] = theirs(given)
-        raw("hybrid", {part: found[part]})
-        if given.json:
-            given.json.write_text(json.dumps(found, indent=1))
+    publish(given, f"hybrid-{given.weights}", found, make_figures(found, given))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The kernels of a recurrent layer of the 27B's heads against what they must move through memory: decode and prefill.
 
-    python -m benchmarks.hybrid_kernels [--json FILE]
+    python -m benchmarks.hybrid_kernels [--record]
 
 Each figure is the replay of a graph over many layers' states, which together do not fit into the cache, divided by
 their number. Bytes: decode must read the state and the rows since; prefill must read what is projected and write what
@@ -9,11 +9,8 @@ is read from the state, and read and write the state once.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +20,9 @@ from adapters.models.kernels.cuda.delta import CudaDelta
 from adapters.models.kernels.delta_interface import DeltaShape, DeltaState, DeltaWeights
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.kernels.step_batch import StateBatch
+from benchmarks.arguments import benchmark_parser
 from benchmarks.cuda_model import DEVICE, DTYPE, bandwidth
+from benchmarks.results import publish
 
 T = TypeVar("T")
 
@@ -114,12 +113,10 @@ def measured(layers: int = 16) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the raw figures there")
+    parser = benchmark_parser(__doc__)
     given = parser.parse_args()
     found = measured()
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1))
+    publish(given, "hybrid_kernels", found)
     print(found["device"], found["bandwidth"])
     for one in found["figures"]:
         print(one)

@@ -15,8 +15,10 @@ import anyio
 from attrs import frozen
 
 from adapters.text.model_text import Text
+from benchmarks.arguments import benchmark_parser
 from benchmarks.exactness import OFF, answered
-from benchmarks.report import machine, raw, table
+from benchmarks.results import Figure, publish
+from benchmarks.tables import print_table
 from effects.ids import Tokens
 from effects.job import Job, Sampling
 from engine.loading.background_load import load_target
@@ -78,13 +80,16 @@ async def measure(given: argparse.Namespace) -> None:
             rows.append({**row, "same": sum(answers[number] == first[number] for number in at)})
             print(rows[-1], flush=True)
     await text.aclose()
-    print(machine())
-    table(f"Numbers found by {given.model}", rows)
-    raw("kv_needles", {"rows": rows, "machine": machine()})
+    print_table(f"Numbers found by {given.model}", rows)
+    figures = [
+        Figure("packed", f"needles found, {row['rows']} rows", str(row["tokens"]), f"of {row['texts']}", row["found"])
+        for row in rows
+    ]
+    publish(given, "kv_needles", {"rows": rows}, figures, given.device)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--kv-dtypes", default="auto,int8,fp8")
     parser.add_argument("--lengths", default="8192,16384")
     parser.add_argument("--questions", type=int, default=8, help="of each length")

@@ -6,7 +6,6 @@ the memory that a GPU of that size leaves; answers have to be the same, token by
 
 from __future__ import annotations
 
-import argparse
 import time
 from typing import Any
 
@@ -21,8 +20,10 @@ from adapters.models.decoder.dense_shard import DenseShard
 from adapters.models.decoder.pipeline import Pipeline
 from adapters.models.kernels.cuda.kernels import TritonKernels
 from adapters.models.numerics.synthetic import RandomWeights
+from benchmarks.arguments import benchmark_parser
 from benchmarks.cuda_model import DEVICE, DTYPE, config_8b
-from benchmarks.report import machine, median, raw, table
+from benchmarks.results import Figure, publish
+from benchmarks.tables import median, print_table
 from effects.ids import PAGE, Tokens
 from effects.job import Job
 from effects.ports import Closed
@@ -101,7 +102,7 @@ async def served(fit: Fit, jobs: list[Job]) -> tuple[float, list[HeardSession]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--gib", type=float, default=24)
     parser.add_argument("--sessions", type=int, default=16)
     parser.add_argument("--length", type=int, default=20_000)
@@ -135,8 +136,11 @@ def main() -> int:
                 "same answers": answers[-1] == answers[0],
             }
         )
-    table(f"{asked.sessions} sessions of {asked.length} tokens, {asked.head} in common, {asked.gib:g} GiB", rows)
-    raw("kv_pool", {"rows": rows, "asked": vars(asked), "machine": machine()})
+    print_table(f"{asked.sessions} sessions of {asked.length} tokens, {asked.head} in common, {asked.gib:g} GiB", rows)
+    whole, pages = (row["s"] for row in rows)
+    what, at = "8B shape in 24 GiB, rows in pages beside whole slots", f"{asked.sessions} sessions of {asked.length}"
+    figures = [Figure("memory", what, at, "s", pages, {"whole slots": whole})]
+    publish(asked, "kv_pool", {"rows": rows, "asked": vars(asked)}, figures)
     return 0
 
 

@@ -1,7 +1,7 @@
 """Keys and values in bfloat16, int8 and fp8 beside each other: bytes, prefill, decoding behind long contexts, and
 whether rows of any step are those of a chunk.
 
-    python -m benchmarks.kv_rows [--shape 8b|demo] [--device cuda] [--layers 36] [--contexts 2048 32768] [--json FILE]
+    python -m benchmarks.kv_rows [--shape 8b|demo] [--device cuda] [--layers 36] [--contexts 2048 32768] [--record]
 
 8b: an 8B-shaped Qwen3 with random weights; demo: what comes with Rekindle. One forward of one row at the smallest
 bucket, with its logits, is a decode step; of 16 rows a verification. Each form in a shard of its own that has the same
@@ -11,11 +11,9 @@ weights, one after the other; medians. `logits off` is the distance from bfloat1
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +28,9 @@ from adapters.models.kernels.row_format import DTYPE_NAMES
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights
 from adapters.models.open_checkpoint import Checkpoint
-from benchmarks.report import machine, raw, table
+from benchmarks.arguments import benchmark_parser
+from benchmarks.results import Figure, Goal, name_shape, publish
+from benchmarks.tables import print_table
 from engine.loading.device_survey import build_kernels
 
 DTYPE = torch.bfloat16
@@ -109,13 +109,23 @@ def subject(shape: str, layers: int, positions: int, device: torch.device) -> tu
     return config, RandomWeights(config, 0, device, DTYPE)
 
 
+def make_figures(rows: list[dict[str, Any]], given: argparse.Namespace) -> list[Figure]:
+    """Compare 8-bit rows with bf16 ones. Prefill must keep nine tenths of the speed."""
+    plain, found = next(row for row in rows if row["rows"] == "bf16"), list[Figure]()
+    for what, goal in (("prefill to", Goal(at_most=1.11, against="bf16")), ("decode at", None)):
+        for row in (row for row in rows if row is not plain):
+            for context in sorted(given.contexts):
+                column, name = f"{what} {context}", f"{name_shape(given.shape)}, {row['rows']} rows, {what}"
+                found.append(Figure("packed", name, str(context), "ms", row[column], {"bf16": plain[column]}, goal))
+    return found
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--shape", choices=("8b", "demo"), default="8b")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 32768])
-    parser.add_argument("--json", type=Path, help="write the raw figures there, too")
     given = parser.parse_args()
     device, most = torch.device(given.device), max(given.contexts)
     config, weights = subject(given.shape, given.layers, most + 1024, device)
@@ -132,11 +142,8 @@ def main() -> None:
         {"rows": name, **one.rows, "logits off": float((one.logits - plain).norm() / plain.norm())}
         for name, one in found.items()
     ]
-    print(machine())
-    table(f"Rows of {given.shape} on {torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU'}", shown)
-    raw("kv_rows", {"rows": shown, "machine": machine()})
-    if given.json:
-        given.json.write_text(json.dumps(shown, indent=1))
+    print_table(f"Rows of {given.shape} on {torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU'}", shown)
+    publish(given, f"kv_rows-{given.shape}", {"rows": shown}, make_figures(shown, given), given.device)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ Ratios are oneDNN's time over ours. A step is of one row at the smallest bucket,
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,7 +24,9 @@ from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.probe import probe
 from adapters.models.numerics.probe_result import Numerics
 from adapters.models.open_checkpoint import Checkpoint
-from benchmarks.report import machine, raw, table
+from benchmarks.arguments import benchmark_parser
+from benchmarks.results import publish
+from benchmarks.tables import print_table
 
 DEMO, CPU = Path(__file__).parents[1] / "adapters" / "demo", torch.device("cpu")
 ROWS, CHUNK, CONTEXT = (4, 16, 64, 256), 256, 8192
@@ -103,7 +104,7 @@ def steps(shards: Mapping[str, Made], rounds: int) -> list[dict[str, object]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
@@ -112,16 +113,15 @@ def main() -> None:
     if found is None:
         raise SystemExit(f"nothing to compare: {explain_missing()}")
     dtype, checkpoint, threads = getattr(torch, options.dtype), Checkpoint.open(DEMO), torch.get_num_threads()
-    print(machine())
     with torch.inference_mode():
         torch.set_num_threads(1)
         by_product = products(checkpoint, NativeProducts(found, found.serving, dtype), dtype, options.rounds)
         torch.set_num_threads(threads)
-        table("products, ms", by_product)
+        print_table("products, ms", by_product)
         both = {"oneDNN": CpuKernels(dtype, own=False), NATIVE: CpuKernels(dtype)}
         by_step = steps({name: made(name, checkpoint, kernels, dtype) for name, kernels in both.items()}, options.steps)
-        table("steps, ms", by_step)
-    raw("native", {"machine": machine(), "products": by_product, "steps": by_step})
+        print_table("steps, ms", by_step)
+    publish(options, "native", {"products": by_product, "steps": by_step}, device="cpu")
 
 
 if __name__ == "__main__":

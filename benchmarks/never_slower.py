@@ -1,6 +1,6 @@
 """A draft must not make anything slower, measured: with it and without, in turn, in one process.
 
-    python -m benchmarks.never_slower [--parts streams,pairs] [--streams 1,4,16] [--device cpu] [--json FILE]
+    python -m benchmarks.never_slower [--parts streams,pairs] [--streams 1,4,16] [--device cpu] [--record]
 
 streams: so many clients at once, each with its own prompts, prompts' computation included; the draft as it is, and one
 that is never right. pairs: single answers of 512 tokens with a draft that is never right, and no pair may lose more
@@ -25,9 +25,10 @@ import anyio
 from attrs import define, evolve
 
 from benchmarks.arguments import options_of, server_parser
-from benchmarks.report import machine, median, raw, table
+from benchmarks.results import Figure, Goal, publish
 from benchmarks.speculation import answer, never_right
 from benchmarks.subjects import prompts
+from benchmarks.tables import median, print_table
 from effects.ids import Tokens
 from effects.job import Job
 from effects.scope import Scope
@@ -165,10 +166,14 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=6, help="how often each answer of a pair is given")
     given = parser.parse_args()
     rows = anyio.run(measure, options_of(given), given)
-    table("with the draft against without", rows)
-    raw("never_slower", {"rows": rows, "machine": machine()})
-    if given.json:
-        given.json.write_text(json.dumps({"rows": rows, "machine": machine()}, indent=1), encoding="utf-8")
+    print_table("with the draft against without", rows)
+    figures = [
+        Figure(
+            "speculation", "speed with a draft against none", row["what"], "x", row["x wall"], goal=Goal(at_least=0.98)
+        )
+        for row in rows
+    ]
+    publish(given, "never_slower", {"rows": rows}, figures, given.device)
 
 
 if __name__ == "__main__":

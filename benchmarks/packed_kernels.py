@@ -10,7 +10,6 @@ products of unpacked weights.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import itertools
 from collections import Counter
@@ -31,8 +30,10 @@ from adapters.models.kernels.cuda.packed import (
     multiply_narrow,
 )
 from adapters.models.numerics.synthetic import random_matrix
+from benchmarks.arguments import benchmark_parser
 from benchmarks.cuda_model import DEVICE, DTYPE, bandwidth, seconds
-from benchmarks.report import raw, table
+from benchmarks.results import publish
+from benchmarks.tables import print_table
 
 FORMATS: Mapping[str, StepLayout] = {
     "q4_k": StepLayout("uint4", 32, per=8, inner=True, least="own"),
@@ -143,19 +144,19 @@ def measured(name: str, counts: list[int], tiles: list[str], speed: float) -> li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["q4_k", "fp8", "awq", "q8_0"])
     parser.add_argument("--rows", type=int, nargs="+", default=[1])
     parser.add_argument("--tiles", nargs="+", default=["served"])
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     if args.check:
-        table("bits", [row for name in args.formats for row in differing(name, args.tiles)])
+        print_table("bits", [row for name in args.formats for row in differing(name, args.tiles)])
         return
     speed = max(bandwidth().values())
     rows = [row for name in args.formats for row in measured(name, args.rows, args.tiles, speed)]
-    table(f"{torch.cuda.get_device_name()}, {speed / 1e12:.2f} TB/s, microseconds a product", rows)
-    raw("packed_kernels", {"rows": rows})
+    print_table(f"{torch.cuda.get_device_name()}, {speed / 1e12:.2f} TB/s, microseconds a product", rows)
+    publish(args, "packed_kernels", {"rows": rows})
 
 
 if __name__ == "__main__":

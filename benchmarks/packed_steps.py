@@ -8,35 +8,35 @@ what weights take in memory. Ratios are bfloat16's time over the other's.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import torch
 
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.open_checkpoint import Checkpoint
+from benchmarks.arguments import benchmark_parser
 from benchmarks.native import DEMO, made, steps
-from benchmarks.report import machine, raw, table
+from benchmarks.results import publish
+from benchmarks.tables import print_table
 
 DTYPE = torch.bfloat16
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--model", type=Path, default=DEMO)
     parser.add_argument("--steps", type=int, default=25)
     options = parser.parse_args()
-    print(machine())
     with torch.inference_mode():
         found = {"bf16": Checkpoint.open(options.model)}
         found |= {path.stem: Checkpoint.open(path) for path in options.files}
         shards = {name: made(name, one.with_dtype(DTYPE), CpuKernels(DTYPE), DTYPE) for name, one in found.items()}
         kept = [{"": name, "weights, MB": shard.memory()["weights"] / 1e6} for name, (shard, _) in shards.items()]
-        table("in memory", kept)
+        print_table("in memory", kept)
         by_step = steps(shards, options.steps)
-        table("steps, ms", by_step)
-    raw("packed_steps", {"machine": machine(), "steps": by_step, "memory": kept})
+        print_table("steps, ms", by_step)
+    publish(options, "packed_steps", {"steps": by_step, "memory": kept}, device="cpu")
 
 
 if __name__ == "__main__":

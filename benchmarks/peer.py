@@ -35,8 +35,10 @@ import numpy as np
 import torch
 from attrs import frozen
 
+from benchmarks.arguments import benchmark_parser
 from benchmarks.first_requests import SHAPES, checkpoint
-from benchmarks.report import machine, median, raw, table
+from benchmarks.results import Figure, Goal, name_shape, publish, slug
+from benchmarks.tables import median, print_table
 from tests.models.ggufs import Kind, packed, write_gguf
 
 ROOT = Path(__file__).parents[1]
@@ -124,11 +126,12 @@ def figures(server: Contender, home: Path, given: argparse.Namespace) -> dict[st
         url, found["ready, s"] = started
         words = ("--concurrency", given.levels, "--prompt-tokens", str(given.prompts), "--answer-tokens", answer)
         for one in asked(url, *words, *warmth):
+            number = one["level"].partition(" ")[0]  # of "4 streams"
             usual, _, late = one["inter_token_ms"]
             level = {"tok/s": one["tokens_s"], "next token p50, ms": usual, "p99, ms": late}
             level["first token p50, ms"] = one["first_token_ms"][0]
-            found |= {f"{one['level']}: {name}": value for name, value in level.items()}
-            found[f"{one['level']}: unanswered"] = one["requests"] - one["answered"]
+            found |= {f"{number}: {name}": value for name, value in level.items()}
+            found[f"{number}: unanswered"] = one["requests"] - one["answered"]
         found["memory, MB"] = memory()
     with listening(command, server.tree, home) as (_, found["ready again, s"]):
         pass
@@ -175,8 +178,46 @@ def servers(given: argparse.Namespace, folder: Path) -> dict[str, Contender]:
     return found
 
 
+LATE = 1.5  # times the median: the goal of the latest one percent of tokens
+
+
+def make_figures(found: Mapping[str, Mapping[str, float]], subject: str, given: argparse.Namespace) -> list[Figure]:
+    """Compare the first server, which is ours, with the others. It must be ahead of llama.cpp in each figure."""
+    (_, ours), *others = found.items()
+    made = list[Figure]()
+
+    def add(promise: str, what: str, at: str, unit: str, name: str) -> None:
+        peers = {peer: figures[name] for peer, figures in others}
+        if given.file and promise != "start":
+            promise = "packed"
+        goal = None
+        if "llama.cpp" in peers:
+            goal = Goal(at_least=1, against="llama.cpp") if unit == "tok/s" else Goal(at_most=1, against="llama.cpp")
+        made.append(Figure(promise, f"{subject}, {what}", at, unit, ours[name], peers, goal))
+
+    lengths, levels = given.lengths.split(","), given.levels.split(",")
+    for length in lengths:
+        add("cold", "first token", length, "ms", f"first behind {length}, ms")
+    for length in lengths:
+        add("decode", "behind", length, "tok/s", f"then, tok/s ({length})")
+    for what, unit, name in (
+        (f"streams of {given.prompts} tokens, together", "tok/s", "tok/s"),
+        ("next token p50", "ms", "next token p50, ms"),
+        ("next token p99", "ms", "p99, ms"),
+        ("streams, first token p50", "ms", "first token p50, ms"),
+    ):
+        for level in levels:
+            add("streams", what, level, unit, f"{level}: {name}")
+    late, usual = (ours[f"{levels[-1]}: {name}"] for name in ("p99, ms", "next token p50, ms"))
+    what = f"{subject}, next token p99 over p50"
+    made.append(Figure("streams", what, levels[-1], "x", late / usual, goal=Goal(at_most=LATE)))
+    add("start", "ready, the same command again", "second", "s", "ready again, s")
+    add("memory", "host memory", "served", "MB", "memory, MB")
+    return made
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--llama", type=Path)
     parser.add_argument("--before", type=Path)
     parser.add_argument("--shape", choices=["demo", *SHAPES], default="demo")
@@ -207,8 +248,10 @@ def main() -> None:
                 print(name, {what: round(value, 2) for what, value in rounds[name][-1].items()}, flush=True)
     found = {name: {what: median(one[what] for one in runs) for what in runs[0]} for name, runs in rounds.items()}
     first = next(iter(found.values()))
-    table("medians", [{"": what, **{name: one[what] for name, one in found.items()}} for what in first])
-    raw("peer", {"machine": machine(), "rounds": rounds})
+    print_table("medians", [{"": what, **{name: one[what] for name, one in found.items()}} for what in first])
+    subject = given.file.stem if given.file else name_shape(given.shape)
+    device = "auto" if given.shape != "demo" else "cpu"
+    publish(given, f"peer-{slug(subject)}", {"rounds": rounds}, make_figures(found, subject, given), device)
 
 
 if __name__ == "__main__":

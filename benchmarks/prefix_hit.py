@@ -10,8 +10,6 @@ Seconds are the client's, of the whole request; medians, and the ratios of them.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import sys
 import tempfile
@@ -20,8 +18,10 @@ from typing import Any
 
 import httpx
 
+from benchmarks.arguments import benchmark_parser
 from benchmarks.first_requests import ask, listening, wait_until_written
-from benchmarks.report import machine, median, raw, table
+from benchmarks.results import Figure, Goal, publish, slug
+from benchmarks.tables import median, print_table
 
 DRAFTLESS = ("--draft", "none")  # a draft reads the prompt, too; one token needs none
 
@@ -48,14 +48,13 @@ def one_round(client: httpx.Client, draw: random.Random, tokens: int, more: int)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("model", nargs="?", default="demo-hybrid")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--tokens", type=int, default=8000)
     parser.add_argument("--more", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write the raw figures there")
     given = parser.parse_args()
     draw = random.Random(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -67,11 +66,11 @@ def main() -> None:
             rounds = [one_round(client, draw, given.tokens, given.more) for _ in range(given.rounds)]
     times = {way: median(one[way] for one in rounds) for way in ("cold", "slot", "host")}
     shown = [{"way": way, "ms": 1e3 * took, "cold / this": times["cold"] / took} for way, took in times.items()]
-    table(f"{given.model}, {given.tokens} tokens and {given.more} more", shown)
-    print(json.dumps(machine()))
-    raw("prefix_hit", {way: [one[way] for one in rounds] for way in times})
-    if given.json:
-        given.json.write_text(json.dumps(rounds, indent=1))
+    print_table(f"{given.model}, {given.tokens} tokens and {given.more} more", shown)
+    subject, goal = f"{given.model}, {given.dtype}, cold over", Goal(at_least=20)
+    at = {way: f"{way}, {given.tokens} tokens" for way in ("slot", "host")}
+    figures = [Figure("continued", subject, at[way], "x", times["cold"] / times[way], goal=goal) for way in at]
+    publish(given, f"prefix_hit-{slug(subject.partition(', cold')[0])}", {"rounds": rounds}, figures, given.device)
 
 
 if __name__ == "__main__":

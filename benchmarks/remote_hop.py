@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 
 import anyio
@@ -14,7 +13,9 @@ from attrs import define, field
 
 from adapters.models.kernels.step import Segment, Step
 from adapters.remote.client.remote_shard import RemoteShard
-from benchmarks.report import machine, median, raw, table
+from benchmarks.arguments import benchmark_parser
+from benchmarks.results import Figure, Goal, publish
+from benchmarks.tables import median, print_table
 from engine.loading.background_load import load_target
 from engine.loading.load_target import Target
 from engine.settings.options import build_options
@@ -57,7 +58,7 @@ async def plan(model: str, devices: str, steps: int) -> Found:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--steps", type=int, default=400)
     given = parser.parse_args()
@@ -71,8 +72,10 @@ def main() -> None:
         }
         for name, one in found.items()
     ]
-    table(f"A decode step of one row, {given.model}", rows)
-    raw("remote_hop", {"machine": machine(), "rows": rows, "hops_us": found["cpu:0,ipc+cpu:0"].hops[:40]})
+    print_table(f"A decode step of one row, {given.model}", rows)
+    hop = median(found["cpu:0,ipc+cpu:0"].hops) / 1e3
+    figures = [Figure("split", "a hop to a shard in another process", "p50", "ms", hop, goal=Goal(at_most=0.5))]
+    publish(given, "remote_hop", {"rows": rows, "hops_us": found["cpu:0,ipc+cpu:0"].hops[:40]}, figures, "cpu")
 
 
 if __name__ == "__main__":

@@ -1,61 +1,183 @@
-"""How every benchmark says what it measured: the machine, a table for people, raw figures as JSON lines."""
+"""docs/BENCHMARKS.md, made from the result files: `python -m benchmarks.report`. A test holds the page to the files."""
 
 from __future__ import annotations
 
-import json
-import os
-import platform
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import Any
 
-import torch
+from attrs import frozen
 
-# What decides how products are computed: figures of one kind of processor say nothing of another.
-FEATURES = ("avx2", "avx512_f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16")
+from benchmarks.results import PROMISES, Figure, Goal, Machine, Result, read_results
 
+PAGE = Path(__file__).parents[1] / "docs" / "BENCHMARKS.md"
+MODULE = "python -m benchmarks."  # what commands begin with, so that the page leaves it out
 
-def machine() -> dict[str, Any]:
-    """Where this runs, as far as it explains figures."""
-    model = ""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [
-            line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")
-        ]
-        model = names[0] if names else ""
-    kinds = torch.cpu.get_capabilities()
-    found = {
-        "cpu": model,
-        "features": " ".join(name for name in FEATURES if kinds.get(name)),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-    }
-    if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
-    return {**found, "torch": torch.__version__}
+HEAD = """# Benchmarks
+
+`python -m benchmarks.report` makes this page from `benchmarks/results/*.json`. Change those files, not this page.
+
+Each table is about one promise. A row has what was measured, our figure, and what the same run measured beside it.
+Numbers that share a row keep its order. A goal is a bound on our figure, or on its ratio to a peer's. The last column
+numbers the run: its command, commit and machine are under [Runs](#runs).
+
+Compare figures within a row only, since machines and hours differ. "8B shape" means random weights of such a model.
+"vLLM exact" is vLLM with `VLLM_BATCH_INVARIANT=1`. Figures without a goal and a peer are in the files alone. What was
+tried and left is under [decisions](decisions/README.md).
+"""
+
+RUNS = f"""Commands begin with `{MODULE}` where no program is named. A run without a command has its file's name.
+"""
 
 
-def table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    print(f"\n{title}")
-    if not rows:
-        return
-    names = list(rows[0])
-    widths = [max(len(name), *(len(shown(row[name])) for row in rows)) for name in names]
-    print("  ".join(name.rjust(width) for name, width in zip(names, widths, strict=True)))
+@frozen
+class TableRow:
+    """Figures of one run that differ only in `at`: one line of a table."""
+
+    run: int
+    figures: tuple[Figure, ...]
+
+    @property
+    def first(self) -> Figure:
+        return self.figures[0]
+
+    @property
+    def missed(self) -> tuple[Figure, ...]:
+        return tuple(figure for figure in self.figures if figure.met is False)
+
+
+def make_page(results: Sequence[Result]) -> str:
+    """Figures that nothing is compared with, and runs that have no others, stay in the files alone."""
+    results = [result for result in results if any(map(is_shown, result.figures))]
+    rows = [row for number, result in enumerate(results, 1) for row in make_rows(number, result)]
+    parts = [HEAD, *list_missed(rows)]
+    for promise, title in PROMISES.items():
+        own = [row for row in rows if row.first.promise == promise]
+        if own:
+            parts += [f"## {title}\n", *draw_table(own), ""]
+    parts += ["## Runs\n", RUNS, *draw_runs(results)]
+    return "\n".join(parts)
+
+
+def is_shown(figure: Figure) -> bool:
+    return figure.goal is not None or bool(figure.peers)
+
+
+def make_rows(number: int, result: Result) -> Iterator[TableRow]:
+    """Join the figures of a run that have subject, unit and goal in common."""
+
+    def find_group(figure: Figure) -> tuple[str, str, str, Goal | None]:
+        return figure.promise, figure.subject, figure.unit, figure.goal
+
+    for _, figures in groupby(filter(is_shown, result.figures), find_group):
+        yield TableRow(number, tuple(figures))
+
+
+def list_missed(rows: Sequence[TableRow]) -> Iterator[str]:
+    """List what is missed today, and by how much."""
+    judged = [figure for row in rows for figure in row.figures if figure.met is not None]
+    missed = sum(figure.met is False for figure in judged)
+    yield f"## Missed today\n\n{missed} of {len(judged)} figures that have a goal miss it:\n"
+    for promise, title in PROMISES.items():
+        own = [row for row in rows if row.first.promise == promise and row.missed]
+        if own:
+            yield f"* **{title}**: {'; '.join(describe_missed(own))}."
+    yield ""
+
+
+def describe_missed(rows: Sequence[TableRow]) -> Iterator[str]:
+    """Describe what rows miss. Several rows of one subject, of other machines, become one."""
+    found: dict[str, list[str]] = {}
     for row in rows:
-        print("  ".join(shown(row[name]).rjust(width) for name, width in zip(names, widths, strict=True)))
+        against = row.first.goal.against if row.first.goal is not None else None
+        subject = f"{row.first.subject}{f' ({against})' if against else ''}"
+        found.setdefault(subject, []).extend(f"{figure.at} by {format_shortfall(figure)}" for figure in row.missed)
+    for subject, points in found.items():
+        yield f"{subject}: {', '.join(points)}"
 
 
-def shown(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def format_shortfall(figure: Figure) -> str:
+    """By how much a figure misses its goal: a share of the bound, or a factor where it is more than twice as bad."""
+    value, goal = figure.compared, figure.goal
+    assert value is not None
+    assert goal is not None
+    if not goal.bound or not value:
+        return f"{format_number(abs(value - goal.bound))} {figure.unit}"
+    factor = value / goal.bound if goal.at_least is None else goal.bound / value
+    return f"{factor:.1f}x" if factor >= 2 else f"{100 * (factor - 1):.2g} %"
 
 
-def raw(name: str, figures: Mapping[str, Any]) -> None:
-    print(json.dumps({"benchmark": name, **figures}))
+def draw_table(rows: Sequence[TableRow]) -> Iterator[str]:
+    yield "| what | ours | beside it | goal | | run |"
+    yield "|---|---|---|---|---|---|"
+    for row in rows:
+        first = row.first
+        what = f"{first.subject}, {'/'.join(figure.at for figure in row.figures)}"
+        ours = f"{join_numbers([figure.ours for figure in row.figures])} {first.unit}".strip()
+        goal = "" if first.goal is None else format_goal(first.goal, len(first.peers))
+        cells = (what, ours, format_peers(row.figures), goal, format_verdict(row), str(row.run))
+        yield f"| {' | '.join(cells)} |"
 
 
-def median(values: Iterable[float]) -> float:
-    return statistics.median(values)
+def format_peers(figures: Sequence[Figure]) -> str:
+    names = dict.fromkeys(name for figure in figures for name in figure.peers)
+    return "; ".join(f"{name} {join_numbers([figure.peers.get(name) for figure in figures])}" for name in names)
+
+
+def format_goal(goal: Goal, peers: int) -> str:
+    """Write a bound as `≤ 1.5`, `≥ vLLM` or `≤ 1.05 x`: the peer is named where there are several of them."""
+    sign = "≤" if goal.at_least is None else "≥"
+    if goal.against is None:
+        return f"{sign} {format_number(goal.bound)}"
+    if goal.bound == 1:
+        return f"{sign} {goal.against}"
+    return f"{sign} {format_number(goal.bound)} x{f' {goal.against}' if peers > 1 else ''}"
+
+
+def format_verdict(row: TableRow) -> str:
+    """Say whether the goal is met, and for a miss also where, and what the record says about it."""
+    if row.first.goal is None:
+        return ""
+    if not row.missed:
+        return "met"
+    where = "" if len(row.missed) == len(row.figures) else f" at {', '.join(figure.at for figure in row.missed)}"
+    return f"**missed**{where}{f' ({row.first.note})' if row.first.note else ''}"
+
+
+def join_numbers(values: Sequence[float | None]) -> str:
+    """Join the numbers of a row. One that all figures share is written once."""
+    if len(set(values)) == 1:
+        values = values[:1]
+    return "/".join("-" if value is None else format_number(value) for value in values)
+
+
+def format_number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def draw_runs(results: Sequence[Result]) -> Iterator[str]:
+    """List the runs of each machine: number, command or file, commit and date."""
+    machines = {result.machine.name: result.machine for result in results}
+    for name, machine in sorted(machines.items()):
+        yield f"**{name}**{describe_hardware(machine)}\n"
+        for number, result in enumerate(results, 1):
+            if result.machine.name == name:
+                command = f"`{result.command.removeprefix(MODULE)}`" if result.command else result.benchmark
+                yield f"* {number}: " + ", ".join(filter(None, (command, result.commit, result.date)))
+        yield ""
+
+
+def describe_hardware(machine: Machine) -> str:
+    """Describe the parts that an older record tells of."""
+    cores = f"{machine.cores} cores" if machine.cores else None
+    gpus = f"{machine.gpus} x {machine.gpu}" if machine.gpus > 1 else machine.gpu
+    found = ", ".join(filter(None, (machine.cpu, *machine.features[-1:], cores, gpus)))
+    return f" ({found})" if found else ""
+
+
+def main() -> None:
+    PAGE.write_text(make_page(read_results()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -16,7 +16,8 @@ from typing import Any
 
 from attrs import frozen
 
-from benchmarks.report import machine, raw
+from benchmarks.arguments import benchmark_parser
+from benchmarks.results import Figure, publish
 from effects.scope import Scope
 from engine.tools.simulation.logs.logged_requests import Agent, Request, Session, make_tokens
 from engine.tools.simulation.simulate_scope import Setup, Simulation, fit_settings
@@ -94,6 +95,7 @@ def counted(shape: Traffic, window: int) -> tuple[float, int, int]:
 
 
 def main() -> int:
+    given = benchmark_parser(__doc__).parse_args()
     rows = list[dict[str, Any]]()
     print(f"| traffic | {' | '.join(f'`auto:{window}`' for window in WINDOWS)} |")
     print("|---" * (len(WINDOWS) + 1) + "|")
@@ -104,7 +106,13 @@ def main() -> int:
             cells.append(f"{selected:.0f} tokens, **{hits}/{of}** (published: {length}, {share})")
             rows.append({"shape": shape.name, "window": window, "selected": selected, "hits": hits, "requests": of})
         print(f"| {shape.name} | {' | '.join(cells)} |")
-    raw("scope_windows", {"rows": rows, "machine": machine()})
+    figures = [
+        Figure(
+            "agents", f"whole prefix found, auto:{row['window']}", row["shape"], f"of {row['requests']}", row["hits"]
+        )
+        for row in rows
+    ]
+    publish(given, "scope_windows", {"rows": rows}, figures, "cpu")
     return 0
 
 

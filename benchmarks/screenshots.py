@@ -7,7 +7,6 @@ Needs a Chromium (Debian's package `chromium`). Nothing here is measured: times 
 
 from __future__ import annotations
 
-import argparse
 import io
 import tempfile
 import threading
@@ -16,6 +15,7 @@ from pathlib import Path
 import anyio
 from PIL import Image
 
+from benchmarks.arguments import benchmark_parser
 from tests.browser import Browser, Page, found
 from tests.e2e.server import Running, serving
 
@@ -92,7 +92,7 @@ async def pictures(running: Running, program: str, folder: Path, into: Path) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--into", type=Path, default=Path("docs/images"))
     into: Path = parser.parse_args().into
     program = found()

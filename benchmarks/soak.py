@@ -10,8 +10,6 @@ the caches are small enough to be full by then, and to evict.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import re
 import signal
@@ -28,7 +26,8 @@ from typing import Any
 import anyio
 import httpx
 
-from benchmarks.report import machine
+from benchmarks.arguments import benchmark_parser
+from benchmarks.results import Figure, Goal, publish
 
 ROOT = Path(__file__).parents[1]
 EVERY_S = 5
@@ -172,10 +171,10 @@ def checked(trace: Path) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--rate", type=float, default=2, help="requests a second")
-    parser.add_argument("--out", type=Path, default=Path("soak"), help="without a suffix")
+    parser.add_argument("--plot", type=Path, help="draw what grows there, an SVG")
     arguments, options = parser.parse_known_args()
     with TemporaryDirectory() as place:
         folder, trace, log = Path(place) / "kv", Path(place) / "trace.jsonl.zst", Path(place) / "log"
@@ -209,11 +208,14 @@ def main() -> int:
         size = trace.stat().st_size / 2**20
         print(f"exit status {status}, {tracebacks} tracebacks in the log, a trace of {size:.1f} MiB", flush=True)
         replays = checked(trace)
-    whole = {"machine": machine(), "options": options, "minutes": arguments.minutes, "rate": arguments.rate}
+    whole = {"options": options, "minutes": arguments.minutes, "rate": arguments.rate}
     whole |= {"slopes_a_minute": slopes, "status": status, "tracebacks": tracebacks, "replays": replays}
     whole |= {"answers": dict(soak.counts), "samples": samples}
-    arguments.out.with_suffix(".json").write_text(json.dumps(whole, indent=1) + "\n")
-    plot(arguments.out.with_suffix(".svg"), samples)
+    if arguments.plot is not None:
+        plot(arguments.plot, samples)
+    goal, at = Goal(at_most=0.1), f"{arguments.minutes:g} minutes"
+    figures = [Figure("memory", "resident memory grows, a minute", at, "MiB", slopes["rss"], goal=goal)]
+    publish(arguments, "soak", whole, figures)
     return int(bool(status or tracebacks or any(one["status"] for one in replays)))
 
 

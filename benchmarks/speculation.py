@@ -1,7 +1,7 @@
 """Speculation, measured: how much sooner answers come, what the draft is right about, what trees and steps cost, and
 where the draft's weights are.
 
-    python -m benchmarks.speculation [--parts speed,acceptance,tier] [--device cpu] [--json FILE]
+    python -m benchmarks.speculation [--parts speed,acceptance,tier] [--device cpu] [--record]
 
 speed: decode tokens/s of the same answers without a draft, with one, and with trees, in turn, by subject; the engine
 decides itself how wide to speculate. limit: what answers of 512 tokens lose that nobody foresees. acceptance: tokens a
@@ -34,8 +34,10 @@ from adapters.models.decoder.shard import Kept
 from adapters.models.drafts.dflash.draft import DFlashDraft
 from adapters.models.kernels.step import Step
 from adapters.text.model_text import Text
-from benchmarks.report import machine, median, raw, table
+from benchmarks.arguments import benchmark_parser
+from benchmarks.results import Figure, Goal, publish
 from benchmarks.subjects import NAMES, prompts
+from benchmarks.tables import median, print_table
 from effects.all import EffectRequest, Outcome
 from effects.decode import Decoded, RunDecode
 from effects.ids import RequestId, SlotId, Tokens
@@ -247,14 +249,14 @@ async def tier(options: Options, ends: Tokens, count: int) -> list[dict[str, Any
     with tempfile.TemporaryDirectory() as folder:
         kept = evolve_options(options, kv_cache_dir=Path(folder), kv_cache_min_tokens=0, disk_prefix_cache="full")
         for names, budget in ((("cold", "host"), 2048), (("disk",), 0)):
-            target = await load_target(evolve(kept, host_cache_budget=budget))
+            target = await load_target(evolve_options(kept, host_cache_budget=budget))
             proposer = target.executor.decoding.proposer  # to look over its shoulder
             assert proposer is not None
             for name in names:
                 watched = WatchedProposer(proposer, {})
                 target.executor = DeviceExecutor(evolve(target.executor.parts, proposer=watched))
-                rows = launch_prices.round_up_to_bucket(1 + target.settings.block)
-                flat = Rates(decode=((0, 1, 0, 1000, 0), (0, 1, rows, 1001, 1000)))
+                width = launch_prices.round_up_to_bucket(1 + target.settings.block)
+                flat = Rates(decode=((0, 1, 0, 1000, 0), (0, 1, width, 1001, 1000)))
                 settings = evolve(target.settings, rates=flat)
                 async with run_engine(settings, target.executor, transfer=target.transfer) as running:
                     answers = [await answer(running, job) for job in jobs]
@@ -308,8 +310,25 @@ async def measure(options: Options, given: argparse.Namespace) -> dict[str, Any]
     return found
 
 
+SPEED_GOALS = {("code", "greedy"): 1.6, ("code", "sampled"): 1.5}
+
+
+def make_figures(found: dict[str, Any]) -> list[Figure]:
+    """Make figures of speed over plain decoding, by subject and by forced acceptance."""
+    made = list[Figure]()
+    for row in found.get("speed", []):
+        bound = SPEED_GOALS.get((row["subject"], row["sampling"]))
+        goal, subject = None if bound is None else Goal(at_least=bound), f"demo with its draft, {row['sampling']}"
+        made.append(Figure("speculation", subject, row["subject"], "x", row["chain x"], goal=goal))
+    for row in found.get("steps", []):
+        if row["what"].startswith("forced acceptance ") and "row" not in row["what"]:
+            at, subject = row["what"].rpartition(" ")[2], "8B shape, forced acceptance"
+            made.append(Figure("speculation", subject, at, "x", row["x plain"]))
+    return made
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--parts", default="speed,acceptance,tier", help="of " + ",".join(PARTS))
     parser.add_argument("--prompts", type=int, default=6, help="of each subject")
     parser.add_argument("--tokens", type=int, default=192, help="of an answer, at most")
@@ -317,7 +336,6 @@ def main() -> None:
     parser.add_argument("--draft", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     options = build_options(model=given.model, draft=given.draft, device=given.device, threads=given.threads)
     found = anyio.run(measure, options, given)
@@ -327,10 +345,8 @@ def main() -> None:
         found |= measure_8b(given.parts.split(","))
     for part, rows in found.items():
         if part != "rounds":
-            table(part, rows)
-    raw("speculation", {**found, "machine": machine()})
-    if given.json:
-        given.json.write_text(json.dumps({**found, "machine": machine()}, indent=1), encoding="utf-8")
+            print_table(part, rows)
+    publish(given, "speculation", found, make_figures(found), given.device)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from adapters.models.kernels.interface import AttentionMask
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights
 from benchmarks.cuda_model import DEVICE, DTYPE, config_8b
-from benchmarks.report import median
+from benchmarks.tables import median
 from effects.all import EffectRequest, Outcome
 from effects.decode import Decoded, RunDecode
 from effects.ids import RequestId, SlotId, Tokens
@@ -247,7 +247,7 @@ def pieces(pair: Pair, base: float) -> list[dict[str, Any]]:
     work: dict[str, Callable[[], None]] = {
         "verify 16 rows": verify,
         "propose 15": propose,
-        "follow 16 rows": lambda: pair.draft.extend(step, aux_hidden_states),
+        "follow 16 rows": lambda: pair.draft.extend(step, tokens, aux_hidden_states),
     }
     rows = []
     for name, run in work.items():

@@ -11,11 +11,9 @@ count from when everybody has its first token until the first one has its last; 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -27,8 +25,10 @@ from adapters.device.lane.lane import DeviceLane
 from adapters.device.speculation.proposal_tree import Tree
 from adapters.device.speculation.proposer import DraftRequest
 from adapters.models.decoder.pipeline import Pipeline
-from benchmarks.report import machine, median, raw, table
+from benchmarks.arguments import benchmark_parser
+from benchmarks.results import Figure, Goal, publish
 from benchmarks.speculation_8b import BLOCK, CAPACITY, LAYERS, Forced, Pair, build
+from benchmarks.tables import median, print_table
 from effects.ids import Tokens
 from effects.job import Job
 from effects.scope import Scope
@@ -135,20 +135,18 @@ async def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--accepted", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layers", type=int, default=LAYERS)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     rows = anyio.run(measure, given)
-    table(f"forced acceptance {given.accepted}", rows)
-    found = {"machine": machine(), "rows": rows}
-    raw("speculation_batches", found)
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    print_table(f"forced acceptance {given.accepted}", rows)
+    what, goal = f"8B shape, streams, forced acceptance {given.accepted}", Goal(at_least=0.98)
+    figures = [Figure("speculation", what, str(row["streams"]), "x", row["times plain"], goal=goal) for row in rows]
+    publish(given, "speculation_batches", {"rows": rows}, figures)
 
 
 if __name__ == "__main__":

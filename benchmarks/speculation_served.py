@@ -1,7 +1,7 @@
 """What a draft gives over a server's life, over HTTP: answers one after the other, each plainly and with the draft.
 
     python -m benchmarks.speculation_served [--subjects code] [--prompts 24] [--temperature 0.8] [--before CHECKOUT]
-        [--rounds 2] [--json FILE] [-- OPTIONS OF serve]
+        [--rounds 2] [--record] [-- OPTIONS OF serve]
 
 `benchmarks.speculation` has an engine of its own for each answer, as the first answer of a new server is served. Here a
 server learns from every answer what a draft gives and costs, and what one has lost the next ones may lack. A round is a
@@ -24,9 +24,11 @@ from typing import Any
 import httpx
 from attrs import frozen
 
+from benchmarks.arguments import benchmark_parser
 from benchmarks.peer import ROOT, listening
-from benchmarks.report import machine, median, raw, table
+from benchmarks.results import Figure, publish
 from benchmarks.subjects import NAMES, prompts
+from benchmarks.tables import median, print_table
 from effects.ids import Tokens
 
 LONGEST, ANSWER, TOP_P = 512, 192, 0.95
@@ -84,7 +86,7 @@ def one_server(tree: Path, subject: str, asked: Sequence[Tokens], given: argpars
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--subjects", default="code", help="of " + ", ".join(NAMES))
     parser.add_argument("--prompts", type=int, default=24, help="of each subject")
@@ -92,7 +94,6 @@ def main() -> int:
     parser.add_argument("--before", type=Path, help="another checkout, to be compared with")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--home", type=Path, help="where servers keep what they measured (default: each start anew)")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("options", nargs="*", help="of `rekindle serve`")
     given = parser.parse_args()
     trees = [ROOT, *([given.before.resolve()] if given.before else [])]
@@ -102,11 +103,14 @@ def main() -> int:
             for tree in trees if number % 2 else trees[::-1]:
                 rows.append(one_server(tree, subject, asked, given))
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    table("drafted and plain answers, one after the other", rows)
-    found = {"rows": rows, "machine": machine(), "load": os.getloadavg()}
-    raw("speculation_served", found)
-    if given.json:
-        given.json.write_text(json.dumps(found))
+    print_table("drafted and plain answers, one after the other", rows)
+    own = {
+        subject: [row["x"] for row in rows if row["subject"] == subject and row["tree"] == ROOT.name]
+        for subject in given.subjects.split(",")
+    }
+    what = "demo with its draft over HTTP, sampled"
+    figures = [Figure("speculation", what, subject, "x", median(times)) for subject, times in own.items()]
+    publish(given, "speculation_served", {"rows": rows, "load": os.getloadavg()}, figures)
     return int(any(row["differing"] for row in rows))
 
 

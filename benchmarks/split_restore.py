@@ -17,6 +17,7 @@ import tempfile
 import time
 from contextlib import ExitStack
 from functools import partial
+from inspect import isawaitable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,12 @@ import httpx
 from attrs import frozen
 
 from adapters.remote.client.remote_shard import RemoteShard
+from adapters.transfer.saver import AT_ONCE
+from benchmarks.arguments import benchmark_parser
 from benchmarks.peer import ROOT, listening
-from benchmarks.report import machine, median, raw, table
+from benchmarks.results import Figure, Goal, publish
 from benchmarks.split_serve import settled
+from benchmarks.tables import median, print_table
 from effects.all import EffectRequest, Launch
 from effects.decode import Decoded, RunDecode
 from effects.ids import RequestId, SlotId, Tokens
@@ -90,7 +94,9 @@ async def kept(target: Target, prompt: Tokens, stop: int) -> None:
         (done,) = await target.executor.perform(Launch((EffectRequest(request, asked),)))
         assert isinstance(done, PrefillAdvanced), done
     assert target.transfer is not None
-    saved = await target.transfer.saver.save(request, SaveSnapshot(SLOT, prompt[:stop]))
+    saving = target.transfer.saver.save(request, SaveSnapshot(SLOT, prompt[:stop]))
+    target.transfer.saver.pace_snapshot(request, AT_ONCE)
+    saved = await saving
     assert saved == SnapshotSaved(stop, stop * target.transfer.store.layout.token_bytes), saved
 
 
@@ -120,7 +126,9 @@ async def brought(target: Target, request: RequestId, prompt: Tokens, stop: int,
     """Milliseconds that it took as it says itself, and when it began."""
     assert target.transfer is not None
     opened(target, request, prompt)
-    found = await target.transfer.lookup.find_prefix(request, FindPrefix(prompt, 0))
+    found = target.transfer.lookup.find_prefix(request, FindPrefix(prompt, 0))
+    if isawaitable(found):  # a tier had to be asked
+        found = await found
     assert isinstance(found, PrefixFound), found
     assert found.tier == tier, found
     began = time.perf_counter()
@@ -217,8 +225,16 @@ def compared(plan: str, what: str, each: list[float], single: list[float]) -> di
     }
 
 
+def make_figures(rows: list[dict[str, Any]], how: str, given: argparse.Namespace) -> list[Figure]:
+    """Compare each plan with the single device."""
+    subject, goal = f"restore {how} from {given.tier}, {given.tokens} tokens, over one device", Goal(at_most=1.2)
+    return [
+        Figure("split", subject, row["plan"], "x", row["times the single one's, p50"], goal=goal) for row in rows[1:]
+    ]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--tier", choices=("disk", "host"), default="disk")
     parser.add_argument("--tokens", type=int, default=6000)
@@ -230,15 +246,17 @@ def main() -> None:
     if given.http:
         heard = first_tokens(given.model, prompt, given.times, given.tier)
         told = [compared(name, "first token", each, heard[PLANS[0]]) for name, each in heard.items()]
-        table(f"{given.tokens} tokens from {given.tier} over HTTP, {given.model}", told)
-        raw("split_restore_http", {"machine": machine(), "rows": told, "ms": heard})
+        print_table(f"{given.tokens} tokens from {given.tier} over HTTP, {given.model}", told)
+        figures = make_figures(told, "over HTTP", given)
+        publish(given, f"split_restore-http-{given.tier}-{given.tokens}", {"rows": told, "ms": heard}, figures, "cpu")
         return
     found = anyio.run(measured, given.model, prompt, given.times, given.tier)
     ms = {of: {name: [getattr(one, of) for one in each] for name, each in found.items()} for of in FIGURES}
     rows = {of: [compared(name, "its", each, own[PLANS[0]]) for name, each in own.items()] for of, own in ms.items()}
     for of, title in FIGURES.items():
-        table(f"{given.tokens} tokens from {given.tier}, {given.model}: {title}", rows[of])
-    raw("split_restore", {"machine": machine(), "rows": rows, "ms": ms})
+        print_table(f"{given.tokens} tokens from {given.tier}, {given.model}: {title}", rows[of])
+    figures = make_figures(rows["told_ms"], "alone", given)
+    publish(given, f"split_restore-{given.tier}-{given.tokens}", {"rows": rows, "ms": ms}, figures, "cpu")
 
 
 def times(these: list[float], single: list[float]) -> float:

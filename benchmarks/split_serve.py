@@ -29,10 +29,12 @@ import httpx
 
 from adapters import demo
 from adapters.models.open_checkpoint import Checkpoint, resolve_dtype
+from benchmarks.arguments import benchmark_parser
 from benchmarks.first_requests import SHAPES, checkpoint
 from benchmarks.peer import ROOT, listening
-from benchmarks.report import machine, raw, table
 from benchmarks.restart import prefill_ms
+from benchmarks.results import Figure, Goal, name_shape, publish, slug
+from benchmarks.tables import print_table
 
 WAITED = 60.0  # seconds at most for what is kept to be written
 
@@ -161,8 +163,23 @@ def tried(plan: str, home: Path, model: str, given: argparse.Namespace) -> dict[
         return None
 
 
+def make_figures(found: dict[str, dict[str, Any]], subject: str) -> list[Figure]:
+    """Compare each plan with the first one."""
+    (first, single), *others = found.items()
+    made = list[Figure]()
+    for plan, one in others:
+        for what, unit, name, better in (
+            ("decode", "tok/s", "decode, tok/s", Goal(at_least=0.9, against=first)),
+            ("decode behind all", "tok/s", "decode behind all, tok/s", Goal(at_least=0.9, against=first)),
+            ("prefill", "ms", "prefill, ms", Goal(at_most=0.625, against=first)),
+        ):
+            goal = better if "cuda" in plan else None
+            made.append(Figure("split", f"{subject}, {what}", plan, unit, one[name], {first: single[name]}, goal))
+    return made
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--shape", choices=[*SHAPES], help="random weights of it, in the place of a model")
     parser.add_argument("--layers", type=int, default=0, help="other than the shape has")
@@ -193,8 +210,9 @@ def main() -> int:
     first = next(iter(found.values()))
     names = [name for name, value in first.items() if isinstance(value, float | str)]
     rows = [{"": name, **{plan: one[name] for plan, one in found.items()}} for name in names]
-    table(f"{model}, {given.tokens} tokens", rows)
-    raw("split_serve", {"machine": machine(), "found": found})
+    print_table(f"{model}, {given.tokens} tokens", rows)
+    subject = name_shape(given.shape) if given.shape else Path(given.model).name
+    publish(given, f"split_serve-{slug(subject)}", {"found": found}, make_figures(found, subject))
     odd = [plan for plan, one in found.items() if one["said"] != first["said"] or not as_before(one["said"])]
     print(f"other tokens: {', '.join(odd)}" if odd else "all answer with the same tokens, cold and restored")
     return 1 if odd or len(found) < len(given.plans) else 0

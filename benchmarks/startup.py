@@ -7,7 +7,6 @@ cache and as many answers and responses as are kept.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import re
@@ -23,7 +22,9 @@ import httpx
 
 from adapters.http.history import answer_tokens, response_store
 from adapters.http.history.persistent_lru import add_digest
-from benchmarks.report import machine, median, raw, table
+from benchmarks.arguments import benchmark_parser
+from benchmarks.results import Figure, Goal, publish
+from benchmarks.tables import median, print_table
 
 ROOT = Path(__file__).parents[1]
 PROMPTS, TOKENS = 8, 2048  # that are kept before the last start
@@ -91,12 +92,13 @@ def processor() -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--runs", type=int, default=5)
+    given = parser.parse_args()
     runs, steps = list[dict[str, Any]](), dict[str, Any]()
-    for _ in range(parser.parse_args().runs):
+    for _ in range(given.runs):
         with tempfile.TemporaryDirectory() as home:
-            found = {}
+            found = dict[str, float]()
             for name in ("first", "second", "full"):
                 if name == "full":
                     once(Path(home), PROMPTS)
@@ -105,8 +107,13 @@ def main() -> int:
                 found |= {f"{name}_{key}": value for key, value in seconds.items()}
             runs.append(found)
     medians = {name: median([run[name] for run in runs]) for name in runs[0]}
-    table("From `rekindle serve` to ... (seconds; goal: first token under 5 s on two cores)", [*runs, medians])
-    raw("startup", {"runs": runs, "median": medians, "steps_of_the_last": steps, "machine": machine()})
+    print_table("From `rekindle serve` to ... (seconds; goal: first token under 5 s on two cores)", [*runs, medians])
+    figures = [
+        Figure("start", f"demo, {what}", name, "s", medians[f"{name}_{key}"], goal=Goal(at_most=goal))
+        for what, key, goal in (("ready", "ready_s", 1.5), ("first token", "first_token_s", 5))
+        for name in ("second", "full")
+    ]
+    publish(given, "startup", {"runs": runs, "median": medians, "steps_of_the_last": steps}, figures)
     return 0
 
 

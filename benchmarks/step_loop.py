@@ -12,7 +12,6 @@ random weights on one CUDA device, or the demo without its draft. sampling: how 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -34,7 +33,9 @@ from adapters.models.kernels.step import Segment, Step
 from adapters.models.numerics.synthetic import RandomWeights
 from adapters.text.grammars.grammar import Grammars, build_json_grammar
 from adapters.text.tokenizer import Tokenizer
-from benchmarks.report import machine, raw, table
+from benchmarks.arguments import benchmark_parser
+from benchmarks.results import Figure, name_shape, publish
+from benchmarks.tables import print_table
 from effects.ids import Tokens
 from effects.job import Job, Sampling
 from effects.scope import Scope
@@ -226,24 +227,32 @@ async def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def make_figures(rows: list[dict[str, Any]], shape: str) -> list[Figure]:
+    """Make figures of the way that serves, by how tokens are picked."""
+    return [
+        Figure(
+            "streams", f"{name_shape(shape)} in process, {row['sampling']}", str(row["streams"]), "tok/s", row["tok/s"]
+        )
+        for row in rows
+        if row["way"] == "ahead"
+    ]
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--shape", choices=("8b", "demo"), default="demo")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--sampling", nargs="+", choices=tuple(SAMPLINGS), default=["mixed"])
     parser.add_argument("--switch-ms", type=float, help="how long a thread may keep Python's lock while others wait")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if given.switch_ms:
         sys.setswitchinterval(given.switch_ms / 1e3)
     rows = anyio.run(measure, given)
-    table("Streams that decode together", rows)
-    told = {"rows": rows, "switch_ms": sys.getswitchinterval() * 1e3, "machine": machine()}
-    raw("step_loop", told)
-    if given.json:
-        given.json.write_text(json.dumps(told))
+    print_table("Streams that decode together", rows)
+    told = {"rows": rows, "switch_ms": sys.getswitchinterval() * 1e3}
+    publish(given, f"step_loop-{given.shape}", told, make_figures(rows, given.shape))
     return 0 if not any(row["differing"] for row in rows) else 1
 
 

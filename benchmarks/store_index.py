@@ -8,7 +8,6 @@ tokens.
 
 from __future__ import annotations
 
-import argparse
 import random
 import re
 import subprocess
@@ -30,6 +29,7 @@ from adapters.sequence_layout import RowSpec
 from adapters.store import index_journal
 from adapters.store.block_index import Entry
 from adapters.store.block_keys import chain_keys, compute_root, pack_tokens
+from adapters.store.disk_tier import DiskTier
 from adapters.store.files import seekable
 from adapters.store.files.file_format import Layout, Run, encode_run, format_name
 from adapters.store.files.private_folder import PrivateFolder
@@ -38,8 +38,10 @@ from adapters.store.lease import Miss
 from adapters.store.open_store import create_index, open_disk
 from adapters.store.slab_memory import Buffer
 from adapters.store.store import Store
+from benchmarks.arguments import benchmark_parser
 from benchmarks.first_requests import ask, server, wait_until_written
-from benchmarks.report import machine, median, raw, table
+from benchmarks.results import Figure, Goal, publish
+from benchmarks.tables import median, print_table
 
 BLOCK_SIZE, TOKENS = 64, 512
 LAYOUT = Layout("ab" * 16, BLOCK_SIZE, RowSpec(("layers.0.k", "layers.0.v"), 1, 1, "BF16"))
@@ -102,12 +104,11 @@ def write(folder: str) -> None:
             time.sleep(0.0001)
 
 
-def opened(folder: Path) -> Store:
+def opened(folder: Path) -> Store[DiskTier]:
     lock = threading.RLock()
     return Store(
         LAYOUT,
-        HostTier(create_index(LAYOUT, 0)),
-        open_disk(LAYOUT, PrivateFolder.open(folder), lock, budget=1 << 40),
+        (HostTier(create_index(LAYOUT, 0)), open_disk(LAYOUT, PrivateFolder.open(folder), lock, budget=1 << 40)),
         lock,
     )
 
@@ -151,7 +152,7 @@ def served(folder: Path, entries: list[Entry], home: Path) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--entries", type=int, default=10_000)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--served", action="store_true")
@@ -183,8 +184,12 @@ def main() -> int:
             )
             forget(folder, entries)
     medians = {key: median([row[key] for row in rows]) for key in rows[0]}
-    table(f"{given.entries} entries (goal: ready within 250 ms)", [*rows, medians])
-    raw("store_index", {"runs": rows, "median": medians, "machine": machine()})
+    print_table(f"{given.entries} entries (goal: ready within 250 ms)", [*rows, medians])
+    key = "index_ms" if given.served else "journal_ms"
+    goal, at = Goal(at_most=250), f"{given.entries:,} entries{', served' if given.served else ''}"
+    figures = [Figure("restart", "index of the cache ready", at, "ms", medians[key], goal=goal)]
+    name = "store_index-served" if given.served else "store_index"
+    publish(given, name, {"runs": rows, "median": medians}, figures, "cpu")
     return 0
 
 

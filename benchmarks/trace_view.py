@@ -7,7 +7,6 @@ Chromium, the quickest and the slowest of five.
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 import time
@@ -17,8 +16,9 @@ from typing import IO, Any
 import anyio
 from attrs import define, field
 
-from benchmarks.report import machine, raw, table
-from effects.ids import RequestId
+from benchmarks.arguments import benchmark_parser
+from benchmarks.results import Figure, Goal, publish
+from benchmarks.tables import print_table
 from effects.scope import Scope
 from engine.core.event_loop import Envelope
 from engine.core.trace import VERSION, Digest, Header, converter, digest, encode
@@ -28,7 +28,7 @@ from engine.tools.simulation.simulate_scope import Setup, Simulation, fit_settin
 from engine.tools.simulation.simulated_costs import Costs
 from engine.tools.simulation.simulated_process import Process
 from engine.tools.timeline.timeline_page import write_page
-from states.events import Event, ForRequest
+from states.events import Happened
 from states.settings import Settings
 from states.world import advance
 from tests import browser
@@ -44,13 +44,12 @@ class RecordedProcess(Process):
     file: IO[str] = field(kw_only=True)
     seq: int = 0
 
-    def feed(self, request: RequestId, event: Event) -> None:
-        happened = ForRequest(request, event)
+    def happen(self, happened: Happened) -> None:
         _, outs = advance(self.world, happened)
         lines = [encode(Envelope(self.seq, self.clock.now, happened)), *map(encode, outs)]
         self.file.write("\n".join(lines) + "\n")
         self.seq += 1
-        super().feed(request, event)
+        super().happen(happened)
 
 
 @define(eq=False)
@@ -115,7 +114,7 @@ async def opened(page: Path, times: int) -> list[float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--keep", type=Path)
     given = parser.parse_args()
@@ -134,8 +133,10 @@ def main() -> int:
             "opened_s_quickest": opening[0],
             "opened_s_slowest": opening[-1],
         }
-    table(f"a trace to look at (goal: open within {GOAL_S} s)", [row])
-    raw("trace_view", {"rows": [row], "opening_s": opening, "machine": machine()})
+    print_table(f"a trace to look at (goal: open within {GOAL_S} s)", [row])
+    what, goal = "a trace as a page, opened", Goal(at_most=GOAL_S)
+    figures = [Figure("service", what, f"{given.requests:,} requests", "s", opening[-1], goal=goal)]
+    publish(given, "trace_view", {"rows": [row], "opening_s": opening}, figures, "cpu")
     return 0
 
 

@@ -13,7 +13,6 @@ is in what is as `llama-quantize` has it for a model whose head is tied to its e
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import json
 import math
@@ -35,6 +34,7 @@ from adapters.models.decoder.shard import Shard
 from adapters.models.kernels.cpu.kernels import CpuKernels
 from adapters.models.kernels.step import Segment, Step
 from adapters.models.open_checkpoint import Checkpoint
+from benchmarks.arguments import benchmark_parser
 from benchmarks.subjects import held_out_sources
 from tests.models.ggufs import Kind, packed, write_gguf
 
@@ -128,7 +128,7 @@ def greedy(shard: Shard, prompt: list[int]) -> list[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--prompts", type=int, default=8, help="files whose beginnings are gone on from by both")
     parser.add_argument("--ggml", nargs="+", metavar="WORD", help="llama.cpp's libggml-base, and mixes of types")

@@ -1,6 +1,6 @@
 """Processor time per GiB of snapshot files written: through aiofiles, and by one thread that makes every call itself.
 
-`python -m benchmarks.write_files [--mib 256] [--pairs 9] [--folder DIR] [--json FILE]`. Both ways write the same runs
+`python -m benchmarks.write_files [--mib 256] [--pairs 9] [--folder DIR] [--record]`. Both ways write the same runs
 of rows (4 MiB as on a processor, 32 MiB as on a GPU), one after the other in turn, and each pair of measurements gives
 one ratio; the median of the ratios counts. Processor time is that of the whole process, kernel included. `write` is
 writing alone; `snapshot` also compresses the rows, as the store does for every file.
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +30,9 @@ from adapters.store.files.codec import LEVELS
 from adapters.store.files.file_format import Layout, Run, encode_run, format_name
 from adapters.store.files.private_folder import PrivateFolder
 from adapters.store.files.same_thread_executor import SameThreadExecutor
-from benchmarks.report import machine, median, raw, table
+from benchmarks.arguments import benchmark_parser
+from benchmarks.results import Figure, Goal, publish
+from benchmarks.tables import median, print_table
 
 BLOCK_SIZE = 64
 NAMES = tuple(f"layers.{layer}.{name}" for layer in range(8) for name in "kv")
@@ -92,11 +93,10 @@ def compare(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--mib", type=int, default=256, help="content that each measurement writes")
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
-    parser.add_argument("--json", type=Path, help="write the raw figures there, too")
     given = parser.parse_args()
     with (
         tempfile.TemporaryDirectory(dir=given.folder) as made,
@@ -122,11 +122,14 @@ def main() -> None:
         compared = [writer.submit(compare, ways, folder, size << 20, given) for size in RUN_MIB]
         rows = [row for one in compared for row in one.result()]
         folder.close()
-    figures = {"machine": machine(), "mib": given.mib, "pairs": given.pairs, "rows": rows}
-    table("processor time of writing snapshot files", rows)
-    raw("write_files", figures)
-    if given.json is not None:
-        given.json.write_text(json.dumps(figures, indent=1) + "\n")
+    print_table("processor time of writing snapshot files", rows)
+    what = "processor time of writing files through aiofiles"
+    figures = [
+        Figure("service", what, f"{row['MiB a file']} MiB", "x", row["ratio"], goal=Goal(at_most=1.15))
+        for row in rows
+        if row["what"] == "snapshot"
+    ]
+    publish(given, "write_files", {"mib": given.mib, "pairs": given.pairs, "rows": rows}, figures)
 
 
 if __name__ == "__main__":

@@ -23,5 +23,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001 - mkdocs' own
-    """A link out of docs/ leads to one of those."""
+    """A link out of docs/ leads to one of those. From a page in a folder, `../` is docs/ itself."""
+    if "/" in page.file.src_uri:
+        return markdown.replace("](../../", "](../")
     return markdown.replace("](../", "](")

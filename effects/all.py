@@ -10,12 +10,14 @@ from effects.decode import Decoded, RunDecode
 from effects.experts import PlaceExperts
 from effects.ids import MAIN, DeviceFailed, LaneId, RequestId, StoreFailed
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
+from effects.pacing import PaceMemory, PaceSnapshot, PaceSteps, TrimMemory
 from effects.pflash import CompressPrompt, KeepFrozen, PromptCompressed, PromptScored
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress, StopLaunch
+from effects.timer import StartTimer
 
 Outcome: TypeAlias = (
     PrefixFound
@@ -49,12 +51,17 @@ Effect: TypeAlias = (
     | Abandon
     | StopLaunch
     | PlaceExperts
+    | PaceSnapshot
+    | PaceSteps
+    | PaceMemory
+    | TrimMemory
+    | StartTimer
 )
 
 
 @frozen
 class EffectRequest:
-    """An effect, and the request that asks for it."""
+    """An effect, and the request that it is for; ENGINE if it is for none."""
 
     request: RequestId
     effect: Effect

@@ -13,6 +13,7 @@ from effects.all import Outcome
 from effects.ids import ModelName, PlaceId, RequestId, SlotId
 from effects.job import Job
 from effects.ports import CancelReason
+from effects.timer import TimerName
 
 
 @frozen
@@ -74,6 +75,14 @@ class ExpertsUsed:
 
 
 @frozen
+class TimerElapsed:
+    """A timer that the core has started (`StartTimer`) has elapsed."""
+
+    name: TimerName
+    number: int
+
+
+@frozen
 class ForModel:
     """The process that a model runs in has gone, or is there again with nothing of what the last one knew."""
 
@@ -84,7 +93,7 @@ class ForModel:
 External: TypeAlias = Submitted | Cancelled
 Derived: TypeAlias = Admitted | Rejected | SlotEmptied
 Event: TypeAlias = External | Derived | Outcome
-Common: TypeAlias = SlotsLost | ExpertsUsed  # they happen to the engine, and to no request
+Common: TypeAlias = SlotsLost | ExpertsUsed | TimerElapsed  # they happen to the engine, and to no request
 
 
 @frozen

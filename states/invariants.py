@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Mapping
 
 from effects.decode import RunDecode
-from effects.ids import RequestId
+from effects.ids import PROMPTS, RequestId
 from states.lane import is_blocking
+from states.pacing import Demand, is_awaiting_first_token
 from states.pages import can_all_finish, compute_claim, count_pages
 from states.request_states import (
     Done,
@@ -44,6 +45,7 @@ def check_world(world: World) -> None:
     check_queue(world)
     check_lanes(world, held)
     check_models(world, held)
+    check_pacing(world)
     experts = world.experts.places
     assert len(set(experts)) == len(experts) == world.settings.expert_places, "an expert has two places"
     assert not any(isinstance(state, New | Done) for state in world.requests.values()), "a request outlived its end"
@@ -95,6 +97,29 @@ def check_models(world: World, held: Mapping[RequestId, RequestRemainder]) -> No
         assert not leases or model.place in PRESENT, f"the {name} is leased and not loaded"
         leasing = {request for request, left in held.items() if left.leased_model == name}
         assert set(leases) == leasing, "leases and states disagree"
+
+
+def check_pacing(world: World) -> None:
+    """Check that the demand is counted right, and that background work does not wait for ever."""
+    pacing = world.pacing
+    saving = {request for request, state in world.requests.items() if isinstance(state, Snapshotting)}
+    assert set(pacing.demand.snapshots) == saving, "a snapshot is forgotten"
+    backlog = PROMPTS in world.lanes and bool(world.lanes[PROMPTS].waiting)
+    first_tokens = sum(map(is_awaiting_first_token, world.requests.values()))
+    counted = Demand(bool(world.requests), bool(world.slots.waiting), first_tokens, backlog, pacing.demand.snapshots)
+    assert pacing.demand == counted, "the demand is counted wrong"
+    gate = pacing.gate
+    assert (gate is None) == (not saving), "there is a gate without a snapshot, or a snapshot without a gate"
+    if gate is not None:
+        assert gate.request == pacing.demand.snapshots[0], "the gate is not that of the oldest snapshot"
+        assert gate.pace.may_copy == (gate.phase == "copying"), "the saver knows another phase"
+        waits_for = {"giving_way": gate.patience_timer, "settling": gate.quiet_timer, "copying": 1}
+        assert waits_for[gate.phase], "a snapshot waits for nothing"
+        assert gate.phase == "copying" or not gate.is_patience_over, "a snapshot waits longer than it may"
+        assert max(gate.quiet_timer, gate.patience_timer) <= pacing.last_timer, "a timer that was never started"
+    trimming = pacing.trimming
+    assert (trimming.phase == "rested") == (trimming.timer == 0), "memory waits for no timer"
+    assert trimming.phase != "rested" or not world.requests, "memory is never trimmed"
 
 
 def check_places(world: World) -> None:

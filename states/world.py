@@ -16,6 +16,7 @@ out, in order. Inside, a `Fold` lets one event play out to its end:
 4. When still nothing is pending, the next waiting request is admitted to a free slot (`admit_waiting`). That is an
    event of its own (`Admitted`).
 5. This repeats until nothing is pending and no request can be admitted.
+6. The pace of background work is decided again if what it rests on has changed (`update_pace`, `states/pacing.py`).
 
 Invariants. `states/invariants.py` asserts what is true of every world between two events, for instance that slots and
 requests agree about who holds what. Within `advance` they may be broken for a moment.
@@ -23,7 +24,7 @@ requests agree about who holds what. Within `advance` they may be broken for a m
 Example. `Decoded` arrives with the last token of request 1, while request 2 waits for a slot. The outcome leaves lane
 MAIN; request 1 emits its token, closes its stream and is done; its slot is released. Nothing waits for the lane. Then
 request 2 is admitted: `Admitted` makes it open the slot and look up its prompt. The output is `EmitTokens`,
-`CloseStream`, `OpenSlot`, `FindPrefix`.
+`CloseStream`, `OpenSlot`, `FindPrefix`. A snapshot that is being taken would hear that no request waits for a slot.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from effects.prefill import OpenSlot, RunPrefill
 from effects.restore import BlocksRestored
 from effects.snapshot import SnapshotSaved
 from effects.stream import Abandon, StopLaunch
-from states import experts, page_growth, policy, rates, residency, slot_admission, slots, speculation_control
+from states import experts, pacing, page_growth, policy, rates, residency, slot_admission, slots, speculation_control
 from states import lane as lane_queue
 from states.checkpoints import EMPTY
 from states.events import (
@@ -60,21 +61,20 @@ from states.events import (
     SlotEmptied,
     SlotsLost,
     Submitted,
+    TimerElapsed,
 )
 from states.experts import Residents
 from states.lane import EffectOutcome, Lane
 from states.launch_choice import choose_launch, with_launch_plan
 from states.machine import IllegalEvent, step
 from states.measured_rates import learn_from_outcome
+from states.pacing import Pacing
 from states.rates import Rates
 from states.request_states import (
     Done,
-    Early,
     New,
-    Prefilling,
     Recovering,
     Restoring,
-    Speculating,
     State,
     Waiting,
     Yielding,
@@ -96,6 +96,7 @@ class World:
     models: Models = field(factory=dict[ModelName, Residence])
     rates: Rates = field(factory=Rates)
     experts: Residents = field(factory=Residents)
+    pacing: Pacing = field(factory=Pacing)
 
 
 def make_world(settings: Settings) -> World:
@@ -117,6 +118,7 @@ def advance(world: World, happened: Happened) -> tuple[World, tuple[Output, ...]
     a bug and raises IllegalEvent.
     """
     fold = Fold(world)
+    elapsed: TimerElapsed | None = None
     match happened:
         case ForRequest(request, Cancelled()) if request not in world.requests:
             return world, ()
@@ -130,28 +132,15 @@ def advance(world: World, happened: Happened) -> tuple[World, tuple[Output, ...]
             fold.lose_slots(slot_ids)
         case ForEngine(ExpertsUsed(counts)):
             fold.place_experts(counts)
+        case ForEngine(TimerElapsed() as elapsed):
+            pass
         case ForModel(name, there):
             fold.models = residency.record_process_change(fold.models, name, there=there)
-    after = World(world.settings, fold.slots, fold.requests, fold.lanes, fold.models, fold.rates, fold.experts)
-    return after, tuple(fold.outputs)
-
-
-def is_slot_requested(world: World) -> bool:
-    """Does any request wait for a slot, perhaps for one whose rows are still being saved?"""
-    return bool(world.slots.waiting)
-
-
-def is_first_token_pending(world: World) -> bool:
-    """Does any request that holds a slot wait for its first token?"""
-    return any(
-        isinstance(state, Early | Prefilling) or (isinstance(state, Speculating) and not state.answer.tokens)
-        for state in world.requests.values()
+    fold.update_pace(elapsed)
+    after = World(
+        world.settings, fold.slots, fold.requests, fold.lanes, fold.models, fold.rates, fold.experts, fold.pacing
     )
-
-
-def has_prefill_backlog(world: World) -> bool:
-    """Do prompts wait until another one has been prefilled on the prompt lane?"""
-    return PROMPTS in world.lanes and bool(world.lanes[PROMPTS].waiting)
+    return after, tuple(fold.outputs)
 
 
 class Fold:
@@ -165,6 +154,8 @@ class Fold:
         self.lanes = dict(world.lanes)
         self.rates = world.rates
         self.experts = world.experts
+        self.pacing = world.pacing
+        self.demand = world.pacing.demand
         self.outputs: list[Output] = []
         self.pending: deque[tuple[RequestId, Event]] = deque()
 
@@ -236,6 +227,8 @@ class Fold:
             self.rates = rates.fade_untried(self.rates, event.tier, loaded=is_loaded)
         if isinstance(before, Waiting) and isinstance(event, Admitted):
             self.rates = policy.fade_scorer_time(DecisionContext(self.settings, self.rates), before.prompt)
+        if type(transition.state) is not type(before) or pacing.is_awaiting_first_token(before):
+            self.demand = pacing.follow_transition(self.demand, request, before, transition.state)
         if isinstance(before, New) and isinstance(event, Submitted):
             self.slots = slots.enqueue(self.slots, request)
         if isinstance(transition.state, Waiting) and isinstance(before, Recovering | Yielding):
@@ -249,6 +242,14 @@ class Fold:
             self.requests[request] = transition.state
         for effect in transition.effects:
             self.route_effect(EffectRequest(request, effect))
+
+    def update_pace(self, elapsed: TimerElapsed | None) -> None:
+        """Decide the pace of background work again if what it rests on has changed."""
+        has_prefill_backlog = PROMPTS in self.lanes and bool(self.lanes[PROMPTS].waiting)
+        demand = pacing.follow_queues(self.demand, bool(self.requests), bool(self.slots.waiting), has_prefill_backlog)
+        if demand is not self.pacing.demand or elapsed is not None:
+            self.pacing, effects = pacing.decide_pace(self.pacing, demand, self.settings, elapsed)
+            self.outputs += effects
 
     def route_effect(self, effect_request: EffectRequest) -> None:
         """Queue an effect for its lane, or put it out. `Abandon` also takes the request out of lane queues at once."""

@@ -66,6 +66,7 @@ from effects.decode import RunDecode
 from effects.experts import PlaceExperts
 from effects.ids import DeviceFailed, RequestId, SlotId, Tokens
 from effects.job import Sampling
+from effects.pacing import PaceSteps
 from effects.ports import DeliverOutcomes
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.stream import StopLaunch
@@ -119,6 +120,10 @@ class DeviceExecutor:
         if self.parts.experts is not None and not self._lane.closed:
             moving = partial(self.parts.experts.place, effect.moves)
             self._lane.post(moving, lambda error: log.error("experts have kept their places", exc_info=error))
+
+    def pace_steps(self, _: RequestId, effect: PaceSteps) -> None:
+        """Begin or end the even pace of decode steps. It holds from the next step that is launched."""
+        self.decoding.overlapped.set_pace(evenly=effect.evenly)
 
     def open(self, request: RequestId, effect: OpenSlot) -> None:
         """Open the slot in its turn. If that fails, every later effect on the slot for this request fails and says why.

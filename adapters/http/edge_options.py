@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
+from hashlib import blake2b
 from typing import Any, Literal
 
+import msgspec
 from attrs import field, frozen
 
 from effects.compression import Mode
@@ -96,6 +99,14 @@ class EdgeOptions:
         context, or what the prompt scorer takes.
         """
         return max(2 * self.max_ctx, self.max_prompt_tokens)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Return OpenAI's `system_fingerprint`. Where it is the same, so are version, numerics and model, and one seed
+        gives one answer. It begins with `b`, as builds of llama.cpp do.
+        """
+        parts = [self.version, self.model_id, dict(self.numerics), dict(self.model_info), self.created]
+        return f"b{self.version}-{blake2b(msgspec.json.encode(parts), digest_size=4).hexdigest()}"
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ from adapters.metrics import Metrics
 log = logging.getLogger("rekindle.http")
 PUBLIC_PATHS = frozenset({"/health", *files.load_files()})  # the page is public, its data is not
 EXPOSED_HEADERS = "x-request-id, request-id, retry-after"
-PREFLIGHT = {"access-control-allow-methods": "GET, POST, DELETE", "access-control-max-age": "600"}
+PREFLIGHT = {"access-control-allow-methods": "GET, POST, DELETE, OPTIONS", "access-control-max-age": "600"}
 
 
 class Guard:
@@ -83,7 +83,7 @@ class Guard:
             if scope["method"] == "OPTIONS" and origin is not None:
                 wanted = headers.get("access-control-request-headers", "authorization, content-type")
                 allowed = {**PREFLIGHT, "access-control-allow-headers": wanted[:500]}
-                await Response(status_code=204, headers=allowed)(scope, receive, send_watched)
+                await Response(headers=allowed)(scope, receive, send_watched)
                 return
             scope[CALLER] = self.check_key(scope["path"], headers)
             if self.history_loader is not None and needs_history(scope["path"]):

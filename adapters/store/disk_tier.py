@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 from aiofiles.threadpool import wrap
 from attrs import define, field
@@ -43,7 +43,7 @@ from adapters.store.index_journal_file import JournalFile
 from adapters.store.recent_prompts import RecentPrompts
 from adapters.store.recent_prompts_file import RecentPromptsFile
 from adapters.store.slab_memory import Buffer, SlabMemory
-from adapters.store.tier import NotePrompt, WriteRun
+from adapters.store.tier import NotePrompt, ReadCallback, WriteRun
 from adapters.watched_thread import WatchedThread
 from effects.ids import Tier
 
@@ -52,8 +52,6 @@ log = logging.getLogger("rekindle.store")
 COUNTED = ("quarantined", "outdated", "newer", "rebuilt", "write_errors", "read_errors", "written_bytes", "read_bytes")
 MAX_WRITER_RESTARTS = 16  # what fails more often does not get better by beginning again
 MAX_QUEUED_BYTES = 1 << 30  # bytes that may wait to be written, beyond what memory holds anyway
-
-ReadCallback: TypeAlias = Callable[[Buffer], object]
 
 
 @define(eq=False)
@@ -121,9 +119,7 @@ class DiskTier:
         self._journal.needs_rewrite = not kept.whole or len(kept.entries) != len(self.index)
 
     def close(self, timeout_s: float = 10) -> bool:
-        """Write what is queued, then release the folder. Return False if that takes longer than `timeout_s`.
-        The folder's lock then lasts until the process ends. It may be called again.
-        """
+        """Write what is queued, then release the folder. Return False if that takes too long. May be called again."""
         with self.lock:
             if not self._closing:
                 self._queue.put(None)
@@ -201,11 +197,10 @@ class DiskTier:
 
     def collect_figures(self) -> dict[str, Any]:
         with self.lock:
-            counted = {name: self._upkeep.counts[name] for name in COUNTED}
             return {
                 **self.index.collect_figures(),
                 "dropped_writes": self._upkeep.counts["dropped_queue_full"] + self._upkeep.counts["dropped_no_room"],
-                **counted,
+                **{name: self._upkeep.counts[name] for name in COUNTED},
                 "queued_bytes": self.queued_bytes,
                 "recent_prompts": len(self.recent_prompts),
                 "codec": self.chooser.choice,
@@ -229,8 +224,7 @@ class DiskTier:
             self._journal.compact()
         self._journal_ready.set()
         while not self._is_stopped:
-            is_indexing = bool(self._unindexed_names) and not self._closing
-            if is_indexing:
+            if is_indexing := bool(self._unindexed_names) and not self._closing:
                 self._index_next_file()
             with suppress(Empty):
                 await self._process_job(wait=not is_indexing)
@@ -251,6 +245,15 @@ class DiskTier:
         if job is None:
             self._is_stopped = True
             return
+        size = job.size
+        finish = job.finish
+        try:
+            await self._carry_out(job)
+        finally:  # the memory of the job is free before the store hears that it is written
+            del job
+            self._finish_job(size, finish)
+
+    async def _carry_out(self, job: WriteRun | NotePrompt) -> None:
         try:
             if isinstance(job, NotePrompt):
                 self._recent.write_prompt(job.recent)
@@ -263,13 +266,12 @@ class DiskTier:
             raise
         else:
             self._upkeep.report_write(None)
-        finally:
-            self._finish_job(job)
 
-    def _finish_job(self, job: WriteRun | NotePrompt) -> None:
-        job.finish()
+    def _finish_job(self, size: int, finish: Callable[[], None]) -> None:
+        """Count a job off and say that it is over. Both are seen at once by every thread that takes the lock."""
         with self.lock:
-            self.queued_bytes -= job.size
+            self.queued_bytes -= size
+            finish()
 
     def _give_up(self) -> None:
         """Accept no more jobs and finish those that are queued: the writer's thread has failed too often."""
@@ -281,7 +283,7 @@ class DiskTier:
             while True:
                 if (job := self._queue.get_nowait()) is not None:
                     self._upkeep.counts["write_errors"] += 1
-                    self._finish_job(job)
+                    self._finish_job(job.size, job.finish)
 
     async def _write_run(self, write: WriteRun) -> None:
         run = write.run
@@ -293,19 +295,25 @@ class DiskTier:
         with self.lock:
             handle = self.index.allocate_handle()
         entry = make_entry(run, handle, size, self.index.origin)
+        name = self.get_file_name(entry)
         try:
-            await self.folder.write_async(self.get_file_name(entry), parts, self._same_thread)
+            await self.folder.write_async(name, parts, self._same_thread)
         except OSError:
-            # It may have its name already, and would keep out a later one of the same run.
-            self._upkeep.remove(self.get_file_name(entry))
+            # The file may have its name already, and would keep out a later one of the same run.
+            self._upkeep.remove(name)
             raise
+        if self._add_entry(entry, name):
+            self._upkeep.counts["written_bytes"] += size
+
+    def _add_entry(self, entry: Entry, name: str) -> bool:
+        """Add the entry of a file to index and journal. If its rows are there already, remove the file: False."""
         with self.lock:
             added = self.index.add(entry)
-        if not added:
-            self._upkeep.remove(self.get_file_name(entry))
-            return
-        self._upkeep.counts["written_bytes"] += size
-        self._journal.append(index_journal.encode_addition(entry))
+        if added:
+            self._journal.append(index_journal.encode_addition(entry))
+        else:
+            self._upkeep.remove(name)
+        return added
 
     def _evict(self, size: int, parent: bytes = b"", *, in_journal: bool = True) -> bool:
         """Evict until `size` bytes fit; say whether they do. in_journal: record it there."""
@@ -329,12 +337,7 @@ class DiskTier:
         except (Newer, Outdated, Damaged, OSError) as error:
             self._upkeep.dispose_unreadable(name, error)
             return
-        with self.lock:
-            added = self.index.add(entry)
-        if added:
-            self._journal.append(index_journal.encode_addition(entry))
-        else:
-            self._upkeep.remove(name)
+        self._add_entry(entry, name)
 
     def quarantine(self, entry: Entry, why: str) -> None:
         """Move a damaged file aside, once, even where several readers report it."""

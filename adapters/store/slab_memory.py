@@ -1,7 +1,16 @@
-"""Host memory for what is kept and what is on its way: cut out of slabs that are used again and again.
+"""Host memory for rows that are kept or on their way: buffers, cut out of slabs that are used again and again.
 
-Memory that a GPU copies from must be registered, and memory that was never touched must be mapped page by page: both
-are slower than the copies themselves.
+Problem. Memory that a GPU copies from must be registered with CUDA, which blocks every other call of CUDA for some
+milliseconds a slab. Memory that was never touched must be mapped page by page. Both are slower than the copies.
+
+How it works. A buffer is cut out of a slab that has room. When there is none, a slab is added, up to `max_bytes`; where
+that is not allowed either, memory comes from the system and goes back to it. Where memory is pinned, `register_all`
+adds all slabs on a thread of its own: EAGER_BYTES at once, and the rest without pauses only while no request is served
+(`PaceMemory`, which the core decides).
+
+Waiting. A buffer that dies returns its span, on whichever thread that happens, so its destructor takes no lock: it puts
+the span into a deque and an item into the queue of each waiting thread (`notify`). The next thread that allocates puts
+returned spans back into their slabs. Nothing polls.
 """
 
 from __future__ import annotations
@@ -9,8 +18,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from queue import SimpleQueue
 
 import torch
 from attrs import define, field, frozen
@@ -18,20 +28,21 @@ from torch import Tensor
 
 from adapters.models.kernels.offload import allocate_pinned
 from adapters.process_memory import map_memory
+from effects.ids import RequestId
+from effects.pacing import PaceMemory
 
 SLAB_BYTES = 64 << 20
-# Each slab that is registered holds up whoever asks CUDA for anything, by some milliseconds: so much of them is there
-# at once, and the rest while nobody is served; otherwise with pauses between two of so many times what one takes, half
-# a second at most: 8 GiB are there in seconds, or in a minute or two.
-EAGER_BYTES = 1 << 30
-PAUSE, PAUSE_S = 4, 0.5
-POLL_S = 0.002
+EAGER_BYTES = 1 << 30  # registered at once, whether or not a request is served
+# A pause between two slabs is so many times what registering one takes, and half a second at most. So 8 GiB are there
+# within seconds while the server is idle, and within a minute or two while it serves.
+PAUSE = 4
+MAX_PAUSE_S = 0.5
 ALIGN = 4096
 
 
 @frozen(eq=False)
 class Buffer:
-    """`data` is uint8. It is valid as long as this object is referred to (a view of `data` is not enough)."""
+    """A piece of memory. `data` is uint8, and valid while this object is referred to (a view of it is not enough)."""
 
     data: Tensor
     _give_back: Callable[[], None] | None = None
@@ -43,8 +54,10 @@ class Buffer:
 
 @define(eq=False)
 class Slab:
+    """One piece of memory that buffers are cut out of."""
+
     data: Tensor
-    free_spans: list[tuple[int, int]]  # spans, ascending, none touching the next
+    free_spans: list[tuple[int, int]]  # ascending; no span touches the next
 
     def allocate(self, size: int) -> tuple[int, int] | None:
         for index, (start, stop) in enumerate(self.free_spans):
@@ -56,91 +69,142 @@ class Slab:
     def release(self, span: tuple[int, int]) -> None:
         merged = list[tuple[int, int]]()
         for start, stop in sorted([*self.free_spans, span]):
-            touching = bool(merged) and merged[-1][1] == start
-            merged.append((merged.pop()[0] if touching else start, stop))
+            is_touching = bool(merged) and merged[-1][1] == start
+            merged.append((merged.pop()[0] if is_touching else start, stop))
         self.free_spans = merged
 
 
 @define(eq=False)
 class SlabMemory:
-    """Slabs of at most `most` bytes in all; what finds no place there comes from the system, and goes back to it.
+    """Slabs of at most `max_bytes` in all, and memory of the system beyond that.
 
-    pin: page-locked, for a GPU. source: of slabs that are not. slab: bytes of the usual one. busy: is anybody served,
-    who would be held up? None while a start makes what it needs, with all processors; later one will do.
+    pin: slabs are page-locked, for a GPU. source: makes slabs that are not. slab: bytes of the usual slab.
     """
 
     max_bytes: int = 0
     pin: bool = False
     source: Callable[[int], Tensor] | None = None
-    slab_bytes: int = 0  # bytes of slabs
+    slab_bytes: int = 0  # of all slabs together
     slab: int = SLAB_BYTES
-    is_busy: Callable[[], bool] | None = None
+    _pace: PaceMemory | None = None  # None: the server still starts, and memory is made with all processors
     _slabs: list[Slab] = field(factory=list[Slab])
     _returned: deque[tuple[Slab, tuple[int, int]]] = field(factory=deque)
+    _waiters: tuple[SimpleQueue[None], ...] = ()  # replaced and never changed, since destructors read it
     _lock: threading.Lock = field(factory=threading.Lock)
-    _grow_lock: threading.Lock = field(factory=threading.Lock)
+    _grow_lock: threading.Lock = field(factory=threading.Lock)  # held while a slab is made
     _closing: threading.Event = field(factory=threading.Event)
-    _fill_lock: threading.Lock = field(factory=threading.Lock)  # held by whoever fills it
+    _fill_lock: threading.Lock = field(factory=threading.Lock)  # held by `register_all`
+
+    def set_pace(self, _: RequestId, pace: PaceMemory) -> None:
+        """Follow the core: register memory with pauses or without. The first call says that the server has started."""
+        self._pace = pace
+
+    @contextmanager
+    def notify(self, queue: SimpleQueue[None]) -> Iterator[None]:
+        """Put an item into the queue whenever memory may have come free, as long as the block runs."""
+        with self._lock:
+            self._waiters = (*self._waiters, queue)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiters = tuple(one for one in self._waiters if one is not queue)
+
+    def wake_waiters(self) -> None:
+        """Let the threads that wait for memory look again."""
+        for queue in self._waiters:
+            queue.put(None)
 
     def allocate(self, size: int, *, held: bool = False, more: bool = True) -> Buffer:
-        """held: out of what is held, if it is pinned, since other memory is copied to at a tenth of the speed. more: or
-        will be, since that is made now if need be. Raises MemoryError.
+        """Return a buffer. Raises MemoryError.
+
+        held: only slabs will do if they are pinned, since other memory is copied to at a tenth of the speed. more: add
+        a slab if need be, where only slabs will do.
         """
-        whole, only_held = -(-size // ALIGN) * ALIGN, held and self.pin
-        if (found := self._take_free(whole, size)) is not None:
+        whole = -(-size // ALIGN) * ALIGN
+        only_held = held and self.pin
+        found = self._take_free(whole, size)
+        if found is None and (more or not only_held):
+            found = self._grow(whole, size, waited=not held)
+        if found is not None:
             return found
-        if more or not only_held:
-            while not self._grow_lock.acquire(timeout=POLL_S):  # whoever has it may make what will do
-                if (found := self._take_free(whole, size)) is not None:
-                    return found
-            try:
-                found = self._take_free(whole, size) or self._take_from_new_slab(whole, size, waited=not held)
-            finally:
-                self._grow_lock.release()
-            if found is not None:
-                return found
         if only_held:
             raise MemoryError(
                 f"{size} bytes of pinned memory: {self.slab_bytes} of {self.max_bytes} are there, and used"
             )
         return Buffer(allocate_unpinned(size))
 
+    def _grow(self, whole: int, size: int, *, waited: bool) -> Buffer | None:
+        """Return a buffer from a new slab, or from one that another thread makes meanwhile. None: no slab may be added.
+
+        waited: a request waits for this memory.
+        """
+        news = SimpleQueue[None]()
+        with self.notify(news):
+            while not self._grow_lock.acquire(blocking=False):
+                if (found := self._take_free(whole, size)) is not None:
+                    return found
+                news.get()
+        try:
+            return self._take_free(whole, size) or self._take_from_new_slab(whole, size, waited=waited)
+        finally:
+            self._end_growth()
+
+    def _end_growth(self) -> None:
+        self._grow_lock.release()
+        self.wake_waiters()
+
     def map_buffers(self, size: int, pieces: int) -> None:
-        """So many of that size are registered, and mapped, before anybody waits for one. For a thread of its own."""
-        buffers = list[Buffer]()  # all at once: what is given back would be taken again
+        """Register and map memory for so many buffers of this size, before a request waits for one.
+
+        Called on a thread of its own.
+        """
+        buffers = list[Buffer]()  # held together: a buffer that is given back would be taken again
         with suppress(MemoryError):
             for _ in range(pieces):
                 buffers.append(self.allocate(size))
-                if not self.pin:  # what is registered is mapped
+                if not self.pin:  # pinned memory is mapped already
                     buffers[-1].data.numpy().fill(0)
 
     def register_all(self) -> None:
-        """All of it, slab by slab, before a snapshot waits for it; where memory is pinned. For a thread of its own."""
+        """Add all slabs, one by one, before a snapshot waits for them. Does nothing where memory is not pinned.
+
+        Called on a thread of its own.
+        """
         with self._fill_lock:
             while self.pin and not self._closing.is_set():
                 began = time.monotonic()
-                with self._grow_lock:
-                    size = min(self.slab, self.max_bytes - self.slab_bytes)
-                    if not size:
-                        return
-                    try:
-                        self._add(Slab(self._allocate_slab(size), [(0, size)]), size)
-                    except MemoryError:  # what is there has to do
-                        self.max_bytes = self.slab_bytes
-                        return
-                if self.slab_bytes >= EAGER_BYTES and (self.is_busy is None or self.is_busy()):
-                    self._closing.wait(min(PAUSE_S, PAUSE * (time.monotonic() - began)))
+                if not self._register_slab():
+                    return
+                if self.slab_bytes >= EAGER_BYTES and (self._pace is None or self._pace.gently):
+                    self._closing.wait(min(MAX_PAUSE_S, PAUSE * (time.monotonic() - began)))
+
+    def _register_slab(self) -> bool:
+        """Add one slab. Return False when all are there, or when there is no memory for another one."""
+        self._grow_lock.acquire()
+        try:
+            size = min(self.slab, self.max_bytes - self.slab_bytes)
+            if not size:
+                return False
+            try:
+                self._add(Slab(self._allocate_slab(size), [(0, size)]), size)
+            except MemoryError:  # the slabs that are there have to do
+                self.max_bytes = self.slab_bytes
+                return False
+            return True
+        finally:
+            self._end_growth()
 
     def close(self) -> None:
-        """No more is registered: a thread that did so while an interpreter ends would take it down."""
+        """Register no more memory. A thread that does so while the interpreter ends would crash the process."""
         self._closing.set()
         with self._fill_lock:
             pass
 
     def _take_free(self, whole: int, size: int) -> Buffer | None:
-        """Out of what is there."""
+        """Return a buffer from a slab that has room, if any has."""
         with self._lock:
-            while self._returned:  # a buffer may die anywhere, so it only says so
+            while self._returned:
                 slab, span = self._returned.popleft()
                 slab.release(span)
             for slab in self._slabs:
@@ -149,7 +213,7 @@ class SlabMemory:
         return None
 
     def _take_from_new_slab(self, whole: int, size: int, *, waited: bool) -> Buffer | None:
-        """Out of a slab that is made for it, if one more may be."""
+        """Return a buffer from a slab that is made for it; None if no more may be made."""
         if self.slab_bytes + whole > self.max_bytes:
             return None
         room = max(whole, min(self.slab, self.max_bytes - self.slab_bytes))
@@ -165,16 +229,19 @@ class SlabMemory:
             self.slab_bytes += size
 
     def _allocate_slab(self, size: int, *, waited: bool = False) -> Tensor:
-        """waited: does anybody's answer wait for it?"""
+        """waited: a request waits for this memory, so all processors make it."""
         if self.pin:
-            return allocate_pinned(size, aside=self.is_busy is not None and not waited)
+            return allocate_pinned(size, aside=self._pace is not None and not waited)
         return allocate_unpinned(size) if self.source is None else self.source(size)
 
     def _make_buffer(self, slab: Slab, span: tuple[int, int], size: int) -> Buffer:
-        returned = self._returned
-        return Buffer(slab.data[span[0] : span[0] + size], lambda: returned.append((slab, span)))
+        def give_back() -> None:
+            self._returned.append((slab, span))
+            self.wake_waiters()
+
+        return Buffer(slab.data[span[0] : span[0] + size], give_back)
 
 
 def allocate_unpinned(size: int) -> Tensor:
-    """Raises MemoryError."""
+    """Return memory from the system. Raises MemoryError."""
     return torch.frombuffer(map_memory(size), dtype=torch.uint8)[:size]

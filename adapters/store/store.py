@@ -152,7 +152,7 @@ class Store(Generic[D]):
         """Do the same; also return where the prompt leaves the most similar of all remembered prompts."""
         shared, recent, diverged = self.recent_prompts.add_and_compare(prompt, window, salt)
         for tier in self.lower_tiers[:1]:  # the one whose list of prompts this is
-            tier.submit(NotePrompt(recent))
+            tier.submit(NotePrompt(recent, self.memory.wake_waiters))
         return shared, diverged
 
     def get_lease(self, name: LeaseId) -> Lease:
@@ -255,11 +255,15 @@ class Store(Generic[D]):
         return is_taken
 
     def _finish_write(self, tier: Tier, entry: Entry) -> None:
-        """Let go of a run that the tier has written or given up. Called on the tier's thread."""
+        """Let go of a run that the tier has written or given up, and wake the threads that wait for memory.
+
+        Called on the tier's thread, when the tier has let go of the run's rows and has counted it off.
+        """
         with self.lock:
             self._queued_writes.discard((tier, entry.handle))
             entry.leases -= 1
             self.memory_tier.make_room(0)
+        self.memory.wake_waiters()
 
     def _retry_write(self, key: bytes) -> None:
         """Queue a kept run again, if a lower tier lacks it because its queue was full."""

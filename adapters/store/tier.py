@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from attrs import frozen
 
@@ -22,10 +22,15 @@ from adapters.store.slab_memory import Buffer, SlabMemory
 from adapters.watched_thread import WatchedThread
 from effects.ids import Tier
 
+ReadCallback: TypeAlias = Callable[[Buffer], object]
+
 
 @frozen(eq=False)
 class WriteRun:
-    """A job for a lower tier: write this run. `finish` is called when it has been written or given up."""
+    """A job for a lower tier: write this run.
+
+    finish: called once the run has been written or given up, `rows` let go of, and the job counted off.
+    """
 
     run: Run
     rows: Buffer
@@ -41,13 +46,11 @@ class NotePrompt:
     """A job for a lower tier: keep this recent prompt, so that it is known after a restart."""
 
     recent: RecentPrompt
+    finish: Callable[[], None]  # called once the prompt has been written or given up, and the job counted off
 
     @property
     def size(self) -> int:
         return len(self.recent.rest)
-
-    def finish(self) -> None:
-        """Do nothing: no caller waits for it."""
 
 
 class StoreTier(Protocol):
@@ -103,9 +106,7 @@ class LowerTier(StoreTier, Protocol):
 class ReadableTier(LowerTier, Protocol):
     """A lower tier whose rows can be read back; a simulated one keeps none."""
 
-    async def read(
-        self, entry: Entry, memory: SlabMemory, workers: Executor, then: Callable[[Buffer], object] = ...
-    ) -> Buffer:
+    async def read(self, entry: Entry, memory: SlabMemory, workers: Executor, then: ReadCallback = ...) -> Buffer:
         """Return the tensors of a leased entry, end to end, in a buffer from `memory`.
 
         then: called with the buffer on the thread of `workers` that has read it. Raises Damaged, OSError, MemoryError.

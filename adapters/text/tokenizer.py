@@ -36,6 +36,7 @@ from effects.ids import Tokens
 # Texts that are encoded at start, since a bad expression of a pre-tokenizer may fail on them.
 PROBE_TEXTS = [*(sign * 200 + "!" for sign in "a1 \n"), "Hello, world.", "\u00e9\u4e2d\U0001f600"]
 BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token for one byte, in models with byte fallback
+CONTINUED = "\x02"  # a sign that no token joins to others
 ENCODING_THREADS = 2  # encoding is CPU work: more would only slow the event loop
 
 DisconnectCheck: TypeAlias = Callable[[], Awaitable[bool]]  # returns whether the client has left
@@ -178,6 +179,18 @@ class Tokenizer:
             # The batch call releases the GIL. `encode` would hold it for seconds on a long text.
             encodings = backend.encode_batch_fast(list(texts), add_special_tokens=start)
         return [tuple(encoding.ids) for encoding in encodings]
+
+    def encode_continuation(self, text: str) -> Tokens:
+        """Return the usual tokens of a text that continues another one. Return none if that cannot be found out.
+
+        Many SentencePiece tokenizers put a space before every text. Here it comes before a byte that goes before the
+        text, and everything up to this byte's token is removed.
+        """
+        if not self.spelling.sentence_piece:
+            return self.encode_now([text])[0]
+        (tokens,) = self.encode_now([CONTINUED + text])
+        pieces = [self.token_bytes(token) for token in tokens]
+        return tokens[pieces.index(CONTINUED.encode()) + 1 :] if CONTINUED.encode() in pieces else ()
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Return the text of tokens. special: write control tokens out. Unknown ids have no text."""

@@ -100,8 +100,13 @@ class RowMover:
         cast("RemoteRowHolder", self.part).import_runs(slot, [self._view_run(*run) for run in runs], keep)
 
     def _view_run(self, span: Span, data: Tensor, begin: int) -> tuple[int, Tensor]:
-        """`_view_part(data)`, of these rows; in one step, since each takes longer than naming what it comes to."""
-        rows, names, (start, stop) = self.rows, len(self.part.row_spec.names), span
+        """Return the first row, and this part's share of the rows `span` of a buffer.
+
+        It is `_view_part` and slices of it in a single view, since each view takes longer than to compute the strides.
+        """
+        rows = self.rows
+        names = len(self.part.row_spec.names)
+        start, stop = span
         of_head = data.nbytes // rows.token_bytes * rows.width
         form = (names, rows.heads, stop - start, rows.width), (rows.heads * of_head, of_head, rows.width, 1)
         at = self.first * rows.heads * of_head + (start - begin) * rows.width
@@ -113,7 +118,8 @@ class RowMover:
 
         They are there when this returns. Raises ValueError for a wrong shape, RuntimeError where the device fails.
         """
-        own, places = self._view_part(data), self._view_slot(slot, span)
+        own = self._view_part(data)
+        places = self._view_slot(slot, span)
         device = places[0][1].device
         if device.type == "cuda":
             with borrow_stream(device, after):
@@ -154,7 +160,8 @@ class RowMover:
 
     def _view_part(self, data: Tensor) -> Tensor:
         """Return this part's share of a buffer as `[names, heads, tokens, width]`, without a copy."""
-        rows, tokens = self.rows, data.nbytes // self.rows.token_bytes
+        rows = self.rows
+        tokens = data.nbytes // rows.token_bytes
         whole = data.view(torch_dtype(rows.dtype)).view(len(rows.names), rows.heads, tokens, rows.width)
         return whole[self.first : self.first + len(self.part.row_spec.names)]
 

@@ -1,7 +1,8 @@
 """Says when a slot may be written by other threads: when the lane has passed all work for its earlier request.
 
-The restorer raises a fence when a slot is opened. It is a job on the lane: jobs run in order, so once it runs, all that
-was launched for the slot before is launched, and marks behind that are what copies on a GPU have to wait for.
+The restorer raises a fence when a slot is opened. A fence is a job on the lane, and jobs run in order. So once it runs,
+all work for the slot's earlier request has been launched. It records marks behind that work, and copies on a GPU wait
+for these marks.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class Fence:
         if isinstance(state, DeviceFailed):
             self.failure = StoreFailed(state.kind, state.detail)
         else:
-            self.marks, self.passed = after, True
+            self.marks = after
+            self.passed = True  # last, since other threads read it
 
     def finish(self, _: None, error: BaseException | None) -> None:
         if error is not None:

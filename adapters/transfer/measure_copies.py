@@ -1,7 +1,7 @@
 """Measures how fast rows are loaded on this machine, from files and from host memory, before any request is served.
 
-It uses what will serve: the same readers, as many runs at once, the same copies into a slot; one run after the other
-where that only has to tell whether it is as it was.
+It uses what will serve: the same readers, as many runs at once, and the same copies into a slot. Where a figure is
+known from an earlier start, single runs are read one after the other to find out whether it still holds.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from adapters.store.store import RUNS_IN_FLIGHT, Store
 from adapters.store.tier import ReadableTier
 from adapters.transfer.copy_rows import RowHolder, RowMover, create_movers
 
-LIMIT_NS = 40_000_000  # after which a measurement takes no more runs: six that are on their way are finished
-SINGLE_NS = 20_000_000  # after which no further one is read by itself
-MAX_SINGLE_LOADS = 2  # read by themselves at most: the first one finds a disk that was idle
-MAX_RUNS = 2 * RUNS_IN_FLIGHT  # of its own that are read at most
+LIMIT_NS = 40_000_000  # a measurement begins no run after that; up to six that are under way are finished
+SINGLE_NS = 20_000_000  # no run is read by itself after that
+MAX_SINGLE_LOADS = 2  # runs that are read by themselves: the first one finds a disk that was idle
+MAX_RUNS = 2 * RUNS_IN_FLIGHT  # kept files that are read
 SAMPLE_BYTES = 4 << 20  # content bytes of a file that is only written to be read
-MIN_FILE_BYTES = 2 * SAMPLE_BYTES  # bytes of its own files that say how fast many of them are read
-BUDGET_SHARE = 4  # of the budget for files, samples take the 4th part at most, while they are there
+MIN_FILE_BYTES = 2 * SAMPLE_BYTES  # bytes of kept files; fewer do not show how fast many files are read
+BUDGET_SHARE = 4  # samples take a quarter of the budget for files at most, while they are there
 
 Load: TypeAlias = Callable[[], int]  # the bytes of rows that it brought into the slot
 
 
 @define(eq=False)
 class CopyMeasurement:
-    """Measurements with one store and one unused slot. Called on the lane before any request is served. Raises OSError
-    or MemoryError, or RuntimeError where a device has no memory.
+    """Measurements with one store and one unused slot. Called on the lane before any request is served.
 
-    target: its parts. capacity: rows of the slot. computed: how many of its first ones are rows of tokens. Times are
-    nanoseconds to load one token's rows, those of a draft included; 0: none.
+    Raises OSError or MemoryError, or RuntimeError where a device has no memory. target: the parts of the target.
+    capacity: rows of the slot. computed_rows: how many of its first rows belong to tokens. Times are nanoseconds to
+    load one token's rows, those of a draft included; 0 means that nothing was measured.
     """
 
     store: Store[ReadableTier]
@@ -70,7 +70,8 @@ class CopyMeasurement:
 
     def measure_single(self, loads: Sequence[Load]) -> int:
         """Return the shortest time of a few loads, made one after the other, as far as there is time."""
-        end, times = time.perf_counter_ns() + SINGLE_NS, list[int]()
+        end = time.perf_counter_ns() + SINGLE_NS
+        times = list[int]()
         for load in loads[:MAX_SINGLE_LOADS]:
             started = time.perf_counter_ns()
             if done := load():
@@ -80,8 +81,10 @@ class CopyMeasurement:
         return min(times, default=0)
 
     def measure_during(self, loads: Sequence[Load], compute: Callable[[], object]) -> tuple[int, int]:
-        """(the same, nanoseconds of one `compute`) while both go on; it is carried out once at least."""
-        started, times, over = time.perf_counter_ns(), list[int](), list[bool]()
+        """Return the times of loads and of one `compute` while both run at once. `compute` runs at least once."""
+        started = time.perf_counter_ns()
+        times = list[int]()
+        over = list[bool]()
         with ThreadPoolExecutor(RUNS_IN_FLIGHT, "rehearsal") as pool:
             finished = self._start_loads(pool, cycle(loads), lambda: bool(over))
             try:
@@ -135,7 +138,7 @@ class CopyMeasurement:
 
     @contextmanager
     def lease_files(self, disk: DiskTier) -> Iterator[list[Load]]:
-        """Its own, which stay while they are read. None, where there are too few to tell."""
+        """Yield loads of kept files, leased while they are read. Yield none where they are too few to tell."""
         index = disk.index
         with self.store.lock:
             mine = [one for one in index.entries.values() if one.kind == "rows" and one.origin == index.origin]
@@ -156,15 +159,18 @@ class CopyMeasurement:
 
     @contextmanager
     def write_samples(self, disk: DiskTier, codec: Fixed) -> Iterator[list[Load]]:
-        """Files of the slot's first rows, written for this and removed again; no more than there is time for."""
-        layout, block_size = self.store.layout, self.store.layout.block_size
-        tokens, names = self._count_tokens(min(SAMPLE_BYTES, self.store.run_bytes)), list[str]()
+        """Yield loads of sample files, which are written for this and removed again; no more than there is time for."""
+        layout = self.store.layout
+        block_size = layout.block_size
+        tokens = self._count_tokens(min(SAMPLE_BYTES, self.store.run_bytes))
+        names = list[str]()
         run = Run(
             0, layout.compute_root("rows"), (bytes(KEY_BYTES),) * (tokens // block_size), bytes(tokens * TOKEN_BYTES)
         )
         parts = encode_run(run, layout, self._make_content(tokens), seekable.create_compressor(LEVELS[codec]))
         size = sum(map(len, parts))
-        most, end = min(RUNS_IN_FLIGHT, disk.index.budget // BUDGET_SHARE // size), time.perf_counter_ns() + LIMIT_NS
+        most = min(RUNS_IN_FLIGHT, disk.index.budget // BUDGET_SHARE // size)
+        end = time.perf_counter_ns() + LIMIT_NS
         try:
             while len(names) < most and (not names or time.perf_counter_ns() < end):
                 names.append(
@@ -182,7 +188,7 @@ class CopyMeasurement:
                     disk.folder.remove(name)
 
     def _count_tokens(self, size: int) -> int:
-        """Whole blocks of so many bytes, as far as a slot has them; one at least."""
+        """Return the tokens whose rows have `size` bytes, in whole blocks, as far as a slot has them; at least one."""
         block_size = self.store.layout.block_size
         return max(1, min(size // self.store.layout.token_bytes, self.capacity) // block_size) * block_size
 
@@ -195,8 +201,9 @@ class CopyMeasurement:
         return np.resize(there.numpy(), self.store.layout.compute_size("rows", tokens)).data
 
     def _read_file(self, disk: DiskTier, name: str, expected: Expected, number: int, entry: Entry | None = None) -> int:
-        """entry: of a run that is kept, not of a sample."""
-        run, layout = expected.run, disk.layout
+        """Read a file into the slot and return its bytes. entry: that of a kept run; None for a sample."""
+        run = expected.run
+        layout = disk.layout
         buffer = self.store.memory.allocate(layout.compute_size("rows", run.length))
         try:
             disk.read_past_cache(name, expected, buffer.data.numpy().data)
@@ -205,11 +212,11 @@ class CopyMeasurement:
                 disk.quarantine(entry, str(error))
             return 0
         except OSError:
-            return 0  # whoever needs it will say so
+            return 0  # a restore that needs the file will report it
         return self._copy_in(buffer, run.length, number)
 
     def _copy_in(self, buffer: Buffer, tokens: int, number: int) -> int:
-        """Side by side, as the runs of a prompt are, as far as the slot has room."""
+        """Copy a run into the slot behind the ones before it, as far as there is room, and return its bytes."""
         count = min(tokens, self.capacity)
         at = number % (self.capacity // count) * count
         for mover in self._movers:

@@ -1,4 +1,4 @@
-"""Copies kept rows back into slots beside the device lane, and tells the lane when a slot holds them.
+"""Copies kept rows back into slots while the device lane works, and tells the lane when a slot holds them.
 
 The problem: to read 100 MiB from a disk and copy them to a GPU takes tens of milliseconds. The lane must compute for
 other requests meanwhile, and for the same one: the planner may compute the front of a prompt while its rest is loaded.
@@ -17,7 +17,7 @@ How a restore works (`Restorer.restore`):
 
 Invariants: the slot belongs to the request while a restore is in flight, and no step reads rows that have not been
 acknowledged; so threads may write them. Only the lane changes what the slot is known to hold. The lease is released
-whatever happens. A failure leaves the rows before it, from the front on without a gap; a target with positional state
+whatever happens. A failure leaves the rows before it, from the front on without a gap. A target with positional state
 needs all of its rows and the checkpoint, or it gets none.
 
 Example: 0..512 of a prompt are kept, 0..256 in host memory and the rest in two files; the planner computes 0..64. There
@@ -88,7 +88,8 @@ class Restorer:
 
     async def restore(self, request: RequestId, effect: RestoreBlocks) -> BlocksRestored | StoreFailed:
         """Restore and return what has come, without a gap from `effect.start` on. The lease is released in any case."""
-        lease, started = self.store.get_lease(effect.lease), time.perf_counter_ns()
+        lease = self.store.get_lease(effect.lease)
+        started = time.perf_counter_ns()
         if lease.states and effect.stop not in lease.checkpoints:
             self.store.release(effect.lease)
             return StoreFailed("broken", f"there are checkpoints at {lease.checkpoints}, not at {effect.stop}")
@@ -105,7 +106,8 @@ class Restorer:
         self, request: RequestId, lease: Lease, now: Restore, started: int
     ) -> BlocksRestored | StoreFailed:
         effect = now.effect
-        held, queue = list[RunMove](), deque[RunMove]()
+        held = list[RunMove]()
+        queue = deque[RunMove]()
         for move in now.moves:
             (queue if self._is_read(move) else held).append(move)
         with anyio.CancelScope(shield=True):  # what threads do is waited for
@@ -113,9 +115,10 @@ class Restorer:
                 tasks.start_soon(self._copy_held, now, held)
                 for _ in range(min(RUNS_IN_FLIGHT, len(queue))):
                     tasks.start_soon(self._read_and_copy, now, queue)
-        taken, ready = time.perf_counter_ns() - started, now.collect_ready()
+        taken_ns = time.perf_counter_ns() - started
+        ready = now.collect_ready()
         if now.failure is not None and lease.states:
-            return now.failure  # rows alone do not continue a sequence that has a state beside them
+            return now.failure  # rows alone do not continue a sequence that has positional state
         failure = await self.lane.run(partial(self._commit, request, now, ready))
         stop = max((move.span[1] for move in ready if move.kind == "rows"), default=effect.start)
         if failure is not None or (stop == effect.start and not lease.states):
@@ -123,14 +126,14 @@ class Restorer:
         loaded = sum(map(self._count_bytes, ready)) + sum(
             self._count_bytes(move) for move in now.moves if move.kind == "state"
         )
-        self.store.count_restore(lease.tier, loaded, taken / 1e9)
+        self.store.count_restore(lease.tier, loaded, taken_ns / 1e9)
         log.info(
             "request %d: %d tokens, %d bytes restored from %s in %.1f ms%s",
-            *(request, stop - effect.start, loaded, lease.tier, taken / 1e6),
+            *(request, stop - effect.start, loaded, lease.tier, taken_ns / 1e6),
             f"; then {now.failure.detail}" if now.failure else "",
             extra={"request": request},
         )
-        return BlocksRestored(effect.start, stop, loaded, taken)
+        return BlocksRestored(effect.start, stop, loaded, taken_ns)
 
     def _is_read(self, move: RunMove) -> bool:
         return self.store.get_lower_tier(move.part.tier) is not None
@@ -198,16 +201,16 @@ class Restorer:
         near = deque(pair for pair in pairs if pair[0].is_addressable)
         far = [*dict.fromkeys(mover for mover, _ in pairs if not mover.is_addressable)]
         if far:
-            beside = await self.lane.run(partial(self._send_on_lane, now, far, moves, near))
+            copies = await self.lane.run(partial(self._send_on_lane, now, far, moves, near))
         else:
             await now.fence.wait()
-            beside = self._start_copies(now, near, 0)
+            copies = self._start_copies(now, near, 0)
         if (failure := now.fence.failure) is not None:
             now.record_failure(moves, failure)
-        for one in beside:
-            if not one.done():
-                await asyncio.wrap_future(one)
-            one.result()
+        for copy in copies:
+            if not copy.done():
+                await asyncio.wrap_future(copy)
+            copy.result()
 
     def _start_copies(self, now: Restore, near: QueuedCopies, asked: int) -> CopyFutures:
         abreast = COPY_THREADS * max(1, len(now.fence.marks))
@@ -225,9 +228,9 @@ class Restorer:
             return []
         for mover in far:
             now.send_runs(mover, moves)
-        beside = self._start_copies(now, near, len(far))
+        copies = self._start_copies(now, near, len(far))
         now.copy_queued(near)
-        return beside
+        return copies
 
     def _commit(self, request: RequestId, now: Restore, ready: list[RunMove]) -> StoreFailed | None:
         """Say that the slot holds what has come, its state first. Called on the lane."""
@@ -248,7 +251,9 @@ class Restorer:
 
     def _import_state(self, state: SlotState, now: Restore, move: RunMove) -> StoreFailed | None:
         """Import the positional state, without which the rows are of no use."""
-        slot, start, rows = now.effect.slot, now.effect.start, state.valid + state.rows_ahead
+        slot = now.effect.slot
+        start = now.effect.start
+        rows = state.valid + state.rows_ahead
         if move.buffer is None:
             return move.failure or ABANDONED
         if rows < start:
@@ -256,10 +261,9 @@ class Restorer:
         try:
             self.state.copy_in(slot, move.buffer.data)
         except (ValueError, RuntimeError, RowsLost) as error:
-            state.valid, state.rows_ahead = (
-                0,
-                rows,
-            )  # some of it may be overwritten, so nothing can go on from the old state
+            # Some of the old state may be overwritten, so nothing can go on from it.
+            state.valid = 0
+            state.rows_ahead = rows
             return StoreFailed("lost", str(error))
         return None
 

@@ -1,4 +1,4 @@
-"""One restore in flight: the moves that it consists of, which of them are done, and why it ended before its time.
+"""One restore in flight: the moves that it consists of, which of them are done, and why it ended early.
 
 The restorer (`restorer.py`, whose head tells the whole story) creates a `Restore` for each effect. Its threads and the
 lane change it at once; each move is only ever copied by one of them for one part.
@@ -81,7 +81,8 @@ class Restore:
         """
         coming = [move for move in moves if mover in move.missing_movers]
         if coming and not self.is_over:
-            runs, keep = [move.buffered_run for move in coming], [move.buffer for move in coming]
+            runs = [move.buffered_run for move in coming]
+            keep = [move.buffer for move in coming]
             if self._attempt(partial(mover.send_runs, self.effect.slot, runs, keep), coming):
                 for move in coming:
                     move.missing_movers.remove(mover)
@@ -120,7 +121,8 @@ class Restore:
 def plan_moves(lease: Lease, effect: RestoreBlocks, movers: Mapping[Kind, Sequence[RowMover]]) -> Iterator[RunMove]:
     """Yield a move for each leased part with rows that the effect asks for, and one for its checkpoint."""
     for part in (*lease.parts, *lease.draft):
-        start, stop = max(part.start, effect.start), min(part.stop, effect.stop)
+        start = max(part.start, effect.start)
+        stop = min(part.stop, effect.stop)
         if start < stop and movers[part.entry.kind]:
             yield RunMove(part, (start, stop), list(movers[part.entry.kind]))
     for part in lease.states:

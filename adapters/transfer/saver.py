@@ -16,8 +16,10 @@ Invariants: until the snapshot is answered, its slot belongs to the request and 
 may read them. Rows are kept from the first one on without a gap: when time or memory ends, the rest is dropped and
 counted (`Store.dropped_rows`). There is one saver thread, so snapshots are taken one after the other.
 
-Between two runs the thread lets requests that wait for a first token go first (`_wait_for_first_tokens`), for at most
-MAX_POLLS * POLL_S = 0.25 s in all, unless a request waits for a slot.
+When the next run may be copied, and whether more memory may be pinned or waited for, is decided in the core
+(`states/pacing.py`). It sends `PaceSnapshot` to the one snapshot that is being taken; `pace_snapshot` puts it into
+the `PaceGate` of that snapshot, at which the thread waits between two runs. A gate is closed at first. It is open for
+good once the engine no longer waits for the snapshot, so that the thread always ends.
 """
 
 from __future__ import annotations
@@ -25,9 +27,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from attrs import define, field, frozen
@@ -41,25 +45,24 @@ from adapters.store.tier import ReadableTier
 from adapters.transfer.copy_rows import DeviceMarks, RowMover, StateMover, record_marks
 from adapters.transfer.fence import SlotFinder
 from effects.ids import DeviceFailed, RequestId, SlotId, Span, StoreFailed
+from effects.pacing import PaceSnapshot
 from effects.ports import RowsLost
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 
 T = TypeVar("T")
 log = logging.getLogger("rekindle.store")
 
-MAX_SNAPSHOT_NS = (
-    2_000_000_000  # for one snapshot: 32k tokens of an 8B model take a tenth of it, and the slot waits so long
-)
-POLL_S = 0.002  # between two looks at whether a first token is still pending
-QUIET_POLLS = 5  # a client often sends its next request as soon as an answer ends
-MAX_POLLS = 125  # 0.25 s for one snapshot
-PAUSE_S = 0.005  # between two looks for free memory: a disk writes 32 MB in six times as long
+# For one snapshot. 32k tokens of an 8B model take a tenth of it, and the slot waits as long.
+MAX_SNAPSHOT_NS = 2_000_000_000
+AT_ONCE = PaceSnapshot(may_copy=True)
 
 
 @frozen
 class SlotSnapshot:
-    """The lane's answer about a slot. is_current: whether it still has those rows; called on the lane. salt: the
-    scope that its rows belong to. draft_span: the rows that the draft has its own for.
+    """A slot as the lane has found it.
+
+    is_current: does the slot still have those rows? Called on the lane. salt: rows that are kept are found with the
+    same salt only. draft_span: the rows that the draft has its own for.
     """
 
     slot: SlotId
@@ -69,21 +72,31 @@ class SlotSnapshot:
     marks: DeviceMarks
 
 
-@define
-class SnapshotDelay:
-    """The time that one snapshot may still wait. quiet_polls.
+@define(eq=False)
+class PaceGate:
+    """What one snapshot may do now. Set on the event loop, waited for on the saver's thread.
 
-    Polls in a row in which no request waited for a first token.
+    news: gets an item whenever the thread should look again: at the pace, or for memory that has come free.
     """
 
-    polls_left: int = MAX_POLLS
-    quiet_polls: int = 0
+    pace: PaceSnapshot = field(factory=PaceSnapshot)
+    news: SimpleQueue[None] = field(factory=SimpleQueue)
+
+    def set_pace(self, pace: PaceSnapshot) -> None:
+        self.pace = pace
+        self.news.put(None)
+
+    def wait_until_open(self) -> None:
+        """Wait until the next run may be copied."""
+        while not self.pace.may_copy:
+            self.news.get()
 
 
 @define(eq=False)
 class Saver:
-    """Takes snapshots. catch_up: lets a draft compute its rows for those of a slot, before they are kept; on the lane.
-    is_slot_requested, is_first_token_pending: what requests wait for; called on the saver's thread.
+    """Takes snapshots.
+
+    catch_up: lets a draft compute its rows for those of a slot, before they are kept. Called on the lane.
     """
 
     store: Store[ReadableTier]
@@ -94,24 +107,34 @@ class Saver:
     state: StateMover
     catch_up: Callable[[int], object] = lambda _: None
     clock_ns: Callable[[], int] = time.monotonic_ns
-    is_slot_requested: Callable[[], bool] = lambda: True
-    is_first_token_pending: Callable[[], bool] = lambda: False
     worker: ThreadPoolExecutor = field(factory=lambda: ThreadPoolExecutor(1, "store-save"))
-    _pending_snapshots: int = field(init=False, default=0)  # snapshots that are being taken, or wait for that
+    _gates: dict[RequestId, PaceGate] = field(init=False, factory=dict[RequestId, PaceGate])
 
     # --- called on the event loop ---
 
-    async def save(self, request: RequestId, effect: SaveSnapshot) -> SnapshotSaved | StoreFailed:
-        """Copy out what no tier has. Lower tiers write it later, in the background."""
-        found = await self.lane.run(partial(self._prepare, request, effect))
-        if isinstance(found, StoreFailed):
-            return found
-        taking = partial(self._copy_missing_runs, effect, found)
-        self._pending_snapshots += 1
+    def save(self, request: RequestId, effect: SaveSnapshot) -> Awaitable[SnapshotSaved | StoreFailed]:
+        """Begin to copy out what no tier has. Lower tiers write it later, in the background.
+
+        The gate is there when this returns, so that no `PaceSnapshot` comes too early for it.
+        """
+        self._gates[request] = PaceGate()
+        return self._save(request, effect, self._gates[request])
+
+    def pace_snapshot(self, request: RequestId, pace: PaceSnapshot) -> None:
+        """Change what the request's snapshot may do. Nothing happens if it has ended meanwhile."""
+        if (gate := self._gates.get(request)) is not None:
+            gate.set_pace(pace)
+
+    async def _save(self, request: RequestId, effect: SaveSnapshot, gate: PaceGate) -> SnapshotSaved | StoreFailed:
         try:
-            rows, saved = await asyncio.get_running_loop().run_in_executor(self.worker, taking)
+            found = await self.lane.run(partial(self._prepare, request, effect))
+            if isinstance(found, StoreFailed):
+                return found
+            copying = partial(self._copy_missing_runs, effect, found, gate)
+            rows, saved = await asyncio.get_running_loop().run_in_executor(self.worker, copying)
         finally:
-            self._pending_snapshots -= 1
+            del self._gates[request]
+            gate.set_pace(AT_ONCE)  # if this was cancelled, the thread must not wait for an engine that has gone
         log.info("request %d: %d tokens kept, %d bytes of them new", request, rows, saved, extra={"request": request})
         return SnapshotSaved(rows, saved)
 
@@ -131,10 +154,10 @@ class Saver:
         if effect.checkpoint:
             self.save_checkpoint(request, effect.slot, len(effect.tokens))
 
-        def there() -> bool:
+        def is_current() -> bool:
             return self.find_slot(effect.slot, request) is state
 
-        return SlotSnapshot(effect.slot, there, state.salt, state.draft_rows, record_marks(self.lane.devices))
+        return SlotSnapshot(effect.slot, is_current, state.salt, state.draft_rows, record_marks(self.lane.devices))
 
     def save_checkpoint(self, request: RequestId, slot: SlotId, at: int) -> bool:
         """Keep the slot's positional state if it stands behind rows `[0, at)`.
@@ -164,33 +187,22 @@ class Saver:
 
     # --- called on a thread of its own ---
 
-    def _copy_missing_runs(self, effect: SaveSnapshot, found: SlotSnapshot) -> tuple[int, int]:
+    def _copy_missing_runs(self, effect: SaveSnapshot, found: SlotSnapshot, gate: PaceGate) -> tuple[int, int]:
         """Copy runs until all are kept or the time is over. Return (rows kept from the first one on, new bytes)."""
-        end, tokens, saved = self.clock_ns() + MAX_SNAPSHOT_NS, effect.tokens, 0
-        delay = SnapshotDelay()
+        end = self.clock_ns() + MAX_SNAPSHOT_NS
+        tokens = effect.tokens
+        saved = 0
         for run, movers in self._find_missing_runs(effect, found):
-            self._wait_for_first_tokens(delay)
-            late = saved > 0 and self.clock_ns() > end
-            size = None if late else self._copy_run(found, run, movers, end)
+            gate.wait_until_open()
+            is_late = saved > 0 and self.clock_ns() > end
+            size = None if is_late else self._copy_run(found, run, movers, gate, end)
             if size is None:
-                why = "no time" if late else "no room"
+                why = "no time" if is_late else "no room"
                 log.info("slot %d: %s for %s %d..%d", effect.slot, why, run.kind, run.start, len(tokens) - 1)
                 self.store.dropped_rows += len(tokens) - run.start
                 return (run.start if run.kind == "rows" else len(tokens)), saved
             saved += size
         return len(tokens), saved
-
-    def _wait_for_first_tokens(self, delay: SnapshotDelay) -> None:
-        """Wait while first tokens are pending.
-
-        Copies take memory bandwidth from them, and their Python the interpreter.
-        """
-        while delay.polls_left and not self.is_slot_requested():
-            delay.quiet_polls = 0 if self.is_first_token_pending() else delay.quiet_polls + 1
-            if delay.quiet_polls > QUIET_POLLS:
-                return
-            delay.polls_left -= 1
-            time.sleep(POLL_S)
 
     def _find_missing_runs(self, effect: SaveSnapshot, found: SlotSnapshot) -> Iterator[tuple[Run, Sequence[RowMover]]]:
         for run in self.store.find_missing_runs(effect.tokens, salt=found.salt):
@@ -200,39 +212,40 @@ class Saver:
             for run in self.store.find_missing_runs(effect.tokens[:stop], "draft", start, found.salt):
                 yield run, self.draft
 
-    def _copy_run(self, found: SlotSnapshot, run: Run, movers: Sequence[RowMover], end: int) -> int | None:
+    def _copy_run(
+        self, found: SlotSnapshot, run: Run, movers: Sequence[RowMover], gate: PaceGate, end: int
+    ) -> int | None:
         """Copy one run and give it to the store. Return its bytes, or None if there was no room."""
         try:
-            buffer = self._allocate(self.store.layout.compute_size(run.kind, run.length), end)
+            buffer = self._allocate(self.store.layout.compute_size(run.kind, run.length), gate, end)
             for mover in movers:
                 work = partial(mover.copy_out, found.slot, (run.start, run.stop), buffer.data, found.marks)
                 work() if mover.is_addressable else self._run_on_lane(work, found)
         except Exception as error:
-            gone = run.kind == "draft" and isinstance(error, RowsLost)  # a lost draft costs its own rows only
-            if not (gone or is_out_of_memory(error)):
+            is_draft_lost = run.kind == "draft" and isinstance(error, RowsLost)  # it costs its own rows only
+            if not (is_draft_lost or is_out_of_memory(error)):
                 raise
             return None
         return buffer.data.nbytes if self.store.keep_run(run, buffer) else None
 
-    def _allocate(self, size: int, end: int) -> Buffer:
+    def _allocate(self, size: int, gate: PaceGate, end: int) -> Buffer:
         """Return a buffer, of pinned memory where there is a GPU. Raises MemoryError.
 
-        More memory is pinned if need be, unless both another snapshot and a request for a slot wait. Where no other
-        snapshot waits, it waits until lower tiers have written some of what is in pinned memory.
+        Where the pace allows it, the thread waits until lower tiers have written some of what is in pinned memory.
+        end: the time of `clock_ns` up to which it may wait.
         """
-        before = True  # what has just been written is given back a moment later
-        while True:
-            writing, alone = (
-                self.store.queued_bytes > 0,
-                self._pending_snapshots <= 1,
-            )
-            try:
-                return self.store.memory.allocate(size, held=True, more=alone or not self.is_slot_requested())
-            except MemoryError:
-                if not alone or not (writing or before) or self.clock_ns() > end:
-                    raise
-            before = writing
-            time.sleep(PAUSE_S)
+        memory = self.store.memory
+        with memory.notify(gate.news):
+            while True:
+                is_writing = self.store.queued_bytes > 0  # asked before, since memory is free when a write is over
+                try:
+                    return memory.allocate(size, held=True, more=gate.pace.may_grow)
+                except MemoryError:
+                    left_ns = end - self.clock_ns()
+                    if not gate.pace.may_wait or not is_writing or left_ns < 0:
+                        raise
+                with suppress(Empty):
+                    gate.news.get(timeout=left_ns / 1e9)
 
     def _run_on_lane(self, work: Callable[[], T], found: SlotSnapshot) -> T:
         """Run the copy on the lane, between its other work.
@@ -241,11 +254,11 @@ class Saver:
         the same slot number.
         """
 
-        def taken() -> T:
+        def check_and_work() -> T:
             if not found.is_current():
                 raise RowsLost((), f"slot {found.slot} has lost the rows that were to be kept")
             return work()
 
         done = Future[T]()
-        self.lane.post(lambda: done.set_result(taken()), done.set_exception)
+        self.lane.post(lambda: done.set_result(check_and_work()), done.set_exception)
         return done.result()

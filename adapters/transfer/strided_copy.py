@@ -1,7 +1,8 @@
 """Copies rows between host memory and a GPU with its copy engines, so that its processors are left to computation.
 
-CUDA's driver copies boxes of three dimensions, one with a pitch and one of planes (`cuMemcpy3DAsync`), which torch does
-not offer: it would gather rows with a kernel, into memory of its own, and copy that.
+CUDA's driver copies boxes of three dimensions, with a pitch between rows and a distance between planes
+(`cuMemcpy3DAsync`). Torch does not offer that. It would gather rows into memory of its own with a kernel, and copy
+that.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-HOST, DEVICE = 1, 2  # CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE
+HOST = 1  # CU_MEMORYTYPE_HOST
+DEVICE = 2  # CU_MEMORYTYPE_DEVICE
 
 
 class BoxSide(ctypes.Structure):

@@ -2,7 +2,7 @@
 
 This is the only place that changes the world. `post` takes an event, `fold` gives it to `states.world.advance`, and
 `dispatch` hands each effect to the executor that carries it out. What an executor answers comes back through `post` as
-the next event.
+the next event. Timers (`StartTimer`) are carried out here, because the core has no clock.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from attrs import define, field, frozen
 from effects.all import EffectRequest, Launch, Outcome
 from effects.ids import DeviceFailed, FailureKind, LaneId, StoreFailed
 from effects.ports import LaunchFailed, NotifyEffect, PerformEffect, RequestOutcome, RowsLost, SubmitLaunch
-from states.events import ForEngine, ForRequest, Happened, SlotsLost
+from effects.timer import StartTimer
+from states.events import ForEngine, ForRequest, Happened, SlotsLost, TimerElapsed
 from states.world import Output, World, advance
 
 log = logging.getLogger("rekindle.engine")
@@ -37,7 +38,7 @@ class Envelope:
 
 @frozen
 class Executors:
-    """What carries each effect out.
+    """The functions that carry each effect out.
 
     submit: by lane, takes a launch. perform: by type, effects of the store, answered at once or awaited; those that are
     awaited run in tasks of their own. notify: by type, effects without an outcome, called at once and in order; they
@@ -92,6 +93,7 @@ class EventLoop:
     _inbox: deque[Happened] = field(init=False, factory=deque[Happened])  # the first is being folded, while it runs
     _tasks: TaskGroup | None = field(init=False, default=None)
     _closing: anyio.Event = field(init=False, factory=anyio.Event)
+    _idle: anyio.Event | None = field(init=False, default=None)  # set when no request is left; None: no task waits
     _bug: BaseException | None = field(init=False, default=None)
 
     def post(self, happened: Happened) -> None:
@@ -121,12 +123,22 @@ class EventLoop:
         finally:
             self.close()
 
+    async def wait_until_idle(self) -> None:
+        """Wait until no request is live and no event waits to be folded."""
+        while self.world.requests or self._inbox:
+            if self._idle is None:
+                self._idle = anyio.Event()
+            await self._idle.wait()
+
     def _process_inbox(self, tasks: TaskGroup) -> None:
         try:
             while self._inbox:
                 for out in self.fold(self._inbox[0]):
                     self.dispatch(out, tasks)
                 self._inbox.popleft()
+            if self._idle is not None and not self.world.requests:
+                self._idle.set()
+                self._idle = None
         finally:
             if self._inbox:  # it was not folded, or not handed out: a bug
                 self._bug = sys.exc_info()[1]
@@ -144,6 +156,8 @@ class EventLoop:
                 else:
                     found.append(answer)
             self.post_outcomes(out, found)
+        elif isinstance(out.effect, StartTimer):
+            tasks.start_soon(self.run_timer, out.effect)
         else:
             for notify in self.executors.notify[type(out.effect)]:
                 notify(out.request, out.effect)
@@ -160,15 +174,24 @@ class EventLoop:
             self.observe(envelope, outs, before, self.world)
         return outs
 
-    def post_launch_outcomes(self, told: Sequence[RequestOutcome] | LaunchFailed) -> None:
+    def post_launch_outcomes(self, outcomes: Sequence[RequestOutcome] | LaunchFailed) -> None:
         """Post what came of a launch, or what has come of it so far.
 
         An outcome that the effect cannot have finds no transition, and the fold raises that as the bug that it is.
         """
         for happened in (
-            launch_failure_events(told) if isinstance(told, LaunchFailed) else (ForRequest(*one) for one in told)
+            launch_failure_events(outcomes)
+            if isinstance(outcomes, LaunchFailed)
+            else (ForRequest(*one) for one in outcomes)
         ):
             self.post_if_open(happened)
+
+    async def run_timer(self, timer: StartTimer) -> None:
+        """Post that the timer has elapsed when its delay has passed. It ends without an event when the loop closes."""
+        with anyio.move_on_after(timer.delay_ns / 1e9):
+            await self._closing.wait()
+            return
+        self.post_if_open(ForEngine(TimerElapsed(timer.name, timer.number)))
 
     async def await_outcome(self, ask: EffectRequest, answer: Awaitable[Outcome]) -> None:
         """Await the answer of an executor and post it."""

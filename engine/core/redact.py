@@ -54,7 +54,7 @@ class Redactor:
         match event:
             case Submitted(job):
                 sampling = evolve(job.sampling, logit_bias=(), grammar=None)
-                # names are digests of text, which somebody who guesses it could recognise
+                # names are digests of text, by which a reader who guesses the text could recognise it
                 parts = tuple(evolve(part, name="") for part in job.compression.parts)
                 compression = evolve(job.compression, parts=parts)
                 prompt = self.redact_prompt(request, job.prompt)

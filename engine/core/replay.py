@@ -1,5 +1,6 @@
-"""Replay: fold the recorded events again and compare every effect and digest with the recorded
-ones. It needs no model.
+"""Replay: fold the recorded events again and compare every effect and digest with the recorded ones.
+
+It needs no model, and no clock: timers are effects, and that they have elapsed is in the trace.
 """
 
 from __future__ import annotations
@@ -145,6 +146,7 @@ def world_json(world: World) -> Any:
         "slots": converter().unstructure(world.slots),
         "lanes": converter().unstructure(world.lanes),
         "models": converter().unstructure(world.models),
+        "pacing": converter().unstructure(world.pacing),
     }
 
 

@@ -30,7 +30,7 @@ STAGES: Mapping[type[request_states.State], Stage] = {
     request_states.Recovering: "Recovering",
     request_states.Yielding: "Yielding",
 }
-"""What is told of each state that a request can be seen in; `New` and `Done` are left within the fold."""
+"""The stage that clients see of each state. `New` and `Done` are left within the fold, so they have none."""
 BEHIND: Mapping[type[request_states.State], tuple[LoadModel | UnloadModel, Stage]] = {
     request_states.Fetching: (LoadModel("drafter"), "Compressing"),
     request_states.Releasing: (UnloadModel("drafter"), "Prefilling"),
@@ -40,10 +40,10 @@ BEHIND: Mapping[type[request_states.State], tuple[LoadModel | UnloadModel, Stage
 
 
 def stage_of(state: request_states.State, world: World) -> Stage:
-    """Return the stage that is told of a request in this state.
+    """Return the stage that clients see of a request in this state.
 
     A move of weights waits for its lane as other work does, and often there is nothing to move. Until the lane carries
-    such a move out, the request waits for the work behind it, and that is what is told.
+    such a move out, the request waits for the work behind it, and that is what clients see.
     """
     if type(state) not in BEHIND:
         return STAGES[type(state)]

@@ -28,35 +28,36 @@ log = logging.getLogger("rekindle")
 
 @define
 class EngineTicket:
-    """The stream of one request. It cannot overflow: it holds one message a token, one a chunk, and the
-    last, at most.
+    """The stream of one request.
+
+    It cannot overflow: it holds at most one message for each token and each chunk, and the last one.
     """
 
     request: RequestId
     _cancel: Callable[[RequestId, CancelReason], None]
     _messages: deque[Message] = field(factory=deque[Message])
-    _told: Callable[[], object] = lambda: None
+    _listener: Callable[[], object] = lambda: None  # called after each message
     _cancelled: bool = False
     _closed: bool = False
-    _done: int = 0  # prompt tokens that the client was told are in place
-    _answering: bool = False
+    _done: int = 0  # prompt tokens that the client knows to be in place
+    _is_answering: bool = False
 
     def put(self, message: Message) -> None:
         assert not self._closed, "the stream is closed already"
         if isinstance(message, ReportProgress):
-            if self._answering or message.done < self._done:
-                return  # of a prompt that is computed again, behind the client's back
+            if self._is_answering or message.done < self._done:
+                return  # the prompt is computed again, which the client does not see
             self._done = message.done
-        self._answering = self._answering or isinstance(message, EmitTokens)
+        self._is_answering = self._is_answering or isinstance(message, EmitTokens)
         self._closed = isinstance(message, Closed)
         self._messages.append(message)
-        self._told()
+        self._listener()
 
     def next_message(self) -> Message | None:
         return self._messages.popleft() if self._messages else None
 
     def set_listener(self, listener: Callable[[], object]) -> None:
-        self._told = listener
+        self._listener = listener
 
     async def __aiter__(self) -> AsyncIterator[Message]:
         while True:
@@ -78,19 +79,17 @@ class EngineTicket:
 class Submissions:
     """Takes jobs, and has the streams of live requests.
 
-    `event_loop.limit` bounds the live requests, so that the inbox is bounded too. facts: what never changes: numerics,
-    model, settings. live: returns what does: memory, the cache. on_closed: is called with the last message of every
-    stream. find_divergence: returns where a prompt left what is kept; asked once, when its request ends.
+    `event_loop.limit` bounds the live requests, so that the inbox is bounded too. on_closed: called with the last
+    message of every stream. find_divergence: returns where a prompt left what is kept. It is called once, when the
+    request ends.
     """
 
     event_loop: EventLoop
     meter: RequestMeter
-    facts: Mapping[str, Any]  # what never changes: numerics, model, settings
-    live: Callable[[], Mapping[str, Any]]  # what does: memory, the cache
+    facts: Mapping[str, Any]  # what never changes, for /props: numerics, model, settings
+    live: Callable[[], Mapping[str, Any]]  # returns what changes: memory, the cache
     on_closed: Callable[[Closed], None]
-    find_divergence: Callable[
-        [RequestId, Report], Divergence | None
-    ]  # where a prompt left what is kept; asked once, at its end
+    find_divergence: Callable[[RequestId, Report], Divergence | None]
     history: RequestHistory = field(factory=RequestHistory)
     prefill_log: PrefillLog = field(factory=PrefillLog)
     _tickets: dict[RequestId, EngineTicket] = field(factory=dict[RequestId, EngineTicket])
@@ -168,6 +167,10 @@ class Submissions:
             },
         )
 
+    def count_pages(self) -> Mapping[str, int]:
+        """Return the shared pages of KV memory by use, for the metrics."""
+        return kv_pages(self.event_loop.world)
+
     def activity(self) -> Activity:
         world = self.event_loop.world
         now_ns = self.event_loop.clock_ns()
@@ -189,9 +192,8 @@ class Submissions:
         return not cut
 
     async def wait_until_empty(self) -> None:
-        """Wait until no request is live and every stream is closed."""
-        while self.event_loop.world.requests or self._tickets:  # noqa: ASYNC110 - at the very end; an event would cost all
-            await anyio.sleep(0.01)
+        """Wait until no request is live. Then every stream is closed as well."""
+        await self.event_loop.wait_until_idle()
 
 
 def count_model_bytes(live: Mapping[str, Any]) -> Mapping[str, tuple[int, int]]:

@@ -39,19 +39,19 @@ from states.world import Output, World, make_world
 
 log = logging.getLogger("rekindle.trace")
 
-VERSION = 20
+VERSION = 21
 DIGEST_EVERY = 64  # events
-LINE_LIMIT = 32 << 20  # characters of one line; the longest context, 2**21 tokens, takes 14 each where it is redacted
-MOST_PARTS = (
-    1 << 14
-)  # lists and objects in one line: a launch of 64 decode steps with 20 alternatives each has some 1,500
-# Events that may wait to be written: a minute of 250 a second. With what they led to they take some 2 KiB each, so
-# 32 MiB, beside the prompts, which the requests share; and one in DIGEST_EVERY brings its world along, most of which is
-# the tokens of the slots (a MiB, where they are long): 256 MiB. A disk slower than that ends the trace.
+# Characters of one line. The longest context has 2**21 tokens, and each takes 14 characters in a redacted trace.
+LINE_LIMIT = 32 << 20
+# Lists and objects in one line. A launch of 64 decode steps with 20 alternatives each has some 1,500.
+MOST_PARTS = 1 << 14
+# Events that may wait to be written: a minute of 250 a second. With what they led to they take some 2 KiB each, which
+# is 32 MiB, without the prompts, which the requests share. One in DIGEST_EVERY brings its world along, which is mostly
+# the tokens of the slots, a MiB where they are long: 256 MiB in all. A disk slower than that ends the trace.
 BACKLOG = 1 << 14
 
 
-# What parsers, converters and constructors say to values that are not what they should be.
+# The exceptions that parsers, converters and constructors raise for impossible values.
 UNREADABLE = (
     *(ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError),
     *(BaseValidationError, ForbiddenExtraKeysError, StructureHandlerNotFoundError),
@@ -69,15 +69,13 @@ class Digest:
 
 @frozen
 class Header:
-    """The first line of a trace. trace: the version of the format. identity: of the model: weights, configuration,
-    numerics. config: the options that it was served with, without secrets.
-    """
+    """The first line of a trace. trace: the version of the format."""
 
     trace: int
     engine: str
     settings: Settings
     identity: str  # of the model: weights, configuration, numerics
-    config: Mapping[str, Any]  # the options that it was served with, less secrets
+    config: Mapping[str, Any]  # the options that it was served with, without secrets
     redacted: bool = False
 
 
@@ -92,12 +90,10 @@ class LineCutShort(BadTrace):
     """The last line has no end: the server was killed while it wrote the line, or it writes it now."""
 
 
-@cache  # made when it is first wanted: a server that records nothing need not wait for it
+@cache
 def converter() -> Converter:
-    # No list of everything that is wrong: a line of millions of wrong tokens would become as many exceptions.
-    """Return the converter of records. It is built at its first use, so that a server without a trace does not wait for
-    it.
-    """
+    """Return the converter of records, built at its first use: a server without a trace does not wait for it."""
+    # It does not list everything that is wrong: a line of millions of wrong tokens would become as many exceptions.
     built = make_converter(forbid_extra_keys=True, detailed_validation=False)
     built.register_structure_hook_func(is_literal, structure_literal)
     for union in (Event, Common, Happened, Effect, Record):  # inner unions first: hooks are bound when configured
@@ -169,9 +165,7 @@ def open_private(path: str, flags: int) -> int:
 
 @define
 class Recorder:
-    """Writes a trace on a thread of its own. The engine only hands over frozen values. failure: why the trace ended
-    early.
-    """
+    """Writes a trace on a thread of its own. The engine only hands over frozen values."""
 
     path: Path
     header: Header

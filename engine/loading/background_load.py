@@ -65,7 +65,7 @@ def begin_load(
 ) -> BackgroundLoad:
     """Begin to load a target on its lane.
 
-    only: the identity that is wanted. If the target has another one, Mismatched is raised before shards are built.
+    only: the identity that is wanted. Another one raises IdentityMismatch before shards are built.
     """
     *others, last = choose_devices(options.placement)
     beginning = BackgroundLoad(DeviceLane(last, (*others, choose_draft_device(options.speculation, last))))

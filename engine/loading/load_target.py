@@ -221,7 +221,7 @@ class IdentityMismatch(Exception):
 def load_on_lane(
     options: Options, lane: DeviceLane, step: start_progress.StepListener, only: str | None = None
 ) -> Target:
-    """Load a target on its lane. only: the identity that is wanted. Raises UserError or Mismatched."""
+    """Load a target on its lane. only: the identity that is wanted. Raises UserError or IdentityMismatch."""
     if options.runtime.threads and any(device.type == "cpu" for device in lane.devices):
         torch.set_num_threads(options.runtime.threads)
     folder = find_model_folder(options.model)

@@ -18,19 +18,21 @@ LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 
 def describe_costs(target: Target) -> str:
     """Return for the start line what weights, a token of context and a state take, and where experts are."""
-    checkpoint, shard = target.checkpoint, target.shard
+    checkpoint = target.checkpoint
+    shard = target.shard
     error = "" if checkpoint.rounding_error is None else f", error {checkpoint.rounding_error:.2%}"
     forms = "; ".join(checkpoint.packing_names[:3]) or str(shard.dtype).removeprefix("torch.")
-    state, away = sum(spec.nbytes for spec in shard.state_specs), shard.memory()["host"]
+    state_bytes = sum(spec.nbytes for spec in shard.state_specs)
+    host_bytes = shard.memory()["host"]
     kept = f", {checkpoint.compute_bits(target.weights):.1f} in memory" if checkpoint.packing_names else ""
-    on_host = f", {format_bytes(away)} of it in host memory" if away else ""
+    on_host = f", {format_bytes(host_bytes)} of it in host memory" if host_bytes else ""
     line = (
         f"  weights={forms} ({checkpoint.stored_bits:.1f} bits{kept}{error}, {format_bytes(target.weights)}{on_host})"
     )
     line += f"{describe_expert_placement(target.offloaded)}  context={format_bytes(shard.row_spec.token_bytes)} a token"
-    kept, own = target.model_info["kv_dtype"], target.model_info["dtype"]
-    line += "" if kept == own else f" in {kept}"
-    return line + (f", {format_bytes(state)} a state" if state else "")
+    kv_dtype = target.model_info["kv_dtype"]
+    line += "" if kv_dtype == target.model_info["dtype"] else f" in {kv_dtype}"
+    return line + (f", {format_bytes(state_bytes)} a state" if state_bytes else "")
 
 
 def announce(options: Options, target: Target, serving: RunningServer, seconds: float) -> None:

@@ -45,7 +45,6 @@ from engine.loading.load_text import Reading, load_text
 from engine.loading.open_store import disk_folder
 from engine.loading.shard_peers import collect_remote_figures
 from engine.serving.announce import announce
-from engine.serving.memory_trim import tidied
 from engine.serving.watch_shards import ShardWatch
 from engine.serving.wiring import CompressionParts, StatusSources, run_engine
 from engine.settings.options import Options
@@ -55,7 +54,10 @@ from engine.settings.user_error import UserError, find_innermost, report_error
 
 log = logging.getLogger("rekindle")
 FILES = 8192  # descriptors: 4,096 connections, and the files of cache and checkpoint
-RESPONSES, TURNS, FROZEN = "responses", "turns", "frozen"  # folders in that of the cache
+# Folders in that of the cache.
+RESPONSES = "responses"
+TURNS = "turns"
+FROZEN = "frozen"
 LATE_S = 0.8  # after the grace period, for everything to be closed
 WRITING_S = 0.2  # what has been answered is still being written: let it, for a moment
 
@@ -121,7 +123,8 @@ async def serve_until_signal(
     options: Options, steps: StartProgress, beginning: BackgroundLoad, reading: Reading
 ) -> int:
     """Listen, load and serve. Returns the exit status."""
-    gate, stop = LoadingGate(), anyio.Event()
+    gate = LoadingGate()
+    stop = anyio.Event()
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(watch_signals, signals, gate, stop, options.http.grace)
@@ -181,7 +184,9 @@ async def serve_model(
         raise
     try:
         target = with_grammars(target, text.grammars.match)
-        recorder, archive, memory = build_recorder(options, target), ResponseStore(), TurnMemory()
+        recorder = build_recorder(options, target)
+        archive = ResponseStore()
+        memory = TurnMemory()
         frozen = FrozenMessages(scorer_identity=target.scorer.identity) if target.freezes and target.scorer else None
         histories: dict[str, PersistentLru] = {RESPONSES: archive, TURNS: memory}
         if frozen is not None:
@@ -213,7 +218,6 @@ async def serve_model(
             freeze_collected()
             announce(options, target, serving, time.monotonic() - steps.began)
             async with anyio.create_task_group() as background:
-                background.start_soon(tidied, running.event_loop, target.lane)
                 background.start_soon(recall.run)
                 await wait_for_stop(stop, target.executor.threads)
                 background.cancel_scope.cancel()

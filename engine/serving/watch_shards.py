@@ -64,11 +64,11 @@ class ShardWatch:
             finally:
                 done.set()
 
-        def failed(error: BaseException) -> None:
+        def log_failure(error: BaseException) -> None:
             log.error("a shard could not be looked after: %s", error, exc_info=error)
             done.set()
 
         with suppress(LaneClosed):
-            self.lane.post(look, failed, between_steps=False)
+            self.lane.post(look, log_failure, between_steps=False)
             while not (done.wait(LOOK_S) or self._closing.is_set()):
                 pass

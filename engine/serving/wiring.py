@@ -1,5 +1,7 @@
-"""The engine around a loaded target: the one place that connects executors, event loop, submissions, meter and
-recorder.
+"""The engine around a loaded target: the one place that connects the executors with the core.
+
+`run_engine` builds the event loop, tells it which executor carries out each type of effect, and connects what observes
+events: the meter, the metrics and the recorder.
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ from adapters.metrics import Metrics
 from adapters.transfer.transfer import Transfer
 from adapters.watched_thread import WatchedThread
 from effects.experts import PlaceExperts
-from effects.ids import MAIN, PROMPTS, LaneId, RequestId
+from effects.ids import ENGINE, MAIN, PROMPTS, LaneId, RequestId
 from effects.lookup import FindPrefix, ReleasePrefix
+from effects.pacing import PaceMemory, PaceSnapshot, PaceSteps, TrimMemory
 from effects.pflash import KeepFrozen
-from effects.ports import PerformEffect, SubmitLaunch
+from effects.ports import NotifyEffect, PerformEffect, SubmitLaunch
 from effects.prefill import OpenSlot
 from effects.restore import RestoreBlocks
 from effects.snapshot import SaveSnapshot
@@ -29,15 +32,15 @@ from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress, Sto
 from engine.core.cache_misses import CacheMisses
 from engine.core.event_loop import Envelope, EventLoop, Executors
 from engine.core.request_meter import RequestMeter
-from engine.core.status import kv_pages
 from engine.core.submission import Submissions
 from engine.core.trace import Recorder
 from engine.loading.load_scorer import LoadedScorer
+from engine.serving.memory_trim import MemoryTrimmer
 from states import invariants
 from states.events import ExpertsUsed, ForEngine, ForModel, Happened, SlotsLost
 from states.settings import Settings
 from states.slots import Slots
-from states.world import Output, World, has_prefill_backlog, is_first_token_pending, is_slot_requested, make_world
+from states.world import Output, World, make_world
 
 SPARE = 1024  # live requests beyond slots and queue: those that are being refused or are draining
 
@@ -53,9 +56,9 @@ class Engine:
 
 @frozen
 class StatusSources:
-    """What an engine tells about the process around it.
+    """The sources of what an engine reports about the process around it.
 
-    facts: what never changes, for /props. live: returns what does. threads: whose troubles /health reports.
+    facts: what never changes, for /props. live: returns what changes. threads: /health reports their troubles.
     """
 
     facts: Mapping[str, Any] = field(factory=dict[str, Any])
@@ -65,10 +68,10 @@ class StatusSources:
 
 @frozen
 class CompressionParts:
-    """What prompts are compressed with: the model that scores them, and what keeps the text of frozen messages."""
+    """The parts that compress prompts: the model that scores them, and what keeps the text of frozen messages."""
 
     scorer: LoadedScorer | None
-    freeze: Callable[[RequestId, KeepFrozen], object] = lambda *_: None
+    freeze: NotifyEffect = lambda *_: None  # of `KeepFrozen`
 
 
 @asynccontextmanager
@@ -105,18 +108,11 @@ async def run_engine(
         if paranoid:
             invariants.check_world(after)
 
-    notify: dict[type, tuple[Any, ...]] = {
-        OpenSlot: (executor.open,),
-        Abandon: list_abandon_handlers(executor, drafter, transfer),
-        StopLaunch: (executor.halt,),
-        KeepFrozen: ((lambda *_: None) if compression is None else compression.freeze,),
-        PlaceExperts: (executor.place,),
-    }
+    notify = list_notify_handlers(executor, transfer, compression)
     if transfer is not None:
         metrics.watch_cache(transfer.store.collect_figures)
-        notify[OpenSlot] = (executor.open, transfer.restorer.raise_fence)
-        notify[ReleasePrefix] = (transfer.lookup.release_prefix,)
-    runner = EventLoop(
+        transfer.store.memory.set_pace(ENGINE, PaceMemory(gently=False))  # the start is over; no request is served yet
+    event_loop = EventLoop(
         make_world(settings),
         Executors(list_lane_submitters(settings, executor, drafter), list_store_performers(transfer), notify),
         time.monotonic_ns,
@@ -124,21 +120,28 @@ async def run_engine(
         None if recorder is None else recorder.record,
         observe,
     )
-    heard(executor, transfer, runner, metrics)
+    executor.events.connect(lambda event: event_loop.post_if_open(make_device_event(event)))
 
-    def living() -> Mapping[str, Any]:
+    def collect_live() -> Mapping[str, Any]:
         return add_troubles(live(), sources.threads, recorder)
 
-    door = Submissions(runner, meter, sources.facts, living, metrics.count_closed, misses.find_divergence)
-    notify |= {EmitTokens: (door.emit,), ReportProgress: (door.emit,), CloseStream: (door.close_stream,)}
+    submissions = Submissions(
+        event_loop, meter, sources.facts, collect_live, metrics.count_closed, misses.find_divergence
+    )
+    metrics.watch_pages(submissions.count_pages)
+    notify |= {
+        EmitTokens: (submissions.emit,),
+        ReportProgress: (submissions.emit,),
+        CloseStream: (submissions.close_stream,),
+    }
     try:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(runner.run)
-            yield Engine(runner, door, metrics)
-            await door.drain(grace_s)
-            runner.close()
+            tasks.start_soon(event_loop.run)
+            yield Engine(event_loop, submissions, metrics)
+            await submissions.drain(grace_s)
+            event_loop.close()
     finally:
-        runner.close()
+        event_loop.close()
         if recorder is not None:
             recorder.close()
 
@@ -159,21 +162,8 @@ def update_gauges(metrics: Metrics, slots: Slots) -> None:
     metrics.set_gauges(queue=len(slots.waiting), slots_busy=busy, slots=len(slots.slots))
 
 
-def heard(executor: DeviceExecutor, transfer: Transfer | None, runner: EventLoop, metrics: Metrics) -> None:
-    """What is nobody's outcome: rows that are gone, a draft's process that is or is back, experts that were used. And
-    for whom what is kept gives way, and memory for that, and decode steps do.
-    """
-    if transfer is not None:
-        transfer.saver.is_slot_requested = lambda: is_slot_requested(runner.world)
-        transfer.saver.is_first_token_pending = lambda: is_first_token_pending(runner.world)
-        transfer.store.memory.is_busy = lambda: bool(runner.world.requests)
-    executor.decoding.overlapped.has_prefill_backlog = lambda: has_prefill_backlog(runner.world)
-    metrics.watch_pages(lambda: kv_pages(runner.world))
-    executor.events.connect(lambda event: runner.post_if_open(make_device_event(event)))
-
-
 def make_device_event(event: DeviceEvent) -> Happened:
-    """Return what an event of the device is to the engine's core."""
+    """Return an event of the device as the core knows it."""
     match event:
         case SlotRowsLost():
             return ForEngine(SlotsLost(event.slots))
@@ -186,14 +176,15 @@ def make_device_event(event: DeviceEvent) -> Happened:
 def list_lane_submitters(
     settings: Settings, executor: DeviceExecutor, drafter: LoadedScorer | None
 ) -> dict[LaneId, SubmitLaunch]:
-    """Return what carries out the launches of each lane."""
-    beside = None if drafter is None else drafter.own_lane
-    apart: dict[LaneId, SubmitLaunch] = {} if beside is None else {settings.drafter_lane: beside.submit}
-    return {MAIN: executor.submit, PROMPTS: executor.submit, **apart}
+    """Return the function that carries out the launches of each lane."""
+    submitters: dict[LaneId, SubmitLaunch] = {MAIN: executor.submit, PROMPTS: executor.submit}
+    if drafter is not None and drafter.own_lane is not None:
+        submitters[settings.drafter_lane] = drafter.own_lane.submit
+    return submitters
 
 
 def list_store_performers(transfer: Transfer | None) -> dict[type, PerformEffect]:
-    """Return what carries out effects beside the lanes, if rows are kept beyond the device."""
+    """Return the functions that carry out effects of the store, if rows are kept beyond the device."""
     if transfer is None:
         return {}
     return {
@@ -203,9 +194,32 @@ def list_store_performers(transfer: Transfer | None) -> dict[type, PerformEffect
     }
 
 
+def list_notify_handlers(
+    executor: DeviceExecutor, transfer: Transfer | None, compression: CompressionParts | None
+) -> dict[type, tuple[NotifyEffect, ...]]:
+    """Return the functions that carry out effects without an outcome, all but those of streams."""
+    handlers: dict[type, tuple[NotifyEffect, ...]] = {
+        OpenSlot: (executor.open,),
+        Abandon: list_abandon_handlers(executor, None if compression is None else compression.scorer, transfer),
+        StopLaunch: (executor.halt,),
+        KeepFrozen: () if compression is None else (compression.freeze,),
+        PlaceExperts: (executor.place,),
+        PaceSteps: (executor.pace_steps,),
+        TrimMemory: (MemoryTrimmer(executor.parts.lane).trim_memory,),
+    }
+    if transfer is not None:
+        handlers |= {
+            OpenSlot: (executor.open, transfer.restorer.raise_fence),
+            ReleasePrefix: (transfer.lookup.release_prefix,),
+            PaceSnapshot: (transfer.saver.pace_snapshot,),
+            PaceMemory: (transfer.store.memory.set_pace,),
+        }
+    return handlers
+
+
 def list_abandon_handlers(
     executor: DeviceExecutor, drafter: LoadedScorer | None, transfer: Transfer | None
 ) -> tuple[Callable[[RequestId, Abandon], None], ...]:
-    """Return who is told that a request is abandoned."""
+    """Return the functions that are called when a request is abandoned."""
     others = [one for one in (drafter, None if transfer is None else transfer.restorer) if one is not None]
     return tuple(lambda request, _, one=one: one.abandon(request) for one in (executor, *others))

@@ -22,9 +22,10 @@ from pathlib import Path
 from random import Random
 
 import httpx
-from attrs import define, field, frozen
+from attrs import asdict, define, field, frozen
 
-from benchmarks.report import machine, table
+from benchmarks.results import describe_machine
+from benchmarks.tables import print_table
 from tests.campaign.case import Case, quiet
 from tests.campaign.crowd import KINDS, crowd
 from tests.e2e.prepared import serving
@@ -149,10 +150,10 @@ def main(words: Sequence[str] | None = None) -> int:
                 waits = Attack(kind, asked.connections, asked.rate, asked.seconds).measure(server, key)
         rows.append(waits.row(kind))
         missed |= waits.missed()
-        table(f"{kind}: {asked.connections} connections", rows[-1:])
-    table("what others wait", rows)
+        print_table(f"{kind}: {asked.connections} connections", rows[-1:])
+    print_table("what others wait", rows)
     if asked.json:
-        print(json.dumps({"connections": rows, "machine": machine()}))  # noqa: T201
+        print(json.dumps({"connections": rows, "machine": asdict(describe_machine())}))  # noqa: T201
     return 1 if missed else 0
 
 

@@ -28,10 +28,11 @@ from random import Random
 from typing import Any, TypeAlias
 
 import httpx
-from attrs import define, field
+from attrs import asdict, define, field
 
 from adapters import demo
-from benchmarks.report import machine, table
+from benchmarks.results import describe_machine
+from benchmarks.tables import print_table
 from engine.settings.shard_secret import VARIABLE
 from tests.campaign.arrangements import Arrangement, arrangements
 from tests.campaign.case import quiet
@@ -403,9 +404,9 @@ def main() -> int:
             print(f"  {one.row}\n  {json.dumps(example)[:3000]}", flush=True)  # noqa: T201
         for said_no in sorted(set(one.refused))[:3]:
             print(f"  {said_no}", flush=True)  # noqa: T201
-    table(f"Covering array, seed {asked.seed}", [one.shown for one in done])
+    print_table(f"Covering array, seed {asked.seed}", [one.shown for one in done])
     counts = {"rows": len(done), "of": len(arrangements(asked.seed)), "answers": sum(one.answers for one in done)}
-    figures = {**counts, "differing": sum(one.differing for one in done), "machine": machine()}
+    figures = {**counts, "differing": sum(one.differing for one in done), "machine": asdict(describe_machine())}
     print(json.dumps(figures))  # noqa: T201
     if asked.json is not None:
         asked.json.write_text(json.dumps({**figures, "done": [one.shown for one in done]}))

@@ -28,9 +28,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from attrs import define, field, frozen
+from attrs import asdict, define, field, frozen
 
-from benchmarks.report import machine, table
+from benchmarks.results import describe_machine
+from benchmarks.tables import print_table
 from tests.campaign.case import VERDICTS, Kind, Leak, Watchdog, resident, seed_of, verdict
 from tests.campaign.kinds import KINDS
 
@@ -266,8 +267,8 @@ def main() -> int:
     started = time.monotonic()
     result = campaign(asked.cases, asked.seed, asked.processes, asked.kinds, quiet=False, limit_s=asked.limit)
     rows = result.rows(asked.kinds)
-    table(f"{asked.cases} cases, seed {asked.seed}, {time.monotonic() - started:.0f} s", rows)
-    print(json.dumps({"campaign": rows, "seed": asked.seed, "machine": machine()}))  # noqa: T201
+    print_table(f"{asked.cases} cases, seed {asked.seed}, {time.monotonic() - started:.0f} s", rows)
+    print(json.dumps({"campaign": rows, "seed": asked.seed, "machine": asdict(describe_machine())}))  # noqa: T201
     return 1 if result.failed else 0
 
 

@@ -18,7 +18,8 @@ from adapters.models.kernels.step_pacer import NoStepPacer
 from effects.all import EffectRequest, Launch
 from effects.decode import Decoded
 from effects.grammar import Grammar
-from effects.ids import DeviceFailed, RequestId
+from effects.ids import ENGINE, DeviceFailed, RequestId
+from effects.pacing import PaceSteps
 from effects.ports import LaunchFailed, RequestOutcome
 from effects.stream import StopLaunch
 from tests.device.driver import GREEDY, PENALISED, SAMPLED, VOCAB, Caller, Driver, drive, prompt_of
@@ -290,12 +291,12 @@ async def test_steps_keep_an_even_pace_while_prompts_wait_for_each_other(on_fake
 
     def launched(self, step, inputs):
         heard.append("step")
+        on_fake.executor.pace_steps(ENGINE, PaceSteps(heard.count("step") in (3, 4)))
         return forward(self, step, inputs)
 
     monkeypatch.setattr(FakeShard, "forward", launched)
     monkeypatch.setattr(NoStepPacer, "beat", lambda _: heard.append("even"))
     monkeypatch.setattr(NoStepPacer, "stop", lambda _: heard.append("at once"))
-    on_fake.executor.decoding.overlapped.has_prefill_backlog = lambda: heard.count("step") in (3, 4)
     await went(on_fake, *clients, steps=6)
     assert heard == [*["step", "at once"] * 2, *["step", "even"] * 2, *["step", "at once"] * 2]
     assert [client.answer for client in clients] == [client.answer[:6] for client in expected]

@@ -22,7 +22,8 @@ from adapters.models.kernels.interface import NARROW
 from adapters.models.numerics.synthetic import RandomWeights
 from effects.all import EffectRequest, Launch, Outcome
 from effects.decode import Decoded, RunDecode
-from effects.ids import MAIN, PROMPTS, DeviceFailed, RequestId
+from effects.ids import ENGINE, MAIN, PROMPTS, DeviceFailed, RequestId
+from effects.pacing import PaceSteps
 from effects.ports import LaunchFailed, RequestOutcome
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.stream import StopLaunch
@@ -346,10 +347,8 @@ async def test_a_gpu_is_at_both_and_every_answer_is_the_one_alone(pages, span):
             times += 1
 
     for gives_way in (False, True, False):
-        done, driver.executor.decoding.overlapped.has_prefill_backlog = (
-            anyio.Event(),
-            lambda gives_way=gives_way: gives_way,
-        )
+        done = anyio.Event()
+        driver.executor.pace_steps(ENGINE, PaceSteps(gives_way))
         with anyio.fail_after(20):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(answering)

@@ -19,7 +19,7 @@ from tests.docs.reference import every_metric
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 ABOVE = sorted(ROOT / f"{name}.md" for name in ("ARCHITECTURE", "CHANGELOG", "CONTRIBUTING", "README", "SECURITY"))
-PAGES = [*ABOVE, *sorted(DOCS.glob("*.md"))]
+PAGES = [*ABOVE, *sorted(DOCS.glob("**/*.md"))]
 FENCED = re.compile(r"^( *)(```|~~~).*?^\1\2$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"""\]\(([^)\s]+)\)|(?:src|srcset)="([^"]+)\"""")
 REKINDLE = re.compile(r"^(?:[A-Z_]+=\S+ +)*(?:\.venv/bin/)?rekindle +(?=[a-z-])(.*)")
@@ -88,7 +88,8 @@ def test_every_page_is_in_the_site_once() -> None:
             found.append(each) if isinstance(each, str) else walk(each)
 
     walk(yaml.load((ROOT / "mkdocs.yml").read_text(), Reader)["nav"])  # noqa: S506 - a SafeLoader
-    pages = [path.name for path in PAGES if path.name != "README.md"]  # index.md is the site's
+    pages = [str(path.relative_to(DOCS if DOCS in path.parents else ROOT)) for path in PAGES]
+    pages.remove("README.md")  # index.md is the site's
     assert sorted(found) == sorted(pages)
 
 

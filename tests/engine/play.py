@@ -17,6 +17,7 @@ from effects.all import EffectRequest, Launch, Outcome
 from effects.decode import Decoded, RunDecode
 from effects.ids import MAIN, DeviceFailed, RequestId
 from effects.job import Job
+from effects.pacing import PaceMemory, PaceSnapshot, PaceSteps, TrimMemory
 from effects.ports import Closed, DeliverOutcomes, LaunchFailed, PerformEffect
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress, StopLaunch
@@ -123,6 +124,7 @@ async def engine(
         OpenSlot: (device.open,),
         Abandon: (device.abandon,),
         StopLaunch: (lambda *_: None,),
+        **dict.fromkeys((PaceSnapshot, PaceSteps, PaceMemory, TrimMemory), (lambda *_: None,)),
     }
 
     def submit(launch: Launch, settle: DeliverOutcomes) -> None:

@@ -12,9 +12,10 @@ from attrs import define, evolve, field
 from effects.all import EffectRequest, Launch
 from effects.compression import Compression, PromptPart
 from effects.decode import Decoded
-from effects.ids import PROMPTS, DeviceFailed, LeaseId, RequestId, SlotId, StoreFailed
+from effects.ids import ENGINE, PROMPTS, DeviceFailed, LeaseId, RequestId, SlotId, StoreFailed
 from effects.job import Job
 from effects.lookup import PrefixFound, PrefixMissed
+from effects.pacing import PaceSnapshot, TrimMemory
 from effects.pflash import PromptCompressed, PromptScored
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.residency import ModelLoaded, ModelUnloaded
@@ -24,7 +25,7 @@ from effects.snapshot import SnapshotSaved
 from effects.stream import StopLaunch
 from engine.core.event_loop import Envelope
 from engine.core.trace import DIGEST_EVERY, VERSION, Digest, Header, converter, digest, encode
-from states.events import Cancelled, Event, ForEngine, ForRequest, Happened, SlotsLost, Submitted
+from states.events import Cancelled, Event, ForEngine, ForRequest, Happened, SlotsLost, Submitted, TimerElapsed
 from states.rates import Rates
 from states.residency import Resolved
 from states.settings import Settings
@@ -72,6 +73,9 @@ class Teller:
             self.lines.append(encode(Digest(self.seq, digest(self.world))))
         self.seq += 1
         return outs
+
+    def elapse(self, timer: TimerElapsed) -> tuple[Output, ...]:
+        return self.happen(ForEngine(timer))
 
     def end(self) -> str:
         self.lines.append(encode(Digest(self.seq - 1, digest(self.world), last=True)))
@@ -302,6 +306,25 @@ def a_device_that_dies() -> str:
     return story.end()
 
 
+def a_snapshot_that_gives_way() -> str:
+    """A is saved: the copies may begin once 10 ms have passed in which no first token was waited for. They stop for B's
+    first token, and go on behind it. When a minute is over and nobody is served any more, memory goes back.
+    """
+    story, prompt = Teller(evolve(PLAIN, store=True)), tuple(range(40))
+    story.tell(A, Submitted(Job(prompt, 1)), PrefixMissed("empty_store"), PrefillAdvanced(32), PrefillAdvanced(39))
+    story.tell(A, Decoded((50,)))
+    assert story.elapse(TimerElapsed("snapshot_quiet", 2)) == (EffectRequest(A, PaceSnapshot(may_copy=True)),)
+    outs = story.tell(B, Submitted(Job((7, 8), 2)))
+    assert EffectRequest(A, PaceSnapshot()) in outs
+    story.tell(B, PrefillAdvanced(1), Decoded((60,)))
+    assert story.elapse(TimerElapsed("snapshot_quiet", 4)) == (EffectRequest(A, PaceSnapshot(may_copy=True)),)
+    story.tell(A, SnapshotSaved(32, 4096))
+    story.tell(B, Decoded((61,)))
+    assert story.elapse(TimerElapsed("snapshot_patience", 3)) == ()
+    assert story.elapse(TimerElapsed("trim_interval", 1)) == (EffectRequest(ENGINE, TrimMemory()),)
+    return story.end()
+
+
 STORIES: dict[str, Callable[[], str]] = {
     story.__name__: story
     for story in (
@@ -317,6 +340,7 @@ STORIES: dict[str, Callable[[], str]] = {
         sessions_of_one_agent,
         reasoning_that_is_left_out,
         a_device_that_dies,
+        a_snapshot_that_gives_way,
     )
 }
 

@@ -13,17 +13,22 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from effects.all import EffectRequest
 from effects.compression import Compression, PromptPart
 from effects.decode import Decoded
 from effects.grammar import Grammar
 from effects.ids import RequestId
 from effects.job import Job, Sampling
+from effects.lookup import FindPrefix, PrefixMissed
+from effects.pacing import PaceSnapshot
+from effects.snapshot import SaveSnapshot, SnapshotSaved
+from effects.timer import StartTimer
 from engine.__main__ import main
 from engine.core.event_loop import Envelope
 from engine.core.redact import Redactor
 from engine.core.replay import ReplayDiffers, TraceCutShort, replay_file, world_json
 from engine.core.trace import BadTrace, Digest, Recorder, converter, digest, encode, read_trace
-from states.events import Cancelled, ForRequest, Submitted
+from states.events import Cancelled, ForEngine, ForRequest, Submitted, TimerElapsed
 from states.settings import Settings
 from states.world import advance, make_world
 from tests.engine.play import collect, engine, header
@@ -82,6 +87,37 @@ def tokens_of(envelope: Envelope) -> tuple[int, ...]:
             return tokens
         case _:
             return ()
+
+
+@pytest.mark.parametrize("redacted", [False, True])
+async def test_decisions_about_background_work_are_in_the_trace_and_replay(tmp_path: Path, redacted: bool) -> None:
+    """A snapshot that waits for the core, timers of the event loop, and no clock when they are folded again."""
+    path, may_copy = tmp_path / "trace.jsonl", anyio.Event()
+
+    async def save(*_: object) -> SnapshotSaved:
+        await may_copy.wait()
+        return SnapshotSaved(32, 4096)
+
+    keeping = Settings(slots=2, max_context=1024, chunk=64, block_size=16, store=True)
+    missing = {FindPrefix: lambda *_: PrefixMissed("empty_store"), SaveSnapshot: save}
+    async with engine(keeping, trace=path, redacted=redacted, perform=missing) as running:
+
+        def pace(_: RequestId, effect: PaceSnapshot) -> None:
+            if effect.may_copy:
+                may_copy.set()
+
+        notify: dict[type, object] = running.runner.executors.notify  # type: ignore[assignment]
+        notify[PaceSnapshot] = (pace,)
+        await collect(running.door.submit(Job(tuple(range(40)), 2)))
+        with anyio.fail_after(20):
+            await may_copy.wait()
+    assert not replay_file(path).world.requests
+    records = [record for _, record in read_trace(path)[1]]
+    effects = [record.effect for record in records if isinstance(record, EffectRequest)]
+    assert [one for one in effects if isinstance(one, PaceSnapshot)] == [PaceSnapshot(may_copy=True)]
+    assert [one.name for one in effects if isinstance(one, StartTimer)] == ["trim_interval", "snapshot_quiet"]
+    events = [record.happened for record in records if isinstance(record, Envelope)]
+    assert ForEngine(TimerElapsed("snapshot_quiet", 2)) in events
 
 
 def test_redaction_keeps_equal_prefixes_equal_and_nothing_else() -> None:

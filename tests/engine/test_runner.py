@@ -21,8 +21,9 @@ from effects.prefill import RunPrefill
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from effects.stream import EmitTokens, ReportProgress
 from engine.core.event_loop import Envelope
-from states.events import ForRequest
+from states.events import ForEngine, ForRequest, TimerElapsed
 from states.machine import IllegalEvent
+from states.pacing import DELAYS_NS, MS
 from states.request_states import LookingUp, Prefilling
 from states.residency import Resolved
 from states.settings import Settings
@@ -341,6 +342,58 @@ async def test_what_the_store_knows_is_answered_before_anybody_else_has_a_turn(
         tokens, closed = await collect(ticket)
     assert tokens == expected(LONG)
     assert closed.finish == "length"
+
+
+async def test_a_timer_is_an_effect_that_an_event_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DELAYS_NS, "trim_interval", 10 * MS)
+    elapsed = anyio.Event()
+    async with engine() as running:
+        watch, events = running.runner.observe, list[object]()
+
+        def noted(envelope: Envelope, *others: Any) -> None:
+            assert watch is not None
+            watch(envelope, *others)
+            if isinstance(envelope.happened, ForEngine):
+                events.append(envelope.happened.event)
+                elapsed.set()
+
+        running.runner.observe = noted
+        await collect(running.door.submit(SHORT))
+        with anyio.fail_after(20):
+            await elapsed.wait()
+        assert events == [TimerElapsed("trim_interval", 1)]
+        assert running.runner.world.pacing.trimming.phase == "rested"
+
+
+async def test_an_engine_that_closes_waits_for_no_timer() -> None:
+    """That of a minute runs since the first request."""
+    with anyio.fail_after(20):
+        async with engine() as running:
+            await collect(running.door.submit(SHORT))
+            assert running.runner.world.pacing.trimming.phase == "counting"
+
+
+async def test_a_drain_ends_with_the_event_of_the_last_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks for that at no interval of its own."""
+
+    async def refuse(_: float) -> None:
+        raise AssertionError("it polls")
+
+    go = anyio.Event()
+    async with engine(device=ScriptedDevice(before=lambda _: go.wait())) as running, anyio.create_task_group() as tasks:
+        monkeypatch.setattr(anyio, "sleep", refuse)
+        ticket, drained = running.door.submit(SHORT), list[bool]()
+
+        async def drain() -> None:
+            drained.append(await running.door.drain(60))
+
+        tasks.start_soon(drain)
+        for _ in range(20):
+            await checkpoint()
+        assert not drained
+        go.set()
+        assert (await collect(ticket))[0] == expected(SHORT)
+    assert drained == [True]
 
 
 async def test_stages_add_up_to_the_time_the_request_took() -> None:

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.http.conftest import Site
+from adapters.http.answer.job_stream import FinishedChoice
+from adapters.http.answer.usage import make_timings
+from adapters.http.request.plan_jobs import PlannedJob
+from effects.job import Job, Report
+from effects.ports import Closed
+from tests.http.conftest import Site, served
 from tests.http.sse import stream
+from tests.text import small
 
 PATH = "/completion"
+LONG = "The fox " * 60
 
 
 async def ask(site: Site, prompt: Any, **fields: Any) -> Any:
@@ -83,11 +91,98 @@ async def test_a_client_names_the_fields_that_it_reads(site: Site) -> None:
     assert (await ask(site, "The fox", n_predict=1, response_fields=[]))["has_new_line"] is False
 
 
+async def test_tokens_come_with_every_part_and_with_a_whole_answer_if_wanted(site: Site) -> None:
+    tokens = site.say(" jumps over the lazy dog")
+    assert (await ask(site, "The fox"))["tokens"] == []
+    end = site.door.tickets[-1].job.stop_tokens[0]
+    assert (await ask(site, "The fox", return_tokens=True))["tokens"] == [*tokens, end]
+    assert (await ask(site, "The fox", return_tokens=True, stop="over"))["content"] == " jumps "
+    _, lines = await stream(site, PATH, {"prompt": "The fox"})
+    *parts, last = map(json.loads, lines)
+    assert [token for part in parts for token in part["tokens"]] in ([*tokens], [*tokens, end])
+    assert all(part["tokens"] for part in parts)
+    assert last["tokens"] == []
+
+
+async def test_ends_that_are_ignored_never_come(site: Site) -> None:
+    """llama.cpp writes null for a bias without an end."""
+    answer = await ask(site, "The fox", n_predict=1, ignore_eos=True, logit_bias={"7": 1})
+    job = site.door.tickets[-1].job
+    ends = site.text.tokenizer.end_tokens
+    assert job.stop_tokens == ()
+    assert dict(job.sampling.logit_bias) == {**dict.fromkeys(ends, -100.0), 7: 1.0}
+    assert {one["token"] for one in answer["generation_settings"]["logit_bias"] if one["bias"] is None} == set(ends)
+    assert (await ask(site, "The fox", n_predict=1))["generation_settings"]["logit_bias"] == []
+
+
+async def test_settings_list_the_samplers_that_are_off(site: Site) -> None:
+    settings = (await ask(site, "The fox", n_predict=1))["generation_settings"]
+    for sampler in ("typical_p", "xtc_probability", "mirostat", "dry_multiplier", "adaptive_target", "top_n_sigma"):
+        assert (await site.post(PATH, {"prompt": "x", "n_predict": 1, sampler: settings[sampler]})).status_code == 200
+
+
+async def test_a_prompt_is_told_as_the_model_read_it(tmp_path: Path) -> None:
+    """With what the tokenizer puts before it."""
+    folder = small.write(tmp_path)
+    described = json.loads((folder / "tokenizer.json").read_text())
+    opening = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
+    described["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [opening, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [opening, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(described))
+    async with served(folder) as site:
+        assert (await ask(site, "The fox", n_predict=1))["prompt"] == "<|endoftext|>The fox"
+
+
+async def test_timings_leave_out_the_first_token_and_tell_of_a_draft(site: Site) -> None:
+    """The first token comes with the prompt."""
+    report = Report(prompt_tokens=2, proposed=6, accepted=4)
+    planned = PlannedJob(0, 0, Job((1, 2), 9), ())
+    for tokens, rate in ((0, 0), (1, 0), (6, 100)):
+        ended = FinishedChoice(planned, Closed("stop", report, "", {"Prefilling": 20.0, "Speculating": 50.0}), tokens)
+        timings = make_timings(ended)
+        assert (timings["predicted_n"], timings["predicted_per_second"]) == (tokens, rate)
+        assert (timings["prompt_per_second"], timings["draft_n"], timings["draft_n_accepted"]) == (100, 6, 4)
+    plain = FinishedChoice(planned, Closed("stop", Report(2), "", {}), 1)
+    assert "draft_n" not in make_timings(plain), "no draft proposed anything"
+    assert (await ask(site, "The fox"))["timings"]["draft_n"] > 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (PATH, {"prompt": LONG}),
+        ("/v1/completions", {"prompt": LONG}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}),
+        ("/v1/responses", {"input": LONG}),
+    ],
+)
+async def test_every_part_has_its_timings_if_wanted(site: Site, path: str, body: dict) -> None:
+    site.say(" jumps over")
+    _, lines = await stream(site, path, {**body, "timings_per_token": True, "return_progress": True})
+    found = [json.loads(line) for line in lines if line.startswith("{")]
+    reports = [one for one in found if "prompt_progress" in one]
+    for report in reports:
+        progress = report["prompt_progress"]
+        assert report["timings"]["prompt_n"] == progress["processed"] - progress["cache"]
+        assert report["timings"]["predicted_n"] == 0
+    assert reports[0]["timings"]["prompt_ms"] == 0
+    timed = [one["timings"]["predicted_n"] for one in found if "timings" in one and one not in reports]
+    assert timed == sorted(timed)
+    assert timed[0] > 0
+    assert len(timed) > 1, "a part of the answer, and its end"
+    _, lines = await stream(site, path, body)
+    assert sum('"timings"' in line for line in lines) == 1, "the last event only"
+
+
 async def test_biases_are_an_object_or_pairs(site: Site) -> None:
     for biases in ({"3": 1.5, "7": -100}, [[7, -100], [3, 1.5]]):
         answer = await ask(site, "The fox", n_predict=1, logit_bias=biases)
         assert site.door.tickets[-1].job.sampling.logit_bias == ((3, 1.5), (7, -100))
-        assert answer["generation_settings"]["logit_bias"] == [{"token": 3, "bias": 1.5}, {"token": 7, "bias": -100}]
+        assert answer["generation_settings"]["logit_bias"] == [{"token": 3, "bias": 1.5}, {"token": 7, "bias": None}]
 
 
 @pytest.mark.parametrize("path", ["/completion", "/v1/completions", "/v1/chat/completions"])
@@ -158,7 +253,7 @@ async def test_nothing_may_be_predicted_and_nothing_shared(site: Site) -> None:
         ({"prompt": "x", "n_predict": -2}, "$.n_predict", ">= -1"),
         ({"prompt": "x", "mirostat": 2}, "$.mirostat", "sampler"),
         ({"prompt": "x", "post_sampling_probs": True}, "$.post_sampling_probs", "not supported"),
-        ({"prompt": "x", "return_tokens": True}, "$.return_tokens", "not supported"),
+        ({"prompt": "x", "adaptive_target": 0.5}, "$.adaptive_target", "sampler"),
         ({"prompt": "x", "input_suffix": "y"}, "$.input_suffix", "only writes on"),
     ],
 )

@@ -44,6 +44,8 @@ async def test_props_slots_and_root_tell_the_state(shared: Site) -> None:
     assert props["default_generation_settings"]["n_ctx"] == 4096
     assert props["total_slots"] == 4
     assert "im_start" in props["chat_template"]
+    assert (props["bos_token"], props["eos_token"]) == ("", "<|im_end|>")
+    assert props["modalities"] == {"vision": False, "audio": False}, "llama.cpp's clients ask before they send an image"
     slots = (await shared.client.get("/slots")).json()
     assert [slot["id"] for slot in slots] == [0, 1, 2, 3]
     assert (await shared.client.get("/slots?fail_on_no_slot=1")).status_code == 200

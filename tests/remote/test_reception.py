@@ -223,3 +223,30 @@ def test_a_server_gives_up_a_daemon_whose_hello_is_late_in_all() -> None:
         greet(Channel(ours), SECRET, RELEASE, 0.5)
     assert time.monotonic() - began < 5
     theirs.close()
+
+
+class NoDescriptors(socket.socket):
+    """Accepts nothing, as a process without a descriptor to spare does; and says when that was tried."""
+
+    tries = 0
+
+    def accept(self) -> tuple[socket.socket, object]:
+        self.tries += 1
+        raise OSError(24, "Too many open files")
+
+
+def test_a_port_without_descriptors_pauses_and_closes_at_once_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(receptions, "PAUSE_S", 1000)
+    listening = NoDescriptors()
+    reception = Reception(listening, SECRET, SHORT, SHORT)
+    before = set(threading.enumerate())
+    reception.open()
+    (accepting,) = set(threading.enumerate()) - before
+    while "no connection was taken" not in caplog.text:
+        time.sleep(0.001)
+    reception.close()
+    accepting.join(20)
+    assert not accepting.is_alive()
+    assert listening.tries == 1

@@ -15,13 +15,15 @@ from effects.decode import Decoded
 from effects.ids import MAIN, PROMPTS, DeviceFailed, LaneId, RequestId, SlotId, StoreFailed, Tokens
 from effects.job import Job, Sampling, explain_no_compression, find_aged_messages, freezes_messages
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
+from effects.pacing import PaceMemory, PaceSnapshot, PaceSteps, TrimMemory
 from effects.pflash import KeepFrozen
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored
 from effects.scope import Scope
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from effects.stream import Abandon, CloseStream, EmitTokens, ReportProgress, StopLaunch
-from states.events import Cancelled, Event, ForEngine, ForRequest, Happened, SlotsLost, Submitted
+from effects.timer import StartTimer
+from states.events import Cancelled, Event, ForEngine, ForRequest, Happened, SlotsLost, Submitted, TimerElapsed
 from states.invariants import check_world
 from states.kept_rows import make_prompt
 from states.rates import Rates
@@ -39,6 +41,7 @@ from tests.schedules.device import (
     rows_of,
     shortened,
 )
+from tests.states.builders import is_of_pace
 
 SCOPES = (*(Scope("full"),) * 4, Scope("off"), Scope("fixed", 9), Scope("auto", 2), Scope("auto", 30))
 REASONS = ("client_gone", "deadline", "stop_string", "shutdown")
@@ -50,6 +53,7 @@ RESIDENCIES = (
 )
 SALTED = (2, 4)  # of every five jobs: of slots, they go on from those of one another, and nobody else does
 OF_STORE = (PrefixFound, PrefixMissed, BlocksRestored, SnapshotSaved, StoreFailed)
+MINUTE_PASSES = 0.03  # between two steps
 EVENTS_MAX = 5_000  # far more than any schedule needs: a livelock is a failure
 
 
@@ -190,6 +194,11 @@ class Simulator:
         self.entering: list[Launch] = []  # decided, and not yet on the device's lane
         self.loading: list[EffectRequest] = []  # asked of the store
         self.answers: list[Answer] = []  # on their way back
+        self.timers: list[TimerElapsed] = []  # of snapshots, that run; each may be over at any moment
+        self.trim_timers: list[TimerElapsed] = []  # there is nearly always one: they are over less often
+        self.minutes = random.Random(seed)  # of these, so that they change nothing of what else happens
+        self.may_copy: dict[RequestId, bool] = {}  # snapshots: the last that their saver was told
+        self.paces = False  # decode steps keep an even pace
         self.history: list[tuple[Happened, tuple[Output, ...]]] = []
 
     def some_settings(self) -> Settings:
@@ -287,11 +296,14 @@ class Simulator:
                 self.lose()
             else:
                 self.rng.choice(self.possible())()
+            if self.trim_timers and self.minutes.random() < MINUTE_PASSES:
+                self.happen(ForEngine(self.trim_timers.pop()))
         self.check_the_end()
 
     def busy(self) -> bool:
         device = self.device
-        return bool(self.answers or self.entering or self.loading or device.lane or device.beside or device.taking)
+        on_device = device.lane or device.beside or device.taking
+        return bool(self.answers or self.entering or self.loading or self.timers or on_device)
 
     def possible(self) -> list[Callable[[], None]]:
         steps = [
@@ -300,7 +312,8 @@ class Simulator:
             (self.loading, self.load),
             (self.device.lane, self.work),
             (self.device.beside and self.device.opened, self.work_beside),
-            (self.device.taking, self.take),
+            (self.takeable(), self.take),
+            (self.timers, self.elapse),
         ]
         return [step for due, step in steps if due]
 
@@ -370,8 +383,17 @@ class Simulator:
         else:
             self.answers.append((ask.request, found))
 
+    def takeable(self) -> list[EffectRequest]:
+        """The snapshot whose turn it is, if it may be copied now: the saver takes one after the other."""
+        return [ask for ask in self.device.taking[:1] if self.may_copy[ask.request]]
+
+    def elapse(self) -> None:
+        self.happen(ForEngine(self.timers.pop(self.rng.randrange(len(self.timers)))))
+
     def take(self) -> None:
-        ask = self.device.taking.pop(self.rng.randrange(len(self.device.taking)))
+        (ask,) = self.takeable()
+        self.device.taking.remove(ask)
+        del self.may_copy[ask.request]
         self.answers.append((ask.request, self.device.save(ask)))
 
     def work(self) -> None:
@@ -415,13 +437,34 @@ class Simulator:
                 self.clients[request].hear(said)
             case EffectRequest(request, Abandon()):
                 self.abandon(request)
-            case EffectRequest(_, SaveSnapshot()):
+            case EffectRequest(request, SaveSnapshot()):
                 self.device.lane.append(out)
+                self.may_copy[request] = False
             case EffectRequest(request, StopLaunch()):
                 self.halt(request)
+            case EffectRequest() if is_of_pace(out):
+                self.pace(out)
             case EffectRequest():
                 assert out.effect.outcomes
                 self.loading.append(out)
+
+    def pace(self, out: EffectRequest) -> None:
+        """Take what the core says of the pace of background work, which no outcome answers."""
+        match out:
+            case EffectRequest(request, PaceSnapshot(may_copy)):
+                self.may_copy |= {request: may_copy} if request in self.may_copy else {}
+            case EffectRequest(_, PaceSteps(evenly)):
+                assert evenly != self.paces, "steps have that pace already"
+                assert PROMPTS in self.world.lanes
+                self.paces = evenly
+            case EffectRequest(_, PaceMemory(gently)):
+                assert self.settings.store
+                assert gently == bool(self.world.requests)
+            case EffectRequest(_, TrimMemory()):
+                pass
+            case EffectRequest(_, StartTimer(name, number)):
+                timers = self.timers if name.startswith("snapshot") else self.trim_timers
+                timers.append(TimerElapsed(name, number))
 
     def check_whose(self, opening: OpenSlot, salt: str) -> None:
         """Nobody goes on from what jobs of another salt have left."""
@@ -451,6 +494,7 @@ class Simulator:
     def check_the_end(self) -> None:
         world, device = self.world, self.device
         assert not world.requests, "a request outlived its end"
+        assert not self.paces, "steps are held back for no prompt"
         assert not world.slots.waiting
         assert all(lane.waiting == lane.running == () for lane in world.lanes.values())
         assert not self.store.leases, "a lease was never released"

@@ -56,7 +56,7 @@ def test_a_file_changes_what_it_names(tmp_path: Path) -> None:
         1000,
         5,
         Costs().decode,
-        "mine.json; what it does not name: the demo in bf16 on two cores (docs/BENCHMARKS.md)",
+        "mine.json; what it does not name: the demo in bf16 on two cores",
     )
 
 

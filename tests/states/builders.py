@@ -11,7 +11,11 @@ from effects.all import Effect, EffectRequest
 from effects.compression import Compressed, Compression
 from effects.ids import RequestId, SlotId, Tier, Tokens
 from effects.job import Job, Report
+from effects.pacing import PaceMemory, PaceSnapshot, PaceSteps, TrimMemory
+from effects.timer import StartTimer
 from states import speculation_control as control
+from states import world as the_world
+from states.events import Happened
 from states.phases import make_report
 from states.rates import Rates
 from states.request_states import (
@@ -35,6 +39,7 @@ from states.request_states import (
 from states.residency import Resolved
 from states.settings import DecisionContext, Settings
 from states.slots import Slot, Slots
+from states.world import Output, World
 
 HERE = SlotId(0)
 ONE, TWO, THREE = RequestId(1), RequestId(2), RequestId(3)
@@ -50,6 +55,20 @@ EVERYTHING = evolve(STORE, block=3, drafter=1000)
 
 
 LONG_ENOUGH = Compression("auto", threshold=12, keep=250)
+
+
+OF_PACE = (PaceMemory, PaceSnapshot, PaceSteps, TrimMemory, StartTimer)
+
+
+def is_of_pace(out: Output) -> bool:
+    """Is it about background work, and not about what a request is served with?"""
+    return isinstance(out, EffectRequest) and isinstance(out.effect, OF_PACE)
+
+
+def advance(world: World, happened: Happened) -> tuple[World, tuple[Output, ...]]:
+    """As the engine does it. What it says of the pace of background work is left out: test_pacing.py has that."""
+    world, outs = the_world.advance(world, happened)
+    return world, tuple(out for out in outs if not is_of_pace(out))
 
 
 def a_job(**changes: Any) -> Job:

@@ -34,7 +34,7 @@ from states.request_states import (
 )
 from states.residency import Resolved
 from states.settings import DecisionContext, Settings
-from states.world import advance, make_world
+from states.world import make_world
 from tests.states.builders import (
     EVERYTHING,
     HERE,
@@ -49,6 +49,7 @@ from tests.states.builders import (
     a,
     a_job,
     a_waiting,
+    advance,
     knowing,
     some,
 )

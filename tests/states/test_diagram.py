@@ -24,7 +24,7 @@ def test_every_move_between_two_states_is_an_edge_of_the_picture() -> None:
 
 def test_every_arm_is_a_line_of_the_page() -> None:
     lines = render_markdown({(Speculating, Decoded): TABLE[Speculating, Decoded]}).splitlines()
-    assert lines[-8:] == [
+    assert lines[lines.index("## What the world asks for itself") - 9 :][:8] == [
         "| Speculating | Decoded | Speculating | `EmitTokens`, `RunDecode` |",
         "| Speculating | Decoded | Speculating | `RunDecode` |",
         "| Speculating | Decoded | Speculating | `EmitTokens` |",

@@ -12,8 +12,8 @@ from states.experts import MAX_MOVES, USE_UNIT, Residents, choose_moves, make_re
 from states.invariants import check_world
 from states.machine import IllegalEvent
 from states.settings import Settings
-from states.world import advance
 from states.world import make_world as world_of
+from tests.states.builders import advance
 
 
 def test_before_anything_is_known_every_layer_has_as_many() -> None:

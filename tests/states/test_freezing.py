@@ -23,8 +23,8 @@ from states.rates import Rates
 from states.request_states import Compressing, Done, Prefilling, Releasing
 from states.scope import map_served_boundaries, select_rows_to_keep
 from states.settings import DecisionContext, Settings
-from states.world import advance, make_world
-from tests.states.builders import ONE, PFLASH, PROMPT, STORE, Flat, a, a_job, a_waiting, knowing, some
+from states.world import make_world
+from tests.states.builders import ONE, PFLASH, PROMPT, STORE, Flat, a, a_job, a_waiting, advance, knowing, some
 from tests.states.test_compress import RELEASE
 
 SYSTEM, HOT = PromptPart("system", 0, 6), PromptPart("user", 16, 21)

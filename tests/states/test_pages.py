@@ -17,8 +17,8 @@ from states.pages import Pages
 from states.request_states import Generated, Prompt, SlotLease, Speculating, State, Undrafted, Waiting
 from states.settings import Settings
 from states.slots import Slot, Slots
-from states.world import advance, make_world
-from tests.states.builders import ONE, THREE, TWO
+from states.world import make_world
+from tests.states.builders import ONE, THREE, TWO, advance
 
 PAGE = 8
 POOL = Settings(slots=4, max_context=64, chunk=8, block_size=4, batch_rows=8, pages=8, page=PAGE, shares_pages=True)

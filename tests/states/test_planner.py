@@ -18,13 +18,14 @@ from states.events import ForRequest, Submitted
 from states.rates import Rates, estimate_prefill_time, fill_gaps, find_span, get_load_time
 from states.request_states import Prefilling, Prompt, Restoring, SlotLease
 from states.settings import DecisionContext
-from states.world import advance, make_world
+from states.world import make_world
 from tests.states.builders import (
     HERE,
     ONE,
     STATEFUL,
     STORE,
     a_job,
+    advance,
 )
 
 

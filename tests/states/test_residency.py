@@ -31,8 +31,8 @@ from states.residency import (
     resolve_residency,
 )
 from states.settings import Settings
-from states.world import Output, World, advance, make_world
-from tests.states.builders import DRAFT, ONE, PLAIN, SCOPED, THREE, TWO, asks
+from states.world import Output, World, make_world
+from tests.states.builders import DRAFT, ONE, PLAIN, SCOPED, THREE, TWO, advance, asks
 
 NO, YES = False, True
 

@@ -10,13 +10,13 @@ from attrs import evolve
 
 from effects.all import Effect, Outcome
 from effects.decode import Decoded
-from effects.experts import PlaceExperts
 from effects.ids import Side
 from effects.lookup import PrefixFound, ReleasePrefix
 from effects.prefill import PrefillAdvanced, RunPrefill
 from effects.residency import ModelLoaded, UnloadModel
 from effects.restore import BlocksRestored
-from effects.stream import CloseStream, EmitTokens, ReportProgress, StopLaunch
+from effects.stream import CloseStream, EmitTokens, ReportProgress
+from states.diagram import WORLD_EFFECTS
 from states.events import Cancelled, SlotEmptied
 from states.machine import IllegalEvent, Row, Table, Transition, build_table, on, read_arms, step
 from states.request_states import (
@@ -88,8 +88,7 @@ def test_all_states_events_and_effects_are_in_the_table() -> None:
     asked = {ask for row in TABLE.values() for _, *asks in row.arms for ask in asks}
     assert {(each,) for each in states} == set(arms_of_union(State))
     assert {row.event for row in TABLE.values()} >= {each for (each,) in arms_of_union(Outcome)}
-    by_the_world = {StopLaunch, PlaceExperts}
-    assert {(each,) for each in asked | by_the_world} == set(arms_of_union(Effect))
+    assert {(each,) for each in asked | {*WORLD_EFFECTS}} == set(arms_of_union(Effect))
 
 
 def arms_of_union(union: Any) -> list[tuple[type]]:

@@ -31,15 +31,7 @@ from states.request_states import Draining, Prefilling, Recovering, Speculating
 from states.residency import Residence
 from states.settings import Settings
 from states.slots import Slot
-from states.world import (
-    Output,
-    World,
-    advance,
-    has_prefill_backlog,
-    is_first_token_pending,
-    is_slot_requested,
-    make_world,
-)
+from states.world import Output, World, make_world
 from tests.states.builders import (
     DRAFT,
     HERE,
@@ -52,6 +44,7 @@ from tests.states.builders import (
     a,
     a_job,
     a_waiting,
+    advance,
     knowing,
     some,
 )
@@ -86,16 +79,6 @@ def test_a_request_is_admitted_and_launched_in_the_event_that_submits_it() -> No
     )
     assert world.requests == {ONE: a(Prefilling, some())}
     assert world.slots.slots == (Slot(holder=ONE), Slot())
-
-
-def test_a_first_token_is_read_for_until_it_is_there_and_hurried_for_where_it_waits_for_a_slot() -> None:
-    asked = submitted(ONE, prompt=(1, 2), max_tokens=2)
-    steps = (asked, (ONE, PrefillAdvanced(1)), (ONE, Decoded((7,))), (ONE, Decoded((8,))))
-    worlds = [after(SMALL, *steps[:count])[0] for count in range(len(steps) + 1)]
-    assert [is_first_token_pending(world) for world in worlds] == [False, True, True, False, False]
-    assert not any(map(is_slot_requested, worlds))
-    waits, _ = after(SMALL, *steps[:3], submitted(TWO))
-    assert (is_slot_requested(waits), is_first_token_pending(waits)) == (True, False)
 
 
 def test_a_full_house_lets_wait_and_a_full_queue_refuses() -> None:
@@ -142,7 +125,7 @@ def test_a_finished_request_leaves_nothing_but_the_rows_of_its_slot() -> None:
     fresh = make_world(PLAIN)
     kept = evolve(fresh.slots, slots=(Slot((1, 2), None, 1), Slot()), turn=1)
     assert world.lanes[MAIN].waiting == world.lanes[MAIN].running == ()
-    assert world == evolve(fresh, slots=kept, lanes=world.lanes)
+    assert world == evolve(fresh, slots=kept, lanes=world.lanes, pacing=world.pacing)
 
 
 def test_a_cancellation_of_somebody_who_left_or_never_came_changes_nothing() -> None:
@@ -282,14 +265,6 @@ def test_a_second_device_is_a_place_in_the_settings() -> None:
     world, _ = advance(world, ForRequest(TWO, ModelUnloaded(9)))
     assert list(world.requests) == [ONE]
     assert world.lanes[beside].running == ()
-
-
-def test_prompts_crowd_where_one_waits_for_another_that_is_read_beside_decode_steps() -> None:
-    beside = evolve(PLAIN, beside_rows=8, chunk=16)
-    asked = (submitted(ONE), submitted(TWO), (ONE, PrefillAdvanced(16)), (TWO, PrefillAdvanced(16)))
-    worlds = [after(beside, *asked[:count])[0] for count in range(len(asked) + 1)]
-    assert [has_prefill_backlog(world) for world in worlds] == [False, False, True, False, False]
-    assert not has_prefill_backlog(after(PLAIN, *asked[:2])[0]), "they take turns with steps there"
 
 
 def test_a_wide_prefill_goes_beside_decode_steps_and_its_last_rows_with_them() -> None:

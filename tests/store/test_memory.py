@@ -8,6 +8,7 @@ import threading
 import time
 from itertools import pairwise
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ import adapters.store.slab_memory
 from adapters.sequence_layout import RowSpec, TensorSpec
 from adapters.store.files.file_format import DraftLayout, Layout
 from adapters.store.open_store import choose_slab_bytes, compute_longest_run, open_store
-from adapters.store.slab_memory import ALIGN, EAGER_BYTES, SLAB_BYTES, Buffer, SlabMemory
+from adapters.store.slab_memory import ALIGN, EAGER_BYTES, MAX_PAUSE_S, SLAB_BYTES, Buffer, SlabMemory
+from effects.ids import ENGINE
+from effects.pacing import PaceMemory
 
 
 def place(buffer) -> tuple[int, int]:
@@ -40,7 +43,7 @@ def test_what_a_gpu_copies_from_is_all_there_before_anybody_waits_for_it() -> No
         pytest.skip("no CUDA device")
     memory = SlabMemory(2 * SLAB_BYTES + 5 * ALIGN, pin=True)
     kept = memory.allocate(ALIGN)
-    memory.is_busy = lambda: False
+    memory.set_pace(ENGINE, PaceMemory(gently=False))
     memory.register_all()
     assert memory.slab_bytes == memory.max_bytes
     some = [memory.allocate(SLAB_BYTES - ALIGN), memory.allocate(SLAB_BYTES), memory.allocate(5 * ALIGN)]
@@ -94,15 +97,38 @@ def test_nothing_more_is_registered_once_it_is_closed() -> None:
     assert memory.slab_bytes == there
 
 
-def test_nothing_waits_while_nobody_is_served() -> None:
-    asked, waits, busy = list[int](), list[float](), [False, False, True, False]
+def test_slabs_are_registered_with_pauses_only_while_requests_are_served() -> None:
+    waits = list[int]()
     memory = SlabMemory(EAGER_BYTES + 5 * SLAB_BYTES, pin=True)
-    memory.is_busy = lambda: asked.append(memory.slab_bytes) or (busy.pop(0) if busy else False)
-    memory._closing.wait = waits.append  # type: ignore[assignment] # noqa: SLF001
+    memory.set_pace(ENGINE, PaceMemory(gently=True))
+
+    def wait(seconds: float) -> None:
+        assert 0 < seconds <= MAX_PAUSE_S
+        waits.append(memory.slab_bytes)
+        memory.set_pace(ENGINE, PaceMemory(gently=len(waits) < 2))
+
+    memory._closing.wait = wait  # type: ignore[assignment] # noqa: SLF001
     memory.register_all()
     assert memory.slab_bytes == memory.max_bytes
-    assert asked == [EAGER_BYTES + number * SLAB_BYTES for number in range(6)]
-    assert len(waits) == 1
+    assert waits == [EAGER_BYTES, EAGER_BYTES + SLAB_BYTES]
+
+
+def test_a_thread_is_woken_when_memory_comes_free_wherever_that_happens() -> None:
+    """No thread looks again by itself: whoever lets go of a buffer says so, and so does whoever has made a slab."""
+    memory, news = SlabMemory(ALIGN, pin=True), SimpleQueue[None]()
+    first = memory.allocate(ALIGN, held=True)
+    with memory.notify(news):
+        assert news.empty()
+        held = [first]
+        del first
+        letting_go = threading.Thread(target=held.clear)
+        letting_go.start()
+        letting_go.join()
+        news.get(timeout=20)
+        assert memory.allocate(ALIGN, held=True).data.nbytes == ALIGN
+    assert news.get(timeout=20) is None
+    memory.wake_waiters()
+    assert news.empty(), "it is not awaited any more"
 
 
 @pytest.mark.parametrize("layers", [0, 1, 5, 8])
@@ -174,7 +200,7 @@ def test_one_slab_is_registered_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(adapters.store.slab_memory, "allocate_pinned", slowly)
     memory, held = SlabMemory(16 * SLAB_BYTES, pin=True), list[Buffer]()
-    memory.is_busy = lambda: False
+    memory.set_pace(ENGINE, PaceMemory(gently=False))
     filling = threading.Thread(target=memory.register_all)
     filling.start()
     held += [memory.allocate(SLAB_BYTES, held=True) for _ in range(8)]

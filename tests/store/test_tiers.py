@@ -90,7 +90,7 @@ def test_a_lower_tier_takes_what_it_is_given(lower: Callable[..., Lower]) -> Non
     one, told = lower(), list[str]()
     run, rows = run_of(TOKENS)
     assert one.tier.submit(WriteRun(run, rows, lambda: told.append("done")))
-    assert one.tier.submit(NotePrompt(one.tier.recent_prompts.add(TOKENS)))
+    assert one.tier.submit(NotePrompt(one.tier.recent_prompts.add(TOKENS), lambda: None))
     one.done()
     assert told == ["done"]
     (entry,) = one.tier.index.entries.values()

@@ -9,17 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import sentencepiece
+from numpy.typing import NDArray
 from tokenizers import pre_tokenizers
 
 from adapters import demo
 from adapters.checkpoint.checkpoint_error import CheckpointError
 from adapters.checkpoint.text_files import read_text_files
 from adapters.text.detokenize import TextStream
+from adapters.text.grammars.grammar import Grammars
 from adapters.text.template import ControlToken
 from adapters.text.token_spelling import read_spelling
 from adapters.text.tokenizer import Tokenizer, build_tokenizer
+from effects.grammar import Grammar
 from tests.models.ggufs import write_gguf
 
 ROOT = Path(__file__).parents[2]
@@ -122,6 +126,39 @@ async def test_text_between_control_tokens_has_the_tokens_of_the_whole(ours: Tok
         whole = "".join(part if isinstance(part, str) else part.content for part in parts)
         assert await newer.encode_rendered(parts) == newer.encode_now([whole], controls=True)[0]
     assert newer.encode_now(["a"], inner=True) != newer.encode_now(["a"])
+
+
+@pytest.mark.parametrize("newer", [False, True])
+async def test_a_grammar_that_forces_a_text_has_no_space_before_it(ours: Tokenizer, newer: bool) -> None:
+    """These tokenizers put a space before every text, or before the first one."""
+    metaspace = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first", "split": False}
+    other = {**described(ours), "normalizer": None, "pre_tokenizer": metaspace}
+    grammars = Grammars(build_tokenizer(other, {}, ours.end_tokens) if newer else ours)
+    vocabulary = grammars.tokenizer
+
+    async def stays() -> bool:
+        return False
+
+    for source, text in (
+        (Grammar("lark", 'start: "import os"'), "import os"),
+        (Grammar("json_schema", '{"const": " \\u4e2d"}'), '" \u4e2d"'),
+    ):
+        compiled = await grammars.admit(source, stays)
+        matching = grammars.match(source)
+        said = b""
+        while not set(vocabulary.end_tokens) & (allowed := read_mask(matching.mask(()), vocabulary.size)):
+            token = min(allowed)
+            matching.append((token,))
+            said += vocabulary.token_bytes(token)
+            assert text.encode().startswith(said)
+        assert said == text.encode()
+        del compiled
+    await grammars.aclose()
+
+
+def read_mask(mask: NDArray[np.uint8] | str, size: int) -> set[int]:
+    assert not isinstance(mask, str), mask
+    return {token for token in range(size) if mask[token // 8] >> token % 8 & 1}
 
 
 def described(tokenizer: Tokenizer) -> dict[str, Any]:

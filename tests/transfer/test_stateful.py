@@ -25,6 +25,7 @@ from adapters.store.files.private_folder import PrivateFolder
 from adapters.store.host_tier import HostTier
 from adapters.store.open_store import create_index, open_disk
 from adapters.store.store import Store
+from adapters.transfer.saver import AT_ONCE
 from adapters.transfer.transfer import Transfer, create_transfer
 from effects.all import EffectRequest, Launch
 from effects.decode import Decoded, RunDecode
@@ -106,7 +107,9 @@ class StatefulBench:
 
     async def one(self, request: int, effect: object):
         if isinstance(effect, SaveSnapshot):
-            return await self.moving.saver.save(RequestId(request), effect)
+            saving = self.moving.saver.save(RequestId(request), effect)
+            self.moving.saver.pace_snapshot(RequestId(request), AT_ONCE)
+            return await saving
         (outcome,) = await self.executor.perform(Launch((EffectRequest(RequestId(request), effect),)))
         return evolve(outcome, ns=0) if hasattr(outcome, "ns") else outcome
 

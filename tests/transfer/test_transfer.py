@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count
 from pathlib import Path
 
 import anyio
@@ -28,15 +27,15 @@ from adapters.store.lookup import LookupOutcome
 from adapters.store.open_store import create_index, open_disk
 from adapters.store.slab_memory import ALIGN, SLAB_BYTES, SlabMemory
 from adapters.store.store import Store
-from adapters.transfer import saver as save
 from adapters.transfer.copy_rows import RowMover, create_movers
-from adapters.transfer.saver import MAX_POLLS, MAX_SNAPSHOT_NS, QUIET_POLLS
+from adapters.transfer.saver import AT_ONCE, MAX_SNAPSHOT_NS
 from adapters.transfer.transfer import Transfer, create_transfer
 from effects.all import EffectRequest, Launch
 from effects.decode import RunDecode
 from effects.ids import LeaseId, RequestId, SlotId, StoreFailed
 from effects.job import Sampling
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
+from effects.pacing import PaceSnapshot
 from effects.ports import RowsLost
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.restore import BlocksRestored, RestoreBlocks
@@ -57,10 +56,13 @@ class Bench:
     executor: DeviceExecutor
     moving: Transfer
     shard: DenseShard
+    pace: PaceSnapshot = AT_ONCE  # of every snapshot, from its beginning
 
     async def one(self, request: int, effect: object):
         if isinstance(effect, SaveSnapshot):
-            return await self.moving.saver.save(RequestId(request), effect)
+            saving = self.moving.saver.save(RequestId(request), effect)
+            self.moving.saver.pace_snapshot(RequestId(request), self.pace)
+            return await saving
         (outcome,) = await self.executor.perform(Launch((EffectRequest(RequestId(request), effect),)))
         return timeless(outcome)
 
@@ -188,62 +190,74 @@ async def test_the_lane_goes_on_while_a_snapshot_is_taken(bench: Bench, monkeypa
     assert await bench.answer(3, 2) == cold
 
 
-async def looks_before_runs(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, hurried: Callable[[int], bool], reading: Callable[[int], bool]
-) -> list[int]:
-    """How often a snapshot had looked whether somebody waits before it copied each of its six runs. hurried, reading:
-    what look number N, from 1 on, finds.
-    """
-    monkeypatch.setattr(save, "POLL_S", 0)
-    bench.moving.store.run_bytes = 16 * bench.moving.store.layout.token_bytes
+class Copies:
+    """Copies of runs by a snapshot, each noted when it has begun. on_copy: called on the saver's thread before each."""
+
+    def __init__(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+        bench.moving.store.run_bytes = 16 * bench.moving.store.layout.token_bytes  # six runs
+        self.begun: list[int] = []
+        self.on_copy: Callable[[int], object] = lambda _: None
+        copy_out = RowMover.copy_out
+
+        def noted(*what) -> None:
+            self.begun.append(len(self.begun) + 1)
+            self.on_copy(len(self.begun))
+            copy_out(*what)
+
+        monkeypatch.setattr(RowMover, "copy_out", noted)
+
+
+async def test_a_snapshot_copies_nothing_before_it_may(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.open(1, 0)
     await bench.prefill(1, 0)
-    looks, told, take = count(1), list[int](), RowMover.copy_out
-    last = [0]
+    copies, saved = Copies(bench, monkeypatch), list[object]()
 
-    def look() -> bool:
-        last[0] = next(looks)
-        return hurried(last[0])
+    async def save() -> None:
+        saved.append(await bench.moving.saver.save(RequestId(1), SaveSnapshot(SlotId(0), PROMPT[:96])))
 
-    def taken(*what) -> None:
-        told.append(last[0])
-        take(*what)
-
-    monkeypatch.setattr(RowMover, "copy_out", taken)
-    bench.moving.saver.is_slot_requested, bench.moving.saver.is_first_token_pending = look, lambda: reading(last[0])
-    saved = await bench.one(1, SaveSnapshot(SlotId(0), PROMPT[:96]))
-    assert saved == SnapshotSaved(96, 96 * bench.moving.store.layout.token_bytes)
-    return told
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(save)
+        await anyio.sleep(0.05)
+        assert copies.begun == []
+        bench.moving.saver.pace_snapshot(RequestId(1), AT_ONCE)
+    assert saved == [SnapshotSaved(96, 96 * bench.moving.store.layout.token_bytes)]
+    assert len(copies.begun) == 6
+    bench.moving.saver.pace_snapshot(RequestId(1), PaceSnapshot())  # too late, and for a snapshot that has ended
 
 
-@pytest.mark.parametrize("hurried_from", [1, 4, QUIET_POLLS + 20])
-async def test_a_snapshot_gives_way_to_first_tokens_until_somebody_waits_for_a_slot(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, hurried_from: int
-) -> None:
-    told = await looks_before_runs(bench, monkeypatch, lambda look: look >= hurried_from, lambda _: True)
-    assert told == [hurried_from + run for run in range(6)]
+async def test_a_snapshot_stops_between_two_runs_and_goes_on(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.open(1, 0)
+    await bench.prefill(1, 0)
+    copies, stopped, loop = Copies(bench, monkeypatch), anyio.Event(), asyncio.get_running_loop()
+
+    def stop_in_the_second(number: int) -> None:
+        if number == 2:
+            bench.moving.saver.pace_snapshot(RequestId(1), PaceSnapshot())
+            loop.call_soon_threadsafe(stopped.set)
+
+    copies.on_copy = stop_in_the_second
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(bench.one, 1, SaveSnapshot(SlotId(0), PROMPT[:96]))
+        await stopped.wait()
+        await anyio.sleep(0.05)
+        assert copies.begun == [1, 2]
+        bench.moving.saver.pace_snapshot(RequestId(1), AT_ONCE)
+    assert len(copies.begun) == 6
+    assert not bench.moving.store.collect_figures()["dropped_rows"]
 
 
-async def test_a_snapshot_gives_way_to_first_tokens_for_a_while_only(
+async def test_a_snapshot_that_nobody_awaits_any_more_ends_by_itself(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert await looks_before_runs(bench, monkeypatch, lambda _: False, lambda _: True) == [MAX_POLLS] * 6
-
-
-async def test_a_snapshot_lets_a_moment_pass_behind_each_first_token(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Waited for at looks 3 and 4, and again from the second run on at looks 12 to 14."""
-    told = await looks_before_runs(bench, monkeypatch, lambda _: False, {3, 4, 12, 13, 14}.__contains__)
-    first, again = 4 + QUIET_POLLS + 1, 14 + QUIET_POLLS + 1
-    assert told == [first, first + 1, again, again + 1, again + 2, again + 3]
-
-
-async def test_a_snapshot_lets_a_moment_pass_where_nobody_asks_for_anything(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = await looks_before_runs(bench, monkeypatch, lambda _: False, lambda _: False)
-    assert told == [QUIET_POLLS + 1 + run for run in range(6)]
+    """As when the engine stops at once: its thread would hold up the end of the process for ever."""
+    bench.open(1, 0)
+    await bench.prefill(1, 0)
+    copies = Copies(bench, monkeypatch)
+    with anyio.move_on_after(0.05):
+        await bench.moving.saver.save(RequestId(1), SaveSnapshot(SlotId(0), PROMPT[:96]))
+    with anyio.fail_after(20):
+        await to_thread.run_sync(bench.moving.saver.close)
+    assert len(copies.begun) == 6
 
 
 async def test_what_there_is_no_time_for_is_dropped_and_counted(bench: Bench) -> None:
@@ -286,21 +300,60 @@ async def test_what_pinned_memory_has_no_room_for_is_dropped_where_nothing_comes
     assert elsewhere.data.nbytes == ALIGN
 
 
-@pytest.mark.parametrize(("asked", "hurried", "rows"), [(1, True, 96), (2, True, 0), (2, False, 96)])
-async def test_no_memory_is_registered_while_a_slot_is_waited_for_and_others_wait_for_their_turn(
-    asked: int, hurried: bool, rows: int, bench: Bench
-) -> None:
-    """Which takes several times as long as the copies. asked: snapshots that are."""
-    store, saver = bench.moving.store, bench.moving.saver
-    saver.is_slot_requested = lambda: hurried
+@pytest.mark.parametrize("may_grow", [False, True])
+async def test_no_memory_is_registered_where_the_core_forbids_it(may_grow: bool, bench: Bench) -> None:
+    """Which takes several times as long as the copies."""
+    store, rows = bench.moving.store, 96 if may_grow else 0
+    bench.pace = PaceSnapshot(may_copy=True, may_grow=may_grow, may_wait=False)
     store.memory_tier.memory = SlabMemory(SLAB_BYTES, pin=True)
     bench.open(1, 0)
     await bench.prefill(1, 0)
-    saver._pending_snapshots = asked - 1  # noqa: SLF001 - those would have to be there at the same moment
     saved = await bench.one(1, SaveSnapshot(SlotId(0), PROMPT[:96]))
     assert saved == SnapshotSaved(rows, rows * store.layout.token_bytes)
     assert store.collect_figures()["dropped_rows"] == 96 - rows
-    assert bool(store.memory.slab_bytes) == bool(rows)
+    assert bool(store.memory.slab_bytes) == may_grow
+
+
+@pytest.mark.parametrize("bench", ["disk"], indirect=True)
+async def test_a_snapshot_stops_waiting_for_the_disk_when_others_wait_behind_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk never ends its first write: the snapshot waits for memory until it may not any more."""
+    store, go, waits = bench.moving.store, threading.Event(), threading.Event()
+    store.run_bytes, store.memory_tier.index.budget = 16 * store.layout.token_bytes, 0
+    memory = store.memory_tier.memory = SlabMemory(store.run_bytes, pin=True)
+    bench.moving.saver.clock_ns = lambda: 0
+    disk, allocate = store.lower_tiers[0], memory.allocate
+    write = disk.folder.write_async
+
+    async def late(*what) -> None:
+        go.wait()
+        await write(*what)
+
+    def noted(*what, **how):
+        try:
+            return allocate(*what, **how)
+        except MemoryError:
+            waits.set()
+            raise
+
+    monkeypatch.setattr(disk.folder.__class__, "write_async", lambda _, *what: late(*what))
+    monkeypatch.setattr(SlabMemory, "allocate", lambda _, *what, **how: noted(*what, **how))
+    bench.open(1, 0)
+    await bench.prefill(1, 0)
+    saved = list[object]()
+
+    async def save() -> None:
+        saved.append(await bench.one(1, SaveSnapshot(SlotId(0), PROMPT[:96])))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(save)
+        assert await to_thread.run_sync(waits.wait, 20)
+        await anyio.sleep(0.02)
+        assert not saved
+        bench.moving.saver.pace_snapshot(RequestId(1), PaceSnapshot(may_copy=True, may_wait=False))
+    assert saved == [SnapshotSaved(16, 16 * store.layout.token_bytes)]
+    go.set()
 
 
 @pytest.mark.parametrize("bench", ["disk"], indirect=True)

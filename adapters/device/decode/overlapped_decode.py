@@ -89,9 +89,9 @@ class InFlightStep:
 
 @define(eq=False)
 class OverlappedDecode:
-    """Runs overlapped decode steps. Every method is called on the lane. The fields are those of `DecodeRunner`.
+    """Runs overlapped decode steps. The fields are those of `DecodeRunner`.
 
-    has_prefill_backlog: does a prompt wait for another prompt to be computed?
+    Every method but `set_pace` is called on the lane.
     """
 
     shard: Shard
@@ -100,13 +100,17 @@ class OverlappedDecode:
     find_ready_slot: Callable[[RequestId, RunDecode], SlotState | DeviceFailed]
     is_abandoned: Callable[[RequestId], bool]
     follow: Callable[[Step, Forward, Sequence[Kept], Sequence[SlotState]], object]
-    has_prefill_backlog: Callable[[], bool] = field(init=False, default=lambda: False)
+    _is_paced: bool = field(init=False, default=False)
     _pacer: StepPacer = field(init=False)
     _default_sampler: Sampler | None = field(init=False, default=None)  # for picks that are dropped
     _in_flight: InFlightStep | None = field(init=False, default=None)  # set once a step before it has been read
 
     def __attrs_post_init__(self) -> None:
         self._pacer = build_step_pacer(self.shard.device)
+
+    def set_pace(self, *, evenly: bool) -> None:
+        """Begin or end the even pace of steps. Called on the event loop; it holds from the next step on."""
+        self._is_paced = evenly
 
     def can_run(self, asks: Sequence[EffectRequest]) -> bool:
         """Can these asks run overlapped? The device must run ahead of the host, and nothing may be proposed."""
@@ -223,7 +227,7 @@ class OverlappedDecode:
         state knows.
 
         While prompts wait for each other, the one that is computed parallel to these steps decides when all of them are
-        answered. Then the steps are paced evenly, which leaves the device to it in between.
+        answered. The core then asks for an even pace (`PaceSteps`), which leaves the device to it in between.
         """
         offsets = [int(index < unread) for index in range(len(rows))]
         segments = tuple(
@@ -233,7 +237,7 @@ class OverlappedDecode:
         step = Step(segments, bucket_of(self.buckets, len(rows)))
         forward = self.shard.forward(step, tokens)
         logits = self.shard.logits(step, forward.hidden)
-        if unread and self.has_prefill_backlog():
+        if unread and self._is_paced:
             self._pacer.beat()
         else:
             self._pacer.stop()

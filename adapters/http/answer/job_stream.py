@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from asyncio import Future, TimerHandle, get_running_loop
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from adapters.text.explain_miss import MissExplanation, explain_miss
 from adapters.text.stop_strings import StopStrings
 from adapters.text.tokenizer import Tokenizer
 from effects.decode import Logprob
-from effects.ids import RequestId
+from effects.ids import RequestId, Tokens
 from effects.job import Report
 from effects.ports import CancelReason, Closed, Door, Ticket
 from effects.stream import EmitTokens, ReportProgress
@@ -39,12 +40,29 @@ class PromptProgress:
 
 
 @frozen
+class AnswerPace:
+    """Tokens, and the milliseconds that they took, of a prompt and of its answer so far."""
+
+    restored: int
+    computed: int
+    prompt_ms: float
+    generated: int
+    answer_ms: float
+
+
+@frozen
 class AnswerDelta:
-    """The next pieces of an answer. `picks` are the tokens since the last delta, only if logprobs were asked for."""
+    """The next pieces of an answer.
+
+    picks: the tokens since the last delta, only if logprobs were asked for. tokens: all tokens since the last delta.
+    pace: of the answer up to here.
+    """
 
     index: int
     pieces: tuple[AnswerPiece, ...]
     picks: tuple[PickedToken, ...] = ()
+    tokens: Tokens = ()
+    pace: AnswerPace | None = None
 
     @property
     def text(self) -> str:
@@ -68,7 +86,8 @@ class FinishedChoice:
     """A choice that is complete.
 
     token_count: tokens that count, up to the one that completed a stop string. stop_string: the one that ended it.
-    called_functions: their names, in order. miss_explanation: why no more of the prompt was in the cache.
+    called_functions: their names, in order. answer_tokens: those that `tokens` counts. miss_explanation: why no more of
+    the prompt was in the cache.
     """
 
     planned_job: PlannedJob
@@ -77,6 +96,7 @@ class FinishedChoice:
     stop_string: str | None = None
     reasoning_tokens: int = 0
     called_functions: tuple[str, ...] = ()
+    answer_tokens: Tokens = ()
     miss_explanation: MissExplanation | None = None
 
     @property
@@ -205,6 +225,10 @@ class JobStream:
     unclassified_picks: list[PickedToken] = field(factory=list)  # no piece has come of them yet: they may begin a call
     pieces: list[AnswerPiece] = field(factory=list)
     answer_tokens: list[int] = field(factory=list)  # the tokens of the whole answer
+    sent_count: int = 0  # the tokens of the answer that deltas have had
+    restored_count: int = 0  # the tokens of the prompt that were restored, as far as is known
+    start_s: float = field(factory=time.monotonic)
+    first_token_s: float | None = None
 
     def end_overdue(self, outcome: Closed) -> None:
         """End the stream with this outcome, after everything that the engine has sent."""
@@ -216,15 +240,26 @@ class JobStream:
         while self.outcome is None and (message := self.ticket.next_message()) is not None:
             match message:
                 case EmitTokens():
+                    self.first_token_s = self.first_token_s or time.monotonic()
                     pieces += self.read_tokens(message)
                 case ReportProgress(done, total, cached):
+                    self.restored_count = cached
                     yield PromptProgress(self.planned_job.index, done, total, cached)
                 case Closed():
                     self.outcome = message
                     pieces += self.flush()
         self.outcome = self.outcome or self.overdue_outcome
         if pieces or (self.outcome is not None and self.picks):
-            yield AnswerDelta(self.planned_job.index, tuple(pieces), self.take_picks())
+            tokens = tuple(self.answer_tokens[self.sent_count :])
+            self.sent_count += len(tokens)
+            yield AnswerDelta(self.planned_job.index, tuple(pieces), self.take_picks(), tokens, self.measure_pace())
+
+    def measure_pace(self) -> AnswerPace:
+        now = time.monotonic()
+        first = self.first_token_s or now
+        computed = len(self.planned_job.job.prompt) - self.restored_count
+        times_ms = 1000 * (first - self.start_s), 1000 * (now - first)
+        return AnswerPace(self.restored_count, computed, times_ms[0], self.token_count, times_ms[1])
 
     def read_tokens(self, message: EmitTokens) -> list[AnswerPiece]:
         """Return the pieces that these tokens make, up to a stop string or the only call that is allowed. Either
@@ -297,5 +332,5 @@ class JobStream:
         ):
             self.planned_job.pending_turn.store(self.planned_job.job, tuple(self.answer_tokens), self.pieces)
         called = tuple(piece.name for piece in self.pieces if isinstance(piece, CallBegun))
-        said = self.token_count, self.stop_strings.found_stop, self.reasoning_count, called
+        said = self.token_count, self.stop_strings.found_stop, self.reasoning_count, called, tuple(self.answer_tokens)
         return FinishedChoice(self.planned_job, closed, *said)

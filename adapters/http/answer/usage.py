@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from adapters.http.answer import cache_misses
-from adapters.http.answer.job_stream import FinishedChoice, PromptProgress
+from adapters.http.answer.job_stream import AnswerDelta, AnswerPace, FinishedChoice, PromptProgress
 from adapters.http.edge_options import EdgeOptions
+from adapters.http.request.controls import Controls
 from effects.compression import WHOLE
 from effects.job import Report
 from effects.ports import ANSWER_STAGES, PROMPT_STAGES
@@ -42,22 +43,48 @@ def count_cache_writes(ended: FinishedChoice) -> int:
     return max(0, min(report.cache.rows, len(ended.planned_job.job.prompt)) - report.restored_tokens)
 
 
+def make_progress_fields(progress: PromptProgress, elapsed_ms: float, controls: Controls) -> dict[str, Any]:
+    """Return what llama.cpp's streams have while a prompt is read: the progress, and timings if they were asked for."""
+    report = {"prompt_progress": make_progress(progress, elapsed_ms)}
+    if not controls.shows_timings:
+        return report
+    computed = progress.done - progress.cached
+    pace = AnswerPace(progress.cached, computed, elapsed_ms if computed else 0.0, 0, 0.0)
+    return {**report, "timings": format_timings(pace)}
+
+
+def make_pace_fields(said: AnswerDelta, controls: Controls) -> dict[str, Any]:
+    """Return the timings of an answer so far, if they were asked for (`timings_per_token`)."""
+    return {"timings": format_timings(said.pace)} if controls.shows_timings and said.pace is not None else {}
+
+
 def make_timings(ended: FinishedChoice) -> dict[str, Any]:
     """Return llama.cpp's figures: what was restored, computed and generated, and how fast."""
     report = ended.outcome.report
     computed = max(0, len(ended.planned_job.job.prompt) - report.restored_tokens)
-    prompt_ms = round(ended.outcome.spent_ms(PROMPT_STAGES), 3)
-    answer_ms = round(ended.outcome.spent_ms(ANSWER_STAGES), 3)
+    prompt_ms = ended.outcome.spent_ms(PROMPT_STAGES)
+    answer_ms = ended.outcome.spent_ms(ANSWER_STAGES)
+    draft = {"draft_n": report.proposed, "draft_n_accepted": report.accepted} if report.proposed else {}
+    return {**format_timings(AnswerPace(report.restored_tokens, computed, prompt_ms, ended.tokens, answer_ms)), **draft}
+
+
+def format_timings(pace: AnswerPace) -> dict[str, Any]:
+    """Return llama.cpp's `timings`. The first token comes with the prompt, so the rate of an answer is that of the
+    others.
+    """
+    prompt_ms = round(pace.prompt_ms, 3)
+    answer_ms = round(pace.answer_ms, 3)
+    steps = max(0, pace.generated - 1)
     return {
-        "cache_n": report.restored_tokens,
-        "prompt_n": computed,
+        "cache_n": pace.restored,
+        "prompt_n": pace.computed,
         "prompt_ms": prompt_ms,
-        "prompt_per_token_ms": divide(prompt_ms, computed),
-        "prompt_per_second": divide(1000 * computed, prompt_ms),
-        "predicted_n": ended.tokens,
+        "prompt_per_token_ms": divide(prompt_ms, pace.computed, 6),
+        "prompt_per_second": divide(1000 * pace.computed, prompt_ms, 6),
+        "predicted_n": pace.generated,
         "predicted_ms": answer_ms,
-        "predicted_per_token_ms": divide(answer_ms, ended.tokens),
-        "predicted_per_second": divide(1000 * ended.tokens, answer_ms),
+        "predicted_per_token_ms": divide(answer_ms, steps, 6),
+        "predicted_per_second": divide(1000 * steps, answer_ms, 6),
     }
 
 
@@ -121,5 +148,5 @@ def describe_choices(ended: Sequence[FinishedChoice], options: EdgeOptions) -> d
     return described[0] if len(described) == 1 else {**described[0], "jobs": described}
 
 
-def divide(amount: float, parts: float) -> float:
-    return round(amount / parts, 3) if parts else 0.0
+def divide(amount: float, parts: float, digits: int = 3) -> float:
+    return round(amount / parts, digits) if parts else 0.0

@@ -100,7 +100,7 @@ class MessageShape:
     def stream_choice_end(self, ended: FinishedChoice) -> Iterable[bytes]:
         for one in self.blocks.close_block():
             yield from map(encode_message_event, self.make_block_events(one))
-        more = {"timings": figures.make_timings(ended), "rekindle": figures.describe_choice(ended, self.options)}
+        more = {"rekindle": figures.describe_choice(ended, self.options)}
         reason = self.find_stop_reason(ended)
         delta = {"stop_reason": reason, "stop_sequence": find_stop_sequence(ended, reason), "stop_details": None}
         yield encode_message_event({"type": "message_delta", "delta": delta, "usage": make_usage(ended), **more})
@@ -118,9 +118,9 @@ class MessageShape:
                 list(self.blocks.push(piece))
         list(self.blocks.close_block())
         content = [self.make_block(block) for block in self.blocks.finished_blocks]
-        more = {"timings": figures.make_timings(one), "rekindle": figures.describe_choice(one, self.options)}
         reason = self.find_stop_reason(one)
-        return {**self.make_message(content, reason, find_stop_sequence(one, reason), make_usage(one)), **more}
+        message = self.make_message(content, reason, find_stop_sequence(one, reason), make_usage(one))
+        return {**message, "rekindle": figures.describe_choice(one, self.options)}
 
     def make_block(self, block: Block) -> dict[str, Any]:
         """Return a complete block. The arguments of a call are a JSON object, even if the answer was cut off in

@@ -47,7 +47,7 @@ from adapters.text.model_text import Text
 from adapters.text.reasoning_efforts import EFFORTS
 from effects.ids import Tokens
 
-LEAST_BUDGET = 1024  # tokens, as in Anthropic's API
+LEAST_BUDGET = 1  # tokens; small models are asked for less than the 1,024 of Anthropic's API
 ROLES = ("user", "assistant", "system")
 HISTORY_ROLES: dict[str, Speaker] = {
     "user": "user",

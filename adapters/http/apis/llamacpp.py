@@ -15,7 +15,8 @@ from adapters.http.apis.api import Api
 from adapters.http.apis.openai_answer import make_token_logprob
 from adapters.http.apis.openai_completions import TextEncoding, encode_prompt
 from adapters.http.edge_options import EdgeOptions
-from adapters.http.request.controls import ApiFieldNames, read_controls
+from adapters.http.request.biases import NEVER_BIAS
+from adapters.http.request.controls import ApiFieldNames, Controls, read_controls
 from adapters.http.request.parsed_request import ApiClient, ParsedRequest
 from adapters.http.request.sampling_fields import list_settings
 from adapters.http.request.unsupported import EMPTY, UNSUPPORTED, UnsupportedField
@@ -31,7 +32,7 @@ MOST_PARTS = 1024  # texts of one mixed prompt: each is encoded by itself
 MOST_FIELDS = 256  # fields of an answer
 KINDS = "a string, an array of token ids and strings (one prompt), or an array of such prompts"
 UNSUPPORTED_FIELDS: Mapping[str, UnsupportedField] = {
-    **{name: missing for name, missing in UNSUPPORTED.items() if name not in {"n_probs", "suffix"}},
+    **{name: missing for name, missing in UNSUPPORTED.items() if name not in {"n_probs", "suffix", "return_tokens"}},
     "input_prefix": UnsupportedField("is not supported; /v1/completions and a prompt that has it are"),
     "input_suffix": UnsupportedField("is not supported: the model only writes on"),
     "post_sampling_probs": UnsupportedField(
@@ -45,11 +46,16 @@ FIELD_NAMES = ApiFieldNames(UNSUPPORTED_FIELDS, max_tokens=("n_predict", "max_to
 
 @frozen
 class LlamaDetails:
-    """prompts: as text. response_fields: the fields that the client reads of an answer; all if there are none."""
+    """The parts of a request that its answers need.
+
+    prompts: as text. response_fields: the fields that the client reads of an answer; all if there are none.
+    returns_tokens: a whole answer has its tokens, as the parts of a stream always have.
+    """
 
     prompts: Sequence[str]
     has_several_prompts: bool
     response_fields: Sequence[str]
+    returns_tokens: bool
 
 
 async def read_request(
@@ -57,6 +63,8 @@ async def read_request(
 ) -> ParsedRequest[LlamaDetails]:
     probs = fields.integer("n_probs", 0, MAX_PROBS)
     controls = read_controls(fields, FIELD_NAMES, options, text.tokenizer, probs or -1)
+    if fields.flag("ignore_eos"):
+        controls = forbid_tokens(controls, text.tokenizer.end_tokens)
     prompt = fields.data.get("prompt")
     path = fields.path_of("prompt")
     several = isinstance(prompt, list) and int not in set(map(type, prompt))
@@ -69,14 +77,18 @@ async def read_request(
     read = [
         await encode_mixed_prompt(one, where, encoding, text, options) for one, where in zip(listed, paths, strict=True)
     ]
-    said = [
-        one if isinstance(one, str) else await anyio.to_thread.run_sync(decode_prompt, text.tokenizer, tokens)
-        for one, tokens in zip(listed, read, strict=True)
-    ]
+    said = [await anyio.to_thread.run_sync(decode_prompt, text.tokenizer, tokens) for tokens in read]
     wanted = fields.items("response_fields", MOST_FIELDS) or []
     if not all(isinstance(one, str) for one in wanted):
         raise fields.wrong_value("response_fields", "an array of strings, such as 'generation_settings/n_predict'")
-    return ParsedRequest(controls, read, paths, LlamaDetails(said, several, wanted))
+    details = LlamaDetails(said, several, wanted, fields.flag("return_tokens"))
+    return ParsedRequest(controls, read, paths, details)
+
+
+def forbid_tokens(controls: Controls, tokens: Tokens) -> Controls:
+    """Return the controls with a bias for these tokens, so that they never come."""
+    biases = {**dict(controls.sampling.logit_bias), **dict.fromkeys(tokens, NEVER_BIAS)}
+    return evolve(controls, sampling=evolve(controls.sampling, logit_bias=tuple(biases.items())))
 
 
 def unwrap_prompt(prompt: Any) -> Any:
@@ -133,11 +145,12 @@ class LlamaShape:
         return ()
 
     def stream_delta(self, said: AnswerDelta) -> Iterable[bytes]:
-        yield encode_event(self.make_part(said.index, said.text, stop=False, **self.make_probabilities(said.picks)))
+        more = {**self.make_probabilities(said.picks), **usage.make_pace_fields(said, self.request.controls)}
+        yield encode_event(self.make_part(said.index, said.text, stop=False, tokens=said.tokens, **more))
 
     def stream_progress(self, progress: PromptProgress, elapsed_ms: float) -> Iterable[bytes]:
-        answer = usage.make_progress(progress, elapsed_ms)
-        yield encode_event(self.make_part(progress.index, "", stop=False, prompt_progress=answer))
+        more = usage.make_progress_fields(progress, elapsed_ms, self.request.controls)
+        yield encode_event(self.make_part(progress.index, "", stop=False, **more))
 
     def stream_heartbeat(self) -> Iterable[bytes]:
         yield encode_event(self.make_part(0, "", stop=False))
@@ -162,6 +175,9 @@ class LlamaShape:
         kind = "word" if ended.stop_string is not None else {"stop": "eos", "length": "limit"}.get(finish, "none")
         answer = {
             **self.make_part(said.index, said.text, stop=True),
+            "tokens": ended.answer_tokens
+            if self.request.details.returns_tokens and not self.request.controls.stream
+            else [],
             "has_new_line": said.index in self.indexes_with_newline,
             "model": self.request.controls.model,
             "tokens_predicted": ended.tokens,

@@ -43,15 +43,15 @@ class OpenAiShape(ABC, Generic[D]):
         """Return the fields that every OpenAI object has."""
         named = {"id": self.id, "object": kind, "created": self.created, "model": self.controls.model}
         tier = {"service_tier": "default"} if self.controls.names_tier else {}
-        return {**named, "system_fingerprint": "fp_rekindle", **tier}
+        return {**named, "system_fingerprint": self.options.fingerprint, **tier}
 
     def encode_chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         usage = {"usage": None} if self.controls.include_usage else {}
         return encode_event({**self.make_head(self.chunk_kind), "choices": choices, **usage, **more})
 
     def stream_progress(self, progress: PromptProgress, elapsed_ms: float) -> Iterable[bytes]:
-        report = figures.make_progress(progress, elapsed_ms)
-        yield self.encode_chunk([self.make_empty_choice(progress.index)], prompt_progress=report)
+        more = figures.make_progress_fields(progress, elapsed_ms, self.controls)
+        yield self.encode_chunk([self.make_empty_choice(progress.index)], **more)
 
     def stream_heartbeat(self) -> Iterable[bytes]:
         yield COMMENT
@@ -157,9 +157,8 @@ class CompletionShape(OpenAiShape["BestOf | None"]):
                 said.index, before.pieces + said.pieces, before.picks + said.picks
             )
             return
-        yield self.encode_chunk(
-            [{**self.make_empty_choice(said.index), "text": said.text, "logprobs": self.make_logprobs(said)}]
-        )
+        choice = {**self.make_empty_choice(said.index), "text": said.text, "logprobs": self.make_logprobs(said)}
+        yield self.encode_chunk([choice], **figures.make_pace_fields(said, self.controls))
 
     def stream_choice_end(self, ended: FinishedChoice) -> Iterable[bytes]:
         if self.sends_text_at_end:

@@ -8,6 +8,7 @@ from typing import Any
 from attrs import define, evolve, field, frozen
 
 from adapters.http.answer.job_stream import AnswerDelta, FinishedChoice, PickedToken
+from adapters.http.answer.usage import make_pace_fields
 from adapters.http.apis.openai_answer import OpenAiShape, finish_reason_of, make_token_logprob
 from adapters.http.request.custom_tools import extract_custom_input
 from adapters.http.request.tool_definitions import find_sent_name
@@ -82,7 +83,8 @@ class ChatShape(OpenAiShape[ChatDetails]):
         for place, delta in enumerate(deltas or [{}]):
             picks = self.make_logprobs(said.picks) if place == 0 else {}
             if delta or picks:
-                yield self.encode_chunk([{**self.make_empty_choice(said.index), "delta": delta, **picks}])
+                choice = {**self.make_empty_choice(said.index), "delta": delta, **picks}
+                yield self.encode_chunk([choice], **make_pace_fields(said, self.controls))
 
     def make_empty_choice(self, index: int) -> dict[str, Any]:
         return {"index": index, "delta": {}, "finish_reason": None}

@@ -95,7 +95,8 @@ class ResponseShape:
     def stream_delta(self, said: AnswerDelta) -> Iterable[bytes]:
         for piece, logprobs in self.pair_with_logprobs(said):
             for one in self.blocks.push(piece):
-                yield from self.stream_block(one, logprobs=logprobs)
+                timings = figures.make_pace_fields(said, self.request.controls)
+                yield from self.stream_block(one, logprobs=logprobs, timings=timings)
 
     def pair_with_logprobs(self, said: AnswerDelta) -> Iterator[tuple[AnswerPiece, list[dict[str, Any]]]]:
         """Yield each piece with the logprobs of its tokens, if these were requested."""
@@ -119,8 +120,8 @@ class ResponseShape:
         """Write the progress, with the response but without its request. The request grows with the prompt, and so does
         the number of these events.
         """
-        report = figures.make_progress(progress, elapsed_ms)
-        yield self.number_event("response.in_progress", response=self.make_current(), prompt_progress=report)
+        more = figures.make_progress_fields(progress, elapsed_ms, self.request.controls)
+        yield self.number_event("response.in_progress", response=self.make_current(), **more)
 
     def stream_heartbeat(self) -> Iterable[bytes]:
         """Write an event: Codex counts events as life, and nothing else."""
@@ -132,7 +133,7 @@ class ResponseShape:
 
     def stream_closing(self, ended: Sequence[FinishedChoice]) -> Iterable[bytes]:
         final = self.make_final(ended[0])
-        yield self.number_event(f"response.{final['status']}", response=final)
+        yield self.number_event(f"response.{final['status']}", response=final, timings=final["timings"])
 
     def stream_error(self, error: ApiError) -> Iterable[bytes]:
         for one in self.blocks.close_block():
@@ -144,8 +145,13 @@ class ResponseShape:
         yield self.number_event("response.failed", response=final)
 
     def stream_block(
-        self, one: BlockEvent, cut: bool = False, logprobs: Sequence[Mapping[str, Any]] = ()
+        self,
+        one: BlockEvent,
+        cut: bool = False,
+        logprobs: Sequence[Mapping[str, Any]] = (),
+        timings: Mapping[str, Any] | None = None,
     ) -> Iterator[bytes]:
+        """Write the events of a block. logprobs, timings: for its deltas."""
         block = one.block
         kind = self.kind_of(one.block)
         if kind == "compaction":
@@ -167,7 +173,7 @@ class ResponseShape:
                 if block.kind != "call":
                     yield self.number_event("response.content_part.added", **part, part=self.make_part(block, ""))
             case BlockDelta(_, text) if kind != "custom":
-                yield self.number_event(f"{stream}.delta", **where, **new_logprobs, delta=text)
+                yield self.number_event(f"{stream}.delta", **where, **new_logprobs, **(timings or {}), delta=text)
             case BlockEnd():
                 text = block.text
                 if kind == "custom":  # its input is known only now, as it came as JSON

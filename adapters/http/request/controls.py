@@ -49,6 +49,7 @@ class Controls:
     echo: bool = False  # the prompt is part of the answer, with its logprobs where any are asked for
     one_off: bool | None = None  # no request will continue it; None: the request does not say
     compression: RequestedCompression = field(factory=RequestedCompression)
+    shows_timings: bool = False  # every part of a stream has its timings
     names_tier: bool = False  # the request names a service tier, so the answer names the only one
 
 
@@ -95,6 +96,7 @@ def read_controls(
         response_format=read_response_format(fields, names.formats),
         one_off=fields.flag("one_off") if fields.has("one_off") else None,
         compression=read_compression(fields, options.compression),
+        shows_timings=fields.flag("timings_per_token"),
         names_tier=fields.text("service_tier") is not None,
     )
 

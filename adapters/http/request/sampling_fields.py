@@ -13,7 +13,7 @@ from typing import Any
 from attrs import evolve
 
 from adapters.http.edge_options import EdgeOptions
-from adapters.http.request.biases import read_biases
+from adapters.http.request.biases import NEVER_BIAS, read_biases
 from adapters.http.wire.errors import invalid
 from adapters.http.wire.fields import Fields
 from adapters.text.tokenizer import Tokenizer
@@ -21,6 +21,17 @@ from effects.job import Sampling
 
 MIN_PENALTY = 1e-3  # logits are divided by it, and float32 ends at 3e38
 SEED_COUNT = 1 << 63
+# Samplers that llama.cpp's clients look for in the settings, each with the value that turns it off.
+ABSENT_SAMPLERS: Mapping[str, float] = {
+    "typical_p": 1,
+    "top_n_sigma": -1,
+    "xtc_probability": 0,
+    "dynatemp_range": 0,
+    "mirostat": 0,
+    "dry_multiplier": 0,
+    "adaptive_target": -1,
+    "adaptive_decay": 0,
+}
 
 
 def read_sampling(fields: Fields, options: EdgeOptions, tokenizer: Tokenizer) -> Sampling:
@@ -72,8 +83,10 @@ def make_default_settings(options: EdgeOptions) -> Mapping[str, Any]:
 
 
 def list_settings(sampling: Sampling) -> Mapping[str, Any]:
-    """Return the settings by llama.cpp's names."""
+    """Return the settings by llama.cpp's names. It writes null for the bias of a token that never comes."""
+    biases = [(token, None if bias <= NEVER_BIAS else bias) for token, bias in sampling.logit_bias]
     return {
+        **ABSENT_SAMPLERS,
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
@@ -82,5 +95,5 @@ def list_settings(sampling: Sampling) -> Mapping[str, Any]:
         "repeat_last_n": -1,
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
-        "logit_bias": [{"token": token, "bias": bias} for token, bias in sampling.logit_bias],
+        "logit_bias": [{"token": token, "bias": bias} for token, bias in biases],
     }

@@ -41,6 +41,7 @@ UNSUPPORTED: Mapping[str, UnsupportedField] = {
     "dynatemp_range": UnsupportedField(SAMPLER, (0,)),
     "mirostat": UnsupportedField(SAMPLER, (0,)),
     "dry_multiplier": UnsupportedField(SAMPLER, (0,)),
+    "adaptive_target": UnsupportedField(SAMPLER, (-1,)),
     "samplers": UnsupportedField("is not supported: the order of samplers is fixed (see docs/APIS.md)"),
     "use_beam_search": UnsupportedField("is not supported: this server samples"),
     "length_penalty": UnsupportedField("is not supported: it is for beam search", (1,)),

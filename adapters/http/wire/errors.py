@@ -28,6 +28,8 @@ class ApiError(Exception):
         return evolve(self, headers={**self.headers, **headers})
 
 
+# llama.cpp's type. Its clients know it, others the code (OpenAI's), and agents look for words of its message.
+TOO_LONG = "exceed_context_size_error"
 SHUTTING_DOWN = "The server is shutting down."
 OUT_OF_REACH = "A part of the model is out of reach, so nothing can be answered now"
 
@@ -51,11 +53,11 @@ def invalid(param: str, message: str, code: str | None = None) -> ApiError:
 
 def context_exceeded(tokens: int, context: int, param: str) -> ApiError:
     message = (
-        f"The prompt has {tokens} tokens, but this server's context holds {context}, the answer included. "
+        f"The prompt has {tokens} tokens. With its answer, it exceeds the available context size ({context} tokens). "
         "Shorten the prompt, or start the server with a larger --max-ctx (and --kv-memory)."
     )
     counts = {"n_prompt_tokens": tokens, "n_ctx": context}
-    return ApiError(400, message, param=param, code="context_length_exceeded", extra=counts)
+    return ApiError(400, message, TOO_LONG, param, code="context_length_exceeded", extra=counts)
 
 
 def length_not_counted(least: int, context: int, param: str) -> ApiError:
@@ -122,8 +124,8 @@ FAILURES: Mapping[Finish, tuple[int, str, str, str, bool]] = {
     ),
     "too_long": (
         400,
-        "The prompt does not fit this server's context, and not enough of it could be left out (see --max-ctx).",
-        "invalid_request_error",
+        "The prompt exceeds the available context size, and not enough of it could be left out (see --max-ctx).",
+        TOO_LONG,
         "context_length_exceeded",
         False,
     ),

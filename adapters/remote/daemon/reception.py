@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-import time
 from contextlib import suppress
 from queue import SimpleQueue
 
@@ -59,7 +58,7 @@ class Reception:
     _strangers: dict[Channel, None] = field(factory=dict)  # the oldest first
     _lock: threading.Lock = field(factory=threading.Lock)
     _queue: SimpleQueue[WaitingServer] = field(factory=SimpleQueue)
-    _closed: bool = False
+    _closing: threading.Event = field(factory=threading.Event)
 
     def open(self) -> None:
         """Begin to take connections."""
@@ -67,7 +66,7 @@ class Reception:
 
     def close(self) -> None:
         """Take no more, and let go of strangers."""
-        self._closed = True
+        self._closing.set()
         with suppress(OSError):
             self.listening.shutdown(socket.SHUT_RDWR)  # whoever waits in `accept` wakes up
         self.listening.close()
@@ -83,13 +82,13 @@ class Reception:
                 return server
 
     def _accept(self) -> None:
-        while not self._closed:
+        while not self._closing.is_set():
             try:
                 connection, _ = self.listening.accept()
             except OSError as error:
-                if not self._closed:
+                if not self._closing.is_set():
                     log.warning("no connection was taken: %s", error.strerror or error)
-                    time.sleep(PAUSE_S)
+                    self._closing.wait(PAUSE_S)
                 continue
             try:
                 channel = Channel(kept_alive(connection))

@@ -130,7 +130,7 @@ class Vocabulary:
         if words not in self._encoded:
             if len(self._encoded) >= MAX_ENCODED_TEXTS:
                 self._encoded.clear()
-            self._encoded[words] = self.tokenizer.encode_now([words])[0]
+            self._encoded[words] = self.tokenizer.encode_continuation(words)
         return list(self._encoded[words])
 
 

@@ -24,7 +24,7 @@ MOST_FILE = 1 << 16  # bytes
 class Costs:
     """Costs in nanoseconds, unless a name says otherwise. A cost that depends on the position p is a + b * p."""
 
-    source: str = "the demo in bf16 on two cores (docs/BENCHMARKS.md)"
+    source: str = "the demo in bf16 on two cores"
     token_bytes: int = 2560  # KV rows of one token
     state_bytes: int = 0  # bytes of a checkpoint of recurrent state; 0: the model has none
     prefill: int = 185_000  # one prompt token, in a chunk, at position 0

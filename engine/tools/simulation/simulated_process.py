@@ -26,22 +26,27 @@ from effects.decode import Decoded, RunDecode
 from effects.ids import MAIN, RequestId, Tokens
 from effects.job import Job
 from effects.lookup import FindPrefix, PrefixFound, PrefixMissed, ReleasePrefix
+from effects.pacing import PaceMemory, PaceSnapshot, PaceSteps, TrimMemory
 from effects.pflash import CompressPrompt, KeepFrozen
 from effects.prefill import OpenSlot, PrefillAdvanced, RunPrefill
 from effects.residency import LoadModel, ModelLoaded, ModelUnloaded, UnloadModel
 from effects.restore import BlocksRestored, RestoreBlocks
 from effects.snapshot import SaveSnapshot, SnapshotSaved
 from effects.stream import CloseStream, EmitTokens, ReportProgress, StopLaunch
+from effects.timer import StartTimer
 from engine.tools.simulation.simulated_compression import count_scored, shorten_prompt
 from engine.tools.simulation.simulated_costs import Costs
 from engine.tools.simulation.simulated_store import SimulatedStore
 from engine.tools.simulation.tally import RequestTally
 from engine.tools.simulation.virtual_clock import Clock, Queue
-from states.events import Event, ForRequest, Submitted
+from states.events import Event, ForEngine, ForRequest, Happened, Submitted, TimerElapsed
 from states.request_states import Held, get_remainder
 from states.sequences import round_down_to_block
 from states.settings import Settings
 from states.world import Output, World, advance, make_world
+
+# Copies of snapshots take their place on the lane here, and no memory is pinned: there is nothing to be paced.
+PACE = (PaceSnapshot, PaceSteps, PaceMemory, TrimMemory)
 
 
 @define(eq=False)
@@ -90,11 +95,19 @@ class Process:
         self.feed(request, Submitted(job))
 
     def feed(self, request: RequestId, event: Event) -> None:
-        self.world, outs = advance(self.world, ForRequest(request, event))
-        quiet = all(isinstance(out, Launch) or isinstance(out.effect, EmitTokens) for out in outs)
+        self.happen(ForRequest(request, event))
+
+    def happen(self, happened: Happened) -> None:
+        self.world, outs = advance(self.world, happened)
+        quiet = all(isinstance(out, Launch) or isinstance(out.effect, (EmitTokens, StartTimer, *PACE)) for out in outs)
         self.undisturbed = quiet and (self.undisturbed or not self.joining)
         for out in outs:
-            self.carry_out(out, quiet=quiet)
+            effect = None if isinstance(out, Launch) else out.effect
+            if isinstance(effect, StartTimer):
+                elapsed = ForEngine(TimerElapsed(effect.name, effect.number))
+                self.clock.at(self.clock.now + effect.delay_ns, partial(self.happen, elapsed))
+            elif not isinstance(effect, PACE):
+                self.carry_out(out, quiet=quiet)
 
     def carry_out(self, out: Output, *, quiet: bool) -> None:
         """Carry out one output of the fold. quiet: the same event led to nothing else that takes time."""

@@ -1,0 +1,244 @@
+"""Pace of background work: what the engine may do while requests are served, and when.
+
+Problem. Some work serves no request that waits now: snapshots are copied out of slots, host memory is pinned for them,
+free memory is given back to the system. It takes memory bandwidth, processors and the interpreter from requests. And
+decode steps take the device from prompts that are computed at the same time. Whether such work may go on depends on
+what all requests wait for, so it is decided here and not where the work is done.
+
+Idea. `Demand` is what the requests want now, as far as background work depends on it. The world keeps it up to date
+(`follow_transition`, `follow_queues`) and calls `decide_pace` when it has changed or a timer has elapsed. That
+returns the next `Pacing` and the effects that tell executors what has changed. Executors obey and never look:
+
+* `PaceSteps`: while a prompt waits for the prompt lane, decode steps keep an even pace.
+* `PaceMemory`: host memory is pinned with pauses while any request is served.
+* `PaceSnapshot`: what the oldest snapshot may do. Snapshots are taken one after the other, in the order in which they
+  were asked for, so the others have to wait anyway.
+* `TrimMemory`: free memory is given back, at most every TRIM_INTERVAL after work, best while no request is served.
+
+The core has no clock. `StartTimer` is an effect, and `TimerElapsed` is the event that answers it. A timer is not
+stopped: one whose number no state holds any more is ignored.
+
+A snapshot's gate has three phases:
+
+    giving_way --(no first token is pending)--> settling --(QUIET has passed)--> copying
+         ^                                         |                               |
+         +------(a first token is pending)---------+-------------------------------+
+
+It is `copying` at once while a request waits for a slot, which the snapshot holds up. A client often sends its next
+request as soon as an answer ends: that is what `settling` waits for. From the first time that it gives way to a first
+token, a snapshot does so for PATIENCE at most.
+
+Invariants (`states/invariants.py` asserts them): the demand is what a recount over all requests finds. There is a gate
+if and only if a snapshot is being taken, and it is that of the oldest one. A gate that is not `copying` waits for a
+timer that runs, so every snapshot is copied in the end: at the latest QUIET + PATIENCE = 250 ms after it became the
+oldest. Memory is due to be trimmed, or a timer for that runs, whenever a request is served.
+
+Example. Request 1 has ended and is saved: its gate is `settling`. After 10 ms, `TimerElapsed` opens it:
+`PaceSnapshot(may_copy=True)`. Request 2 arrives and waits for its first token: `PaceSnapshot(may_copy=False)`, and the
+saver stops behind the run that it copies. The first token comes: 10 ms later the gate is open again.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+from attrs import define, evolve, field, frozen
+
+from effects.all import Effect, EffectRequest
+from effects.ids import ENGINE, RequestId
+from effects.pacing import PaceMemory, PaceSnapshot, PaceSteps, TrimMemory
+from effects.timer import StartTimer, TimerName
+from states.events import TimerElapsed
+from states.machine import IllegalEvent
+from states.request_states import (
+    Compressing,
+    Fetching,
+    LookingUp,
+    Prefilling,
+    Releasing,
+    Restoring,
+    Snapshotting,
+    Speculating,
+    State,
+    Unparking,
+)
+from states.settings import Settings
+
+MS = 1_000_000  # nanoseconds
+DELAYS_NS: dict[TimerName, int] = {
+    "snapshot_quiet": 10 * MS,
+    "snapshot_patience": 240 * MS,  # after `snapshot_quiet` at the latest, so a snapshot waits 250 ms at most
+    # Trimming takes 20 ms, and what is wanted again is mapped anew page by page, some 15 MiB.
+    "trim_interval": 60_000 * MS,
+    # After that a trim holds requests up for its 20 ms: 0.03 % of the time, and a server that is never idle stays as
+    # small as one that is.
+    "trim_patience": 15_000 * MS,
+}
+WITHOUT_TOKENS = frozenset({LookingUp, Restoring, Fetching, Compressing, Releasing, Unparking, Prefilling})
+
+GatePhase: TypeAlias = Literal["giving_way", "settling", "copying"]
+TrimPhase: TypeAlias = Literal["rested", "counting", "due"]
+
+
+@frozen
+class Demand:
+    """The wishes of all requests now, as far as background work depends on them."""
+
+    is_serving: bool = False  # there is any request
+    is_slot_requested: bool = False  # a request waits for a slot, perhaps for one whose rows are still being saved
+    first_tokens: int = 0  # requests that hold a slot and wait for their first token
+    has_prefill_backlog: bool = False  # prompts wait until another one has been computed on the prompt lane
+    snapshots: tuple[RequestId, ...] = ()  # requests whose rows are being saved, in the order in which that was asked
+
+
+@frozen
+class SnapshotGate:
+    """The gate of the oldest snapshot. A timer's number is 0 while the gate does not wait for that timer."""
+
+    request: RequestId
+    phase: GatePhase = "giving_way"
+    quiet_timer: int = 0
+    patience_timer: int = 0  # started when it gives way for the first time
+    is_patience_over: bool = False
+    pace: PaceSnapshot = field(factory=PaceSnapshot)  # the last one that was put out
+
+
+@frozen
+class Trimming:
+    """When free memory is given back: nothing has happened since (`rested`), after the timer, or as soon as possible.
+
+    timer: that of the interval while `counting`, that of the patience while `due`.
+    """
+
+    phase: TrimPhase = "rested"
+    timer: int = 0
+
+
+@frozen
+class Pacing:
+    """The pace of all background work, and what it was decided from."""
+
+    demand: Demand = field(factory=Demand)
+    gate: SnapshotGate | None = None  # None: no snapshot is being taken
+    trimming: Trimming = field(factory=Trimming)
+    last_timer: int = 0  # the number of the timer that was started last
+
+
+@define
+class PaceOutput:
+    """The effects of one decision, in order."""
+
+    last_timer: int
+    effects: list[EffectRequest] = field(factory=list[EffectRequest])
+
+    def add(self, effect: Effect, request: RequestId = ENGINE) -> None:
+        self.effects.append(EffectRequest(request, effect))
+
+    def start_timer(self, name: TimerName) -> int:
+        """Start a timer and return its number."""
+        self.last_timer += 1
+        self.add(StartTimer(name, self.last_timer, DELAYS_NS[name]))
+        return self.last_timer
+
+
+def is_awaiting_first_token(state: State) -> bool:
+    """Does a request in this state hold a slot and wait for its first token?"""
+    return type(state) in WITHOUT_TOKENS or (isinstance(state, Speculating) and not state.answer.tokens)
+
+
+def follow_transition(demand: Demand, request: RequestId, before: State, after: State) -> Demand:
+    """Return the demand after a request's transition."""
+    change = is_awaiting_first_token(after) - is_awaiting_first_token(before)
+    if change:
+        demand = evolve(demand, first_tokens=demand.first_tokens + change)
+    if isinstance(after, Snapshotting) and not isinstance(before, Snapshotting):
+        return evolve(demand, snapshots=(*demand.snapshots, request))
+    if isinstance(before, Snapshotting) and not isinstance(after, Snapshotting):
+        return evolve(demand, snapshots=tuple(one for one in demand.snapshots if one != request))
+    return demand
+
+
+def follow_queues(demand: Demand, is_serving: bool, is_slot_requested: bool, has_prefill_backlog: bool) -> Demand:
+    """Return the demand with these values: the same object if none has changed, since this runs for every token."""
+    if (
+        is_serving == demand.is_serving
+        and is_slot_requested == demand.is_slot_requested
+        and has_prefill_backlog == demand.has_prefill_backlog
+    ):
+        return demand
+    return evolve(
+        demand,
+        is_serving=is_serving,
+        is_slot_requested=is_slot_requested,
+        has_prefill_backlog=has_prefill_backlog,
+    )
+
+
+def decide_pace(
+    pacing: Pacing, demand: Demand, settings: Settings, elapsed: TimerElapsed | None = None
+) -> tuple[Pacing, tuple[EffectRequest, ...]]:
+    """Return the pace that this demand asks for, and the effects that change it. elapsed: the event, if it is one.
+
+    Raises IllegalEvent for a timer that was never started.
+    """
+    if elapsed is not None and not 1 <= elapsed.number <= pacing.last_timer:
+        raise IllegalEvent(f"timer {elapsed.number} was never started")
+    before = pacing.demand
+    timer = 0 if elapsed is None else elapsed.number
+    output = PaceOutput(pacing.last_timer)
+    if demand.has_prefill_backlog != before.has_prefill_backlog:
+        output.add(PaceSteps(demand.has_prefill_backlog))
+    if settings.store and demand.is_serving != before.is_serving:
+        output.add(PaceMemory(gently=demand.is_serving))
+    gate = decide_gate(pacing.gate, demand, timer, output)
+    trimming = decide_trimming(pacing.trimming, demand, timer, output)
+    return Pacing(demand, gate, trimming, output.last_timer), tuple(output.effects)
+
+
+def decide_gate(gate: SnapshotGate | None, demand: Demand, timer: int, output: PaceOutput) -> SnapshotGate | None:
+    """Return the gate of the oldest snapshot. timer: the number of the one that has elapsed; 0: none has."""
+    if not demand.snapshots:
+        return None
+    if gate is None or gate.request != demand.snapshots[0]:
+        gate = SnapshotGate(demand.snapshots[0])
+    gate = move_gate(gate, demand, timer, output)
+    is_alone = len(demand.snapshots) == 1
+    pace = PaceSnapshot(
+        may_copy=gate.phase == "copying",
+        may_grow=is_alone or not demand.is_slot_requested,
+        may_wait=is_alone,
+    )
+    if pace != gate.pace:
+        output.add(pace, gate.request)
+    return evolve(gate, pace=pace)
+
+
+def move_gate(gate: SnapshotGate, demand: Demand, timer: int, output: PaceOutput) -> SnapshotGate:
+    """Return the gate in the phase that it is in now."""
+    if timer and timer == gate.patience_timer:
+        gate = evolve(gate, is_patience_over=True)
+    is_quiet = gate.phase == "settling" and timer == gate.quiet_timer
+    if demand.is_slot_requested or gate.is_patience_over:
+        return evolve(gate, phase="copying", quiet_timer=0)
+    if demand.first_tokens:
+        patience_timer = gate.patience_timer or output.start_timer("snapshot_patience")
+        return evolve(gate, phase="giving_way", quiet_timer=0, patience_timer=patience_timer)
+    if is_quiet:
+        return evolve(gate, phase="copying", quiet_timer=0)
+    if gate.phase == "giving_way":
+        return evolve(gate, phase="settling", quiet_timer=output.start_timer("snapshot_quiet"))
+    return gate
+
+
+def decide_trimming(trimming: Trimming, demand: Demand, timer: int, output: PaceOutput) -> Trimming:
+    """Return when memory is trimmed next. timer: the number of the one that has elapsed; 0: none has."""
+    is_over = timer != 0 and timer == trimming.timer
+    if trimming.phase == "counting" and is_over:
+        trimming = Trimming("due", 0 if not demand.is_serving else output.start_timer("trim_patience"))
+        is_over = False
+    if trimming.phase == "due" and (is_over or not demand.is_serving):
+        output.add(TrimMemory())
+        trimming = Trimming()
+    if trimming.phase == "rested" and demand.is_serving:
+        trimming = Trimming("counting", output.start_timer("trim_interval"))
+    return trimming

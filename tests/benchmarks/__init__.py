@@ -1,0 +1,1 @@
+"""What benchmarks record, and the page and the chart that are made from it."""
